@@ -1,0 +1,243 @@
+"""Every error that Bottega raises on purpose, as one tree.
+
+A class fixes its status code and its reason; whoever raises it adds the message and the facts. The
+same classes are raised by services and, on the other side of the wire, by the client; bottega.rpc
+translates between the two. This module knows no gRPC.
+
+BottegaError
+├── InvalidRequest          INVALID_ARGUMENT     a field breaks a rule; lists every violation
+│   └── BadImage            INVALID_ARGUMENT     an input image cannot be decoded
+├── ModelNotFound           NOT_FOUND
+├── JobNotFound             NOT_FOUND
+├── ImageNotFound           NOT_FOUND
+├── RequestIdReused         ALREADY_EXISTS
+├── FieldNotServed          UNIMPLEMENTED
+├── JobNotFinished          FAILED_PRECONDITION
+├── StaleAttempt            FAILED_PRECONDITION
+├── QueueFull               RESOURCE_EXHAUSTED   retry later
+├── DeadlineUnmeetable      RESOURCE_EXHAUSTED
+├── TooLarge                RESOURCE_EXHAUSTED
+├── Unavailable             UNAVAILABLE          the service cannot be reached
+│   ├── NoWorker            UNAVAILABLE          retry later
+│   ├── Draining            UNAVAILABLE          retry now, elsewhere or soon
+│   └── WorkerLost          UNAVAILABLE
+├── DeadlinePassed          DEADLINE_EXCEEDED
+├── JobCancelled            CANCELLED
+├── NotFinite               ABORTED
+├── InternalError           INTERNAL             a fault of ours
+└── ConfigError             (never on the wire)  a configuration file that cannot be used
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
+
+from bottega.v1 import error_pb2
+from bottega.v1.error_pb2 import ErrorReason
+
+DOMAIN = "bottega"
+
+
+class Code(IntEnum):
+    """google.rpc.Code, so that the tree needs no gRPC."""
+
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One field that broke a rule: its path as in google.rpc.BadRequest, and what would be right."""
+
+    field: str
+    description: str
+
+
+class BottegaError(Exception):
+    """The root. Subclasses fix `code` and `reason`.
+
+    message: for people; names what to do where something can be done.
+    metadata: facts for programs; they travel in ErrorInfo.
+    retry_after_s: seconds after which a retry may help, or None when none does.
+    violations: only of InvalidRequest and its kind.
+    """
+
+    code: ClassVar[Code] = Code.UNKNOWN
+    reason: ClassVar[ErrorReason] = error_pb2.ERROR_REASON_UNSPECIFIED
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
+        violations: Sequence[Violation] = (),
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata = dict(metadata or {})
+        self.retry_after_s = retry_after_s
+        self.violations = tuple(violations)
+
+    @property
+    def reason_name(self) -> str:
+        """The reason as ErrorInfo carries it: without the enum's prefix."""
+        return ErrorReason.Name(self.reason).removeprefix("ERROR_REASON_")
+
+
+class InvalidRequest(BottegaError):
+    """A field breaks a rule; `violations` lists all of them."""
+
+    code = Code.INVALID_ARGUMENT
+    reason = error_pb2.ERROR_REASON_INVALID_REQUEST
+
+
+class BadImage(InvalidRequest):
+    """An input image cannot be decoded, or is beyond the limits."""
+
+    reason = error_pb2.ERROR_REASON_BAD_IMAGE
+
+
+class ModelNotFound(BottegaError):
+    """No such model; metadata["served"] lists those that are."""
+
+    code = Code.NOT_FOUND
+    reason = error_pb2.ERROR_REASON_MODEL_NOT_FOUND
+
+
+class JobNotFound(BottegaError):
+    """No such job, or it has expired."""
+
+    code = Code.NOT_FOUND
+    reason = error_pb2.ERROR_REASON_JOB_NOT_FOUND
+
+
+class ImageNotFound(BottegaError):
+    """The job has no image of that index."""
+
+    code = Code.NOT_FOUND
+    reason = error_pb2.ERROR_REASON_IMAGE_NOT_FOUND
+
+
+class RequestIdReused(BottegaError):
+    """The request_id was used for another request."""
+
+    code = Code.ALREADY_EXISTS
+    reason = error_pb2.ERROR_REASON_REQUEST_ID_REUSED
+
+
+class FieldNotServed(BottegaError):
+    """A field is designed but not served yet; metadata["field"] names it."""
+
+    code = Code.UNIMPLEMENTED
+    reason = error_pb2.ERROR_REASON_FIELD_NOT_SERVED
+
+
+class JobNotFinished(BottegaError):
+    """The job has no images yet."""
+
+    code = Code.FAILED_PRECONDITION
+    reason = error_pb2.ERROR_REASON_JOB_NOT_FINISHED
+
+
+class StaleAttempt(BottegaError):
+    """The attempt is superseded by a later one."""
+
+    code = Code.FAILED_PRECONDITION
+    reason = error_pb2.ERROR_REASON_STALE_ATTEMPT
+
+
+class QueueFull(BottegaError):
+    """The queue is full."""
+
+    code = Code.RESOURCE_EXHAUSTED
+    reason = error_pb2.ERROR_REASON_QUEUE_FULL
+
+
+class DeadlineUnmeetable(BottegaError):
+    """The request would not finish before its deadline."""
+
+    code = Code.RESOURCE_EXHAUSTED
+    reason = error_pb2.ERROR_REASON_DEADLINE_UNMEETABLE
+
+
+class TooLarge(BottegaError):
+    """The request cannot fit; metadata names the limit."""
+
+    code = Code.RESOURCE_EXHAUSTED
+    reason = error_pb2.ERROR_REASON_TOO_LARGE
+
+
+class Unavailable(BottegaError):
+    """The service cannot be reached."""
+
+    code = Code.UNAVAILABLE
+
+
+class NoWorker(Unavailable):
+    """No worker serves the model now."""
+
+    reason = error_pb2.ERROR_REASON_NO_WORKER
+
+
+class Draining(Unavailable):
+    """The service is stopping."""
+
+    reason = error_pb2.ERROR_REASON_DRAINING
+
+
+class WorkerLost(Unavailable):
+    """The worker died or was cut off while it ran the request."""
+
+    reason = error_pb2.ERROR_REASON_WORKER_LOST
+
+
+class DeadlinePassed(BottegaError):
+    """The deadline passed before the work was done."""
+
+    code = Code.DEADLINE_EXCEEDED
+    reason = error_pb2.ERROR_REASON_DEADLINE_PASSED
+
+
+class JobCancelled(BottegaError):
+    """Somebody cancelled the job."""
+
+    code = Code.CANCELLED
+    reason = error_pb2.ERROR_REASON_JOB_CANCELLED
+
+
+class NotFinite(BottegaError):
+    """The model computed NaN or infinity."""
+
+    code = Code.ABORTED
+    reason = error_pb2.ERROR_REASON_NOT_FINITE
+
+
+class InternalError(BottegaError):
+    """A fault of the suite; the log says more under the same request_id."""
+
+    code = Code.INTERNAL
+    reason = error_pb2.ERROR_REASON_INTERNAL
+
+
+class ConfigError(BottegaError):
+    """A configuration file that cannot be used. Never on the wire."""
+
+    code = Code.FAILED_PRECONDITION
