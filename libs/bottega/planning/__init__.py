@@ -1,0 +1,9 @@
+"""What work will cost, and what follows from it: plain Python, no torch, no gRPC.
+
+The gateway's scheduler and the worker's engine decide by the same functions, so that they agree.
+"""
+
+from bottega.planning.cost import StepTimes, Work
+from bottega.planning.width import best_width, completion_times
+
+__all__ = ["StepTimes", "Work", "best_width", "completion_times"]
