@@ -80,7 +80,7 @@ class BottegaError(Exception):
     """
 
     code: ClassVar[Code] = Code.UNKNOWN
-    reason: ClassVar[ErrorReason] = error_pb2.ERROR_REASON_UNSPECIFIED
+    reason: ClassVar[ErrorReason.ValueType] = error_pb2.ERROR_REASON_UNSPECIFIED
 
     def __init__(
         self,
