@@ -1,0 +1,6 @@
+"""Child processes and the framed pipe to them."""
+
+from bottega.process.channel import MAX_FRAME_BYTES, AsyncChannel, Channel
+from bottega.process.child import Child, open_pair
+
+__all__ = ["MAX_FRAME_BYTES", "AsyncChannel", "Channel", "Child", "open_pair"]

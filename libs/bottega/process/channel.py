@@ -1,0 +1,162 @@
+"""Frames over a socket pair between a parent process and its child.
+
+A frame is its length (4 bytes, little-endian) and that many bytes. Both ends have the same limit; a
+longer frame is refused before it is sent and before a byte of it is received. After an error a channel
+is closed: what follows half a frame means nothing. This module does not know what frames carry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+
+from bottega.errors import InternalError, Unavailable
+
+# A decoded image of 16 megapixels is 48 MiB; no other frame comes near.
+MAX_FRAME_BYTES = 64 * 2**20
+
+_LENGTH = struct.Struct("<I")
+# Copying this much takes some tens of microseconds; more is copied in a thread, not in the event loop.
+_LARGE_BYTES = 256 * 2**10
+
+
+class Channel:
+    """The blocking end, for a child. `send` may be called from any thread, `recv` from one at a time."""
+
+    def __init__(self, end: socket.socket, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._socket = end
+        self._max_frame_bytes = max_frame_bytes
+        self._sending = threading.Lock()
+
+    @classmethod
+    def from_fd(cls, fd: int, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> Channel:
+        """Takes over the descriptor that the parent passed."""
+        end = socket.socket(fileno=fd)
+        end.setblocking(True)
+        return cls(end, max_frame_bytes=max_frame_bytes)
+
+    def send(self, payload: bytes) -> None:
+        """Sends one frame; blocks while the pipe is full.
+
+        Raises InternalError for a frame beyond the limit, Unavailable when the other end is gone.
+        """
+        _check_length(len(payload), self._max_frame_bytes)
+        with self._sending:
+            try:
+                self._socket.sendall(_LENGTH.pack(len(payload)))
+                self._socket.sendall(payload)
+            except OSError as error:
+                self.close()
+                raise _gone() from error
+
+    def recv(self) -> bytes | None:
+        """The next frame; blocks until it is complete. None when the other end is closed or gone.
+
+        Raises InternalError for a frame beyond the limit.
+        """
+        header = self._read(_LENGTH.size)
+        if header is None:
+            return None
+        (length,) = _LENGTH.unpack(header)
+        _check_length(length, self._max_frame_bytes)
+        return self._read(length)
+
+    def close(self) -> None:
+        """Closes this end; a `recv` that waits in another thread returns None."""
+        _shut(self._socket)
+        self._socket.close()
+
+    def _read(self, length: int) -> bytes | None:
+        try:
+            data = self._socket.recv(length, socket.MSG_WAITALL) if length else b""
+        except OSError:
+            return None
+        return data if len(data) == length else None
+
+
+class AsyncChannel:
+    """The asyncio end, for a parent. One task sends at a time and one receives.
+
+    No turn of the event loop copies more than the socket's buffer holds.
+    """
+
+    def __init__(self, end: socket.socket, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._max_frame_bytes = max_frame_bytes
+
+    async def send(self, payload: bytes) -> None:
+        """Sends one frame. Cancelled or failed half-way, it closes the channel.
+
+        Raises InternalError for a frame beyond the limit, Unavailable when the other end is gone.
+        """
+        _check_length(len(payload), self._max_frame_bytes)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_sendall(self._socket, _LENGTH.pack(len(payload)))
+            await loop.sock_sendall(self._socket, payload)
+        except OSError as error:
+            self.close()
+            raise _gone() from error
+        except asyncio.CancelledError:
+            self.close()
+            raise
+
+    async def recv(self) -> bytes | None:
+        """The next frame, or None when the other end is closed or gone. Cancelled, it closes the channel.
+
+        Raises InternalError for a frame beyond the limit.
+        """
+        header = await self._read(_LENGTH.size)
+        if header is None:
+            return None
+        (length,) = _LENGTH.unpack(header)
+        try:
+            _check_length(length, self._max_frame_bytes)
+        except InternalError:
+            self.close()
+            raise
+        return await self._read(length)
+
+    def close(self) -> None:
+        """Closes this end; the child at the other one sees the end of the pipe."""
+        _shut(self._socket)
+        self._socket.close()
+
+    async def _read(self, length: int) -> bytes | None:
+        loop = asyncio.get_running_loop()
+        buffer = bytearray(length)
+        view = memoryview(buffer)
+        done = 0
+        try:
+            while done < length:
+                received = await loop.sock_recv_into(self._socket, view[done:])
+                if not received:
+                    return None
+                done += received
+                if done < length:
+                    await asyncio.sleep(0)  # a ready socket does not suspend: let others have their turn
+        except OSError:
+            return None
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        return bytes(buffer) if length <= _LARGE_BYTES else await asyncio.to_thread(bytes, buffer)
+
+
+def _check_length(length: int, limit: int) -> None:
+    if length > limit:
+        raise InternalError(f"a frame of {length} bytes is beyond the limit of {limit} bytes")
+
+
+def _gone() -> Unavailable:
+    return Unavailable("the process at the other end of the pipe is gone")
+
+
+def _shut(end: socket.socket) -> None:
+    try:
+        end.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # already closed, or the other end is gone: what was asked for

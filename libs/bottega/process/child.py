@@ -1,0 +1,121 @@
+"""A child process with a framed pipe to it.
+
+The child is a fresh interpreter (`python -m MODULE --fd N ...`), never a fork: forking a process that
+runs gRPC or threads is unsafe. It leads its own process group, so that Ctrl-C in a terminal reaches only
+the parent, which then stops it in order. It exits by itself when the pipe closes, so it cannot outlive
+its parent. This module does not know what the child does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Mapping, Sequence
+
+from bottega.process.channel import MAX_FRAME_BYTES, AsyncChannel
+
+# A killed process is gone in milliseconds, unless it waits for a device; then its parent must not wait for it.
+_REAP_S = 10.0
+
+
+class Child:
+    """A running child process. Made by `start`; `stop` must be called, also after a death."""
+
+    def __init__(self, process: Process, channel: AsyncChannel) -> None:
+        self._process = process
+        self.channel = channel
+
+    @classmethod
+    async def start(
+        cls,
+        module: str,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        limits: Mapping[int, int] | None = None,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> Child:
+        """Starts `python -m MODULE --fd N ARGUMENTS`.
+
+        env: variables added to this process's own.
+        limits: resource limits (resource.RLIMIT_...) to set on it before it is sent anything.
+        """
+        ours, theirs = open_pair()
+        try:
+            process = await _spawn(module, arguments, theirs, env or {})
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        child = cls(process, AsyncChannel(ours, max_frame_bytes=max_frame_bytes))
+        _limit(process.pid, limits or {})
+        return child
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it exited, negative for a signal; None while it runs."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """Waits until it is dead, however that comes; returns its exit code."""
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """Ends it now."""
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def stop(self, grace_s: float) -> int | None:
+        """Closes the pipe, waits for the child to exit by itself, then kills it.
+
+        Returns its exit code, or None when even a killed process is not gone after some seconds.
+        """
+        self.channel.close()
+        code = await self._exited(grace_s)
+        if code is None:
+            self.kill()
+            code = await self._exited(_REAP_S)
+        return code
+
+    async def _exited(self, timeout_s: float) -> int | None:
+        try:
+            return await asyncio.wait_for(self._process.wait(), timeout_s)
+        except TimeoutError:
+            return None
+
+
+def open_pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a pipe for frames."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+async def _spawn(module: str, arguments: Sequence[str], end: socket.socket, env: Mapping[str, str]) -> Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        "--fd",
+        str(end.fileno()),
+        *arguments,
+        stdin=DEVNULL,
+        env={**os.environ, **env},
+        pass_fds=(end.fileno(),),
+        start_new_session=True,
+    )
+
+
+def _limit(pid: int, limits: Mapping[int, int]) -> None:
+    try:
+        for kind, value in limits.items():
+            resource.prlimit(pid, kind, (value, value))
+    except ProcessLookupError:
+        return  # already dead; whoever waits for it is told

@@ -1,0 +1,106 @@
+"""A child process answers, is missed when it dies, and never outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bottega.errors import Unavailable
+from bottega.process import Child
+
+ECHO = """
+import argparse, os, resource, signal, sys, time
+from bottega.process import Channel
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--fd", type=int)
+parser.add_argument("--deaf", action="store_true")
+arguments = parser.parse_args()
+channel = Channel.from_fd(arguments.fd)
+while (frame := channel.recv()) is not None:
+    if frame == b"env":
+        frame = os.environ["TINT"].encode()
+    if frame == b"limit":
+        frame = str(resource.getrlimit(resource.RLIMIT_AS)[0]).encode()
+    channel.send(frame)
+while arguments.deaf:
+    time.sleep(1)
+"""
+
+PARENT = """
+import asyncio
+from bottega.process import Child
+
+async def main():
+    child = await Child.start("echo_child")
+    print(child.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    (tmp_path / "echo_child.py").write_text(ECHO)
+    return str(tmp_path)
+
+
+async def ask(child: Child, frame: bytes) -> bytes | None:
+    await asyncio.wait_for(child.channel.send(frame), 5)
+    return await asyncio.wait_for(child.channel.recv(), 5)
+
+
+async def test_a_child_echoes_and_exits_when_the_pipe_closes(path: str) -> None:
+    child = await Child.start("echo_child", env={"PYTHONPATH": path, "TINT": "ultramarine"})
+    assert await ask(child, b"hello") == b"hello"
+    assert await ask(child, b"env") == b"ultramarine"
+    assert os.getsid(child.pid) == child.pid
+    assert await child.stop(grace_s=5) == 0
+    assert not psutil.pid_exists(child.pid)
+
+
+async def test_limits_are_set_before_the_child_is_sent_anything(path: str) -> None:
+    child = await Child.start("echo_child", env={"PYTHONPATH": path}, limits={resource.RLIMIT_AS: 2**30})
+    assert await ask(child, b"limit") == str(2**30).encode()
+    await child.stop(grace_s=5)
+
+
+async def test_the_death_of_a_child_is_noticed(path: str) -> None:
+    child = await Child.start("echo_child", env={"PYTHONPATH": path})
+    assert await ask(child, b"alive") == b"alive"
+    notice = asyncio.create_task(child.wait())
+    receiving = asyncio.create_task(child.channel.recv())
+    os.kill(child.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(notice, 2) == -signal.SIGKILL
+    assert await asyncio.wait_for(receiving, 2) is None
+    with pytest.raises(Unavailable):
+        await child.channel.send(b"x")
+    assert await child.stop(grace_s=1) == -signal.SIGKILL
+
+
+async def test_a_child_that_does_not_stop_is_killed_after_the_grace(path: str) -> None:
+    child = await Child.start("echo_child", "--deaf", env={"PYTHONPATH": path})
+    assert await ask(child, b"alive") == b"alive"
+    began = time.monotonic()
+    assert await child.stop(grace_s=0.3) == -signal.SIGKILL
+    assert 0.3 <= time.monotonic() - began < 3
+
+
+def test_a_child_exits_when_its_parent_is_killed(path: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    gone, _alive = psutil.wait_procs([child], timeout=5)
+    assert gone == [child]

@@ -1,0 +1,171 @@
+"""Frames arrive whole, in order, within their limit, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from bottega.errors import InternalError, Unavailable
+from bottega.process import AsyncChannel, Channel, open_pair
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    left, right = (Channel(end, max_frame_bytes=8 * 2**20) for end in open_pair())
+    yield left, right
+    left.close()
+    right.close()
+
+
+def test_frames_keep_their_order_and_their_bytes(pair: tuple[Channel, Channel]) -> None:
+    left, right = pair
+    sent = [b"", b"a", bytes(range(256)) * 8192, b"end"]
+    sender = threading.Thread(target=lambda: [left.send(frame) for frame in sent])
+    sender.start()
+    assert [right.recv() for _ in sent] == sent
+    sender.join()
+    left.close()
+    assert right.recv() is None
+
+
+def test_frames_of_several_threads_do_not_mix(pair: tuple[Channel, Channel]) -> None:
+    left, right = pair
+    payloads = [bytes([i]) * 300_000 for i in range(4)]
+    threads = [threading.Thread(target=left.send, args=(payload,)) for payload in payloads]
+    for thread in threads:
+        thread.start()
+    received = {right.recv() for _ in payloads}
+    for thread in threads:
+        thread.join()
+    assert received == set(payloads)
+
+
+def test_a_frame_beyond_the_limit_is_not_sent(pair: tuple[Channel, Channel]) -> None:
+    left, right = pair
+    with pytest.raises(InternalError, match="limit of 8388608"):
+        left.send(bytes(8 * 2**20 + 1))
+    left.send(b"next")
+    assert right.recv() == b"next"
+
+
+def test_a_frame_that_says_it_is_beyond_the_limit_is_not_received() -> None:
+    raw, end = open_pair()
+    channel = Channel(end, max_frame_bytes=1000)
+    raw.sendall(struct.pack("<I", 1001))
+    with pytest.raises(InternalError, match="1001 bytes"):
+        channel.recv()
+    raw.close()
+    channel.close()
+
+
+def test_half_a_frame_is_no_frame() -> None:
+    raw, end = open_pair()
+    raw.sendall(struct.pack("<I", 100) + b"only this")
+    raw.close()
+    channel = Channel(end)
+    assert channel.recv() is None
+    channel.close()
+
+
+def test_sending_to_a_closed_end_says_so(pair: tuple[Channel, Channel]) -> None:
+    left, right = pair
+    right.close()
+    with pytest.raises(Unavailable):
+        left.send(b"x")
+
+
+async def test_an_asyncio_end_talks_with_a_blocking_end() -> None:
+    ours, theirs = open_pair()
+    parent, child = AsyncChannel(ours), Channel(theirs)
+    frame = bytes(range(256)) * 40_000
+
+    def echo() -> None:
+        while (received := child.recv()) is not None:
+            child.send(received)
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+    for payload in (b"", b"small", frame):
+        sending = asyncio.create_task(parent.send(payload))
+        assert await asyncio.wait_for(parent.recv(), 5) == payload
+        await sending
+    parent.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    child.close()
+
+
+async def test_an_asyncio_end_refuses_what_is_beyond_the_limit_both_ways() -> None:
+    raw, end = open_pair()
+    channel = AsyncChannel(end, max_frame_bytes=1000)
+    with pytest.raises(InternalError):
+        await channel.send(bytes(1001))
+    raw.sendall(struct.pack("<I", 2**32 - 1))
+    with pytest.raises(InternalError):
+        await channel.recv()
+    with pytest.raises(Unavailable):
+        await channel.send(b"after a lying header the channel is closed")
+    raw.close()
+
+
+async def test_a_cancelled_half_sent_frame_closes_the_channel() -> None:
+    ours, theirs = open_pair()
+    channel = AsyncChannel(ours)
+    sending = asyncio.create_task(channel.send(bytes(4 * 2**20)))
+    await asyncio.sleep(0.05)
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    with pytest.raises(Unavailable):
+        await channel.send(b"x")
+    theirs.close()
+
+
+async def test_a_long_frame_lets_the_event_loop_have_its_turns() -> None:
+    ours, theirs = open_pair()
+    channel = AsyncChannel(ours)
+    sender = threading.Thread(target=Channel(theirs).send, args=(bytes(32 * 2**20),))
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    counting = asyncio.create_task(count())
+    sender.start()
+    frame = await channel.recv()
+    counting.cancel()
+    sender.join()
+    assert frame is not None
+    assert len(frame) == 32 * 2**20
+    assert turns > 50  # at most the socket's buffer (208 KiB) a turn
+    channel.close()
+    theirs.close()
+
+
+def test_closing_wakes_a_waiting_receiver(pair: tuple[Channel, Channel]) -> None:
+    left, _right = pair
+    received: list[bytes | None] = []
+    waiting = threading.Thread(target=lambda: received.append(left.recv()))
+    waiting.start()
+    time.sleep(0.05)
+    left.close()
+    waiting.join(5)
+    assert received == [None]
+
+
+def test_from_fd_takes_the_descriptor_over() -> None:
+    ours, theirs = open_pair()
+    channel = Channel.from_fd(theirs.detach())
+    Channel(ours).send(b"hello")
+    assert channel.recv() == b"hello"
+    channel.close()
+    assert ours.recv(1) == b""
+    ours.close()
