@@ -1,0 +1,64 @@
+# Bottega's commands. Every target sets up what it needs in .venv; a machine needs Python 3.11 and make.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+
+# Busy-waiting threads of two torch processes starve each other up to eightyfold on few cores.
+export OMP_WAIT_POLICY := PASSIVE
+# A shell that already sits in another virtual environment must not leak into this one.
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
+
+.PHONY: help demo test test-gpu lint protos clean
+.PRECIOUS: .venv/.ready
+
+help: ## List the commands
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: .venv/.ready .venv/.stubs ## Set up, start the suite, draw a picture of PROMPT, say where it is, stop the suite
+	@PATH="$(CURDIR)/$(BIN):$$PATH" deploy/demo.sh $(if $(PROMPT),"$(PROMPT)")
+
+test: .venv/.ready .venv/.stubs ## Set up and run the tests that need no GPU (ARGS goes to pytest)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: .venv/.ready .venv/.stubs ## Run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: .venv/.ready .venv/.stubs ## Run ruff, mypy, import-linter and buf
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	protos/check.sh
+
+protos: .venv/.ready ## Write the stubs of the contract again, after an edit of a .proto
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
+	@touch .venv/.stubs
+
+bench-%: .venv/.ready .venv/.stubs ## Run one comparison of load/bench (ARGS goes to it): make bench-overhead
+	@test -f load/bench/$*.py || { echo "no bench '$*'; there are: $$(cd load/bench && ls *.py | sed 's/\.py$$//' | xargs)"; exit 2; }
+	$(BIN)/python load/bench/$*.py $(ARGS)
+
+clean: ## Remove everything that the commands made
+	rm -rf .venv out build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf protos/*.egg-info libs/*.egg-info services/*.egg-info protos/build libs/build services/build
+	rm -f protos/bottega/v1/*_pb2.py protos/bottega/v1/*_pb2.pyi protos/bottega/v1/*_pb2_grpc.py protos/bottega/v1/*_pb2_grpc.pyi
+	find protos libs services tests load -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.ready: constraints.txt requirements-dev.txt protos/pyproject.toml protos/setup.py libs/pyproject.toml services/pyproject.toml
+	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))'; then \
+		echo "Bottega needs Python 3.11 or 3.12; say where it is: make PYTHON=/path/to/python3.11"; exit 2; fi
+	@echo "Setting up .venv. torch is a large download (on Linux, the CUDA build with its libraries: several GB);"
+	@echo "the CPU build is far smaller: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ..."
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -r requirements-dev.txt \
+		-e protos -e 'libs[client,diffusion]' -e 'services[gateway,worker]'
+	@touch $@
+
+.venv/.stubs: .venv/.ready protos/generate.py $(wildcard protos/bottega/v1/*.proto)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
+	@touch $@
