@@ -1,0 +1,13 @@
+"""Addresses as the configuration writes them: host:port. It knows no socket."""
+
+from __future__ import annotations
+
+from bottega.errors import ConfigError
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of "host:port". Raises ConfigError when it is none."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ConfigError(f"{address!r} is no address: host:port is wanted, for example 127.0.0.1:8470")
+    return host, int(port)

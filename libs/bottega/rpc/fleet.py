@@ -1,0 +1,116 @@
+"""How a service stays in the gateway's fleet: one Join stream, opened again for ever.
+
+It does not know what the service does; load and backlog cross by callbacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from bottega.rpc.channel import open_channel
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc
+
+# The gateway's lease is 1.5 s; three reports fit into it.
+REPORT_INTERVAL_S = 0.5
+# Changes within this time travel together.
+_COALESCE_S = 0.01
+_FIRST_BACK_OFF_S = 0.1
+_MAX_BACK_OFF_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+def _ignore(_: int) -> None:
+    """For services that do not care for the backlog."""
+
+
+class FleetMembership:
+    """Joins the fleet, reports load on change and twice a second, rejoins with back-off when cut off.
+
+    gateway: its host:port. registration: who joins; sent first on every stream.
+    load: called in the event loop for every report; must be quick.
+    on_backlog: called in the event loop with the number of requests that wait for this service.
+    """
+
+    def __init__(
+        self,
+        gateway: str,
+        registration: fleet_pb2.Registration,
+        *,
+        load: Callable[[], fleet_pb2.Load],
+        on_backlog: Callable[[int], None] = _ignore,
+    ) -> None:
+        self._gateway = gateway
+        self._registration = registration
+        self._load = load
+        self._on_backlog = on_backlog
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.joined = asyncio.Event()
+        self.backlog = 0
+
+    def start(self) -> None:
+        """Joins in the background; `joined` is set while the gateway knows this service."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._stay(), name="fleet-membership")
+
+    def changed(self) -> None:
+        """Says that the load has changed, so that it is reported at once."""
+        self._changed.set()
+
+    async def stop(self) -> None:
+        """Leaves the fleet. Harmless when not started."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._task = None
+
+    async def _stay(self) -> None:
+        back_off_s = _FIRST_BACK_OFF_S
+        channel = open_channel(self._gateway)
+        try:
+            while True:
+                was_joined = await self._join_once(fleet_pb2_grpc.FleetServiceStub(channel))
+                back_off_s = _FIRST_BACK_OFF_S if was_joined else min(2 * back_off_s, _MAX_BACK_OFF_S)
+                await asyncio.sleep(back_off_s * random.uniform(0.5, 1.0))
+        finally:
+            await channel.close()
+
+    async def _join_once(self, fleet: fleet_pb2_grpc.FleetServiceAsyncStub) -> bool:
+        """Stays until the stream ends; whether the gateway had answered on it."""
+        call = fleet.Join(self._reports())
+        try:
+            async for response in call:
+                self._heard(response.backlog)
+        except grpc.aio.AioRpcError as error:
+            level = logging.WARNING if self.joined.is_set() else logging.DEBUG
+            _log.log(level, "fleet cannot be reached", extra={"gateway": self._gateway, "code": error.code().name})
+        finally:
+            call.cancel()
+            was_joined = self.joined.is_set()
+            self.joined.clear()
+        return was_joined
+
+    def _heard(self, backlog: int) -> None:
+        if not self.joined.is_set():
+            _log.info("joined the fleet", extra={"gateway": self._gateway})
+            self.joined.set()
+        self.backlog = backlog
+        self._on_backlog(backlog)
+
+    async def _reports(self) -> AsyncIterator[fleet_pb2.JoinRequest]:
+        yield fleet_pb2.JoinRequest(registration=self._registration)
+        while True:
+            self._changed.clear()
+            yield fleet_pb2.JoinRequest(load=self._load())
+            await asyncio.sleep(_COALESCE_S)
+            try:
+                await asyncio.wait_for(self._changed.wait(), REPORT_INTERVAL_S - _COALESCE_S)
+            except TimeoutError:
+                continue

@@ -1,0 +1,74 @@
+"""Prometheus metrics of one process, served over HTTP on loopback.
+
+A registry of its own for every server, so that several may live in one process. It knows no service.
+"""
+
+from __future__ import annotations
+
+import threading
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    start_http_server,
+)
+
+from bottega.errors import ConfigError
+from bottega.rpc.address import split
+
+# From a health check to the longest drawing that anybody waits for.
+_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class CallMetrics:
+    """Calls by method and code, and how long they took."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.in_flight = Gauge("bottega_rpc_in_flight", "Calls being served.", registry=registry)
+        self._calls = Counter("bottega_rpc_calls", "Calls by method and code.", ("method", "code"), registry=registry)
+        self._seconds = Histogram(
+            "bottega_rpc_seconds", "Seconds that a call took.", ("method",), buckets=_SECONDS_BUCKETS, registry=registry
+        )
+
+    def observe(self, method: str, code: str, seconds: float) -> None:
+        """Counts one call that has ended."""
+        self._calls.labels(method, code).inc()
+        self._seconds.labels(method).observe(seconds)
+
+
+class MetricsEndpoint:
+    """`/metrics` over HTTP, in a thread of its own."""
+
+    def __init__(self, listen: str) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        self.calls = CallMetrics(self.registry)
+        self.address = ""
+        self._listen = listen
+        self._http: tuple[WSGIServer, threading.Thread] | None = None
+
+    def start(self) -> None:
+        """Starts to serve; `address` then says where. Raises ConfigError when the port is taken."""
+        host, port = split(self._listen)
+        try:
+            server, thread = start_http_server(port, host, self.registry)
+        except OSError as error:
+            raise ConfigError(f"metrics_listen {self._listen} cannot be used: {error.strerror}") from None
+        self._http = (server, thread)
+        self.address = f"{host}:{server.server_port}"
+
+    def stop(self) -> None:
+        """Stops to serve; blocks for up to half a second."""
+        if self._http is None:
+            return
+        server, thread = self._http
+        self._http = None
+        server.shutdown()
+        server.server_close()
+        thread.join()

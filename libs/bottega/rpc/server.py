@@ -1,0 +1,182 @@
+"""The bootstrap of every service: a gRPC server with health, reflection, metrics and a graceful end.
+
+It knows no service: they register their servicers on `Server.grpc`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+from pydantic import ConfigDict
+
+from bottega.config import STRICT
+from bottega.errors import ConfigError
+from bottega.rpc import logs
+from bottega.rpc.address import split
+from bottega.rpc.boundary import CallBoundary
+from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES
+from bottega.rpc.metrics import MetricsEndpoint
+
+# Time for whoever watches health to turn away, before anything is refused.
+_DRAIN_PAUSE_S = 0.2
+# After the grace: for calls to end that were told to.
+_STOP_GRACE_S = 0.5
+
+_log = logging.getLogger(__name__)
+
+Step = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What every service may be told about its server."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    listen: str = "127.0.0.1:0"
+    metrics_listen: str = "127.0.0.1:0"
+    drain_grace_s: float = 20.0
+    max_message_mib: int = MAX_MESSAGE_MIB
+    default_deadline_s: float = 600.0
+    log_level: str = "info"
+
+
+class Server:
+    """One gRPC server. Made in a running event loop; add servicers to `grpc`, then `start`.
+
+    name: of the service, for people. `registry` is where its own metrics belong.
+    """
+
+    def __init__(self, name: str, config: ServerConfig) -> None:
+        self.name = name
+        self.config = config
+        self.address = ""
+        self._metrics = MetricsEndpoint(config.metrics_listen)
+        self._boundary = CallBoundary(self._metrics.calls, config.default_deadline_s)
+        self._health = health.aio.HealthServicer()
+        self._services: list[str] = []
+        self.grpc = grpc.aio.server(interceptors=[self._boundary], options=_options(config))
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """Where the service registers its own metrics."""
+        return self._metrics.registry
+
+    @property
+    def metrics_address(self) -> str:
+        """host:port of `/metrics`, once started."""
+        return self._metrics.address
+
+    def add_services(self, names: Sequence[str]) -> None:
+        """Names the services (full names, as DESCRIPTOR has them) for health and reflection. Before start."""
+        self._services.extend(names)
+
+    async def start(self) -> None:
+        """Listens; health says NOT_SERVING until `set_serving`. Raises ConfigError when a port is taken."""
+        host, _ = split(self.config.listen)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        own = [health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection([*self._services, *own], self.grpc)
+        await self.set_serving(False)
+        try:
+            port = self.grpc.add_insecure_port(self.config.listen)
+        except RuntimeError:
+            raise ConfigError(f"listen {self.config.listen} cannot be used: is another instance running?") from None
+        self._metrics.start()
+        await self.grpc.start()
+        self.address = f"{host}:{port}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """Says by grpc.health.v1 whether new work is welcome."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", *self._services):
+            await self._health.set(service, status)
+
+    async def drain(self, finish: Step | None = None) -> None:
+        """Ends gracefully: health down, a pause, `finish`, then what is still in flight, all within the grace.
+
+        finish: the service's own part; when it returns, streams of the service that would never end by
+        themselves must have been told to.
+        """
+        await self.set_serving(False)
+        await asyncio.sleep(_DRAIN_PAUSE_S)
+        try:
+            async with asyncio.timeout(self.config.drain_grace_s):
+                if finish is not None:
+                    await finish()
+                await self._boundary.wait_idle()
+        except TimeoutError:
+            _log.warning("drain took longer than its grace", extra={"grace_s": self.config.drain_grace_s})
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Ends now; calls in flight are cancelled. Harmless when it has ended."""
+        await self.grpc.stop(_STOP_GRACE_S)
+        await asyncio.to_thread(self._metrics.stop)
+
+
+async def run(server: Server, *, warm_up: Step, finish: Step | None = None, shut_down: Step) -> None:
+    """The life of a service: start, warm up, serve until SIGTERM or SIGINT, drain, shut down.
+
+    warm_up: what must have happened before health says SERVING; a signal abandons it.
+    finish: see `Server.drain`. shut_down: always called last, whatever happened.
+    """
+    logs.configure(server.name, server.config.log_level)
+    stopping = _stop_signal()
+    try:
+        await server.start()
+        if await _unless(stopping, warm_up()):
+            await server.set_serving(True)
+            _log.info("serving", extra={"address": server.address, "metrics": server.metrics_address})
+            await stopping.wait()
+        _log.info("draining")
+        await server.drain(finish)
+    finally:
+        await server.stop()
+        await shut_down()
+    _log.info("stopped")
+
+
+def _stop_signal() -> asyncio.Event:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping
+
+
+async def _unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
+    """Whether `work` was done before the event; it is cancelled when the event came first."""
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            await tasks[0]
+        return tasks[0].done()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", config.max_message_mib << 20),
+        ("grpc.max_send_message_length", config.max_message_mib << 20),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        # A second instance on the same port is an error, not a silent sharing of it.
+        ("grpc.so_reuseport", 0),
+        # Clients ping every 30 s; the server tolerates that, and pings as well.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+    ]

@@ -1,0 +1,160 @@
+"""Translates the error tree to the wire and back: statuses with google.rpc details, and JobError.
+
+It does not know who raises or who asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Protocol, cast
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2, message
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # generated without types
+from grpc_status import rpc_status
+
+from bottega import errors
+from bottega.errors import BottegaError, Code, Violation
+from bottega.v1 import error_pb2
+from bottega.v1.error_pb2 import ErrorReason, JobError
+
+DETAILS_KEY = "grpc-status-details-bin"
+
+# Statuses travel in HTTP/2 trailers, of which a peer takes 8 KiB by default.
+_MAX_MESSAGE_CHARACTERS = 1000
+_MAX_VIOLATIONS = 32
+
+
+class _Failure(Protocol):
+    """What both kinds of RpcError, blocking and asyncio, offer."""
+
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> Iterator[tuple[str, str | bytes]] | None: ...
+
+
+def to_grpc_status(error: BottegaError) -> grpc.Status:
+    """The status for `context.abort_with_status`: ErrorInfo, BadRequest and RetryInfo as far as they apply."""
+    status = status_pb2.Status(code=int(error.code), message=_clip(error.message))
+    status.details.extend(_packed(detail) for detail in _details(error))
+    return rpc_status.to_status(status)
+
+
+def from_rpc_error(error: grpc.RpcError) -> BottegaError:
+    """The typed error for a call that failed: by its reason, and without one by its code."""
+    failure = cast(_Failure, error)
+    code = Code(failure.code().value[0])
+    status = _status_of(failure)
+    if status is None:
+        return _class_for("", code)(failure.details() or code.name)
+    info, bad_request, retry = _unpacked(status)
+    return _class_for(info.reason if info.domain == errors.DOMAIN else "", code)(
+        status.message,
+        metadata=dict(info.metadata),
+        retry_after_s=retry.retry_delay.ToTimedelta().total_seconds() if retry else None,
+        violations=[Violation(field=v.field, description=v.description) for v in bad_request.field_violations],
+    )
+
+
+def to_job_error(error: BottegaError) -> JobError:
+    """The same facts as a message, for jobs that outlive a call."""
+    return JobError(
+        code=int(error.code),
+        reason=error.reason,
+        message=_clip(error.message),
+        metadata=error.metadata,
+        violations=[error_pb2.Violation(field=v.field, description=v.description) for v in error.violations],
+        retry_after_s=error.retry_after_s,
+    )
+
+
+def from_job_error(job_error: JobError) -> BottegaError:
+    """The typed error that `to_job_error` was given."""
+    known = job_error.reason in ErrorReason.values()
+    reason = ErrorReason.Name(job_error.reason).removeprefix("ERROR_REASON_") if known else ""
+    code = Code(job_error.code) if job_error.code in set(Code) else Code.UNKNOWN
+    return _class_for(reason, code)(
+        job_error.message,
+        metadata=dict(job_error.metadata),
+        retry_after_s=job_error.retry_after_s if job_error.HasField("retry_after_s") else None,
+        violations=[Violation(field=v.field, description=v.description) for v in job_error.violations],
+    )
+
+
+def _details(error: BottegaError) -> Iterator[message.Message]:
+    yield error_details_pb2.ErrorInfo(reason=error.reason_name, domain=errors.DOMAIN, metadata=error.metadata)
+    if error.violations:
+        yield error_details_pb2.BadRequest(
+            field_violations=[
+                error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description)
+                for v in itertools.islice(error.violations, _MAX_VIOLATIONS)
+            ]
+        )
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        yield error_details_pb2.RetryInfo(retry_delay=delay)
+
+
+def _packed(detail: message.Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= _MAX_MESSAGE_CHARACTERS else text[: _MAX_MESSAGE_CHARACTERS - 1] + "…"
+
+
+def _status_of(failure: _Failure) -> status_pb2.Status | None:
+    for key, value in failure.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            try:
+                return status_pb2.Status.FromString(value)
+            except message.DecodeError:
+                return None
+    return None
+
+
+def _unpacked(
+    status: status_pb2.Status,
+) -> tuple[error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo | None]:
+    info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    has_retry = False
+    for detail in status.details:
+        detail.Unpack(info)
+        detail.Unpack(bad_request)
+        has_retry = detail.Unpack(retry) or has_retry
+    return info, bad_request, retry if has_retry else None
+
+
+def _class_for(reason: str, code: Code) -> type[BottegaError]:
+    return _classes_by_reason().get(reason) or _CLASS_BY_CODE.get(code, errors.InternalError)
+
+
+@functools.cache
+def _classes_by_reason() -> dict[str, type[BottegaError]]:
+    classes = {ErrorReason.Name(kind.reason).removeprefix("ERROR_REASON_"): kind for kind in _tree(BottegaError)}
+    del classes["UNSPECIFIED"]
+    return classes
+
+
+def _tree(root: type[BottegaError]) -> Iterator[type[BottegaError]]:
+    yield root
+    for kind in root.__subclasses__():
+        yield from _tree(kind)
+
+
+# For statuses that gRPC itself made, or that a service of another version did.
+_CLASS_BY_CODE: dict[Code, type[BottegaError]] = {
+    Code.CANCELLED: errors.JobCancelled,
+    Code.INVALID_ARGUMENT: errors.InvalidRequest,
+    Code.DEADLINE_EXCEEDED: errors.DeadlinePassed,
+    Code.NOT_FOUND: errors.JobNotFound,
+    Code.RESOURCE_EXHAUSTED: errors.TooLarge,
+    Code.UNIMPLEMENTED: errors.FieldNotServed,
+    Code.UNAVAILABLE: errors.Unavailable,
+}

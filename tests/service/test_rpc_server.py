@@ -1,0 +1,262 @@
+"""A real server on port 0: what callers see when handlers succeed, refuse, fail, hang and drain."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from bottega import errors
+from bottega.rpc import logs
+from bottega.rpc.boundary import REQUEST_ID_KEY
+from bottega.rpc.channel import open_channel
+from bottega.rpc.fleet import FleetMembership
+from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
+
+NAME = image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
+
+
+class Scripted(image_pb2_grpc.ImageServiceServicer):
+    """Does what the request's id says."""
+
+    def __init__(self) -> None:
+        self.seen_request_id = ""
+        self.stream_ended = asyncio.Event()
+        self.release = asyncio.Event()
+
+    async def GetJob(self, request: image_pb2.GetJobRequest, context: object) -> image_pb2.GetJobResponse:
+        self.seen_request_id = logs.bound().get("request_id", "")
+        match request.job_id:
+            case "refuse":
+                raise errors.JobNotFound("no such job", metadata={"job_id": "refuse"})
+            case "break":
+                raise ZeroDivisionError("secret text of a library")
+            case "hang":
+                await asyncio.sleep(60)
+            case "wait":
+                await self.release.wait()
+        return image_pb2.GetJobResponse()
+
+    async def WatchJob(
+        self, request: image_pb2.WatchJobRequest, context: object
+    ) -> AsyncIterator[image_pb2.WatchJobResponse]:
+        try:
+            yield image_pb2.WatchJobResponse()
+            if request.job_id == "refuse":
+                raise errors.JobNotFound("no such job")
+            await asyncio.sleep(60)
+        finally:
+            self.stream_ended.set()
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[tuple[Server, Scripted, grpc.aio.Channel]]:
+    server = Server("scripted", ServerConfig(default_deadline_s=0.3, drain_grace_s=2.0))
+    servicer = Scripted()  # type: ignore[abstract]
+    image_pb2_grpc.add_ImageServiceServicer_to_server(servicer, server.grpc)
+    server.add_services([NAME])
+    await server.start()
+    channel = open_channel(server.address)
+    yield server, servicer, channel
+    await channel.close()
+    await server.stop()
+
+
+Served = tuple[Server, Scripted, grpc.aio.Channel]
+
+
+def _stub(channel: grpc.aio.Channel) -> image_pb2_grpc.ImageServiceAsyncStub:
+    return image_pb2_grpc.ImageServiceStub(channel)
+
+
+async def _failure(channel: grpc.aio.Channel, job_id: str) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await _stub(channel).GetJob(image_pb2.GetJobRequest(job_id=job_id))
+    return caught.value
+
+
+async def test_a_refusal_reaches_the_caller_typed(served: Served) -> None:
+    error = from_rpc_error(await _failure(served[2], "refuse"))
+    assert type(error) is errors.JobNotFound
+    assert error.metadata == {"job_id": "refuse"}
+
+
+async def test_an_unexpected_fault_is_a_plain_internal_and_logged_once(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure = await _failure(served[2], "break")
+    assert failure.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in str(failure.details()) + str(failure.trailing_metadata())
+    assert type(from_rpc_error(failure)) is errors.InternalError
+    faults = [record for record in caplog.records if record.exc_info and "secret" in str(record.exc_info[1])]
+    assert len(faults) == 1
+    assert faults[0].levelno == logging.ERROR
+
+
+async def test_a_unary_call_without_a_deadline_gets_the_default(served: Served) -> None:
+    failure = await asyncio.wait_for(_failure(served[2], "hang"), 5)
+    assert type(from_rpc_error(failure)) is errors.DeadlinePassed
+
+
+async def test_a_refusal_in_mid_stream_is_typed(served: Served) -> None:
+    call = _stub(served[2]).WatchJob(image_pb2.WatchJobRequest(job_id="refuse"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [response async for response in call]
+    assert type(from_rpc_error(caught.value)) is errors.JobNotFound
+
+
+async def test_a_stream_whose_caller_goes_is_closed(served: Served) -> None:
+    _, servicer, channel = served
+    call = _stub(channel).WatchJob(image_pb2.WatchJobRequest(job_id="long"))
+    await call.read()
+    call.cancel()
+    await asyncio.wait_for(servicer.stream_ended.wait(), 5)
+
+
+async def test_the_callers_request_id_is_bound_to_the_logs(served: Served) -> None:
+    _, servicer, channel = served
+    await _stub(channel).GetJob(image_pb2.GetJobRequest(), metadata=((REQUEST_ID_KEY, "order-7"),))
+    assert servicer.seen_request_id == "order-7"
+    await _stub(channel).GetJob(image_pb2.GetJobRequest())
+    assert servicer.seen_request_id == ""
+
+
+async def test_health_is_down_until_serving(served: Served) -> None:
+    server, _, channel = served
+    check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
+    for service in ("", NAME):
+        request = health_pb2.HealthCheckRequest(service=service)
+        await server.set_serving(False)
+        assert (await check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await server.set_serving(True)
+        assert (await check(request)).status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_reflection_lists_the_service(served: Served) -> None:
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(served[2])  # type: ignore[arg-type]
+    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+    names = [s.name async for answer in call for s in answer.list_services_response.service]
+    assert NAME in names
+
+
+async def test_metrics_count_calls_by_outcome(served: Served) -> None:
+    server, _, channel = served
+    await _failure(channel, "refuse")
+    url = f"http://{server.metrics_address}/metrics"
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+    assert f'bottega_rpc_calls_total{{code="NOT_FOUND",method="/{NAME}/GetJob"}} 1.0' in text
+
+
+async def test_drain_lets_a_running_call_end_and_is_not_held_up_by_health_watchers(served: Served) -> None:
+    server, servicer, channel = served
+    await server.set_serving(True)
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
+    await watch.read()
+    running = asyncio.ensure_future(_stub(channel).GetJob(image_pb2.GetJobRequest(job_id="wait"), timeout=10))
+    await asyncio.sleep(0.1)
+    draining = asyncio.create_task(server.drain())
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    servicer.release.set()
+    assert await running == image_pb2.GetJobResponse()
+    await asyncio.wait_for(draining, 1.5)
+    watch.cancel()
+
+
+async def test_a_second_instance_on_the_same_port_refuses_to_start(served: Served) -> None:
+    second = Server("second", ServerConfig(listen=served[0].address))
+    with pytest.raises(errors.ConfigError, match="another instance"):
+        await second.start()
+    await second.stop()
+
+
+class ScriptedFleet(fleet_pb2_grpc.FleetServiceServicer):
+    def __init__(self) -> None:
+        self.reports: asyncio.Queue[fleet_pb2.JoinRequest] = asyncio.Queue()
+
+    async def Join(
+        self, requests: AsyncIterator[fleet_pb2.JoinRequest], context: object
+    ) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        yield fleet_pb2.JoinResponse(backlog=3)
+        async for request in requests:
+            await self.reports.put(request)
+
+
+async def _fleet(listen: str) -> tuple[Server, ScriptedFleet]:
+    server = Server("fleet", ServerConfig(listen=listen))
+    servicer = ScriptedFleet()  # type: ignore[abstract]
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(servicer, server.grpc)
+    await server.start()
+    return server, servicer
+
+
+async def test_a_member_registers_reports_and_rejoins_after_the_gateway_came_back() -> None:
+    server, fleet = await _fleet("127.0.0.1:0")
+    drawn = 0
+    member = FleetMembership(
+        server.address,
+        fleet_pb2.Registration(name="w1"),
+        load=lambda: fleet_pb2.Load(memory_bytes=drawn),
+    )
+    member.start()
+    try:
+        first = await asyncio.wait_for(fleet.reports.get(), 5)
+        assert first.registration.name == "w1"
+        assert (await asyncio.wait_for(fleet.reports.get(), 1)).load.memory_bytes == 0
+        await asyncio.wait_for(member.joined.wait(), 1)
+        assert member.backlog == 3
+        drawn = 7
+        member.changed()
+        assert (await asyncio.wait_for(fleet.reports.get(), 0.3)).load.memory_bytes == 7
+        await asyncio.wait_for(fleet.reports.get(), 1.0)  # twice a second without any change
+
+        address = server.address
+        await server.stop()
+        await asyncio.wait_for(_until(lambda: not member.joined.is_set()), 2)
+        server, fleet = await _fleet(address)
+        again = await asyncio.wait_for(fleet.reports.get(), 3)
+        assert again.registration.name == "w1"
+    finally:
+        await member.stop()
+        await server.stop()
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.01)
+
+
+SERVICE = """
+import asyncio
+from bottega.rpc.server import Server, ServerConfig, run
+async def nothing(): pass
+async def main():
+    server = Server("tiny", ServerConfig(drain_grace_s=1.0))
+    await run(server, warm_up=nothing, shut_down=nothing)
+asyncio.run(main())
+"""
+
+
+async def test_a_service_says_in_json_that_it_serves_and_ends_on_sigterm() -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVICE, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    line = json.loads(await asyncio.wait_for(process.stderr.readline(), 20))
+    assert line["event"] == "serving"
+    assert line["service"] == "tiny"
+    assert line["address"].startswith("127.0.0.1:")
+    os.kill(process.pid, signal.SIGTERM)
+    rest = (await asyncio.wait_for(process.stderr.read(), 10)).decode().splitlines()
+    assert await process.wait() == 0
+    assert json.loads(rest[-1])["event"] == "stopped"
