@@ -41,7 +41,7 @@ protos: .venv/.ready ## Write the stubs of the contract again, after an edit of 
 
 bench-%: .venv/.ready .venv/.stubs ## Run one comparison of load/bench (ARGS goes to it): make bench-overhead
 	@test -f load/bench/$*.py || { echo "no bench '$*'; there are: $$(cd load/bench && ls *.py | sed 's/\.py$$//' | xargs)"; exit 2; }
-	$(BIN)/python load/bench/$*.py $(ARGS)
+	$(BIN)/python -m load.bench.$* $(ARGS)
 
 clean: ## Remove everything that the commands made
 	rm -rf .venv out build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
