@@ -1,0 +1,215 @@
+"""The SDK for asyncio: pictures, jobs and a look at the fleet, from one gateway.
+
+Knows how the calls belong together; retries are in bottega.client.calls, arguments in bottega.client.options.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from datetime import datetime
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+
+from bottega.client.address import default_address
+from bottega.client.calls import RequestT, ResponseT, Terms, ask, fetch_image
+from bottega.client.events import Completed, Event
+from bottega.client.farewell import Farewells, is_over
+from bottega.client.jobs import Job, JobPage, JobState, job_from, state_number
+from bottega.client.options import GenerationOptions, spec_from
+from bottega.client.picture import Picture, picture_from
+from bottega.client.retry import Deadline, RetryPolicy
+from bottega.client.watching import watch
+from bottega.errors import BottegaError, InternalError
+from bottega.rpc.channel import open_channel
+from bottega.v1 import image_pb2
+from bottega.v1.fleet_pb2 import ListMembersRequest, ListMembersResponse
+from bottega.v1.fleet_pb2_grpc import FleetServiceStub
+from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.image_pb2 import Model
+from bottega.v1.image_pb2_grpc import ImageServiceStub
+
+# A call that draws nothing is answered in milliseconds; a gateway that takes longer than this hangs.
+SHORT_CALL_S = 30.0
+
+
+class AsyncClient:
+    """A connection to a gateway.
+
+    address: host:port; $BOTTEGA_ADDRESS or 127.0.0.1:8470 when absent.
+    timeout_s: deadline of every picture that is given none.
+    retry: how to go on while the gateway is UNAVAILABLE; nothing else is retried.
+
+    Make it inside a running event loop, and close it (`async with` does): pictures that were begun here
+    and left unfinished are cancelled then. Every method raises classes of bottega.errors.
+    """
+
+    def __init__(
+        self, address: str | None = None, *, timeout_s: float = 600.0, retry: RetryPolicy | None = None
+    ) -> None:
+        self.address = address or default_address()
+        self._timeout_s = timeout_s
+        self._retry = retry or RetryPolicy()
+        self._channel = open_channel(self.address)
+        self._images = ImageServiceStub(self._channel)
+        self._fleet = FleetServiceStub(self._channel)
+        self._farewells = Farewells(self._images)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancels what was left unfinished, then closes the connection."""
+        await self._farewells.said()
+        await self._channel.close()
+
+    async def generate(
+        self,
+        prompt: str,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Picture:
+        """Draws one picture; GenerationOptions lists the keyword arguments.
+
+        timeout_s, request_id: as in stream().
+        """
+        images = await self.generate_many(prompt, 1, timeout_s=timeout_s, request_id=request_id, **options)
+        return images[0]
+
+    async def generate_many(
+        self,
+        prompt: str,
+        num_images: int,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> tuple[Picture, ...]:
+        """Draws 1 to 8 pictures of one prompt together; picture i is drawn as a single one with seed + i."""
+        stream = self.stream(prompt, num_images=num_images, timeout_s=timeout_s, request_id=request_id, **options)
+        async with aclosing(stream) as events:
+            async for event in events:
+                if isinstance(event, Completed):
+                    return event.images
+        raise InternalError("the stream of events ended without a last one")
+
+    async def stream(
+        self,
+        prompt: str,
+        *,
+        num_images: int = 1,
+        preview: bool = False,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> AsyncGenerator[Event, None]:
+        """Draws, and tells what happens: Queued, Progress, Interrupted, and as the last one Completed.
+
+        preview: Progress carries small JPEGs of the unfinished pictures.
+        timeout_s: give up after so many seconds; the client's own when absent.
+        request_id: your own idempotency key. The same id with the same arguments gives the same pictures, and
+            the job goes on when you leave. Without it the SDK makes one, so that a broken connection attaches
+            again, and cancels the job when you leave: when you close the generator (or the client), are
+            cancelled, or run out of time.
+        """
+        terms = self._terms(timeout_s or self._timeout_s)
+        spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
+        request = image_pb2.GenerateRequest(request_id=request_id or uuid.uuid4().hex, spec=spec, preview=preview)
+        job_id, over = "", False
+        try:
+            async with aclosing(
+                watch(lambda left_s: self._images.Generate(request, timeout=left_s), self._images, terms)
+            ) as events:
+                async for event in events:
+                    job_id = getattr(event, "job_id", job_id)
+                    over = isinstance(event, Completed)
+                    yield event
+        except BottegaError as error:
+            over = is_over(error)
+            raise
+        finally:
+            if not over and not request_id:
+                self._farewells.say(request, job_id)
+
+    async def submit(
+        self, prompt: str, *, num_images: int = 1, request_id: str | None = None, **options: Unpack[GenerationOptions]
+    ) -> Job:
+        """Starts a job that outlives this connection.
+
+        request_id: as in stream(); the SDK makes one for this call's own retries.
+        """
+        spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
+        request = image_pb2.SubmitJobRequest(request_id=request_id or uuid.uuid4().hex, spec=spec)
+        return job_from((await self._ask(self._images.SubmitJob, request)).job)
+
+    async def get_job(self, job_id: str) -> Job:
+        """How a job stands."""
+        return job_from((await self._ask(self._images.GetJob, image_pb2.GetJobRequest(job_id=job_id))).job)
+
+    async def list_jobs(
+        self,
+        *,
+        states: Iterable[JobState] = (),
+        created_after: datetime | None = None,
+        created_before: datetime | None = None,
+        page_size: int = 20,
+        page_token: str = "",
+    ) -> JobPage:
+        """A page of jobs, newest first; without states, in all of them. Times need a time zone."""
+        request = image_pb2.ListJobsRequest(page_size=page_size, page_token=page_token)
+        request.states.extend(state_number(state) for state in states)
+        if created_after:
+            request.created_after.FromDatetime(created_after)
+        if created_before:
+            request.created_before.FromDatetime(created_before)
+        answer = await self._ask(self._images.ListJobs, request)
+        return JobPage(jobs=tuple(job_from(job) for job in answer.jobs), next_page_token=answer.next_page_token)
+
+    async def watch_job(
+        self, job_id: str, *, preview: bool = False, timeout_s: float | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """A job's events from its current state on. Leaving stops nothing."""
+        request = image_pb2.WatchJobRequest(job_id=job_id, preview=preview)
+        terms = self._terms(timeout_s or self._timeout_s)
+        async with aclosing(
+            watch(lambda left_s: self._images.WatchJob(request, timeout=left_s), self._images, terms)
+        ) as events:
+            async for event in events:
+                yield event
+
+    async def cancel_job(self, job_id: str) -> Job:
+        """Cancels a job, and says how it stands then; one that has ended stays as it is."""
+        return job_from((await self._ask(self._images.CancelJob, image_pb2.CancelJobRequest(job_id=job_id))).job)
+
+    async def get_image(self, job_id: str, index: int = 0, *, timeout_s: float | None = None) -> Picture:
+        """A finished picture of a job."""
+        terms = self._terms(timeout_s or self._timeout_s)
+        request = image_pb2.GetImageRequest(job_id=job_id, index=index)
+        image, data = await fetch_image(self._images.GetImage, request, terms)
+        job = await self.get_job(job_id)
+        return picture_from(image, data, job_id=job_id, provenance=job.provenance or Provenance())
+
+    async def models(self) -> tuple[Model, ...]:
+        """The models that are served now, as the contract describes them."""
+        return tuple((await self._ask(self._images.ListModels, image_pb2.ListModelsRequest())).models)
+
+    async def fleet(self) -> ListMembersResponse:
+        """The services that have joined and how busy they are, as the contract describes them."""
+        return await self._ask(self._fleet.ListMembers, ListMembersRequest())
+
+    async def _ask(self, method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT], request: RequestT) -> ResponseT:
+        return await ask(method, request, self._terms(min(SHORT_CALL_S, self._timeout_s)))
+
+    def _terms(self, timeout_s: float) -> Terms:
+        return Terms(deadline=Deadline.after(timeout_s), retry=self._retry)

@@ -1,0 +1,135 @@
+"""Calls to a gateway that go on while it is UNAVAILABLE. Knows gRPC, and nothing of pictures."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import grpc
+
+from bottega.client.events import Interrupted
+from bottega.client.retry import Backoff, Deadline, RetryPolicy
+from bottega.errors import BottegaError, InternalError, NoWorker, Unavailable, WorkerLost
+from bottega.rpc.status import from_rpc_error
+from bottega.v1.image_pb2 import GetImageRequest, GetImageResponse, Image, JobEvent
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+CarrierT_co = TypeVar("CarrierT_co", bound="EventCarrier", covariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How long a call may take in all, and how it goes on when it is interrupted."""
+
+    deadline: Deadline
+    retry: RetryPolicy
+
+    def backoff(self) -> Backoff:
+        """The waits between the tries of one call."""
+        return Backoff(self.retry, self.deadline)
+
+
+class EventCarrier(Protocol):
+    """A response of Generate or WatchJob."""
+
+    @property
+    def event(self) -> JobEvent: ...
+
+
+class EventStream(Protocol[CarrierT_co]):
+    """An open stream of a job's events."""
+
+    def __aiter__(self) -> AsyncIterator[CarrierT_co]: ...
+    def cancel(self) -> bool: ...
+
+
+async def ask(
+    method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT], request: RequestT, terms: Terms
+) -> ResponseT:
+    """One answer to one request. Raises the BottegaError that the gateway meant."""
+    backoff = terms.backoff()
+    while True:
+        try:
+            return await method(request, timeout=terms.deadline.remaining_s())
+        except grpc.RpcError as error:
+            failure = _worth_another_try(error)
+        await asyncio.sleep(backoff.wait_s(failure))
+
+
+async def follow(
+    attach: Callable[[float], EventStream[CarrierT_co]], terms: Terms
+) -> AsyncGenerator[JobEvent | Interrupted, None]:
+    """A job's events until its last one, over as many streams as that takes.
+
+    attach: opens the stream, given the seconds that it may last; a known job goes on as it stands.
+    Raises the BottegaError that ended the job, or our patience.
+    """
+    backoff = terms.backoff()
+    known = False
+    while True:
+        call = attach(terms.deadline.remaining_s())
+        try:
+            async for response in call:
+                backoff.heard()
+                known = True
+                yield response.event
+                if response.event.WhichOneof("event") in ("completed", "failed"):
+                    return
+            failure = Unavailable("the gateway ended the stream before the job had ended")
+        except grpc.RpcError as error:
+            failure = _worth_another_try(error, job_known=known)
+        finally:
+            call.cancel()
+        wait_s = backoff.wait_s(failure)
+        yield Interrupted(error=failure, wait_s=wait_s)
+        await asyncio.sleep(wait_s)
+
+
+async def fetch_image(
+    method: grpc.aio.UnaryStreamMultiCallable[GetImageRequest, GetImageResponse], request: GetImageRequest, terms: Terms
+) -> tuple[Image, bytes]:
+    """One finished image and its bytes. Raises InternalError when they do not match their digest."""
+    backoff = terms.backoff()
+    while True:
+        call = method(request, timeout=terms.deadline.remaining_s())
+        try:
+            return await _read_image(call)
+        except grpc.RpcError as error:
+            failure = _worth_another_try(error)
+        finally:
+            call.cancel()
+        await asyncio.sleep(backoff.wait_s(failure))
+
+
+def check_digest(image: Image, digest: str) -> None:
+    """Raises InternalError when the bytes that came are not those that were drawn."""
+    if digest != image.digest:
+        raise InternalError(f"the bytes of image {image.index} do not match their digest; fetch it again")
+
+
+async def _read_image(call: grpc.aio.UnaryStreamCall[GetImageRequest, GetImageResponse]) -> tuple[Image, bytes]:
+    image, data, digest = Image(), bytearray(), hashlib.sha256()
+    async for response in call:
+        if response.HasField("image"):
+            image = response.image
+        data += response.chunk
+        digest.update(response.chunk)
+    check_digest(image, digest.hexdigest())
+    return image, bytes(data)
+
+
+def _worth_another_try(error: grpc.RpcError, *, job_known: bool = False) -> Unavailable:
+    """What the gateway meant, where asking again may help. Raises it where it does not."""
+    failure = from_rpc_error(error)
+    if not isinstance(failure, Unavailable) or _ends_job(failure, job_known=job_known):
+        raise failure from error
+    return failure
+
+
+def _ends_job(failure: BottegaError, *, job_known: bool) -> bool:
+    # An accepted job that ended so stays ended: attaching to it would only tell the same again.
+    return isinstance(failure, WorkerLost) or (job_known and isinstance(failure, NoWorker))

@@ -1,0 +1,65 @@
+"""Cancelling what a caller began and left. Knows which errors mean that there is nothing left to cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import grpc
+
+from bottega.errors import BottegaError, DeadlinePassed, NoWorker, Unavailable, WorkerLost
+from bottega.v1.image_pb2 import CancelJobRequest, GenerateRequest
+
+if TYPE_CHECKING:
+    from bottega.v1.image_pb2_grpc import ImageServiceAsyncStub
+
+_log = logging.getLogger(__name__)
+
+# A gateway that is there answers in milliseconds; nobody who leaves wants to wait for one that is not.
+_FAREWELL_S = 3.0
+
+
+class Farewells:
+    """Jobs that are being cancelled because their caller left."""
+
+    def __init__(self, images: ImageServiceAsyncStub) -> None:
+        self._images = images
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def say(self, request: GenerateRequest, job_id: str) -> None:
+        """Cancels the job in the background.
+
+        job_id: empty when the caller left before hearing it; then the request_id finds the job.
+        """
+        task = asyncio.get_running_loop().create_task(self._cancel(request, job_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def said(self) -> None:
+        """Waits until all of them are, each within its own deadline."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _cancel(self, request: GenerateRequest, job_id: str) -> None:
+        try:
+            job_id = job_id or await self._find(request)
+            await self._images.CancelJob(CancelJobRequest(job_id=job_id), timeout=_FAREWELL_S)
+        except grpc.RpcError as error:
+            _log.warning("a job that was left unfinished could not be cancelled: %s", error.code().name)
+
+    async def _find(self, request: GenerateRequest) -> str:
+        call = self._images.Generate(request, timeout=_FAREWELL_S)
+        try:
+            async for response in call:
+                return response.event.job_id
+            return ""
+        finally:
+            call.cancel()
+
+
+def is_over(error: BottegaError) -> bool:
+    """Whether the error says that the job has ended, or never began."""
+    if isinstance(error, Unavailable):
+        return isinstance(error, NoWorker | WorkerLost)
+    return not isinstance(error, DeadlinePassed)

@@ -1,0 +1,94 @@
+"""A job as the gateway tells it: one look at how it stands. Knows neither gRPC nor how to ask again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from bottega.v1 import image_pb2
+from bottega.v1.error_pb2 import JobError
+from bottega.v1.generation_pb2 import GenerationSpec, Provenance
+
+if TYPE_CHECKING:
+    from google.protobuf.timestamp_pb2 import Timestamp
+
+
+class JobState(StrEnum):
+    """How a job stands."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will change any more."""
+        return self not in (JobState.QUEUED, JobState.RUNNING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One look at a job.
+
+    spec: what is drawn, defaults filled in, seed drawn.
+    steps_done, steps_total: denoising steps over all images.
+    image_count: finished images; get_image(job_id, index) fetches them.
+    provenance: what really happened; None until completed.
+    error: why it failed, as the contract's message; None unless it failed or was cancelled.
+    """
+
+    job_id: str
+    request_id: str
+    state: JobState
+    spec: GenerationSpec = field(repr=False)
+    created: datetime
+    started: datetime | None
+    ended: datetime | None
+    steps_done: int
+    steps_total: int
+    image_count: int
+    provenance: Provenance | None = field(repr=False)
+    error: JobError | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPage:
+    """Some jobs, newest first; next_page_token asks for those after them and is empty on the last page."""
+
+    jobs: tuple[Job, ...]
+    next_page_token: str
+
+
+def job_from(job: image_pb2.Job) -> Job:
+    """The job that the wire describes."""
+    return Job(
+        job_id=job.job_id,
+        request_id=job.request_id,
+        state=JobState(_name(job.state)),
+        spec=job.spec,
+        created=_time(job.create_time),
+        started=_time(job.start_time) if job.HasField("start_time") else None,
+        ended=_time(job.end_time) if job.HasField("end_time") else None,
+        steps_done=job.steps_done,
+        steps_total=job.steps_total,
+        image_count=len(job.images),
+        provenance=job.provenance if job.HasField("provenance") else None,
+        error=job.error if job.HasField("error") else None,
+    )
+
+
+def state_number(state: JobState) -> image_pb2.JobState.ValueType:
+    """The state as the contract numbers it."""
+    return image_pb2.JobState.Value(f"JOB_STATE_{state.name}")
+
+
+def _name(state: image_pb2.JobState.ValueType) -> str:
+    return image_pb2.JobState.Name(state).removeprefix("JOB_STATE_").lower()
+
+
+def _time(stamp: Timestamp) -> datetime:
+    return stamp.ToDatetime(tzinfo=UTC)

@@ -1,0 +1,82 @@
+"""When to try again and when to give up: plain arithmetic on time. Knows no gRPC."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bottega.errors import DeadlinePassed, Unavailable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How to go on when the gateway is UNAVAILABLE; nothing else is ever retried.
+
+    patience_s: give up when nothing was heard for so long. A gateway is back within seconds of a restart;
+        a backend that starts together with its gateway finds it, too.
+    first_wait_s, longest_wait_s: the wait doubles from one to the other, each drawn between half and all of it.
+    """
+
+    patience_s: float = 30.0
+    first_wait_s: float = 0.1
+    longest_wait_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    """The moment (time.monotonic) after which the caller no longer wants the answer."""
+
+    at_s: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """The moment so many seconds from now."""
+        return cls(at_s=time.monotonic() + seconds)
+
+    def remaining_s(self) -> float:
+        """Seconds to go. Raises DeadlinePassed when there are none."""
+        remaining_s = self.at_s - time.monotonic()
+        if remaining_s <= 0:
+            raise DeadlinePassed("the deadline passed before the gateway answered")
+        return remaining_s
+
+
+class Backoff:
+    """The waits between the tries of one call."""
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        deadline: Deadline,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._policy = policy
+        self._deadline = deadline
+        self._clock = clock
+        self._draw = draw
+        self.heard()
+
+    def heard(self) -> None:
+        """The gateway answered: start over."""
+        self._tries = 0
+        self._heard_s = self._clock()
+
+    def wait_s(self, error: Unavailable) -> float:
+        """Seconds to wait before the next try; at least what the gateway asked for.
+
+        Raises `error` when patience or the deadline would end before that.
+        """
+        longest_s = min(self._policy.first_wait_s * 2**self._tries, self._policy.longest_wait_s)
+        self._tries += 1
+        wait_s = self._draw(longest_s / 2, longest_s)
+        if error.retry_after_s is not None:
+            # The jitter goes on top: all who were told the same number must not come back at once.
+            wait_s += error.retry_after_s
+        after_s = self._clock() + wait_s
+        if after_s > self._heard_s + self._policy.patience_s or after_s >= self._deadline.at_s:
+            raise error
+        return wait_s

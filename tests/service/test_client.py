@@ -1,0 +1,441 @@
+"""The SDK against a real gRPC server that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import grpc
+import pytest
+
+from bottega.client import (
+    AsyncClient,
+    Client,
+    Completed,
+    Interrupted,
+    JobState,
+    Progress,
+    Queued,
+    RetryPolicy,
+)
+from bottega.errors import (
+    BottegaError,
+    DeadlinePassed,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    JobNotFound,
+    ModelNotFound,
+    NoWorker,
+    Unavailable,
+    Violation,
+    WorkerLost,
+)
+from bottega.rpc.status import to_grpc_status, to_job_error
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, generation_pb2, image_pb2, image_pb2_grpc
+
+SMALL = b"\x89PNG a small picture"
+BIG = bytes(range(256)) * 12_000  # 3 MiB: travels by GetImage
+HURRIED = RetryPolicy(patience_s=2.0, first_wait_s=0.01, longest_wait_s=0.05)
+
+Step = image_pb2.JobEvent | BottegaError | threading.Event
+
+
+@dataclass
+class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetServiceServicer):
+    """Plays one list of steps per Generate or WatchJob call: sends events, fails by errors, waits at gates."""
+
+    scripts: list[list[Step]] = field(default_factory=list)
+    failures: list[BottegaError] = field(default_factory=list)
+    images: dict[int, bytes] = field(default_factory=dict)
+    requests: list[image_pb2.GenerateRequest] = field(default_factory=list)
+    submitted: list[image_pb2.SubmitJobRequest] = field(default_factory=list)
+    listed: list[image_pb2.ListJobsRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    cancel_heard: threading.Event = field(default_factory=threading.Event)
+    torn_fetches: int = 0
+    seconds_left: float = 0.0
+
+    def Generate(
+        self, request: image_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[image_pb2.GenerateResponse]:
+        self.requests.append(request)
+        self.seconds_left = context.time_remaining() or 0.0
+        for event in self._play(context):
+            yield image_pb2.GenerateResponse(event=event)
+
+    def WatchJob(
+        self, request: image_pb2.WatchJobRequest, context: grpc.ServicerContext
+    ) -> Iterator[image_pb2.WatchJobResponse]:
+        for event in self._play(context):
+            yield image_pb2.WatchJobResponse(event=event)
+
+    def GetImage(
+        self, request: image_pb2.GetImageRequest, context: grpc.ServicerContext
+    ) -> Iterator[image_pb2.GetImageResponse]:
+        data = self.images[request.index]
+        yield image_pb2.GetImageResponse(image=image(request.index, data, inline=False), chunk=data[: 1 << 20])
+        if self.torn_fetches:
+            self.torn_fetches -= 1
+            fail(context, Draining("stopping"))
+        for start in range(1 << 20, len(data), 1 << 20):
+            yield image_pb2.GetImageResponse(chunk=data[start : start + (1 << 20)])
+
+    def SubmitJob(
+        self, request: image_pb2.SubmitJobRequest, context: grpc.ServicerContext
+    ) -> image_pb2.SubmitJobResponse:
+        self.submitted.append(request)
+        self._maybe_fail(context)
+        return image_pb2.SubmitJobResponse(job=job(image_pb2.JOB_STATE_QUEUED))
+
+    def GetJob(self, request: image_pb2.GetJobRequest, context: grpc.ServicerContext) -> image_pb2.GetJobResponse:
+        self._maybe_fail(context)
+        return image_pb2.GetJobResponse(job=job(image_pb2.JOB_STATE_COMPLETED))
+
+    def ListJobs(self, request: image_pb2.ListJobsRequest, context: grpc.ServicerContext) -> image_pb2.ListJobsResponse:
+        self.listed.append(request)
+        return image_pb2.ListJobsResponse(jobs=[job(image_pb2.JOB_STATE_FAILED)], next_page_token="more")
+
+    def CancelJob(
+        self, request: image_pb2.CancelJobRequest, context: grpc.ServicerContext
+    ) -> image_pb2.CancelJobResponse:
+        self.cancelled.append(request.job_id)
+        self.cancel_heard.set()
+        return image_pb2.CancelJobResponse(job=job(image_pb2.JOB_STATE_CANCELLED))
+
+    def ListModels(
+        self, request: image_pb2.ListModelsRequest, context: grpc.ServicerContext
+    ) -> image_pb2.ListModelsResponse:
+        self._maybe_fail(context)
+        return image_pb2.ListModelsResponse(models=[image_pb2.Model(name="miniature", workers=2)])
+
+    def ListMembers(
+        self, request: fleet_pb2.ListMembersRequest, context: grpc.ServicerContext
+    ) -> fleet_pb2.ListMembersResponse:
+        return fleet_pb2.ListMembersResponse(members=[fleet_pb2.Member(joined_s=3.0)], queued=4)
+
+    def _play(self, context: grpc.ServicerContext) -> Iterator[image_pb2.JobEvent]:
+        for step in self.scripts.pop(0) if self.scripts else []:
+            if isinstance(step, BottegaError):
+                fail(context, step)
+            elif isinstance(step, threading.Event):
+                context.add_callback(step.set)
+                step.wait(10)
+            else:
+                yield step
+
+    def _maybe_fail(self, context: grpc.ServicerContext) -> None:
+        if self.failures:
+            fail(context, self.failures.pop(0))
+
+
+def fail(context: grpc.ServicerContext, error: BottegaError) -> None:
+    context.abort_with_status(to_grpc_status(error))
+
+
+def image(index: int, data: bytes, *, inline: bool = True) -> image_pb2.Image:
+    return image_pb2.Image(
+        index=index,
+        seed=7 + index,
+        format=generation_pb2.IMAGE_FORMAT_PNG,
+        width=64,
+        height=64,
+        size_bytes=len(data),
+        digest=hashlib.sha256(data).hexdigest(),
+        data=data if inline else b"",
+    )
+
+
+def job(state: image_pb2.JobState) -> image_pb2.Job:
+    found = image_pb2.Job(job_id="job-1", state=state, images=[image(0, SMALL, inline=False)])
+    found.create_time.FromDatetime(datetime(2026, 1, 2, tzinfo=UTC))
+    found.provenance.worker = "worker-0"
+    return found
+
+
+def queued(place: int = 1) -> image_pb2.JobEvent:
+    return image_pb2.JobEvent(job_id="job-1", queued=image_pb2.Queued(place=place, estimate_s=2.5))
+
+
+def progress(done: int) -> image_pb2.JobEvent:
+    return image_pb2.JobEvent(job_id="job-1", progress=image_pb2.Progress(steps_done=done, steps_total=30))
+
+
+def completed(*images: image_pb2.Image) -> image_pb2.JobEvent:
+    provenance = generation_pb2.Provenance(worker="worker-0")
+    return image_pb2.JobEvent(
+        job_id="job-1", completed=image_pb2.Completed(images=images or [image(0, SMALL)], provenance=provenance)
+    )
+
+
+@pytest.fixture
+def gateway() -> Iterator[ScriptedGateway]:
+    yield ScriptedGateway()
+
+
+@pytest.fixture
+def address(gateway: ScriptedGateway) -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(8))
+    image_pb2_grpc.add_ImageServiceServicer_to_server(gateway, server)
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(gateway, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(0).wait()
+
+
+def gone_address() -> str:
+    """Where nothing listens: a port that was bound a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return f"127.0.0.1:{port}"
+
+
+def test_generate_returns_a_picture_that_saves_itself(gateway: ScriptedGateway, address: str, tmp_path: Path) -> None:
+    gateway.scripts = [[queued(), progress(3), completed()]]
+    with Client(address) as client:
+        picture = client.generate("a big red star", seed=7, num_inference_steps=30, sampler="dpmpp_2m")
+    assert (picture.seed, picture.width, picture.format, picture.job_id) == (7, 64, "png", "job-1")
+    assert picture.provenance.worker == "worker-0"
+    assert picture.save(tmp_path / "star.png").read_bytes() == SMALL
+    spec = gateway.requests[0].spec
+    assert (spec.prompt, spec.seed, spec.num_inference_steps) == ("a big red star", 7, 30)
+    assert spec.sampler == generation_pb2.SAMPLER_DPMPP_2M
+    assert not spec.HasField("negative_prompt")
+    assert gateway.cancelled == []
+
+
+def test_generate_many_returns_all_pictures_in_order(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[completed(image(0, b"first"), image(1, b"second"))]]
+    with Client(address) as client:
+        pictures = client.generate_many("stars", 2)
+    assert [(picture.data, picture.seed) for picture in pictures] == [(b"first", 7), (b"second", 8)]
+    assert gateway.requests[0].spec.num_images == 2
+
+
+async def test_the_asyncio_client_streams_typed_events(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(2), progress(3), completed()]]
+    async with AsyncClient(address) as client:
+        events = [event async for event in client.stream("a star", preview=True)]
+    assert events[:2] == [
+        Queued(job_id="job-1", place=2, estimate_s=2.5),
+        Progress(job_id="job-1", steps_done=3, steps_total=30),
+    ]
+    assert isinstance(events[2], Completed)
+    assert gateway.requests[0].preview
+
+
+def test_a_gateway_that_is_unavailable_once_is_asked_again(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[Draining("stopping")], [completed()]]
+    gateway.failures = [Unavailable("not now")]
+    with Client(address, retry=HURRIED) as client:
+        assert client.generate("a star").data == SMALL
+        assert client.models()[0].name == "miniature"
+    assert len(gateway.requests) == 2
+
+
+def test_a_broken_stream_attaches_again_with_the_same_request_id(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), progress(3), Unavailable("cut off")], [progress(9), completed()]]
+    with Client(address, retry=HURRIED) as client:
+        events = list(client.stream("a star", seed=7))
+    assert [type(event) for event in events] == [Queued, Progress, Interrupted, Progress, Completed]
+    first, second = gateway.requests
+    assert first == second
+    assert len(first.request_id) == 32
+    assert gateway.cancelled == []
+
+
+def test_a_stream_that_ends_without_a_last_event_attaches_again(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued()], [completed()]]
+    with Client(address, retry=HURRIED) as client:
+        assert client.generate("a star").data == SMALL
+
+
+def test_big_images_come_by_get_image_even_over_a_broken_stream(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[completed(image(0, BIG, inline=False))]]
+    gateway.images = {0: BIG}
+    gateway.torn_fetches = 1
+    with Client(address, retry=HURRIED) as client:
+        assert client.generate("a star").data == BIG
+    assert gateway.torn_fetches == 0
+
+
+def test_bytes_that_do_not_match_their_digest_are_refused(gateway: ScriptedGateway, address: str) -> None:
+    wrong = image(0, SMALL)
+    wrong.data = b"other bytes"
+    gateway.scripts = [[completed(wrong)]]
+    with Client(address) as client, pytest.raises(InternalError, match="digest"):
+        client.generate("a star")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("2 fields are wrong", violations=[Violation(field="spec.width", description="not 7")]),
+        ModelNotFound("no such model", metadata={"served": "miniature"}),
+        WorkerLost("it died twice"),
+        InternalError("a fault"),
+    ],
+)
+def test_errors_keep_their_class_and_facts_and_are_not_retried(
+    gateway: ScriptedGateway, address: str, error: BottegaError
+) -> None:
+    gateway.scripts = [[queued(), error]]
+    with Client(address, retry=HURRIED) as client, pytest.raises(type(error)) as caught:
+        client.generate("a star")
+    assert caught.value.message == error.message
+    assert caught.value.metadata == error.metadata
+    assert caught.value.violations == error.violations
+    assert len(gateway.requests) == 1
+    assert gateway.cancelled == []
+
+
+def test_no_worker_is_waited_for_as_long_as_the_gateway_says(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[NoWorker("none", retry_after_s=0.3)], [completed()]]
+    with Client(address, retry=HURRIED) as client:
+        events = list(client.stream("a star"))
+    assert isinstance(events[0], Interrupted)
+    assert 0.3 <= events[0].wait_s <= 0.4
+
+
+def test_patience_ends() -> None:
+    with (
+        Client(gone_address(), retry=RetryPolicy(patience_s=0.3, first_wait_s=0.05)) as client,
+        pytest.raises(Unavailable),
+    ):
+        client.models()
+
+
+def test_the_deadline_travels_to_the_gateway(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[completed()], [completed()]]
+    with Client(address) as client:
+        client.generate("a star")
+        assert 590 < gateway.seconds_left < 601
+        client.generate("a star", timeout_s=20)
+        assert 15 < gateway.seconds_left < 21
+
+
+def test_running_out_of_time_cancels_the_job(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), threading.Event()]]
+    with Client(address) as client, pytest.raises(DeadlinePassed):
+        client.generate("a star", timeout_s=0.4)
+    assert gateway.cancelled == ["job-1"]
+
+
+def test_leaving_a_stream_cancels_the_job_that_it_began(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), progress(3), threading.Event()]]
+    with Client(address) as client:
+        for event in client.stream("a star"):
+            if isinstance(event, Progress):
+                break
+        gc.collect()
+        assert gateway.cancel_heard.wait(5)
+    assert gateway.cancelled == ["job-1"]
+
+
+async def test_cancelling_the_task_cancels_the_job(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), threading.Event()]]
+    async with AsyncClient(address) as client:
+        drawing = asyncio.create_task(client.generate("a star"))
+        await until(lambda: bool(gateway.requests))
+        await asyncio.sleep(0.1)
+        drawing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await drawing
+    assert gateway.cancelled == ["job-1"]
+
+
+async def test_leaving_before_the_first_event_finds_the_job_and_cancels_it(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    gateway.scripts = [[threading.Event()], [queued()]]
+    async with AsyncClient(address) as client:
+        drawing = asyncio.create_task(client.generate("a star"))
+        await until(lambda: bool(gateway.requests))
+        drawing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await drawing
+    assert gateway.requests[0] == gateway.requests[1]
+    assert gateway.cancelled == ["job-1"]
+
+
+async def test_a_job_with_an_id_of_the_callers_own_goes_on_when_the_caller_leaves(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    gateway.scripts = [[queued(), threading.Event()]]
+    async with AsyncClient(address) as client, aclosing(client.stream("a star", request_id="order-17")) as events:
+        assert isinstance(await anext(events), Queued)
+    assert gateway.requests[0].request_id == "order-17"
+    assert gateway.cancelled == []
+
+
+def test_jobs_are_submitted_looked_at_listed_and_cancelled(gateway: ScriptedGateway, address: str) -> None:
+    gateway.failures = [Unavailable("once")]
+    since = datetime(2026, 1, 1, tzinfo=UTC)
+    with Client(address, retry=HURRIED) as client:
+        assert client.submit("a star", seed=1).state is JobState.QUEUED
+        found = client.get_job("job-1")
+        assert (found.state, found.state.ended, found.image_count) == (JobState.COMPLETED, True, 1)
+        assert found.created == datetime(2026, 1, 2, tzinfo=UTC)
+        page = client.list_jobs(states=[JobState.FAILED], created_after=since, page_size=5)
+        assert (page.jobs[0].state, page.next_page_token) == (JobState.FAILED, "more")
+        assert client.cancel_job("job-1").state is JobState.CANCELLED
+        assert client.fleet().queued == 4
+    assert gateway.submitted[0].request_id == gateway.submitted[1].request_id != ""
+    asked = gateway.listed[0]
+    assert (list(asked.states), asked.page_size) == ([image_pb2.JOB_STATE_FAILED], 5)
+    assert asked.created_after.ToDatetime(tzinfo=UTC) == since
+
+
+def test_a_watched_job_that_failed_raises_what_a_direct_call_would(gateway: ScriptedGateway, address: str) -> None:
+    failed = image_pb2.JobEvent(job_id="job-1", failed=to_job_error(WorkerLost("it died twice")))
+    gateway.scripts = [[progress(3), Unavailable("cut off")], [failed]]
+    with Client(address, retry=HURRIED) as client:
+        events = client.watch_job("job-1")
+        assert [type(next(events)) for _ in range(2)] == [Progress, Interrupted]
+        with pytest.raises(WorkerLost, match="died twice"):
+            next(events)
+
+
+def test_a_finished_picture_is_fetched_by_its_job(gateway: ScriptedGateway, address: str) -> None:
+    gateway.images = {0: SMALL}
+    with Client(address) as client:
+        picture = client.get_image("job-1")
+    assert (picture.data, picture.provenance.worker) == (SMALL, "worker-0")
+
+
+def test_an_unknown_job_is_not_found(gateway: ScriptedGateway, address: str) -> None:
+    gateway.failures = [JobNotFound("no such job")]
+    with Client(address) as client, pytest.raises(JobNotFound):
+        client.get_job("job-9")
+
+
+def test_a_wrong_argument_is_refused_before_anything_is_sent(gateway: ScriptedGateway, address: str) -> None:
+    with Client(address) as client, pytest.raises(InvalidRequest) as caught:
+        client.generate("a star", sampler="heun", width="wide")  # type: ignore[arg-type]
+    assert [violation.field for violation in caught.value.violations] == ["sampler", "width"]
+    assert gateway.requests == []
+
+
+def test_a_closed_client_leaves_no_thread() -> None:
+    before = threading.active_count()
+    client = Client("127.0.0.1:1")
+    client.close()
+    client.close()
+    assert "bottega-client" not in {thread.name for thread in threading.enumerate()}
+    assert threading.active_count() <= before
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not true():
+            await asyncio.sleep(0.01)
