@@ -25,7 +25,12 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
 def test_frames_keep_their_order_and_their_bytes(pair: tuple[Channel, Channel]) -> None:
     left, right = pair
     sent = [b"", b"a", bytes(range(256)) * 8192, b"end"]
-    sender = threading.Thread(target=lambda: [left.send(frame) for frame in sent])
+
+    def send_all() -> None:
+        for frame in sent:
+            left.send(frame)
+
+    sender = threading.Thread(target=send_all)
     sender.start()
     assert [right.recv() for _ in sent] == sent
     sender.join()

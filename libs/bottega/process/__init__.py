@@ -2,5 +2,6 @@
 
 from bottega.process.channel import MAX_FRAME_BYTES, AsyncChannel, Channel
 from bottega.process.child import Child, open_pair
+from bottega.process.copying import copied
 
-__all__ = ["MAX_FRAME_BYTES", "AsyncChannel", "Channel", "Child", "open_pair"]
+__all__ = ["MAX_FRAME_BYTES", "AsyncChannel", "Channel", "Child", "copied", "open_pair"]

@@ -13,13 +13,12 @@ import struct
 import threading
 
 from bottega.errors import InternalError, Unavailable
+from bottega.process.copying import copied
 
 # A decoded image of 16 megapixels is 48 MiB; no other frame comes near.
 MAX_FRAME_BYTES = 64 * 2**20
 
 _LENGTH = struct.Struct("<I")
-# Copying this much takes some tens of microseconds; more is copied in a thread, not in the event loop.
-_LARGE_BYTES = 256 * 2**10
 
 
 class Channel:
@@ -143,7 +142,7 @@ class AsyncChannel:
         except asyncio.CancelledError:
             self.close()
             raise
-        return bytes(buffer) if length <= _LARGE_BYTES else await asyncio.to_thread(bytes, buffer)
+        return await copied(length, lambda: bytes(buffer))
 
 
 def _check_length(length: int, limit: int) -> None:
