@@ -1,0 +1,141 @@
+"""Decode and encode images, as Diffusers would, with Pillow.
+
+Pure functions of bytes, meant to run in a codec process. They never repeat what a library said: a refusal
+is in our own words. This module knows no process and no message.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.PngImagePlugin import PngInfo
+
+from bottega.codec.limits import FORMATS, FORMATS_FOR_PEOPLE, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
+from bottega.errors import BadImage
+from bottega.v1 import generation_pb2
+from bottega.v1.generation_pb2 import ImageFormat
+
+# Half the time of zlib's default for 14 % more bytes (1024x1024, measured).
+_PNG_LEVEL = 1
+# Lossless WebP: 2.2 s at Pillow's default of 4, .08 s and 11 % more bytes at 0 (1024x1024, measured).
+_WEBP_LOSSLESS_METHOD = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSize:
+    """Extent of an image as it is looked at, in pixels."""
+
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pixels:
+    """An image as uint8 [height, width, 3], row-major RGB."""
+
+    width: int
+    height: int
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.height < 1 or len(self.data) != self.width * self.height * 3:
+            raise ValueError(f"{len(self.data)} bytes are not {self.width}x{self.height} RGB pixels")
+
+
+def inspect(data: bytes) -> ImageSize:
+    """Decodes the image completely and says its size. Raises BadImage."""
+    image = _load(data)
+    return ImageSize(width=image.width, height=image.height)
+
+
+def decode(data: bytes, width: int, height: int) -> Pixels:
+    """Decodes as diffusers.utils.load_image does (turned as EXIF says, without alpha) and resizes as
+    Diffusers' VaeImageProcessor does (Lanczos, the aspect ratio is not kept).
+
+    width, height: in pixels; 0 keeps the image's own.
+    One difference to Diffusers: 16-bit grey is scaled to 8 bits, where Pillow's convert clips it to white.
+    Raises BadImage.
+    """
+    image = _load(data)
+    if width and height:
+        image = image.resize((width, height), Image.Resampling.LANCZOS)
+    return Pixels(width=image.width, height=image.height, data=image.tobytes())
+
+
+def encode(pixels: Pixels, image_format: ImageFormat.ValueType, quality: int, text: Mapping[str, str]) -> bytes:
+    """Encodes as PNG (also for UNSPECIFIED), JPEG or WebP.
+
+    quality: 1 to 100, of JPEG and WebP; 100 makes WebP lossless.
+    text: by keyword (latin-1, 1 to 79 characters), goes into a PNG; the others carry none.
+    """
+    image = Image.frombytes("RGB", (pixels.width, pixels.height), pixels.data)
+    out = io.BytesIO()
+    if image_format == generation_pb2.IMAGE_FORMAT_JPEG:
+        image.save(out, "JPEG", quality=quality, subsampling=0)  # full colour resolution: flat colours keep their edges
+    elif image_format == generation_pb2.IMAGE_FORMAT_WEBP and quality == 100:
+        image.save(out, "WEBP", lossless=True, method=_WEBP_LOSSLESS_METHOD)
+    elif image_format == generation_pb2.IMAGE_FORMAT_WEBP:
+        image.save(out, "WEBP", quality=quality)
+    else:
+        image.save(out, "PNG", compress_level=_PNG_LEVEL, pnginfo=_png_text(text))
+    return out.getvalue()
+
+
+def _load(data: bytes) -> Image.Image:
+    """The image, decoded, turned and RGB."""
+    if len(data) > MAX_IMAGE_BYTES:
+        raise BadImage(f"the image has {len(data)} bytes; at most {MAX_IMAGE_BYTES} are taken")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        image = _open(data)
+        _check(image)
+        return _decoded(image)
+
+
+def _open(data: bytes) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError:
+        raise _too_many_pixels() from None
+    except UnidentifiedImageError:
+        raise BadImage(f"the bytes are no {FORMATS_FOR_PEOPLE} image") from None
+    except Exception:  # noqa: BLE001 - Pillow's plugins raise whatever they meet in a broken file
+        raise _broken() from None
+
+
+def _check(image: Image.Image) -> None:
+    """What the header tells, before the pixels are touched."""
+    if image.width * image.height > MAX_IMAGE_PIXELS:
+        raise _too_many_pixels(image.width, image.height)
+    if image.format in {"PNG", "WEBP"} and getattr(image, "is_animated", False):
+        raise BadImage("the image is animated; send a single picture")
+
+
+def _decoded(image: Image.Image) -> Image.Image:
+    try:
+        image.load()
+        if image.mode.startswith("I;16") or image.mode == "I":
+            image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception:  # noqa: BLE001 - see _open
+        raise _broken() from None
+
+
+def _png_text(text: Mapping[str, str]) -> PngInfo:
+    info = PngInfo()
+    for keyword, value in text.items():
+        info.add_text(keyword, value)  # as tEXt, or as iTXt where the value is beyond latin-1
+    return info
+
+
+def _too_many_pixels(width: int = 0, height: int = 0) -> BadImage:
+    size = f"is {width}x{height}" if width else "is too large"
+    return BadImage(f"the image {size}; at most {MAX_IMAGE_PIXELS} pixels are taken")
+
+
+def _broken() -> BadImage:
+    return BadImage(f"the image is not a complete, well-formed {FORMATS_FOR_PEOPLE} image")

@@ -1,0 +1,117 @@
+"""The pool serves images from its processes, and heals when one dies or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+from PIL import Image
+
+from bottega.codec import CodecPool, ImageSize, Pixels
+from bottega.errors import BadImage, InternalError, QueueFull, Unavailable
+from bottega.v1 import generation_pb2
+
+PNG = generation_pb2.IMAGE_FORMAT_PNG
+
+
+def png(width: int, height: int) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (width, height), "teal").save(out, "PNG")
+    return out.getvalue()
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[CodecPool]:
+    pool = CodecPool(processes=1, deadline_s=10, max_waiting=4)
+    await pool.start()
+    yield pool
+    await pool.stop()
+
+
+async def test_the_pool_inspects_decodes_and_encodes(pool: CodecPool) -> None:
+    assert await pool.inspect(png(30, 20)) == ImageSize(width=30, height=20)
+    pixels = await pool.decode(png(30, 20), 16, 8)
+    assert (pixels.width, pixels.height) == (16, 8)
+    encoded = await pool.encode(pixels, PNG, 90, {"bottega": "{}"})
+    assert await pool.decode(encoded.data) == pixels
+    assert encoded.seconds > 0
+    assert encoded.began_s > 0
+
+
+async def test_large_images_pass(pool: CodecPool) -> None:
+    pixels = await pool.decode(png(1500, 1000), 2048, 2048)
+    assert len(pixels.data) == 2048 * 2048 * 3
+    encoded = await pool.encode(pixels, PNG, 90, {})
+    assert await pool.inspect(encoded.data) == ImageSize(width=2048, height=2048)
+
+
+async def test_a_refusal_is_bad_image_and_the_process_stays(pool: CodecPool) -> None:
+    before = pool.pids
+    with pytest.raises(BadImage, match="no PNG, JPEG or WebP image"):
+        await pool.inspect(b"not an image")
+    assert await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
+    assert pool.pids == before
+
+
+async def test_a_process_killed_while_idle_costs_no_call(pool: CodecPool) -> None:
+    before = pool.pids
+    os.kill(before[0], signal.SIGKILL)
+    assert await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
+    assert pool.pids != before
+
+
+async def test_a_hung_process_is_replaced_and_only_its_call_fails() -> None:
+    pool = CodecPool(processes=1, deadline_s=0.5)
+    await pool.start()
+    before = pool.pids
+    os.kill(before[0], signal.SIGSTOP)
+    hung = asyncio.create_task(pool.inspect(png(3, 3)))
+    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(pool.inspect(png(4, 4)))
+    with pytest.raises(BadImage, match=r"0\.5 s"):
+        await hung
+    assert await waiting == ImageSize(width=4, height=4)
+    assert pool.pids != before
+    assert not psutil.pid_exists(before[0])
+    await pool.stop()
+
+
+async def test_a_call_that_kills_every_process_fails_alone(pool: CodecPool) -> None:
+    with pytest.raises(InternalError):  # a keyword that no PNG can carry ends the process
+        await pool.encode(Pixels(width=8, height=8, data=bytes(192)), PNG, 90, {"\u661f": "y"})
+    assert await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
+
+
+async def test_memory_is_bounded(pool: CodecPool) -> None:
+    child = psutil.Process(pool.pids[0])
+    assert child.rlimit(psutil.RLIMIT_AS) == (2**30, 2**30)
+
+
+async def test_waiting_calls_are_bounded(pool: CodecPool) -> None:
+    os.kill(pool.pids[0], signal.SIGSTOP)
+    calls = [asyncio.create_task(pool.inspect(png(3, 3))) for _ in range(5)]
+    await asyncio.sleep(0.05)  # one is served, four wait
+    calls += [asyncio.create_task(pool.inspect(png(3, 3))) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    assert sum(call.done() and isinstance(call.exception(), QueueFull) for call in calls) in {2, 3}
+    os.kill(pool.pids[0], signal.SIGCONT)
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert results.count(ImageSize(width=3, height=3)) >= 5
+
+
+async def test_stopping_ends_the_processes_and_fails_what_waits() -> None:
+    pool = CodecPool(processes=2)
+    await pool.start()
+    pids = pool.pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    calls = [asyncio.create_task(pool.inspect(png(3, 3))) for _ in range(4)]
+    await asyncio.sleep(0.05)
+    await pool.stop()
+    assert all(isinstance(result, Unavailable) for result in await asyncio.gather(*calls, return_exceptions=True))
+    assert not any(psutil.pid_exists(pid) for pid in pids)
