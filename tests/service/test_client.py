@@ -123,6 +123,11 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
     ) -> fleet_pb2.ListMembersResponse:
         return fleet_pb2.ListMembersResponse(members=[fleet_pb2.Member(joined_s=3.0)], queued=4)
 
+    def Join(
+        self, request_iterator: Iterator[fleet_pb2.JoinRequest], context: grpc.ServicerContext
+    ) -> Iterator[fleet_pb2.JoinResponse]:
+        raise NotImplementedError
+
     def _play(self, context: grpc.ServicerContext) -> Iterator[image_pb2.JobEvent]:
         for step in self.scripts.pop(0) if self.scripts else []:
             if isinstance(step, BottegaError):
@@ -155,7 +160,7 @@ def image(index: int, data: bytes, *, inline: bool = True) -> image_pb2.Image:
     )
 
 
-def job(state: image_pb2.JobState) -> image_pb2.Job:
+def job(state: image_pb2.JobState.ValueType) -> image_pb2.Job:
     found = image_pb2.Job(job_id="job-1", state=state, images=[image(0, SMALL, inline=False)])
     found.create_time.FromDatetime(datetime(2026, 1, 2, tzinfo=UTC))
     found.provenance.worker = "worker-0"
@@ -178,8 +183,8 @@ def completed(*images: image_pb2.Image) -> image_pb2.JobEvent:
 
 
 @pytest.fixture
-def gateway() -> Iterator[ScriptedGateway]:
-    yield ScriptedGateway()
+def gateway() -> ScriptedGateway:
+    return ScriptedGateway()
 
 
 @pytest.fixture
@@ -422,7 +427,7 @@ def test_an_unknown_job_is_not_found(gateway: ScriptedGateway, address: str) -> 
 def test_a_wrong_argument_is_refused_before_anything_is_sent(gateway: ScriptedGateway, address: str) -> None:
     with Client(address) as client, pytest.raises(InvalidRequest) as caught:
         client.generate("a star", sampler="heun", width="wide")  # type: ignore[arg-type]
-    assert [violation.field for violation in caught.value.violations] == ["sampler", "width"]
+    assert [violation.field for violation in caught.value.violations] == ["width", "sampler"]
     assert gateway.requests == []
 
 
@@ -437,5 +442,5 @@ def test_a_closed_client_leaves_no_thread() -> None:
 
 async def until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not true():
+        while not true():  # noqa: ASYNC110 - what it waits for happens in a thread of the server
             await asyncio.sleep(0.01)

@@ -81,12 +81,8 @@ class GenerationOptions(TypedDict, total=False):
     fidelity: FidelityName | None
 
 
-_PLAIN = (
-    *("model", "prompt_2", "negative_prompt", "negative_prompt_2", "num_inference_steps", "guidance_scale"),
-    *("guidance_rescale", "width", "height", "seed", "strength", "quality"),
-)
 _NAMED: dict[str, Mapping[Any, int]] = {"sampler": SAMPLERS, "fidelity": FIDELITIES, "format": FORMATS}
-_OPTIONS = {*_PLAIN, *_NAMED, "use_karras_sigmas", "image"}
+_OPTIONS = tuple(GenerationOptions.__annotations__)
 
 
 def spec_from(prompt: str, options: GenerationOptions, *, num_images: int = 1) -> GenerationSpec:
@@ -95,9 +91,8 @@ def spec_from(prompt: str, options: GenerationOptions, *, num_images: int = 1) -
     Raises InvalidRequest, listing every argument that cannot be sent.
     """
     spec = GenerationSpec()
-    broken = [
-        Violation(field=name, description="there is no such argument") for name in sorted(options.keys() - _OPTIONS)
-    ]
+    unknown = sorted(options.keys() - set(_OPTIONS))
+    broken = [Violation(field=name, description="there is no such argument") for name in unknown]
     values: dict[str, object] = {"prompt": prompt, "num_images": num_images if num_images != 1 else None}
     for name, value in {**values, **{name: options.get(name) for name in _OPTIONS}}.items():
         if value is None:
@@ -117,7 +112,7 @@ def options_from(spec: GenerationSpec) -> GenerationOptions:
     Raises InvalidRequest when the spec uses something that no keyword argument says.
     """
     said = {field.name for field, _ in spec.ListFields()} - {"prompt", "num_images", "image"}
-    if beyond := sorted(said - _OPTIONS):
+    if beyond := sorted(said - set(_OPTIONS)):
         raise InvalidRequest(f"the client has no argument for {', '.join(beyond)}")
     values = {name: getattr(spec, name) for name in said - _NAMED.keys()}
     for name in said & _NAMED.keys():

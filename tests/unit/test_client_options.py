@@ -1,0 +1,127 @@
+"""Keyword arguments to the contract and back, and what a picture can do by itself."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import PIL.Image
+import PIL.PngImagePlugin
+import pytest
+from google.protobuf import json_format
+
+from bottega.client import GenerationOptions, Picture, parameters_of
+from bottega.client.options import options_from, spec_from
+from bottega.errors import InvalidRequest
+from bottega.v1 import generation_pb2
+from bottega.v1.generation_pb2 import GenerationSpec, Lora, Provenance
+
+FULL: GenerationOptions = {
+    "model": "miniature",
+    "prompt_2": "a star",
+    "negative_prompt": "",
+    "negative_prompt_2": "blur",
+    "num_inference_steps": 30,
+    "guidance_scale": 4.5,
+    "guidance_rescale": 0.5,
+    "width": 64,
+    "height": 128,
+    "seed": 7,
+    "sampler": "euler_ancestral",
+    "use_karras_sigmas": True,
+    "strength": 0.4,
+    "format": "webp",
+    "quality": 80,
+    "fidelity": "fast",
+}
+
+
+def png(path: Path, text: dict[str, str]) -> Path:
+    info = PIL.PngImagePlugin.PngInfo()
+    for key, value in text.items():
+        info.add_itxt(key, value)
+    PIL.Image.new("RGB", (8, 8), "red").save(path, pnginfo=info)
+    return path
+
+
+def picture(data: bytes = b"bytes") -> Picture:
+    return Picture(
+        data=data, format="png", seed=7, width=8, height=8, index=0, digest="", job_id="j", provenance=Provenance()
+    )
+
+
+def test_every_option_reaches_the_contract_and_comes_back() -> None:
+    spec = spec_from("a red star", FULL, num_images=3)
+    assert (spec.prompt, spec.num_images, spec.height, spec.quality) == ("a red star", 3, 128, 80)
+    assert (spec.sampler, spec.fidelity, spec.format) == (
+        generation_pb2.SAMPLER_EULER_ANCESTRAL,
+        generation_pb2.FIDELITY_FAST,
+        generation_pb2.IMAGE_FORMAT_WEBP,
+    )
+    assert options_from(spec) == FULL
+
+
+def test_absent_stays_absent_and_empty_stays_empty() -> None:
+    assert not spec_from("a star", {"negative_prompt": None}).HasField("negative_prompt")
+    assert spec_from("a star", {"negative_prompt": ""}).HasField("negative_prompt")
+    assert not spec_from("a star", {}).HasField("num_images")
+
+
+def test_all_wrong_arguments_are_listed_at_once() -> None:
+    wrong = {"seed": -1, "width": 1.5, "sampler": "heun", "steps": 3, "image": "/no/such/file.png"}
+    with pytest.raises(InvalidRequest) as caught:
+        spec_from("a star", wrong)  # type: ignore[arg-type]
+    described = {violation.field: violation.description for violation in caught.value.violations}
+    assert described.keys() == wrong.keys()
+    assert "euler, euler_ancestral" in described["sampler"]
+
+
+def test_the_source_image_may_be_bytes_a_path_or_a_pillow_image(tmp_path: Path) -> None:
+    source = png(tmp_path / "source.png", {})
+    assert spec_from("a star", {"image": b"as it is"}).image == b"as it is"
+    assert spec_from("a star", {"image": source}).image == source.read_bytes()
+    with PIL.Image.open(source) as image:
+        sent = spec_from("a star", {"image": image}).image
+    assert PIL.Image.open(io.BytesIO(sent)).getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_a_picture_tells_how_to_draw_it_again(tmp_path: Path) -> None:
+    spec = spec_from("a red star", FULL)
+    text = json_format.MessageToJson(spec, preserving_proto_field_name=True)
+    assert parameters_of(png(tmp_path / "star.png", {"bottega": text})) == ("a red star", FULL)
+
+
+def test_a_picture_with_a_lora_is_refused_until_there_is_an_argument_for_it(tmp_path: Path) -> None:
+    text = json_format.MessageToJson(GenerationSpec(prompt="a star", loras=[Lora(name="pastel")]))
+    with pytest.raises(InvalidRequest, match="loras"):
+        parameters_of(png(tmp_path / "star.png", {"bottega": text}))
+
+
+@pytest.mark.parametrize("text", [{}, {"bottega": "not json"}, {"bottega": '{"no_such_field": 1}'}])
+def test_a_png_without_parameters_says_so(tmp_path: Path, text: dict[str, str]) -> None:
+    with pytest.raises(InvalidRequest, match="parameters"):
+        parameters_of(png(tmp_path / "other.png", text))
+
+
+def test_a_file_that_is_no_png_says_so(tmp_path: Path) -> None:
+    (tmp_path / "note.png").write_text("hello")
+    with pytest.raises(InvalidRequest, match="no PNG"):
+        parameters_of(tmp_path / "note.png")
+
+
+def test_saving_writes_the_bytes_as_they_are_and_leaves_nothing_else(tmp_path: Path) -> None:
+    assert picture().save(tmp_path / "star.png").read_bytes() == b"bytes"
+    picture(b"newer").save(tmp_path / "star.png")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("star.png", b"newer")]
+
+
+def test_saving_under_a_suffix_of_another_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="format='jpeg'"):
+        picture().save(tmp_path / "star.jpg")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_opens_in_pillow_and_shows_itself_in_notebooks(tmp_path: Path) -> None:
+    data = png(tmp_path / "star.png", {}).read_bytes()
+    assert picture(data).pil().size == (8, 8)
+    assert picture(data)._repr_mimebundle_() == {"image/png": data}

@@ -1,0 +1,60 @@
+"""When the SDK tries again and when it gives up, on a clock that the test holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from bottega.client.retry import Backoff, Deadline, RetryPolicy
+from bottega.errors import DeadlinePassed, Unavailable
+
+POLICY = RetryPolicy(patience_s=10.0, first_wait_s=0.1, longest_wait_s=1.0)
+GONE = Unavailable("gone")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def backoff(clock: Clock, deadline_s: float = 1000.0) -> Backoff:
+    return Backoff(POLICY, Deadline(at_s=deadline_s), clock=clock, draw=lambda least, most: most)
+
+
+def test_waits_double_up_to_the_longest() -> None:
+    waits = backoff(Clock())
+    assert [waits.wait_s(GONE) for _ in range(6)] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0, 1.0])
+
+
+def test_waits_are_drawn_between_half_and_all() -> None:
+    waits = [Backoff(POLICY, Deadline.after(60)).wait_s(GONE) for _ in range(50)]
+    assert all(0.05 <= wait <= 0.1 for wait in waits)
+    assert len(set(waits)) > 1
+
+
+def test_the_gateways_own_wish_is_waited_for() -> None:
+    assert backoff(Clock()).wait_s(Unavailable("busy", retry_after_s=3.0)) == pytest.approx(3.1)
+
+
+def test_patience_counts_from_the_last_answer() -> None:
+    clock = Clock()
+    waits = backoff(clock)
+    clock.now_s += 9.5
+    waits.wait_s(GONE)
+    clock.now_s += 1.0
+    with pytest.raises(Unavailable):
+        waits.wait_s(GONE)
+    waits.heard()
+    assert waits.wait_s(GONE) == pytest.approx(0.1)
+
+
+def test_no_wait_goes_past_the_deadline() -> None:
+    with pytest.raises(Unavailable):
+        backoff(Clock(), deadline_s=102.0).wait_s(Unavailable("busy", retry_after_s=3.0))
+
+
+def test_a_deadline_that_has_passed_says_so() -> None:
+    with pytest.raises(DeadlinePassed):
+        Deadline.after(-0.1).remaining_s()
