@@ -6,8 +6,8 @@ strangers' files every day. This module knows no decoder.
 
 from __future__ import annotations
 
-# A PNG of a photograph at 16 megapixels; messages between services may carry it (24 MiB).
-MAX_IMAGE_BYTES = 16 * 2**20
+# A PNG of a photograph at 3 megapixels; a message of 24 MiB carries one with a mask and a control image.
+MAX_IMAGE_BYTES = 8 * 2**20
 # Four times the pixels of the largest picture that the suite draws by default.
 MAX_IMAGE_PIXELS = 16 * 2**20
 # By Pillow's names.

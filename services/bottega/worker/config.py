@@ -1,0 +1,66 @@
+"""What a worker and its engine may be told. It knows no torch: the front reads it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from bottega.config import STRICT
+from bottega.rpc.server import ServerConfig
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine process may be told.
+
+    model: "miniature", or a folder in Diffusers' layout. model_name: what requests call it; empty is the
+    folder's own name. device: auto, cpu, cuda or cuda:N. threads: 0 leaves the number to torch.
+    max_rows: of one group; a guided request has two. fixed_rows: pads groups to so many rows, for images
+    that are equal byte for byte whatever runs beside them; 0 is off. max_wait_turns: that a request may be
+    passed over. max_pixels: of one image.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    model: str = "miniature"
+    model_name: str = ""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    threads: NotNegative = 0
+    max_rows: AtLeastOne = 16
+    fixed_rows: NotNegative = 0
+    max_wait_turns: AtLeastOne = 8
+    max_pixels: AtLeastOne = 4 * 2**20
+    checkpoint_interval_s: Seconds = 2.0
+    progress_interval_s: Seconds = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What a worker may be told.
+
+    name: unique in the fleet; empty is "worker-" and the process's id. gateway: its host:port; empty joins no fleet.
+    start_s: that the engine may take to load its model. hang_s: without a word of the engine, after which
+    it is taken for hung and replaced. result_grace_s and result_bytes: for how long, and how much, finished
+    results are kept for a gateway that was cut off. max_attempts: held at once.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    name: str = ""
+    gateway: str = "127.0.0.1:8470"
+    server: ServerConfig = field(default_factory=ServerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    codec_processes: AtLeastOne = 1
+    codec_deadline_s: Seconds = 20.0
+    start_s: Seconds = 600.0
+    hang_s: Seconds = 30.0
+    result_grace_s: Seconds = 120.0
+    result_bytes: AtLeastOne = 256 * 2**20
+    max_attempts: AtLeastOne = 64
