@@ -1,0 +1,54 @@
+"""One running suite for all end-to-end tests: a gateway and a worker of the embedded model, as real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from bottega.client import Client
+from bottega.rpc.channel import channel_options
+from bottega.v1.image_pb2_grpc import ImageServiceStub
+from tests.e2e.stock import Stock
+from tests.running import Service, Services, gateway_config, wait_until, worker_config
+
+# One thread: the tests' own torch has the other core.
+ENGINE = {"model": "miniature", "threads": 1, "checkpoint_interval_s": 0.2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """A gateway with one worker that has joined it."""
+
+    gateway: Service
+    worker: Service
+
+
+@pytest.fixture(scope="session")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
+    with Services(tmp_path_factory.mktemp("suite")) as services:
+        gateway = services.start("bottega.gateway", gateway_config())
+        worker = services.start("bottega.worker", worker_config(gateway.address, name="w1", engine=ENGINE))
+        with Client(gateway.address) as client:
+            wait_until(lambda: bool(client.models()), 10.0, "the worker to join")
+        yield Suite(gateway=gateway, worker=worker)
+
+
+@pytest.fixture(scope="session")
+def client(suite: Suite) -> Iterator[Client]:
+    with Client(suite.gateway.address, timeout_s=60.0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def images(suite: Suite) -> Iterator[ImageServiceStub]:
+    """The contract's own stub, for what the SDK cannot say."""
+    with grpc.insecure_channel(suite.gateway.address, options=channel_options()) as channel:
+        yield ImageServiceStub(channel)
+
+
+@pytest.fixture(scope="session")
+def stock() -> Stock:
+    return Stock()

@@ -1,0 +1,180 @@
+"""What dies in the middle of a picture changes when it is ready, never what it shows."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from bottega.client import Client, JobState, Picture
+from bottega.errors import NoWorker
+from bottega.rpc.status import from_rpc_error
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.image_pb2 import GenerateRequest
+from bottega.v1.image_pb2_grpc import ImageServiceStub
+from tests.e2e.conftest import ENGINE
+from tests.running import Service, Services, gateway_config, wait_until, worker_config
+
+PROMPT = "a big yellow square on a black background"
+# Draws noise at every step: a resumed request needs its generator, not only its latent.
+OPTIONS: dict[str, Any] = {"num_inference_steps": 120, "guidance_scale": 4.0, "sampler": "euler_ancestral", "seed": 3}
+# design.md: a service that joins or leaves is noticed within this time.
+NOTICED_S = 2.0
+# What asking takes on busy cores.
+ASKING_S = 0.5
+
+
+@dataclass(slots=True, kw_only=True)
+class Pair:
+    """A gateway with two workers, which tests may end and start again."""
+
+    services: Services
+    gateway: Service
+    client: Client
+    workers: dict[str, Service] = field(default_factory=dict)
+
+    def start(self, name: str) -> None:
+        """Starts the worker `name`; returns when it has joined."""
+        config = worker_config(self.gateway.address, name=name, engine=ENGINE)
+        self.workers[name] = self.services.start("bottega.worker", config)
+        wait_until(lambda: name in self.joined(), NOTICED_S + ASKING_S, f"{name} to join")
+
+    def joined(self) -> set[str]:
+        """Names of the workers that the gateway knows."""
+        return {member.registration.name for member in self.client.fleet().members} & {"a", "b"}
+
+    def busy(self) -> str:
+        """Name of the worker that runs something; empty when none does."""
+        names = [member.registration.name for member in self.client.fleet().members if member.load.running]
+        return names[0] if names else ""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with Services(tmp_path_factory.mktemp("pair")) as services:
+        gateway = services.start("bottega.gateway", gateway_config())
+        with Client(gateway.address, timeout_s=90.0) as client:
+            pair = Pair(services=services, gateway=gateway, client=client)
+            pair.start("a")
+            pair.start("b")
+            yield pair
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: Pair) -> Picture:
+    """The picture as it is when nothing dies."""
+    return pair.client.generate(PROMPT, **OPTIONS)
+
+
+class Drawing:
+    """A picture that is being drawn while a test goes on; `steps` are those done when `start` returns."""
+
+    def __init__(self, pair: Pair, steps: int) -> None:
+        self._picture: list[Picture] = []
+        self._thread = threading.Thread(
+            target=lambda: self._picture.append(pair.client.generate(PROMPT, **OPTIONS)), daemon=True
+        )
+        self._thread.start()
+        wait_until(lambda: bool(pair.busy()), 20.0, "a worker to take the request")
+        wait_until(lambda: pair.client.list_jobs(page_size=1).jobs[0].steps_done >= steps, 20.0, f"{steps} steps")
+
+    def picture(self) -> Picture:
+        """The finished picture."""
+        self._thread.join(90.0)
+        assert self._picture, "no picture came"
+        return self._picture[0]
+
+
+def test_a_worker_killed_in_mid_request_leaves_the_same_picture(pair: Pair, undisturbed: Picture) -> None:
+    drawing = Drawing(pair, steps=40)
+    killed = pair.busy()
+    pair.workers[killed].kill()
+    picture = drawing.picture()
+
+    assert picture.data == undisturbed.data
+    assert picture.provenance.attempts == 2
+    assert picture.provenance.worker not in {"", killed}
+    assert 0 <= picture.provenance.repeated_steps < 120, "it was drawn again from the start"
+
+    pair.start(killed)
+
+
+def test_an_engine_killed_in_mid_request_leaves_the_same_picture(pair: Pair, undisturbed: Picture) -> None:
+    drawing = Drawing(pair, steps=40)
+    name = pair.busy()
+    front = psutil.Process(pair.workers[name].process.pid)
+    (engine,) = [child for child in front.children() if any("worker.engine" in part for part in child.cmdline())]
+    engine.kill()
+
+    picture = drawing.picture()
+
+    assert picture.data == undisturbed.data
+    assert picture.provenance.attempts == 2
+    wait_until(lambda: pair.joined() == {"a", "b"}, 60.0, "the worker with a new engine")
+
+
+def test_a_worker_that_is_told_to_stop_loses_no_picture(pair: Pair, undisturbed: Picture) -> None:
+    drawing = Drawing(pair, steps=20)
+    name = pair.busy()
+
+    assert pair.workers[name].stop() == 0
+
+    assert drawing.picture().data == undisturbed.data
+    pair.start(name)
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_worker_that_leaves_is_noticed_within_two_seconds(pair: Pair, how: str) -> None:
+    worker = pair.workers["b"]
+    if how == "kill":
+        worker.kill()
+    else:
+        worker.process.send_signal(signal.SIGTERM)
+
+    wait_until(lambda: "b" not in pair.joined(), NOTICED_S + ASKING_S, "the leave to be noticed")
+
+    assert worker.stop() in {0, -signal.SIGKILL}
+    pair.start("b")
+
+
+def test_a_worker_that_hangs_is_noticed_within_two_seconds_and_comes_back(pair: Pair) -> None:
+    process = pair.workers["b"].process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        wait_until(lambda: "b" not in pair.joined(), NOTICED_S + ASKING_S, "the silence to be noticed")
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+    wait_until(lambda: "b" in pair.joined(), 5.0, "the worker to come back")
+
+
+def test_requests_wait_for_a_worker_that_was_there_a_moment_ago(pair: Pair, undisturbed: Picture) -> None:
+    for name in ("a", "b"):
+        pair.workers[name].stop()
+    wait_until(lambda: not pair.joined(), NOTICED_S + ASKING_S, "both leaves to be noticed")
+
+    job = pair.client.submit(PROMPT, **OPTIONS)
+    assert pair.client.get_job(job.job_id).state is JobState.QUEUED
+
+    pair.start("a")
+    wait_until(lambda: pair.client.get_job(job.job_id).state is JobState.COMPLETED, 60.0, "the picture")
+    assert pair.client.get_image(job.job_id).data == undisturbed.data
+
+
+def test_without_any_worker_the_gateway_serves_and_says_when_to_ask_again(tmp_path: Path) -> None:
+    with Services(tmp_path) as services:
+        gateway = services.start("bottega.gateway", gateway_config())
+        with grpc.insecure_channel(gateway.address) as channel, pytest.raises(grpc.RpcError) as raised:
+            list(ImageServiceStub(channel).Generate(GenerateRequest(spec=GenerationSpec(prompt=PROMPT)), timeout=10))
+
+    error = from_rpc_error(raised.value)
+    assert isinstance(error, NoWorker)
+    assert error.retry_after_s
+    assert error.retry_after_s > 0

@@ -1,0 +1,149 @@
+"""Real services as processes of their own, for tests and benches: started, waited for, ended by process id.
+
+It knows how services start and end, and nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+# A worker of the miniature is warm in 7 s with free cores; tests share theirs.
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A running service: `address` and `metrics` are host:port, `log` is what it wrote to stderr."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    address: str
+    metrics: str
+    log: Path
+
+    def stop(self) -> int:
+        """Asks it to end, and ends it after a while; returns its exit code. Harmless when it has ended."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"{self.name} did not end within {STOP_TIMEOUT_S:.0f} s\n{tail(self.log)}") from None
+
+    def kill(self) -> None:
+        """Ends it now, as a crash would."""
+        self.process.kill()
+        self.process.wait(STOP_TIMEOUT_S)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The lines that it has logged so far."""
+        return _events(self.log)
+
+
+class Services:
+    """Starts services in one folder and stops all of them at the end, the last one first."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: list[Service] = []
+        self._started = 0
+
+    def __enter__(self) -> Services:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self, module: str, config: Mapping[str, object], *, name: str = "") -> Service:
+        """Starts `python -m MODULE --config FILE` and returns when it serves."""
+        self._started += 1
+        name = name or f"{module.rpartition('.')[2]}-{self._started}"
+        path = self._folder / f"{name}.yaml"
+        path.write_text(json.dumps(config), encoding="utf-8")  # every JSON text is YAML
+        log = self._folder / f"{name}.log"
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, "--config", str(path)],
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+            )
+        try:
+            serving = _wait_until_serving(process, log)
+        except BaseException:
+            process.kill()
+            process.wait(STOP_TIMEOUT_S)
+            raise
+        service = Service(name=name, process=process, log=log, address=serving["address"], metrics=serving["metrics"])
+        self._running.append(service)
+        return service
+
+    def stop(self) -> None:
+        """Stops what still runs; raises when one does not end by itself, after having ended all."""
+        failures: list[AssertionError] = []
+        for service in reversed(self._running):
+            try:
+                service.stop()
+            except AssertionError as failure:
+                failures.append(failure)
+        self._running.clear()
+        if failures:
+            raise failures[0]
+
+
+def gateway_config(**overrides: object) -> dict[str, object]:
+    """Configuration of a gateway on free ports."""
+    return {"server": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}, **overrides}
+
+
+def worker_config(gateway: str, *, name: str, engine: Mapping[str, object], **overrides: object) -> dict[str, object]:
+    """Configuration of a worker of the gateway at the address `gateway`, on free ports."""
+    server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
+    return {"name": name, "gateway": gateway, "server": server, "engine": dict(engine), **overrides}
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Waits for `condition`; returns the seconds that it took. Raises AssertionError after `timeout_s`."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > timeout_s:
+            raise AssertionError(f"waited {timeout_s:g} s for {what}")
+        time.sleep(_POLL_S)
+    return time.monotonic() - began
+
+
+def tail(log: Path, lines: int = 30) -> str:
+    """The end of a log, for a message."""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def _wait_until_serving(process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        for event in _events(log):
+            if event.get("event") == "serving":
+                return event
+        if process.poll() is not None:
+            raise AssertionError(f"{log.stem} ended with {process.returncode} before it served\n{tail(log)}")
+        time.sleep(_POLL_S)
+    raise AssertionError(f"{log.stem} did not serve within {START_TIMEOUT_S:.0f} s\n{tail(log)}")
+
+
+def _events(log: Path) -> list[dict[str, Any]]:
+    """Whole JSON lines of a log that may still be written to."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}\n")]
