@@ -1,0 +1,28 @@
+"""The suite as real processes for a bench: one gateway and one worker of one model, on this machine.
+
+It knows how to start them, not what is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bottega.client import Client
+from tests.running import Services, gateway_config, wait_until, worker_config
+
+JOIN_TIMEOUT_S = 10.0
+
+
+@contextmanager
+def running(model: str, threads: int, folder: Path) -> Iterator[str]:
+    """The address of a gateway whose worker serves `model` ("miniature" or a folder) and has joined."""
+    folder.mkdir(parents=True)
+    with Services(folder) as services:
+        gateway = services.start("bottega.gateway", gateway_config())
+        engine = {"model": model, "threads": threads}
+        services.start("bottega.worker", worker_config(gateway.address, name="worker", engine=engine))
+        with Client(gateway.address) as client:
+            wait_until(lambda: bool(client.models()), JOIN_TIMEOUT_S, "the worker to join")
+        yield gateway.address
