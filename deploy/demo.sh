@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Draws one picture with a suite of its own, says where it is and where the time went, and leaves nothing running.
+# Needs `bottega` on the PATH; usage: deploy/demo.sh [PROMPT]
+set -euo pipefail
+
+prompt="${1:-a big red star on the left on a blue background}"
+top="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+picture="$top/out/demo.png"
+
+BOTTEGA_STATE="$(mktemp -d "${TMPDIR:-/tmp}/bottega-demo-XXXXXX")"
+export BOTTEGA_STATE
+finish() {
+    bottega stop
+    rm -rf "$BOTTEGA_STATE"
+}
+trap finish EXIT
+
+mkdir -p "$top/out"
+bottega up --detach --port 0
+address="$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["address"])' "$BOTTEGA_STATE/suite.json")"
+echo "Drawing: $prompt"
+bottega generate "$prompt" --output "$picture" --seed 7 --address "$address"
