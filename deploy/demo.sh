@@ -19,4 +19,4 @@ mkdir -p "$top/out"
 bottega up --detach --port 0
 address="$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["address"])' "$BOTTEGA_STATE/suite.json")"
 echo "Drawing: $prompt"
-bottega generate "$prompt" --output "$picture" --seed 7 --address "$address"
+bottega generate "$prompt" --output "$picture" --seed 14 --address "$address"

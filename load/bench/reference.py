@@ -71,7 +71,9 @@ def serve(model: Path, threads: int) -> None:
     from diffusers import StableDiffusionXLPipeline
 
     torch.set_num_threads(threads)
-    pipeline = StableDiffusionXLPipeline.from_pretrained(model, use_safetensors=True, add_watermarker=False)
+    pipeline = StableDiffusionXLPipeline.from_pretrained(
+        model, use_safetensors=True, torch_dtype=torch.float32, add_watermarker=False
+    )
     pipeline.set_progress_bar_config(disable=True)
     print(json.dumps({"seconds": 0.0}), flush=True)
     for line in sys.stdin:

@@ -23,7 +23,9 @@ class Stock:
     """Draws with the pipelines as Diffusers ships them; `pixels` are uint8 [height, width, 3]."""
 
     def __init__(self) -> None:
-        self._text = StableDiffusionXLPipeline.from_pretrained(WEIGHTS, use_safetensors=True, add_watermarker=False)
+        self._text = StableDiffusionXLPipeline.from_pretrained(
+            WEIGHTS, use_safetensors=True, torch_dtype=torch.float32, add_watermarker=False
+        )
         parts = dict(self._text.components)
         settings = {"force_zeros_for_empty_prompt": self._text.config.force_zeros_for_empty_prompt}
         self._image = StableDiffusionXLImg2ImgPipeline(**parts, **settings, add_watermarker=False)
