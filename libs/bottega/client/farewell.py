@@ -43,10 +43,14 @@ class Farewells:
 
     async def _cancel(self, request: GenerateRequest, job_id: str) -> None:
         try:
-            job_id = job_id or await self._find(request)
-            await self._images.CancelJob(CancelJobRequest(job_id=job_id), timeout=_FAREWELL_S)
+            found = job_id or await self._find(request)
+            if not found:
+                return
+            await self._images.CancelJob(CancelJobRequest(job_id=found), timeout=_FAREWELL_S)
         except grpc.RpcError as error:
-            _log.warning("a job that was left unfinished could not be cancelled: %s", error.code().name)
+            # Without an id there may be no job at all: nobody ever answered.
+            level = logging.WARNING if job_id else logging.DEBUG
+            _log.log(level, "job %s was left unfinished and could not be cancelled: %s", job_id, error.code().name)
 
     async def _find(self, request: GenerateRequest) -> str:
         call = self._images.Generate(request, timeout=_FAREWELL_S)

@@ -1,0 +1,88 @@
+"""Whether a gateway answers, who has joined it and, where none answers, who has its port."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bottega.client.aio import AsyncClient
+from bottega.client.checkup.finding import Finding, fail, ok, warn
+from bottega.client.retry import RetryPolicy
+from bottega.errors import BottegaError
+from bottega.rpc.channel import channel_options
+from bottega.v1 import fleet_pb2
+
+_ANSWER_S = 2.0
+_LOCAL = ("127.0.0.1", "localhost", "[::1]")
+
+
+def check_gateway(address: str) -> Iterator[Finding]:
+    """The gateway at host:port, and its fleet."""
+    try:
+        status = _health(address)
+    except grpc.RpcError:
+        yield from _check_port(address)
+        return
+    if status != health_pb2.HealthCheckResponse.SERVING:
+        name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+        yield fail(f"the gateway at {address} says {name}", "It starts or stops; bottega logs gateway says more.")
+        return
+    yield ok(f"the gateway at {address} serves")
+    yield from _check_fleet(address)
+
+
+def _health(address: str) -> int:
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]  # missing in its types
+        answer = check(health_pb2.HealthCheckRequest(), timeout=_ANSWER_S)
+    return int(answer.status)
+
+
+def _check_fleet(address: str) -> Iterator[Finding]:
+    try:
+        fleet = asyncio.run(_fleet(address))
+    except BottegaError as error:
+        yield fail(f"the gateway does not list its fleet: {error.message}", "bottega logs gateway says more.")
+        return
+    workers = [member for member in fleet.members if member.registration.kind == fleet_pb2.SERVICE_KIND_WORKER]
+    models = sorted({model.name for worker in workers for model in worker.registration.models})
+    if workers:
+        yield ok(f"{len(workers)} joined, for {', '.join(models)}")
+    else:
+        yield fail("no worker has joined", "A worker takes seconds to load its model; bottega logs worker-0 says more.")
+    versions = sorted({member.registration.version for member in fleet.members} - {""})
+    if len(versions) > 1:
+        yield warn(f"the fleet runs versions {', '.join(versions)}", "Bring every service to one version.")
+
+
+async def _fleet(address: str) -> fleet_pb2.ListMembersResponse:
+    async with AsyncClient(address, timeout_s=_ANSWER_S, retry=RetryPolicy(patience_s=0.0)) as client:
+        return await client.fleet()
+
+
+def _check_port(address: str) -> Iterator[Finding]:
+    host, _, port = address.rpartition(":")
+    if host not in _LOCAL or not port.isdigit():
+        yield fail(
+            f"no gateway answers at {address}", "Is it running, and is the address right? (--address, BOTTEGA_ADDRESS)"
+        )
+        return
+    try:
+        with socket.create_server(("127.0.0.1", int(port))):
+            yield warn(f"no gateway runs; port {port} is free for one", "Start one with: bottega up")
+    except OSError:
+        yield fail(
+            f"port {port} is taken by {_listener(int(port))}, which is no gateway", "End it, or: bottega up --port PORT"
+        )
+
+
+def _listener(port: int) -> str:
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            return f"{psutil.Process(connection.pid).name()} (process {connection.pid})"
+    return "another program"

@@ -1,0 +1,107 @@
+"""Whether this machine can run the suite: Python, packages, cores, disk. Knows neither model nor gateway."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from bottega.client.checkup.finding import Finding, fail, ok, warn
+
+_OURS = ("bottega-protos", "bottega-libs", "bottega-services")
+_WORKERS = ("accelerate", "diffusers", "peft", "safetensors", "torch", "transformers")
+_PYTHON = ((3, 11), (3, 13))
+# Logs of a suite take at most 16 MiB a service; a full disk stops more than the suite.
+_LITTLE_MIB, _TOO_LITTLE_MIB = 1024, 128
+
+
+def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Finding]:
+    """The interpreter that runs this command, which is the one that `bottega up` starts services with."""
+    text = ".".join(map(str, version))
+    if _PYTHON[0] <= version < _PYTHON[1]:
+        yield ok(f"Python {text}")
+    else:
+        yield fail(f"Python {text}", "Install Bottega into a virtual environment of Python 3.11 or 3.12.")
+
+
+def check_packages(installed: Mapping[str, str], pinned: Mapping[str, str]) -> Iterator[Finding]:
+    """Versions against each other and against those that Bottega is tested with.
+
+    installed, pinned: versions by normalised name; pinned is empty where constraints.txt is not at hand.
+    """
+    yield from _check_ours(installed)
+    missing = [name for name in _WORKERS if name not in installed]
+    if missing:
+        yield warn(
+            f"no worker can run here: {', '.join(missing)} not installed", "pip install 'bottega-services[worker]'"
+        )
+    other = [
+        f"{name} {version} instead of {pinned[name]}"
+        for name, version in sorted(installed.items())
+        if name in pinned and version.partition("+")[0] != pinned[name]
+    ]
+    if other:
+        yield warn(f"other versions than tested: {', '.join(other)}", "pip install -c constraints.txt ... again")
+    elif pinned:
+        yield ok(f"packages are at the {len(installed.keys() & pinned.keys())} versions that Bottega is tested with")
+
+
+def check_cores(cores: int, wait_policy: str) -> Iterator[Finding]:
+    """Room for threads, and the policy that keeps torch processes from starving each other."""
+    if wait_policy.upper() not in ("", "PASSIVE"):
+        yield warn(
+            f"OMP_WAIT_POLICY is {wait_policy}: torch processes that share cores starve each other, up to 80-fold",
+            "export OMP_WAIT_POLICY=PASSIVE",
+        )
+    yield ok(f"{cores} cores; run torch programs of your own beside a worker with OMP_WAIT_POLICY=PASSIVE, as up does")
+
+
+def check_disk(folder: Path) -> Iterator[Finding]:
+    """The state folder, or where it would be made."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        yield fail(f"the state folder {folder} cannot be written to", "Name another: --state FOLDER or BOTTEGA_STATE.")
+        return
+    free_mib = shutil.disk_usage(there).free / 2**20
+    what = f"{free_mib / 1024:.1f} GiB free for the state folder {folder}"
+    if free_mib < _TOO_LITTLE_MIB:
+        yield fail(what, "Make room, or name another: --state FOLDER or BOTTEGA_STATE.")
+    elif free_mib < _LITTLE_MIB:
+        yield warn(what, "Make room before the disk is full.")
+    else:
+        yield ok(what)
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of everything that is installed, by normalised name."""
+    return {_normal(found.name): found.version for found in metadata.distributions()}
+
+
+def pinned_versions(beside: Path = Path(__file__)) -> dict[str, str]:
+    """Versions in constraints.txt of the checkout that `beside` lies in; empty for an installed package."""
+    for folder in beside.resolve().parents:
+        path = folder / "constraints.txt"
+        if path.exists():
+            lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+            return {_normal(name): version for name, _, version in (line.partition("==") for line in lines) if version}
+    return {}
+
+
+def _check_ours(installed: Mapping[str, str]) -> Iterator[Finding]:
+    ours = {name: installed[name] for name in _OURS if name in installed}
+    if len(set(ours.values())) > 1:
+        listed = ", ".join(f"{name} {version}" for name, version in ours.items())
+        yield fail(f"Bottega's parts are of different versions: {listed}", "Install all of them from one release.")
+    elif "bottega-services" not in ours:
+        yield warn(
+            "no service can run here: bottega-services is not installed", "pip install 'bottega-services[worker]'"
+        )
+    else:
+        yield ok(f"Bottega {ours['bottega-libs']}")
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")

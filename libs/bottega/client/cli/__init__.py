@@ -1,0 +1,50 @@
+"""The `bottega` command: its subcommands by name, and what becomes of errors. Each subcommand has a file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import Any
+
+import click
+
+# In the order in which a newcomer needs them; each module has the click command as `command`.
+_COMMANDS = ("up", "stop", "generate", "models", "fleet", "logs", "doctor")
+
+
+class _Commands(click.Group):
+    """Subcommands whose modules are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"bottega.client.cli.{cmd_name}").command
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from bottega.client.cli.connection import asked_address
+        from bottega.client.cli.failures import exit_status, explained
+        from bottega.client.cli.terminal import fail
+        from bottega.errors import BottegaError
+
+        try:
+            return super().invoke(ctx)
+        except BottegaError as error:
+            fail(*explained(error, asked_address(ctx)), status=exit_status(error))
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(
+    importlib.metadata.version("bottega-libs"), "-V", "--version", prog_name="bottega", message="%(prog)s %(version)s"
+)
+def main() -> None:
+    """Bottega draws pictures from words, with services that run on your own machines.
+
+    \b
+    Two commands to begin with, in two terminals:
+      bottega up
+      bottega generate "a big red star on the left on a blue background" -o star.png
+    """

@@ -1,0 +1,50 @@
+"""The gateway that a command talks to. Knows the option that names it, and how patient a person is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from bottega.client.sync import Client
+
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+# Long enough for a gateway that restarts, short enough for a person who forgot to start one.
+PATIENCE_S = 5.0
+
+_KEY = "bottega.address"
+
+
+def address_option(command: CommandT) -> CommandT:
+    """Adds --address."""
+    return click.option(
+        "--address",
+        envvar="BOTTEGA_ADDRESS",
+        show_envvar=True,
+        default="127.0.0.1:8470",
+        show_default=True,
+        metavar="HOST:PORT",
+        callback=_remember,
+        help="Gateway to ask.",
+    )(command)
+
+
+def connect(address: str, *, timeout_s: float = 600.0) -> Client:
+    """A client as patient as a person."""
+    from bottega.client.retry import RetryPolicy
+    from bottega.client.sync import Client
+
+    return Client(address, timeout_s=timeout_s, retry=RetryPolicy(patience_s=PATIENCE_S))
+
+
+def asked_address(ctx: click.Context) -> str:
+    """The address that the command was given, for what is said about its errors."""
+    return str(ctx.meta.get(_KEY, ""))
+
+
+def _remember(ctx: click.Context, _: click.Parameter, value: str) -> str:
+    ctx.meta[_KEY] = value
+    return value

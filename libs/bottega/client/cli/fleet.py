@@ -1,0 +1,81 @@
+"""`bottega fleet`: which services have joined, and how busy they are."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.terminal import new_table, print_table, stderr_console
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from bottega.v1.fleet_pb2 import ListMembersResponse, Load, Member
+
+_LOOK_S = 0.5
+
+
+@click.command("fleet")
+@address_option
+@click.option("--once", is_flag=True, help="Print the table once instead of keeping it up to date.")
+def command(address: str, once: bool) -> None:
+    """Show the services and their load, live."""
+    from rich.live import Live
+
+    console = stderr_console()
+    with connect(address) as client:
+        if once or not console.is_terminal:
+            print_table(fleet_table(client.fleet()))
+            return
+        with Live(fleet_table(client.fleet()), console=console, auto_refresh=False) as live:
+            try:
+                while True:
+                    time.sleep(_LOOK_S)
+                    live.update(fleet_table(client.fleet()), refresh=True)
+            except KeyboardInterrupt:
+                return
+
+
+def fleet_table(fleet: ListMembersResponse) -> Table:
+    """One row a service; the gateway's queue stands below."""
+    table = new_table("service", "kind", "address", "models", "device", ">running", ">steps left", ">memory", ">joined")
+    for member in fleet.members:
+        table.add_row(*_row(member))
+    table.caption = f"{fleet.queued} waiting in the queue"
+    table.caption_justify = "left"
+    return table
+
+
+def _row(member: Member) -> tuple[str, ...]:
+    who, load = member.registration, member.load
+    return (
+        who.name,
+        _kind(member),
+        who.address,
+        ", ".join(model.name for model in who.models),
+        who.device,
+        _running(load),
+        str(sum(attempt.steps_left for attempt in load.running)) if load.running else "",
+        f"{load.memory_bytes / 2**20:.0f} MiB" if load.memory_bytes else "",
+        _duration(member.joined_s),
+    )
+
+
+def _kind(member: Member) -> str:
+    from bottega.v1.fleet_pb2 import ServiceKind
+
+    return ServiceKind.Name(member.registration.kind).removeprefix("SERVICE_KIND_").lower()
+
+
+def _running(load: Load) -> str:
+    return f"{len(load.running)} (draining)" if load.draining else str(len(load.running))
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    if hours >= 1:
+        return f"{hours:.1f} h"
+    return f"{minutes:.0f} min" if minutes >= 1 else f"{seconds:.0f} s"

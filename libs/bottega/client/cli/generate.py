@@ -1,0 +1,135 @@
+"""`bottega generate`: draws pictures and says where they are."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.parameters import drawing_options
+from bottega.client.cli.terminal import fail, note, say
+
+if TYPE_CHECKING:
+    from bottega.client.cli.outputs import Output
+    from bottega.client.events import Completed, Progress
+    from bottega.client.options import GenerationOptions
+    from bottega.client.sync import Client
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command("generate")
+@click.argument("prompt", required=False)
+@click.option(
+    "-o", "--output", type=_FILE, help="Picture to write, replacing it; default: a new name from prompt and seed."
+)
+@click.option("-n", "--num-images", type=click.IntRange(1, 8), default=1, help="Draw NAME-0.png, NAME-1.png and so on.")
+@click.option(
+    "--like",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Draw this picture of ours again, as changed by the other options.",
+)
+@drawing_options
+@click.option("--preview", type=_FILE, help="JPEG of the unfinished picture, rewritten as it goes.")
+@click.option("--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds to wait in all.")
+@address_option
+def command(
+    *,
+    prompt: str | None,
+    output: Path | None,
+    num_images: int,
+    like: Path | None,
+    preview: Path | None,
+    timeout_s: float,
+    address: str,
+    **given: Any,
+) -> None:
+    """Draw a picture of PROMPT.
+
+    \b
+      bottega generate "a big red star on the left on a blue background" -o star.png --seed 7
+      bottega generate --like star.png --steps 50 -o better.png
+    """
+    from bottega.client.cli.outputs import choose_output
+
+    prompt, options = _parameters(prompt, like, given)
+    target = choose_output(output, options.get("format"), prompt)
+    options["format"] = target.format
+    _check_preview(preview)
+    began_s = time.monotonic()
+    with connect(address, timeout_s=timeout_s) as client:
+        try:
+            completed = _draw(client, prompt, options, num_images=num_images, preview=preview)
+        except KeyboardInterrupt:
+            fail("stopped; the job is cancelled")
+    _report(completed, target, time.monotonic() - began_s)
+
+
+def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) -> tuple[str, GenerationOptions]:
+    """The prompt and the arguments: those of `like`, changed by those that were given."""
+    from bottega.client.png import parameters_of
+
+    then, options = parameters_of(like) if like else (None, {})
+    prompt = then if prompt is None else prompt
+    if prompt is None:
+        raise click.UsageError("say what to draw: bottega generate PROMPT")
+    options = cast(
+        "GenerationOptions", {**options, **{name: value for name, value in given.items() if value is not None}}
+    )
+    if like and "strength" in options and "image" not in options:
+        raise click.UsageError(f"{like} was drawn from another picture: give that one by --image.")
+    return prompt, options
+
+
+def _check_preview(preview: Path | None) -> None:
+    if preview and preview.suffix.lower() not in (".jpg", ".jpeg"):
+        raise click.UsageError(f"previews are JPEG: name the file {preview.with_suffix('.jpg')}")
+    if preview and not preview.parent.is_dir():
+        raise click.UsageError(f"there is no folder {preview.parent}; make it first.")
+
+
+def _draw(
+    client: Client, prompt: str, options: GenerationOptions, *, num_images: int, preview: Path | None
+) -> Completed:
+    from bottega.client.cli.drawing import showing
+    from bottega.client.events import Completed, Progress
+    from bottega.errors import InternalError
+
+    stream = client.stream(prompt, num_images=num_images, preview=preview is not None, **options)
+    with closing(stream), showing() as show:
+        for event in stream:
+            show(event)
+            if isinstance(event, Completed):
+                return event
+            if preview and isinstance(event, Progress):
+                _write_previews(preview, event, num_images)
+    raise InternalError("the stream of events ended without a last one")
+
+
+def _write_previews(target: Path, progress: Progress, num_images: int) -> None:
+    from bottega.client.files import write_whole
+
+    for preview in progress.previews:
+        write_whole(target.with_stem(f"{target.stem}-{preview.index}") if num_images > 1 else target, preview.jpeg)
+
+
+def _report(completed: Completed, output: Output, elapsed_s: float) -> None:
+    """Saves the pictures; says path, seed and times, and what was not as asked."""
+    for picture in completed.images:
+        try:
+            path, replaced = output.save(picture, len(completed.images))
+        except OSError as error:
+            fail(
+                f"the picture cannot be written: {error.strerror}",
+                f"bottega generate again, or fetch job {picture.job_id}",
+            )
+        size = f"{picture.width}x{picture.height}"
+        say(f"{path}  {size}  seed {picture.seed}{'  (replaced)' if replaced else ''}")
+    stages = "  ".join(f"{time.stage} {time.seconds:.3f}" for time in completed.provenance.times)
+    say(f"{elapsed_s:.2f} s: {stages}")
+    for cut in completed.provenance.truncations:
+        note(f"{cut.field} was too long for the model; without effect: {cut.text}")

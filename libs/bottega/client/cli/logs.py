@@ -1,0 +1,39 @@
+"""`bottega logs`: what the services on this machine said."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from bottega.client.cli.logline import pretty
+from bottega.client.cli.state_option import state_option
+from bottega.client.cli.terminal import fail, say
+
+if TYPE_CHECKING:
+    from bottega.client.suite.state import StateFolder
+
+
+@click.command("logs")
+@click.argument("service", required=False)
+@click.option("-f", "--follow", "following", is_flag=True, help="Go on with what comes; Ctrl-C ends it.")
+@click.option("-n", "--lines", "count", type=click.IntRange(0), default=20, show_default=True, help="Last lines.")
+@click.option("--raw", is_flag=True, help="The JSON lines as they are.")
+@state_option
+def command(*, service: str | None, following: bool, count: int, raw: bool, state: StateFolder) -> None:
+    """Show what SERVICE, or all of them, said last."""
+    from bottega.client.suite.reading import follow, last_lines, services_with_logs
+
+    known = services_with_logs(state.logs)
+    if not known:
+        fail(f"there are no logs in {state.logs}", "Start a suite with: bottega up")
+    if service and service not in known:
+        fail(f"there is no log of {service}", f"There are: {', '.join(known)}", status=2)
+    services = [service] if service else known
+    for line in last_lines(state.logs, services, count):
+        say(line if raw else pretty(line))
+    try:
+        for line in follow(state.logs, services) if following else ():
+            say(line if raw else pretty(line))
+    except KeyboardInterrupt:
+        return

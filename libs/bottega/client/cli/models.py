@@ -1,0 +1,44 @@
+"""`bottega models`: what can be asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.terminal import new_table, note, print_table
+
+if TYPE_CHECKING:
+    from bottega.v1.image_pb2 import Model
+
+
+@click.command("models")
+@address_option
+def command(address: str) -> None:
+    """List the models that are served now."""
+    with connect(address) as client:
+        models = client.models()
+    if not models:
+        note("No worker has joined yet; bottega fleet shows who has.")
+        return
+    table = new_table("model", ">workers", "size", ">steps", ">guidance", "sampler", "computes in", "hash")
+    for model in models:
+        table.add_row(*_row(model))
+    print_table(table)
+
+
+def _row(model: Model) -> tuple[str, ...]:
+    from bottega.client.options import SAMPLERS
+
+    samplers = {number: name for name, number in SAMPLERS.items()}
+    return (
+        model.name,
+        str(model.workers),
+        f"{model.default_width}x{model.default_height}",
+        str(model.default_steps),
+        f"{model.default_guidance_scale:g}",
+        samplers.get(model.default_sampler, ""),
+        model.dtype,
+        model.model_hash[:12],
+    )

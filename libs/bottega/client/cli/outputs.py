@@ -1,0 +1,69 @@
+"""Which files a command draws into. Knows names and formats, not pictures."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from bottega.client.picture import SUFFIXES, Format, Picture
+
+_SUFFIX_OF: dict[Format, str] = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
+_LONGEST_STEM = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Where the pictures of one command go.
+
+    named: the file that was asked for; it is replaced. Without one a name is made from the prompt and the
+        seed, and nothing is ever replaced.
+    """
+
+    named: Path | None
+    format: Format
+    prompt: str
+
+    def save(self, picture: Picture, count: int) -> tuple[Path, bool]:
+        """Writes a picture that is one of `count`; says where, and whether it replaced a file."""
+        target = self._target(picture, count)
+        replaced = target.exists()
+        return picture.save(target), replaced
+
+    def _target(self, picture: Picture, count: int) -> Path:
+        if self.named is None:
+            return _free(Path(f"{_slug(self.prompt)}-{picture.seed}{_SUFFIX_OF[self.format]}"))
+        suffix = self.named.suffix if self.named.suffix.lower() in SUFFIXES else _SUFFIX_OF[self.format]
+        stem = self.named.name.removesuffix(suffix)
+        return self.named.with_name(f"{stem}-{picture.index}{suffix}" if count > 1 else f"{stem}{suffix}")
+
+
+def choose_output(named: Path | None, format: Format | None, prompt: str) -> Output:
+    """Checks before anything is drawn that the picture can be written. Raises click.UsageError."""
+    by_suffix = SUFFIXES.get(named.suffix.lower()) if named else None
+    if format and by_suffix and by_suffix != format:
+        raise click.UsageError(f"{named} is a name for {by_suffix}, but --format says {format}.")
+    folder = named.parent if named else Path()
+    if not folder.is_dir():
+        raise click.UsageError(f"there is no folder {folder}; make it first.")
+    if not os.access(folder, os.W_OK):
+        raise click.UsageError(f"the folder {folder.resolve()} cannot be written to.")
+    return Output(named=named, format=format or by_suffix or "png", prompt=prompt)
+
+
+def _slug(prompt: str) -> str:
+    words = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")
+    if len(words) > _LONGEST_STEM:
+        words = words[: _LONGEST_STEM + 1].rpartition("-")[0] or words[:_LONGEST_STEM]
+    return words or "picture"
+
+
+def _free(target: Path) -> Path:
+    taken, number = target, 2
+    while taken.exists():
+        taken = target.with_stem(f"{target.stem}-{number}")
+        number += 1
+    return taken

@@ -1,0 +1,28 @@
+"""`bottega stop`: ends the suite that runs from the state folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from bottega.client.cli.state_option import state_option
+from bottega.client.cli.terminal import note, say
+
+if TYPE_CHECKING:
+    from bottega.client.suite.state import StateFolder
+
+
+@click.command("stop")
+@state_option
+def command(*, state: StateFolder) -> None:
+    """Stop the suite that runs here."""
+    from bottega.client.suite.background import stop_instance
+    from bottega.client.suite.leftovers import end_leftovers
+
+    if stop_instance(state):
+        say("Stopped; nothing is left running.")
+        return
+    for name in end_leftovers(state.read()):
+        note(f"{name} was still running from an instance that was killed; ended it")
+    say(f"No suite runs from {state.root}.")

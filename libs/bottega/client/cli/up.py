@@ -1,0 +1,89 @@
+"""`bottega up`: the whole suite on this machine. Knows what to tell people; bottega.client.suite runs it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bottega.client.cli.logline import pretty
+from bottega.client.cli.state_option import state_option
+from bottega.client.cli.terminal import fail, note, say
+
+if TYPE_CHECKING:
+    from bottega.client.suite.plan import SuitePlan, SuiteWish
+    from bottega.client.suite.state import StateFolder
+
+
+@click.command("up")
+@click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Worker processes.")
+@click.option("--model", default="miniature", show_default=True, help="miniature, or a folder in Diffusers' layout.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
+@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
+@click.option("--threads", type=click.IntRange(0), default=0, help="Of each worker; default: the cores, divided.")
+@click.option(
+    "--port", type=click.IntRange(0, 65534), default=8470, show_default=True, help="Of the gateway; 0 takes a free one."
+)
+@state_option
+@click.option("-d", "--detach", is_flag=True, help="Return when everything is ready; bottega stop ends it.")
+@click.option("--in-background", is_flag=True, hidden=True, help="What --detach starts.")
+def command(*, state: StateFolder, detach: bool, in_background: bool, **wished: Any) -> None:
+    """Run the suite here: a gateway and its workers."""
+    from bottega.client.suite.keeper import DoesNotStart
+    from bottega.client.suite.plan import SuiteWish
+    from bottega.client.suite.state import AlreadyHeld
+
+    try:
+        if detach:
+            _detached(SuiteWish(**wished), state)
+        else:
+            _foreground(SuiteWish(**wished), state, in_background=in_background)
+    except AlreadyHeld:
+        _refuse(state)
+    except DoesNotStart as error:
+        fail(error.message, "\n".join([*map(pretty, error.last_lines), "bottega doctor looks for causes."]))
+    except OSError as error:
+        fail(
+            f"the state folder {state.root} cannot be used: {error.strerror}",
+            "Name another one: --state FOLDER or BOTTEGA_STATE.",
+        )
+
+
+def _foreground(wish: SuiteWish, state: StateFolder, *, in_background: bool) -> None:
+    from bottega.client.cli.running import run_suite
+    from bottega.client.suite.leftovers import end_leftovers
+    from bottega.client.suite.plan import plan_suite
+
+    with state.hold():
+        for name in end_leftovers(state.read()):
+            note(f"{name} was still running from an instance that was killed; ended it")
+        plan = plan_suite(wish, state.config)
+        say(f"Bottega: {_described(plan, wish)}; logs in {state.logs}")
+        if not in_background:
+            say("Ctrl-C stops it.")
+        run_suite(plan, state, in_background=in_background)
+    say("Stopped; nothing is left running.")
+
+
+def _detached(wish: SuiteWish, state: StateFolder) -> None:
+    from bottega.client.cli.running import say_ready
+    from bottega.client.suite.background import start_in_background
+
+    began = start_in_background(wish, state)
+    say(f"Bottega runs in the background as process {began.pid}; logs in {state.logs}; bottega stop ends it.")
+    say_ready(began.address, began.seconds)
+
+
+def _refuse(state: StateFolder) -> None:
+    record = state.read()
+    who = f"as process {record.pid}, at {record.address}" if record else "and is just starting"
+    fail(
+        f"a suite already runs from {state.root} {who}",
+        "Use it, or end it with: bottega stop\nA second one needs its own --state FOLDER and --port.",
+    )
+
+
+def _described(plan: SuitePlan, wish: SuiteWish) -> str:
+    workers = "1 worker" if plan.workers == 1 else f"{plan.workers} workers"
+    threads = "1 thread" if plan.threads == 1 else f"{plan.threads} threads"
+    return f"a gateway and {workers} of {wish.model}, {threads} each"

@@ -1,0 +1,91 @@
+"""Starting an instance in the background, and stopping one. Knows processes and the record, not services."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bottega.client.suite.plan import SuiteWish
+from bottega.client.suite.state import AlreadyHeld, Record, StateFolder
+from bottega.errors import BottegaError, Code, DeadlinePassed
+
+# A large model on a slow disk; a service that dies is given up long before.
+_START_S = 900.0
+# The services' drain, the supervisor's patience with them, and some air.
+_STOP_S = 30.0
+_LOOK_S = 0.1
+
+
+class DidNotStart(BottegaError):
+    """A background instance ended before it was ready; the message is what it said."""
+
+    code = Code.FAILED_PRECONDITION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Background:
+    """An instance that is ready, and how long that took."""
+
+    pid: int
+    address: str
+    seconds: float
+
+
+def start_in_background(wish: SuiteWish, state: StateFolder) -> Background:
+    """Starts an instance and waits until it is ready.
+
+    Raises AlreadyHeld; DidNotStart with what it said; DeadlinePassed when it is still not ready.
+    """
+    if state.is_held():
+        raise AlreadyHeld
+    state.logs.mkdir(parents=True, exist_ok=True)
+    said = state.logs / "up.out"
+    options = [f"--{name}={value}" for name, value in asdict(wish).items()]
+    began_s = time.monotonic()
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bottega.client.cli", "up", "--in-background", f"--state={state.root}", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        record = _until_ready(process, state, said, began_s + _START_S)
+    except BaseException:
+        process.terminate()
+        raise
+    return Background(pid=record.pid, address=record.address, seconds=time.monotonic() - began_s)
+
+
+def stop_instance(state: StateFolder) -> bool:
+    """Stops the instance that runs from `state` and waits until it is gone; False when there is none.
+
+    Raises DeadlinePassed when it does not end.
+    """
+    record = state.read()
+    if not state.is_held() or record is None:
+        return False
+    os.kill(record.pid, signal.SIGTERM)
+    deadline_s = time.monotonic() + _STOP_S
+    while state.is_held():
+        if time.monotonic() > deadline_s:
+            raise DeadlinePassed(f"process {record.pid} did not end within {_STOP_S:.0f} s")
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _until_ready(process: subprocess.Popen[bytes], state: StateFolder, said: Path, deadline_s: float) -> Record:
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            raise DidNotStart(said.read_text(errors="replace").strip() or "it ended without a word")
+        record = state.read()
+        if record and record.ready and record.pid == process.pid:
+            return record
+        time.sleep(_LOOK_S)
+    raise DeadlinePassed("the suite was not ready in time; bottega logs says how far it came")

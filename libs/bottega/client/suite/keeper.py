@@ -1,0 +1,158 @@
+"""Keeps one service running: starts it, reads what it says, starts it again when it dies, stops it.
+
+Knows processes; not which services there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from bottega.client.suite.output import ServiceLog, fields_of, lines_of
+from bottega.client.suite.plan import ServicePlan
+from bottega.errors import BottegaError, Code
+
+
+class DoesNotStart(BottegaError):
+    """A service died several times before it served once.
+
+    last_lines: of its log.
+    """
+
+    code = Code.FAILED_PRECONDITION
+
+    def __init__(self, message: str, *, last_lines: Sequence[str]) -> None:
+        super().__init__(message)
+        self.last_lines = tuple(last_lines)
+
+
+class Reporter(Protocol):
+    """Who wants to know how the services do."""
+
+    def serving(self, name: str, address: str) -> None:
+        """A service serves, for the first time or again."""
+
+    def died(self, name: str, how: str, wait_s: float) -> None:
+        """A service died and will be started again after `wait_s`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepPolicy:
+    """How a dead service is started again.
+
+    first_wait_s, longest_wait_s: the wait doubles from one to the other.
+    steady_s: one that ran so long starts over with the first wait.
+    tries: deaths before it ever served, after which it is given up.
+    stop_grace_s: from SIGTERM to SIGKILL; above the drain that the services are configured with.
+    """
+
+    first_wait_s: float = 0.5
+    longest_wait_s: float = 30.0
+    steady_s: float = 60.0
+    tries: int = 3
+    stop_grace_s: float = 10.0
+
+
+class Keeper:
+    """One service that is to run until it is stopped.
+
+    pid: of its process now, or None between two.
+    """
+
+    def __init__(self, plan: ServicePlan, logs: Path, reporter: Reporter, policy: KeepPolicy) -> None:
+        self.name = plan.name
+        self.pid: int | None = None
+        self.serving = asyncio.Event()
+        self._plan = plan
+        self._reporter = reporter
+        self._policy = policy
+        self._log = ServiceLog(logs, plan.name)
+        self._last_lines: deque[str] = deque(maxlen=12)
+        self._ever_served = False
+
+    async def run(self) -> None:
+        """Keeps the service running until cancelled. Raises DoesNotStart with its last lines."""
+        deaths = 0
+        try:
+            while True:
+                began_s = time.monotonic()
+                how = await self._run_once()
+                deaths = 1 if time.monotonic() - began_s > self._policy.steady_s else deaths + 1
+                if not self._ever_served and deaths >= self._policy.tries:
+                    what = f"{self.name} does not start: it {how}, and did so {deaths} times"
+                    raise DoesNotStart(what, last_lines=self._last_lines)
+                wait_s = min(self._policy.first_wait_s * 2 ** (deaths - 1), self._policy.longest_wait_s)
+                self._reporter.died(self.name, how, wait_s)
+                await asyncio.sleep(wait_s)
+        finally:
+            self._log.close()
+
+    def kill(self) -> None:
+        """Ends its process now, with all of its children."""
+        if self.pid is not None:
+            _end_group(self.pid)
+
+    async def _run_once(self) -> str:
+        process = await asyncio.create_subprocess_exec(
+            *self._plan.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **self._plan.environment},
+            # Its own group: a Ctrl-C in the terminal reaches us alone, and its children can be ended with it.
+            start_new_session=True,
+        )
+        self.pid = process.pid
+        assert process.stdout is not None
+        reading = asyncio.create_task(self._read(process.stdout))
+        try:
+            return _how_it_ended(await process.wait())
+        except asyncio.CancelledError:
+            await self._stop(process)
+            raise
+        finally:
+            _end_group(process.pid)
+            self.pid = None
+            self.serving.clear()
+            await self._finish(reading)
+
+    async def _stop(self, process: asyncio.subprocess.Process) -> None:
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), self._policy.stop_grace_s)
+        except TimeoutError:
+            _end_group(process.pid)
+            await process.wait()
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        async for line in lines_of(stream):
+            self._log.write(line)
+            self._last_lines.append(line)
+            fields = fields_of(line)
+            if fields.get("event") == "serving":
+                self._ever_served = True
+                self.serving.set()
+                self._reporter.serving(self.name, str(fields.get("address", "")))
+
+    async def _finish(self, reading: asyncio.Task[None]) -> None:
+        # Its group is gone, so the pipe ends; a stranger that inherited it must not hold us up.
+        await asyncio.wait([reading], timeout=1.0)
+        reading.cancel()
+
+
+def _end_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _how_it_ended(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"

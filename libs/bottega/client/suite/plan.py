@@ -1,0 +1,109 @@
+"""Which processes make a suite on this machine, and how each is configured. Plans only; starts nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from bottega.client.address import DEFAULT_PORT
+from bottega.errors import BottegaError, Code
+
+GATEWAY = "gateway"
+
+# People who press Ctrl-C wait for it; the services' own default is for machines in production.
+_DRAIN_GRACE_S = 5.0
+
+
+class PortTaken(BottegaError):
+    """Something else listens where the gateway should."""
+
+    code = Code.FAILED_PRECONDITION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteWish:
+    """What somebody wants to run.
+
+    model: "miniature" or a folder in Diffusers' layout.
+    threads: of each worker; 0 divides the cores over the workers.
+    port: of the gateway; the next one is for its metrics. 0 takes two that are free.
+    """
+
+    workers: int = 1
+    model: str = "miniature"
+    device: str = "auto"
+    dtype: str = "float32"
+    threads: int = 0
+    port: int = DEFAULT_PORT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServicePlan:
+    """One process to keep running.
+
+    environment: what differs from our own.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuitePlan:
+    """The processes of a suite, the gateway first."""
+
+    address: str
+    workers: int
+    threads: int
+    services: tuple[ServicePlan, ...]
+
+
+def plan_suite(wish: SuiteWish, config: Path) -> SuitePlan:
+    """Writes every service's configuration to the folder `config` and says how to start them."""
+    port, metrics_port = _ports(wish.port)
+    address = f"127.0.0.1:{port}"
+    threads = wish.threads or max(1, len(os.sched_getaffinity(0)) // wish.workers)
+    server = {"listen": address, "metrics_listen": f"127.0.0.1:{metrics_port}", "drain_grace_s": _DRAIN_GRACE_S}
+    gateway = _service(GATEWAY, "bottega.gateway", {"server": server}, config)
+    workers = [_worker(f"worker-{n}", wish, address, threads, config) for n in range(wish.workers)]
+    return SuitePlan(address=address, workers=wish.workers, threads=threads, services=(gateway, *workers))
+
+
+def _worker(name: str, wish: SuiteWish, gateway: str, threads: int, config: Path) -> ServicePlan:
+    model = wish.model if wish.model == "miniature" else str(Path(wish.model).resolve())
+    values = {
+        "name": name,
+        "gateway": gateway,
+        "server": {"drain_grace_s": _DRAIN_GRACE_S},
+        "engine": {"model": model, "device": wish.device, "dtype": wish.dtype, "threads": threads},
+    }
+    return _service(name, "bottega.worker", values, config)
+
+
+def _service(name: str, module: str, values: Mapping[str, object], config: Path) -> ServicePlan:
+    path = config / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")
+    return ServicePlan(
+        name=name,
+        argv=(sys.executable, "-m", module, "--config", str(path)),
+        # Without it the threads of two torch processes on few cores starve each other, up to 80-fold.
+        environment={"OMP_WAIT_POLICY": "PASSIVE"},
+    )
+
+
+def _ports(port: int) -> tuple[int, int]:
+    """The gateway's port and the one of its metrics, both free now. Raises PortTaken."""
+    try:
+        with socket.create_server(("127.0.0.1", port)) as first:
+            port = first.getsockname()[1]
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port, port + 1
+    except OSError as error:
+        raise PortTaken(f"port {port} or the one after it cannot be used: {error.strerror}") from None
