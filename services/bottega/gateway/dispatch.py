@@ -1,0 +1,276 @@
+"""Runs attempts on workers: sends the job, follows its events, gathers its images and checkpoints.
+
+Knows one worker call at a time; who gets which job, and what follows from a loss, is decided elsewhere. The
+worker is behind a Protocol, so this module knows no gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from bottega.errors import BottegaError, InternalError, TooLarge, Unavailable, WorkerLost
+from bottega.gateway.fleet import Member
+from bottega.gateway.jobs import Checkpoint, Job, Picture
+from bottega.gateway.provenance import completed_provenance
+from bottega.gateway.results import ResultStore, digest
+from bottega.rpc.status import from_job_error
+from bottega.v1 import worker_pb2
+from bottega.v1.generation_pb2 import Provenance
+
+_CANCEL_DEADLINE_S = 2.0
+# design.md: under 1 MiB a picture.
+_MAX_CHECKPOINT_BYTES = 16 << 20
+_WATCH_PAUSE_S = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerClient(Protocol):
+    """Calls to one worker. Every failure is a BottegaError; a broken connection is WorkerLost."""
+
+    def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
+        """Starts an attempt and streams its events."""
+
+    def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
+        """Streams the newest checkpoint of every attempt."""
+
+    async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
+        """Stops an attempt and forgets it."""
+
+    async def close(self) -> None:
+        """Ends every call."""
+
+
+class AttemptObserver(Protocol):
+    """Who is told how attempts end. Called in the event loop; must not block."""
+
+    def attempt_sent(self, job: Job) -> None:
+        """The worker has been called."""
+
+    def attempt_advanced(self, job: Job) -> None:
+        """Denoising went on."""
+
+    def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
+        """The worker, or the way to it, is lost; the job is not."""
+
+    def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
+        """The worker says that the job cannot be drawn."""
+
+    def attempt_completed(self, job: Job, number: int, pictures: tuple[Picture, ...], provenance: Provenance) -> None:
+        """All images are in the result store."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Attempt:
+    job: Job
+    number: int
+    member: Member
+    task: asyncio.Task[None] | None = None
+    images: dict[int, bytearray] = field(default_factory=dict)
+    size_bytes: int = 0
+    provenance: Provenance | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Line:
+    client: WorkerClient
+    checkpoints: asyncio.Task[None]
+
+
+class Dispatcher:
+    """All attempts that run. connect: makes the client for an address."""
+
+    def __init__(
+        self,
+        *,
+        connect: Callable[[str], WorkerClient],
+        results: ResultStore,
+        max_result_bytes: int,
+    ) -> None:
+        self._connect = connect
+        self._results = results
+        self._max_result_bytes = max_result_bytes
+        self._lines: dict[Member, _Line] = {}
+        self._attempts: dict[str, _Attempt] = {}
+        self._chores: set[asyncio.Task[None]] = set()
+        self.observer: AttemptObserver | None = None
+
+    def open(self, member: Member) -> None:
+        """Makes ready to call a worker. Harmless when ready."""
+        if member not in self._lines:
+            client = self._connect(member.registration.address)
+            watching = asyncio.create_task(self._gather_checkpoints(member, client))
+            self._lines[member] = _Line(client=client, checkpoints=watching)
+
+    def running_on(self, member: Member) -> Iterable[Job]:
+        """Jobs whose attempt is with that worker, first come first."""
+        return [attempt.job for attempt in self._attempts.values() if attempt.member is member]
+
+    def run(self, job: Job, member: Member) -> None:
+        """Begins an attempt at a queued job."""
+        attempt = _Attempt(job=job, number=job.begin(member.name), member=member)
+        self._attempts[job.job_id] = attempt
+        attempt.task = asyncio.create_task(self._run(attempt))
+
+    def drop(self, job: Job) -> None:
+        """Stops the attempt at a job that has ended some other way, and tells its worker."""
+        attempt = self._forget(job.job_id)
+        if attempt is not None:
+            self.stop_attempt(attempt.member, attempt.number, job.job_id)
+
+    def lose(self, member: Member) -> None:
+        """A worker is lost, and all its attempts with it."""
+        for attempt in [attempt for attempt in self._attempts.values() if attempt.member is member]:
+            self._forget(attempt.job.job_id)
+            self._lost(attempt, WorkerLost("the worker was cut off"))
+        line = self._lines.pop(member, None)
+        if line is not None:
+            line.checkpoints.cancel()
+            self._chore(line.client.close())
+
+    def stop_attempt(self, member: Member, number: int, job_id: str) -> None:
+        """Tells a worker, as far as it can be reached, that nobody waits for an attempt."""
+        line = self._lines.get(member)
+        if line is not None:
+            self._chore(self._stop_attempt(line.client, worker_pb2.AttemptId(job_id=job_id, number=number)))
+
+    async def close(self) -> None:
+        """Stops every attempt and ends every call."""
+        for attempt in list(self._attempts.values()):
+            self._forget(attempt.job.job_id)
+        for member in list(self._lines):
+            self.lose(member)
+        await asyncio.gather(*self._chores, return_exceptions=True)
+
+    async def _run(self, attempt: _Attempt) -> None:
+        try:
+            await self._follow(attempt)
+            await self._complete(attempt)
+        except Unavailable as error:
+            self._over(attempt)
+            self._lost(attempt, error)
+        except BottegaError as error:
+            self._over(attempt)
+            if self.observer:
+                self.observer.attempt_failed(attempt.job, attempt.number, error)
+        except Exception:  # noqa: BLE001 - the boundary of the task: whatever it is, the job must end
+            _log.exception("attempt failed unexpectedly", extra={"job_id": attempt.job.job_id})
+            self._over(attempt)
+            if self.observer:
+                self.observer.attempt_failed(attempt.job, attempt.number, InternalError("an internal fault"))
+
+    async def _follow(self, attempt: _Attempt) -> None:
+        request = _request(attempt)
+        if self.observer:
+            self.observer.attempt_sent(attempt.job)
+        async with contextlib.aclosing(self._lines[attempt.member].client.run_attempt(request)) as events:
+            async for event in events:
+                self._take(attempt, event)
+                if attempt.provenance is not None:
+                    return
+        raise WorkerLost("the worker ended the attempt without a result")
+
+    def _take(self, attempt: _Attempt, event: worker_pb2.RunAttemptResponse) -> None:
+        job, number = attempt.job, attempt.number
+        match event.WhichOneof("event"):
+            case "started":
+                started = event.started
+                job.resume(number, steps_total=started.steps_total, steps_resumed=started.steps_resumed)
+            case "progress":
+                self._take_progress(attempt, event.progress)
+            case "image":
+                self._take_chunk(attempt, event.image)
+            case "completed":
+                attempt.provenance = event.completed.provenance
+            case "failed":
+                raise from_job_error(event.failed)
+
+    def _take_progress(self, attempt: _Attempt, progress: worker_pb2.AttemptProgress) -> None:
+        attempt.job.advance(attempt.number, progress.steps_done)
+        if progress.preview_jpeg:
+            attempt.job.look(attempt.number, progress.preview_index, progress.preview_jpeg)
+        if self.observer:
+            self.observer.attempt_advanced(attempt.job)
+
+    def _take_chunk(self, attempt: _Attempt, chunk: worker_pb2.AttemptImageChunk) -> None:
+        attempt.size_bytes += len(chunk.chunk)
+        if attempt.size_bytes > self._max_result_bytes:
+            limit = str(self._max_result_bytes)
+            raise TooLarge(f"the images are over {limit} bytes together", metadata={"max_result_bytes": limit})
+        attempt.images.setdefault(chunk.index, bytearray()).extend(chunk.chunk)
+
+    async def _complete(self, attempt: _Attempt) -> None:
+        job, number, provenance = attempt.job, attempt.number, attempt.provenance
+        assert provenance is not None
+        if sorted(attempt.images) != list(range(job.spec.num_images)):
+            raise WorkerLost("the worker did not send every image")
+        encoded = [bytes(attempt.images[index]) for index in range(job.spec.num_images)]
+        pictures = tuple([Picture(digest=await digest(data), size_bytes=len(data)) for data in encoded])
+        if not job.is_current(number):
+            return
+        for picture, data in zip(pictures, encoded, strict=True):
+            self._results.put(picture.digest, data)
+        self._over(attempt)
+        if self.observer:
+            self.observer.attempt_completed(job, number, pictures, completed_provenance(job, provenance))
+
+    async def _gather_checkpoints(self, member: Member, client: WorkerClient) -> None:
+        while True:
+            try:
+                async for news in client.checkpoints():
+                    self._take_checkpoint(member, news)
+            except BottegaError as error:
+                _log.debug("checkpoints cannot be watched", extra={"member": member.name, "text": error.message})
+            await asyncio.sleep(_WATCH_PAUSE_S)
+
+    def _take_checkpoint(self, member: Member, news: worker_pb2.WatchCheckpointsResponse) -> None:
+        attempt = self._attempts.get(news.attempt.job_id)
+        if attempt is not None and attempt.member is member and len(news.checkpoint) <= _MAX_CHECKPOINT_BYTES:
+            attempt.job.keep(news.attempt.number, Checkpoint(steps_done=news.steps_done, data=news.checkpoint))
+
+    async def _stop_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
+        try:
+            await client.cancel_attempt(attempt, deadline_s=_CANCEL_DEADLINE_S)
+        except BottegaError as error:
+            # The worker gives the attempt up by itself once its deadline or grace is over.
+            _log.info("attempt could not be cancelled", extra={"job_id": attempt.job_id, "text": error.message})
+
+    def _lost(self, attempt: _Attempt, error: BottegaError) -> None:
+        if self.observer:
+            self.observer.attempt_lost(attempt.job, attempt.number, error)
+
+    def _over(self, attempt: _Attempt) -> None:
+        """Takes out an attempt whose own task says that it is over."""
+        if self._attempts.get(attempt.job.job_id) is attempt:
+            del self._attempts[attempt.job.job_id]
+
+    def _forget(self, job_id: str) -> _Attempt | None:
+        """Takes out an attempt and ends its task."""
+        attempt = self._attempts.pop(job_id, None)
+        if attempt is not None and attempt.task is not None:
+            attempt.task.cancel()
+        return attempt
+
+    def _chore(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+
+def _request(attempt: _Attempt) -> worker_pb2.RunAttemptRequest:
+    job = attempt.job
+    request = worker_pb2.RunAttemptRequest(
+        attempt=worker_pb2.AttemptId(job_id=job.job_id, number=attempt.number),
+        spec=job.spec,
+        checkpoint=job.checkpoint.data if job.checkpoint else b"",
+        preview=job.preview,
+        request_id=job.request_id,
+    )
+    if job.deadline is not None:
+        request.deadline_s = max(0.0, job.deadline - job.clock.monotonic())
+    return request

@@ -1,0 +1,232 @@
+"""Which services have joined, how busy they are, and which models that makes.
+
+A member whose stream ends takes no new work at once; it is lost when it has not come back within the lease.
+Knows no jobs and no wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from bottega.errors import InvalidRequest, ModelNotFound, NoWorker, Violation
+from bottega.gateway.clock import Clock
+from bottega.planning import StepTimes
+from bottega.v1 import fleet_pb2, image_pb2
+
+# A worker of the miniature restarts in about 7 s (facts.md); half of that is a fair guess.
+_RETRY_AFTER_S = 3.0
+# Names of models that are remembered after their last worker has left.
+_MAX_MODELS_SEEN = 256
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Member:
+    """A service that has joined.
+
+    stream: counts its Join streams; only the newest one speaks for it.
+    wake: set when that stream has something to say or shall end; every stream has one of its own.
+    """
+
+    registration: fleet_pb2.Registration
+    joined_at: float
+    heard_at: float
+    load: fleet_pb2.Load = field(default_factory=fleet_pb2.Load)
+    times: StepTimes = field(default_factory=StepTimes)
+    connected: bool = True
+    stream: int = 1
+    backlog: int = 0
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        """Its name, unique in the fleet."""
+        return self.registration.name
+
+    def serves(self, model: str) -> bool:
+        """Whether it is a worker of that model."""
+        return any(served.name == model for served in self.registration.models)
+
+    def tell_backlog(self, backlog: int) -> None:
+        """Lets its stream say how many jobs wait for it, if that is news."""
+        if backlog != self.backlog:
+            self.backlog = backlog
+            self.wake.set()
+
+
+class FleetObserver(Protocol):
+    """Who wants to know. Called in the event loop; must not block."""
+
+    def member_joined(self, member: Member) -> None:
+        """A member has joined, or is back within its lease."""
+
+    def member_changed(self, member: Member) -> None:
+        """A member reported its load, or has left for now."""
+
+    def member_lost(self, member: Member) -> None:
+        """A member will not come back: what it ran is lost."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Seen:
+    model: image_pb2.Model
+    at: float
+
+
+class Fleet:
+    """The registry. lease_s: silence after which a member is lost."""
+
+    def __init__(self, *, lease_s: float, model_grace_s: float, clock: Clock) -> None:
+        self._lease_s = lease_s
+        self._model_grace_s = model_grace_s
+        self._clock = clock
+        self._members: dict[tuple[int, str], Member] = {}
+        self._seen: dict[str, _Seen] = {}
+        self.observer: FleetObserver | None = None
+
+    def join(self, registration: fleet_pb2.Registration) -> Member:
+        """A newcomer; it replaces an older member of its name. Raises InvalidRequest."""
+        _check(registration)
+        now = self._clock.monotonic()
+        key = (registration.kind, registration.name)
+        member = self._members.get(key)
+        if member is not None and member.registration == registration:
+            member.connected, member.heard_at = True, now
+            member.stream += 1
+            member.wake.set()
+            member.wake = asyncio.Event()
+        else:
+            if member is not None:
+                self._lose(member)
+            member = self._members[key] = Member(registration=registration, joined_at=now, heard_at=now)
+        self._see(member, now)
+        _log.info("member joined", extra={"member": member.name, "address": registration.address})
+        if self.observer:
+            self.observer.member_joined(member)
+        return member
+
+    def report(self, member: Member, load: fleet_pb2.Load) -> None:
+        """A member says how busy it is."""
+        member.heard_at = self._clock.monotonic()
+        member.load = load
+        member.times = StepTimes.from_entries(
+            ((time.latent_height, time.latent_width), time.rows, time.seconds)
+            for time in load.step_times
+            if math.isfinite(time.seconds) and time.seconds > 0
+        )
+        if self.observer:
+            self.observer.member_changed(member)
+
+    def leave(self, member: Member, stream: int) -> None:
+        """The member's stream has ended; one that was replaced changes nothing."""
+        if not member.connected or member.stream != stream:
+            return
+        member.connected = False
+        self._see(member, self._clock.monotonic())
+        _log.info("member left", extra={"member": member.name})
+        if self.observer:
+            self.observer.member_changed(member)
+
+    def expire(self) -> None:
+        """Loses every member that was silent for the lease. Call it several times a lease."""
+        oldest = self._clock.monotonic() - self._lease_s
+        for member in [member for member in self._members.values() if member.heard_at <= oldest]:
+            _log.warning("member lost", extra={"member": member.name})
+            self._lose(member)
+
+    def forgive(self) -> None:
+        """Renews every lease: for when this process itself was late to listen."""
+        for member in self._members.values():
+            member.heard_at = self._clock.monotonic()
+
+    def close(self) -> None:
+        """Ends every member's stream."""
+        for member in list(self._members.values()):
+            self._lose(member)
+
+    def members(self) -> list[Member]:
+        """Who is here, by kind and name."""
+        connected = (member for member in self._members.values() if member.connected)
+        return sorted(connected, key=lambda member: (member.registration.kind, member.name))
+
+    def workers(self, model: str) -> list[Member]:
+        """Workers that take new jobs of a model."""
+        return [m for m in self._members.values() if m.connected and not m.load.draining and m.serves(model)]
+
+    def models(self) -> list[image_pb2.Model]:
+        """Models that are served now, by name, with the number of their workers."""
+        found: dict[str, image_pb2.Model] = {}
+        for member in self.members():
+            for served in member.registration.models:
+                model = found.setdefault(served.name, image_pb2.Model())
+                workers = model.workers + 1
+                model.CopyFrom(served)
+                model.workers = workers
+        return [found[name] for name in sorted(found)]
+
+    def resolve(self, name: str | None) -> image_pb2.Model:
+        """The model of that name; without a name the only one served.
+
+        Raises ModelNotFound, NoWorker (none now, nor within the grace), InvalidRequest (which of them?).
+        """
+        served = sorted(model for model in self._seen if self.expected(model))
+        if name is None:
+            if len(served) > 1:
+                rule = f"say which one: {', '.join(served)}"
+                raise InvalidRequest(f"model: {rule}", violations=[Violation(field="spec.model", description=rule)])
+            name = served[0] if served else None
+        if name in served:
+            return self._seen[name].model
+        if name is None or name in self._seen or not self._seen:
+            raise NoWorker("no worker serves the model now", retry_after_s=_RETRY_AFTER_S)
+        listed = ", ".join(served) or "none"
+        raise ModelNotFound(f"no such model; served: {listed}", metadata={"served": ",".join(served)})
+
+    def expected(self, model: str) -> bool:
+        """Whether a worker of the model is here, or was within the grace."""
+        seen = self._seen.get(model)
+        if seen is None:
+            return False
+        if any(member.connected and member.serves(model) for member in self._members.values()):
+            return True
+        return seen.at > self._clock.monotonic() - self._model_grace_s
+
+    def _lose(self, member: Member) -> None:
+        del self._members[member.registration.kind, member.name]
+        if member.connected:
+            self._see(member, member.heard_at)
+        member.connected = False
+        member.stream += 1
+        member.wake.set()
+        if self.observer:
+            self.observer.member_lost(member)
+
+    def _see(self, member: Member, now: float) -> None:
+        for model in member.registration.models:
+            self._seen[model.name] = _Seen(model=model, at=now)
+        while len(self._seen) > _MAX_MODELS_SEEN:
+            del self._seen[min(self._seen, key=lambda name: self._seen[name].at)]
+
+
+def _check(registration: fleet_pb2.Registration) -> None:
+    violations = list(_violations(registration))
+    if violations:
+        raise InvalidRequest("the registration cannot be used", violations=violations)
+
+
+def _violations(registration: fleet_pb2.Registration) -> Iterable[Violation]:
+    known = set(fleet_pb2.ServiceKind.values()) - {fleet_pb2.SERVICE_KIND_UNSPECIFIED}
+    if registration.kind not in known:
+        yield Violation(field="registration.kind", description="must be a known kind of service")
+    if not 0 < len(registration.name) <= 128:
+        yield Violation(field="registration.name", description="must be 1 to 128 characters")
+    if not 0 < len(registration.address) <= 256:
+        yield Violation(field="registration.address", description="must be host:port")
+    if len(registration.models) > _MAX_MODELS_SEEN or not all(model.name for model in registration.models):
+        yield Violation(field="registration.models", description=f"at most {_MAX_MODELS_SEEN}, each with a name")

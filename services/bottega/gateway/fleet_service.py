@@ -1,0 +1,96 @@
+"""FleetService: wire to domain and back, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import psutil
+
+from bottega.errors import InvalidRequest, Violation
+from bottega.gateway.clock import Clock
+from bottega.gateway.fleet import Fleet, Member
+from bottega.gateway.queueing import JobQueue
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Requests = AsyncIterator[fleet_pb2.JoinRequest]
+
+
+class FleetService(fleet_pb2_grpc.FleetServiceServicer):
+    """How services find each other. `this` is the gateway itself; its address is known once it listens."""
+
+    def __init__(self, *, fleet: Fleet, queue: JobQueue, this: fleet_pb2.Registration, clock: Clock) -> None:
+        self._fleet = fleet
+        self._queue = queue
+        self._this = this
+        self._clock = clock
+        self._began = clock.monotonic()
+
+    async def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        """See the contract."""
+        member = self._fleet.join(await _registration(request_iterator))
+        stream, wake = member.stream, member.wake
+        listening = asyncio.create_task(self._listen(request_iterator, member, stream))
+        try:
+            while member.connected and member.stream == stream:
+                wake.clear()
+                yield fleet_pb2.JoinResponse(backlog=member.backlog)
+                await wake.wait()
+        finally:
+            self._fleet.leave(member, stream)
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+
+    async def ListMembers(
+        self, request: fleet_pb2.ListMembersRequest, context: _Context
+    ) -> fleet_pb2.ListMembersResponse:
+        """See the contract."""
+        now = self._clock.monotonic()
+        load = fleet_pb2.Load(memory_bytes=await asyncio.to_thread(_memory_bytes))
+        this = fleet_pb2.Member(registration=self._this, load=load, joined_s=now - self._began)
+        others = [
+            fleet_pb2.Member(
+                registration=member.registration,
+                load=member.load,
+                joined_s=now - member.joined_at,
+                heard_s=now - member.heard_at,
+            )
+            for member in self._fleet.members()
+        ]
+        return fleet_pb2.ListMembersResponse(members=[this, *others], queued=len(self._queue))
+
+    async def _listen(self, requests: _Requests, member: Member, stream: int) -> None:
+        """Takes in what the member says until it stops or another stream speaks for it."""
+        wake = member.wake
+        try:
+            async for request in requests:
+                if member.stream != stream:
+                    return
+                if request.HasField("load"):
+                    self._fleet.report(member, request.load)
+        finally:
+            self._fleet.leave(member, stream)
+            wake.set()
+
+
+async def _registration(requests: _Requests) -> fleet_pb2.Registration:
+    first = await anext(aiter(requests), None)
+    if first is None or not first.HasField("registration"):
+        rule = "must be in the first message"
+        raise InvalidRequest(f"registration: {rule}", violations=[Violation(field="registration", description=rule)])
+    return first.registration
+
+
+def _memory_bytes() -> int:
+    process = psutil.Process()
+    family = [process, *process.children(recursive=True)]
+    total = 0
+    for member in family:
+        try:
+            total += member.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total

@@ -1,0 +1,335 @@
+"""Brings waiting jobs and workers together, from acceptance to the end of a job.
+
+Holds the rules of what follows what: who is next, what a loss means, when a job has waited too long. Knows no
+wire and no contents of jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from bottega.errors import BottegaError, DeadlinePassed, Draining, NoWorker, WorkerLost
+from bottega.gateway import defaults
+from bottega.gateway.clock import Clock
+from bottega.gateway.dispatch import Dispatcher
+from bottega.gateway.fleet import Fleet, Member
+from bottega.gateway.job_log import JobLog
+from bottega.gateway.jobs import Job, Picture, Standing
+from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.queueing import JobQueue
+from bottega.gateway.results import ResultStore
+from bottega.gateway.scheduler import Demand, Seat, Waiting, assign, estimates
+from bottega.v1 import fleet_pb2, image_pb2
+from bottega.v1.fleet_pb2 import ServiceKind
+from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.image_pb2 import JobState
+
+# A tick later than this says that this process, not its members, was silent.
+_LATE_S = 0.5
+_TICK_S = 0.25
+_TICKS_PER_SECOND = 4
+# A worker that was lost with a job gets it again only if it was heard this long afterwards.
+_TRUST_AFTER_S = 0.25
+# Rows of an attempt that another gateway gave to a worker: unknown, so those of a guided image.
+_FOREIGN_ROWS = 2
+_WAITING_LOOKED_AT = 64
+
+_log = logging.getLogger(__name__)
+
+
+class Foreman:
+    """Observes fleet and dispatcher; `start` before the first job, `stop` after the last."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        queue: JobQueue,
+        log: JobLog,
+        results: ResultStore,
+        metrics: GatewayMetrics,
+        max_attempts: int,
+        clock: Clock,
+    ) -> None:
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._queue = queue
+        self._jobs = log
+        self._results = results
+        self._metrics = metrics
+        self._max_attempts = max_attempts
+        self._clock = clock
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._ticking: asyncio.Task[None] | None = None
+        self.draining = False
+        fleet.observer = self
+        dispatcher.observer = self
+        metrics.watch_queue(lambda: len(queue))
+
+    def start(self) -> None:
+        """Begins to watch leases and the queue."""
+        self._ticking = asyncio.create_task(self._tick())
+
+    async def finish(self) -> None:
+        """Takes no new jobs and returns when the others have ended; when cancelled, fails those that have not."""
+        self.draining = True
+        try:
+            for job in list(self._jobs.live()):
+                await job.ended.wait()
+        finally:
+            for job in list(self._jobs.live()):
+                self.fail(job, Draining("the gateway is stopping; ask again", retry_after_s=1.0))
+            self._fleet.close()
+
+    async def stop(self) -> None:
+        """Ends every attempt."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+        for deadline in self._deadlines.values():
+            deadline.cancel()
+        await self._dispatcher.close()
+
+    def submit(self, job: Job) -> None:
+        """Takes a job: it is remembered, and waits or runs. The queue's bounds were checked."""
+        self._jobs.add(job)
+        self._queue.add(job)
+        self._set_deadline(job)
+        self._pump(job.spec.model)
+        if job.state == image_pb2.JOB_STATE_QUEUED:
+            self._stand_last(job)
+
+    def extend(self, job: Job, deadline: float | None) -> None:
+        """A caller attached that gives the job until `deadline` (None: without bound), if that is later."""
+        if job.live and job.deadline is not None and (deadline is None or deadline > job.deadline):
+            job.deadline = deadline
+            self._set_deadline(job)
+
+    def cancel(self, job: Job) -> None:
+        """Cancels a job; one that has ended stays as it is."""
+        if job.cancel():
+            self._dispatcher.drop(job)
+            self._ended(job)
+
+    def fail(self, job: Job, error: BottegaError) -> None:
+        """Fails a job; one that has ended stays as it is."""
+        if job.fail(error):
+            self._dispatcher.drop(job)
+            self._ended(job)
+
+    # What the fleet tells.
+
+    def member_joined(self, member: Member) -> None:
+        """See FleetObserver."""
+        if member.registration.kind == fleet_pb2.SERVICE_KIND_WORKER:
+            self._dispatcher.open(member)
+        self._count_members()
+        self._pump_for(member)
+
+    def member_changed(self, member: Member) -> None:
+        """See FleetObserver."""
+        self._count_members()
+        self._stop_stale_attempts(member)
+        self._pump_for(member)
+
+    def member_lost(self, member: Member) -> None:
+        """See FleetObserver."""
+        self._count_members()
+        self._dispatcher.lose(member)
+
+    # What the dispatcher tells.
+
+    def attempt_sent(self, job: Job) -> None:
+        """See AttemptObserver."""
+        self._metrics.routed(queue_s=job.queue_s, route_s=job.route_s)
+
+    def attempt_advanced(self, job: Job) -> None:
+        """See AttemptObserver."""
+        self._pump(job.spec.model)
+
+    def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
+        """See AttemptObserver."""
+        if not job.is_current(number):
+            return
+        self._metrics.attempt_lost()
+        _log.warning("attempt lost", extra={"job_id": job.job_id, "worker": job.worker, "text": error.message})
+        if number >= self._max_attempts:
+            self.fail(job, WorkerLost(f"{number} workers were lost with this job", retry_after_s=1.0))
+            return
+        job.requeue(number)
+        self._queue.add(job, first=True)
+        self._pump(job.spec.model)
+        if job.state == image_pb2.JOB_STATE_QUEUED:
+            job.stand(Standing(place=0, estimate_s=None))
+
+    def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
+        """See AttemptObserver."""
+        if job.fail(error, number):
+            self._ended(job)
+
+    def attempt_completed(self, job: Job, number: int, pictures: tuple[Picture, ...], provenance: Provenance) -> None:
+        """See AttemptObserver."""
+        if job.complete(number, pictures, provenance):
+            self._queue.one_done()
+            self._ended(job)
+
+    # What follows.
+
+    def _pump_for(self, member: Member) -> None:
+        for model in member.registration.models:
+            self._pump(model.name)
+        self._tell_backlogs()
+
+    def _pump(self, model: str) -> None:
+        """Hands out what should run now."""
+        line = self._queue.line(model)
+        if not line:
+            return
+        began = time.thread_time()
+        members = {member.name: member for member in self._fleet.workers(model)}
+        looked_at = list(itertools.islice(line, _WAITING_LOOKED_AT))
+        waiting = [self._waiting(job, members) for job in looked_at]
+        for assignment in assign(waiting, self._seats(members)):
+            job = self._jobs.get(assignment.job_id)
+            self._queue.remove(job)
+            job.stand(Standing(place=0, estimate_s=assignment.estimate_s))
+            job.route_s += time.thread_time() - began
+            self._dispatcher.run(job, members[assignment.worker])
+            began = time.thread_time()
+        self._tell_backlogs()
+
+    def _seats(self, members: dict[str, Member]) -> list[Seat]:
+        return [
+            Seat(
+                worker=member.name,
+                running=tuple(self._running(member)),
+                times=member.times,
+                fixed_s=max(0.0, member.load.fixed_s),
+                max_rows=member.load.max_rows,
+            )
+            for member in members.values()
+        ]
+
+    def _running(self, member: Member) -> list[Demand]:
+        """What still denoises on a worker, as far as is known."""
+        told = {attempt.attempt.job_id: attempt.steps_left for attempt in member.load.running}
+        demands = []
+        for job in self._dispatcher.running_on(member):
+            left = min(job.steps_total - job.steps_done, told.pop(job.job_id, job.steps_total))
+            if left > 0:
+                demands.append(_demand(job, left))
+        for job_id, left in told.items():
+            if left > 0 and self._jobs.find(job_id) is None:
+                demands.append(Demand(rows=_FOREIGN_ROWS, steps=left, shape=(0, 0)))
+        return demands
+
+    def _waiting(self, job: Job, members: dict[str, Member]) -> Waiting:
+        return Waiting(
+            job_id=job.job_id,
+            demand=_demand(job, job.steps_total - (job.checkpoint.steps_done if job.checkpoint else 0)),
+            avoid=job.lost_worker if self._must_avoid(job, members) else "",
+        )
+
+    def _must_avoid(self, job: Job, members: dict[str, Member]) -> bool:
+        suspect = members.get(job.lost_worker) if job.lost_worker else None
+        if suspect is None:
+            return False
+        return len(members) > 1 or suspect.heard_at < job.lost_at + _TRUST_AFTER_S
+
+    def _stop_stale_attempts(self, member: Member) -> None:
+        """Frees a worker of attempts that count no more, such as after it was frozen for a while."""
+        for running in member.load.running:
+            job = self._jobs.find(running.attempt.job_id)
+            if job is None or job.is_current(running.attempt.number):
+                continue
+            # One that has just completed is still in the last report.
+            if job.state != image_pb2.JOB_STATE_COMPLETED or running.attempt.number != job.attempts:
+                self._dispatcher.stop_attempt(member, running.attempt.number, job.job_id)
+
+    def _ended(self, job: Job) -> None:
+        self._queue.remove(job)
+        deadline = self._deadlines.pop(job.job_id, None)
+        if deadline is not None:
+            deadline.cancel()
+        self._jobs.ended(job)
+        self._metrics.job_ended(JobState.Name(job.state).removeprefix("JOB_STATE_").lower())
+        self._pump(job.bare.model)
+        self._tell_backlogs()
+
+    def _set_deadline(self, job: Job) -> None:
+        timer = self._deadlines.pop(job.job_id, None)
+        if timer is not None:
+            timer.cancel()
+        if job.deadline is not None:
+            left_s = max(0.0, job.deadline - self._clock.monotonic())
+            self._deadlines[job.job_id] = asyncio.get_running_loop().call_later(left_s, self._pass_deadline, job)
+
+    def _pass_deadline(self, job: Job) -> None:
+        where = "in the queue" if job.state == image_pb2.JOB_STATE_QUEUED else "while it was drawn"
+        self.fail(job, DeadlinePassed(f"the deadline passed {where}"))
+
+    async def _tick(self) -> None:
+        for tick in itertools.count(1):
+            due = self._clock.monotonic() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            if self._clock.monotonic() - due > _LATE_S:
+                _log.warning("the event loop was late; leases are renewed")
+                self._fleet.forgive()
+            else:
+                self._fleet.expire()
+            if tick % _TICKS_PER_SECOND == 0:
+                self._look_after_queue()
+                self._jobs.sweep()
+                self._results.sweep()
+
+    def _look_after_queue(self) -> None:
+        for model in self._queue.models():
+            if self._fleet.expected(model):
+                self._pump(model)
+                self._stand_all(model)
+                continue
+            for job in list(self._queue.line(model)):
+                self.fail(job, NoWorker("no worker came back for the model", retry_after_s=self._queue.retry_after_s()))
+
+    def _stand_all(self, model: str) -> None:
+        line = list(self._queue.line(model))
+        for place, (job, estimate) in enumerate(zip(line, self._estimates(model, line), strict=True)):
+            job.stand(Standing(place=place, estimate_s=estimate))
+
+    def _stand_last(self, job: Job) -> None:
+        line = self._queue.line(job.spec.model)
+        place = len(line) - 1
+        if place < _WAITING_LOOKED_AT:
+            estimate = self._estimates(job.spec.model, list(line))[-1]
+        else:
+            # Within a second the next look after the queue says it better.
+            standing = line[-2].standing
+            estimate = standing.estimate_s if standing else None
+        job.stand(Standing(place=place, estimate_s=estimate))
+
+    def _estimates(self, model: str, line: Sequence[Job]) -> list[float | None]:
+        members = {member.name: member for member in self._fleet.workers(model)}
+        return estimates([self._waiting(job, members) for job in line], self._seats(members))
+
+    def _tell_backlogs(self) -> None:
+        for member in self._fleet.members():
+            if member.registration.kind == fleet_pb2.SERVICE_KIND_WORKER:
+                member.tell_backlog(sum(len(self._queue.line(model.name)) for model in member.registration.models))
+
+    def _count_members(self) -> None:
+        counts = Counter(member.registration.kind for member in self._fleet.members())
+        for kind in ServiceKind.values()[1:]:
+            self._metrics.members(ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower(), counts[kind])
+
+
+def _demand(job: Job, steps_left: int) -> Demand:
+    """steps_left: over all images; they run side by side."""
+    steps = math.ceil(max(0, steps_left) / job.spec.num_images)
+    return Demand(rows=defaults.rows(job.spec), steps=steps, shape=job.shape)

@@ -1,0 +1,174 @@
+"""Takes orders: checks everything, fills in the rest, and hands the job over; or says why not.
+
+Nothing is acknowledged before every check has passed, the pixels of input images included. Knows no wire.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from typing import Protocol
+
+from bottega.codec import ImageSize
+from bottega.errors import (
+    BadImage,
+    BottegaError,
+    DeadlinePassed,
+    Draining,
+    RequestIdReused,
+    Unavailable,
+    Violation,
+)
+from bottega.gateway import defaults, validation
+from bottega.gateway.clock import Clock
+from bottega.gateway.fleet import Fleet
+from bottega.gateway.foreman import Foreman
+from bottega.gateway.job_log import JobLog
+from bottega.gateway.jobs import Job, Order
+from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.queueing import JobQueue
+from bottega.gateway.results import digest
+from bottega.v1 import image_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
+
+
+class Inspector(Protocol):
+    """Looks at encoded images, in another process."""
+
+    async def inspect(self, image: bytes) -> ImageSize:
+        """Decodes it completely and says its size. Raises BadImage."""
+
+
+class Intake:
+    """The only way in for jobs."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        foreman: Foreman,
+        queue: JobQueue,
+        log: JobLog,
+        inspector: Inspector,
+        metrics: GatewayMetrics,
+        max_image_bytes: int,
+        max_image_pixels: int,
+        clock: Clock,
+    ) -> None:
+        self._fleet = fleet
+        self._foreman = foreman
+        self._queue = queue
+        self._jobs = log
+        self._inspector = inspector
+        self._metrics = metrics
+        self._max_image_bytes = max_image_bytes
+        self._max_image_pixels = max_image_pixels
+        self._clock = clock
+
+    async def accept(self, order: Order) -> tuple[Job, bool]:
+        """The order's job, and whether it is new: a known request_id attaches to its first run.
+
+        Raises InvalidRequest, BadImage, FieldNotServed (in this order), ModelNotFound, NoWorker, QueueFull,
+        RequestIdReused, Draining.
+        """
+        try:
+            return await self._accept(order)
+        except BottegaError as error:
+            self._metrics.refused(error.reason_name)
+            raise
+
+    async def _accept(self, order: Order) -> tuple[Job, bool]:
+        began = self._clock.monotonic()
+        fingerprint = hashlib.sha256(order.spec.SerializeToString(deterministic=True)).digest()
+        job = self._attach(order, fingerprint, began)
+        if job is not None:
+            return job, False
+        model = self._check(order)
+        await self._inspect(order.spec)
+        validation.refuse_unserved(order.spec)
+        image_digest = await digest(order.spec.image) if order.spec.HasField("image") else ""
+        # The same order may have come twice while its image was looked at.
+        job = self._attach(order, fingerprint, began)
+        if job is not None:
+            return job, False
+        job = self._job(order, model, fingerprint, began)
+        job.image_digest = image_digest
+        self._queue.check_room(job.spec.ByteSize())
+        self._foreman.submit(job)
+        return job, True
+
+    def _attach(self, order: Order, fingerprint: bytes, now: float) -> Job | None:
+        job = self._jobs.of_request(order.request_id) if order.request_id else None
+        if job is None:
+            return None
+        if job.fingerprint != fingerprint:
+            raise RequestIdReused("this request_id was used for another request")
+        if job.state == image_pb2.JOB_STATE_FAILED and isinstance(job.error, Unavailable | DeadlinePassed):
+            return None  # The same order again is a retry, which is what those failures ask for.
+        self._foreman.extend(job, None if order.deadline_s is None else now + order.deadline_s)
+        if order.preview:
+            job.preview = True
+        return job
+
+    def _check(self, order: Order) -> image_pb2.Model:
+        """Every rule that needs no decoding; the model. Raises all violations at once."""
+        spec = order.spec
+        found = [
+            *validation.check_request_id(order.request_id),
+            *validation.check_spec(spec, max_image_bytes=self._max_image_bytes),
+        ]
+        model: image_pb2.Model | None = None
+        unknown: BottegaError | None = None
+        try:
+            model = self._fleet.resolve(spec.model if spec.HasField("model") else None)
+        except BottegaError as error:
+            unknown = error
+            found.extend(error.violations)
+        if model is not None:
+            found.extend(validation.check_model(spec, model))
+        validation.refuse(found)
+        if self._foreman.draining:
+            raise Draining("the gateway is stopping; ask another one or retry", retry_after_s=1.0)
+        if model is None:
+            assert unknown is not None
+            raise unknown
+        self._queue.check_room(spec.ByteSize())
+        return model
+
+    async def _inspect(self, spec: GenerationSpec) -> None:
+        """Looks at the pixels of every input image."""
+        images = [("spec.image", spec.image)] if spec.HasField("image") else []
+        if spec.HasField("mask_image"):
+            images.append(("spec.mask_image", spec.mask_image))
+        images.extend(
+            (f"spec.controlnets[{i}].image", net.image) for i, net in zip(itertools.count(), spec.controlnets)
+        )
+        found: list[Violation] = []
+        for path, image in images:
+            found.extend(await self._look(path, image))
+        if found:
+            raise BadImage(f"{found[0].field}: {found[0].description}", violations=found)
+
+    async def _look(self, path: str, image: bytes) -> list[Violation]:
+        try:
+            size = await self._inspector.inspect(image)
+        except BadImage as error:
+            return [Violation(field=path, description=error.message)]
+        if size.width * size.height <= self._max_image_pixels:
+            return []
+        rule = f"is {size.width}x{size.height} pixels; at most {self._max_image_pixels} in all"
+        return [Violation(field=path, description=rule)]
+
+    def _job(self, order: Order, model: image_pb2.Model, fingerprint: bytes, began: float) -> Job:
+        spec = defaults.complete(order.spec, model)
+        return Job(
+            clock=self._clock,
+            spec=spec,
+            bare=defaults.without_images(spec),
+            shape=defaults.latent_shape(spec, model),
+            fingerprint=fingerprint,
+            request_id=order.request_id,
+            deadline=None if order.deadline_s is None else began + order.deadline_s,
+            preview=order.preview,
+            validate_s=self._clock.monotonic() - began,
+        )

@@ -1,0 +1,229 @@
+"""One job and its states: queued -> running -> completed | failed | cancelled, and back to queued when
+a worker is lost.
+
+Every attempt has a number, and only the newest one is listened to: a late answer of an abandoned attempt
+changes nothing. Knows no queue, no worker and no wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from bottega.errors import BottegaError, JobCancelled
+from bottega.gateway import defaults
+from bottega.gateway.clock import Clock
+from bottega.planning.cost import Shape
+from bottega.v1 import image_pb2
+from bottega.v1.generation_pb2 import GenerationSpec, Provenance
+from bottega.v1.image_pb2 import JobState
+
+LIVE = frozenset({image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a caller asks for.
+
+    spec: as it came. deadline_s: seconds from now that the caller gives it; None is without bound.
+    preview: whether previews are wanted.
+    """
+
+    spec: GenerationSpec
+    request_id: str = ""
+    deadline_s: float | None = None
+    preview: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a queued job stands: jobs of its model before it, and expected seconds until it completes."""
+
+    place: int
+    estimate_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """The newest look at one image. version: counts the previews of the job."""
+
+    jpeg: bytes
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Where a lost attempt can be taken up again."""
+
+    steps_done: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A finished image; its bytes are in the result store under its digest."""
+
+    digest: str
+    size_bytes: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """A job. Change it by its methods only; each says whether it changed anything.
+
+    spec: complete; its input images go when the job ends. bare: the same without input images.
+    fingerprint: of the spec as the caller sent it. shape: of the latent. deadline: on the monotonic clock.
+    """
+
+    clock: Clock
+    spec: GenerationSpec
+    bare: GenerationSpec
+    shape: Shape
+    fingerprint: bytes
+    image_digest: str = ""
+    request_id: str = ""
+    deadline: float | None = None
+    preview: bool = False
+    validate_s: float = 0.0
+    job_id: str = field(default_factory=lambda: secrets.token_hex(12))
+    sequence: int = 0
+
+    state: JobState.ValueType = image_pb2.JOB_STATE_QUEUED
+    attempts: int = 0
+    worker: str = ""
+    lost_worker: str = ""
+    lost_at: float = 0.0
+    standing: Standing | None = None
+    steps_done: int = 0
+    steps_total: int = 0
+    repeated_steps: int = 0
+    previews: dict[int, Preview] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
+    pictures: tuple[Picture, ...] = ()
+    provenance: Provenance | None = None
+    error: BottegaError | None = None
+
+    created_wall: float = 0.0
+    started_wall: float | None = None
+    ended_wall: float | None = None
+    ended_at: float | None = None
+    queued_at: float = 0.0
+    queue_s: float = 0.0
+    route_s: float = 0.0
+
+    listeners: set[Callable[[], None]] = field(default_factory=set)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.created_wall = self.clock.wall()
+        self.queued_at = self.clock.monotonic()
+        self.steps_total = defaults.steps_to_run(self.spec) * self.spec.num_images
+
+    @property
+    def live(self) -> bool:
+        """Whether it has not ended."""
+        return self.state in LIVE
+
+    def is_current(self, number: int) -> bool:
+        """Whether attempt `number` is the one that counts."""
+        return self.state == image_pb2.JOB_STATE_RUNNING and number == self.attempts
+
+    def begin(self, worker: str) -> int:
+        """Hands the job to a worker; returns the attempt's number."""
+        assert self.state == image_pb2.JOB_STATE_QUEUED
+        self.queue_s += self.clock.monotonic() - self.queued_at
+        if self.started_wall is None:
+            self.started_wall = self.clock.wall()
+        self.state, self.worker = image_pb2.JOB_STATE_RUNNING, worker
+        self.attempts += 1
+        self._tell()
+        return self.attempts
+
+    def resume(self, number: int, *, steps_total: int, steps_resumed: int) -> bool:
+        """The worker holds the attempt, and begins after `steps_resumed` steps."""
+        if not self.is_current(number):
+            return False
+        self.repeated_steps += max(0, self.steps_done - steps_resumed)
+        self.steps_done, self.steps_total = steps_resumed, steps_total
+        self._tell()
+        return True
+
+    def advance(self, number: int, steps_done: int) -> bool:
+        """Denoising goes on."""
+        if not self.is_current(number):
+            return False
+        self.steps_done = steps_done
+        self._tell()
+        return True
+
+    def look(self, number: int, index: int, jpeg: bytes) -> bool:
+        """A preview of image `index` came; it replaces the one before."""
+        if not self.is_current(number) or not 0 <= index < self.spec.num_images:
+            return False
+        newest = max((preview.version for preview in self.previews.values()), default=0)
+        self.previews[index] = Preview(jpeg=jpeg, version=newest + 1)
+        self._tell()
+        return True
+
+    def keep(self, number: int, checkpoint: Checkpoint) -> bool:
+        """A checkpoint came; it replaces the one before."""
+        if not self.is_current(number):
+            return False
+        self.checkpoint = checkpoint
+        return True
+
+    def requeue(self, number: int) -> bool:
+        """The attempt is lost: the job waits again."""
+        if not self.is_current(number):
+            return False
+        self.state, self.lost_worker, self.worker = image_pb2.JOB_STATE_QUEUED, self.worker, ""
+        self.queued_at = self.lost_at = self.clock.monotonic()
+        self._tell()
+        return True
+
+    def stand(self, standing: Standing) -> None:
+        """Says where the job stands in the queue."""
+        if self.state == image_pb2.JOB_STATE_QUEUED and standing != self.standing:
+            self.standing = standing
+            self._tell()
+
+    def complete(self, number: int, pictures: tuple[Picture, ...], provenance: Provenance) -> bool:
+        """The attempt brought all images."""
+        if not self.is_current(number):
+            return False
+        self.pictures, self.provenance = pictures, provenance
+        self.steps_done = self.steps_total
+        self._end(image_pb2.JOB_STATE_COMPLETED)
+        return True
+
+    def fail(self, error: BottegaError, number: int | None = None) -> bool:
+        """Fails the job; with a number, only if that attempt still counts."""
+        if not self.live or (number is not None and not self.is_current(number)):
+            return False
+        self.error = error
+        self._end(image_pb2.JOB_STATE_FAILED)
+        return True
+
+    def cancel(self) -> bool:
+        """Somebody does not want it any more."""
+        if not self.live:
+            return False
+        self.error = JobCancelled("the job was cancelled")
+        self._end(image_pb2.JOB_STATE_CANCELLED)
+        return True
+
+    def _end(self, state: JobState.ValueType) -> None:
+        if self.state == image_pb2.JOB_STATE_QUEUED:
+            self.queue_s += self.clock.monotonic() - self.queued_at
+        self.state = state
+        self.ended_wall, self.ended_at = self.clock.wall(), self.clock.monotonic()
+        self.spec, self.checkpoint = self.bare, None
+        self.previews.clear()
+        self.ended.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in tuple(self.listeners):
+            listener()

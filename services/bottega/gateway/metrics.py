@@ -1,0 +1,56 @@
+"""What the gateway counts and measures, beside its calls. Knows only numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_QUEUE_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+# Routing shall take at most .6 ms.
+_ROUTE_BUCKETS = (0.0001, 0.0002, 0.0004, 0.0006, 0.001, 0.002, 0.005, 0.01, 0.05)
+
+
+class GatewayMetrics:
+    """The gateway's own metrics."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._jobs = Counter("bottega_jobs", "Jobs that ended, by outcome.", ("outcome",), registry=registry)
+        self._refused = Counter("bottega_refused", "Orders refused, by reason.", ("reason",), registry=registry)
+        self._lost = Counter("bottega_attempts_lost", "Attempts whose worker was lost.", registry=registry)
+        self._queue_s = Histogram(
+            "bottega_queue_seconds", "Seconds that a job waited.", buckets=_QUEUE_BUCKETS, registry=registry
+        )
+        self._route_s = Histogram(
+            "bottega_route_seconds",
+            "Seconds from accepted, or from the worker being free, to RunAttempt.",
+            buckets=_ROUTE_BUCKETS,
+            registry=registry,
+        )
+        self._queued = Gauge("bottega_queued_jobs", "Jobs that wait.", registry=registry)
+        self._members = Gauge("bottega_members", "Services that have joined, by kind.", ("kind",), registry=registry)
+
+    def watch_queue(self, length: Callable[[], float]) -> None:
+        """Where to read the length of the queue."""
+        self._queued.set_function(length)
+
+    def job_ended(self, outcome: str) -> None:
+        """Counts a job that ended."""
+        self._jobs.labels(outcome).inc()
+
+    def refused(self, reason: str) -> None:
+        """Counts an order that was not taken."""
+        self._refused.labels(reason).inc()
+
+    def attempt_lost(self) -> None:
+        """Counts an attempt whose worker was lost."""
+        self._lost.inc()
+
+    def routed(self, *, queue_s: float, route_s: float) -> None:
+        """Takes in how long a job waited, and how long deciding and sending took."""
+        self._queue_s.observe(queue_s)
+        self._route_s.observe(route_s)
+
+    def members(self, kind: str, count: int) -> None:
+        """Says how many services of a kind are here."""
+        self._members.labels(kind).set(count)

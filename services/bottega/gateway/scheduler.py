@@ -1,0 +1,189 @@
+"""Which worker takes which waiting job, and when: least estimated completion, bound as late as possible.
+
+Pure functions of what waits, what runs and what turns cost; the worker's engine plans its groups by the same
+cost model. Knows no clock, no jobs' contents and no wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bottega.planning import StepTimes, Work, best_width, completion_times
+from bottega.planning.cost import Shape
+
+# Waiting jobs that are looked at in one go; those behind them cannot change who is next.
+_HORIZON = 32
+# Waiting jobs that are imagined beside the next one when the width of a group is chosen.
+_LOOK_AHEAD = 4
+# A job is bound this early, so that its prompt is encoded while the worker is busy: the time to encode a
+# prompt and to cross the wire, or one and a half turns, as progress is only known at the end of a turn.
+_LEAD_S = 0.05
+_LEAD_TURNS = 1.5
+# Seconds of one row and turn while nothing was measured: proportional, so that nothing shares a worker then.
+_UNMEASURED_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a job asks of a worker. rows: in each turn. steps: turns to go. shape: of its latent; (0, 0) is unknown."""
+
+    rows: int
+    steps: int
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A job that waits. avoid: a worker that must not get it, because it was just lost with it."""
+
+    job_id: str
+    demand: Demand
+    avoid: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A worker as the scheduler sees it. running: what still denoises there, first come first.
+
+    fixed_s: seconds that a job takes beside its turns. max_rows: 0 is without bound.
+    """
+
+    worker: str
+    running: tuple[Demand, ...]
+    times: StepTimes
+    fixed_s: float
+    max_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """A worker should take a job now. estimate_s: until it completes; None while nothing was measured."""
+
+    job_id: str
+    worker: str
+    estimate_s: float | None
+
+
+def assign(waiting: Sequence[Waiting], seats: Sequence[Seat]) -> list[Assignment]:
+    """Which of the waiting jobs, first come first, leave the queue now.
+
+    A job goes where it is expected to complete first. If that is a worker that should not take it yet, it
+    stays in the queue, and the jobs behind it reckon with it.
+    """
+    benches = [_Bench(seat) for seat in seats]
+    assignments: list[Assignment] = []
+    for index, job in enumerate(waiting[:_HORIZON]):
+        behind = [other.demand for other in waiting[index + 1 : index + 1 + _LOOK_AHEAD]]
+        offers = [bench.offer(job.demand, behind) for bench in benches if bench.seat.worker != job.avoid]
+        if not offers:
+            continue
+        if not any(offer.now for offer in offers):
+            break
+        best = min(offers, key=lambda offer: offer.completes_s)
+        if best.now:
+            assignments.append(_assignment(job, best))
+        best.bench.take(job.demand, bound=best.now)
+    return assignments
+
+
+def estimates(waiting: Sequence[Waiting], seats: Sequence[Seat]) -> list[float | None]:
+    """Expected seconds until each of the waiting jobs completes; None while nothing was measured."""
+    if not seats or all(_unmeasured(seat) for seat in seats):
+        return [None] * len(waiting)
+    lines: list[list[int]] = [[] for _ in seats]
+    benches = [_Bench(seat) for seat in seats]
+    for index, job in enumerate(waiting):
+        least = min(range(len(seats)), key=lambda seat: benches[seat].load_s)
+        lines[least].append(index)
+        benches[least].take(job.demand, bound=False)
+    ends: list[float | None] = [None] * len(waiting)
+    for bench, line in zip(benches, lines, strict=True):
+        for index, end in zip(line, bench.ends()[len(bench.seat.running) :], strict=True):
+            ends[index] = end + bench.seat.fixed_s
+    return ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offer:
+    bench: _Bench
+    completes_s: float
+    now: bool
+
+
+class _Bench:
+    """A worker with what it runs and what it was given or promised in this round."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self._promised = False
+        self._planned = list(seat.running)
+        self._turns: dict[tuple[Shape, int], float] = {}
+        self.load_s = sum(self._turn(demand.shape, demand.rows) * demand.steps for demand in self._planned)
+
+    def offer(self, demand: Demand, behind: Sequence[Demand]) -> _Offer:
+        """When `demand` would complete here, and whether it should come now."""
+        seconds = self._seconds(demand.shape)
+        ahead = self._works(self._planned, demand.shape)
+        line = [*ahead, Work(rows=demand.rows, steps=demand.steps)]
+        width = best_width([*line, *self._works(behind, demand.shape)], seconds, max_rows=self._max_rows)
+        opens = len(ahead) < width or _opening_s(ahead, seconds, width) <= self._lead_s(ahead, seconds)
+        end = completion_times(line, seconds, max(1, min(width, len(line))))[-1]
+        return _Offer(bench=self, completes_s=end + self.seat.fixed_s, now=opens and not self._promised)
+
+    def take(self, demand: Demand, *, bound: bool) -> None:
+        """Counts a job in. Behind one that is only promised nobody is bound in this round."""
+        self._planned.append(demand)
+        self.load_s += self._turn(demand.shape, demand.rows) * demand.steps
+        self._promised = self._promised or not bound
+
+    def ends(self) -> list[float]:
+        """When each of the jobs here ends, first come first."""
+        if not self._planned:
+            return []
+        shape = self._planned[-1].shape
+        works, seconds = self._works(self._planned, shape), self._seconds(shape)
+        width = best_width(works[: 2 * _LOOK_AHEAD], seconds, max_rows=self._max_rows)
+        return completion_times(works, seconds, max(1, width))
+
+    @property
+    def _max_rows(self) -> int:
+        return self.seat.max_rows or 1 << 30
+
+    def _seconds(self, shape: Shape) -> Callable[[int], float]:
+        return lambda rows: self._turn(shape, rows)
+
+    def _turn(self, shape: Shape, rows: int) -> float:
+        known = self._turns.get((shape, rows))
+        if known is None:
+            measured = self.seat.times.seconds(shape, rows)
+            known = self._turns[shape, rows] = rows * _UNMEASURED_S if measured is None else measured
+        return known
+
+    def _works(self, demands: Sequence[Demand], shape: Shape) -> list[Work]:
+        """Demands as rows of one shape: a larger latent counts as more rows."""
+        return [Work(rows=_rows_as(demand, shape), steps=demand.steps) for demand in demands]
+
+    def _lead_s(self, ahead: Sequence[Work], seconds: Callable[[int], float]) -> float:
+        return max(_LEAD_S, _LEAD_TURNS * seconds(sum(work.rows for work in ahead)))
+
+
+def _opening_s(ahead: Sequence[Work], seconds: Callable[[int], float], width: int) -> float:
+    """Seconds until fewer than `width` of `ahead` are left."""
+    return sorted(completion_times(ahead, seconds, len(ahead)))[len(ahead) - width]
+
+
+def _rows_as(demand: Demand, shape: Shape) -> int:
+    area, of = demand.shape[0] * demand.shape[1], shape[0] * shape[1]
+    return max(1, round(demand.rows * area / of)) if area and of else demand.rows
+
+
+def _assignment(job: Waiting, offer: _Offer) -> Assignment:
+    seat = offer.bench.seat
+    return Assignment(
+        job_id=job.job_id, worker=seat.worker, estimate_s=None if _unmeasured(seat) else offer.completes_s
+    )
+
+
+def _unmeasured(seat: Seat) -> bool:
+    return next(iter(seat.times.entries()), None) is None

@@ -1,0 +1,141 @@
+"""ImageService: wire to domain and back, nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from bottega.errors import ImageNotFound, InvalidRequest, JobNotFinished, Violation
+from bottega.gateway import validation
+from bottega.gateway.fleet import Fleet
+from bottega.gateway.foreman import Foreman
+from bottega.gateway.intake import Intake
+from bottega.gateway.job_log import Filter, JobLog
+from bottega.gateway.jobs import Job, Order
+from bottega.gateway.results import ResultStore
+from bottega.gateway.watching import Ended, Watch
+from bottega.gateway.wire import event_to_wire, image_to_wire, job_to_wire
+from bottega.rpc import logs
+from bottega.v1 import image_pb2, image_pb2_grpc
+
+_CHUNK_BYTES = 256 << 10
+_DEFAULT_PAGE = 20
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ImageService(image_pb2_grpc.ImageServiceServicer):
+    """What product backends call."""
+
+    def __init__(self, *, intake: Intake, foreman: Foreman, log: JobLog, results: ResultStore, fleet: Fleet) -> None:
+        self._intake = intake
+        self._foreman = foreman
+        self._jobs = log
+        self._results = results
+        self._fleet = fleet
+
+    async def Generate(
+        self, request: image_pb2.GenerateRequest, context: _Context
+    ) -> AsyncIterator[image_pb2.GenerateResponse]:
+        """See the contract."""
+        order = Order(
+            spec=request.spec,
+            request_id=request.request_id,
+            deadline_s=context.time_remaining(),
+            preview=request.preview,
+        )
+        _bind(request_id=request.request_id)
+        job, new = await self._intake.accept(order)
+        _bind(job_id=job.job_id)
+        try:
+            watch = Watch(job, preview=request.preview, announce=new)
+            async with contextlib.aclosing(watch.events()) as events:
+                async for event in events:
+                    if isinstance(event, Ended) and job.error is not None:
+                        raise job.error.with_traceback(None)
+                    yield image_pb2.GenerateResponse(event=event_to_wire(job, event, self._results))
+        finally:
+            if not request.request_id:
+                self._foreman.cancel(job)
+
+    async def GetImage(
+        self, request: image_pb2.GetImageRequest, context: _Context
+    ) -> AsyncIterator[image_pb2.GetImageResponse]:
+        """See the contract."""
+        job = self._job(request.job_id)
+        data = self._image_bytes(job, request.index)
+        first = image_to_wire(job, request.index)
+        yield image_pb2.GetImageResponse(image=first, chunk=data[:_CHUNK_BYTES])
+        for begin in range(_CHUNK_BYTES, len(data), _CHUNK_BYTES):
+            yield image_pb2.GetImageResponse(chunk=data[begin : begin + _CHUNK_BYTES])
+
+    async def SubmitJob(self, request: image_pb2.SubmitJobRequest, context: _Context) -> image_pb2.SubmitJobResponse:
+        """See the contract. The call's own deadline bounds the call, not the job."""
+        _bind(request_id=request.request_id)
+        job, _ = await self._intake.accept(Order(spec=request.spec, request_id=request.request_id))
+        return image_pb2.SubmitJobResponse(job=job_to_wire(job))
+
+    async def GetJob(self, request: image_pb2.GetJobRequest, context: _Context) -> image_pb2.GetJobResponse:
+        """See the contract."""
+        return image_pb2.GetJobResponse(job=job_to_wire(self._job(request.job_id)))
+
+    async def ListJobs(self, request: image_pb2.ListJobsRequest, context: _Context) -> image_pb2.ListJobsResponse:
+        """See the contract."""
+        validation.refuse(list(validation.check_page(request)))
+        wanted = Filter(
+            states=frozenset(request.states),
+            after=_unix_s(request.created_after, "created_after") if request.HasField("created_after") else None,
+            before=_unix_s(request.created_before, "created_before") if request.HasField("created_before") else None,
+        )
+        jobs, token = self._jobs.page(wanted, size=request.page_size or _DEFAULT_PAGE, token=request.page_token)
+        return image_pb2.ListJobsResponse(jobs=[job_to_wire(job) for job in jobs], next_page_token=token)
+
+    async def WatchJob(
+        self, request: image_pb2.WatchJobRequest, context: _Context
+    ) -> AsyncIterator[image_pb2.WatchJobResponse]:
+        """See the contract."""
+        job = self._job(request.job_id)
+        if request.preview:
+            job.preview = True
+        async with contextlib.aclosing(Watch(job, preview=request.preview).events()) as events:
+            async for event in events:
+                yield image_pb2.WatchJobResponse(event=event_to_wire(job, event, self._results))
+
+    async def CancelJob(self, request: image_pb2.CancelJobRequest, context: _Context) -> image_pb2.CancelJobResponse:
+        """See the contract."""
+        job = self._job(request.job_id)
+        self._foreman.cancel(job)
+        return image_pb2.CancelJobResponse(job=job_to_wire(job))
+
+    async def ListModels(self, request: image_pb2.ListModelsRequest, context: _Context) -> image_pb2.ListModelsResponse:
+        """See the contract."""
+        return image_pb2.ListModelsResponse(models=self._fleet.models())
+
+    def _job(self, job_id: str) -> Job:
+        job = self._jobs.get(job_id)
+        _bind(job_id=job.job_id, request_id=job.request_id)
+        return job
+
+    def _image_bytes(self, job: Job, index: int) -> bytes:
+        if job.state != image_pb2.JOB_STATE_COMPLETED:
+            raise JobNotFinished("the job has no images" if not job.live else "the job has no images yet")
+        if not 0 <= index < len(job.pictures):
+            raise ImageNotFound(f"the job has {len(job.pictures)} images, counted from 0")
+        data = self._results.get(job.pictures[index].digest)
+        if data is None:
+            raise ImageNotFound("the image has expired")
+        return data
+
+
+def _bind(**fields: str) -> None:
+    logs.bind(**{name: value for name, value in fields.items() if value})
+
+
+def _unix_s(timestamp: Timestamp, field: str) -> float:
+    if not 0 <= timestamp.nanos < 1_000_000_000:
+        rule = "nanos must be 0 to 999999999"
+        raise InvalidRequest(f"{field}: {rule}", violations=[Violation(field=field, description=rule)])
+    return float(timestamp.seconds) + timestamp.nanos / 1e9

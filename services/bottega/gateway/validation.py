@@ -1,0 +1,187 @@
+"""Which requests are refused: every rule of the contract that can be checked without decoding an image.
+
+All violations are found at once. Knows the limits and the model's facts; no queue and no fleet.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from bottega.errors import FieldNotServed, InvalidRequest, Violation
+from bottega.v1 import generation_pb2, image_pb2
+from bottega.v1.generation_pb2 import ControlNet, Fidelity, GenerationSpec, ImageFormat, Lora, Sampler
+
+MAX_PROMPT_BYTES = 16 << 10
+MAX_IMAGES = 8
+MAX_STEPS = 200
+MAX_SIDE = 1 << 14
+# Seeds of all images stay exactly representable in a JSON number.
+MAX_SEED = 2**53 - MAX_IMAGES
+MAX_ADAPTERS = 8
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
+_KARRAS_SAMPLERS = frozenset({generation_pb2.SAMPLER_EULER, generation_pb2.SAMPLER_DPMPP_2M})
+# Of ListJobs; see its comment.
+_MAX_PAGE = 100
+
+# Fields that are designed and not served yet, in the order in which they are named.
+_UNSERVED = ("loras", "controlnets", "mask_image", "techniques")
+
+
+def check_request_id(request_id: str) -> Iterator[Violation]:
+    """What is wrong with an idempotency key; an empty one is none."""
+    if request_id and not _REQUEST_ID.fullmatch(request_id):
+        yield _violation("request_id", "must be at most 128 characters of [A-Za-z0-9._:-]", spec=False)
+
+
+def check_spec(spec: GenerationSpec, *, max_image_bytes: int) -> Iterator[Violation]:
+    """What is wrong with a spec whatever the model."""
+    yield from _texts(spec)
+    yield from _numbers(spec)
+    yield from _enums(spec)
+    yield from _images(spec, max_image_bytes)
+    yield from _adapters(spec, max_image_bytes)
+
+
+def check_model(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violation]:
+    """What is wrong with a spec because of the model that shall draw it."""
+    multiple = max(1, model.size_multiple)
+    for name, side in (("width", spec.width), ("height", spec.height)):
+        if spec.HasField(name) and 0 < side <= MAX_SIDE and side % multiple:  # type: ignore[arg-type]
+            yield _violation(name, f"must be a multiple of {multiple} with this model")
+    width = spec.width if spec.HasField("width") else model.default_width
+    height = spec.height if spec.HasField("height") else model.default_height
+    if 0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and model.max_pixels and width * height > model.max_pixels:
+        rule = f"width x height is {width * height} pixels; this model takes at most {model.max_pixels}"
+        yield _violation("width", rule)
+    sampler = spec.sampler or model.default_sampler
+    if spec.use_karras_sigmas and spec.sampler in Sampler.values() and sampler not in _KARRAS_SAMPLERS:
+        yield _violation("use_karras_sigmas", "only with the samplers EULER and DPMPP_2M")
+    yield from _img2img_steps(spec, model)
+
+
+def refuse(violations: Sequence[Violation]) -> None:
+    """Raises InvalidRequest with all of them, if there are any."""
+    if violations:
+        first = f"{violations[0].field}: {violations[0].description}"
+        more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+        raise InvalidRequest(first + more, violations=violations)
+
+
+def refuse_unserved(spec: GenerationSpec) -> None:
+    """Raises FieldNotServed for a spec that uses what a later version will serve. After everything else."""
+    used = [name for name in _UNSERVED if _uses(spec, name)]
+    if used:
+        raise FieldNotServed(f"not served yet: {', '.join(used)}", metadata={"field": f"spec.{used[0]}"})
+
+
+def check_page(request: image_pb2.ListJobsRequest) -> Iterator[Violation]:
+    """What is wrong with the paging and the filters of ListJobs, its token aside."""
+    if not 0 <= request.page_size <= _MAX_PAGE:
+        yield _violation("page_size", f"must be 1 to {_MAX_PAGE}, or 0 for the default", spec=False)
+    known = set(image_pb2.JobState.values()) - {image_pb2.JOB_STATE_UNSPECIFIED}
+    if any(state not in known for state in request.states):
+        yield _violation("states", "must be known states", spec=False)
+
+
+def _texts(spec: GenerationSpec) -> Iterator[Violation]:
+    for name in ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2"):
+        size = len(getattr(spec, name).encode())
+        if size > MAX_PROMPT_BYTES:
+            yield _violation(name, f"is {size} bytes of UTF-8; at most {MAX_PROMPT_BYTES}")
+    if spec.HasField("model") and not _NAME.fullmatch(spec.model):
+        yield _violation("model", "must be a model's name, as ListModels gives it")
+
+
+def _numbers(spec: GenerationSpec) -> Iterator[Violation]:
+    yield from _within(spec, "num_inference_steps", 1, MAX_STEPS)
+    yield from _within(spec, "guidance_scale", 0, 50)
+    yield from _within(spec, "guidance_rescale", 0, 1)
+    yield from _within(spec, "width", 1, MAX_SIDE)
+    yield from _within(spec, "height", 1, MAX_SIDE)
+    yield from _within(spec, "seed", 0, MAX_SEED)
+    yield from _within(spec, "num_images", 1, MAX_IMAGES)
+    yield from _within(spec, "quality", 1, 100)
+    # Written so that NaN breaks the rule.
+    if spec.HasField("strength") and not 0 < spec.strength <= 1:
+        yield _violation("strength", "must be above 0 and at most 1")
+
+
+def _enums(spec: GenerationSpec) -> Iterator[Violation]:
+    for name, kind in (("sampler", Sampler), ("fidelity", Fidelity), ("format", ImageFormat)):
+        if getattr(spec, name) not in kind.values():
+            yield _violation(name, f"unknown value {int(getattr(spec, name))}")
+
+
+def _images(spec: GenerationSpec, max_bytes: int) -> Iterator[Violation]:
+    for name in ("image", "mask_image"):
+        if spec.HasField(name):
+            yield from _encoded(f"spec.{name}", getattr(spec, name), max_bytes)
+    for name in ("strength", "mask_image"):
+        if spec.HasField(name) and not spec.HasField("image"):  # type: ignore[arg-type]
+            yield _violation(name, "needs image")
+
+
+def _adapters(spec: GenerationSpec, max_bytes: int) -> Iterator[Violation]:
+    for name in ("loras", "controlnets"):
+        if len(getattr(spec, name)) > MAX_ADAPTERS:
+            yield _violation(name, f"at most {MAX_ADAPTERS}")
+    for index, lora in enumerate(spec.loras[:MAX_ADAPTERS]):
+        yield from _lora(f"spec.loras[{index}]", lora)
+    for index, net in enumerate(spec.controlnets[:MAX_ADAPTERS]):
+        yield from _controlnet(f"spec.controlnets[{index}]", net, max_bytes)
+
+
+def _lora(path: str, lora: Lora) -> Iterator[Violation]:
+    if not _NAME.fullmatch(lora.name):
+        yield Violation(field=f"{path}.name", description="must be the name of a LoRA")
+    if lora.HasField("scale") and not math.isfinite(lora.scale):
+        yield Violation(field=f"{path}.scale", description="must be a finite number")
+    if lora.HasField("from_step") and not 0 <= lora.from_step <= MAX_STEPS:
+        yield Violation(field=f"{path}.from_step", description=f"must be 0 to {MAX_STEPS}")
+
+
+def _controlnet(path: str, net: ControlNet, max_bytes: int) -> Iterator[Violation]:
+    if not _NAME.fullmatch(net.name):
+        yield Violation(field=f"{path}.name", description="must be the name of a ControlNet")
+    yield from _encoded(f"{path}.image", net.image, max_bytes)
+    if net.HasField("controlnet_conditioning_scale") and not math.isfinite(net.controlnet_conditioning_scale):
+        yield Violation(field=f"{path}.controlnet_conditioning_scale", description="must be a finite number")
+    start = net.control_guidance_start
+    end = net.control_guidance_end if net.HasField("control_guidance_end") else 1.0
+    if not 0 <= start < end <= 1:
+        yield Violation(field=f"{path}.control_guidance_start", description="0 <= start < end <= 1 must hold")
+
+
+def _img2img_steps(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violation]:
+    """Diffusers starts image-to-image at a later step, and refuses when no step would be left."""
+    steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
+    sensible = spec.HasField("strength") and 0 < spec.strength <= 1 and 0 < steps <= MAX_STEPS
+    if sensible and int(steps * spec.strength) < 1:
+        yield _violation("strength", f"leaves no denoising step: {steps} steps x {spec.strength:g} is below 1")
+
+
+def _within(spec: GenerationSpec, name: str, low: int, high: int) -> Iterator[Violation]:
+    # Written so that NaN breaks the rule.
+    if spec.HasField(name) and not low <= getattr(spec, name) <= high:  # type: ignore[arg-type]
+        yield _violation(name, f"must be {low} to {high}")
+
+
+def _encoded(path: str, image: bytes, max_bytes: int) -> Iterator[Violation]:
+    if not image:
+        yield Violation(field=path, description="is empty; a PNG, JPEG or WebP is wanted")
+    elif len(image) > max_bytes:
+        yield Violation(field=path, description=f"is {len(image)} bytes; at most {max_bytes}")
+
+
+def _uses(spec: GenerationSpec, name: str) -> bool:
+    if name == "techniques":
+        return bool(spec.techniques.ListFields())
+    return spec.HasField("mask_image") if name == "mask_image" else bool(getattr(spec, name))
+
+
+def _violation(name: str, description: str, *, spec: bool = True) -> Violation:
+    return Violation(field=f"spec.{name}" if spec else name, description=description)

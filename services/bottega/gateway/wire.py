@@ -1,0 +1,79 @@
+"""Jobs and events as the contract writes them. Knows no calls."""
+
+from __future__ import annotations
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from bottega.gateway.jobs import Job, Standing
+from bottega.gateway.results import ResultStore
+from bottega.gateway.watching import Drawing, Event
+from bottega.rpc.status import to_job_error
+from bottega.v1 import image_pb2
+
+# Larger results are fetched by GetImage (contract: Image.data).
+MAX_INLINE_BYTES = 2 << 20
+
+
+def job_to_wire(job: Job) -> image_pb2.Job:
+    """The job as it stands, without the bytes of its images."""
+    return image_pb2.Job(
+        job_id=job.job_id,
+        request_id=job.request_id,
+        state=job.state,
+        spec=job.bare,
+        create_time=_timestamp(job.created_wall),
+        start_time=_timestamp(job.started_wall),
+        end_time=_timestamp(job.ended_wall),
+        steps_done=job.steps_done,
+        steps_total=job.steps_total,
+        images=[image_to_wire(job, index) for index in range(len(job.pictures))],
+        provenance=job.provenance,
+        error=to_job_error(job.error) if job.error else None,
+    )
+
+
+def image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:
+    """One finished image."""
+    picture = job.pictures[index]
+    return image_pb2.Image(
+        index=index,
+        seed=job.bare.seed + index,
+        format=job.bare.format,
+        width=job.bare.width,
+        height=job.bare.height,
+        size_bytes=picture.size_bytes,
+        digest=picture.digest,
+        data=data,
+    )
+
+
+def event_to_wire(job: Job, event: Event, results: ResultStore) -> image_pb2.JobEvent:
+    """What happened to a job."""
+    if isinstance(event, Standing):
+        return image_pb2.JobEvent(
+            job_id=job.job_id, queued=image_pb2.Queued(place=event.place, estimate_s=event.estimate_s)
+        )
+    if isinstance(event, Drawing):
+        previews = [image_pb2.Preview(index=index, jpeg=jpeg) for index, jpeg in event.previews.items()]
+        progress = image_pb2.Progress(steps_done=event.steps_done, steps_total=event.steps_total, previews=previews)
+        return image_pb2.JobEvent(job_id=job.job_id, progress=progress)
+    if job.error is not None:
+        return image_pb2.JobEvent(job_id=job.job_id, failed=to_job_error(job.error))
+    return image_pb2.JobEvent(job_id=job.job_id, completed=_completed(job, results))
+
+
+def _completed(job: Job, results: ResultStore) -> image_pb2.Completed:
+    inline = sum(picture.size_bytes for picture in job.pictures) < MAX_INLINE_BYTES
+    images = [
+        image_to_wire(job, index, (results.get(picture.digest) or b"") if inline else b"")
+        for index, picture in enumerate(job.pictures)
+    ]
+    return image_pb2.Completed(images=images, provenance=job.provenance)
+
+
+def _timestamp(unix_s: float | None) -> Timestamp | None:
+    if unix_s is None:
+        return None
+    timestamp = Timestamp()
+    timestamp.FromNanoseconds(int(unix_s * 1e9))
+    return timestamp

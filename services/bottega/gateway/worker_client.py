@@ -1,0 +1,65 @@
+"""Calls to one worker over gRPC; every failure comes out as a BottegaError. Knows no jobs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import grpc
+
+from bottega.errors import BottegaError, InternalError, JobCancelled, QueueFull, StaleAttempt, Unavailable, WorkerLost
+from bottega.rpc.channel import open_channel
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import worker_pb2, worker_pb2_grpc
+
+# Failures of a call that say nothing about the job: another worker may well draw it.
+_OF_THE_WORKER = (InternalError, JobCancelled, QueueFull, StaleAttempt)
+
+
+class GrpcWorkerClient:
+    """See dispatch.WorkerClient. Connects by itself and reconnects."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self._worker: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+
+    async def run_attempt(
+        self, request: worker_pb2.RunAttemptRequest
+    ) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
+        """Starts an attempt and streams its events."""
+        call = self._worker.RunAttempt(request)
+        try:
+            async for event in call:
+                yield event
+        except grpc.aio.AioRpcError as error:
+            raise _typed(error) from None
+        finally:
+            call.cancel()
+
+    async def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
+        """Streams the newest checkpoint of every attempt."""
+        call = self._worker.WatchCheckpoints(worker_pb2.WatchCheckpointsRequest())
+        try:
+            async for checkpoint in call:
+                yield checkpoint
+        except grpc.aio.AioRpcError as error:
+            raise _typed(error) from None
+        finally:
+            call.cancel()
+
+    async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
+        """Stops an attempt and forgets it."""
+        try:
+            await self._worker.CancelAttempt(worker_pb2.CancelAttemptRequest(attempt=attempt), timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            raise _typed(error) from None
+
+    async def close(self) -> None:
+        """Ends every call."""
+        await self._channel.close()
+
+
+def _typed(failure: grpc.aio.AioRpcError) -> BottegaError:
+    error = from_rpc_error(failure)
+    if isinstance(error, _OF_THE_WORKER) or type(error) is Unavailable:
+        return WorkerLost(f"the call to the worker failed: {failure.code().name}")
+    return error

@@ -1,0 +1,179 @@
+"""A worker that speaks the real wire protocol and does what a test tells it: hold, die, answer late, go silent.
+
+It draws nothing; its images are the bytes b"picture 0", b"picture 1", ... It knows no gateway but by the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from bottega.errors import BottegaError
+from bottega.rpc.fleet import FleetMembership
+from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.status import to_job_error
+from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, worker_pb2, worker_pb2_grpc
+
+MODEL = image_pb2.Model(
+    name="miniature",
+    model_hash="ab" * 32,
+    dtype="float32",
+    default_width=64,
+    default_height=64,
+    size_multiple=8,
+    max_pixels=512 * 512,
+    default_steps=30,
+    default_guidance_scale=4.0,
+    default_sampler=generation_pb2.SAMPLER_EULER,
+    vae_scale_factor=4,
+)
+
+
+@dataclass(slots=True)
+class Script:
+    """What the worker does with every attempt.
+
+    hold_at: steps after which it waits for `release`; None waits nowhere. pace_s: seconds of a step.
+    """
+
+    hold_at: int | None = None
+    pace_s: float = 0.0
+    picture: Callable[[int], bytes] = lambda index: b"picture %d" % index
+    failure: BottegaError | None = None
+    preview: bytes = b""
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """One worker. `start` joins the gateway's fleet; `die` cuts everything at once."""
+
+    def __init__(
+        self, name: str, gateway: str, *, model: image_pb2.Model = MODEL, step_s: dict[int, float] | None = None
+    ) -> None:
+        self.name = name
+        self.script = Script()
+        self.requests: list[worker_pb2.RunAttemptRequest] = []
+        self.arrived = asyncio.Event()
+        self.cancelled: asyncio.Queue[worker_pb2.AttemptId] = asyncio.Queue()
+        self.checkpoints: asyncio.Queue[worker_pb2.WatchCheckpointsResponse] = asyncio.Queue()
+        self.backlogs: list[int] = []
+        self.draining = False
+        self._gateway = gateway
+        self._model = model
+        self._step_s = step_s or {}
+        self._running: dict[tuple[str, int], int] = {}
+        self._server = Server(name, ServerConfig(drain_grace_s=0.1))
+        self.membership: FleetMembership | None = None
+
+    async def start(self) -> ScriptedWorker:
+        """Listens and joins."""
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.grpc)
+        await self._server.start()
+        self.membership = FleetMembership(
+            self._gateway, self.registration(), load=self.load, on_backlog=self.backlogs.append
+        )
+        self.membership.start()
+        await asyncio.wait_for(self.membership.joined.wait(), 5)
+        return self
+
+    def registration(self) -> fleet_pb2.Registration:
+        """Who it is."""
+        return fleet_pb2.Registration(
+            kind=fleet_pb2.SERVICE_KIND_WORKER,
+            name=self.name,
+            address=self._server.address,
+            version="test",
+            models=[self._model],
+            device="cpu",
+        )
+
+    def load(self) -> fleet_pb2.Load:
+        """How busy it is."""
+        return fleet_pb2.Load(
+            running=[
+                fleet_pb2.RunningAttempt(
+                    attempt=worker_pb2.AttemptId(job_id=job_id, number=number), steps_left=left
+                )
+                for (job_id, number), left in self._running.items()
+            ],
+            step_times=[
+                fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=rows, seconds=seconds)
+                for rows, seconds in self._step_s.items()
+            ],
+            draining=self.draining,
+            max_rows=16,
+        )
+
+    async def die(self) -> None:
+        """Everything of it ends at once, as when its process is killed."""
+        await self._server.grpc.stop(0)
+        await self.leave()
+        await self._server.stop()
+
+    async def leave(self) -> None:
+        """Leaves the fleet; attempts go on."""
+        if self.membership is not None:
+            await self.membership.stop()
+
+    async def RunAttempt(
+        self, request: worker_pb2.RunAttemptRequest, context: object
+    ) -> AsyncIterator[worker_pb2.RunAttemptResponse]:
+        """See the contract."""
+        key = (request.attempt.job_id, request.attempt.number)
+        spec, script = request.spec, self.script
+        self.requests.append(request)
+        self.arrived.set()
+        total = spec.num_inference_steps * spec.num_images
+        resumed = int(request.checkpoint or b"0")
+        started = worker_pb2.AttemptStarted(steps_total=total, steps_resumed=resumed)
+        yield worker_pb2.RunAttemptResponse(started=started)
+        try:
+            for step in range(resumed + 1, total + 1):
+                self._running[key] = total - step
+                yield worker_pb2.RunAttemptResponse(
+                    progress=worker_pb2.AttemptProgress(steps_done=step, preview_jpeg=script.preview)
+                )
+                if step == script.hold_at:
+                    await script.release.wait()
+                await asyncio.sleep(script.pace_s)
+            for answer in self._answers(request, script):
+                yield answer
+        finally:
+            self._running.pop(key, None)
+
+    def _answers(
+        self, request: worker_pb2.RunAttemptRequest, script: Script
+    ) -> list[worker_pb2.RunAttemptResponse]:
+        if script.failure is not None:
+            return [worker_pb2.RunAttemptResponse(failed=to_job_error(script.failure))]
+        chunks = []
+        for index in range(request.spec.num_images):
+            data = script.picture(index)
+            half = len(data) // 2
+            for part, last in ((data[:half], False), (data[half:], True)):
+                chunk = worker_pb2.AttemptImageChunk(index=index, chunk=part, last=last)
+                chunks.append(worker_pb2.RunAttemptResponse(image=chunk))
+        provenance = generation_pb2.Provenance(worker=self.name, exact=True)
+        completed = worker_pb2.AttemptCompleted(provenance=provenance)
+        return [*chunks, worker_pb2.RunAttemptResponse(completed=completed)]
+
+    async def CancelAttempt(
+        self, request: worker_pb2.CancelAttemptRequest, context: object
+    ) -> worker_pb2.CancelAttemptResponse:
+        """See the contract."""
+        await self.cancelled.put(request.attempt)
+        return worker_pb2.CancelAttemptResponse(known=True)
+
+    async def ListAttempts(
+        self, request: worker_pb2.ListAttemptsRequest, context: object
+    ) -> worker_pb2.ListAttemptsResponse:
+        """See the contract."""
+        return worker_pb2.ListAttemptsResponse()
+
+    async def WatchCheckpoints(
+        self, request: worker_pb2.WatchCheckpointsRequest, context: object
+    ) -> AsyncIterator[worker_pb2.WatchCheckpointsResponse]:
+        """See the contract."""
+        while True:
+            yield await self.checkpoints.get()
