@@ -1,0 +1,72 @@
+"""Starts a worker: `python -m bottega.worker --config FILE`. Without a file every setting has its default."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from bottega import config
+from bottega.codec import CodecPool
+from bottega.errors import BottegaError
+from bottega.rpc.server import Server, run
+from bottega.worker.config import WorkerConfig
+from bottega.worker.engine_front import EngineFront
+from bottega.worker.memory import keep_freed_memory
+from bottega.worker.metrics import WorkerMetrics
+from bottega.worker.service import SERVICE_NAME, WorkerService
+from bottega.worker.worker import Worker
+
+# Every attempt may have eight images, each waiting to be encoded.
+_IMAGES_PER_ATTEMPT = 8
+
+
+def main() -> int:
+    """Returns the exit code: 1 with a line on stderr when the worker cannot start."""
+    parser = argparse.ArgumentParser(prog="python -m bottega.worker", description="Bottega's base-model worker")
+    parser.add_argument("--config", type=Path, help="YAML file; see WorkerConfig for the keys")
+    try:
+        asyncio.run(_serve(config.load(WorkerConfig, parser.parse_args().config)))
+    except BottegaError as error:
+        print(f"bottega.worker: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def build(settings: WorkerConfig, engine: EngineFront, pool: CodecPool) -> tuple[Server, Worker]:
+    """A worker and its server, neither of them started. In a running event loop."""
+    server = Server("worker", settings.server)
+    worker = Worker(
+        settings,
+        engine=engine,
+        pool=pool,
+        metrics=WorkerMetrics(server.registry),
+        address=lambda: server.address,
+        set_serving=server.set_serving,
+    )
+    WorkerService(worker).add_to(server.grpc)
+    server.add_services([SERVICE_NAME])
+    return server, worker
+
+
+async def _serve(settings: WorkerConfig) -> None:
+    keep_freed_memory()
+    # Processes first: the engine loads its model while the rest starts.
+    engine = EngineFront(settings.engine, start_s=settings.start_s, hang_s=settings.hang_s)
+    pool = CodecPool(
+        processes=settings.codec_processes,
+        deadline_s=settings.codec_deadline_s,
+        max_waiting=settings.max_attempts * (_IMAGES_PER_ATTEMPT + 1),
+    )
+    try:
+        await engine.spawn()
+        await pool.start()
+        server, worker = build(settings, engine, pool)
+        await run(server, warm_up=worker.start, finish=worker.drain, shut_down=worker.stop)
+    finally:
+        await asyncio.gather(engine.stop(), pool.stop())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""The attempts that a worker holds: what state each is in, what its followers are told, how long it is kept.
+
+    accepted --begin--> running --complete--> completed
+        \\                  |
+         `------ fail ------+---------------> failed        (also cancelled, superseded, lost, too late)
+
+An attempt is told apart by job and number; a higher number of a job supersedes the lower ones. Followers
+may come and go: each is told the current state first and then what changes, of the progress only the
+newest. This module knows no engine, no codec and no gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from bottega.errors import BottegaError, QueueFull, StaleAttempt
+from bottega.v1.generation_pb2 import Provenance
+
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptKey:
+    """Names one attempt at one job; number counts from 1."""
+
+    job_id: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """Denoising has begun. Steps are over all images; steps_resumed is what a checkpoint brought."""
+
+    steps_total: int
+    steps_resumed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Denoising goes on. preview_jpeg is empty without a preview."""
+
+    steps_done: int
+    preview_index: int = 0
+    preview_jpeg: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A finished image, encoded; index is its place in the job."""
+
+    index: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """All pictures are there."""
+
+    provenance: Provenance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """There will be no picture."""
+
+    error: BottegaError
+
+
+Event = Started | Progress | Picture | Completed | Failed
+
+
+class AttemptState(Enum):
+    """See the head of this file."""
+
+    ACCEPTED = "accepted"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+
+
+class Attempt:
+    """One attempt: what is known of it, and who follows it.
+
+    Every method that changes it is harmless once it has ended: an answer that comes late changes nothing.
+    """
+
+    def __init__(self, key: AttemptKey, clock: Callable[[], float] = time.monotonic) -> None:
+        self.key = key
+        self.state = AttemptState.ACCEPTED
+        self.started: Started | None = None
+        self.progress: Progress | None = None
+        self.pictures: list[Picture] = []
+        self.outcome: Completed | Failed | None = None
+        self.ended_s = 0.0
+        self.fetched = False
+        self._clock = clock
+        self._changed = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is completed or failed."""
+        return self.outcome is not None
+
+    @property
+    def steps_done(self) -> int:
+        """Denoising steps done, over all images."""
+        return self.progress.steps_done if self.progress else 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its pictures."""
+        return sum(len(picture.data) for picture in self.pictures)
+
+    def begin(self, started: Started) -> None:
+        """The engine has begun."""
+        if self.state is AttemptState.ACCEPTED:
+            self.state = AttemptState.RUNNING
+            self.started = started
+            self._tell()
+
+    def advance(self, progress: Progress) -> None:
+        """Replaces the progress that followers have not been told of. One that is older is dropped."""
+        if not self.ended and progress.steps_done >= self.steps_done:
+            self.progress = progress
+            self._tell()
+
+    def add_picture(self, picture: Picture) -> None:
+        """A picture is ready."""
+        if not self.ended:
+            self.pictures.append(picture)
+            self._tell()
+
+    def complete(self, provenance: Provenance) -> None:
+        """All its pictures have been added."""
+        self._end(AttemptState.COMPLETED, Completed(provenance=provenance))
+
+    def fail(self, error: BottegaError) -> None:
+        """It ends without pictures."""
+        if not self.ended:
+            self.pictures.clear()
+        self._end(AttemptState.FAILED, Failed(error=error))
+
+    async def follow(self) -> AsyncIterator[Event]:
+        """Its events from the current state on, until it has ended. Breaking off changes nothing."""
+        teller = _Teller(self)
+        while True:
+            changed = self._changed
+            for event in teller.news():
+                yield event
+            if changed.is_set():
+                continue  # while events were sent, more came
+            if self.ended:
+                self.fetched = True
+                return
+            await changed.wait()  # ends: the engine is watched, and an attempt ends with it
+
+    def _end(self, state: AttemptState, outcome: Completed | Failed) -> None:
+        if not self.ended:
+            self.state, self.outcome, self.ended_s = state, outcome, self._clock()
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class _Teller:
+    """What one follower has been told."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._started = False
+        self._progress: Progress | None = None
+        self._pictures = 0
+        self._outcome = False
+
+    def news(self) -> Iterator[Event]:
+        """What it has not been told."""
+        attempt = self._attempt
+        if attempt.started and not self._started:
+            self._started = True
+            yield attempt.started
+        if attempt.progress is not None and attempt.progress is not self._progress:
+            self._progress = attempt.progress
+            yield attempt.progress
+        while self._pictures < len(attempt.pictures):
+            self._pictures += 1
+            yield attempt.pictures[self._pictures - 1]
+        if attempt.outcome and not self._outcome:
+            self._outcome = True
+            yield attempt.outcome
+
+
+class Attempts:
+    """All attempts that are held, at most one a job and `max_attempts` that have not ended.
+
+    result_grace_s, result_bytes: for how long, and how much, what has ended is kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_attempts: int,
+        result_grace_s: float,
+        result_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_attempts = max_attempts
+        self._result_grace_s = result_grace_s
+        self._result_bytes = result_bytes
+        self._clock = clock
+        self._by_job: dict[str, Attempt] = {}
+
+    def find(self, key: AttemptKey) -> Attempt | None:
+        """The attempt, when it is held. Raises StaleAttempt when a later one of its job is."""
+        attempt = self._by_job.get(key.job_id)
+        if attempt is not None and attempt.key.number > key.number:
+            raise StaleAttempt(f"attempt {key.number} is superseded by attempt {attempt.key.number}")
+        return attempt if attempt is not None and attempt.key == key else None
+
+    def earlier(self, key: AttemptKey) -> Attempt | None:
+        """The attempt of the same job that this one would supersede."""
+        attempt = self._by_job.get(key.job_id)
+        return attempt if attempt is not None and attempt.key.number < key.number else None
+
+    def add(self, key: AttemptKey) -> Attempt:
+        """Holds a new attempt, in place of an earlier one of its job. Raises QueueFull when it holds too many."""
+        if sum(1 for _ in self.active()) >= self._max_attempts:
+            raise QueueFull("the worker holds as many attempts as it may", retry_after_s=_RETRY_AFTER_S)
+        attempt = self._by_job[key.job_id] = Attempt(key, self._clock)
+        return attempt
+
+    def forget(self, attempt: Attempt) -> None:
+        """Holds it no longer."""
+        if self._by_job.get(attempt.key.job_id) is attempt:
+            del self._by_job[attempt.key.job_id]
+
+    def sweep(self) -> None:
+        """Forgets what ended longer ago than the grace; beyond the bytes, what was fetched first, then the oldest."""
+        now_s = self._clock()
+        for attempt in [a for a in self if a.ended and now_s - a.ended_s > self._result_grace_s]:
+            self.forget(attempt)
+        ended = sorted((a for a in self if a.ended), key=lambda a: (not a.fetched, a.ended_s))
+        excess = sum(attempt.size_bytes for attempt in ended) - self._result_bytes
+        for attempt in ended:
+            if excess <= 0:
+                return
+            excess -= attempt.size_bytes
+            self.forget(attempt)
+
+    def active(self) -> Iterator[Attempt]:
+        """Those that have not ended, oldest first."""
+        return (attempt for attempt in self if not attempt.ended)
+
+    def __iter__(self) -> Iterator[Attempt]:
+        """All, oldest first."""
+        return iter(self._by_job.values())

@@ -1,0 +1,248 @@
+"""What the front does for one attempt: the input image, the engine, the pictures, the provenance.
+
+This module knows neither gRPC nor other attempts; the engine is a place to send commands to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Protocol
+
+from bottega.errors import BottegaError, DeadlinePassed, InternalError
+from bottega.v1 import engine_pb2
+from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
+from bottega.v1.worker_pb2 import AttemptId
+from bottega.worker.attempts import Attempt, AttemptKey, Failed, Picture, Progress, Started
+from bottega.worker.metrics import WorkerMetrics
+from bottega.worker.pictures import Pictures
+
+_log = logging.getLogger(__name__)
+
+# Diffusers' default of image-to-image.
+_DEFAULT_STRENGTH = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """An attempt as the gateway orders it.
+
+    spec: every default filled in, the seed drawn, input images removed. image: source of image-to-image,
+    encoded, or empty. checkpoint: to resume from, or empty. deadline_s: seconds from now.
+    """
+
+    key: AttemptKey
+    spec: GenerationSpec
+    image: bytes = b""
+    checkpoint: bytes = b""
+    deadline_s: float | None = None
+    preview: bool = False
+
+
+class Engine(Protocol):
+    """Where commands go; EngineFront is one."""
+
+    def send(self, command: engine_pb2.EngineCommand, size_bytes: int = 0) -> None:
+        """Raises WorkerLost when there is no engine."""
+
+
+class Commission:
+    """One attempt under way. `start` it; afterwards the engine's events about it come in by `hear`.
+
+    worker: name that the provenance shows. version: of the suite.
+    on_end: called once, when the attempt has ended, however.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        attempt: Attempt,
+        *,
+        engine: Engine,
+        pictures: Pictures,
+        metrics: WorkerMetrics,
+        worker: str,
+        version: str,
+        on_end: Callable[[Commission], None],
+    ) -> None:
+        self.attempt = attempt
+        self._order = order
+        self._engine = engine
+        self._pictures = pictures
+        self._metrics = metrics
+        self._worker = worker
+        self._version = version
+        self._on_end = on_end
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._digest = ""
+        self._done: Provenance | None = None
+        self._previewing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._in_engine = False
+
+    @property
+    def steps_expected(self) -> int:
+        """Denoising steps in all, as far as the order tells before the engine does."""
+        spec = self._order.spec
+        steps = spec.num_inference_steps * (spec.num_images or 1)
+        strength = spec.strength if spec.HasField("strength") else _DEFAULT_STRENGTH
+        return max(1, int(steps * strength)) if self._order.image else steps
+
+    @property
+    def in_engine(self) -> bool:
+        """Whether the engine has it, and a death of the engine would lose it."""
+        return self._in_engine and self._done is None
+
+    def start(self) -> None:
+        """Begins, in the background."""
+        self._metrics.attempt_began()
+        if self._order.deadline_s is not None:
+            loop = asyncio.get_running_loop()
+            self._expiry = loop.call_later(max(0.0, self._order.deadline_s), self._expire)
+        self._spawn(self._begin())
+
+    def drop(self, error: BottegaError) -> None:
+        """Ends it now, in the engine too. Harmless when it has ended."""
+        if self.attempt.ended:
+            return
+        if self.in_engine:
+            self._cancel_in_engine()
+        self.lose(error)
+
+    def lose(self, error: BottegaError) -> None:
+        """Ends it now; the engine does not have it any more. Harmless when it has ended."""
+        if not self.attempt.ended:
+            self.attempt.fail(error)
+            self._ended()
+
+    def hear(self, event: engine_pb2.EngineEvent) -> None:
+        """What the engine says about it."""
+        match event.WhichOneof("event"):
+            case "started":
+                started = event.started
+                self.attempt.begin(Started(steps_total=started.steps_total, steps_resumed=started.steps_resumed))
+            case "progress":
+                self._advance(event.progress)
+            case "picture":
+                self._spawn(self._encode(event.picture))
+            case "done":
+                self._done = event.done.provenance
+                self._complete_if_ready()
+
+    async def _begin(self) -> None:
+        command = engine_pb2.EngineCommand()
+        start = command.start
+        start.attempt.CopyFrom(_attempt_id(self._order.key))
+        start.spec.CopyFrom(self._order.spec)
+        start.checkpoint = self._order.checkpoint
+        start.preview = self._order.preview
+        size_bytes = len(self._order.checkpoint)
+        if self._order.image:
+            source = await self._pictures.source(self._order.image, self._order.spec)
+            self._digest = source.digest
+            self._took("decode_image", "decode", source.seconds)
+            await source.tensor_into(start.image)
+            size_bytes += len(source.pixels.data)
+        self._engine.send(command, size_bytes)
+        self._in_engine = True
+
+    def _advance(self, progress: engine_pb2.EngineProgress) -> None:
+        self._metrics.steps_done(max(0, progress.steps_done - self.attempt.steps_done))
+        if progress.HasField("preview") and not self._previewing:
+            self._previewing = True
+            self._spawn(self._preview(progress))
+        else:
+            self.attempt.advance(Progress(steps_done=progress.steps_done))
+
+    async def _preview(self, progress: engine_pb2.EngineProgress) -> None:
+        try:
+            jpeg = await self._pictures.preview(progress.preview)
+        except BottegaError as error:
+            _log.warning("preview left out", extra={"reason": error.reason_name, "text": error.message})
+            jpeg = b""
+        finally:
+            self._previewing = False
+        steps_done = max(progress.steps_done, self.attempt.steps_done)
+        self.attempt.advance(Progress(steps_done=steps_done, preview_index=progress.preview_index, preview_jpeg=jpeg))
+
+    async def _encode(self, picture: engine_pb2.EnginePicture) -> None:
+        encoded = await self._pictures.encode(picture.pixels, self._order.spec, picture.index)
+        self._seconds["handoff"] += max(0.0, encoded.began_s - picture.handed_over_s)
+        self._took("encode_image", "encode", encoded.seconds)
+        self.attempt.add_picture(Picture(index=picture.index, data=encoded.data))
+        self._complete_if_ready()
+
+    def _complete_if_ready(self) -> None:
+        if self._done is None or len(self.attempt.pictures) < (self._order.spec.num_images or 1):
+            return
+        self._metrics.grouped(self._done.mean_group_requests)
+        self.attempt.complete(self._provenance(self._done))
+        self._ended()
+
+    def _provenance(self, provenance: Provenance) -> Provenance:
+        """The engine's part and ours."""
+        if not provenance.HasField("parameters"):
+            provenance.parameters.CopyFrom(self._order.spec)
+        provenance.worker = self._worker
+        provenance.bottega_version = self._version
+        provenance.image_digest = self._digest
+        provenance.times.extend(StageTime(stage=stage, seconds=seconds) for stage, seconds in self._seconds.items())
+        return provenance
+
+    def _took(self, stage: str, work: str, seconds: float) -> None:
+        self._seconds[stage] += seconds
+        self._metrics.codec_took(work, seconds)
+
+    def _expire(self) -> None:
+        self.drop(DeadlinePassed("the deadline passed before the images were done"))
+
+    def _cancel_in_engine(self) -> None:
+        cancel = engine_pb2.EngineCancel(attempt=_attempt_id(self._order.key))
+        try:
+            self._engine.send(engine_pb2.EngineCommand(cancel=cancel))
+        except BottegaError as error:
+            _log.info("nothing to cancel", extra={"text": error.message})
+
+    def _ended(self) -> None:
+        if self._expiry:
+            self._expiry.cancel()
+        for task in self._tasks - {asyncio.current_task()}:
+            task.cancel()
+        outcome = self.attempt.outcome
+        error = outcome.error if isinstance(outcome, Failed) else None
+        self._metrics.attempt_ended(error.reason_name.lower() if error else "completed")
+        _report(self.attempt.key, error)
+        self._on_end(self)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        if self.attempt.ended:
+            work.close()
+            return
+        task = asyncio.create_task(self._guarded(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except BottegaError as error:
+            self.drop(error)
+        except Exception:  # noqa: BLE001 - the boundary of an attempt: a fault of ours ends this attempt only
+            _log.exception("attempt failed unexpectedly", extra={"attempt": self.attempt.key.number})
+            self.drop(InternalError("the worker could not carry the request out"))
+
+
+def _attempt_id(key: AttemptKey) -> AttemptId:
+    return AttemptId(job_id=key.job_id, number=key.number)
+
+
+def _report(key: AttemptKey, error: BottegaError | None) -> None:
+    facts = {"job_id": key.job_id, "attempt": key.number}
+    if error is None:
+        _log.info("attempt completed", extra=facts)
+    else:
+        _log.warning("attempt failed", extra={**facts, "reason": error.reason_name, "text": error.message})

@@ -1,0 +1,73 @@
+"""What a worker counts. It knows no attempt and no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from bottega.v1.fleet_pb2 import StepTime
+
+_CODEC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_GROUP_BUCKETS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
+
+
+class WorkerMetrics:
+    """Registered once, on the server's registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._attempts = Counter(
+            "bottega_worker_attempts", "Attempts that ended, by outcome.", ("outcome",), registry=registry
+        )
+        self._running = Gauge("bottega_worker_running", "Attempts that have not ended.", registry=registry)
+        self._steps = Counter("bottega_worker_steps", "Denoising steps done.", registry=registry)
+        self._group = Histogram(
+            "bottega_worker_group_requests",
+            "Mean number of requests in the groups of an attempt.",
+            buckets=_GROUP_BUCKETS,
+            registry=registry,
+        )
+        self._codec = Histogram(
+            "bottega_worker_codec_seconds",
+            "Seconds of decoding or encoding one image.",
+            ("work",),
+            buckets=_CODEC_BUCKETS,
+            registry=registry,
+        )
+        self._step_seconds = Gauge(
+            "bottega_worker_step_seconds",
+            "Measured seconds of one turn, by latent size and rows.",
+            ("latent", "rows"),
+            registry=registry,
+        )
+        self._restarts = Counter("bottega_worker_engine_restarts", "Engines that were lost.", registry=registry)
+
+    def attempt_began(self) -> None:
+        """An attempt is held."""
+        self._running.inc()
+
+    def attempt_ended(self, outcome: str) -> None:
+        """An attempt has ended. outcome: "completed", or the reason of its error."""
+        self._running.dec()
+        self._attempts.labels(outcome).inc()
+
+    def steps_done(self, steps: int) -> None:
+        """So many denoising steps more."""
+        self._steps.inc(steps)
+
+    def grouped(self, mean_requests: float) -> None:
+        """How many requests shared the turns of an attempt that is done."""
+        self._group.observe(mean_requests)
+
+    def codec_took(self, work: str, seconds: float) -> None:
+        """work: decode, encode or preview."""
+        self._codec.labels(work).observe(seconds)
+
+    def step_times(self, times: Iterable[StepTime]) -> None:
+        """The engine's newest measurements."""
+        for time in times:
+            self._step_seconds.labels(f"{time.latent_width}x{time.latent_height}", time.rows).set(time.seconds)
+
+    def engine_lost(self) -> None:
+        """The engine died, hung or did not start."""
+        self._restarts.inc()

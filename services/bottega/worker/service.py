@@ -1,0 +1,159 @@
+"""The worker on the wire: translates WorkerService's messages to the worker's words and back.
+
+RunAttempt takes its request as bytes, so that one with an image of some MiB is parsed in a thread and not
+on the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from bottega.errors import InvalidRequest, Violation
+from bottega.process import copied
+from bottega.rpc import logs
+from bottega.rpc.status import to_job_error
+from bottega.v1 import worker_pb2
+from bottega.worker.attempts import Attempt, AttemptKey, Completed, Event, Failed, Picture, Progress, Started
+from bottega.worker.commission import Order
+from bottega.worker.worker import Worker
+
+_log = logging.getLogger(__name__)
+
+SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+# Building and sending this much takes some hundred microseconds of the event loop.
+_CHUNK_BYTES = 256 * 2**10
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerService:
+    """bottega.v1.WorkerService."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the methods."""
+        pb = worker_pb2
+        handlers = {
+            "RunAttempt": cast(Any, grpc.unary_stream_rpc_method_handler)(
+                self.run_attempt, None, pb.RunAttemptResponse.SerializeToString
+            ),
+            "CancelAttempt": cast(Any, grpc.unary_unary_rpc_method_handler)(
+                self.cancel_attempt, pb.CancelAttemptRequest.FromString, pb.CancelAttemptResponse.SerializeToString
+            ),
+            "ListAttempts": cast(Any, grpc.unary_unary_rpc_method_handler)(
+                self.list_attempts, pb.ListAttemptsRequest.FromString, pb.ListAttemptsResponse.SerializeToString
+            ),
+            "WatchCheckpoints": cast(Any, grpc.unary_stream_rpc_method_handler)(
+                self.watch_checkpoints,
+                pb.WatchCheckpointsRequest.FromString,
+                pb.WatchCheckpointsResponse.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+    async def run_attempt(self, raw: bytes, _context: _Context) -> AsyncIterator[worker_pb2.RunAttemptResponse]:
+        """RunAttempt."""
+        attempt = await self._started(raw)
+        del raw  # the stream may live for minutes; its image need not
+        async for event in attempt.follow():
+            for response in _responses(event):
+                yield response
+
+    async def cancel_attempt(
+        self, request: worker_pb2.CancelAttemptRequest, _context: _Context
+    ) -> worker_pb2.CancelAttemptResponse:
+        """CancelAttempt."""
+        return worker_pb2.CancelAttemptResponse(known=self._worker.cancel(_key(request.attempt)))
+
+    async def list_attempts(
+        self, _request: worker_pb2.ListAttemptsRequest, _context: _Context
+    ) -> worker_pb2.ListAttemptsResponse:
+        """ListAttempts."""
+        return worker_pb2.ListAttemptsResponse(attempts=[_summary(attempt) for attempt in self._worker.attempts])
+
+    async def watch_checkpoints(
+        self, _request: worker_pb2.WatchCheckpointsRequest, _context: _Context
+    ) -> AsyncIterator[worker_pb2.WatchCheckpointsResponse]:
+        """WatchCheckpoints."""
+        async for checkpoint in self._worker.checkpoints.watch():
+            yield worker_pb2.WatchCheckpointsResponse(
+                attempt=_attempt_id(checkpoint.key), steps_done=checkpoint.steps_done, checkpoint=checkpoint.data
+            )
+
+    async def _started(self, raw: bytes) -> Attempt:
+        order = await copied(len(raw), lambda: _order(raw))
+        logs.bind(job_id=order.key.job_id)
+        return self._worker.run(order)
+
+
+def _order(raw: bytes) -> Order:
+    """Raises InvalidRequest for bytes that are no request, or name no attempt."""
+    try:
+        request = worker_pb2.RunAttemptRequest.FromString(raw)
+    except DecodeError:
+        raise InvalidRequest("the request is not a RunAttemptRequest") from None
+    spec = request.spec
+    image = spec.image
+    spec.ClearField("image")
+    spec.ClearField("mask_image")
+    for net in spec.controlnets:
+        net.ClearField("image")
+    return Order(
+        key=_key(request.attempt),
+        spec=spec,
+        image=image,
+        checkpoint=request.checkpoint,
+        deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
+        preview=request.preview,
+    )
+
+
+def _responses(event: Event) -> Iterator[worker_pb2.RunAttemptResponse]:
+    pb = worker_pb2
+    match event:
+        case Started(steps_total=total, steps_resumed=resumed):
+            yield pb.RunAttemptResponse(started=pb.AttemptStarted(steps_total=total, steps_resumed=resumed))
+        case Progress(steps_done=done, preview_index=index, preview_jpeg=jpeg):
+            progress = pb.AttemptProgress(steps_done=done, preview_index=index, preview_jpeg=jpeg)
+            yield pb.RunAttemptResponse(progress=progress)
+        case Picture():
+            yield from _chunks(event)
+        case Completed(provenance=provenance):
+            yield pb.RunAttemptResponse(completed=pb.AttemptCompleted(provenance=provenance))
+        case Failed(error=error):
+            yield pb.RunAttemptResponse(failed=to_job_error(error))
+
+
+def _chunks(picture: Picture) -> Iterator[worker_pb2.RunAttemptResponse]:
+    view = memoryview(picture.data)
+    for start in range(0, len(view), _CHUNK_BYTES):
+        end = start + _CHUNK_BYTES
+        chunk = worker_pb2.AttemptImageChunk(index=picture.index, chunk=bytes(view[start:end]), last=end >= len(view))
+        yield worker_pb2.RunAttemptResponse(image=chunk)
+
+
+def _key(attempt: worker_pb2.AttemptId) -> AttemptKey:
+    if not attempt.job_id or attempt.number < 1:
+        violation = Violation(field="attempt", description="job_id must be given and number must be at least 1")
+        raise InvalidRequest("the attempt is not named", violations=[violation])
+    return AttemptKey(job_id=attempt.job_id, number=attempt.number)
+
+
+def _attempt_id(key: AttemptKey) -> worker_pb2.AttemptId:
+    return worker_pb2.AttemptId(job_id=key.job_id, number=key.number)
+
+
+def _summary(attempt: Attempt) -> worker_pb2.AttemptSummary:
+    return worker_pb2.AttemptSummary(
+        attempt=_attempt_id(attempt.key),
+        steps_done=attempt.steps_done,
+        finished=attempt.ended and not attempt.fetched,
+    )

@@ -1,0 +1,265 @@
+"""The worker itself: takes orders, hands them to commissions, listens to the engine, reports its load.
+
+It owns what runs beside the event loop (engine, codec processes) and the place in the fleet. This module
+knows no gRPC server: `service.py` translates for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import os
+from collections.abc import Awaitable, Callable
+
+from bottega.codec import CodecPool
+from bottega.errors import BottegaError, Draining, InternalError, JobCancelled, StaleAttempt, WorkerLost
+from bottega.rpc.fleet import FleetMembership
+from bottega.rpc.status import from_job_error
+from bottega.v1 import engine_pb2, fleet_pb2
+from bottega.v1.worker_pb2 import AttemptId
+from bottega.worker.attempts import Attempt, AttemptKey, Attempts
+from bottega.worker.checkpoints import Checkpoint, CheckpointBoard
+from bottega.worker.commission import Commission, Order
+from bottega.worker.config import WorkerConfig
+from bottega.worker.engine_front import EngineFront
+from bottega.worker.memory import resident_bytes
+from bottega.worker.metrics import WorkerMetrics
+from bottega.worker.pictures import Pictures
+
+_log = logging.getLogger(__name__)
+
+_SWEEP_INTERVAL_S = 1.0
+
+
+class Worker:
+    """Start it with `start`, end it with `drain` and `stop`.
+
+    engine: spawned. pool: started. address: where the worker's own server listens, once it does.
+    set_serving: tells the worker's health whether new work is welcome.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        engine: EngineFront,
+        pool: CodecPool,
+        metrics: WorkerMetrics,
+        address: Callable[[], str],
+        set_serving: Callable[[bool], Awaitable[None]],
+    ) -> None:
+        self.name = config.name or f"worker-{os.getpid()}"
+        self.checkpoints = CheckpointBoard()
+        self.attempts = Attempts(
+            max_attempts=config.max_attempts,
+            result_grace_s=config.result_grace_s,
+            result_bytes=config.result_bytes,
+        )
+        self._config = config
+        self._engine = engine
+        self._pool = pool
+        self._pictures = Pictures(pool)
+        self._metrics = metrics
+        self._address = address
+        self._set_serving = set_serving
+        self._version = importlib.metadata.version("bottega-services")
+        self._commissions: dict[AttemptKey, Commission] = {}
+        self._membership: FleetMembership | None = None
+        self._beat = engine_pb2.EngineBeat()
+        self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._memory_bytes = 0
+        self._backlog = -1
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self) -> None:
+        """Returns when the engine is warm. Raises InternalError when the first engine does not get so far."""
+        self._tasks = [asyncio.create_task(self._engine.watch(self)), asyncio.create_task(self._sweep())]
+        await self._first_ready
+
+    def run(self, order: Order) -> Attempt:
+        """Starts the order's attempt, or finds it where it is held already.
+
+        Raises StaleAttempt when a later attempt at the job is held, Draining, QueueFull.
+        """
+        known = self.attempts.find(order.key)
+        if known is not None:
+            return known
+        if self._draining:
+            raise Draining("the worker is stopping")
+        earlier = self.attempts.earlier(order.key)
+        if earlier is not None:
+            self._drop(earlier, StaleAttempt(f"superseded by attempt {order.key.number}"))
+        attempt = self.attempts.add(order.key)
+        self._idle.clear()
+        self._commission(order, attempt).start()
+        self._report_load()
+        return attempt
+
+    def cancel(self, key: AttemptKey) -> bool:
+        """Stops an attempt and forgets it. Whether it was held. Raises StaleAttempt when a later one is."""
+        attempt = self.attempts.find(key)
+        if attempt is None:
+            return False
+        self._drop(attempt, JobCancelled("the attempt was cancelled"))
+        return True
+
+    def load(self) -> fleet_pb2.Load:
+        """How busy the worker is."""
+        steps_left = {_key(running.attempt): running.steps_left for running in self._beat.running}
+        return fleet_pb2.Load(
+            running=[
+                fleet_pb2.RunningAttempt(
+                    attempt=AttemptId(job_id=key.job_id, number=key.number),
+                    steps_left=steps_left.get(key, 0 if commission.attempt.started else commission.steps_expected),
+                )
+                for key, commission in self._commissions.items()
+            ],
+            step_times=self._beat.step_times,
+            fixed_s=self._beat.fixed_s,
+            draining=self._draining,
+            max_rows=self._config.engine.max_rows,
+            memory_bytes=self._memory_bytes,
+        )
+
+    async def drain(self) -> None:
+        """Takes no new attempt and returns when those that run have ended; then ends the checkpoint streams."""
+        self._draining = True
+        self._report_load()
+        await self._idle.wait()  # the server's drain has a grace
+        self.checkpoints.close()
+
+    async def stop(self) -> None:
+        """Leaves the fleet and ends the processes; attempts that still run fail."""
+        self.checkpoints.close()
+        await self._leave()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for commission in list(self._commissions.values()):
+            commission.lose(Draining("the worker has stopped"))
+        await asyncio.gather(self._engine.stop(), self._pool.stop())
+
+    async def engine_ready(self, ready: engine_pb2.EngineReady) -> None:
+        """See EngineListener."""
+        _log.info("engine ready", extra={"model": ready.model.name, "device": ready.device, "pid": self._engine.pid})
+        self._backlog = -1
+        if self._config.gateway:
+            self._membership = self._join(ready)
+            self._membership.start()
+        if self._first_ready.done():
+            await self._set_serving(not self._draining)
+        else:
+            self._first_ready.set_result(None)
+
+    async def engine_said(self, event: engine_pb2.EngineEvent) -> None:
+        """See EngineListener."""
+        kind = event.WhichOneof("event")
+        if kind == "beat":
+            self._beat = event.beat
+            self._metrics.step_times(event.beat.step_times)
+            self._report_load()
+            return
+        if kind is None or kind == "ready":
+            return
+        key = _key(getattr(event, kind).attempt)
+        commission = self._commissions.get(key)
+        if commission is None:
+            return  # dropped meanwhile; what the engine still says about it is of no use
+        if kind == "failed":
+            commission.lose(from_job_error(event.failed.error))
+        elif kind == "checkpoint":
+            self.checkpoints.put(_checkpoint(key, event.checkpoint))
+        else:
+            commission.hear(event)
+
+    async def engine_lost(self, why: str) -> None:
+        """See EngineListener."""
+        self._metrics.engine_lost()
+        if not self._first_ready.done():
+            self._first_ready.set_exception(InternalError(f"the engine could not be started: {why}"))
+            return
+        await self._set_serving(False)
+        await self._leave()  # first, so that what is lost here is not sent here again
+        self._beat = engine_pb2.EngineBeat()
+        held = [commission for commission in self._commissions.values() if commission.in_engine]
+        for commission in held:
+            commission.lose(
+                WorkerLost(f"the worker's engine was lost: {why}", metadata={"held_together": str(len(held))})
+            )
+
+    def _commission(self, order: Order, attempt: Attempt) -> Commission:
+        commission = self._commissions[order.key] = Commission(
+            order,
+            attempt,
+            engine=self._engine,
+            pictures=self._pictures,
+            metrics=self._metrics,
+            worker=self.name,
+            version=self._version,
+            on_end=self._ended,
+        )
+        return commission
+
+    def _ended(self, commission: Commission) -> None:
+        key = commission.attempt.key
+        self._commissions.pop(key, None)
+        if not self._commissions:
+            self._idle.set()
+        self.checkpoints.drop(key)
+        self.attempts.sweep()
+        self._report_load()
+
+    def _drop(self, attempt: Attempt, error: BottegaError) -> None:
+        """Ends an attempt, where it has not ended, and forgets it."""
+        commission = self._commissions.get(attempt.key)
+        if commission is not None:
+            commission.drop(error)
+        self.attempts.forget(attempt)
+
+    def _join(self, ready: engine_pb2.EngineReady) -> FleetMembership:
+        registration = fleet_pb2.Registration(
+            kind=fleet_pb2.SERVICE_KIND_WORKER,
+            name=self.name,
+            address=self._address(),
+            version=self._version,
+            models=[ready.model],
+            device=ready.device,
+        )
+        return FleetMembership(self._config.gateway, registration, load=self.load, on_backlog=self._pass_backlog)
+
+    async def _leave(self) -> None:
+        if self._membership:
+            membership, self._membership = self._membership, None
+            await membership.stop()
+
+    def _report_load(self) -> None:
+        if self._membership:
+            self._membership.changed()
+
+    def _pass_backlog(self, requests: int) -> None:
+        if requests == self._backlog:
+            return
+        self._backlog = requests
+        backlog = engine_pb2.EngineBacklog(requests=requests)
+        with contextlib.suppress(WorkerLost):  # no engine now: the next one is told by the next report
+            self._engine.send(engine_pb2.EngineCommand(backlog=backlog))
+
+    async def _sweep(self) -> None:
+        while True:
+            self.attempts.sweep()
+            pids = [os.getpid(), *self._pool.pids, *([self._engine.pid] if self._engine.pid else [])]
+            self._memory_bytes = resident_bytes(pids)
+            await asyncio.sleep(_SWEEP_INTERVAL_S)
+
+
+def _key(attempt: AttemptId) -> AttemptKey:
+    return AttemptKey(job_id=attempt.job_id, number=attempt.number)
+
+
+def _checkpoint(key: AttemptKey, event: engine_pb2.EngineCheckpoint) -> Checkpoint:
+    return Checkpoint(key=key, steps_done=event.steps_done, data=event.checkpoint)
