@@ -24,11 +24,9 @@ def address_option(command: CommandT) -> CommandT:
         "--address",
         envvar="BOTTEGA_ADDRESS",
         show_envvar=True,
-        default="127.0.0.1:8470",
-        show_default=True,
         metavar="HOST:PORT",
-        callback=_remember,
-        help="Gateway to ask.",
+        callback=_chosen,
+        help="Gateway to ask; default: the suite that runs here, else 127.0.0.1:8470.",
     )(command)
 
 
@@ -45,6 +43,10 @@ def asked_address(ctx: click.Context) -> str:
     return str(ctx.meta.get(_KEY, ""))
 
 
-def _remember(ctx: click.Context, _: click.Parameter, value: str) -> str:
-    ctx.meta[_KEY] = value
-    return value
+def _chosen(ctx: click.Context, _: click.Parameter, value: str | None) -> str:
+    from bottega.client.address import default_address
+    from bottega.client.suite.state import StateFolder, default_state_folder
+
+    address = value or StateFolder(default_state_folder()).running_address() or default_address()
+    ctx.meta[_KEY] = address
+    return address

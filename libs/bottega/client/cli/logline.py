@@ -12,14 +12,15 @@ _COLOURS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 _USUAL = ("time", "level", "service", "event", "logger", "exc_info")
 
 
-def pretty(line: str) -> str:
-    """Time, level, service and event, then the facts as name=value; a traceback below, indented."""
+def pretty(service: str, line: str) -> str:
+    """Time, level, service and event, then the facts as name=value; a traceback below, indented.
+
+    service: whose log it is; lines that are no JSON, such as a crash's last words, have only that.
+    """
     fields = fields_of(line)
-    if "level" not in fields:
-        return str(fields.get("event", line))
-    level = str(fields["level"])
-    moment = click.style(str(fields.get("time", ""))[11:], dim=True)
-    head = f"{moment} {click.style(f'{level:<7}', fg=_COLOURS.get(level))} {fields.get('service', '')!s:<9}"
+    level = str(fields.get("level", ""))
+    moment = click.style(f"{str(fields.get('time', ''))[11:]:<12}", dim=True)
+    head = f"{moment} {click.style(f'{level:<7}', fg=_COLOURS.get(level))} {service:<9}"
     parts = [head, str(fields.get("event", "")), click.style(_facts(fields), dim=True)]
     trace = str(fields.get("exc_info") or "")
     below = "".join(f"\n    {row}" for row in trace.splitlines())

@@ -30,10 +30,10 @@ def command(*, service: str | None, following: bool, count: int, raw: bool, stat
     if service and service not in known:
         fail(f"there is no log of {service}", f"There are: {', '.join(known)}", status=2)
     services = [service] if service else known
-    for line in last_lines(state.logs, services, count):
-        say(line if raw else pretty(line))
+    for name, line in last_lines(state.logs, services, count):
+        say(line if raw else pretty(name, line))
     try:
-        for line in follow(state.logs, services) if following else ():
-            say(line if raw else pretty(line))
+        for name, line in follow(state.logs, services) if following else ():
+            say(line if raw else pretty(name, line))
     except KeyboardInterrupt:
         return

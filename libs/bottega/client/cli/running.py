@@ -14,7 +14,7 @@ from bottega.client.address import DEFAULT_PORT
 from bottega.client.cli.terminal import note, say
 from bottega.client.suite.output import ServiceLog
 from bottega.client.suite.plan import SuitePlan
-from bottega.client.suite.state import StateFolder
+from bottega.client.suite.state import StateFolder, default_state_folder
 from bottega.client.suite.supervisor import Supervisor
 
 FIRST_PROMPT = "a big red star on the left on a blue background"
@@ -24,7 +24,8 @@ FIRST_PROMPT = "a big red star on the left on a blue background"
 def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> None:
     """Runs until SIGINT, SIGTERM or SIGHUP; a second one does not wait. Raises DoesNotStart."""
     with closing(ServiceLog(state.logs, "suite")) as log:
-        asyncio.run(_run(Supervisor(plan, state, SuiteLines(log, quiet=in_background)), plan.address))
+        supervisor = Supervisor(plan, state, SuiteLines(log, quiet=in_background))
+        asyncio.run(_run(supervisor, lambda seconds: say_ready(plan.address, seconds, state)))
 
 
 class SuiteLines:
@@ -55,20 +56,20 @@ class SuiteLines:
         self._log.write(json.dumps({"time": moment, "level": level, "service": "suite", "event": event, **facts}))
 
 
-def say_ready(address: str, seconds: float) -> None:
+def say_ready(address: str, seconds: float, state: StateFolder) -> None:
     """The moment to draw something."""
-    elsewhere = "" if address == f"127.0.0.1:{DEFAULT_PORT}" else f"BOTTEGA_ADDRESS={address} "
+    found = state.root == default_state_folder() or address == f"127.0.0.1:{DEFAULT_PORT}"
     say(f"Ready after {seconds:.1f} s. Draw something:")
-    say(f'  {elsewhere}bottega generate "{FIRST_PROMPT}" -o star.png')
+    say(f'  {"" if found else f"BOTTEGA_ADDRESS={address} "}bottega generate "{FIRST_PROMPT}" -o star.png')
 
 
-async def _run(supervisor: Supervisor, address: str) -> None:
+async def _run(supervisor: Supervisor, on_ready: Callable[[float], None]) -> None:
     stop = asyncio.Event()
     began_s = time.monotonic()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, _on_signal(stop, supervisor))
-    await supervisor.run(stop, lambda: say_ready(address, time.monotonic() - began_s))
+    await supervisor.run(stop, lambda: on_ready(time.monotonic() - began_s))
 
 
 def _on_signal(stop: asyncio.Event, supervisor: Supervisor) -> Callable[[], None]:

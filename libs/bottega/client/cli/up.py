@@ -41,7 +41,10 @@ def command(*, state: StateFolder, detach: bool, in_background: bool, **wished: 
     except AlreadyHeld:
         _refuse(state)
     except DoesNotStart as error:
-        fail(error.message, "\n".join([*map(pretty, error.last_lines), "bottega doctor looks for causes."]))
+        fail(
+            error.message,
+            "\n".join([*(pretty(error.name, line) for line in error.last_lines), "bottega doctor looks for causes."]),
+        )
     except OSError as error:
         fail(
             f"the state folder {state.root} cannot be used: {error.strerror}",
@@ -71,7 +74,7 @@ def _detached(wish: SuiteWish, state: StateFolder) -> None:
 
     began = start_in_background(wish, state)
     say(f"Bottega runs in the background as process {began.pid}; logs in {state.logs}; bottega stop ends it.")
-    say_ready(began.address, began.seconds)
+    say_ready(began.address, began.seconds, state)
 
 
 def _refuse(state: StateFolder) -> None:

@@ -28,8 +28,9 @@ class DoesNotStart(BottegaError):
 
     code = Code.FAILED_PRECONDITION
 
-    def __init__(self, message: str, *, last_lines: Sequence[str]) -> None:
+    def __init__(self, name: str, message: str, *, last_lines: Sequence[str]) -> None:
         super().__init__(message)
+        self.name = name
         self.last_lines = tuple(last_lines)
 
 
@@ -87,7 +88,7 @@ class Keeper:
                 deaths = 1 if time.monotonic() - began_s > self._policy.steady_s else deaths + 1
                 if not self._ever_served and deaths >= self._policy.tries:
                     what = f"{self.name} does not start: it {how}, and did so {deaths} times"
-                    raise DoesNotStart(what, last_lines=self._last_lines)
+                    raise DoesNotStart(self.name, what, last_lines=self._last_lines)
                 wait_s = min(self._policy.first_wait_s * 2 ** (deaths - 1), self._policy.longest_wait_s)
                 self._reporter.died(self.name, how, wait_s)
                 await asyncio.sleep(wait_s)

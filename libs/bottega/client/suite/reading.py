@@ -19,10 +19,14 @@ def services_with_logs(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.log"))
 
 
-def last_lines(folder: Path, services: list[str], count: int) -> list[str]:
-    """The last `count` lines of these services together, by time; lines without one stay behind theirs."""
-    merged = heapq.merge(*(_timed(folder, service, count) for service in services), key=lambda item: item[0])
-    return [line for _, line in deque(merged, maxlen=count)]
+def last_lines(folder: Path, services: list[str], count: int) -> list[tuple[str, str]]:
+    """The last `count` lines of these services together, each with whose it is.
+
+    By time; a line without one, such as a traceback's, stays where it stands in its log.
+    """
+    timed = [[(moment, service, line) for moment, line in _timed(folder, service, count)] for service in services]
+    merged = heapq.merge(*timed, key=lambda item: item[0])
+    return [(service, line) for _, service, line in deque(merged, maxlen=count)]
 
 
 class LogFollower:
@@ -55,16 +59,16 @@ class LogFollower:
             return False
 
 
-def follow(folder: Path, services: list[str]) -> Iterator[str]:
-    """Lines as they come, for ever; close it."""
-    followers = [LogFollower(folder / f"{service}.log") for service in services]
+def follow(folder: Path, services: list[str]) -> Iterator[tuple[str, str]]:
+    """Lines as they come, each with whose it is, for ever; close it."""
+    followers = {service: LogFollower(folder / f"{service}.log") for service in services}
     try:
         while True:
-            for follower in followers:
-                yield from follower.new_lines()
+            for service, follower in followers.items():
+                yield from ((service, line) for line in follower.new_lines())
             time.sleep(_LOOK_S)
     finally:
-        for follower in followers:
+        for follower in followers.values():
             follower.close()
 
 
@@ -74,8 +78,10 @@ def _timed(folder: Path, service: str, count: int) -> list[tuple[str, str]]:
         if path.exists():
             with path.open(encoding="utf-8", errors="replace") as file:
                 lines.extend(line.rstrip("\n") for line in file)
-    timed, moment = [], ""
-    for line in lines:
-        moment = str(fields_of(line).get("time", moment))
+    moments = [str(fields_of(line).get("time", "")) for line in lines]
+    moment = next((found for found in moments if found), "")
+    timed = []
+    for found, line in zip(moments, lines, strict=True):
+        moment = found or moment
         timed.append((moment, line))
     return timed

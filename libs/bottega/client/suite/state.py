@@ -93,6 +93,11 @@ class StateFolder:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
+    def running_address(self) -> str | None:
+        """host:port of the gateway of the instance that runs from here; None when none does."""
+        record = self.read() if self.is_held() else None
+        return record.address if record else None
+
     def forget(self) -> None:
         """Removes the record."""
         self._record.unlink(missing_ok=True)
