@@ -1,0 +1,242 @@
+"""Leases, models and the bounded queue, on a clock that the test turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from bottega.errors import InvalidRequest, ModelNotFound, NoWorker, QueueFull
+from bottega.gateway.clock import Clock
+from bottega.gateway.fleet import Fleet, Member
+from bottega.gateway.jobs import Job
+from bottega.gateway.queueing import JobQueue
+from bottega.v1 import fleet_pb2, image_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
+
+
+@dataclass
+class Watcher:
+    """Writes down what the fleet tells, and is its clock."""
+
+    now: float = 1000.0
+    told: list[str] = field(default_factory=list)
+
+    def clock(self) -> Clock:
+        return Clock(monotonic=lambda: self.now, wall=lambda: self.now)
+
+    def member_joined(self, member: Member) -> None:
+        self.told.append(f"joined {member.name}")
+
+    def member_changed(self, member: Member) -> None:
+        self.told.append(f"changed {member.name}")
+
+    def member_lost(self, member: Member) -> None:
+        self.told.append(f"lost {member.name}")
+
+
+def _fleet() -> tuple[Fleet, Watcher]:
+    watcher = Watcher()
+    fleet = Fleet(lease_s=1.5, model_grace_s=30, clock=watcher.clock())
+    fleet.observer = watcher
+    return fleet, watcher
+
+
+def _worker(name: str = "w1", model: str = "m", port: int = 1) -> fleet_pb2.Registration:
+    return fleet_pb2.Registration(
+        kind=fleet_pb2.SERVICE_KIND_WORKER,
+        name=name,
+        address=f"127.0.0.1:{port}",
+        models=[image_pb2.Model(name=model)],
+    )
+
+
+def test_a_silent_member_is_lost_after_the_lease_and_a_talking_one_is_not() -> None:
+    fleet, watcher = _fleet()
+    silent, talking = fleet.join(_worker("w1")), fleet.join(_worker("w2", port=2))
+    watcher.now += 1.0
+    fleet.report(talking, fleet_pb2.Load())
+    fleet.expire()
+    assert fleet.workers("m") == [silent, talking]
+    watcher.now += 0.6
+    fleet.expire()
+    assert fleet.workers("m") == [talking]
+    assert watcher.told[-1] == "lost w1"
+
+
+def test_a_gateway_that_was_late_itself_declares_nobody_dead() -> None:
+    fleet, watcher = _fleet()
+    fleet.join(_worker())
+    watcher.now += 60
+    fleet.forgive()
+    fleet.expire()
+    assert len(fleet.members()) == 1
+
+
+def test_a_member_that_left_takes_nothing_and_is_lost_only_if_it_does_not_come_back() -> None:
+    fleet, watcher = _fleet()
+    member = fleet.join(_worker())
+    fleet.leave(member, member.stream)
+    assert fleet.workers("m") == []
+    watcher.now += 1
+    assert fleet.join(_worker()) is member
+    assert fleet.workers("m") == [member]
+    assert "lost w1" not in watcher.told
+    fleet.leave(member, member.stream)
+    watcher.now += 2
+    fleet.expire()
+    assert watcher.told[-1] == "lost w1"
+
+
+def test_a_newcomer_of_the_same_name_replaces_the_older_one_at_once() -> None:
+    fleet, watcher = _fleet()
+    older = fleet.join(_worker(port=1))
+    older_stream = older.stream
+    newer = fleet.join(_worker(port=2))
+    assert newer is not older
+    assert watcher.told == ["joined w1", "lost w1", "joined w1"]
+    assert not older.connected
+    fleet.leave(older, older_stream)
+    assert fleet.workers("m") == [newer]
+
+
+def test_the_end_of_a_replaced_stream_changes_nothing() -> None:
+    fleet, _ = _fleet()
+    member = fleet.join(_worker())
+    first = member.stream
+    fleet.join(_worker())
+    fleet.leave(member, first)
+    assert fleet.workers("m") == [member]
+
+
+def test_a_draining_worker_gets_no_new_jobs_but_is_still_listed() -> None:
+    fleet, _ = _fleet()
+    member = fleet.join(_worker())
+    fleet.report(member, fleet_pb2.Load(draining=True))
+    assert fleet.workers("m") == []
+    assert fleet.members() == [member]
+    assert fleet.expected("m")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": fleet_pb2.SERVICE_KIND_UNSPECIFIED},
+        {"kind": 99},
+        {"name": ""},
+        {"name": "x" * 129},
+        {"address": ""},
+        {"models": [image_pb2.Model()]},
+    ],
+)
+def test_a_registration_that_says_nothing_usable_is_refused(change: dict[str, object]) -> None:
+    registration = _worker()
+    for name in change:
+        registration.ClearField(name)  # type: ignore[arg-type]
+    registration.MergeFrom(fleet_pb2.Registration(**change))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest):
+        _fleet()[0].join(registration)
+
+
+def test_models_are_listed_by_name_with_their_workers() -> None:
+    fleet, _ = _fleet()
+    for name, model, port in (("w1", "b", 1), ("w2", "a", 2), ("w3", "a", 3)):
+        fleet.join(_worker(name, model, port))
+    assert [(model.name, model.workers) for model in fleet.models()] == [("a", 2), ("b", 1)]
+
+
+def test_before_any_worker_ever_joined_there_is_no_worker() -> None:
+    fleet, _ = _fleet()
+    for name in (None, "m"):
+        with pytest.raises(NoWorker) as caught:
+            fleet.resolve(name)
+        assert caught.value.retry_after_s
+
+
+def test_an_unknown_model_is_refused_with_those_that_are_served() -> None:
+    fleet, _ = _fleet()
+    fleet.join(_worker("w1", "b", 1))
+    fleet.join(_worker("w2", "a", 2))
+    with pytest.raises(ModelNotFound) as caught:
+        fleet.resolve("c")
+    assert caught.value.metadata == {"served": "a,b"}
+    assert "a, b" in caught.value.message
+
+
+def test_without_a_name_the_only_model_is_meant_and_of_several_one_must_be_said() -> None:
+    fleet, _ = _fleet()
+    fleet.join(_worker("w1", "a", 1))
+    assert fleet.resolve(None).name == "a"
+    fleet.join(_worker("w2", "b", 2))
+    with pytest.raises(InvalidRequest) as caught:
+        fleet.resolve(None)
+    assert "a, b" in caught.value.violations[0].description
+
+
+def test_a_model_is_expected_for_its_grace_after_the_last_worker_left() -> None:
+    fleet, watcher = _fleet()
+    member = fleet.join(_worker())
+    watcher.now += 100
+    fleet.leave(member, member.stream)
+    watcher.now += 29
+    fleet.expire()
+    assert fleet.resolve("m").name == "m"
+    watcher.now += 2
+    with pytest.raises(NoWorker):
+        fleet.resolve("m")
+    with pytest.raises(NoWorker):
+        fleet.resolve(None)
+
+
+def test_nonsense_step_times_are_ignored() -> None:
+    fleet, _ = _fleet()
+    member = fleet.join(_worker())
+    times = [
+        fleet_pb2.StepTime(latent_height=4, latent_width=4, rows=rows, seconds=s)
+        for rows, s in ((1, float("nan")), (2, float("inf")), (4, -1.0), (8, 0.5))
+    ]
+    fleet.report(member, fleet_pb2.Load(step_times=times))
+    assert list(member.times.entries()) == [((4, 4), 8, 0.5)]
+
+
+def _job(watcher: Watcher, image: bytes = b"") -> Job:
+    spec = GenerationSpec(model="m", num_inference_steps=1, num_images=1, image=image)
+    return Job(clock=watcher.clock(), spec=spec, bare=spec, shape=(1, 1), fingerprint=b"")
+
+
+def test_the_queue_is_bounded_in_number_and_bytes() -> None:
+    watcher = Watcher()
+    queue = JobQueue(max_jobs=2, budget_bytes=2000, clock=watcher.clock())
+    queue.add(_job(watcher, b"x" * 900))
+    with pytest.raises(QueueFull):
+        queue.check_room(1500)
+    queue.check_room(500)
+    second = _job(watcher)
+    queue.add(second)
+    with pytest.raises(QueueFull):
+        queue.check_room(1)
+    queue.remove(second)
+    queue.check_room(500)
+    queue.remove(second)
+
+
+def test_a_lost_job_goes_before_the_others() -> None:
+    watcher = Watcher()
+    queue = JobQueue(max_jobs=9, budget_bytes=1 << 20, clock=watcher.clock())
+    jobs = [_job(watcher) for _ in range(3)]
+    queue.add(jobs[0])
+    queue.add(jobs[1])
+    queue.add(jobs[2], first=True)
+    assert list(queue.line("m")) == [jobs[2], jobs[0], jobs[1]]
+
+
+def test_retry_after_follows_the_measured_rate() -> None:
+    watcher = Watcher()
+    queue = JobQueue(max_jobs=100, budget_bytes=1 << 20, clock=watcher.clock())
+    for _ in range(100):
+        queue.add(_job(watcher))
+    for _ in range(10):
+        queue.one_done()
+        watcher.now += 2.0
+    # One job in two seconds, and a tenth of the queue is ten jobs.
+    assert queue.retry_after_s() == pytest.approx(20, rel=0.05)

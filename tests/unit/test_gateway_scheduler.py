@@ -1,0 +1,131 @@
+"""Who takes which job and when: pure decisions from what waits, what runs and what turns cost."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from bottega.gateway.scheduler import Demand, Seat, Waiting, assign, estimates
+from bottega.planning import StepTimes
+
+SHAPE = (16, 16)
+
+
+def _times(fixed_s: float, per_row_s: float) -> StepTimes:
+    return StepTimes.from_entries((SHAPE, rows, fixed_s + per_row_s * rows) for rows in (1, 2, 4, 8, 16))
+
+
+# Doubling the rows doubles the turn, as with a large model; and a turn that is nearly all fixed cost.
+PROPORTIONAL, GAINING = _times(0, 0.05), _times(0.02, 0.001)
+
+
+def _seat(name: str, *running: Demand, times: StepTimes = PROPORTIONAL, max_rows: int = 16) -> Seat:
+    return Seat(worker=name, running=running, times=times, fixed_s=0.1, max_rows=max_rows)
+
+
+def _demand(steps: int = 30, rows: int = 2) -> Demand:
+    return Demand(rows=rows, steps=steps, shape=SHAPE)
+
+
+def _line(count: int, **kwargs: int) -> list[Waiting]:
+    return [Waiting(job_id=f"j{i}", demand=_demand(**kwargs)) for i in range(count)]
+
+
+def _pairs(waiting: list[Waiting], seats: list[Seat]) -> list[tuple[str, str]]:
+    return [(a.job_id, a.worker) for a in assign(waiting, seats)]
+
+
+def test_nothing_is_assigned_without_workers() -> None:
+    assert assign(_line(3), []) == []
+
+
+def test_an_idle_worker_takes_the_first_and_the_rest_stays_in_the_queue() -> None:
+    assert _pairs(_line(3), [_seat("w1")]) == [("j0", "w1")]
+
+
+def test_idle_workers_share_the_queue_one_job_each() -> None:
+    assert _pairs(_line(3), [_seat("w1"), _seat("w2")]) == [("j0", "w1"), ("j1", "w2")]
+
+
+def test_a_faster_worker_is_preferred() -> None:
+    slow, fast = _seat("slow", times=_times(0, 0.1)), _seat("fast", times=_times(0, 0.02))
+    assert _pairs(_line(1), [slow, fast]) == [("j0", "fast")]
+
+
+def test_a_busy_worker_is_left_alone_where_sharing_gains_nothing() -> None:
+    assert _pairs(_line(1), [_seat("w1", _demand(20))]) == []
+
+
+def test_a_running_group_is_joined_where_sharing_gains() -> None:
+    waiting = _line(2)
+    assert _pairs(waiting, [_seat("w1", _demand(20), times=GAINING)]) == [("j0", "w1"), ("j1", "w1")]
+
+
+def test_an_idle_worker_goes_before_joining_a_group() -> None:
+    seats = [_seat("busy", _demand(20), times=GAINING), _seat("idle", times=GAINING)]
+    assert _pairs(_line(1), seats) == [("j0", "idle")]
+
+
+def test_a_group_is_never_wider_than_the_worker_takes() -> None:
+    running = [_demand(20) for _ in range(7)]
+    assert len(assign(_line(5), [_seat("w1", *running, times=GAINING)])) == 1
+    assert len(assign(_line(5), [_seat("w1", _demand(20), times=GAINING, max_rows=4)])) == 1
+
+
+def test_a_job_waits_for_a_fast_worker_rather_than_taking_a_slow_one() -> None:
+    # Fast: 5 steps to go and 30 of its own, .1 s each = 3.5 s. Slow and idle: 30 steps of 1 s.
+    fast, slow = _seat("fast", _demand(5)), _seat("slow", times=_times(0, 0.5))
+    assert _pairs(_line(1), [fast, slow]) == []
+
+
+def test_those_behind_a_job_that_waits_for_the_fast_worker_may_take_the_slow_one() -> None:
+    # Behind the first, the fast worker is free after 6.5 s and would end at 9.5 s; the slow one at 9 s.
+    fast, slow = _seat("fast", _demand(35)), _seat("slow", times=_times(0, 0.15))
+    assert _pairs(_line(2), [fast, slow]) == [("j1", "slow")]
+
+
+def test_a_job_is_bound_while_the_last_turn_of_the_one_before_runs() -> None:
+    assert _pairs(_line(2), [_seat("w1", _demand(1))]) == [("j0", "w1")]
+    assert _pairs(_line(2), [_seat("w1", _demand(1), _demand(30))]) == []
+
+
+def test_the_worker_that_was_lost_with_a_job_does_not_get_it() -> None:
+    job = Waiting(job_id="j0", demand=_demand(), avoid="w1")
+    assert _pairs([job], [_seat("w1"), _seat("w2", times=_times(0, 5))]) == [("j0", "w2")]
+    other = Waiting(job_id="j1", demand=_demand())
+    assert _pairs([job, other], [_seat("w1")]) == [("j1", "w1")]
+
+
+def test_without_measurements_every_worker_gets_one_job_and_no_estimate() -> None:
+    seats = [_seat("w1", times=StepTimes()), _seat("w2", times=StepTimes())]
+    assignments = assign(_line(3), seats)
+    assert [(a.worker, a.estimate_s) for a in assignments] == [("w1", None), ("w2", None)]
+    assert estimates(_line(2), seats) == [None, None]
+
+
+def test_a_larger_latent_counts_as_more_rows() -> None:
+    large = Demand(rows=2, steps=10, shape=(32, 32))
+    (on_top,) = estimates(_line(1), [_seat("w1", large)])
+    # 10 turns of 8 rows' worth, then 30 of 2 rows, and the fixed part.
+    assert on_top == pytest.approx(10 * 0.4 + 30 * 0.1 + 0.1)
+
+
+def test_estimates_say_when_each_waiting_job_ends() -> None:
+    assert estimates(_line(2), [_seat("w1", _demand(10))]) == pytest.approx([1 + 3 + 0.1, 1 + 6 + 0.1])
+    assert estimates(_line(2), [_seat("w1"), _seat("w2")]) == pytest.approx([3.1, 3.1])
+
+
+def test_the_estimate_of_an_assignment_is_its_completion() -> None:
+    assert assign(_line(1), [_seat("w1")])[0].estimate_s == pytest.approx(30 * 0.1 + 0.1)
+
+
+def test_a_decision_over_a_full_queue_and_busy_workers_is_quick() -> None:
+    seats = [_seat(f"w{i}", *(_demand(7 + i + k) for k in range(6)), times=GAINING) for i in range(4)]
+    waiting = _line(64)
+    costs = []
+    for _ in range(5):
+        began = time.thread_time()
+        assign(waiting, seats)
+        costs.append(time.thread_time() - began)
+    assert min(costs) < 0.02
