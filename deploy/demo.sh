@@ -9,6 +9,7 @@ picture="$top/out/demo.png"
 
 BOTTEGA_STATE="$(mktemp -d "${TMPDIR:-/tmp}/bottega-demo-XXXXXX")"
 export BOTTEGA_STATE
+unset BOTTEGA_ADDRESS # of another suite, perhaps
 finish() {
     bottega stop
     rm -rf "$BOTTEGA_STATE"
@@ -17,6 +18,5 @@ trap finish EXIT
 
 mkdir -p "$top/out"
 bottega up --detach --port 0
-address="$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["address"])' "$BOTTEGA_STATE/suite.json")"
 echo "Drawing: $prompt"
-bottega generate "$prompt" --output "$picture" --seed 14 --address "$address"
+bottega generate "$prompt" --output "$picture" --seed 14
