@@ -29,6 +29,7 @@ for package in json.loads(sys.argv[2]):
     module = importlib.import_module("bottega." + package)
     names.append(module.__name__)
     names += [found.name for found in pkgutil.walk_packages(module.__path__, module.__name__ + ".")]
+names.remove("bottega.client.cli.__main__")  # it is the command: importing it runs it
 for name in names:
     importlib.import_module(name)
 print(json.dumps({"imported": names, "heavy": sorted(HEAVY & set(sys.modules))}))
