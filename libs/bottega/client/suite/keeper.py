@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bottega.client.suite.output import ServiceLog, fields_of, lines_of
+from bottega.client.suite.output import OutputPipe, ServiceLog, fields_of, lines_of
 from bottega.client.suite.plan import ServicePlan
 from bottega.errors import BottegaError, Code
 
@@ -101,28 +101,31 @@ class Keeper:
             _end_group(self.pid)
 
     async def _run_once(self) -> str:
-        process = await asyncio.create_subprocess_exec(
+        with OutputPipe() as pipe:
+            process = await self._start(pipe.write_end)
+            self.pid = process.pid
+            reading = asyncio.create_task(self._read(await pipe.reader()))
+            try:
+                return _how_it_ended(await process.wait())
+            except asyncio.CancelledError:
+                await self._stop(process)
+                raise
+            finally:
+                _end_group(process.pid)
+                self.pid = None
+                self.serving.clear()
+                await _finish(reading)
+
+    async def _start(self, output: int) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
             *self._plan.argv,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stdout=output,
+            stderr=output,
             env={**os.environ, **self._plan.environment},
             # Its own group: a Ctrl-C in the terminal reaches us alone, and its children can be ended with it.
             start_new_session=True,
         )
-        self.pid = process.pid
-        assert process.stdout is not None
-        reading = asyncio.create_task(self._read(process.stdout))
-        try:
-            return _how_it_ended(await process.wait())
-        except asyncio.CancelledError:
-            await self._stop(process)
-            raise
-        finally:
-            _end_group(process.pid)
-            self.pid = None
-            self.serving.clear()
-            await self._finish(reading)
 
     async def _stop(self, process: asyncio.subprocess.Process) -> None:
         process.terminate()
@@ -142,10 +145,11 @@ class Keeper:
                 self.serving.set()
                 self._reporter.serving(self.name, str(fields.get("address", "")))
 
-    async def _finish(self, reading: asyncio.Task[None]) -> None:
-        # Its group is gone, so the pipe ends; a stranger that inherited it must not hold us up.
-        await asyncio.wait([reading], timeout=1.0)
-        reading.cancel()
+
+async def _finish(reading: asyncio.Task[None]) -> None:
+    # Its group is gone, so the pipe ends; a stranger that inherited it must not hold us up.
+    await asyncio.wait([reading], timeout=1.0)
+    reading.cancel()
 
 
 def _end_group(pid: int) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import json
 import logging
 import logging.handlers
+import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import BinaryIO, Self
 
 # Two files of this size a service: the newest days of a busy one, and no full disk.
 LOG_BYTES = 8 * 1024 * 1024
@@ -29,6 +31,35 @@ class ServiceLog:
     def close(self) -> None:
         """Closes the file."""
         self._handler.close()
+
+
+class OutputPipe:
+    """A pipe that a process writes to and we read.
+
+    Not asyncio's own (stdout=PIPE): with that, waiting for a process also waits for every descendant that
+    holds the pipe, so that a dead service with a living child would never be started again.
+    """
+
+    def __init__(self) -> None:
+        read_end, self.write_end = os.pipe()
+        self._reads: BinaryIO | asyncio.ReadTransport = os.fdopen(read_end, "rb", buffering=0)
+        self._writes = os.fdopen(self.write_end, "wb", buffering=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writes.close()
+        self._reads.close()
+
+    async def reader(self) -> asyncio.StreamReader:
+        """Closes our copy of the end for writing, and reads the other."""
+        self._writes.close()
+        stream = asyncio.StreamReader()
+        self._reads, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), self._reads
+        )
+        return stream
 
 
 async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
