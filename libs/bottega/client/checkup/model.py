@@ -66,18 +66,19 @@ def read_header(path: Path) -> Weights:
 
 def _check_weights(model: str, parts: list[Path]) -> Iterator[Finding]:
     found: list[Weights] = []
+    broken = False
     for part in parts:
         files = sorted(part.glob("*.safetensors"))
         if not files and any(part.glob("*.bin")):
-            yield fail(
-                f"{part.name} of {model} has only pickled weights",
-                "Convert them to safetensors; nothing else is opened.",
-            )
+            broken = True
+            yield fail(f"{part.name} of {model} has only pickled weights", "Convert them; only safetensors are opened.")
         for path in files:
             try:
                 found.append(read_header(path))
             except (BrokenWeights, OSError) as error:
+                broken = True
                 yield fail(f"{part.name}/{path.name} of {model} cannot be used: {error}", "Copy the file again.")
-    size_mib = sum(weights.size_bytes for weights in found) / 2**20
-    millions = sum(weights.parameters for weights in found) / 1e6
-    yield ok(f"model {model}: {len(found)} files of weights, {millions:.1f} million parameters, {size_mib:.1f} MiB")
+    if not broken:
+        size_mib = sum(weights.size_bytes for weights in found) / 2**20
+        millions = sum(weights.parameters for weights in found) / 1e6
+        yield ok(f"model {model}: {len(found)} files of weights, {millions:.1f} million parameters, {size_mib:.1f} MiB")

@@ -1,0 +1,261 @@
+"""The `bottega` command as people use it, against a gateway that follows a script."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import PIL.Image
+import PIL.PngImagePlugin
+import pytest
+from click.testing import CliRunner, Result
+
+from bottega.client.cli import main
+from bottega.errors import InvalidRequest, ModelNotFound, NoWorker, QueueFull, Violation
+from bottega.v1 import generation_pb2
+from tests.service.scripted_gateway import ScriptedGateway, completed, image, progress, queued, serving
+
+
+@pytest.fixture
+def gateway() -> ScriptedGateway:
+    return ScriptedGateway()
+
+
+@pytest.fixture
+def address(gateway: ScriptedGateway) -> Iterator[str]:
+    with serving(gateway) as address:
+        yield address
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder and a state folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BOTTEGA_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("BOTTEGA_ADDRESS", raising=False)
+    return tmp_path
+
+
+def run(*arguments: str, address: str = "") -> Result:
+    return CliRunner().invoke(main, [*arguments, *(["--address", address] if address else [])])
+
+
+def test_a_picture_is_drawn_and_said_where_it_is(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    done = completed()
+    done.completed.provenance.times.add(stage="denoise", seconds=1.25)
+    gateway.scripts = [[queued(2), progress(10), progress(20), done]]
+    result = run("generate", "a big red star", "-o", "star.png", "--seed", "7", "--steps", "30", address=address)
+    assert result.exit_code == 0
+    assert (own_folder / "star.png").read_bytes().startswith(b"\x89PNG")
+    assert "star.png  64x64  seed 7" in result.stdout
+    assert "denoise 1.250" in result.stdout
+    assert "queued, 2 before it, about 2 s" in result.stderr
+    assert "step 10 of 30" in result.stderr
+    assert "\x1b" not in result.output
+    assert gateway.requests[0].spec.num_inference_steps == 30
+
+
+def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    (own_folder / "source.png").write_bytes(b"source")
+    gateway.scripts = [[completed()]]
+    options = (
+        "--negative-prompt= --guidance-scale=4.5 --guidance-rescale=0.5 --width=64 --height=128 --sampler=ddim --karras"
+        " --image=source.png --strength=0.4 --prompt-2=two --negative-prompt-2=none --format=png --quality=70"
+        " --fidelity=fast --model=miniature"
+    )
+    assert run("generate", "a star", *options.split(), address=address).exit_code == 0
+    expected = generation_pb2.GenerationSpec(
+        prompt="a star",
+        prompt_2="two",
+        negative_prompt="",
+        negative_prompt_2="none",
+        guidance_scale=4.5,
+        guidance_rescale=0.5,
+        width=64,
+        height=128,
+        sampler=generation_pb2.SAMPLER_DDIM,
+        use_karras_sigmas=True,
+        image=b"source",
+        strength=0.4,
+        format=generation_pb2.IMAGE_FORMAT_PNG,
+        quality=70,
+        fidelity=generation_pb2.FIDELITY_FAST,
+        model="miniature",
+    )
+    assert gateway.requests[0].spec == expected
+
+
+def test_several_pictures_get_numbers(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    gateway.scripts = [[completed(image(0, b"first"), image(1, b"second"))]]
+    result = run("generate", "stars", "-n", "2", "-o", "star.png", address=address)
+    assert [(own_folder / f"star-{n}.png").read_bytes() for n in range(2)] == [b"first", b"second"]
+    assert result.exit_code == 0
+
+
+def test_a_named_file_is_replaced_and_that_is_said(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    (own_folder / "star.png").write_bytes(b"old")
+    gateway.scripts = [[completed()]]
+    result = run("generate", "a star", "-o", "star.png", address=address)
+    assert "(replaced)" in result.stdout
+    assert (own_folder / "star.png").read_bytes() != b"old"
+
+
+def test_without_a_name_nothing_is_ever_replaced(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    gateway.scripts = [[completed()], [completed()]]
+    for _ in range(2):
+        assert run("generate", "A big, red star!", address=address).exit_code == 0
+    assert sorted(path.name for path in own_folder.glob("*.png")) == ["a-big-red-star-7-2.png", "a-big-red-star-7.png"]
+
+
+def test_the_suffix_is_the_format(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    jpeg = image(0, b"jpeg")
+    jpeg.format = generation_pb2.IMAGE_FORMAT_JPEG
+    gateway.scripts = [[completed(jpeg)]]
+    assert run("generate", "a star", "-o", "star.jpg", address=address).exit_code == 0
+    assert gateway.requests[0].spec.format == generation_pb2.IMAGE_FORMAT_JPEG
+    assert (own_folder / "star.jpg").exists()
+
+
+def test_a_preview_is_rewritten_as_the_picture_grows(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    early, late = progress(3), progress(9)
+    early.progress.previews.add(index=0, jpeg=b"early")
+    late.progress.previews.add(index=0, jpeg=b"late")
+    gateway.scripts = [[early, late, completed()]]
+    assert run("generate", "a star", "--preview", "look.jpg", address=address).exit_code == 0
+    assert gateway.requests[0].preview
+    assert (own_folder / "look.jpg").read_bytes() == b"late"
+
+
+def test_a_picture_is_drawn_again_like_it_was_but_for_what_is_changed(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    info = PIL.PngImagePlugin.PngInfo()
+    info.add_itxt("bottega", json.dumps({"prompt": "a red star", "seed": "7", "num_inference_steps": 30}))
+    data = io.BytesIO()
+    PIL.Image.new("RGB", (8, 8)).save(data, "png", pnginfo=info)
+    (own_folder / "star.png").write_bytes(data.getvalue())
+    gateway.scripts = [[completed()]]
+    assert run("generate", "--like", "star.png", "--steps", "50", address=address).exit_code == 0
+    spec = gateway.requests[0].spec
+    assert (spec.prompt, spec.seed, spec.num_inference_steps) == ("a red star", 7, 50)
+
+
+def test_a_cut_prompt_is_said(gateway: ScriptedGateway, address: str) -> None:
+    done = completed()
+    done.completed.provenance.truncations.add(field="prompt", text="and so on")
+    gateway.scripts = [[done]]
+    assert "without effect: and so on" in run("generate", "a star", address=address).stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate"],
+        ["generate", "a star", "--sampler", "heun"],
+        ["generate", "a star", "-o", "no/such/folder/star.png"],
+        ["generate", "a star", "-o", "star.jpg", "--format", "png"],
+        ["generate", "a star", "--preview", "look.png"],
+        ["generate", "a star", "-n", "9"],
+        ["paint"],
+    ],
+)
+def test_a_wrong_command_line_ends_with_status_2_before_anything_is_asked(
+    gateway: ScriptedGateway, address: str, arguments: list[str]
+) -> None:
+    result = run(*arguments, address=address)
+    assert result.exit_code == 2
+    assert "Error:" in result.stderr
+    assert gateway.requests == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (
+            InvalidRequest(
+                "2 fields break a rule",
+                violations=[
+                    Violation(field="spec.width", description="must be a multiple of 8"),
+                    Violation(field="spec.height", description="must be at most 2048"),
+                ],
+            ),
+            2,
+            ["2 fields break a rule", "spec.width: must be a multiple of 8", "spec.height: must be at most"],
+        ),
+        (ModelNotFound("no model sdxl; served: miniature"), 1, ["no model sdxl", "bottega models"]),
+        (NoWorker("no worker serves miniature", retry_after_s=60), 1, ["no worker", "bottega fleet"]),
+        (QueueFull("256 jobs wait", retry_after_s=12), 1, ["256 jobs wait", "in 12 s"]),
+    ],
+)
+def test_errors_say_what_happened_and_what_to_do(
+    gateway: ScriptedGateway, address: str, error: InvalidRequest, status: int, words: list[str]
+) -> None:
+    gateway.scripts = [[error]]
+    result = run("generate", "a star", address=address)
+    assert result.exit_code == status
+    for word in words:
+        assert word in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_missing_gateway_is_said_with_the_command_that_starts_one() -> None:
+    began_s = time.monotonic()
+    result = run("models", address="127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "bottega up" in result.stderr
+    assert "no gateway answers at 127.0.0.1:1" in result.stderr
+    assert time.monotonic() - began_s < 8
+
+
+def test_models_and_fleet_are_tables(gateway: ScriptedGateway, address: str) -> None:
+    assert "miniature" in run("models", address=address).stdout
+    fleet = run("fleet", "--once", address=address)
+    assert fleet.exit_code == 0
+    assert "4 waiting in the queue" in fleet.stdout
+
+
+def test_logs_are_readable_and_raw_on_request(own_folder: Path) -> None:
+    logs = own_folder / "state" / "logs"
+    logs.mkdir(parents=True)
+    line = {"time": "2026-01-01 10:00:01,123", "level": "ERROR", "service": "worker", "event": "engine lost", "code": 1}
+    (logs / "worker-0.log").write_text(json.dumps({**line, "exc_info": "Traceback\n  here"}) + "\n")
+    result = run("logs", "worker-0")
+    assert result.stdout == "10:00:01,123 ERROR   worker-0  engine lost code=1\n    Traceback\n      here\n"
+    assert json.loads(run("logs", "--raw").stdout)["code"] == 1
+    assert run("logs", "gateway").exit_code == 2
+
+
+def test_logs_without_a_suite_say_how_to_start_one() -> None:
+    result = run("logs")
+    assert result.exit_code == 1
+    assert "bottega up" in result.stderr
+
+
+def test_stopping_without_a_suite_is_no_error() -> None:
+    result = run("stop")
+    assert result.exit_code == 0
+    assert "No suite runs" in result.stdout
+
+
+def test_help_is_quick_and_brings_no_torch() -> None:
+    code = (
+        "import sys\nfrom bottega.client.cli import main\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "heavy = {'torch', 'numpy', 'PIL', 'rich'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_the_version_is_said() -> None:
+    assert run("--version").stdout.startswith("bottega 0.")
