@@ -68,11 +68,15 @@ class Reference:
 def serve(model: Path, threads: int) -> None:
     """Loads the pipeline, says so with a line, then draws a batch for every line of stdin."""
     import torch
+    import transformers
     from diffusers import StableDiffusionXLPipeline
+    from diffusers.utils import logging as diffusers_logging
 
+    diffusers_logging.disable_progress_bar()
+    transformers.logging.disable_progress_bar()
     torch.set_num_threads(threads)
     pipeline = StableDiffusionXLPipeline.from_pretrained(
-        model, use_safetensors=True, torch_dtype=torch.float32, add_watermarker=False
+        model, use_safetensors=True, dtype=torch.float32, add_watermarker=False
     )
     pipeline.set_progress_bar_config(disable=True)
     print(json.dumps({"seconds": 0.0}), flush=True)

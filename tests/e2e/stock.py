@@ -24,7 +24,7 @@ class Stock:
 
     def __init__(self) -> None:
         self._text = StableDiffusionXLPipeline.from_pretrained(
-            WEIGHTS, use_safetensors=True, torch_dtype=torch.float32, add_watermarker=False
+            WEIGHTS, use_safetensors=True, dtype=torch.float32, add_watermarker=False
         )
         parts = dict(self._text.components)
         settings = {"force_zeros_for_empty_prompt": self._text.config.force_zeros_for_empty_prompt}
