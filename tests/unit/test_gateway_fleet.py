@@ -201,7 +201,7 @@ def test_nonsense_step_times_are_ignored() -> None:
 
 def _job(watcher: Watcher, image: bytes = b"") -> Job:
     spec = GenerationSpec(model="m", num_inference_steps=1, num_images=1, image=image)
-    return Job(clock=watcher.clock(), spec=spec, bare=spec, shape=(1, 1), fingerprint=b"")
+    return Job(clock=watcher.clock(), spec=spec, bare=spec, shape=(1, 1), fingerprint="")
 
 
 def test_the_queue_is_bounded_in_number_and_bytes() -> None:

@@ -30,7 +30,7 @@ def _job(time: FakeTime | None = None, *, request_id: str = "", images: int = 1)
     spec = GenerationSpec(model="m", num_inference_steps=10, num_images=images, image=b"input")
     bare = GenerationSpec(model="m", num_inference_steps=10, num_images=images)
     clock = (time or FakeTime()).clock()
-    return Job(clock=clock, spec=spec, bare=bare, shape=(16, 16), fingerprint=b"f", request_id=request_id)
+    return Job(clock=clock, spec=spec, bare=bare, shape=(16, 16), fingerprint="f", request_id=request_id)
 
 
 def test_a_job_runs_from_the_queue_to_its_pictures() -> None:

@@ -5,7 +5,6 @@ Nothing is acknowledged before every check has passed, the pixels of input image
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from typing import Protocol
 
@@ -27,7 +26,7 @@ from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job, Order
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.queueing import JobQueue
-from bottega.gateway.results import digest
+from bottega.gateway.results import digest, hashed
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -79,14 +78,15 @@ class Intake:
 
     async def _accept(self, order: Order) -> tuple[Job, bool]:
         began = self._clock.monotonic()
-        fingerprint = hashlib.sha256(order.spec.SerializeToString(deterministic=True)).digest()
+        spec = order.spec
+        fingerprint = await hashed(spec.ByteSize(), lambda: spec.SerializeToString(deterministic=True))
         job = self._attach(order, fingerprint, began)
         if job is not None:
             return job, False
         model = self._check(order)
-        await self._inspect(order.spec)
-        validation.refuse_unserved(order.spec)
-        image_digest = await digest(order.spec.image) if order.spec.HasField("image") else ""
+        await self._inspect(spec)
+        validation.refuse_unserved(spec)
+        image_digest = await digest(spec.image) if spec.HasField("image") else ""
         # The same order may have come twice while its image was looked at.
         job = self._attach(order, fingerprint, began)
         if job is not None:
@@ -97,7 +97,7 @@ class Intake:
         self._foreman.submit(job)
         return job, True
 
-    def _attach(self, order: Order, fingerprint: bytes, now: float) -> Job | None:
+    def _attach(self, order: Order, fingerprint: str, now: float) -> Job | None:
         job = self._jobs.of_request(order.request_id) if order.request_id else None
         if job is None:
             return None
@@ -159,7 +159,7 @@ class Intake:
         rule = f"is {size.width}x{size.height} pixels; at most {self._max_image_pixels} in all"
         return [Violation(field=path, description=rule)]
 
-    def _job(self, order: Order, model: image_pb2.Model, fingerprint: bytes, began: float) -> Job:
+    def _job(self, order: Order, model: image_pb2.Model, fingerprint: str, began: float) -> Job:
         spec = defaults.complete(order.spec, model)
         return Job(
             clock=self._clock,

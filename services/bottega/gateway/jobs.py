@@ -81,7 +81,7 @@ class Job:
     spec: GenerationSpec
     bare: GenerationSpec
     shape: Shape
-    fingerprint: bytes
+    fingerprint: str
     image_digest: str = ""
     request_id: str = ""
     deadline: float | None = None

@@ -1,0 +1,113 @@
+"""A real gateway on port 0 for the tests of one event loop, with stubs to call it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from bottega.errors import BottegaError
+from bottega.gateway.config import GatewayConfig
+from bottega.gateway.gateway import Gateway
+from bottega.rpc.channel import open_channel
+from bottega.rpc.server import ServerConfig
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import fleet_pb2_grpc, image_pb2, image_pb2_grpc
+from bottega.v1.generation_pb2 import GenerationSpec
+from tests.service.scripted_worker import ScriptedWorker
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """A gateway that serves, its stubs, and its workers."""
+
+    gateway: Gateway
+    channel: grpc.aio.Channel
+    images: image_pb2_grpc.ImageServiceAsyncStub
+    fleet: fleet_pb2_grpc.FleetServiceAsyncStub
+    workers: list[ScriptedWorker] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        """host:port of the gateway."""
+        return self.gateway.server.address
+
+    async def worker(self, name: str = "w1", **kwargs: Any) -> ScriptedWorker:
+        """Adds a scripted worker; it goes when the gateway goes."""
+        worker = await ScriptedWorker(name, self.address, **kwargs).start()
+        self.workers.append(worker)
+        return worker
+
+    def generate(
+        self, request_id: str = "", *, preview: bool = False, timeout: float | None = 20, **spec: Any
+    ) -> grpc.aio.UnaryStreamCall[image_pb2.GenerateRequest, image_pb2.GenerateResponse]:
+        """Calls Generate with these fields of the spec."""
+        request = image_pb2.GenerateRequest(request_id=request_id, spec=GenerationSpec(**spec), preview=preview)
+        return self.images.Generate(request, timeout=timeout)
+
+    async def draw(self, request_id: str = "", **spec: Any) -> image_pb2.Completed:
+        """Generates to the end."""
+        events = [answer.event async for answer in self.generate(request_id, **spec)]
+        return events[-1].completed
+
+    async def submit(self, request_id: str = "", **spec: Any) -> image_pb2.Job:
+        """Submits a job."""
+        request = image_pb2.SubmitJobRequest(request_id=request_id, spec=GenerationSpec(**spec))
+        return (await self.images.SubmitJob(request, timeout=20)).job
+
+    async def job(self, job_id: str) -> image_pb2.Job:
+        """How a job stands."""
+        return (await self.images.GetJob(image_pb2.GetJobRequest(job_id=job_id), timeout=20)).job
+
+    async def ended(self, job_id: str) -> image_pb2.Job:
+        """Watches a job to its end; the job then."""
+        async for _ in self.images.WatchJob(image_pb2.WatchJobRequest(job_id=job_id), timeout=20):
+            pass
+        return await self.job(job_id)
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(*, codec_processes: int = 0, **config: Any) -> AsyncIterator[Running]:
+    """Serves until the block ends. Most tests send no images and need no codec process."""
+    server = ServerConfig(drain_grace_s=config.pop("drain_grace_s", 5.0))
+    gateway = Gateway(GatewayConfig(server=server, codec_processes=codec_processes, **config))
+    await gateway.server.start()
+    await gateway.warm_up()
+    await gateway.server.set_serving(True)
+    channel = open_channel(gateway.server.address)
+    images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
+    fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
+    running = Running(gateway=gateway, channel=channel, images=images, fleet=fleet)
+    try:
+        yield running
+    finally:
+        for worker in running.workers:
+            await worker.die()
+        await channel.close()
+        await gateway.server.stop()
+        await gateway.shut_down()
+
+
+async def refusal(call: Callable[[], Any]) -> BottegaError:
+    """The typed error with which a call ends; fails when it does not."""
+    try:
+        answer = call()
+        if hasattr(answer, "__aiter__"):
+            async for _ in answer:
+                pass
+        else:
+            await answer
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    raise AssertionError("the call was not refused")
+
+
+async def told(call: Any) -> image_pb2.JobEvent:
+    """The next event of Generate or WatchJob, within 5 s."""
+    answer = await asyncio.wait_for(anext(aiter(call)), 5)
+    event: image_pb2.JobEvent = answer.event
+    return event
