@@ -23,7 +23,7 @@ class GatewayConfig:
         window in which a request_id attaches to its first run.
     results_bytes, results_ttl_s: bounds on finished images.
     max_result_bytes: of one job's images together.
-    lease_s: silence after which a service has left; with the sweep every quarter of a second a silent one
+    lease_s: silence after which a service has left; with a sweep every tenth of a second a silent one
         is out within 2 s.
     model_grace_s: how long jobs of a model are taken and kept while no worker serves it.
     max_attempts: attempts at one job before a lost worker fails it.

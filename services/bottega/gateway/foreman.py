@@ -32,8 +32,8 @@ from bottega.v1.image_pb2 import JobState
 
 # A tick later than this says that this process, not its members, was silent.
 _LATE_S = 0.5
-_TICK_S = 0.25
-_TICKS_PER_SECOND = 4
+_TICK_S = 0.1
+_TICKS_PER_SECOND = 10
 # A worker that was lost with a job gets it again only if it was heard this long afterwards.
 _TRUST_AFTER_S = 0.25
 # Rows of an attempt that another gateway gave to a worker: unknown, so those of a guided image.

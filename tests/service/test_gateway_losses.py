@@ -1,0 +1,254 @@
+"""What callers see when workers die, fall silent, leave, drain or answer late, and when the gateway stops."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from bottega import errors
+from bottega.rpc.channel import open_channel
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, worker_pb2
+from tests.service.running_gateway import Running, refusal, running_gateway, told
+from tests.service.scripted_worker import ScriptedWorker
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[Running]:
+    async with running_gateway() as running:
+        yield running
+
+
+async def _within(seconds: float, condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
+
+
+async def _names(house: Running) -> list[str]:
+    members = (await house.fleet.ListMembers(fleet_pb2.ListMembersRequest())).members
+    return [member.registration.name for member in members[1:]]
+
+
+class SilentMembership:
+    """Joins for a scripted worker and then never says another word, as a stopped process would."""
+
+    def __init__(self, house: Running, worker: ScriptedWorker) -> None:
+        self._channel = open_channel(house.address)
+        fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(self._channel)
+        self._call = fleet.Join()
+        self._worker = worker
+
+    async def join(self) -> None:
+        await self._call.write(fleet_pb2.JoinRequest(registration=self._worker.registration()))
+        await self._call.read()
+
+    async def speak(self) -> None:
+        await self._call.write(fleet_pb2.JoinRequest(load=self._worker.load()))
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+
+async def test_a_job_whose_worker_dies_is_taken_up_elsewhere_from_its_checkpoint(house: Running) -> None:
+    first = await house.worker("w1")
+    first.script.hold_at = 20
+    call = house.generate("order-1", prompt="a star", seed=7)
+    job_id = (await told(call)).job_id
+    await asyncio.wait_for(first.arrived.wait(), 2)
+    attempt = worker_pb2.AttemptId(job_id=job_id, number=1)
+    await first.checkpoints.put(worker_pb2.WatchCheckpointsResponse(attempt=attempt, steps_done=15, checkpoint=b"15"))
+    second = await house.worker("w2")
+    await asyncio.sleep(0.2)  # the checkpoint crosses the wire
+    await first.die()
+    answers = [answer.event async for answer in call]
+    completed = answers[-1].completed
+    assert [image.data for image in completed.images] == [b"picture 0"]
+    assert completed.provenance.worker == "w2"
+    assert (completed.provenance.attempts, completed.provenance.repeated_steps) == (2, 5)
+    (request,) = second.requests
+    assert (request.attempt.number, request.checkpoint, request.spec.seed) == (2, b"15", 7)
+
+
+async def test_a_lone_workers_job_waits_for_it_to_come_back(house: Running) -> None:
+    worker = await house.worker("w1")
+    worker.script.hold_at = 1
+    job = await house.submit(prompt="a star")
+    await asyncio.wait_for(worker.arrived.wait(), 2)
+    await worker.die()
+    await asyncio.sleep(0.5)
+    assert (await house.job(job.job_id)).state == image_pb2.JOB_STATE_QUEUED
+    await house.worker("w1")
+    done = await house.ended(job.job_id)
+    assert (done.state, done.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 2)
+
+
+async def test_a_job_that_loses_too_many_workers_fails() -> None:
+    async with running_gateway(max_attempts=2) as house:
+        job = None
+        for name in ("w1", "w2"):
+            worker = await house.worker(name)
+            worker.script.hold_at = 1
+            job = job or await house.submit(prompt="a star")
+            await asyncio.wait_for(worker.arrived.wait(), 3)
+            await worker.die()
+        assert job is not None
+        ended = await house.ended(job.job_id)
+        assert ended.state == image_pb2.JOB_STATE_FAILED
+        assert errors.WorkerLost.reason == ended.error.reason
+
+
+async def test_a_failed_order_whose_failure_asks_for_a_retry_is_drawn_when_it_comes_again() -> None:
+    async with running_gateway(max_attempts=1) as house:
+        worker = await house.worker("w1")
+        worker.script.hold_at = 1
+        call = house.generate("order-1", prompt="a star")
+        first = (await told(call)).job_id
+        await asyncio.wait_for(worker.arrived.wait(), 2)
+        await worker.die()
+        assert isinstance(await refusal(lambda: call), errors.WorkerLost)
+        await house.worker("w2")
+        again = house.generate("order-1", prompt="a star")
+        events = [answer.event async for answer in again]
+        assert events[-1].WhichOneof("event") == "completed"
+        assert events[-1].job_id != first
+
+
+async def test_a_worker_that_leaves_is_out_at_once(house: Running) -> None:
+    worker = await house.worker()
+    await worker.leave()
+    began = time.monotonic()
+    while await _names(house):
+        await asyncio.sleep(0.02)
+        assert time.monotonic() - began < 2
+
+
+async def test_a_silent_worker_is_out_within_two_seconds_and_its_late_answer_changes_nothing(house: Running) -> None:
+    silent = await house.worker("silent")
+    await silent.leave()
+    membership = SilentMembership(house, silent)
+    await membership.join()
+    silent.script.hold_at = 5
+    silent.script.picture = lambda index: b"too late"
+    call = house.generate("order-1", prompt="a star")
+    job_id = (await told(call)).job_id
+    await asyncio.wait_for(silent.arrived.wait(), 2)
+    other = await house.worker("w2")
+    other.script.hold_at = 5
+    began = time.monotonic()
+    await _within(2.2, lambda: len(other.requests) == 1)
+    assert time.monotonic() - began <= 2.0
+    assert await _names(house) == ["w2"]
+    silent.script.release.set()
+    await asyncio.sleep(0.2)
+    assert (await house.job(job_id)).state == image_pb2.JOB_STATE_RUNNING
+    other.script.release.set()
+    completed = [answer.event async for answer in call][-1].completed
+    assert [image.data for image in completed.images] == [b"picture 0"]
+    assert completed.provenance.worker == "w2"
+    await membership.close()
+
+
+async def test_a_worker_that_wakes_up_again_is_freed_of_what_counts_no_more(house: Running) -> None:
+    frozen = await house.worker("frozen")
+    await frozen.leave()
+    membership = SilentMembership(house, frozen)
+    await membership.join()
+    frozen.script.hold_at = 5
+    job = await house.submit(prompt="a star")
+    await asyncio.wait_for(frozen.arrived.wait(), 2)
+    await house.worker("w2")
+    await house.ended(job.job_id)
+    assert frozen.cancelled.empty()
+    awake = SilentMembership(house, frozen)
+    frozen.still_running(job.job_id, 1)
+    await awake.join()
+    await awake.speak()
+    stopped = await asyncio.wait_for(frozen.cancelled.get(), 2)
+    assert (stopped.job_id, stopped.number) == (job.job_id, 1)
+    await membership.close()
+    await awake.close()
+
+
+async def test_a_short_break_of_the_fleet_stream_costs_no_attempt(house: Running) -> None:
+    worker = await house.worker("w1")
+    worker.script.hold_at = 5
+    job = await house.submit(prompt="a star")
+    await asyncio.wait_for(worker.arrived.wait(), 2)
+    assert worker.membership is not None
+    await worker.membership.stop()
+    await asyncio.sleep(0.3)
+    worker.membership.start()
+    await asyncio.wait_for(worker.membership.joined.wait(), 2)
+    worker.script.release.set()
+    ended = await house.ended(job.job_id)
+    assert (ended.state, ended.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 1)
+
+
+async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new(house: Running) -> None:
+    draining = await house.worker("w1")
+    draining.script.hold_at = 5
+    running = await house.submit(prompt="a star")
+    await asyncio.wait_for(draining.arrived.wait(), 2)
+    draining.draining = True
+    assert draining.membership is not None
+    draining.membership.changed()
+    await asyncio.sleep(0.1)
+    waits = await house.submit(prompt="another")
+    await asyncio.sleep(0.3)
+    assert (await house.job(waits.job_id)).state == image_pb2.JOB_STATE_QUEUED
+    draining.script.release.set()
+    assert (await house.ended(running.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+    other = await house.worker("w2")
+    assert (await house.ended(waits.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+    assert (len(draining.requests), len(other.requests)) == (1, 1)
+
+
+async def test_a_job_waits_for_a_worker_only_as_long_as_the_grace() -> None:
+    async with running_gateway(model_grace_s=1.0) as house:
+        worker = await house.worker()
+        await worker.die()
+        call = house.generate("order-1", prompt="a star")
+        assert (await told(call)).WhichOneof("event") == "queued"
+        assert isinstance(await refusal(lambda: call), errors.NoWorker)
+        error = await refusal(lambda: house.generate(prompt="another"))
+        assert isinstance(error, errors.NoWorker)
+        assert error.retry_after_s
+
+
+async def test_a_service_that_does_not_say_who_it_is_is_refused(house: Running) -> None:
+    for first in (fleet_pb2.JoinRequest(), fleet_pb2.JoinRequest(registration=fleet_pb2.Registration(name="x"))):
+        call = house.fleet.Join(iter([first]))
+        assert isinstance(await refusal(lambda call=call: call), errors.InvalidRequest)  # type: ignore[misc]
+
+
+async def test_a_stopping_gateway_finishes_what_it_has_and_takes_nothing_new() -> None:
+    async with running_gateway() as house:
+        worker = await house.worker()
+        worker.script.hold_at = 5
+        call = house.generate("order-1", prompt="a star")
+        await told(call)
+        await asyncio.wait_for(worker.arrived.wait(), 2)
+        stopping = asyncio.create_task(house.gateway.server.drain(house.gateway.finish))
+        await asyncio.sleep(0.5)
+        error = await refusal(lambda: house.generate(prompt="another"))
+        assert isinstance(error, errors.Draining)
+        assert not stopping.done()
+        worker.script.release.set()
+        events = [answer.event async for answer in call]
+        assert events[-1].WhichOneof("event") == "completed"
+        await asyncio.wait_for(stopping, 3)
+
+
+async def test_a_stopping_gateway_tells_those_it_cannot_finish() -> None:
+    async with running_gateway(drain_grace_s=0.5) as house:
+        worker = await house.worker()
+        worker.script.hold_at = 5
+        call = house.generate("order-1", prompt="a star")
+        await told(call)
+        stopping = asyncio.create_task(house.gateway.server.drain(house.gateway.finish))
+        assert isinstance(await refusal(lambda: call), errors.Draining)
+        await asyncio.wait_for(stopping, 3)
