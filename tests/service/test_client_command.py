@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import resource
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,14 +138,18 @@ def test_a_picture_is_drawn_again_like_it_was_but_for_what_is_changed(
     gateway: ScriptedGateway, address: str, own_folder: Path
 ) -> None:
     info = PIL.PngImagePlugin.PngInfo()
-    info.add_itxt("bottega", json.dumps({"prompt": "a red star", "seed": "7", "num_inference_steps": 30}))
+    then = {"prompt": "a red star", "seed": "7", "num_inference_steps": 30, "format": "IMAGE_FORMAT_PNG"}
+    info.add_itxt("bottega", json.dumps(then))
     data = io.BytesIO()
     PIL.Image.new("RGB", (8, 8)).save(data, "png", pnginfo=info)
     (own_folder / "star.png").write_bytes(data.getvalue())
-    gateway.scripts = [[completed()]]
-    assert run("generate", "--like", "star.png", "--steps", "50", address=address).exit_code == 0
+    jpeg = image(0, b"jpeg")
+    jpeg.format = generation_pb2.IMAGE_FORMAT_JPEG
+    gateway.scripts = [[completed(jpeg)]]
+    assert run("generate", "--like", "star.png", "--steps", "50", "-o", "new.jpg", address=address).exit_code == 0
     spec = gateway.requests[0].spec
     assert (spec.prompt, spec.seed, spec.num_inference_steps) == ("a red star", 7, 50)
+    assert spec.format == generation_pb2.IMAGE_FORMAT_JPEG
 
 
 def test_a_cut_prompt_is_said(gateway: ScriptedGateway, address: str) -> None:
@@ -151,6 +157,18 @@ def test_a_cut_prompt_is_said(gateway: ScriptedGateway, address: str) -> None:
     done.completed.provenance.truncations.add(field="prompt", text="and so on")
     gateway.scripts = [[done]]
     assert "without effect: and so on" in run("generate", "a star", address=address).stderr
+
+
+def test_ctrl_c_cancels_the_job(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), threading.Event()]]
+    command = [sys.executable, "-m", "bottega.client.cli", "generate", "a star", "--address", address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "queued" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 1
+        assert process.stderr.read() == "error: stopped; the job is cancelled\n"
+    assert gateway.cancelled == ["job-1"]
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,9 @@ def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) ->
     prompt = then if prompt is None else prompt
     if prompt is None:
         raise click.UsageError("say what to draw: bottega generate PROMPT")
-    options = cast(
-        "GenerationOptions", {**options, **{name: value for name, value in given.items() if value is not None}}
-    )
+    options.pop("format", None)  # the new file's name says it
+    chosen = {name: value for name, value in given.items() if value is not None}
+    options = cast("GenerationOptions", options | chosen)
     if like and "strength" in options and "image" not in options:
         raise click.UsageError(f"{like} was drawn from another picture: give that one by --image.")
     return prompt, options

@@ -1,0 +1,141 @@
+"""`bottega up` for real: a gateway and a worker of the embedded model, as a newcomer starts them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import PIL.Image
+import psutil
+import pytest
+
+from bottega.client.suite.state import Record, StateFolder
+
+BOTTEGA = [sys.executable, "-m", "bottega.client.cli"]
+
+# A worker of the miniature is warm in 7 s with free cores; tests share theirs.
+START_S = 90.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Up:
+    """A `bottega up` in the foreground, and what it printed."""
+
+    process: subprocess.Popen[bytes]
+    state: StateFolder
+    printed: Path
+
+    def record(self) -> Record:
+        found = self.state.read()
+        assert found is not None
+        return found
+
+    def family(self) -> list[psutil.Process]:
+        members: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return members
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    folder = tmp_path_factory.mktemp("up")
+    state = StateFolder(folder / "state")
+    printed = folder / "printed"
+    with printed.open("wb") as output:
+        process = subprocess.Popen(
+            [*BOTTEGA, "up", "--port", "0", "--threads", "1", "--device", "cpu", "--state", str(state.root)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    started = Up(process=process, state=state, printed=printed)
+    try:
+        until(lambda: "Ready after" in printed.read_text() or process.poll() is not None, START_S, printed)
+        assert process.poll() is None, printed.read_text()
+        yield started
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def bottega(up: Up, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "BOTTEGA_STATE": str(up.state.root)}
+    environment.pop("BOTTEGA_ADDRESS", None)
+    return subprocess.run(
+        [*BOTTEGA, *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=cwd, env=environment
+    )
+
+
+def test_a_newcomer_draws_a_picture_and_draws_it_again(up: Up, tmp_path: Path) -> None:
+    drawn = bottega(up, "generate", "a big red star", "-o", "star.png", "--seed", "7", "--steps", "4", cwd=tmp_path)
+    assert drawn.returncode == 0, drawn.stderr
+    assert "star.png  64x64  seed 7" in drawn.stdout
+    assert "denoise" in drawn.stdout
+    again = bottega(up, "generate", "--like", "star.png", "-o", "again.png", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    with PIL.Image.open(tmp_path / "star.png") as first, PIL.Image.open(tmp_path / "again.png") as second:
+        assert first.tobytes() == second.tobytes()
+
+
+def test_a_second_instance_is_refused_with_the_first_ones_id(up: Up) -> None:
+    second = bottega(up, "up", "--port", "0")
+    assert second.returncode == 1
+    assert f"process {up.process.pid}" in second.stderr
+    assert "bottega stop" in second.stderr
+
+
+def test_the_doctor_finds_a_healthy_suite(up: Up) -> None:
+    checked = bottega(up, "doctor")
+    assert checked.returncode == 0, checked.stdout
+    assert f"the gateway at {up.record().address} serves" in checked.stdout
+    assert "1 joined, for miniature" in checked.stdout
+
+
+def test_a_killed_worker_is_started_again(up: Up, tmp_path: Path) -> None:
+    pids = {child.name: child.pid for child in up.record().children}
+    os.kill(pids["worker-0"], signal.SIGKILL)
+    until(lambda: "worker-0   was killed by SIGKILL; starting it again" in up.printed.read_text(), 10, up.printed)
+    until(lambda: up.printed.read_text().count("worker-0   serves") == 2, START_S, up.printed)
+    assert up.process.poll() is None
+    assert {child.name: child.pid for child in up.record().children} != pids
+    drawn = bottega(up, "generate", "a star", "-o", "star.png", "--steps", "2", cwd=tmp_path)
+    assert drawn.returncode == 0, drawn.stderr
+
+
+def test_ctrl_c_leaves_nothing(up: Up) -> None:
+    family = up.family()
+    assert len(family) >= 3
+    os.kill(up.process.pid, signal.SIGINT)
+    assert up.process.wait(20) == 0
+    assert [member for member in family if member.is_running()] == []
+    assert up.printed.read_text().endswith("Stopped; nothing is left running.\n")
+    assert not up.state.is_held()
+    assert bottega(up, "models").returncode == 1
+
+
+def test_a_suite_in_the_background_that_does_not_start_says_why(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    failed = subprocess.run(
+        [*BOTTEGA, "up", "-d", "--port", "0", "--model", str(tmp_path / "nothing"), "--state", str(state)],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    assert failed.returncode == 1
+    assert "worker-0 does not start" in failed.stderr
+    assert "bottega doctor" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert not StateFolder(state).is_held()
+
+
+def until(true: Callable[[], bool], timeout_s: float, printed: Path) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline_s, printed.read_text()
+        time.sleep(0.05)
