@@ -120,18 +120,23 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
 
 def test_a_suite_in_the_background_that_does_not_start_says_why(tmp_path: Path) -> None:
     state = tmp_path / "state"
+    options = ["--port", "0", "--device", "cuda:63", "--state", str(state)]
     failed = subprocess.run(
-        [*BOTTEGA, "up", "-d", "--port", "0", "--model", str(tmp_path / "nothing"), "--state", str(state)],
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        check=False,
+        [*BOTTEGA, "up", "--detach", *options], capture_output=True, text=True, timeout=START_S, check=False
     )
     assert failed.returncode == 1
     assert "worker-0 does not start" in failed.stderr
     assert "bottega doctor" in failed.stderr
-    assert "Traceback" not in failed.stderr
     assert not StateFolder(state).is_held()
+
+
+def test_a_folder_that_is_no_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    command = [*BOTTEGA, "up", "--model", str(tmp_path), "--state", str(state)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+    assert refused.returncode == 1
+    assert "model_index.json" in refused.stderr
+    assert not state.exists()
 
 
 def until(true: Callable[[], bool], timeout_s: float, printed: Path) -> None:

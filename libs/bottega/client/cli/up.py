@@ -33,6 +33,7 @@ def command(*, state: StateFolder, detach: bool, in_background: bool, **wished: 
     from bottega.client.suite.plan import SuiteWish
     from bottega.client.suite.state import AlreadyHeld
 
+    _check_model(wished["model"])
     try:
         if detach:
             _detached(SuiteWish(**wished), state)
@@ -50,6 +51,16 @@ def command(*, state: StateFolder, detach: bool, in_background: bool, **wished: 
             f"the state folder {state.root} cannot be used: {error.strerror}",
             "Name another one: --state FOLDER or BOTTEGA_STATE.",
         )
+
+
+def _check_model(model: str) -> None:
+    """Says at once what a worker would say after three tries."""
+    from bottega.client.checkup.finding import Level
+    from bottega.client.checkup.model import check_model
+
+    for finding in check_model(model):
+        if finding.level is Level.FAIL:
+            fail(finding.what, "Give miniature, or a folder in Diffusers' layout: bottega up --model FOLDER")
 
 
 def _foreground(wish: SuiteWish, state: StateFolder, *, in_background: bool) -> None:
@@ -70,9 +81,13 @@ def _foreground(wish: SuiteWish, state: StateFolder, *, in_background: bool) -> 
 
 def _detached(wish: SuiteWish, state: StateFolder) -> None:
     from bottega.client.cli.running import say_ready
-    from bottega.client.suite.background import start_in_background
+    from bottega.client.suite.background import DidNotStart, start_in_background
 
-    began = start_in_background(wish, state)
+    try:
+        began = start_in_background(wish, state)
+    except DidNotStart as error:
+        note(error.message)  # it has said already what to do
+        raise SystemExit(1) from None
     say(f"Bottega runs in the background as process {began.pid}; logs in {state.logs}; bottega stop ends it.")
     say_ready(began.address, began.seconds, state)
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 from bottega.client.files import write_whole
 
 STATE_VARIABLE = "BOTTEGA_STATE"
+
+_INSTANT_S = 0.05
 
 
 class AlreadyHeld(Exception):
@@ -63,10 +67,7 @@ class StateFolder:
         for folder in (self.root, self.logs, self.config):
             folder.mkdir(parents=True, exist_ok=True)
         with self._lock.open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise AlreadyHeld from None
+            _lock(lock)
             yield
 
     def is_held(self) -> bool:
@@ -103,7 +104,14 @@ class StateFolder:
         self._record.unlink(missing_ok=True)
 
     @property
-    def _lock(self) -> Path:
+    def default_state_folder() -> Path:
+    """$BOTTEGA_STATE, else bottega in $XDG_STATE_HOME, else in ~/.local/state."""
+    if chosen := os.environ.get(STATE_VARIABLE):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "bottega"
+
+
+def _lock(self) -> Path:
         return self.root / "suite.lock"
 
     @property
@@ -111,8 +119,14 @@ class StateFolder:
         return self.root / "suite.json"
 
 
-def default_state_folder() -> Path:
-    """$BOTTEGA_STATE, else bottega in $XDG_STATE_HOME, else in ~/.local/state."""
-    if chosen := os.environ.get(STATE_VARIABLE):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "bottega"
+def _lock(file: IO[str]) -> None:
+    # Whoever asks is_held() holds a shared lock for an instant: that is no instance.
+    for last in (False, False, False, True):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if last:
+                raise AlreadyHeld from None
+            time.sleep(_INSTANT_S)
+        else:
+            return
