@@ -67,7 +67,7 @@ class StateFolder:
         for folder in (self.root, self.logs, self.config):
             folder.mkdir(parents=True, exist_ok=True)
         with self._lock.open("a") as lock:
-            _lock(lock)
+            _lock_alone(lock)
             yield
 
     def is_held(self) -> bool:
@@ -104,14 +104,7 @@ class StateFolder:
         self._record.unlink(missing_ok=True)
 
     @property
-    def default_state_folder() -> Path:
-    """$BOTTEGA_STATE, else bottega in $XDG_STATE_HOME, else in ~/.local/state."""
-    if chosen := os.environ.get(STATE_VARIABLE):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "bottega"
-
-
-def _lock(self) -> Path:
+    def _lock(self) -> Path:
         return self.root / "suite.lock"
 
     @property
@@ -119,7 +112,14 @@ def _lock(self) -> Path:
         return self.root / "suite.json"
 
 
-def _lock(file: IO[str]) -> None:
+def default_state_folder() -> Path:
+    """$BOTTEGA_STATE, else bottega in $XDG_STATE_HOME, else in ~/.local/state."""
+    if chosen := os.environ.get(STATE_VARIABLE):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "bottega"
+
+
+def _lock_alone(file: IO[str]) -> None:
     # Whoever asks is_held() holds a shared lock for an instant: that is no instance.
     for last in (False, False, False, True):
         try:
