@@ -118,10 +118,11 @@ def test_a_later_attempt_of_a_job_supersedes_the_earlier(attempts: Attempts) -> 
     first = held(attempts, "job", 1)
     second = AttemptKey(job_id="job", number=2)
     assert attempts.find(second) is None
-    assert attempts.earlier(second) is first
+    assert attempts.superseded(second) is first
     held(attempts, "job", 2)
+    assert attempts.find(KEY) is None
     with pytest.raises(StaleAttempt):
-        attempts.find(KEY)
+        attempts.superseded(KEY)
     assert [attempt.key for attempt in attempts] == [second]
 
 

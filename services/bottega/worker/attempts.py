@@ -216,16 +216,16 @@ class Attempts:
         self._by_job: dict[str, Attempt] = {}
 
     def find(self, key: AttemptKey) -> Attempt | None:
-        """The attempt, when it is held. Raises StaleAttempt when a later one of its job is."""
+        """The attempt, when it is held."""
+        attempt = self._by_job.get(key.job_id)
+        return attempt if attempt is not None and attempt.key == key else None
+
+    def superseded(self, key: AttemptKey) -> Attempt | None:
+        """The earlier attempt of the job, which this one supersedes. Raises StaleAttempt when a later one is held."""
         attempt = self._by_job.get(key.job_id)
         if attempt is not None and attempt.key.number > key.number:
             raise StaleAttempt(f"attempt {key.number} is superseded by attempt {attempt.key.number}")
-        return attempt if attempt is not None and attempt.key == key else None
-
-    def earlier(self, key: AttemptKey) -> Attempt | None:
-        """The attempt of the same job that this one would supersede."""
-        attempt = self._by_job.get(key.job_id)
-        return attempt if attempt is not None and attempt.key.number < key.number else None
+        return attempt if attempt is not None and attempt.key != key else None
 
     def add(self, key: AttemptKey) -> Attempt:
         """Holds a new attempt, in place of an earlier one of its job. Raises QueueFull when it holds too many."""

@@ -89,9 +89,9 @@ class Worker:
         known = self.attempts.find(order.key)
         if known is not None:
             return known
+        earlier = self.attempts.superseded(order.key)
         if self._draining:
             raise Draining("the worker is stopping")
-        earlier = self.attempts.earlier(order.key)
         if earlier is not None:
             self._drop(earlier, StaleAttempt(f"superseded by attempt {order.key.number}"))
         attempt = self.attempts.add(order.key)
@@ -101,7 +101,7 @@ class Worker:
         return attempt
 
     def cancel(self, key: AttemptKey) -> bool:
-        """Stops an attempt and forgets it. Whether it was held. Raises StaleAttempt when a later one is."""
+        """Stops an attempt and forgets it. Whether it was held."""
         attempt = self.attempts.find(key)
         if attempt is None:
             return False
