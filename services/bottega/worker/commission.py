@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from bottega.errors import BottegaError, DeadlinePassed, InternalError
@@ -69,7 +69,9 @@ class Commission:
         on_end: Callable[[Commission], None],
     ) -> None:
         self.attempt = attempt
-        self._order = order
+        self._order = replace(order, image=b"", checkpoint=b"")  # not kept while the engine works
+        self._image, self._checkpoint = order.image, order.checkpoint
+        self._redraws = bool(order.image)
         self._engine = engine
         self._pictures = pictures
         self._metrics = metrics
@@ -90,7 +92,7 @@ class Commission:
         spec = self._order.spec
         steps = spec.num_inference_steps * (spec.num_images or 1)
         strength = spec.strength if spec.HasField("strength") else _DEFAULT_STRENGTH
-        return max(1, int(steps * strength)) if self._order.image else steps
+        return max(1, int(steps * strength)) if self._redraws else steps
 
     @property
     def in_engine(self) -> bool:
@@ -138,15 +140,16 @@ class Commission:
         start = command.start
         start.attempt.CopyFrom(_attempt_id(self._order.key))
         start.spec.CopyFrom(self._order.spec)
-        start.checkpoint = self._order.checkpoint
+        start.checkpoint = self._checkpoint
         start.preview = self._order.preview
-        size_bytes = len(self._order.checkpoint)
-        if self._order.image:
-            source = await self._pictures.source(self._order.image, self._order.spec)
+        size_bytes = len(self._checkpoint)
+        if self._redraws:
+            source = await self._pictures.source(self._image, self._order.spec)
             self._digest = source.digest
             self._took("decode_image", "decode", source.seconds)
             await source.tensor_into(start.image)
             size_bytes += len(source.pixels.data)
+        self._image = self._checkpoint = b""
         self._engine.send(command, size_bytes)
         self._in_engine = True
 
