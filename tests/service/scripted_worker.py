@@ -55,7 +55,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.script = Script()
         self.requests: list[worker_pb2.RunAttemptRequest] = []
         self.arrived = asyncio.Event()
-        self.staged: dict[str, bytes] = {}
         self.cancelled: asyncio.Queue[worker_pb2.AttemptId] = asyncio.Queue()
         self.checkpoints: asyncio.Queue[worker_pb2.WatchCheckpointsResponse] = asyncio.Queue()
         self.backlogs: list[int] = []
@@ -158,15 +157,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         provenance = generation_pb2.Provenance(worker=self.name, exact=True)
         completed = worker_pb2.AttemptCompleted(provenance=provenance)
         return [*chunks, worker_pb2.RunAttemptResponse(completed=completed)]
-
-    async def StageImage(
-        self, request_iterator: AsyncIterator[worker_pb2.StageImageRequest], context: object
-    ) -> worker_pb2.StageImageResponse:
-        """See the contract."""
-        parts = [request async for request in request_iterator]
-        image = b"".join(part.chunk for part in parts)
-        self.staged[parts[0].attempt.job_id] = image
-        return worker_pb2.StageImageResponse(size_bytes=len(image))
 
     async def CancelAttempt(
         self, request: worker_pb2.CancelAttemptRequest, context: object

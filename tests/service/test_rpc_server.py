@@ -137,11 +137,11 @@ async def test_the_callers_request_id_is_bound_to_the_logs(served: Served) -> No
 async def test_health_is_down_until_serving(served: Served) -> None:
     server, _, channel = served
     check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
-    for service in ("", NAME):
-        request = health_pb2.HealthCheckRequest(service=service)
-        await server.set_serving(False)
+    requests = [health_pb2.HealthCheckRequest(service=service) for service in ("", NAME)]
+    for request in requests:
         assert (await check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        await server.set_serving(True)
+    await server.set_serving(True)
+    for request in requests:
         assert (await check(request)).status == health_pb2.HealthCheckResponse.SERVING
 
 

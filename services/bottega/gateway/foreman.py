@@ -135,7 +135,8 @@ class Foreman:
 
     def member_changed(self, member: Member) -> None:
         """See FleetObserver."""
-        self._count_members()
+        if not member.connected:
+            self._count_members()
         self._stop_stale_attempts(member)
         self._pump_for(member)
 
