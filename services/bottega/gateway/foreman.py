@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
 
 from bottega.errors import BottegaError, DeadlinePassed, Draining, NoWorker, WorkerLost
-from bottega.gateway import defaults
 from bottega.gateway.clock import Clock
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Fleet, Member
@@ -24,7 +22,8 @@ from bottega.gateway.jobs import Job, Picture, Standing
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.queueing import JobQueue
 from bottega.gateway.results import ResultStore
-from bottega.gateway.scheduler import Demand, Seat, Waiting, assign, estimates
+from bottega.gateway.scheduler import assign, estimates
+from bottega.gateway.seating import Seating
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1.fleet_pb2 import ServiceKind
 from bottega.v1.generation_pb2 import Provenance
@@ -34,10 +33,6 @@ from bottega.v1.image_pb2 import JobState
 _LATE_S = 0.5
 _TICK_S = 0.1
 _TICKS_PER_SECOND = 10
-# A worker that was lost with a job gets it again only if it was heard this long afterwards.
-_TRUST_AFTER_S = 0.25
-# Rows of an attempt that another gateway gave to a worker: unknown, so those of a guided image.
-_FOREIGN_ROWS = 2
 _WAITING_LOOKED_AT = 64
 
 _log = logging.getLogger(__name__)
@@ -60,6 +55,7 @@ class Foreman:
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
+        self._seating = Seating(dispatcher, log)
         self._queue = queue
         self._jobs = log
         self._results = results
@@ -196,8 +192,8 @@ class Foreman:
         began = time.thread_time()
         members = {member.name: member for member in self._fleet.workers(model)}
         looked_at = list(itertools.islice(line, _WAITING_LOOKED_AT))
-        waiting = [self._waiting(job, members) for job in looked_at]
-        for assignment in assign(waiting, self._seats(members)):
+        waiting = [self._seating.waiting(job, members) for job in looked_at]
+        for assignment in assign(waiting, self._seating.seats(members)):
             job = self._jobs.get(assignment.job_id)
             self._queue.remove(job)
             job.stand(Standing(place=0, estimate_s=assignment.estimate_s))
@@ -205,44 +201,6 @@ class Foreman:
             self._dispatcher.run(job, members[assignment.worker])
             began = time.thread_time()
         self._tell_backlogs()
-
-    def _seats(self, members: dict[str, Member]) -> list[Seat]:
-        return [
-            Seat(
-                worker=member.name,
-                running=tuple(self._running(member)),
-                times=member.times,
-                fixed_s=max(0.0, member.load.fixed_s),
-                max_rows=member.load.max_rows,
-            )
-            for member in members.values()
-        ]
-
-    def _running(self, member: Member) -> list[Demand]:
-        """What still denoises on a worker, as far as is known."""
-        told = {attempt.attempt.job_id: attempt.steps_left for attempt in member.load.running}
-        demands = []
-        for job in self._dispatcher.running_on(member):
-            left = min(job.steps_total - job.steps_done, told.pop(job.job_id, job.steps_total))
-            if left > 0:
-                demands.append(_demand(job, left))
-        for job_id, left in told.items():
-            if left > 0 and self._jobs.find(job_id) is None:
-                demands.append(Demand(rows=_FOREIGN_ROWS, steps=left, shape=(0, 0)))
-        return demands
-
-    def _waiting(self, job: Job, members: dict[str, Member]) -> Waiting:
-        return Waiting(
-            job_id=job.job_id,
-            demand=_demand(job, job.steps_total - (job.checkpoint.steps_done if job.checkpoint else 0)),
-            avoid=job.lost_worker if self._must_avoid(job, members) else "",
-        )
-
-    def _must_avoid(self, job: Job, members: dict[str, Member]) -> bool:
-        suspect = members.get(job.lost_worker) if job.lost_worker else None
-        if suspect is None:
-            return False
-        return len(members) > 1 or suspect.heard_at < job.lost_at + _TRUST_AFTER_S
 
     def _stop_stale_attempts(self, member: Member) -> None:
         """Frees a worker of attempts that count no more, such as after it was frozen for a while."""
@@ -317,7 +275,7 @@ class Foreman:
 
     def _estimates(self, model: str, line: Sequence[Job]) -> list[float | None]:
         members = {member.name: member for member in self._fleet.workers(model)}
-        return estimates([self._waiting(job, members) for job in line], self._seats(members))
+        return estimates([self._seating.waiting(job, members) for job in line], self._seating.seats(members))
 
     def _tell_backlogs(self) -> None:
         for member in self._fleet.members():
@@ -328,9 +286,3 @@ class Foreman:
         counts = Counter(member.registration.kind for member in self._fleet.members())
         for kind in ServiceKind.values()[1:]:
             self._metrics.members(ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower(), counts[kind])
-
-
-def _demand(job: Job, steps_left: int) -> Demand:
-    """steps_left: over all images; they run side by side."""
-    steps = math.ceil(max(0, steps_left) / job.spec.num_images)
-    return Demand(rows=defaults.rows(job.spec), steps=steps, shape=job.shape)

@@ -1,0 +1,76 @@
+"""Workers and jobs as the scheduler sees them: what still denoises where, and what waits asks for.
+
+Reads fleet members, attempts and jobs; decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from bottega.gateway import defaults
+from bottega.gateway.dispatch import Dispatcher
+from bottega.gateway.fleet import Member
+from bottega.gateway.job_log import JobLog
+from bottega.gateway.jobs import Job
+from bottega.gateway.scheduler import Demand, Seat, Waiting
+
+# A worker that was lost with a job gets it again only if it was heard this long afterwards.
+_TRUST_AFTER_S = 0.25
+# Rows of an attempt that another gateway gave to a worker: unknown, so those of a guided image.
+_FOREIGN_ROWS = 2
+
+
+class Seating:
+    """Translates for the scheduler."""
+
+    def __init__(self, dispatcher: Dispatcher, log: JobLog) -> None:
+        self._dispatcher = dispatcher
+        self._jobs = log
+
+    def seats(self, members: Mapping[str, Member]) -> list[Seat]:
+        """The workers, by what they run."""
+        return [
+            Seat(
+                worker=member.name,
+                running=tuple(self._running(member)),
+                times=member.times,
+                fixed_s=max(0.0, member.load.fixed_s),
+                max_rows=member.load.max_rows,
+            )
+            for member in members.values()
+        ]
+
+    def waiting(self, job: Job, members: Mapping[str, Member]) -> Waiting:
+        """A job that waits, by what it asks for; a checkpoint saves it steps."""
+        return Waiting(
+            job_id=job.job_id,
+            demand=_demand(job, job.steps_total - (job.checkpoint.steps_done if job.checkpoint else 0)),
+            avoid=job.lost_worker if _must_avoid(job, members) else "",
+        )
+
+    def _running(self, member: Member) -> list[Demand]:
+        """What still denoises on a worker, as far as is known."""
+        told = {attempt.attempt.job_id: attempt.steps_left for attempt in member.load.running}
+        demands = []
+        for job in self._dispatcher.running_on(member):
+            left = min(job.steps_total - job.steps_done, told.pop(job.job_id, job.steps_total))
+            if left > 0:
+                demands.append(_demand(job, left))
+        for job_id, left in told.items():
+            if left > 0 and self._jobs.find(job_id) is None:
+                demands.append(Demand(rows=_FOREIGN_ROWS, steps=left, shape=(0, 0)))
+        return demands
+
+
+def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:
+    suspect = members.get(job.lost_worker) if job.lost_worker else None
+    if suspect is None:
+        return False
+    return len(members) > 1 or suspect.heard_at < job.lost_at + _TRUST_AFTER_S
+
+
+def _demand(job: Job, steps_left: int) -> Demand:
+    """steps_left: over all images; they run side by side."""
+    steps = math.ceil(max(0, steps_left) / job.spec.num_images)
+    return Demand(rows=defaults.rows(job.spec), steps=steps, shape=job.shape)
