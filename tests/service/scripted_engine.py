@@ -41,7 +41,8 @@ class Engine:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.drawings: dict[str, Drawing] = {}
-        self.backlogs: list[int] = []
+        self.backlog = 0
+        self.cancels = 0
         self.turns = 0
 
     def say(self, **event: object) -> None:
@@ -58,9 +59,10 @@ class Engine:
                     )
                 )
             case "cancel":
-                self.drawings.pop(command.cancel.attempt.job_id, None)
+                self.cancels += 1
+                del self.drawings[command.cancel.attempt.job_id]
             case "backlog":
-                self.backlogs.append(command.backlog.requests)
+                self.backlog = command.backlog.requests
 
     def turn(self) -> None:
         self.turns += 1
@@ -115,8 +117,8 @@ class Engine:
         running = [
             fleet_pb2.RunningAttempt(attempt=d.attempt, steps_left=d.steps - d.done) for d in self.drawings.values()
         ]
-        # What it was told of the backlog is reported back as fixed_s, for tests to see.
-        fixed_s = float(self.backlogs[-1]) if self.backlogs else 0.0
+        # What it was told is reported back as fixed_s, for tests to see: the backlog, and 100 for each cancel.
+        fixed_s = 100.0 * self.cancels + self.backlog
         times = [fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=2, seconds=0.02)]
         self.say(beat=engine_pb2.EngineBeat(turns=self.turns, running=running, step_times=times, fixed_s=fixed_s))
 

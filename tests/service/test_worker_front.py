@@ -233,7 +233,8 @@ async def test_cancelling_stops_and_forgets(start: Start) -> None:
     assert not (await running.stub.CancelAttempt(cancel, timeout=5)).known
     listed = await running.stub.ListAttempts(worker_pb2.ListAttemptsRequest(), timeout=5)
     assert not listed.attempts
-    order.spec.num_inference_steps = 5  # the engine has dropped it too: the same name starts anew
+    await eventually(lambda: running.worker.load().fixed_s == 100)  # the engine was told, once
+    order.spec.num_inference_steps = 5
     assert kinds(await running.events(order))[-1] == "completed"
 
 

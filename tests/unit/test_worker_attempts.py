@@ -78,6 +78,7 @@ async def test_a_slow_follower_is_told_only_the_newest_progress() -> None:
         attempt.advance(Progress(steps_done=step))
     assert await told(stream) == Progress(steps_done=3)
     attempt.advance(Progress(steps_done=2))  # older than what is known
+    assert attempt.steps_done == 3
     attempt.advance(Progress(steps_done=4))
     assert await told(stream) == Progress(steps_done=4)
 

@@ -115,6 +115,7 @@ class AsyncChannel:
 
         Raises InternalError for a frame beyond the limit.
         """
+        await asyncio.sleep(0)  # frames that are here already do not suspend: let others have their turn between them
         header = await self._read(_LENGTH.size)
         if header is None:
             return None
