@@ -11,10 +11,9 @@ from typing import Any
 import grpc
 
 from bottega.errors import BottegaError
-from bottega.gateway.config import GatewayConfig
+from bottega.gateway.config import GatewayConfig, GatewayServerConfig
 from bottega.gateway.gateway import Gateway
 from bottega.rpc.channel import open_channel
-from bottega.rpc.server import ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2_grpc, image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -73,7 +72,9 @@ class Running:
 @contextlib.asynccontextmanager
 async def running_gateway(*, codec_processes: int = 0, **config: Any) -> AsyncIterator[Running]:
     """Serves until the block ends. Most tests send no images and need no codec process."""
-    server = ServerConfig(drain_grace_s=config.pop("drain_grace_s", 5.0))
+    server = GatewayServerConfig(
+        listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_grace_s=config.pop("drain_grace_s", 5.0)
+    )
     gateway = Gateway(GatewayConfig(server=server, codec_processes=codec_processes, **config))
     await gateway.server.start()
     await gateway.warm_up()

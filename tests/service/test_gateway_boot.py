@@ -44,6 +44,8 @@ async def test_a_gateway_serves_and_ends_on_sigterm_with_its_codec_processes(tmp
     [
         ("max_quoued: 3\n", "max_quoued"),
         ("lease_s: soon\n", "lease_s"),
+        ("lease_s: -1\n", "lease_s"),
+        ("server: {log_level: loud}\n", "server.log_level"),
         ("server: {listen: nowhere}\n", "nowhere"),
     ],
 )

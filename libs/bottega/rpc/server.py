@@ -10,13 +10,13 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from bottega.config import STRICT
 from bottega.errors import ConfigError
@@ -38,16 +38,20 @@ Step = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What every service may be told about its server."""
+    """What every service may be told about its server.
+
+    listen, metrics_listen: host:port; port 0 is any free one. drain_grace_s: for calls to end after SIGTERM.
+    default_deadline_s: of calls whose caller set none.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     listen: str = "127.0.0.1:0"
     metrics_listen: str = "127.0.0.1:0"
-    drain_grace_s: float = 20.0
-    max_message_mib: int = MAX_MESSAGE_MIB
-    default_deadline_s: float = 600.0
-    log_level: str = "info"
+    drain_grace_s: Annotated[float, Field(gt=0)] = 20.0
+    max_message_mib: Annotated[int, Field(ge=1, le=1024)] = MAX_MESSAGE_MIB
+    default_deadline_s: Annotated[float, Field(gt=0)] = 600.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 class Server:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from bottega.config import STRICT
 from bottega.rpc.server import ServerConfig
 
 DEFAULT_ADDRESS = "127.0.0.1:8470"
 DEFAULT_METRICS_ADDRESS = "127.0.0.1:8471"
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayServerConfig(ServerConfig):
+    """The gateway is where everybody looks for it."""
+
+    listen: str = DEFAULT_ADDRESS
+    metrics_listen: str = DEFAULT_METRICS_ADDRESS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +43,19 @@ class GatewayConfig:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    name: str = "gateway"
-    server: ServerConfig = field(
-        default_factory=lambda: ServerConfig(listen=DEFAULT_ADDRESS, metrics_listen=DEFAULT_METRICS_ADDRESS)
-    )
-    max_queued: int = 256
-    max_queued_bytes: int = 512 << 20
-    max_jobs: int = 10_000
-    jobs_bytes: int = 128 << 20
-    jobs_ttl_s: float = 3600.0
-    results_bytes: int = 512 << 20
-    results_ttl_s: float = 3600.0
-    max_result_bytes: int = 128 << 20
-    lease_s: float = 1.5
-    model_grace_s: float = 30.0
-    max_attempts: int = 3
-    codec_processes: int = 1
-    max_image_bytes: int = 8 << 20
-    max_image_pixels: int = 4096 * 4096
+    name: Annotated[str, Field(min_length=1, max_length=128)] = "gateway"
+    server: GatewayServerConfig = field(default_factory=GatewayServerConfig)
+    max_queued: AtLeastOne = 256
+    max_queued_bytes: AtLeastOne = 512 << 20
+    max_jobs: AtLeastOne = 10_000
+    jobs_bytes: AtLeastOne = 128 << 20
+    jobs_ttl_s: Seconds = 3600.0
+    results_bytes: AtLeastOne = 512 << 20
+    results_ttl_s: Seconds = 3600.0
+    max_result_bytes: AtLeastOne = 128 << 20
+    lease_s: Seconds = 1.5
+    model_grace_s: Seconds = 30.0
+    max_attempts: AtLeastOne = 3
+    codec_processes: AtLeastOne = 1
+    max_image_bytes: AtLeastOne = 8 << 20
+    max_image_pixels: AtLeastOne = 4096 * 4096

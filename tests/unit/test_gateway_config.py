@@ -1,0 +1,12 @@
+"""A gateway's configuration: what is not said keeps its default."""
+
+from __future__ import annotations
+
+from bottega.config import parse
+from bottega.gateway.config import DEFAULT_ADDRESS, GatewayConfig
+
+
+def test_the_gateway_is_where_everybody_looks_for_it_whatever_else_is_said_of_its_server() -> None:
+    assert parse(GatewayConfig, {}, source="test").server.listen == DEFAULT_ADDRESS
+    said = parse(GatewayConfig, {"server": {"drain_grace_s": 2.0}, "lease_s": 1.0}, source="test")
+    assert (said.server.listen, said.server.drain_grace_s, said.lease_s) == (DEFAULT_ADDRESS, 2.0, 1.0)
