@@ -41,7 +41,7 @@ def command(address: str, once: bool) -> None:
 
 def fleet_table(fleet: ListMembersResponse) -> Table:
     """One row a service; the gateway's queue stands below."""
-    table = new_table("service", "kind", "address", "models", "device", ">running", ">steps left", ">memory", ">joined")
+    table = new_table("service", "kind", "address", "models", "device", ">running", ">steps", ">memory", ">since")
     for member in fleet.members:
         table.add_row(*_row(member))
     table.caption = f"{fleet.queued} waiting in the queue"

@@ -129,7 +129,7 @@ def _report(completed: Completed, output: Output, elapsed_s: float) -> None:
             )
         size = f"{picture.width}x{picture.height}"
         say(f"{path}  {size}  seed {picture.seed}{'  (replaced)' if replaced else ''}")
-    stages = "  ".join(f"{time.stage} {time.seconds:.3f}" for time in completed.provenance.times)
-    say(f"{elapsed_s:.2f} s: {stages}")
+    stages = ", ".join(f"{time.stage} {time.seconds:.3f}" for time in completed.provenance.times)
+    say(f"{elapsed_s:.2f} s{f' ({stages})' if stages else ''}")
     for cut in completed.provenance.truncations:
         note(f"{cut.field} was too long for the model; without effect: {cut.text}")
