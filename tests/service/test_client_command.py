@@ -50,13 +50,14 @@ def run(*arguments: str, address: str = "") -> Result:
 
 def test_a_picture_is_drawn_and_said_where_it_is(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
     done = completed()
-    done.completed.provenance.times.add(stage="denoise", seconds=1.25)
+    for stage, seconds in (("denoise", 1.25), ("route", 0.0001), ("queue", 0.5)):
+        done.completed.provenance.times.add(stage=stage, seconds=seconds)
     gateway.scripts = [[queued(2), progress(10), progress(20), done]]
     result = run("generate", "a big red star", "-o", "star.png", "--seed", "7", "--steps", "30", address=address)
     assert result.exit_code == 0
     assert (own_folder / "star.png").read_bytes().startswith(b"\x89PNG")
     assert "star.png  64x64  seed 7" in result.stdout
-    assert "denoise 1.250" in result.stdout
+    assert result.stdout.endswith(" s (queue 0.500, denoise 1.250)\n")
     assert "queued, 2 before it, about 2 s" in result.stderr
     assert "step 10 of 30" in result.stderr
     assert "\x1b" not in result.output
@@ -204,7 +205,7 @@ def test_a_wrong_command_line_ends_with_status_2_before_anything_is_asked(
                 ],
             ),
             2,
-            ["2 fields break a rule", "spec.width: must be a multiple of 8", "spec.height: must be at most"],
+            ["this cannot be drawn", "width: must be a multiple of 8", "height: must be at most"],
         ),
         (ModelNotFound("no model sdxl; served: miniature"), 1, ["no model sdxl", "bottega models"]),
         (NoWorker("no worker serves miniature", retry_after_s=60), 1, ["no worker", "bottega fleet"]),

@@ -120,7 +120,7 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
 
 def test_a_suite_in_the_background_that_does_not_start_says_why(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    options = ["--port", "0", "--device", "cuda:63", "--state", str(state)]
+    options = ["--port", "0", "--device", "abacus", "--state", str(state)]
     failed = subprocess.run(
         [*BOTTEGA, "up", "--detach", *options], capture_output=True, text=True, timeout=START_S, check=False
     )

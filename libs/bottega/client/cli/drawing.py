@@ -40,7 +40,7 @@ def described(event: Queued | Interrupted) -> str:
         reached = type(event.error) is not Unavailable
         return f"{event.error.message if reached else 'the gateway does not answer'}; trying again"
     before = f"{event.place} before it" if event.place else "next"
-    estimate = "" if event.estimate_s is None else f", about {event.estimate_s:.0f} s"
+    estimate = "" if event.estimate_s is None else f", about {max(1, round(event.estimate_s))} s"
     return f"queued, {before}{estimate}"
 
 

@@ -14,8 +14,8 @@ def explained(error: BottegaError, address: str) -> tuple[str, str]:
     """
     match error:
         case errors.InvalidRequest():
-            broken = "\n".join(f"{violation.field}: {violation.description}" for violation in error.violations)
-            return error.message, broken
+            fields = [f"{item.field.removeprefix('spec.')}: {item.description}" for item in error.violations]
+            return ("this cannot be drawn", "\n".join(fields)) if fields else (error.message, "")
         case errors.ModelNotFound():
             return error.message, "bottega models lists what is served."
         case errors.NoWorker():

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from bottega.client.events import Completed, Progress
     from bottega.client.options import GenerationOptions
     from bottega.client.sync import Client
+    from bottega.v1.generation_pb2 import Provenance
+
+# As the contract names them.
+_STAGES = (
+    *("validate", "queue", "route", "decode_image", "encode", "denoise"),
+    *("batch", "decode", "handoff", "encode_image"),
+)
+_SHORTEST_S = 0.0005
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -129,7 +137,14 @@ def _report(completed: Completed, output: Output, elapsed_s: float) -> None:
             )
         size = f"{picture.width}x{picture.height}"
         say(f"{path}  {size}  seed {picture.seed}{'  (replaced)' if replaced else ''}")
-    stages = ", ".join(f"{time.stage} {time.seconds:.3f}" for time in completed.provenance.times)
+    stages = _stages(completed.provenance)
     say(f"{elapsed_s:.2f} s{f' ({stages})' if stages else ''}")
     for cut in completed.provenance.truncations:
         note(f"{cut.field} was too long for the model; without effect: {cut.text}")
+
+
+def _stages(provenance: Provenance) -> str:
+    """Seconds by stage in the order of a request's life, without those that took no time."""
+    taken = {time.stage: time.seconds for time in provenance.times if time.seconds >= _SHORTEST_S}
+    known = [stage for stage in _STAGES if stage in taken]
+    return ", ".join(f"{stage} {taken[stage]:.3f}" for stage in [*known, *sorted(taken.keys() - set(known))])
