@@ -169,6 +169,19 @@ def test_no_worker_is_waited_for_as_long_as_the_gateway_says(gateway: ScriptedGa
     assert 0.3 <= events[0].wait_s <= 0.4
 
 
+def test_a_gateway_that_restarted_may_have_no_worker_yet(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), Unavailable("cut off")], [NoWorker("none yet")], [queued(), completed()]]
+    with Client(address, retry=HURRIED) as client:
+        assert client.generate("a star").data == SMALL
+
+
+def test_a_job_that_ended_for_want_of_a_worker_stays_ended(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), NoWorker("none for too long", retry_after_s=0.1)]]
+    with Client(address, retry=HURRIED) as client, pytest.raises(NoWorker):
+        client.generate("a star")
+    assert len(gateway.requests) == 1
+
+
 def test_patience_ends() -> None:
     with (
         Client(gone_address(), retry=RetryPolicy(patience_s=0.3, first_wait_s=0.05)) as client,

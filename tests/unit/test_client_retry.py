@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bottega.client.retry import Backoff, Deadline, RetryPolicy
-from bottega.errors import DeadlinePassed, Unavailable
+from bottega.errors import DeadlinePassed, NoWorker, Unavailable
 
 POLICY = RetryPolicy(patience_s=10.0, first_wait_s=0.1, longest_wait_s=1.0)
 GONE = Unavailable("gone")
@@ -48,6 +48,20 @@ def test_patience_counts_from_the_last_answer() -> None:
         waits.wait_s(GONE)
     waits.heard()
     assert waits.wait_s(GONE) == pytest.approx(0.1)
+
+
+def test_a_gateway_that_answers_is_waited_for_longer_than_one_that_does_not() -> None:
+    clock = Clock()
+    policy = RetryPolicy(patience_s=10.0, reach_s=1.0, first_wait_s=0.1)
+    waits = Backoff(policy, Deadline(at_s=1000.0), clock=clock, draw=lambda least, most: most)
+    clock.now_s += 2.0
+    with pytest.raises(Unavailable):
+        waits.wait_s(GONE)
+    waits.wait_s(NoWorker("none yet"))
+    waits.wait_s(GONE)
+    clock.now_s += 8.0
+    with pytest.raises(NoWorker):
+        waits.wait_s(NoWorker("none yet"))
 
 
 def test_no_wait_goes_past_the_deadline() -> None:

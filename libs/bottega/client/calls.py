@@ -69,19 +69,19 @@ async def follow(
     Raises the BottegaError that ended the job, or our patience.
     """
     backoff = terms.backoff()
-    known = False
     while True:
+        accepted = False
         call = attach(terms.deadline.remaining_s())
         try:
             async for response in call:
                 backoff.heard()
-                known = True
+                accepted = True
                 yield response.event
                 if response.event.WhichOneof("event") in ("completed", "failed"):
                     return
             failure = Unavailable("the gateway ended the stream before the job had ended")
         except grpc.RpcError as error:
-            failure = _worth_another_try(error, job_known=known)
+            failure = _worth_another_try(error, accepted=accepted)
         finally:
             call.cancel()
         wait_s = backoff.wait_s(failure)
@@ -122,14 +122,15 @@ async def _read_image(call: grpc.aio.UnaryStreamCall[GetImageRequest, GetImageRe
     return image, bytes(data)
 
 
-def _worth_another_try(error: grpc.RpcError, *, job_known: bool = False) -> Unavailable:
+def _worth_another_try(error: grpc.RpcError, *, accepted: bool = False) -> Unavailable:
     """What the gateway meant, where asking again may help. Raises it where it does not."""
     failure = from_rpc_error(error)
-    if not isinstance(failure, Unavailable) or _ends_job(failure, job_known=job_known):
+    if not isinstance(failure, Unavailable) or _ends_job(failure, accepted=accepted):
         raise failure from error
     return failure
 
 
-def _ends_job(failure: BottegaError, *, job_known: bool) -> bool:
-    # An accepted job that ended so stays ended: attaching to it would only tell the same again.
-    return isinstance(failure, WorkerLost) or (job_known and isinstance(failure, NoWorker))
+def _ends_job(failure: BottegaError, *, accepted: bool) -> bool:
+    # A job that ended so stays ended: attaching to it would only tell the same again. A call that was refused
+    # at the door for want of a worker may be let in later, such as when the gateway has just restarted.
+    return isinstance(failure, WorkerLost) or (accepted and isinstance(failure, NoWorker))

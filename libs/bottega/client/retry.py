@@ -14,12 +14,15 @@ from bottega.errors import DeadlinePassed, Unavailable
 class RetryPolicy:
     """How to go on when the gateway is UNAVAILABLE; nothing else is ever retried.
 
-    patience_s: give up when nothing was heard for so long. A gateway is back within seconds of a restart;
-        a backend that starts together with its gateway finds it, too.
+    patience_s: give up when it was unavailable for so long. A gateway and its workers are back within
+        seconds of a restart; a backend that starts together with its gateway finds it, too.
+    reach_s: give up when nothing answered at all for so long; a person who forgot to start a gateway wants
+        to hear that sooner than that one is still without workers.
     first_wait_s, longest_wait_s: the wait doubles from one to the other, each drawn between half and all of it.
     """
 
     patience_s: float = 30.0
+    reach_s: float = 30.0
     first_wait_s: float = 0.1
     longest_wait_s: float = 2.0
 
@@ -61,9 +64,9 @@ class Backoff:
         self.heard()
 
     def heard(self) -> None:
-        """The gateway answered: start over."""
+        """The gateway did what it was asked: start over."""
         self._tries = 0
-        self._heard_s = self._clock()
+        self._well_s = self._reached_s = self._clock()
 
     def wait_s(self, error: Unavailable) -> float:
         """Seconds to wait before the next try; at least what the gateway asked for.
@@ -76,7 +79,10 @@ class Backoff:
         if error.retry_after_s is not None:
             # The jitter goes on top: all who were told the same number must not come back at once.
             wait_s += error.retry_after_s
+        if type(error) is not Unavailable:
+            self._reached_s = self._clock()  # a reason is only given by a gateway that is there
         after_s = self._clock() + wait_s
-        if after_s > self._heard_s + self._policy.patience_s or after_s >= self._deadline.at_s:
+        patient_s = min(self._well_s + self._policy.patience_s, self._reached_s + self._policy.reach_s)
+        if after_s > patient_s or after_s >= self._deadline.at_s:
             raise error
         return wait_s

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 # Long enough for a gateway that restarts, short enough for a person who forgot to start one.
-PATIENCE_S = 5.0
+_REACH_S = 5.0
 
 _KEY = "bottega.address"
 
@@ -35,7 +35,7 @@ def connect(address: str, *, timeout_s: float = 600.0) -> Client:
     from bottega.client.retry import RetryPolicy
     from bottega.client.sync import Client
 
-    return Client(address, timeout_s=timeout_s, retry=RetryPolicy(patience_s=PATIENCE_S))
+    return Client(address, timeout_s=timeout_s, retry=RetryPolicy(reach_s=_REACH_S))
 
 
 def asked_address(ctx: click.Context) -> str:
