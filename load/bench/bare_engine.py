@@ -52,8 +52,9 @@ class BareEngine:
 
     async def stop(self) -> None:
         """Ends the engine."""
-        await self._child.stop(STOP_GRACE_S)
+        self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
+        await self._child.stop(STOP_GRACE_S)
 
     async def _read(self) -> None:
         while (frame := await self._child.channel.recv()) is not None:
