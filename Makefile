@@ -44,7 +44,7 @@ bench-%: .venv/.ready .venv/.stubs ## Run one comparison of load/bench (ARGS goe
 	$(BIN)/python -m load.bench.$* $(ARGS)
 
 clean: ## Remove everything that the commands made
-	rm -rf .venv out build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv out build .mypy_cache .ruff_cache .pytest_cache .hypothesis .grimp_cache .import_linter_cache
 	rm -rf protos/*.egg-info libs/*.egg-info services/*.egg-info protos/build libs/build services/build
 	rm -f protos/bottega/v1/*_pb2.py protos/bottega/v1/*_pb2.pyi protos/bottega/v1/*_pb2_grpc.py protos/bottega/v1/*_pb2_grpc.pyi
 	find protos libs services tests load -name __pycache__ -type d -prune -exec rm -rf {} +
