@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 
@@ -61,7 +62,7 @@ def test_poisson_arrivals_come_at_the_rate_and_with_the_steps_asked_for() -> Non
 
     assert [arrival.steps for arrival in arrivals] == steps
     assert len(arrivals) / arrivals[-1].at_s == pytest.approx(2.0, rel=0.05)
-    gaps = [later.at_s - earlier.at_s for earlier, later in zip(arrivals, arrivals[1:], strict=False)]
+    gaps = [later.at_s - earlier.at_s for earlier, later in itertools.pairwise(arrivals)]
     assert percentile(gaps, 0.5) == pytest.approx(0.3466, rel=0.1), "exponential: the median is ln 2 of the mean"
 
 
