@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import os
 import random
+import signal
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,6 +181,7 @@ async def _run(options: argparse.Namespace, folder: Path) -> Measured:
 def main() -> None:
     """Measures and reports."""
     options = _options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     with tempfile.TemporaryDirectory(prefix="bottega-bench-") as folder:
         measured = asyncio.run(_run(options, Path(folder)))
     _report(measured, options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -65,6 +66,7 @@ def compare(model: Path, served_as: str, options: argparse.Namespace, folder: Pa
 def main() -> None:
     """Runs both comparisons and reports."""
     options = _options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     with tempfile.TemporaryDirectory(prefix="bottega-bench-") as name:
         folder = Path(name)
         bench_model = folder / "bench-model"
