@@ -1,0 +1,1 @@
+"""The engine: models, rows and groups, requests, and the loop that runs them step by step."""

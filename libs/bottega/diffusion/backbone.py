@@ -1,0 +1,170 @@
+"""The denoising network as a list of blocks with residual points.
+
+A residual point is a place where a ControlNet adds its output. A block names the points that must
+have been added before it runs, so that a turn waits for residuals only where they are needed, and
+the blocks before the first such place run while the ControlNets do. This file knows no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from diffusers import UNet2DConditionModel
+from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Inputs:
+    """What one forward takes, stacked over the rows of a group.
+
+    sample: scaled latents [rows, channels, height, width].
+    timestep: [rows], float32.
+    prompt_embeds: [rows, tokens, features].
+    pooled_embeds: [rows, features]; time_ids: [rows, 6]. SDXL's added conditions.
+    """
+
+    sample: Tensor
+    timestep: Tensor
+    prompt_embeds: Tensor
+    pooled_embeds: Tensor
+    time_ids: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Activations:
+    """What the blocks pass on. The first dimension of every tensor is the row.
+
+    points: by residual point, the tensor that residuals are added to.
+    """
+
+    hidden: Tensor
+    embedding: Tensor
+    context: Tensor
+    points: dict[int, Tensor] = field(default_factory=dict)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keeps only these rows, in this order."""
+        index = torch.tensor(list(rows), device=self.hidden.device)
+        self.hidden = self.hidden.index_select(0, index)
+        self.embedding = self.embedding.index_select(0, index)
+        self.context = self.context.index_select(0, index)
+        self.points = {point: tensor.index_select(0, index) for point, tensor in self.points.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One block. needs: residual points that must have been added before `run`."""
+
+    name: str
+    run: Callable[[Activations], None]
+    needs: tuple[int, ...] = ()
+
+
+class Backbone(Protocol):
+    """A denoising network in blocks."""
+
+    blocks: Sequence[Block]
+
+    def begin(self, inputs: Inputs) -> Activations:
+        """Embeds the inputs; `hidden` is what the first block takes."""
+        ...
+
+    def finish(self, activations: Activations) -> Tensor:
+        """The prediction [rows, channels, height, width]."""
+        ...
+
+
+class UNetBackbone:
+    """A Diffusers UNet, block by block; the sum of its parts is bit-equal to its forward.
+
+    Residual points 0 to n-1 are the skips in the order in which the encoder makes them, n is the
+    output of the middle block: the order of a ControlNet's residuals in Diffusers.
+    """
+
+    def __init__(self, unet: UNet2DConditionModel) -> None:
+        self.unet = unet
+        self.blocks: list[Block] = []
+        skips = 1
+        for index, block in enumerate(unet.down_blocks):
+            self.blocks.append(Block(name=f"down_blocks.{index}", run=self._down(index, skips)))
+            skips += len(block.resnets) + len(block.downsamplers or ())
+        self.middle_point = skips
+        self.blocks.append(Block(name="mid_block", run=self._middle))
+        for index, block in enumerate(unet.up_blocks):
+            count = len(block.resnets)
+            taken = tuple(range(skips - count, skips))
+            skips -= count
+            needs = (self.middle_point, *reversed(taken)) if index == 0 else tuple(reversed(taken))
+            self.blocks.append(Block(name=f"up_blocks.{index}", run=self._up(index, taken), needs=needs))
+
+    def begin(self, inputs: Inputs) -> Activations:
+        """See Backbone."""
+        unet = self.unet
+        sample = 2 * inputs.sample - 1.0 if unet.config.center_input_sample else inputs.sample
+        embedding = unet.time_embedding(unet.get_time_embed(sample=sample, timestep=inputs.timestep))
+        added = unet.get_aug_embed(
+            emb=embedding,
+            encoder_hidden_states=inputs.prompt_embeds,
+            added_cond_kwargs={"text_embeds": inputs.pooled_embeds, "time_ids": inputs.time_ids},
+        )
+        if added is not None:
+            embedding = embedding + added
+        if unet.time_embed_act is not None:
+            embedding = unet.time_embed_act(embedding)
+        hidden = unet.conv_in(sample)
+        return Activations(hidden=hidden, embedding=embedding, context=inputs.prompt_embeds, points={0: hidden})
+
+    def finish(self, activations: Activations) -> Tensor:
+        """See Backbone."""
+        unet = self.unet
+        hidden = activations.hidden
+        if unet.conv_norm_out:
+            hidden = unet.conv_act(unet.conv_norm_out(hidden))
+        prediction: Tensor = unet.conv_out(hidden)
+        return prediction
+
+    def _down(self, index: int, first_point: int) -> Callable[[Activations], None]:
+        block = self.unet.down_blocks[index]
+        attends = getattr(block, "has_cross_attention", False)
+
+        def run(activations: Activations) -> None:
+            extra = {"encoder_hidden_states": activations.context} if attends else {}
+            activations.hidden, skips = block(hidden_states=activations.hidden, temb=activations.embedding, **extra)
+            activations.points.update(enumerate(skips, first_point))
+
+        return run
+
+    def _middle(self, activations: Activations) -> None:
+        block = self.unet.mid_block
+        if block is not None:
+            attends = getattr(block, "has_cross_attention", False)
+            extra = {"encoder_hidden_states": activations.context} if attends else {}
+            activations.hidden = block(activations.hidden, activations.embedding, **extra)
+        activations.points[self.middle_point] = activations.hidden
+
+    def _up(self, index: int, taken: tuple[int, ...]) -> Callable[[Activations], None]:
+        block = self.unet.up_blocks[index]
+        attends = getattr(block, "has_cross_attention", False)
+        last = index == len(self.unet.up_blocks) - 1
+        middle = self.middle_point if index == 0 else None
+
+        def run(activations: Activations) -> None:
+            points = activations.points
+            if middle is not None:
+                activations.hidden = points.pop(middle)
+            skips = tuple(points.pop(point) for point in taken)
+            # The size of the next skip: doubling misses it where a latent is no multiple of the whole downsampling.
+            size = None if last else points[taken[0] - 1].shape[2:]
+            extra = {"encoder_hidden_states": activations.context} if attends else {}
+            activations.hidden = block(
+                hidden_states=activations.hidden,
+                temb=activations.embedding,
+                res_hidden_states_tuple=skips,
+                upsample_size=size,
+                **extra,
+            )
+
+        return run

@@ -1,0 +1,108 @@
+"""The first stage: prompts to conditions, pixels to a latent distribution.
+
+What it returns are plain tensors that could travel on a link; it knows no samplers and no engine.
+Follows StableDiffusionXLPipeline.encode_prompt, one prompt at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.model import Model
+from bottega.diffusion.row import Embeds
+from bottega.diffusion.spec import DrawingSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Conditions:
+    """What a job is conditioned on. unconditional is None without guidance.
+
+    truncations: by field name, the text that its tokenizer had no room for.
+    """
+
+    conditional: Embeds
+    unconditional: Embeds | None
+    truncations: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LatentDistribution:
+    """What the VAE says of a picture; each image of the job draws its own sample from it.
+
+    mean, std: [1, channels, height, width] in the VAE's element type.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+
+@torch.inference_mode()
+def encode_prompts(model: Model, spec: DrawingSpec) -> Conditions:
+    """Conditions of a job."""
+    truncations: dict[str, str] = {}
+    # As in Diffusers, an empty second prompt means the first one.
+    pair = (spec.prompt, spec.prompt_2 or spec.prompt)
+    prompt, pooled = _encode_pair(model, pair, ("prompt", "prompt_2"), truncations)
+    time_ids = torch.tensor([spec.height, spec.width, 0, 0, spec.height, spec.width], dtype=prompt.dtype)
+    time_ids = time_ids.to(model.device)
+    conditional = Embeds(prompt=prompt, pooled=pooled, time_ids=time_ids)
+    unconditional = None
+    if spec.guided:
+        if spec.negative_prompt is None and model.zeros_for_absent_negative:
+            empty = torch.zeros_like(prompt), torch.zeros_like(pooled)
+        else:
+            negative = spec.negative_prompt or ""
+            names = ("negative_prompt", "negative_prompt_2")
+            empty = _encode_pair(model, (negative, spec.negative_prompt_2 or negative), names, truncations)
+        unconditional = Embeds(prompt=empty[0], pooled=empty[1], time_ids=time_ids)
+    return Conditions(conditional=conditional, unconditional=unconditional, truncations=truncations)
+
+
+@torch.inference_mode()
+def encode_image(model: Model, pixels: Tensor) -> LatentDistribution:
+    """Where the VAE puts a picture. pixels: uint8 [height, width, 3]."""
+    image = pixels.permute(2, 0, 1)[None].to(torch.float32) / 255.0
+    image = (2.0 * image - 1.0).to(model.device, model.dtype)
+    with _upcast_for_encoding(model):
+        distribution = model.vae.encode(image.to(model.vae.dtype)).latent_dist
+    return LatentDistribution(mean=distribution.mean, std=distribution.std)
+
+
+@contextmanager
+def _upcast_for_encoding(model: Model) -> Iterator[None]:
+    """Diffusers encodes in float32 wherever force_upcast is set, in bfloat16 models too."""
+    before = model.vae.dtype
+    if model.vae.config.force_upcast and before != torch.float32:
+        model.vae.to(torch.float32)
+        try:
+            yield
+        finally:
+            model.vae.to(before)
+    else:
+        yield
+
+
+def _encode_pair(
+    model: Model, texts: tuple[str, str], fields: tuple[str, str], truncations: dict[str, str]
+) -> tuple[Tensor, Tensor]:
+    """Both encoders' penultimate states side by side, and the second one's pooled output."""
+    states: list[Tensor] = []
+    pooled: Tensor | None = None
+    for text, tokenizer, encoder, field in zip(texts, model.tokenizers, model.text_encoders, fields, strict=True):
+        length = tokenizer.model_max_length
+        ids = tokenizer(text, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+        whole = tokenizer(text, padding="longest", return_tensors="pt").input_ids
+        if whole.shape[-1] > length:
+            truncations[field] = tokenizer.decode(whole[0, length - 1 : -1])
+        out = encoder(ids.to(model.device), output_hidden_states=True)
+        if out[0].ndim == 2:
+            pooled = out[0]
+        states.append(out.hidden_states[-2])
+    assert pooled is not None, "the second text encoder has a projection"
+    dtype = model.text_encoders[1].dtype
+    return torch.concat(states, dim=-1)[0].to(dtype), pooled[0].to(dtype)

@@ -1,0 +1,139 @@
+"""A model on a device: the parts of an SDXL-shaped folder, its sizes and its hash.
+
+Only safetensors are opened. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, StableDiffusionXLPipeline
+from diffusers.utils import logging as diffusers_logging
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from bottega.diffusion.backbone import UNetBackbone
+from bottega.diffusion.samplers import SamplerKind, default_kind
+
+# An optional file beside model_index.json: what to draw with when a request does not say.
+DEFAULTS_FILE = "bottega.json"
+
+# StableDiffusionXLPipeline's own defaults.
+_DEFAULT_STEPS = 50
+_DEFAULT_GUIDANCE = 5.0
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What a request that does not say gets."""
+
+    width: int
+    height: int
+    num_inference_steps: int
+    guidance_scale: float
+    sampler: SamplerKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Model:
+    """The parts of one model, in evaluation mode, without gradients.
+
+    latent_scale: pixels a side that one latent element stands for; width and height of a request
+    are multiples of it. digest: SHA-256 over weights and configuration, hex.
+    """
+
+    name: str
+    digest: str
+    dtype: torch.dtype
+    device: torch.device
+    tokenizers: tuple[CLIPTokenizer, CLIPTokenizer]
+    text_encoders: tuple[CLIPTextModel, CLIPTextModelWithProjection]
+    backbone: UNetBackbone
+    vae: AutoencoderKL
+    scheduler_config: dict[str, Any]
+    zeros_for_absent_negative: bool
+    latent_scale: int
+    defaults: Defaults
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latent."""
+        return int(self.backbone.unet.config.in_channels)
+
+    @property
+    def dtype_name(self) -> str:
+        """float32, float16 or bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that `auto`, `cpu` or `cuda:N` names. Raises ValueError naming what is there."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto")
+    return device
+
+
+def load_model(folder: Path, *, name: str, device: torch.device, dtype: torch.dtype) -> Model:
+    """Loads a folder in Diffusers' layout. Never downloads, never opens anything but safetensors.
+
+    Raises OSError or ValueError with Diffusers' reason when the folder is not such a model.
+    """
+    diffusers_logging.set_verbosity_error()
+    diffusers_logging.disable_progress_bar()
+    pipeline = StableDiffusionXLPipeline.from_pretrained(
+        str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, add_watermarker=False
+    )
+    for part in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.unet, pipeline.vae):
+        part.to(device).eval().requires_grad_(False)
+    if dtype == torch.float16 and pipeline.vae.config.force_upcast:
+        # As Diffusers does at every decode: this VAE overflows in float16.
+        pipeline.vae.to(torch.float32)
+    config = dict(pipeline.scheduler.config)
+    config["_class_name"] = type(pipeline.scheduler).__name__
+    size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
+    return Model(
+        name=name,
+        digest=digest(folder),
+        dtype=dtype,
+        device=device,
+        tokenizers=(pipeline.tokenizer, pipeline.tokenizer_2),
+        text_encoders=(pipeline.text_encoder, pipeline.text_encoder_2),
+        backbone=UNetBackbone(pipeline.unet),
+        vae=pipeline.vae,
+        scheduler_config=config,
+        zeros_for_absent_negative=bool(pipeline.config.force_zeros_for_empty_prompt),
+        latent_scale=pipeline.vae_scale_factor,
+        defaults=_defaults(folder, size, config),
+    )
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 over the names and contents of a model's files, hex."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in {".json", ".safetensors", ".txt"} and path.name != DEFAULTS_FILE:
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            total.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
+    return total.hexdigest()
+
+
+def _defaults(folder: Path, size: int, config: dict[str, Any]) -> Defaults:
+    path = folder / DEFAULTS_FILE
+    said = json.loads(path.read_text()) if path.exists() else {}
+    return Defaults(
+        width=size,
+        height=size,
+        num_inference_steps=int(said.get("num_inference_steps", _DEFAULT_STEPS)),
+        guidance_scale=float(said.get("guidance_scale", _DEFAULT_GUIDANCE)),
+        sampler=default_kind(config),
+    )

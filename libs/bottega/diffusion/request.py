@@ -1,0 +1,166 @@
+"""One image being denoised: a state machine that owns its latent, its sampler and its generator.
+
+A job of several images is several requests that share their conditions. A request joins a group at
+any step and leaves it when done; it knows nothing of groups, devices' queues or clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import torch
+from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import rescale_noise_cfg
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+from bottega.diffusion.encode import Conditions, LatentDistribution
+from bottega.diffusion.lora import LoraUse
+from bottega.diffusion.model import Model
+from bottega.diffusion.row import GroupKey, Half, Row
+from bottega.diffusion.samplers import Sampler, SamplerState
+from bottega.diffusion.spec import DrawingSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RequestState:
+    """All that another engine needs to go on with a request, beside its spec."""
+
+    step: int
+    latent: Tensor
+    generator: Tensor
+    sampler: SamplerState
+
+
+class Request:
+    """One image of a job.
+
+    step: the next step to run; done when it equals `end`.
+    controls: by handle, the steps [first, last) in which each ControlNet is active.
+    loras: what the side path adds, from step `loras_from` on.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        spec: DrawingSpec,
+        conditions: Conditions,
+        *,
+        index: int = 0,
+        image: LatentDistribution | None = None,
+        controls: Mapping[Hashable, tuple[int, int]] | None = None,
+        loras: tuple[LoraUse, ...] = (),
+        loras_from: int = 0,
+        resume: RequestState | None = None,
+    ) -> None:
+        self.index = index
+        self.spec = spec
+        self.begin = spec.begin_step(from_image=image is not None)
+        self.controls = dict(controls or {})
+        self.loras = loras
+        self.loras_from = loras_from
+        self._conditions = conditions
+        self._sampler = Sampler(
+            spec.sampler,
+            model.scheduler_config,
+            steps=spec.num_inference_steps,
+            begin=self.begin,
+            karras=spec.use_karras_sigmas,
+        )
+        self.end = self._sampler.steps
+        # Drawn on the CPU whatever the device, so that a seed means the same picture everywhere.
+        self._generator = torch.Generator("cpu").manual_seed(spec.seed + index)
+        if resume is None:
+            self.step = self.begin
+            self.latent = self._start(model, image)
+        else:
+            self.step = resume.step
+            self.latent = resume.latent.to(model.device, model.dtype)
+            self._generator.set_state(resume.generator)
+            self._sampler.restore(resume.sampler, resume.step, model.device)
+        self.resumed_from = self.step
+        self.estimate = self.latent
+        _, channels, height, width = self.latent.shape
+        tokens = conditions.conditional.prompt.shape[0]
+        self.key = GroupKey(shape=(channels, height, width), tokens=tokens, dtype=model.dtype)
+
+    @property
+    def done(self) -> bool:
+        """Whether the latent is finished."""
+        return self.step >= self.end
+
+    @property
+    def steps_left(self) -> int:
+        """Steps to go."""
+        return self.end - self.step
+
+    def rows(self) -> list[Row]:
+        """The rows of the current step; asking again for the same step gives equal rows."""
+        sample = self._sampler.model_input(self.latent, self.step)[0]
+        halves = {Half.UNCONDITIONAL: self._conditions.unconditional, Half.CONDITIONAL: self._conditions.conditional}
+        controls = tuple(handle for handle, (first, last) in self.controls.items() if first <= self.step < last)
+        loras = self.loras if self.step >= self.loras_from else ()
+        return [
+            Row(
+                owner=self,
+                step=self.step,
+                half=half,
+                sample=sample,
+                timestep=self._sampler.timestep(self.step),
+                embeds=embeds,
+                controls=controls,
+                loras=loras,
+            )
+            for half, embeds in halves.items()
+            if embeds is not None
+        ]
+
+    def advance(self, noise: Mapping[Half, Tensor]) -> None:
+        """Takes the predictions of all its rows [channels, height, width] and makes the step."""
+        conditional = noise[Half.CONDITIONAL][None]
+        combined = conditional
+        if Half.UNCONDITIONAL in noise:
+            unconditional = noise[Half.UNCONDITIONAL][None]
+            combined = unconditional + self.spec.guidance_scale * (conditional - unconditional)
+            if self.spec.guidance_rescale > 0.0:
+                combined = rescale_noise_cfg(combined, conditional, guidance_rescale=self.spec.guidance_rescale)
+        latent, self.estimate = self._sampler.step(combined, self.step, self.latent, self._generator)
+        self.latent = latent.to(self.latent.dtype)
+        self.step += 1
+
+    def state(self) -> RequestState:
+        """A snapshot between two steps; later steps do not change it."""
+        return RequestState(
+            step=self.step,
+            latent=self.latent,
+            generator=self._generator.get_state(),
+            sampler=self._sampler.state(),
+        )
+
+    def _start(self, model: Model, image: LatentDistribution | None) -> Tensor:
+        """The latent before the first step, drawn in Diffusers' order."""
+        if image is None:
+            height, width = self.spec.height // model.latent_scale, self.spec.width // model.latent_scale
+            noise = self._draw((1, model.latent_channels, height, width), model.device, model.dtype)
+            return noise * self._sampler.init_noise_sigma
+        drawn = image.mean + image.std * self._draw(tuple(image.mean.shape), model.device, image.mean.dtype)
+        latent = _normalised(model, drawn.to(model.dtype))
+        noise = self._draw(tuple(latent.shape), model.device, model.dtype)
+        return self._sampler.add_noise(latent, noise, self.begin)
+
+    def _draw(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+        noise: Tensor = randn_tensor(shape, generator=self._generator, device=device, dtype=dtype)
+        return noise
+
+
+def _normalised(model: Model, latent: Tensor) -> Tensor:
+    """From the VAE's scale to the backbone's."""
+    config = model.vae.config
+    if config.latents_mean is None or config.latents_std is None:
+        scaled: Tensor = config.scaling_factor * latent
+        return scaled
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1).to(latent) for values in (config.latents_mean, config.latents_std)
+    )
+    normalised: Tensor = (latent - mean) * config.scaling_factor / std
+    return normalised

@@ -1,0 +1,98 @@
+"""What shares a forward: rows, and the key that the rows of one group have in common.
+
+A row is one request's conditional or unconditional half at its current step. This file fixes what
+a turn sees of a request; it knows no sampler and no network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.lora import LoraUse
+
+
+class Half(Enum):
+    """The two halves of classifier-free guidance, in the order in which Diffusers stacks them."""
+
+    UNCONDITIONAL = 0
+    CONDITIONAL = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Embeds:
+    """One half's conditions.
+
+    prompt: [tokens, features]; pooled: [features]; time_ids: [6], SDXL's size and crop.
+    """
+
+    prompt: Tensor
+    pooled: Tensor
+    time_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupKey:
+    """What rows must share in one forward.
+
+    shape: latent [channels, height, width]; tokens: length of the prompt embeddings;
+    weights: the LoRA set patched into the weights; empty for untouched weights. Rows whose LoRAs go
+    by the side path need untouched weights, so they share groups with rows that have none.
+    """
+
+    shape: tuple[int, int, int]
+    tokens: int
+    dtype: torch.dtype
+    weights: tuple[Hashable, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """One half of one request at one step.
+
+    owner: who the row belongs to; rows of one owner stay together.
+    sample: the scaled latent [channels, height, width]; timestep: scalar.
+    controls: the request's ControlNets that are active at this step, in the request's order: handles
+    of whoever provides the residuals.
+    loras: what the side path adds for this row.
+    """
+
+    owner: Hashable
+    step: int
+    half: Half
+    sample: Tensor
+    timestep: Tensor
+    embeds: Embeds
+    controls: tuple[Hashable, ...] = ()
+    loras: tuple[LoraUse, ...] = ()
+
+
+class ResidualProvider(Protocol):
+    """Where ControlNet residuals come from. Rows without controls are never shown to it.
+
+    The points are those of the backbone. All calls come from the engine's thread.
+    """
+
+    def ask(self, rows: list[Row]) -> None:
+        """Sends what the ControlNets need for these rows' step, and returns at once.
+
+        Called at the start of every turn; a row that was late is asked for again, at the same step.
+        """
+        ...
+
+    def ready(self, row: Row, points: tuple[int, ...]) -> bool:
+        """Whether every addend of the row at these points has arrived."""
+        ...
+
+    def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
+        """Returns when one of the rows is ready at these points, or after the timeout."""
+        ...
+
+    def take(self, row: Row, point: int) -> list[Tensor]:
+        """The addends at one point, scaled, in the order of row.controls; [channels, height, width]."""
+        ...

@@ -1,0 +1,122 @@
+"""One request's sampler: a Diffusers scheduler of its own, with state that can travel.
+
+Knows latents and steps; knows no model and no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+)
+from torch import Tensor
+
+
+class SamplerKind(Enum):
+    """The samplers that are served, by the Diffusers class behind each."""
+
+    EULER = EulerDiscreteScheduler
+    EULER_ANCESTRAL = EulerAncestralDiscreteScheduler
+    DDIM = DDIMScheduler
+    DPMPP_2M = DPMSolverMultistepScheduler
+
+
+# Those whose Diffusers class takes use_karras_sigmas.
+KARRAS = frozenset({SamplerKind.EULER, SamplerKind.DPMPP_2M})
+
+# Those that draw noise at every step.
+_ANCESTRAL = frozenset({SamplerKind.EULER_ANCESTRAL})
+
+
+def default_kind(config: Mapping[str, Any]) -> SamplerKind:
+    """The sampler that a model's scheduler_config.json names; EULER where that one is not served."""
+    name = config.get("_class_name")
+    return next((kind for kind in SamplerKind if kind.value.__name__ == name), SamplerKind.EULER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerState:
+    """What a sampler remembers between steps: tensors by name, and plain numbers."""
+
+    tensors: dict[str, Tensor]
+    numbers: dict[str, int]
+
+
+class Sampler:
+    """A Diffusers scheduler from `config`, with `steps` timesteps, that starts at index `begin`.
+
+    config: the model's scheduler config; kind and use_karras_sigmas override it, as
+    `Kind.from_config(pipe.scheduler.config, use_karras_sigmas=...)` does.
+    Everything the scheduler keeps lies on the CPU; latents may lie anywhere.
+    """
+
+    def __init__(
+        self, kind: SamplerKind, config: Mapping[str, Any], *, steps: int, begin: int = 0, karras: bool = False
+    ) -> None:
+        overrides: dict[str, Any] = {"use_karras_sigmas": karras} if kind in KARRAS else {}
+        self._kind = kind
+        self._scheduler = kind.value.from_config(dict(config), **overrides)
+        self._scheduler.set_timesteps(steps)
+        self._begin_at(begin)
+        # Diffusers counts in timesteps; all kinds served here are of order 1: one timestep a step.
+        self.steps = len(self._scheduler.timesteps)
+
+    @property
+    def init_noise_sigma(self) -> float:
+        """What a standard normal latent is multiplied by before step 0."""
+        return float(self._scheduler.init_noise_sigma)
+
+    def timestep(self, step: int) -> Tensor:
+        """The timestep of a step, a scalar."""
+        timestep: Tensor = self._scheduler.timesteps[step]
+        return timestep
+
+    def add_noise(self, latent: Tensor, noise: Tensor, step: int) -> Tensor:
+        """The latent at the noise level of `step`, as image-to-image starts."""
+        timestep = self.timestep(step).repeat(latent.shape[0])
+        noisy: Tensor = self._scheduler.add_noise(latent, noise, timestep)
+        return noisy
+
+    def model_input(self, latent: Tensor, step: int) -> Tensor:
+        """The latent as the model takes it; calling it again for the same step changes nothing."""
+        scaled: Tensor = self._scheduler.scale_model_input(latent, self.timestep(step))
+        return scaled
+
+    def step(
+        self, noise: Tensor, step: int, latent: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """The next latent, and the estimate of the finished one that the step was made from."""
+        extra = {"generator": generator} if self._kind in _ANCESTRAL else {}
+        made = self._scheduler.step(noise, self.timestep(step), latent, **extra, return_dict=False)
+        estimate = self._scheduler.model_outputs[-1] if self._kind is SamplerKind.DPMPP_2M else made[1]
+        return made[0], estimate
+
+    def state(self) -> SamplerState:
+        """What `restore` needs beside the step. Only multi-step samplers remember anything."""
+        if self._kind is not SamplerKind.DPMPP_2M:
+            return SamplerState(tensors={}, numbers={})
+        outputs = self._scheduler.model_outputs
+        tensors = {f"model_outputs.{index}": output for index, output in enumerate(outputs) if output is not None}
+        return SamplerState(tensors=tensors, numbers={"lower_order_nums": self._scheduler.lower_order_nums})
+
+    def restore(self, state: SamplerState, step: int, device: torch.device) -> None:
+        """Continues before `step` as if the steps before it had been made here."""
+        self._begin_at(step)
+        if self._kind is SamplerKind.DPMPP_2M:
+            for index in range(len(self._scheduler.model_outputs)):
+                output = state.tensors.get(f"model_outputs.{index}")
+                self._scheduler.model_outputs[index] = None if output is None else output.to(device)
+            self._scheduler.lower_order_nums = state.numbers["lower_order_nums"]
+
+    def _begin_at(self, step: int) -> None:
+        # DDIM finds its place by the timestep; the others count, from here on.
+        if self._kind is not SamplerKind.DDIM:
+            self._scheduler.set_begin_index(step)
