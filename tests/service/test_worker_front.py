@@ -280,6 +280,20 @@ async def test_checkpoints_stream_and_resume(start: Start) -> None:
     assert (events[0].started.steps_total, events[0].started.steps_resumed) == (5, 4)
 
 
+async def test_the_same_order_is_the_same_bytes_in_another_job_and_resumed_on_another_worker(start: Start) -> None:
+    one, other = await start(), await start(replace(CONFIG, name="another"))
+    order = request("a flat colour, 星")
+    order.spec.num_images = 2
+    resumed = request("a flat colour, 星", number=2, checkpoint=b"3", request_id="again")
+    resumed.spec.num_images = 2
+    again = request("a flat colour, 星", job_id="again")
+    again.spec.num_images = 2
+    first = images(await one.events(order))
+    assert sorted(first) == [0, 1]
+    assert images(await other.events(resumed)) == first
+    assert images(await other.events(again)) == first
+
+
 @pytest.mark.parametrize("prompt", ["die", "hang"])
 async def test_a_lost_engine_fails_what_it_held_and_is_replaced(start: Start, prompt: str) -> None:
     running = await start()

@@ -67,7 +67,7 @@ def decode(data: bytes, width: int, height: int) -> Pixels:
 
 
 def encode(pixels: Pixels, image_format: ImageFormat.ValueType, quality: int, text: Mapping[str, str]) -> bytes:
-    """Encodes as PNG (also for UNSPECIFIED), JPEG or WebP.
+    """Encodes as PNG (also for UNSPECIFIED), JPEG or WebP; the same arguments give the same bytes.
 
     quality: 1 to 100, of JPEG and WebP; 100 makes WebP lossless.
     text: by keyword (latin-1, 1 to 79 characters), goes into a PNG; the others carry none.
@@ -127,7 +127,8 @@ def _decoded(image: Image.Image) -> Image.Image:
 
 def _png_text(text: Mapping[str, str]) -> PngInfo:
     info = PngInfo()
-    for keyword, value in text.items():
+    # A protobuf map comes in another order in every process; the same picture shall be the same bytes in all.
+    for keyword, value in sorted(text.items()):
         info.add_text(keyword, value)  # as tEXt, or as iTXt where the value is beyond latin-1
     return info
 

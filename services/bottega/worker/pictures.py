@@ -72,6 +72,7 @@ class Pictures:
 def inscription(spec: GenerationSpec, index: int) -> Mapping[str, str]:
     """The text of image `index`: the spec that draws it alone, as JSON, and a line for people.
 
+    Nothing of the run is in it (worker, times, attempts): whoever draws the spec again gets the same bytes.
     spec: without its input images.
     """
     single = GenerationSpec()
