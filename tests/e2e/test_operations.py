@@ -8,6 +8,7 @@ import sys
 import threading
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -70,10 +71,19 @@ def test_logs_are_json_lines_with_the_request_id_and_the_job_id(suite: Suite, im
     spec = GenerationSpec(prompt="a red star", num_inference_steps=2)
     answers = list(images.Generate(GenerateRequest(request_id="log-me-7", spec=spec), timeout=30))
 
-    for service in (suite.gateway, suite.worker):
-        lines = [event for event in service.events() if event.get("request_id") == "log-me-7"]
-        assert lines, f"{service.name} logged nothing with the request_id"
-        assert any(event.get("job_id") == answers[0].event.job_id for event in lines)
+    story = {suite.gateway: ["job accepted", "job completed"], suite.worker: ["attempt started", "attempt completed"]}
+    for service, told in story.items():
+        wait_until(lambda: told[-1] in _said(service, "log-me-7"), 5.0, f"the lines of {service.name}")  # noqa: B023 - at once
+        assert _said(service, "log-me-7") == told
+        assert {line["job_id"] for line in _lines(service, "log-me-7")} == {answers[0].event.job_id}
+
+
+def _lines(service: Service, request_id: str) -> list[dict[str, Any]]:
+    return [line for line in service.events() if line.get("request_id") == request_id]
+
+
+def _said(service: Service, request_id: str) -> list[str]:
+    return [line["event"] for line in _lines(service, request_id)]
 
 
 @pytest.mark.parametrize("module", ["bottega.gateway", "bottega.worker"])

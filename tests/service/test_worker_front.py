@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import os
 import signal
 import time
@@ -167,6 +168,24 @@ async def test_an_attempt_is_drawn_encoded_and_inscribed(start: Start) -> None:
     times = {time.stage: time.seconds for time in provenance.times}
     assert times.keys() == {"handoff", "encode_image"}
     assert 0 < times["handoff"] < 1
+
+
+async def test_an_attempts_lines_in_the_log_carry_its_request_id(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "bottega.worker")
+    running = await start()
+    await running.events(request(request_id="log-drawn", number=2, checkpoint=b"3"))
+    await running.events(request("nan", job_id="bad", request_id="log-failed"))
+    lines = [(line.__dict__["request_id"], line) for line in caplog.records if hasattr(line, "request_id")]
+    drawn = [line for request_id, line in lines if request_id == "log-drawn"]
+    assert [line.message for line in drawn] == ["attempt started", "attempt completed"]
+    for line in drawn:
+        assert (line.__dict__["job_id"], line.__dict__["attempt"], line.__dict__["model"]) == ("job", 2, "scripted")
+    assert 0 < drawn[-1].__dict__["seconds"] < 10
+    failed = [line for request_id, line in lines if request_id == "log-failed"]
+    assert [line.message for line in failed] == ["attempt started", "attempt failed"]
+    assert failed[-1].__dict__["reason"] == "NOT_FINITE"
 
 
 async def test_the_source_image_reaches_the_engine_resized_and_no_further(start: Start) -> None:

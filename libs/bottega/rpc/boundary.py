@@ -22,7 +22,7 @@ from bottega.rpc.status import to_grpc_status
 
 REQUEST_ID_KEY = "x-request-id"
 
-_MAX_REQUEST_ID_CHARACTERS = 128
+MAX_REQUEST_ID_CHARACTERS = 128
 
 _log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class CallBoundary(grpc.aio.ServerInterceptor):
 def _request_id(context: _Context) -> dict[str, str]:
     for key, value in context.invocation_metadata() or ():
         if key == REQUEST_ID_KEY:
-            return {"request_id": str(value)[:_MAX_REQUEST_ID_CHARACTERS]}
+            return {"request_id": str(value)[:MAX_REQUEST_ID_CHARACTERS]}
     return {}
 
 

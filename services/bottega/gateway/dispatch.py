@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from bottega.errors import BottegaError, InternalError, TooLarge, Unavailable, WorkerLost
+from bottega.gateway import journal
 from bottega.gateway.fleet import Member
 from bottega.gateway.jobs import Checkpoint, Job, Picture
 from bottega.gateway.provenance import completed_provenance
@@ -121,7 +122,7 @@ class Dispatcher:
         """Stops the attempt at a job that has ended some other way, and tells its worker."""
         attempt = self._forget(job.job_id)
         if attempt is not None:
-            self.stop_attempt(attempt.member, attempt.number, job.job_id)
+            self.stop_attempt(attempt.member, attempt.number, job)
 
     def lose(self, member: Member) -> None:
         """A worker is lost, and all its attempts with it."""
@@ -133,11 +134,11 @@ class Dispatcher:
             line.checkpoints.cancel()
             self._chore(line.client.close())
 
-    def stop_attempt(self, member: Member, number: int, job_id: str) -> None:
+    def stop_attempt(self, member: Member, number: int, job: Job) -> None:
         """Tells a worker, as far as it can be reached, that nobody waits for an attempt."""
         line = self._lines.get(member)
         if line is not None:
-            self._chore(self._stop_attempt(line.client, worker_pb2.AttemptId(job_id=job_id, number=number)))
+            self._chore(self._stop_attempt(line.client, number, job))
 
     async def close(self) -> None:
         """Stops every attempt and ends every call."""
@@ -159,7 +160,7 @@ class Dispatcher:
             if self.observer:
                 self.observer.attempt_failed(attempt.job, attempt.number, error)
         except Exception:  # noqa: BLE001 - the boundary of the task: whatever it is, the job must end
-            _log.exception("attempt failed unexpectedly", extra={"job_id": attempt.job.job_id})
+            _log.exception("attempt failed unexpectedly", extra=journal.names(attempt.job))
             self._over(attempt)
             if self.observer:
                 self.observer.attempt_failed(attempt.job, attempt.number, InternalError("an internal fault"))
@@ -233,12 +234,13 @@ class Dispatcher:
         if attempt is not None and attempt.member is member and len(news.checkpoint) <= _MAX_CHECKPOINT_BYTES:
             attempt.job.keep(news.attempt.number, Checkpoint(steps_done=news.steps_done, data=news.checkpoint))
 
-    async def _stop_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
+    async def _stop_attempt(self, client: WorkerClient, number: int, job: Job) -> None:
+        attempt = worker_pb2.AttemptId(job_id=job.job_id, number=number)
         try:
             await client.cancel_attempt(attempt, deadline_s=_CANCEL_DEADLINE_S)
         except BottegaError as error:
             # The worker gives the attempt up by itself once its deadline or grace is over.
-            _log.info("attempt could not be cancelled", extra={"job_id": attempt.job_id, "text": error.message})
+            _log.info("attempt could not be cancelled", extra={**journal.names(job), "text": error.message})
 
     def _lost(self, attempt: _Attempt, error: BottegaError) -> None:
         if self.observer:
@@ -269,7 +271,7 @@ def _request(attempt: _Attempt) -> worker_pb2.RunAttemptRequest:
         spec=job.spec,
         checkpoint=job.checkpoint.data if job.checkpoint else b"",
         preview=job.preview,
-        request_id=job.request_id,
+        request_id=job.log_id,
     )
     if job.deadline is not None:
         request.deadline_s = max(0.0, job.deadline - job.clock.monotonic())

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bottega.errors import BottegaError, DeadlinePassed, Draining, NoWorker, WorkerLost
+from bottega.gateway import journal
 from bottega.gateway.clock import Clock
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Fleet, Member
@@ -96,6 +97,7 @@ class Foreman:
     def submit(self, job: Job) -> None:
         """Takes a job: it is remembered, and waits or runs. The queue's bounds were checked."""
         self._jobs.add(job)
+        journal.accepted(job)
         self._queue.add(job)
         self._set_deadline(job)
         self._pump(job.spec.model)
@@ -156,7 +158,7 @@ class Foreman:
         if not job.is_current(number):
             return
         self._metrics.attempt_lost()
-        _log.warning("attempt lost", extra={"job_id": job.job_id, "worker": job.worker, "text": error.message})
+        journal.attempt_lost(job, error)
         if number >= self._max_attempts:
             self.fail(job, WorkerLost(f"{number} workers were lost with this job", retry_after_s=1.0))
             return
@@ -210,7 +212,7 @@ class Foreman:
                 continue
             # One that has just completed is still in the last report.
             if job.state != image_pb2.JOB_STATE_COMPLETED or running.attempt.number != job.attempts:
-                self._dispatcher.stop_attempt(member, running.attempt.number, job.job_id)
+                self._dispatcher.stop_attempt(member, running.attempt.number, job)
 
     def _ended(self, job: Job) -> None:
         self._queue.remove(job)
@@ -218,6 +220,7 @@ class Foreman:
         if deadline is not None:
             deadline.cancel()
         self._jobs.ended(job)
+        journal.ended(job)
         self._metrics.job_ended(JobState.Name(job.state).removeprefix("JOB_STATE_").lower())
         self._pump(job.bare.model)
         self._tell_backlogs()

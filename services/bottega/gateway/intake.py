@@ -168,6 +168,7 @@ class Intake:
             shape=defaults.latent_shape(spec, model),
             fingerprint=fingerprint,
             request_id=order.request_id,
+            log_id=order.log_id,
             deadline=None if order.deadline_s is None else began + order.deadline_s,
             preview=order.preview,
             validate_s=self._clock.monotonic() - began,

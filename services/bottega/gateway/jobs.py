@@ -28,13 +28,14 @@ class Order:
     """What a caller asks for.
 
     spec: as it came. deadline_s: seconds from now that the caller gives it; None is without bound.
-    preview: whether previews are wanted.
+    preview: whether previews are wanted. log_id: what the log calls the request where it has no request_id.
     """
 
     spec: GenerationSpec
     request_id: str = ""
     deadline_s: float | None = None
     preview: bool = False
+    log_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ class Job:
 
     spec: complete; its input images go when the job ends. bare: the same without input images.
     fingerprint: of the spec as the caller sent it. shape: of the latent. deadline: on the monotonic clock.
+    log_id: the request_id of its log lines, here and at the workers; never empty.
     """
 
     clock: Clock
@@ -84,6 +86,7 @@ class Job:
     fingerprint: str
     image_digest: str = ""
     request_id: str = ""
+    log_id: str = ""
     deadline: float | None = None
     preview: bool = False
     validate_s: float = 0.0
@@ -105,6 +108,7 @@ class Job:
     provenance: Provenance | None = None
     error: BottegaError | None = None
 
+    created_at: float = 0.0
     created_wall: float = 0.0
     started_wall: float | None = None
     ended_wall: float | None = None
@@ -117,14 +121,20 @@ class Job:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
+        self.log_id = self.request_id or self.log_id or self.job_id
         self.created_wall = self.clock.wall()
-        self.queued_at = self.clock.monotonic()
+        self.created_at = self.queued_at = self.clock.monotonic()
         self.steps_total = defaults.steps_to_run(self.spec) * self.spec.num_images
 
     @property
     def live(self) -> bool:
         """Whether it has not ended."""
         return self.state in LIVE
+
+    @property
+    def age_s(self) -> float:
+        """Seconds from acceptance to its end, or until now."""
+        return (self.clock.monotonic() if self.ended_at is None else self.ended_at) - self.created_at
 
     def is_current(self, number: int) -> bool:
         """Whether attempt `number` is the one that counts."""

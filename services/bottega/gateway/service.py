@@ -20,6 +20,7 @@ from bottega.gateway.results import ResultStore
 from bottega.gateway.watching import Ended, Watch
 from bottega.gateway.wire import event_to_wire, image_to_wire, job_to_wire
 from bottega.rpc import logs
+from bottega.rpc.boundary import MAX_REQUEST_ID_CHARACTERS
 from bottega.v1 import image_pb2, image_pb2_grpc
 
 _CHUNK_BYTES = 256 << 10
@@ -46,10 +47,10 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             request_id=request.request_id,
             deadline_s=context.time_remaining(),
             preview=request.preview,
+            log_id=_log_id(request.request_id),
         )
-        _bind(request_id=request.request_id)
         job, new = await self._intake.accept(order)
-        _bind(job_id=job.job_id)
+        _bind(job)
         try:
             watch = Watch(job, preview=request.preview, announce=new)
             async with contextlib.aclosing(watch.events()) as events:
@@ -74,8 +75,9 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
 
     async def SubmitJob(self, request: image_pb2.SubmitJobRequest, context: _Context) -> image_pb2.SubmitJobResponse:
         """See the contract. The call's own deadline bounds the call, not the job."""
-        _bind(request_id=request.request_id)
-        job, _ = await self._intake.accept(Order(spec=request.spec, request_id=request.request_id))
+        log_id = _log_id(request.request_id)
+        job, _ = await self._intake.accept(Order(spec=request.spec, request_id=request.request_id, log_id=log_id))
+        _bind(job)
         return image_pb2.SubmitJobResponse(job=job_to_wire(job))
 
     async def GetJob(self, request: image_pb2.GetJobRequest, context: _Context) -> image_pb2.GetJobResponse:
@@ -116,7 +118,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
 
     def _job(self, job_id: str) -> Job:
         job = self._jobs.get(job_id)
-        _bind(job_id=job.job_id, request_id=job.request_id)
+        _bind(job)
         return job
 
     def _image_bytes(self, job: Job, index: int) -> bytes:
@@ -130,8 +132,15 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         return data
 
 
-def _bind(**fields: str) -> None:
-    logs.bind(**{name: value for name, value in fields.items() if value})
+def _log_id(request_id: str) -> str:
+    """What the log calls the request: its request_id, which no rule has seen yet, else that of the call's metadata."""
+    if request_id:
+        logs.bind(request_id=request_id[:MAX_REQUEST_ID_CHARACTERS])
+    return logs.bound().get("request_id", "")
+
+
+def _bind(job: Job) -> None:
+    logs.bind(job_id=job.job_id, request_id=job.log_id)
 
 
 def _unix_s(timestamp: Timestamp, field: str) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ class Order:
     """An attempt as the gateway orders it.
 
     spec: every default filled in, the seed drawn, input images removed. image: source of image-to-image,
-    encoded, or empty. checkpoint: to resume from, or empty. deadline_s: seconds from now.
+    encoded, or empty. checkpoint: to resume from, or empty. deadline_s: seconds from now. request_id: for logs.
     """
 
     key: AttemptKey
@@ -40,6 +41,7 @@ class Order:
     checkpoint: bytes = b""
     deadline_s: float | None = None
     preview: bool = False
+    request_id: str = ""
 
 
 class Engine(Protocol):
@@ -78,6 +80,8 @@ class Commission:
         self._worker = worker
         self._version = version
         self._on_end = on_end
+        self._began_s = time.monotonic()
+        self._facts = _facts(order)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._digest = ""
         self._done: Provenance | None = None
@@ -101,6 +105,7 @@ class Commission:
 
     def start(self) -> None:
         """Begins, in the background."""
+        _log.info("attempt started", extra=self._facts)
         self._metrics.attempt_began()
         if self._order.deadline_s is not None:
             loop = asyncio.get_running_loop()
@@ -165,7 +170,7 @@ class Commission:
         try:
             jpeg = await self._pictures.preview(progress.preview)
         except BottegaError as error:
-            _log.warning("preview left out", extra={"reason": error.reason_name, "text": error.message})
+            _log.warning("preview left out", extra={**self._facts, **_why(error)})
             jpeg = b""
         finally:
             self._previewing = False
@@ -208,7 +213,7 @@ class Commission:
         try:
             self._engine.send(engine_pb2.EngineCommand(cancel=cancel))
         except BottegaError as error:
-            _log.info("nothing to cancel", extra={"text": error.message})
+            _log.info("nothing to cancel", extra={**self._facts, **_why(error)})
 
     def _ended(self) -> None:
         if self._expiry:
@@ -218,8 +223,15 @@ class Commission:
         outcome = self.attempt.outcome
         error = outcome.error if isinstance(outcome, Failed) else None
         self._metrics.attempt_ended(error.reason_name.lower() if error else "completed")
-        _report(self.attempt.key, error)
+        self._report(error)
         self._on_end(self)
+
+    def _report(self, error: BottegaError | None) -> None:
+        facts = {**self._facts, "seconds": round(time.monotonic() - self._began_s, 3)}
+        if error is None:
+            _log.info("attempt completed", extra=facts)
+        else:
+            _log.warning("attempt failed", extra={**facts, **_why(error)})
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         if self.attempt.ended:
@@ -235,7 +247,7 @@ class Commission:
         except BottegaError as error:
             self.drop(error)
         except Exception:  # noqa: BLE001 - the boundary of an attempt: a fault of ours ends this attempt only
-            _log.exception("attempt failed unexpectedly", extra={"attempt": self.attempt.key.number})
+            _log.exception("attempt failed unexpectedly", extra=self._facts)
             self.drop(InternalError("the worker could not carry the request out"))
 
 
@@ -243,9 +255,15 @@ def _attempt_id(key: AttemptKey) -> AttemptId:
     return AttemptId(job_id=key.job_id, number=key.number)
 
 
-def _report(key: AttemptKey, error: BottegaError | None) -> None:
-    facts = {"job_id": key.job_id, "attempt": key.number}
-    if error is None:
-        _log.info("attempt completed", extra=facts)
-    else:
-        _log.warning("attempt failed", extra={**facts, "reason": error.reason_name, "text": error.message})
+def _facts(order: Order) -> dict[str, object]:
+    """What every line about it says. Not left to the fields of a call: the engine's events come in none."""
+    return {
+        "job_id": order.key.job_id,
+        "request_id": order.request_id,
+        "attempt": order.key.number,
+        "model": order.spec.model,
+    }
+
+
+def _why(error: BottegaError) -> dict[str, object]:
+    return {"reason": error.reason_name, "text": error.message}

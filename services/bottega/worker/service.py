@@ -90,7 +90,7 @@ class WorkerService:
 
     async def _started(self, raw: bytes) -> Attempt:
         order = await copied(len(raw), lambda: _order(raw))
-        logs.bind(job_id=order.key.job_id)
+        logs.bind(job_id=order.key.job_id, request_id=order.request_id)
         return self._worker.run(order)
 
 
@@ -113,6 +113,7 @@ def _order(raw: bytes) -> Order:
         checkpoint=request.checkpoint,
         deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
         preview=request.preview,
+        request_id=request.request_id,
     )
 
 
