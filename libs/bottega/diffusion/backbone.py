@@ -86,19 +86,20 @@ class UNetBackbone:
 
     def __init__(self, unet: UNet2DConditionModel) -> None:
         self.unet = unet
-        self.blocks: list[Block] = []
+        blocks: list[Block] = []
         skips = 1
         for index, block in enumerate(unet.down_blocks):
-            self.blocks.append(Block(name=f"down_blocks.{index}", run=self._down(index, skips)))
+            blocks.append(Block(name=f"down_blocks.{index}", run=self._down(index, skips)))
             skips += len(block.resnets) + len(block.downsamplers or ())
         self.middle_point = skips
-        self.blocks.append(Block(name="mid_block", run=self._middle))
+        blocks.append(Block(name="mid_block", run=self._middle))
         for index, block in enumerate(unet.up_blocks):
             count = len(block.resnets)
             taken = tuple(range(skips - count, skips))
             skips -= count
             needs = (self.middle_point, *reversed(taken)) if index == 0 else tuple(reversed(taken))
-            self.blocks.append(Block(name=f"up_blocks.{index}", run=self._up(index, taken), needs=needs))
+            blocks.append(Block(name=f"up_blocks.{index}", run=self._up(index, taken), needs=needs))
+        self.blocks: Sequence[Block] = blocks
 
     def begin(self, inputs: Inputs) -> Activations:
         """See Backbone."""

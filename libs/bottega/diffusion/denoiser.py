@@ -31,11 +31,12 @@ class Denoiser:
         self._residuals = residuals
 
     @torch.inference_mode()
-    def predict(self, rows: Sequence[Row]) -> dict[Row, Tensor]:
+    def predict(self, rows: Sequence[Row], inputs: Inputs | None = None) -> dict[Row, Tensor]:
         """The prediction [channels, height, width] of every row that was not late.
 
-        All rows share one GroupKey. A row without a prediction is to be asked for again, with all
-        rows of its owner. Raises Unavailable when residuals do not come within RESIDUAL_TIMEOUT_S.
+        All rows share one GroupKey. inputs: `stack` of the rows, where the caller has it already.
+        A row without a prediction is to be asked for again, with all rows of its owner.
+        Raises Unavailable when residuals do not come within RESIDUAL_TIMEOUT_S.
         """
         group = list(rows)
         controlled = [row for row in group if row.controls]
@@ -43,7 +44,7 @@ class Denoiser:
             self._provider().ask(controlled)
         self._side_path.enter([row.loras for row in group])
         try:
-            activations = self._backbone.begin(stack(group))
+            activations = self._backbone.begin(inputs or stack(group))
             barrier = bool(controlled)
             for block in self._backbone.blocks:
                 if block.needs and controlled:

@@ -73,6 +73,19 @@ def encode_image(model: Model, pixels: Tensor) -> LatentDistribution:
     return LatentDistribution(mean=distribution.mean, std=distribution.std)
 
 
+def to_latent(model: Model, latent: Tensor) -> Tensor:
+    """From the VAE's scale to the backbone's. latent: [1, channels, height, width]."""
+    config = model.vae.config
+    if config.latents_mean is None or config.latents_std is None:
+        scaled: Tensor = config.scaling_factor * latent
+        return scaled
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1).to(latent) for values in (config.latents_mean, config.latents_std)
+    )
+    normalised: Tensor = (latent - mean) * config.scaling_factor / std
+    return normalised
+
+
 @contextmanager
 def _upcast_for_encoding(model: Model) -> Iterator[None]:
     """Diffusers encodes in float32 wherever force_upcast is set, in bfloat16 models too."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from diffusers.utils import logging as diffusers_logging
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers.utils import logging as transformers_logging
 
 from bottega.diffusion.backbone import UNetBackbone
 from bottega.diffusion.samplers import SamplerKind, default_kind
@@ -67,6 +69,11 @@ class Model:
         return int(self.backbone.unet.config.in_channels)
 
     @property
+    def size_multiple(self) -> int:
+        """What width and height of a picture must be multiples of: Diffusers takes multiples of 8."""
+        return math.lcm(8, self.latent_scale)
+
+    @property
     def dtype_name(self) -> str:
         """float32, float16 or bfloat16."""
         return str(self.dtype).removeprefix("torch.")
@@ -89,6 +96,7 @@ def load_model(folder: Path, *, name: str, device: torch.device, dtype: torch.dt
     """
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     pipeline = StableDiffusionXLPipeline.from_pretrained(
         str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, add_watermarker=False
     )

@@ -14,7 +14,7 @@ from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from bottega.diffusion.encode import Conditions, LatentDistribution
+from bottega.diffusion.encode import Conditions, LatentDistribution, to_latent
 from bottega.diffusion.lora import LoraUse
 from bottega.diffusion.model import Model
 from bottega.diffusion.row import GroupKey, Half, Row
@@ -35,7 +35,8 @@ class RequestState:
 class Request:
     """One image of a job.
 
-    step: the next step to run; done when it equals `end`.
+    step: the next step to run; done when it equals `end`. begin: the first one; image-to-image starts later
+    than 0, from `image`. resume: goes on from there instead.
     controls: by handle, the steps [first, last) in which each ControlNet is active.
     loras: what the side path adds, from step `loras_from` on.
     """
@@ -47,6 +48,7 @@ class Request:
         conditions: Conditions,
         *,
         index: int = 0,
+        begin: int = 0,
         image: LatentDistribution | None = None,
         controls: Mapping[Hashable, tuple[int, int]] | None = None,
         loras: tuple[LoraUse, ...] = (),
@@ -55,7 +57,7 @@ class Request:
     ) -> None:
         self.index = index
         self.spec = spec
-        self.begin = spec.begin_step(from_image=image is not None)
+        self.begin = begin
         self.controls = dict(controls or {})
         self.loras = loras
         self.loras_from = loras_from
@@ -93,6 +95,11 @@ class Request:
     def steps_left(self) -> int:
         """Steps to go."""
         return self.end - self.step
+
+    @property
+    def finite(self) -> bool:
+        """Whether the latent is free of NaN and infinities. On a GPU this waits for the device."""
+        return bool(torch.isfinite(self.latent).all())
 
     def rows(self) -> list[Row]:
         """The rows of the current step; asking again for the same step gives equal rows."""
@@ -144,23 +151,10 @@ class Request:
             noise = self._draw((1, model.latent_channels, height, width), model.device, model.dtype)
             return noise * self._sampler.init_noise_sigma
         drawn = image.mean + image.std * self._draw(tuple(image.mean.shape), model.device, image.mean.dtype)
-        latent = _normalised(model, drawn.to(model.dtype))
+        latent = to_latent(model, drawn.to(model.dtype))
         noise = self._draw(tuple(latent.shape), model.device, model.dtype)
         return self._sampler.add_noise(latent, noise, self.begin)
 
     def _draw(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
         noise: Tensor = randn_tensor(shape, generator=self._generator, device=device, dtype=dtype)
         return noise
-
-
-def _normalised(model: Model, latent: Tensor) -> Tensor:
-    """From the VAE's scale to the backbone's."""
-    config = model.vae.config
-    if config.latents_mean is None or config.latents_std is None:
-        scaled: Tensor = config.scaling_factor * latent
-        return scaled
-    mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1).to(latent) for values in (config.latents_mean, config.latents_std)
-    )
-    normalised: Tensor = (latent - mean) * config.scaling_factor / std
-    return normalised

@@ -108,12 +108,17 @@ class Sampler:
         return SamplerState(tensors=tensors, numbers={"lower_order_nums": self._scheduler.lower_order_nums})
 
     def restore(self, state: SamplerState, step: int, device: torch.device) -> None:
-        """Continues before `step` as if the steps before it had been made here."""
+        """Continues before `step` as if the steps before it had been made here.
+
+        Raises ValueError when the state is another sampler's.
+        """
         self._begin_at(step)
         if self._kind is SamplerKind.DPMPP_2M:
             for index in range(len(self._scheduler.model_outputs)):
                 output = state.tensors.get(f"model_outputs.{index}")
                 self._scheduler.model_outputs[index] = None if output is None else output.to(device)
+            if "lower_order_nums" not in state.numbers:
+                raise ValueError("the state of a multi-step sampler is missing")
             self._scheduler.lower_order_nums = state.numbers["lower_order_nums"]
 
     def _begin_at(self, step: int) -> None:

@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 ENGINE_MODULE = "bottega.worker.engine"
 
 # Two torch processes on the same cores collapse 80-fold when their threads wait actively (measured).
-_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Transformers warns about image processors that nothing here uses.
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TRANSFORMERS_VERBOSITY": "error"}
 # The engine reads its pipe between two turns; this many commands waiting means that it has stopped to.
 _MAX_COMMANDS = 1024
 _STOP_GRACE_S = 2.0

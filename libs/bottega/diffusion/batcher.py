@@ -1,0 +1,205 @@
+"""Which requests share the next turn, and how long one may be passed over.
+
+Oldest first, as wide as pays off by the measured step times, and nobody waits longer than a bound. Knows
+rows only by their number and their group key; knows no model and no clock: it counts turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bottega.diffusion.request import Request
+from bottega.planning import StepTimes, Work, best_width
+
+# Turns after which the widths are chosen anew though nobody came or went: step times drift.
+_REPLAN_TURNS = 16
+# Requests in the gateway's queue that are imagined beside those that are here.
+_MAX_BACKLOG = 16
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """A request in the batcher. turn: of its last step, or in which it was admitted. alone: shares no group."""
+
+    request: Request
+    turn: int = 0
+    admitted: bool = False
+    alone: bool = False
+
+    @property
+    def group(self) -> object:
+        """What it must have in common with the others of its group."""
+        return self if self.alone else self.request.key
+
+    @property
+    def rows(self) -> int:
+        """Rows that it puts into a turn."""
+        return self.request.spec.rows
+
+
+class Batcher:
+    """The requests being denoised, in order of arrival.
+
+    max_rows: of one group; a request with more rows runs by itself. max_wait_turns: that a request may be
+    passed over, while there are no more than one group more than that; requests beyond so many groups wait
+    to be admitted, first come first.
+    """
+
+    def __init__(self, times: StepTimes, *, max_rows: int, max_wait_turns: int) -> None:
+        self._times = times
+        self.max_rows = max_rows
+        self._max_wait_turns = max_wait_turns
+        self._seats: list[_Seat] = []
+        self._admitted: list[_Seat] = []
+        self._widths: dict[object, int] = {}
+        self._turn = 0
+        self._planned_at = -_REPLAN_TURNS
+        self._backlog = 0
+
+    def add(self, request: Request) -> None:
+        """Takes in a request that is not done."""
+        self._seats.append(_Seat(request))
+        self._planned_at = -_REPLAN_TURNS
+
+    def remove(self, request: Request) -> None:
+        """Forgets a request, done or not. Harmless when it is not here."""
+        self._seats = [seat for seat in self._seats if seat.request is not request]
+        self._planned_at = -_REPLAN_TURNS
+
+    def isolate(self, request: Request) -> None:
+        """From now on the request shares no group: somebody in its last one made the turn fail."""
+        for seat in self._seats:
+            if seat.request is request:
+                seat.alone = True
+        self._planned_at = -_REPLAN_TURNS
+
+    def expect(self, backlog: int) -> None:
+        """So many requests wait elsewhere and will come when there is room."""
+        self._backlog = min(backlog, _MAX_BACKLOG)
+
+    def next_group(self) -> list[Request]:
+        """The requests of the next turn, which begins now; empty when there are none."""
+        if self._turn - self._planned_at >= _REPLAN_TURNS:
+            self._plan()
+        self._turn += 1
+        if not self._admitted:
+            return []
+        urgent = sorted(self._admitted, key=lambda seat: seat.turn)
+        lack = self._lack(urgent)
+        if lack < 0:
+            members = self._fill(self._admitted[0], self._admitted, self._widths[self._admitted[0].group])
+        else:
+            # Just in time is enough to be served in turn; later than that, the group takes all it can.
+            width = self._widths[urgent[0].group] if lack == 0 else len(urgent)
+            members = self._fill(urgent[0], urgent, width)
+        for seat in members:
+            seat.turn = self._turn
+        return [seat.request for seat in members]
+
+    def _plan(self) -> None:
+        """Chooses the widths, and whom to admit: as many as the bound on waiting allows."""
+        self._planned_at = self._turn
+        by_group: dict[object, list[_Seat]] = {}
+        for seat in self._seats:
+            by_group.setdefault(seat.group, []).append(seat)
+        self._widths = {group: self._width(seats) for group, seats in by_group.items()}
+        self._admitted = []
+        for seat in self._seats:
+            if not self._admit(seat):
+                break
+            if not seat.admitted:
+                seat.admitted, seat.turn = True, self._turn
+
+    def _width(self, seats: Sequence[_Seat]) -> int:
+        if seats[0].alone:
+            return 1
+        works = [_work(seat.request) for seat in seats]
+        typical = Work(rows=works[-1].rows, steps=seats[-1].request.end - seats[-1].request.begin)
+        shape = seats[0].request.key.shape[1:]
+        costs: dict[int, float] = {}
+
+        def seconds(rows: int) -> float:
+            if rows not in costs:
+                measured = self._times.seconds(shape, rows)
+                costs[rows] = float(rows) if measured is None else measured
+            return costs[rows]
+
+        width = best_width([*works, *[typical] * self._backlog], seconds, max_rows=self.max_rows)
+        return max(1, min(width, len(works)))
+
+    def _admit(self, seat: _Seat) -> bool:
+        """Admits one more, in wider groups than planned if there would be too many groups otherwise."""
+        self._admitted.append(seat)
+        groups = self._max_wait_turns + 1
+        while self._groups(self._admitted) > groups:
+            crowded = [group for group in self._widths if self._can_widen(group)]
+            if not crowded:
+                self._admitted.pop()
+                return False
+            narrowest = min(crowded, key=lambda group: self._widths[group])
+            self._widths[narrowest] += 1
+        return True
+
+    def _can_widen(self, group: object) -> bool:
+        seats = [seat for seat in self._admitted if seat.group == group]
+        rows = max((seat.rows for seat in seats), default=self.max_rows)
+        return self._widths[group] < len(seats) and (self._widths[group] + 1) * rows <= self.max_rows
+
+    def _groups(self, seats: Sequence[_Seat]) -> int:
+        """Turns in which all of these can be served."""
+        return max(self._places(seats), default=0)
+
+    def _lack(self, urgent: Sequence[_Seat]) -> int:
+        """Turns that are missing if somebody else than the most urgent is served now; below 0, none are.
+
+        urgent: all that are admitted, those that have waited longest first.
+        """
+        # Each may wait for so many turns more, this one included; the groups up to its own must fit into them.
+        spare = [self._max_wait_turns - (self._turn - 1 - seat.turn) for seat in urgent]
+        return max(place - 1 - left for place, left in zip(self._places(urgent), spare, strict=True))
+
+    def _places(self, seats: Sequence[_Seat]) -> list[int]:
+        """For each of `seats`, in which turn it is served when groups are filled in this order, from 1."""
+        filling: dict[object, _Filling] = {}
+        places: list[int] = []
+        turns = 0
+        for seat in seats:
+            current = filling.get(seat.group)
+            if current is None or not current.takes(seat.rows, self._widths[seat.group], self.max_rows):
+                turns += 1
+                current = filling[seat.group] = _Filling(turn=turns)
+            current.requests += 1
+            current.rows += seat.rows
+            places.append(current.turn)
+        return places
+
+    def _fill(self, leader: _Seat, order: Sequence[_Seat], width: int) -> list[_Seat]:
+        members = [leader]
+        filled = _Filling(requests=1, rows=leader.rows)
+        for seat in order:
+            if seat is leader or seat.group != leader.group:
+                continue
+            if not filled.takes(seat.rows, width, self.max_rows):
+                break
+            members.append(seat)
+            filled.requests += 1
+            filled.rows += seat.rows
+        return members
+
+
+@dataclass(slots=True, kw_only=True)
+class _Filling:
+    """A group that is being filled. turn: in which it is served."""
+
+    turn: int = 0
+    requests: int = 0
+    rows: int = 0
+
+    def takes(self, rows: int, width: int, max_rows: int) -> bool:
+        """Whether a request of `rows` rows has room."""
+        return self.requests < width and self.rows + rows <= max_rows
+
+
+def _work(request: Request) -> Work:
+    return Work(rows=request.spec.rows, steps=request.steps_left)

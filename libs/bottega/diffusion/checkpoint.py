@@ -1,0 +1,106 @@
+"""A job between two steps as bytes: safetensors with a JSON header, for another engine to go on from.
+
+Knows requests' states; does not know when checkpoints are made or where they go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from bottega.diffusion.model import Model
+from bottega.diffusion.request import RequestState
+from bottega.diffusion.samplers import SamplerState
+from bottega.diffusion.spec import DrawingSpec
+
+VERSION = 1
+
+_HEADER = "bottega"
+
+
+class CheckpointMismatch(ValueError):
+    """The checkpoint is of another model, another job or another version, or it is damaged."""
+
+
+def write_checkpoint(model: Model, spec: DrawingSpec, states: Sequence[RequestState]) -> bytes:
+    """The states of all images of a job, in their order."""
+    tensors: dict[str, Tensor] = {}
+    images: list[dict[str, object]] = []
+    for index, state in enumerate(states):
+        tensors[f"{index}.latent"] = state.latent
+        tensors[f"{index}.generator"] = state.generator
+        tensors |= {f"{index}.sampler.{name}": tensor for name, tensor in state.sampler.tensors.items()}
+        images.append({"step": state.step, "sampler": state.sampler.numbers})
+    # LoRAs are noted by name and step, never by how they were added; nothing uses them yet.
+    header = _identity(model, spec) | {"images": images, "loras": []}
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return safetensors.torch.save(whole, metadata={_HEADER: json.dumps(header)})
+
+
+def read_checkpoint(data: bytes, model: Model, spec: DrawingSpec) -> list[RequestState]:
+    """The states that were written, on the CPU.
+
+    Raises CheckpointMismatch when they are not of this model, element type and spec.
+    """
+    header = _header(data)
+    for name, value in _identity(model, spec).items():
+        if header.get(name) != value:
+            raise CheckpointMismatch(f"its {name} is {header.get(name)!r}, not {value!r}")
+    try:
+        tensors = safetensors.torch.load(data)
+        states = [_state(index, image, tensors) for index, image in enumerate(header["images"])]
+    except (safetensors.SafetensorError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointMismatch(f"it is damaged: {type(error).__name__}") from error
+    for state in states:
+        _check(state, model, spec)
+    if len(states) != spec.num_images:
+        raise CheckpointMismatch(f"it has {len(states)} images, not {spec.num_images}")
+    return states
+
+
+def _identity(model: Model, spec: DrawingSpec) -> dict[str, Any]:
+    said = dataclasses.asdict(spec) | {"sampler": spec.sampler.name}
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    return {"version": VERSION, "model_hash": model.digest, "dtype": model.dtype_name, "spec": digest}
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    # safetensors gives metadata only of files on disk: its header is a length and that much JSON.
+    length = int.from_bytes(data[:8], "little")
+    try:
+        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_HEADER])
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointMismatch("it is no checkpoint") from None
+    if not isinstance(header, dict):
+        raise CheckpointMismatch("it is no checkpoint")
+    return header
+
+
+def _state(index: int, image: dict[str, Any], tensors: dict[str, Tensor]) -> RequestState:
+    prefix = f"{index}.sampler."
+    kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    numbers = {str(name): int(value) for name, value in image["sampler"].items()}
+    return RequestState(
+        step=int(image["step"]),
+        latent=tensors[f"{index}.latent"],
+        generator=tensors[f"{index}.generator"],
+        sampler=SamplerState(tensors=kept, numbers=numbers),
+    )
+
+
+def _check(state: RequestState, model: Model, spec: DrawingSpec) -> None:
+    shape = (1, model.latent_channels, spec.height // model.latent_scale, spec.width // model.latent_scale)
+    if tuple(state.latent.shape) != shape or not torch.isfinite(state.latent).all():
+        raise CheckpointMismatch("its latent does not fit")
+    if not 0 <= state.step <= spec.num_inference_steps:
+        raise CheckpointMismatch(f"its step {state.step} is not one of {spec.num_inference_steps}")
+    if state.generator.dtype != torch.uint8 or state.generator.shape != torch.Generator("cpu").get_state().shape:
+        raise CheckpointMismatch("its generator does not fit")

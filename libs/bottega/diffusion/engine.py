@@ -1,0 +1,303 @@
+"""The engine's loop: every turn encodes at most one prompt, runs one group for one step, decodes at most one latent.
+
+Jobs join and leave between any two turns. Knows models, requests and groups; knows no processes and no wire.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.batcher import Batcher
+from bottega.diffusion.checkpoint import write_checkpoint
+from bottega.diffusion.decode import decode_latent
+from bottega.diffusion.denoiser import Denoiser, stack
+from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, Progress, Started
+from bottega.diffusion.job import Job, Order, open_job
+from bottega.diffusion.lora import SidePath
+from bottega.diffusion.model import Model
+from bottega.diffusion.preview import LatentPreview
+from bottega.diffusion.request import Request
+from bottega.diffusion.row import Half, ResidualProvider, Row
+from bottega.diffusion.spec import DrawingSpec
+from bottega.errors import BottegaError, InternalError, NotFinite, TooLarge
+from bottega.planning import StepTimes
+
+_log = logging.getLogger(__name__)
+
+# The warm-up measures wider turns until one takes so long: the rest is learnt from real ones.
+_WARM_UP_TURN_S = 1.0
+# Weight of a new measurement of the time beside the steps.
+_NEW = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What an operator bounds.
+
+    max_rows: of one group. fixed_rows: pads every group to so many rows, for images that are equal byte for
+    byte whatever runs beside them; 0 is off. max_wait_turns: that a request may be passed over.
+    max_pixels: of one image. checkpoint_interval_s, progress_interval_s: least often, and most often.
+    """
+
+    max_rows: int = 16
+    fixed_rows: int = 0
+    max_wait_turns: int = 8
+    max_pixels: int = 4 * 2**20
+    checkpoint_interval_s: float = 2.0
+    progress_interval_s: float = 0.1
+
+
+class Engine:
+    """Draws jobs on one device. One thread calls everything.
+
+    turns: that ran a group. fixed_s: seconds that an image takes beside its steps.
+    residuals: where ControlNet residuals come from.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        limits: EngineLimits,
+        *,
+        residuals: ResidualProvider | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if limits.fixed_rows == 1:
+            raise ValueError("fixed_rows is 1, but a guided request has two rows; 0 switches it off")
+        self.model = model
+        self.turns = 0
+        self.fixed_s = 0.0
+        self.step_times = StepTimes()
+        self._limits = limits
+        self._clock = clock
+        self._denoiser = Denoiser(model.backbone, SidePath(model.backbone.unet), residuals)
+        self._batcher = Batcher(
+            self.step_times, max_rows=limits.fixed_rows or limits.max_rows, max_wait_turns=limits.max_wait_turns
+        )
+        self._preview = LatentPreview.fit(model)
+        self._orders: deque[Order] = deque()
+        self._jobs: dict[Hashable, Job] = {}
+        self._owners: dict[Request, Job] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn would do anything."""
+        return bool(self._orders or self._jobs)
+
+    def submit(self, order: Order) -> None:
+        """Takes a job in; its first event comes with the turn that encodes it.
+
+        Raises TooLarge, naming the limit.
+        """
+        pixels = order.spec.width * order.spec.height
+        if pixels > self._limits.max_pixels:
+            raise TooLarge(
+                f"{order.spec.width}x{order.spec.height} are {pixels} pixels; this worker draws at most "
+                f"{self._limits.max_pixels} (max_pixels)",
+                metadata={"limit": "max_pixels", "max_pixels": str(self._limits.max_pixels)},
+            )
+        self._orders.append(order)
+
+    def cancel(self, key: Hashable) -> None:
+        """Drops a job. Harmless when it is not here."""
+        self._orders = deque(order for order in self._orders if order.key != key)
+        if key in self._jobs:
+            self._forget(self._jobs[key])
+
+    def expect(self, backlog: int) -> None:
+        """So many requests wait elsewhere and will come when there is room."""
+        self._batcher.expect(backlog)
+
+    def steps_left(self) -> Iterator[tuple[Hashable, int]]:
+        """Every job that is here, with its steps to go."""
+        for job in self._jobs.values():
+            yield job.key, job.steps_total - job.steps_done
+        for order in self._orders:
+            yield order.key, order.spec.num_images * order.spec.num_inference_steps
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Runs every stage and measures it; turns of 1, 2, 4, ... rows until one takes a second."""
+        defaults = self.model.defaults
+        spec = DrawingSpec(prompt="", num_inference_steps=2, width=defaults.width, height=defaults.height)
+        for _ in range(2):  # the first time pays for what is made once
+            began_s = perf_counter()
+            job = open_job(self.model, Order(key="", spec=spec))
+            decode_latent(self.model, job.requests[0].latent)
+            self.fixed_s = perf_counter() - began_s
+        row = job.requests[0].rows()[0]
+        count = 1
+        while count <= self._batcher.max_rows:
+            self._denoiser.predict([row] * count)
+            seconds = [self._forward([row] * count)[1] for _ in range(3)][-1]
+            if seconds > _WARM_UP_TURN_S:
+                break
+            count *= 2
+
+    def turn(self) -> Iterator[Event]:
+        """One turn, and what there is to say about it, as it happens. Harmless when there is nothing to do."""
+        if self._orders:
+            yield from self._encode(self._orders.popleft())
+        yield from self._denoise()
+        yield from self._decode()
+
+    def _encode(self, order: Order) -> Iterator[Event]:
+        began_s = perf_counter()
+        try:
+            job = open_job(self.model, order)
+        except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
+            yield Failed(key=order.key, error=_named(error))
+            return
+        job.seconds["encode"] = perf_counter() - began_s
+        job.checkpoint_s = self._clock()
+        self._jobs[job.key] = job
+        for request in job.requests:
+            self._owners[request] = job
+            if not request.done:
+                self._batcher.add(request)
+        yield Started(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)
+
+    def _denoise(self) -> Iterator[Event]:
+        began_s = perf_counter()
+        group = self._batcher.next_group()
+        if not group:
+            return
+        self.turns += 1
+        jobs = list(dict.fromkeys(self._owners[request] for request in group))
+        rows = [row for request in group for row in request.rows()]
+        try:
+            noise, forward_s = self._forward(rows)
+        except Exception as error:  # noqa: BLE001 - the boundary of a turn: the next one may go well
+            yield from self._blame(group, error)
+            return
+        failed, sampler_s = self._advance(group, noise)
+        for job in jobs:
+            job.seconds["denoise"] += forward_s + sampler_s
+            job.seconds["batch"] += perf_counter() - began_s - forward_s - sampler_s
+        for job in jobs:
+            if job in failed:
+                yield self._fail(job, failed[job])
+            else:
+                yield from self._report(job)
+
+    def _forward(self, rows: list[Row]) -> tuple[dict[Row, Tensor], float]:
+        """The predictions for the rows that were not late, and the seconds that the network took."""
+        missing = self._limits.fixed_rows - len(rows)
+        blank = replace(rows[-1], owner=None, controls=(), loras=())
+        padded = rows + [blank] * missing
+        inputs = stack(padded)
+        began_s = perf_counter()
+        noise = self._denoiser.predict(padded, inputs)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # else the time would be that of the launch
+        seconds = perf_counter() - began_s
+        _, height, width = rows[0].sample.shape
+        self.step_times.observe((height, width), len(rows), seconds)
+        return noise, seconds
+
+    def _advance(self, group: list[Request], noise: dict[Row, Tensor]) -> tuple[dict[Job, Exception], float]:
+        """Makes the step of those whose predictions are here. Returns whose failed, and the seconds it took."""
+        halves: dict[Hashable, dict[Half, Tensor]] = {}
+        for row, predicted in noise.items():
+            halves.setdefault(row.owner, {})[row.half] = predicted
+        stepped = [request for request in group if request in halves]
+        failed: dict[Job, Exception] = {}
+        began_s = perf_counter()
+        for request in stepped:
+            job = self._owners[request]
+            try:
+                request.advance(halves[request])
+            except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
+                failed[job] = error
+            job.shared(len(stepped))
+            if request.done:
+                self._batcher.remove(request)
+        return failed, perf_counter() - began_s
+
+    def _blame(self, group: list[Request], error: Exception) -> Iterator[Event]:
+        """A turn failed. Whoever ran alone fails; of several, each is tried alone from now on."""
+        if len(group) > 1:
+            _log.warning("a turn failed; its requests are retried one by one", extra={"why": type(error).__name__})
+            for request in group:
+                self._batcher.isolate(request)
+            return
+        yield self._fail(self._owners[group[0]], error)
+
+    def _report(self, job: Job) -> Iterator[Event]:
+        """Progress and checkpoint, where they are due."""
+        now_s = self._clock()
+        ended = job.steps_done == job.steps_total
+        if ended or now_s - job.reported_s >= self._limits.progress_interval_s:
+            job.reported_s = now_s
+            yield self._progress(job)
+        if not ended and job.checkpoint_due(now_s, self._limits.checkpoint_interval_s):
+            if not all(request.finite for request in job.requests):
+                yield self._fail(job, _not_finite())
+                return
+            job.checkpoint_s, job.checkpoint_steps = now_s, job.steps_done
+            states = [request.state() for request in job.requests]
+            data = write_checkpoint(self.model, job.order.spec, states)
+            yield Checkpointed(key=job.key, steps_done=job.steps_done, data=data)
+
+    def _progress(self, job: Job) -> Progress:
+        shown = job.shown()
+        preview = self._preview.draw(shown.estimate) if job.order.preview else None
+        return Progress(key=job.key, steps_done=job.steps_done, preview_index=shown.index, preview=preview)
+
+    def _decode(self) -> Iterator[Event]:
+        """The oldest latent that is finished."""
+        for job in self._jobs.values():
+            for request in job.requests:
+                if request.done and request.index not in job.drawn:
+                    yield from self._draw(job, request)
+                    return
+
+    def _draw(self, job: Job, request: Request) -> Iterator[Event]:
+        try:
+            if not request.finite:
+                raise _not_finite()
+            with job.stage("decode"):
+                pixels = decode_latent(self.model, request.latent)
+        except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
+            yield self._fail(job, error)
+            return
+        job.drawn.add(request.index)
+        yield Drawn(key=job.key, index=request.index, pixels=pixels)
+        if job.finished:
+            self._forget(job)
+            beside_s = job.seconds["encode"] + job.seconds["decode"] / len(job.requests)
+            self.fixed_s += _NEW * (beside_s - self.fixed_s)
+            yield Finished(key=job.key, record=job.record())
+
+    def _fail(self, job: Job, error: Exception) -> Failed:
+        self._forget(job)
+        return Failed(key=job.key, error=_named(error))
+
+    def _forget(self, job: Job) -> None:
+        del self._jobs[job.key]
+        for request in job.requests:
+            del self._owners[request]
+            self._batcher.remove(request)
+
+
+def _not_finite() -> NotFinite:
+    return NotFinite("the model computed values that are no numbers; another seed or more steps may help")
+
+
+def _named(error: Exception) -> BottegaError:
+    """The error as callers may see it; what they may not is logged here."""
+    if isinstance(error, BottegaError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        _log.error("the device has no memory left for a job", extra={"why": str(error)})
+        return TooLarge("the device has not enough memory for this job", metadata={"limit": "device_memory"})
+    _log.error("a job failed", exc_info=error)
+    return InternalError("the engine failed; its log says more")

@@ -1,0 +1,80 @@
+"""What the engine says about its jobs. Knows no wire."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bottega.errors import BottegaError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """Denoising of a job has begun. Steps are counted over all images; steps_resumed came with a checkpoint."""
+
+    key: Hashable
+    steps_total: int
+    steps_resumed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Progress:
+    """preview: uint8 [latent height, latent width, 3] of image preview_index, where previews were asked for."""
+
+    key: Hashable
+    steps_done: int
+    preview_index: int = 0
+    preview: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointed:
+    """The job can go on from here in another engine; replaces its earlier checkpoints."""
+
+    key: Hashable
+    steps_done: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drawn:
+    """One image is finished. pixels: uint8 [height, width, 3]."""
+
+    key: Hashable
+    index: int
+    pixels: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What really happened to a job.
+
+    seconds: by stage (encode, denoise, batch, decode); a turn that it shared counts in full.
+    mean_group_requests: images in the groups that its steps ran in, on average.
+    """
+
+    begin_step: int
+    truncations: Mapping[str, str]
+    seconds: Mapping[str, float]
+    mean_group_requests: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """All images of a job have been handed out."""
+
+    key: Hashable
+    record: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The job has ended without its images."""
+
+    key: Hashable
+    error: BottegaError
+
+
+Event = Started | Progress | Checkpointed | Drawn | Finished | Failed

@@ -1,0 +1,149 @@
+"""One job in the engine: from its order to its images' requests, and the record of what happened to it.
+
+Knows no groups and no other jobs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from torch import Tensor
+
+from bottega.diffusion.checkpoint import read_checkpoint
+from bottega.diffusion.encode import Conditions, encode_image, encode_prompts
+from bottega.diffusion.events import Record
+from bottega.diffusion.model import Model
+from bottega.diffusion.request import Request, RequestState
+from bottega.diffusion.spec import DrawingSpec
+
+_log = logging.getLogger(__name__)
+
+# A checkpoint is due after this share of a job's steps at the latest, so that short jobs have some too.
+_CHECKPOINT_SHARE = 0.1
+
+STAGES = ("encode", "denoise", "batch", "decode")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Order:
+    """What the engine is told to draw.
+
+    key: unique among the jobs that it holds. image: source of image-to-image, uint8 [height, width, 3].
+    checkpoint: of an earlier attempt; empty to begin at the beginning. preview: whether to show the way.
+    """
+
+    key: Hashable
+    spec: DrawingSpec
+    image: Tensor | None = None
+    checkpoint: bytes = b""
+    preview: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """A job whose prompt has been encoded. truncations: see Conditions."""
+
+    order: Order
+    requests: Sequence[Request]
+    truncations: dict[str, str]
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    drawn: set[int] = field(default_factory=set)
+    reported_s: float = -math.inf
+    checkpoint_s: float = 0.0
+    checkpoint_steps: int = 0
+    _steps: int = 0
+    _group_requests: int = 0
+
+    @property
+    def key(self) -> Hashable:
+        """The order's."""
+        return self.order.key
+
+    @property
+    def steps_total(self) -> int:
+        """Over all images."""
+        return sum(request.end - request.begin for request in self.requests)
+
+    @property
+    def steps_done(self) -> int:
+        """Over all images, those of a checkpoint included."""
+        return sum(request.step - request.begin for request in self.requests)
+
+    @property
+    def steps_resumed(self) -> int:
+        """That a checkpoint brought."""
+        return sum(request.resumed_from - request.begin for request in self.requests)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all images have been handed out."""
+        return len(self.drawn) == len(self.requests)
+
+    def checkpoint_due(self, now_s: float, interval_s: float) -> bool:
+        """By time or by a tenth of the steps, whichever comes first; never twice for the same step."""
+        steps = self.steps_done - self.checkpoint_steps
+        share = max(1, math.ceil(_CHECKPOINT_SHARE * self.steps_total))
+        return steps > 0 and (steps >= share or now_s - self.checkpoint_s >= interval_s)
+
+    def shared(self, requests: int) -> None:
+        """One of its steps ran in a group of so many requests."""
+        self._steps += 1
+        self._group_requests += requests
+
+    def shown(self) -> Request:
+        """The image that a preview shows: the first that is under way, else the last."""
+        return next((request for request in self.requests if not request.done), self.requests[-1])
+
+    def record(self) -> Record:
+        """What happened to it."""
+        return Record(
+            begin_step=self.requests[0].begin,
+            truncations=self.truncations,
+            seconds=self.seconds,
+            mean_group_requests=self._group_requests / self._steps if self._steps else 0.0,
+        )
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Counts the time of the block to a stage."""
+        began_s = perf_counter()
+        yield
+        self.seconds[name] += perf_counter() - began_s
+
+
+def open_job(model: Model, order: Order) -> Job:
+    """The first stage: encodes prompt and picture, and goes on from the checkpoint where there is one that fits."""
+    conditions = encode_prompts(model, order.spec)
+    requests = _resumed(model, order, conditions) or _begun(model, order, conditions)
+    steps = sum(request.step - request.begin for request in requests)
+    return Job(order=order, requests=requests, truncations=conditions.truncations, checkpoint_steps=steps)
+
+
+def _begun(model: Model, order: Order, conditions: Conditions) -> list[Request]:
+    spec = order.spec
+    begin = spec.begin_step(from_image=order.image is not None)
+    image = None if order.image is None else encode_image(model, order.image)
+    return [Request(model, spec, conditions, index=index, begin=begin, image=image) for index in range(spec.num_images)]
+
+
+def _resumed(model: Model, order: Order, conditions: Conditions) -> list[Request]:
+    """The requests as the order's checkpoint has them; none where there is none that fits."""
+    if not order.checkpoint:
+        return []
+    spec = order.spec
+    begin = spec.begin_step(from_image=order.image is not None)
+
+    def request(index: int, state: RequestState) -> Request:
+        return Request(model, spec, conditions, index=index, begin=begin, resume=state)
+
+    try:
+        states = read_checkpoint(order.checkpoint, model, spec)
+        return [request(index, state) for index, state in enumerate(states)]
+    except ValueError as error:
+        _log.warning("a checkpoint does not fit; the job begins again", extra={"why": str(error)})
+        return []

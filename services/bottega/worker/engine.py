@@ -1,0 +1,136 @@
+"""The engine process: `python -m bottega.worker.engine --fd N --config-json JSON`, started by the worker's front.
+
+It owns the device and the model, speaks engine.proto over the pipe, and exits when the pipe closes. Its loop is
+one thread: a beat comes from between two turns, so an engine that hangs falls silent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from bottega.diffusion.engine import Engine, EngineLimits
+from bottega.diffusion.model import DTYPES, load_model, pick_device
+from bottega.errors import BottegaError, Unavailable
+from bottega.miniature import WEIGHTS
+from bottega.process import Channel
+from bottega.rpc import logs
+from bottega.v1.engine_pb2 import EngineCommand, EngineEvent
+from bottega.worker.config import EngineConfig
+from bottega.worker.engine_wire import beat_of, event_of, failed, key_of, order_of, ready_of
+
+_log = logging.getLogger(__name__)
+
+_BEAT_S = 0.1
+_IDLE_BEAT_S = 0.5
+
+
+class EngineProcess:
+    """Reads commands, turns the engine, says what happened."""
+
+    def __init__(self, channel: Channel, engine: Engine) -> None:
+        self._channel = channel
+        self._engine = engine
+        self._commands: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
+        self._beaten_s = time.monotonic()
+
+    def run(self) -> None:
+        """Serves until the pipe closes, which ends the process."""
+        threading.Thread(target=self._listen, name="commands", daemon=True).start()
+        while True:
+            self._obey_all()
+            for event in self._engine.turn():
+                self._say(event_of(event, self._engine))
+            if time.monotonic() - self._beaten_s >= _BEAT_S:
+                self._beat()
+
+    def _listen(self) -> None:
+        while (frame := self._channel.recv()) is not None:
+            self._commands.put(EngineCommand.FromString(frame))
+        os._exit(0)  # the front is gone: there is nobody to finish for, and a turn may take long
+
+    def _obey_all(self) -> None:
+        """All commands that are here; with nothing else to do, waits for one, beating."""
+        while True:
+            try:
+                self._obey(self._commands.get(block=not self._engine.busy, timeout=_IDLE_BEAT_S))
+            except queue.Empty:
+                if self._engine.busy:
+                    return
+                self._beat()
+
+    def _obey(self, command: EngineCommand) -> None:
+        match command.WhichOneof("command"):
+            case "start":
+                try:
+                    self._engine.submit(order_of(command.start, self._engine.model.defaults.sampler))
+                except BottegaError as error:
+                    self._say(failed(command.start.attempt, error))
+            case "cancel":
+                self._engine.cancel(key_of(command.cancel.attempt))
+            case "backlog":
+                self._engine.expect(command.backlog.requests)
+
+    def _beat(self) -> None:
+        self._beaten_s = time.monotonic()
+        self._say(beat_of(self._engine))
+
+    def _say(self, event: EngineEvent) -> None:
+        self._channel.send(event.SerializeToString())
+
+
+def start(config: EngineConfig) -> Engine:
+    """Loads the model and warms it up.
+
+    Raises OSError or ValueError with the reason when the model or the device cannot be used.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    folder = WEIGHTS if config.model == "miniature" else Path(config.model)
+    name = config.model_name or ("miniature" if config.model == "miniature" else folder.name)
+    model = load_model(folder, name=name, device=pick_device(config.device), dtype=DTYPES[config.dtype])
+    limits = EngineLimits(
+        max_rows=config.max_rows,
+        fixed_rows=config.fixed_rows,
+        max_wait_turns=config.max_wait_turns,
+        max_pixels=config.max_pixels,
+        checkpoint_interval_s=config.checkpoint_interval_s,
+        progress_interval_s=config.progress_interval_s,
+    )
+    engine = Engine(model, limits)
+    engine.warm_up()
+    return engine
+
+
+def main() -> int:
+    """Returns the exit code: 1 with a log line when the engine cannot start."""
+    parser = argparse.ArgumentParser(prog="python -m bottega.worker.engine", description="A worker's engine process")
+    parser.add_argument("--fd", type=int, required=True, help="the pipe to the front")
+    parser.add_argument("--config-json", type=json.loads, required=True, help="EngineConfig as JSON")
+    arguments = parser.parse_args()
+    logs.configure("engine", "info")
+    channel = Channel.from_fd(arguments.fd)
+    config = EngineConfig(**arguments.config_json)
+    try:
+        engine = start(config)
+    except (OSError, ValueError) as error:
+        _log.error("the engine cannot start", extra={"model": config.model, "why": str(error)})
+        return 1
+    try:
+        channel.send(ready_of(engine, config.max_pixels).SerializeToString())
+        EngineProcess(channel, engine).run()
+    except Unavailable:
+        return 0  # the front is gone
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())  # a thread may be waiting in the pipe

@@ -1,0 +1,175 @@
+"""What the engine says and is told, as messages of the pipe. Translates, and knows nothing else."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.engine import Engine
+from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, Progress, Started
+from bottega.diffusion.job import Order
+from bottega.diffusion.samplers import SamplerKind
+from bottega.diffusion.spec import DrawingSpec
+from bottega.errors import BottegaError
+from bottega.v1 import engine_pb2, error_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2
+from bottega.v1.worker_pb2 import AttemptId
+
+# A key of the engine: job and number, which is all that an AttemptId holds.
+Key = tuple[str, int]
+
+# Fields whose absence says something, or stands for the default of DrawingSpec.
+_OPTIONAL = frozenset(
+    {
+        "prompt_2",
+        "negative_prompt",
+        "negative_prompt_2",
+        "guidance_scale",
+        "guidance_rescale",
+        "seed",
+        "num_images",
+        "strength",
+    }
+)
+
+_SAMPLERS = {
+    generation_pb2.SAMPLER_EULER: SamplerKind.EULER,
+    generation_pb2.SAMPLER_EULER_ANCESTRAL: SamplerKind.EULER_ANCESTRAL,
+    generation_pb2.SAMPLER_DDIM: SamplerKind.DDIM,
+    generation_pb2.SAMPLER_DPMPP_2M: SamplerKind.DPMPP_2M,
+}
+
+
+def key_of(attempt: AttemptId) -> Key:
+    """The engine's key of an attempt."""
+    return attempt.job_id, attempt.number
+
+
+def attempt_of(key: object) -> AttemptId:
+    """The attempt of an engine's key."""
+    assert isinstance(key, tuple), "every order was made here"
+    return AttemptId(job_id=key[0], number=key[1])
+
+
+def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Order:
+    """The order that a start command means."""
+    image = None
+    if start.HasField("image"):
+        pixels = torch.frombuffer(bytearray(start.image.data), dtype=torch.uint8)
+        image = pixels.reshape(tuple(start.image.shape))
+    return Order(
+        key=key_of(start.attempt),
+        spec=_spec(start.spec, default_sampler),
+        image=image,
+        checkpoint=start.checkpoint,
+        preview=start.preview,
+    )
+
+
+def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
+    """The message that carries an event."""
+    attempt = attempt_of(event.key)
+    match event:
+        case Started():
+            started = engine_pb2.EngineStarted(
+                attempt=attempt, steps_total=event.steps_total, steps_resumed=event.steps_resumed
+            )
+            return engine_pb2.EngineEvent(started=started)
+        case Progress():
+            progress = engine_pb2.EngineProgress(
+                attempt=attempt, steps_done=event.steps_done, preview_index=event.preview_index
+            )
+            if event.preview is not None:
+                progress.preview.CopyFrom(_pixels(event.preview))
+            return engine_pb2.EngineEvent(progress=progress)
+        case Checkpointed():
+            checkpoint = engine_pb2.EngineCheckpoint(
+                attempt=attempt, steps_done=event.steps_done, checkpoint=event.data
+            )
+            return engine_pb2.EngineEvent(checkpoint=checkpoint)
+        case Drawn():
+            picture = engine_pb2.EnginePicture(
+                attempt=attempt, index=event.index, pixels=_pixels(event.pixels), handed_over_s=time.monotonic()
+            )
+            return engine_pb2.EngineEvent(picture=picture)
+        case Finished():
+            done = engine_pb2.EngineDone(attempt=attempt, provenance=_provenance(event, engine))
+            return engine_pb2.EngineEvent(done=done)
+        case Failed():
+            return failed(attempt, event.error)
+
+
+def failed(attempt: AttemptId, error: BottegaError) -> engine_pb2.EngineEvent:
+    """The message that an attempt has failed."""
+    said = error_pb2.JobError(code=error.code, reason=error.reason, message=error.message, metadata=error.metadata)
+    return engine_pb2.EngineEvent(failed=engine_pb2.EngineFailed(attempt=attempt, error=said))
+
+
+def ready_of(engine: Engine, max_pixels: int) -> engine_pb2.EngineEvent:
+    """The message that the engine is warm."""
+    model, defaults = engine.model, engine.model.defaults
+    said = image_pb2.Model(
+        name=model.name,
+        model_hash=model.digest,
+        dtype=model.dtype_name,
+        default_width=defaults.width,
+        default_height=defaults.height,
+        size_multiple=model.size_multiple,
+        max_pixels=max_pixels,
+        default_steps=defaults.num_inference_steps,
+        default_guidance_scale=defaults.guidance_scale,
+        default_sampler=next(number for number, kind in _SAMPLERS.items() if kind is defaults.sampler),
+        vae_scale_factor=model.latent_scale,
+    )
+    return engine_pb2.EngineEvent(ready=engine_pb2.EngineReady(model=said, device=str(model.device)))
+
+
+def beat_of(engine: Engine) -> engine_pb2.EngineEvent:
+    """The message that the engine is alive, and how busy."""
+    beat = engine_pb2.EngineBeat(
+        turns=engine.turns,
+        running=[
+            fleet_pb2.RunningAttempt(attempt=attempt_of(key), steps_left=steps) for key, steps in engine.steps_left()
+        ],
+        step_times=[
+            fleet_pb2.StepTime(latent_height=height, latent_width=width, rows=rows, seconds=seconds)
+            for (height, width), rows, seconds in engine.step_times.entries()
+        ],
+        fixed_s=engine.fixed_s,
+    )
+    return engine_pb2.EngineEvent(beat=beat)
+
+
+def _spec(spec: generation_pb2.GenerationSpec, default_sampler: SamplerKind) -> DrawingSpec:
+    """Every default has been filled in by the gateway, but for those that are absent on purpose."""
+    said = {field.name: value for field, value in spec.ListFields() if field.name in _OPTIONAL}
+    return DrawingSpec(
+        prompt=spec.prompt,
+        num_inference_steps=spec.num_inference_steps,
+        width=spec.width,
+        height=spec.height,
+        sampler=_SAMPLERS.get(spec.sampler, default_sampler),
+        use_karras_sigmas=spec.use_karras_sigmas,
+        **said,
+    )
+
+
+def _provenance(event: Finished, engine: Engine) -> generation_pb2.Provenance:
+    record = event.record
+    return generation_pb2.Provenance(
+        model_hash=engine.model.digest,
+        dtype=engine.model.dtype_name,
+        device=str(engine.model.device),
+        exact=True,
+        begin_step=record.begin_step,
+        truncations=[generation_pb2.Truncation(field=name, text=text) for name, text in record.truncations.items()],
+        times=[generation_pb2.StageTime(stage=name, seconds=seconds) for name, seconds in record.seconds.items()],
+        mean_group_requests=record.mean_group_requests,
+    )
+
+
+def _pixels(pixels: Tensor) -> tensor_pb2.Tensor:
+    return tensor_pb2.Tensor(
+        data_type=tensor_pb2.DATA_TYPE_UINT8, shape=tuple(pixels.shape), data=pixels.numpy().tobytes()
+    )
