@@ -6,7 +6,7 @@ LoRA goes in at step 5, and one resumed from a checkpoint share forwards; each e
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -234,7 +234,7 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 @pytest.fixture(scope="module")
 def group(
     model: Model, controlnets: list[ControlNetModel], control_images: list[Tensor], styled_unet: UNet2DConditionModel
-) -> Iterator[tuple[dict[str, Request], list[int], ResidualsByHand]]:
+) -> tuple[dict[str, Request], list[int], ResidualsByHand]:
     """The five requests, run to their ends in shared forwards; sizes of the groups; the residuals' provider."""
     residuals = ResidualsByHand(nets=controlnets, images=control_images, late_step=3)
     denoiser = Denoiser(model.backbone, SidePath(model.backbone.unet), residuals)
@@ -249,7 +249,7 @@ def group(
     sizes = []
     while running := [member for member in requests.values() if not member.done]:
         sizes.append(step(denoiser, running))
-    yield requests, sizes, residuals
+    return requests, sizes, residuals
 
 
 Group = tuple[dict[str, Request], list[int], ResidualsByHand]

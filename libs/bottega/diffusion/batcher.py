@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-from bottega.diffusion.request import Request
+from bottega.diffusion.row import GroupKey
 from bottega.planning import StepTimes, Work, best_width
 
 # Turns after which the widths are chosen anew though nobody came or went: step times drift.
@@ -18,8 +19,24 @@ _REPLAN_TURNS = 16
 _MAX_BACKLOG = 16
 
 
+class Candidate(Protocol):
+    """What the batcher sees of a request. row_count: rows of each of its turns. steps: in all."""
+
+    @property
+    def key(self) -> GroupKey: ...
+    @property
+    def row_count(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def steps_left(self) -> int: ...
+
+
+Request = TypeVar("Request", bound=Candidate)
+
+
 @dataclass(slots=True, eq=False)
-class _Seat:
+class _Seat(Generic[Request]):
     """A request in the batcher. turn: of its last step, or in which it was admitted. alone: shares no group."""
 
     request: Request
@@ -35,10 +52,10 @@ class _Seat:
     @property
     def rows(self) -> int:
         """Rows that it puts into a turn."""
-        return self.request.spec.rows
+        return self.request.row_count
 
 
-class Batcher:
+class Batcher(Generic[Request]):
     """The requests being denoised, in order of arrival.
 
     max_rows: of one group; a request with more rows runs by itself. max_wait_turns: that a request may be
@@ -50,8 +67,8 @@ class Batcher:
         self._times = times
         self.max_rows = max_rows
         self._max_wait_turns = max_wait_turns
-        self._seats: list[_Seat] = []
-        self._admitted: list[_Seat] = []
+        self._seats: list[_Seat[Request]] = []
+        self._admitted: list[_Seat[Request]] = []
         self._widths: dict[object, int] = {}
         self._turn = 0
         self._planned_at = -_REPLAN_TURNS
@@ -100,7 +117,7 @@ class Batcher:
     def _plan(self) -> None:
         """Chooses the widths, and whom to admit: as many as the bound on waiting allows."""
         self._planned_at = self._turn
-        by_group: dict[object, list[_Seat]] = {}
+        by_group: dict[object, list[_Seat[Request]]] = {}
         for seat in self._seats:
             by_group.setdefault(seat.group, []).append(seat)
         self._widths = {group: self._width(seats) for group, seats in by_group.items()}
@@ -111,11 +128,11 @@ class Batcher:
             if not seat.admitted:
                 seat.admitted, seat.turn = True, self._turn
 
-    def _width(self, seats: Sequence[_Seat]) -> int:
+    def _width(self, seats: Sequence[_Seat[Request]]) -> int:
         if seats[0].alone:
             return 1
         works = [_work(seat.request) for seat in seats]
-        typical = Work(rows=works[-1].rows, steps=seats[-1].request.end - seats[-1].request.begin)
+        typical = Work(rows=works[-1].rows, steps=seats[-1].request.steps)
         shape = seats[0].request.key.shape[1:]
         costs: dict[int, float] = {}
 
@@ -128,7 +145,7 @@ class Batcher:
         width = best_width([*works, *[typical] * self._backlog], seconds, max_rows=self.max_rows)
         return max(1, min(width, len(works)))
 
-    def _admit(self, seat: _Seat) -> bool:
+    def _admit(self, seat: _Seat[Request]) -> bool:
         """Admits one more, in wider groups than planned if there would be too many groups otherwise."""
         self._admitted.append(seat)
         groups = self._max_wait_turns + 1
@@ -146,11 +163,11 @@ class Batcher:
         rows = max((seat.rows for seat in seats), default=self.max_rows)
         return self._widths[group] < len(seats) and (self._widths[group] + 1) * rows <= self.max_rows
 
-    def _groups(self, seats: Sequence[_Seat]) -> int:
+    def _groups(self, seats: Sequence[_Seat[Request]]) -> int:
         """Turns in which all of these can be served."""
         return max(self._places(seats), default=0)
 
-    def _lack(self, urgent: Sequence[_Seat]) -> int:
+    def _lack(self, urgent: Sequence[_Seat[Request]]) -> int:
         """Turns that are missing if somebody else than the most urgent is served now; below 0, none are.
 
         urgent: all that are admitted, those that have waited longest first.
@@ -159,7 +176,7 @@ class Batcher:
         spare = [self._max_wait_turns - (self._turn - 1 - seat.turn) for seat in urgent]
         return max(place - 1 - left for place, left in zip(self._places(urgent), spare, strict=True))
 
-    def _places(self, seats: Sequence[_Seat]) -> list[int]:
+    def _places(self, seats: Sequence[_Seat[Request]]) -> list[int]:
         """For each of `seats`, in which turn it is served when groups are filled in this order, from 1."""
         filling: dict[object, _Filling] = {}
         places: list[int] = []
@@ -174,7 +191,7 @@ class Batcher:
             places.append(current.turn)
         return places
 
-    def _fill(self, leader: _Seat, order: Sequence[_Seat], width: int) -> list[_Seat]:
+    def _fill(self, leader: _Seat[Request], order: Sequence[_Seat[Request]], width: int) -> list[_Seat[Request]]:
         members = [leader]
         filled = _Filling(requests=1, rows=leader.rows)
         for seat in order:
@@ -201,5 +218,5 @@ class _Filling:
         return self.requests < width and self.rows + rows <= max_rows
 
 
-def _work(request: Request) -> Work:
-    return Work(rows=request.spec.rows, steps=request.steps_left)
+def _work(request: Candidate) -> Work:
+    return Work(rows=request.row_count, steps=request.steps_left)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -79,13 +80,18 @@ class Engine:
         self._limits = limits
         self._clock = clock
         self._denoiser = Denoiser(model.backbone, SidePath(model.backbone.unet), residuals)
-        self._batcher = Batcher(
+        self._batcher: Batcher[Request] = Batcher(
             self.step_times, max_rows=limits.fixed_rows or limits.max_rows, max_wait_turns=limits.max_wait_turns
         )
         self._preview = LatentPreview.fit(model)
         self._orders: deque[Order] = deque()
         self._jobs: dict[Hashable, Job] = {}
         self._owners: dict[Request, Job] = {}
+
+    @property
+    def jobs(self) -> Mapping[Hashable, Job]:
+        """The jobs whose prompts have been encoded, by key, oldest first."""
+        return MappingProxyType(self._jobs)
 
     @property
     def busy(self) -> bool:

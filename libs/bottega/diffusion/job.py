@@ -67,7 +67,7 @@ class Job:
     @property
     def steps_total(self) -> int:
         """Over all images."""
-        return sum(request.end - request.begin for request in self.requests)
+        return sum(request.steps for request in self.requests)
 
     @property
     def steps_done(self) -> int:

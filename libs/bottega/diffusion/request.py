@@ -92,6 +92,16 @@ class Request:
         return self.step >= self.end
 
     @property
+    def row_count(self) -> int:
+        """Rows of each of its turns."""
+        return self.spec.rows
+
+    @property
+    def steps(self) -> int:
+        """Steps in all."""
+        return self.end - self.begin
+
+    @property
     def steps_left(self) -> int:
         """Steps to go."""
         return self.end - self.step
