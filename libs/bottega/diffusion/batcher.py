@@ -123,7 +123,9 @@ class Batcher(Generic[Request]):
         self._widths = {group: self._width(seats) for group, seats in by_group.items()}
         self._admitted = []
         for seat in self._seats:
-            if not self._admit(seat):
+            fits = self._admit(seat)
+            if not (fits or seat.admitted):
+                self._admitted.pop()
                 break
             if not seat.admitted:
                 seat.admitted, seat.turn = True, self._turn
@@ -146,26 +148,31 @@ class Batcher(Generic[Request]):
         return max(1, min(width, len(works)))
 
     def _admit(self, seat: _Seat[Request]) -> bool:
-        """Admits one more, in wider groups than planned if there would be too many groups otherwise."""
+        """Admits one more, in wider groups than planned where needed; whether the bound on waiting allows it."""
         self._admitted.append(seat)
-        groups = self._max_wait_turns + 1
-        while self._groups(self._admitted) > groups:
-            crowded = [group for group in self._widths if self._can_widen(group)]
-            if not crowded:
-                self._admitted.pop()
+        while self._turns_for_all() > self._max_wait_turns + 1:
+            narrow = [group for group, (count, capacity) in self._counts().items() if self._widths[group] < capacity]
+            if not narrow:
                 return False
-            narrowest = min(crowded, key=lambda group: self._widths[group])
+            narrowest = min(narrow, key=lambda group: self._widths[group])
             self._widths[narrowest] += 1
         return True
 
-    def _can_widen(self, group: object) -> bool:
-        seats = [seat for seat in self._admitted if seat.group == group]
-        rows = max((seat.rows for seat in seats), default=self.max_rows)
-        return self._widths[group] < len(seats) and (self._widths[group] + 1) * rows <= self.max_rows
+    def _turns_for_all(self) -> int:
+        """Turns in which everybody admitted is served, in whatever order groups are filled."""
+        return sum(
+            -(-count // min(self._widths[group], capacity)) for group, (count, capacity) in self._counts().items()
+        )
 
-    def _groups(self, seats: Sequence[_Seat[Request]]) -> int:
-        """Turns in which all of these can be served."""
-        return max(self._places(seats), default=0)
+    def _counts(self) -> dict[object, tuple[int, int]]:
+        """By group: how many are admitted, and how many of the largest among them fit into a turn."""
+        seats: dict[object, list[_Seat[Request]]] = {}
+        for seat in self._admitted:
+            seats.setdefault(seat.group, []).append(seat)
+        return {
+            group: (len(same), max(1, self.max_rows // max(seat.rows for seat in same)))
+            for group, same in seats.items()
+        }
 
     def _lack(self, urgent: Sequence[_Seat[Request]]) -> int:
         """Turns that are missing if somebody else than the most urgent is served now; below 0, none are.
