@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 
 from bottega.gateway import defaults
 from bottega.v1 import generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 
 MODEL = image_pb2.Model(
     name="m",
@@ -94,9 +95,34 @@ def test_input_images_are_left_out_of_what_is_shown() -> None:
     assert spec.image == b"x"
 
 
+def test_everything_but_images_is_shown_whether_empty_or_not() -> None:
+    spec = GenerationSpec(
+        prompt="p",
+        negative_prompt="",
+        seed=0,
+        guidance_scale=4.0,
+        use_karras_sigmas=True,
+        sampler=generation_pb2.SAMPLER_DDIM,
+        loras=[Lora(name="pastel", scale=0.5), Lora(name="ink")],
+        controlnets=[ControlNet(name="edges", control_guidance_start=0)],
+        techniques=Techniques(masked_blocks=False),
+    )
+    assert defaults.without_images(spec) == spec
+    assert defaults.without_images(GenerationSpec(techniques=Techniques())).HasField("techniques")
+
+
 def test_work_follows_from_the_spec() -> None:
     full = defaults.complete(GenerationSpec(num_images=3), MODEL)
     assert (defaults.rows(full), defaults.steps_to_run(full)) == (6, 30)
     assert defaults.latent_shape(full, MODEL) == (12, 16)
     unguided = defaults.complete(GenerationSpec(guidance_scale=1, image=b"x", strength=0.5), MODEL)
     assert (defaults.rows(unguided), defaults.steps_to_run(unguided)) == (1, 15)
+
+
+def test_a_spec_without_images_does_not_keep_their_memory() -> None:
+    spec = GenerationSpec(prompt="a star", image=bytes(8 << 20), mask_image=bytes(1 << 20))
+    process = psutil.Process()
+    before = process.memory_info().rss
+    kept = [defaults.without_images(spec) for _ in range(10)]
+    assert process.memory_info().rss - before < 16 << 20
+    assert all(bare == GenerationSpec(prompt="a star") for bare in kept)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 
+from google.protobuf.message import Message
+
 from bottega.planning.cost import Shape
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -11,6 +13,8 @@ from bottega.v1.generation_pb2 import GenerationSpec
 # Drawn seeds are short enough to be read out, and leave room for the other images.
 _DRAWN_SEED_BITS = 32
 _STRENGTH = 0.3
+# Fields that hold encoded images, of a spec and of what it is made of.
+_IMAGES = frozenset({"image", "mask_image"})
 _QUALITY = 90
 
 
@@ -44,14 +48,27 @@ def _complete_denoising(full: GenerationSpec, spec: GenerationSpec, model: image
 
 
 def without_images(spec: GenerationSpec) -> GenerationSpec:
-    """A copy of `spec` without its input images, for answers and for the provenance."""
+    """A copy of `spec` without its input images, for answers and for the provenance.
+
+    Field by field: an image that is copied and cleared again stays in the copy's memory for as long as that lives.
+    """
     bare = GenerationSpec()
-    bare.CopyFrom(spec)
-    bare.ClearField("image")
-    bare.ClearField("mask_image")
-    for net in bare.controlnets:
-        net.ClearField("image")
+    _copy_fields(spec, bare)
     return bare
+
+
+def _copy_fields(source: Message, target: Message) -> None:
+    for field in source.DESCRIPTOR.fields:
+        if field.name in _IMAGES or (field.has_presence and not source.HasField(field.name)):
+            continue
+        value = getattr(source, field.name)
+        if field.is_repeated:
+            for element in value:
+                _copy_fields(element, getattr(target, field.name).add())
+        elif field.message_type is not None:
+            getattr(target, field.name).CopyFrom(value)
+        else:
+            setattr(target, field.name, value)
 
 
 def steps_to_run(spec: GenerationSpec) -> int:
