@@ -18,6 +18,7 @@ from bottega.process import copied
 from bottega.rpc import logs
 from bottega.rpc.status import to_job_error
 from bottega.v1 import worker_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.worker.attempts import Attempt, AttemptKey, Completed, Event, Failed, Picture, Progress, Started
 from bottega.worker.commission import Order
 from bottega.worker.worker import Worker
@@ -89,13 +90,13 @@ class WorkerService:
             )
 
     async def _started(self, raw: bytes) -> Attempt:
-        order = await copied(len(raw), lambda: _order(raw))
+        order = await copied(len(raw), lambda: order_from(raw))
         logs.bind(job_id=order.key.job_id, request_id=order.request_id)
         return self._worker.run(order)
 
 
-def _order(raw: bytes) -> Order:
-    """Raises InvalidRequest for bytes that are no request, or name no attempt."""
+def order_from(raw: bytes) -> Order:
+    """The order that a RunAttemptRequest gives. Raises InvalidRequest for bytes that are none, or name no attempt."""
     try:
         request = worker_pb2.RunAttemptRequest.FromString(raw)
     except DecodeError:
@@ -108,7 +109,8 @@ def _order(raw: bytes) -> Order:
         net.ClearField("image")
     return Order(
         key=_key(request.attempt),
-        spec=spec,
+        # A new message: one that was cleared of an image keeps its memory for as long as it lives.
+        spec=GenerationSpec.FromString(spec.SerializeToString()),
         image=image,
         checkpoint=request.checkpoint,
         deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
