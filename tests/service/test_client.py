@@ -182,12 +182,25 @@ def test_a_job_that_ended_for_want_of_a_worker_stays_ended(gateway: ScriptedGate
     assert len(gateway.requests) == 1
 
 
-def test_patience_ends() -> None:
+def test_patience_ends_and_says_where_no_gateway_answered() -> None:
+    address = gone_address()
     with (
-        Client(gone_address(), retry=RetryPolicy(patience_s=0.3, first_wait_s=0.05)) as client,
-        pytest.raises(Unavailable),
+        Client(address, retry=RetryPolicy(patience_s=0.3, first_wait_s=0.05)) as client,
+        pytest.raises(Unavailable, match=f"no gateway answers at {address}"),
     ):
         client.models()
+
+
+async def test_what_is_left_behind_by_a_client_that_has_closed_is_logged(
+    gateway: ScriptedGateway, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway.scripts = [[queued(), progress(3), threading.Event()]]
+    client = AsyncClient(address)
+    stream = client.stream("a star")
+    await anext(stream)
+    await client.close()
+    await stream.aclose()
+    assert "left unfinished" in caplog.text
 
 
 def test_the_deadline_travels_to_the_gateway(gateway: ScriptedGateway, address: str) -> None:

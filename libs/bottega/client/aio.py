@@ -212,4 +212,4 @@ class AsyncClient:
         return await ask(method, request, self._terms(min(SHORT_CALL_S, self._timeout_s)))
 
     def _terms(self, timeout_s: float) -> Terms:
-        return Terms(deadline=Deadline.after(timeout_s), retry=self._retry)
+        return Terms(address=self.address, deadline=Deadline.after(timeout_s), retry=self._retry)

@@ -13,7 +13,7 @@ import grpc
 from bottega.client.events import Interrupted
 from bottega.client.retry import Backoff, Deadline, RetryPolicy
 from bottega.errors import BottegaError, InternalError, NoWorker, Unavailable, WorkerLost
-from bottega.rpc.status import from_rpc_error
+from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1.image_pb2 import GetImageRequest, GetImageResponse, Image, JobEvent
 
 RequestT = TypeVar("RequestT")
@@ -23,8 +23,9 @@ CarrierT_co = TypeVar("CarrierT_co", bound="EventCarrier", covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """How long a call may take in all, and how it goes on when it is interrupted."""
+    """Whom a call is for, how long it may take in all, and how it goes on when it is interrupted."""
 
+    address: str
     deadline: Deadline
     retry: RetryPolicy
 
@@ -56,7 +57,7 @@ async def ask(
         try:
             return await method(request, timeout=terms.deadline.remaining_s())
         except grpc.RpcError as error:
-            failure = _worth_another_try(error)
+            failure = _worth_another_try(error, terms.address)
         await asyncio.sleep(backoff.wait_s(failure))
 
 
@@ -81,7 +82,7 @@ async def follow(
                     return
             failure = Unavailable("the gateway ended the stream before the job had ended")
         except grpc.RpcError as error:
-            failure = _worth_another_try(error, accepted=accepted)
+            failure = _worth_another_try(error, terms.address, accepted=accepted)
         finally:
             call.cancel()
         wait_s = backoff.wait_s(failure)
@@ -99,7 +100,7 @@ async def fetch_image(
         try:
             return await _read_image(call)
         except grpc.RpcError as error:
-            failure = _worth_another_try(error)
+            failure = _worth_another_try(error, terms.address)
         finally:
             call.cancel()
         await asyncio.sleep(backoff.wait_s(failure))
@@ -122,11 +123,15 @@ async def _read_image(call: grpc.aio.UnaryStreamCall[GetImageRequest, GetImageRe
     return image, bytes(data)
 
 
-def _worth_another_try(error: grpc.RpcError, *, accepted: bool = False) -> Unavailable:
+def _worth_another_try(error: grpc.RpcError, address: str, *, accepted: bool = False) -> Unavailable:
     """What the gateway meant, where asking again may help. Raises it where it does not."""
     failure = from_rpc_error(error)
     if not isinstance(failure, Unavailable) or _ends_job(failure, accepted=accepted):
         raise failure from error
+    if not was_answered(error):
+        # gRPC's own words name its own parts; they stay in the chain of causes.
+        failure = Unavailable(f"no gateway answers at {address}; start one (bottega up), or set BOTTEGA_ADDRESS")
+        failure.__cause__ = error
     return failure
 
 

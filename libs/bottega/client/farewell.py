@@ -26,20 +26,25 @@ class Farewells:
     def __init__(self, images: ImageServiceAsyncStub) -> None:
         self._images = images
         self._tasks: set[asyncio.Task[None]] = set()
+        self._over = False
 
     def say(self, request: GenerateRequest, job_id: str) -> None:
         """Cancels the job in the background.
 
         job_id: empty when the caller left before hearing it; then the request_id finds the job.
         """
+        if self._over:
+            _log.warning("a request was left unfinished when its client was closed; it may still run")
+            return
         task = asyncio.get_running_loop().create_task(self._cancel(request, job_id))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def said(self) -> None:
-        """Waits until all of them are, each within its own deadline."""
+        """Waits until all of them are, each within its own deadline; nothing can be said any more afterwards."""
         while self._tasks:
             await asyncio.wait(self._tasks)
+        self._over = True
 
     async def _cancel(self, request: GenerateRequest, job_id: str) -> None:
         try:

@@ -58,6 +58,11 @@ def from_rpc_error(error: grpc.RpcError) -> BottegaError:
     )
 
 
+def was_answered(error: grpc.RpcError) -> bool:
+    """Whether a service of ours refused the call; else the call never reached one, or lost it."""
+    return _status_of(cast(_Failure, error)) is not None
+
+
 def to_job_error(error: BottegaError) -> JobError:
     """The same facts as a message, for jobs that outlive a call."""
     return JobError(
