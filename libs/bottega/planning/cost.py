@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 Shape = tuple[int, int]
 """Latent height and width."""
 
-# Weight of a new measurement. Small enough to ride out a busy neighbour's hiccup, large enough to
-# follow a change of clock speed within about twenty turns.
-_NEW = 0.1
+# Turns after which a new measurement weighs a tenth. Large enough to ride out a busy neighbour's hiccup,
+# small enough to follow a change of clock speed within about twenty turns.
+_SETTLED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,64 +30,116 @@ class Work:
 class StepTimes:
     """Seconds of one turn as a function of shape and rows, learnt from turns that ran.
 
-    Between two measured row counts it interpolates, beyond the last it extends the last slope, and a
-    shape that never ran borrows the nearest one's times in proportion to the area: a guess that the
-    first turn of that shape replaces.
+    Between two measured row counts it interpolates, beyond the last it extends the last slope, and it never
+    falls with rows: a turn that took longer than one of more rows was held up. A shape that never ran borrows
+    the nearest one's times in proportion to the area; once it has run with one number of rows, it borrows only
+    how times grow with rows. A shape without area is an unknown one and borrows the times as they are.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[Shape, dict[int, float]] = {}
+        self._means: dict[Shape, dict[int, _Mean]] = {}
+        self._curves: dict[Shape, _Curve] = {}
 
     def observe(self, shape: Shape, rows: int, seconds: float) -> None:
-        """Takes in one turn. Outliers (a paused machine) count as at most twice what was expected."""
-        known = self._seconds.setdefault(shape, {})
-        before = known.get(rows)
-        if before is None:
-            known[rows] = seconds
+        """Takes in one turn. Outliers (a paused machine) count as at most twice what that shape was expected to take.
+
+        The first turns of a row count are averaged; then old ones fade.
+        """
+        known = self._means.setdefault(shape, {})
+        if rows in known:
+            known[rows].take(seconds)
         else:
-            known[rows] = before + _NEW * (min(seconds, 2 * before) - before)
+            expected = self.seconds(shape, rows) if known else None
+            known[rows] = _Mean(seconds=seconds if expected is None else min(seconds, 2 * expected))
+        self._curves.pop(shape, None)
 
     def seconds(self, shape: Shape, rows: int) -> float | None:
         """Expected seconds of one turn of `rows` rows; None while nothing at all was measured."""
         if rows <= 0:
             return 0.0
-        known = self._seconds.get(shape)
-        if known:
-            return _along(known, rows)
-        if not self._seconds:
-            return None
-        area = shape[0] * shape[1]
-        nearest = min(self._seconds, key=lambda other: abs(other[0] * other[1] - area))
-        return _along(self._seconds[nearest], rows) * area / (nearest[0] * nearest[1])
+        if shape in self._means:
+            return self._measured(shape, rows)
+        lender = self._nearest(shape, row_counts=1)
+        return None if lender is None else self._measured(lender, rows) * _ratio(shape, lender)
 
     def entries(self) -> Iterator[tuple[Shape, int, float]]:
         """Everything measured: shape, rows, seconds."""
-        for shape, known in self._seconds.items():
-            for rows, seconds in known.items():
-                yield shape, rows, seconds
+        for shape, known in self._means.items():
+            for rows, mean in known.items():
+                yield shape, rows, mean.seconds
 
     @classmethod
     def from_entries(cls, entries: Iterable[tuple[Shape, int, float]]) -> StepTimes:
-        """The same table on the other side of a wire."""
+        """The same table on the other side of a wire. Entries without rows or time say nothing and are left out."""
         times = cls()
         for shape, rows, seconds in entries:
-            times._seconds.setdefault(shape, {})[rows] = seconds
+            if rows > 0 and seconds > 0:
+                times._means.setdefault(shape, {})[rows] = _Mean(seconds=seconds, turns=_SETTLED)
         return times
 
+    def _measured(self, shape: Shape, rows: int) -> float:
+        curve = self._curve(shape)
+        lender = self._nearest(shape, row_counts=2) if len(curve) == 1 else None
+        if lender is None:
+            return _along(curve, rows)
+        count, seconds = curve[0]
+        growth = self._curve(lender)
+        return seconds * _along(growth, rows) / _along(growth, count)
 
-def _along(known: dict[int, float], rows: int) -> float:
-    """Reads the piecewise linear curve through `known` at `rows`; never falling with more rows."""
-    below = max((count for count in known if count <= rows), default=None)
-    above = min((count for count in known if count >= rows), default=None)
-    if below is not None and above is not None:
-        if below == above:
-            return known[below]
-        share = (rows - below) / (above - below)
-        return known[below] + share * max(0.0, known[above] - known[below])
-    if above is not None:
+    def _nearest(self, shape: Shape, *, row_counts: int) -> Shape | None:
+        """The shape of the nearest area that ran with at least so many numbers of rows."""
+        able = (other for other, known in self._means.items() if len(known) >= row_counts)
+        return min(able, key=lambda other: abs(_area(other) - _area(shape)), default=None)
+
+    def _curve(self, shape: Shape) -> _Curve:
+        if shape not in self._curves:
+            self._curves[shape] = _rising(self._means[shape])
+        return self._curves[shape]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Mean:
+    """Seconds over the turns so far: of all, until there are enough to let the old ones fade."""
+
+    seconds: float
+    turns: int = 1
+
+    def take(self, seconds: float) -> None:
+        self.turns = min(self.turns + 1, _SETTLED)
+        self.seconds += (min(seconds, 2 * self.seconds) - self.seconds) / self.turns
+
+
+_Curve = list[tuple[int, float]]
+
+
+def _rising(known: dict[int, _Mean]) -> _Curve:
+    """Row counts with their seconds, in order, each at most as long as those after it."""
+    curve: _Curve = []
+    least = math.inf
+    for rows in sorted(known, reverse=True):
+        least = min(least, known[rows].seconds)
+        curve.append((rows, least))
+    return curve[::-1]
+
+
+def _along(curve: _Curve, rows: int) -> float:
+    """Reads the piecewise linear `curve` at `rows`."""
+    place = bisect_left(curve, (rows, 0.0))
+    if place == 0:
         # Fewer rows than were ever run: between proportional and constant.
-        return known[above] * (1 + rows / above) / 2
-    assert below is not None
-    before = max((count for count in known if count < below), default=None)
-    slope = known[below] / below if before is None else (known[below] - known[before]) / (below - before)
-    return known[below] + max(0.0, slope) * (rows - below)
+        count, seconds = curve[0]
+        return seconds * (1 + rows / count) / 2
+    before, low = curve[place - 1]
+    if place == len(curve):
+        slope = low / before if place == 1 else (low - curve[-2][1]) / (before - curve[-2][0])
+        return low + slope * (rows - before)
+    after, high = curve[place]
+    return high - (high - low) * (after - rows) / (after - before)
+
+
+def _area(shape: Shape) -> int:
+    return shape[0] * shape[1]
+
+
+def _ratio(shape: Shape, lender: Shape) -> float:
+    return _area(shape) / _area(lender) if _area(shape) and _area(lender) else 1.0

@@ -1,0 +1,197 @@
+"""What a turn is expected to cost: from turns that ran to those that have not, on both sides of a wire."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bottega.planning import StepTimes
+from bottega.planning.cost import Shape
+
+SMALL, LARGE = (16, 16), (32, 32)
+
+_shapes = st.sampled_from([(8, 8), (16, 16), (16, 24), (32, 32), (64, 64)])
+_entries = st.dictionaries(st.tuples(_shapes, st.integers(1, 32)), st.floats(1e-4, 10.0), min_size=1, max_size=12).map(
+    lambda table: [(shape, rows, seconds) for (shape, rows), seconds in table.items()]
+)
+
+
+def _times(*entries: tuple[Shape, int, float]) -> StepTimes:
+    return StepTimes.from_entries(entries)
+
+
+def _seconds(times: StepTimes, shape: Shape, rows: int) -> float:
+    seconds = times.seconds(shape, rows)
+    assert seconds is not None
+    return seconds
+
+
+def test_nothing_is_expected_before_anything_was_measured() -> None:
+    assert StepTimes().seconds(SMALL, 2) is None
+
+
+def test_a_turn_without_rows_takes_no_time() -> None:
+    assert StepTimes().seconds(SMALL, 0) == 0
+    assert _times((SMALL, 2, 0.1)).seconds(SMALL, 0) == 0
+
+
+def test_what_was_measured_is_expected() -> None:
+    times = StepTimes()
+    times.observe(SMALL, 2, 0.02)
+    times.observe(SMALL, 4, 0.03)
+
+    assert (times.seconds(SMALL, 2), times.seconds(SMALL, 4)) == (0.02, 0.03)
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds"),
+    [(3, 0.025), (6, 0.04), (8, 0.05), (16, 0.09)],
+    ids=["halfway between two", "halfway between two others", "the last", "on the last slope"],
+)
+def test_between_row_counts_it_interpolates_and_beyond_them_it_goes_on(rows: int, seconds: float) -> None:
+    times = _times((SMALL, 8, 0.05), (SMALL, 2, 0.02), (SMALL, 4, 0.03))
+
+    assert times.seconds(SMALL, rows) == pytest.approx(seconds)
+
+
+def test_fewer_rows_than_ever_ran_cost_between_proportional_and_constant() -> None:
+    one = _seconds(_times((SMALL, 8, 0.08), (SMALL, 16, 0.1)), SMALL, 1)
+
+    assert 0.01 < one < 0.08
+
+
+def test_from_a_single_row_count_more_rows_cost_in_proportion() -> None:
+    assert _times((SMALL, 2, 0.02)).seconds(SMALL, 6) == pytest.approx(0.06)
+
+
+def test_a_turn_that_was_held_up_does_not_make_fewer_rows_dearer_than_more() -> None:
+    times = _times((SMALL, 1, 0.01), (SMALL, 2, 0.5), (SMALL, 4, 0.03), (SMALL, 8, 0.04))
+
+    assert times.seconds(SMALL, 2) == pytest.approx(0.03)
+    assert times.seconds(SMALL, 4) == pytest.approx(0.03)
+    assert times.seconds(SMALL, 8) == pytest.approx(0.04)
+
+
+@given(entries=_entries, shape=_shapes)
+def test_times_never_fall_with_rows(entries: list[tuple[Shape, int, float]], shape: Shape) -> None:
+    times = _times(*entries)
+    curve = [_seconds(times, shape, rows) for rows in range(1, 48)]
+
+    assert curve[0] > 0
+    assert all(more >= fewer * (1 - 1e-12) for fewer, more in pairwise(curve))
+
+
+@given(entries=_entries)
+def test_no_expectation_is_above_what_was_measured_there(entries: list[tuple[Shape, int, float]]) -> None:
+    times = _times(*entries)
+
+    assert all(_seconds(times, shape, rows) <= seconds * (1 + 1e-12) for shape, rows, seconds in entries)
+
+
+def test_an_outlier_counts_as_at_most_twice_what_was_expected() -> None:
+    paused, slow = StepTimes(), StepTimes()
+    for times, last in ((paused, 60.0), (slow, 0.2)):
+        for seconds in [0.1] * 20 + [last]:
+            times.observe(SMALL, 2, seconds)
+
+    assert paused.seconds(SMALL, 2) == slow.seconds(SMALL, 2) == pytest.approx(0.11)
+
+
+def test_an_outlier_in_the_first_turn_of_a_row_count_is_one_too() -> None:
+    times = StepTimes()
+    times.observe(SMALL, 2, 0.1)
+    times.observe(SMALL, 4, 60.0)
+
+    assert times.seconds(SMALL, 4) == pytest.approx(0.4)  # twice the 0.2 that four rows were expected to take
+
+
+def test_a_bad_first_turn_is_soon_forgotten() -> None:
+    times = StepTimes()
+    times.observe(SMALL, 2, 0.1)
+    for seconds in (60.0, 0.15, 0.15, 0.15):
+        times.observe(SMALL, 4, seconds)
+
+    assert times.seconds(SMALL, 4) == pytest.approx(0.15, rel=0.5)
+
+
+def test_the_first_turns_of_a_row_count_are_averaged() -> None:
+    times = StepTimes()
+    for seconds in (0.10, 0.12, 0.14):
+        times.observe(SMALL, 2, seconds)
+
+    assert times.seconds(SMALL, 2) == pytest.approx(0.12)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.2])
+def test_a_change_of_clock_speed_is_followed_within_twenty_turns(seconds: float) -> None:
+    times = StepTimes()
+    for _ in range(200):
+        times.observe(SMALL, 2, 0.1)
+    for _ in range(20):
+        times.observe(SMALL, 2, seconds)
+
+    assert times.seconds(SMALL, 2) == pytest.approx(seconds, rel=0.15)
+
+
+def test_a_shape_that_never_ran_borrows_the_nearest_ones_times_by_area() -> None:
+    times = _times(((8, 8), 2, 1.0), (SMALL, 2, 0.02), (SMALL, 4, 0.03))
+
+    assert times.seconds((16, 32), 2) == pytest.approx(0.04)
+    assert times.seconds(LARGE, 3) == pytest.approx(4 * 0.025)
+
+
+def test_the_first_turn_of_a_shape_replaces_the_guess() -> None:
+    times = _times((SMALL, 2, 0.02), (SMALL, 4, 0.03))
+
+    times.observe(LARGE, 2, 0.5)
+
+    assert times.seconds(LARGE, 2) == pytest.approx(0.5)
+
+
+def test_a_shape_that_ran_with_one_row_count_borrows_the_growth_alone() -> None:
+    times = _times((SMALL, 2, 0.02), (SMALL, 4, 0.03), (LARGE, 2, 0.1))
+
+    assert times.seconds(LARGE, 4) == pytest.approx(0.15)
+    assert times.seconds((64, 64), 4) == pytest.approx(0.6), "by way of the nearest shape"
+
+
+def test_once_it_ran_with_two_a_shape_borrows_nothing() -> None:
+    times = _times((SMALL, 2, 0.02), (SMALL, 4, 0.03), (LARGE, 2, 0.1), (LARGE, 4, 0.2))
+
+    assert times.seconds(LARGE, 8) == pytest.approx(0.4)
+
+
+def test_an_unknown_shape_borrows_times_as_they_are() -> None:
+    assert _times((SMALL, 2, 0.02)).seconds((0, 0), 2) == pytest.approx(0.02)
+
+
+@given(entries=_entries, shape=_shapes, rows=st.integers(1, 48))
+def test_a_table_is_the_same_on_the_other_side_of_a_wire(
+    entries: list[tuple[Shape, int, float]], shape: Shape, rows: int
+) -> None:
+    here = StepTimes()
+    for entry in entries:
+        here.observe(*entry)
+
+    there = StepTimes.from_entries(here.entries())
+
+    assert list(there.entries()) == list(here.entries())
+    assert there.seconds(shape, rows) == here.seconds(shape, rows)
+
+
+def test_a_table_from_a_wire_is_settled() -> None:
+    times = _times((SMALL, 2, 0.1))
+
+    times.observe(SMALL, 2, 0.2)
+
+    assert times.seconds(SMALL, 2) == pytest.approx(0.11)
+
+
+def test_entries_without_rows_or_time_are_left_out() -> None:
+    times = _times((SMALL, 0, 0.1), (SMALL, -2, 0.1), (SMALL, 4, 0.0))
+
+    assert list(times.entries()) == []
+    assert times.seconds(SMALL, 2) is None
