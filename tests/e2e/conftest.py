@@ -11,8 +11,8 @@ import pytest
 from bottega.client import Client
 from bottega.rpc.channel import channel_options
 from bottega.v1.image_pb2_grpc import ImageServiceStub
-from tests.e2e.stock import Stock
 from tests.running import Service, Services, gateway_config, wait_until, worker_config
+from tests.stock import Stock
 
 # One thread: the tests' own torch has the other core.
 ENGINE = {"model": "miniature", "threads": 1, "checkpoint_interval_s": 0.2}

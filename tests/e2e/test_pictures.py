@@ -15,7 +15,7 @@ from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import GenerateRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
-from tests.e2e.stock import Stock, assert_same_image
+from tests.stock import Stock, assert_same_image, pixels_of
 
 PROMPT = "a big red star on the left on a blue background"
 OPTIONS: dict[str, Any] = {"num_inference_steps": 8, "guidance_scale": 5.0}
@@ -25,7 +25,7 @@ def test_text_to_image_is_the_picture_of_stock_diffusers(client: Client, stock: 
     picture = client.generate(PROMPT, seed=7, **OPTIONS)
 
     assert (picture.seed, picture.format, picture.width, picture.height) == (7, "png", 64, 64)
-    assert_same_image(picture.pil(), stock.draw(PROMPT, seed=7, **OPTIONS))
+    assert_same_image(pixels_of(picture.pil()), stock.draw(PROMPT, seed=7, **OPTIONS))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_every_option_means_what_it_means_in_diffusers(
 ) -> None:
     picture = client.generate(PROMPT, seed=11, **{**OPTIONS, **options})
 
-    assert_same_image(picture.pil(), stock.draw(PROMPT, seed=11, **{**OPTIONS, **reference}))
+    assert_same_image(pixels_of(picture.pil()), stock.draw(PROMPT, seed=11, **{**OPTIONS, **reference}))
 
 
 def test_image_to_image_is_the_picture_of_stock_diffusers(client: Client, stock: Stock) -> None:
@@ -60,7 +60,7 @@ def test_image_to_image_is_the_picture_of_stock_diffusers(client: Client, stock:
 
     picture = client.generate(PROMPT, seed=5, image=source, strength=0.6, **OPTIONS)
 
-    assert_same_image(picture.pil(), stock.redraw(PROMPT, source, seed=5, strength=0.6, **OPTIONS))
+    assert_same_image(pixels_of(picture.pil()), stock.redraw(PROMPT, source, seed=5, strength=0.6, **OPTIONS))
     assert picture.provenance.begin_step > 0
     assert len(picture.provenance.image_digest) == 64
 
@@ -70,7 +70,7 @@ def test_image_i_is_a_single_run_with_the_seed_plus_i(client: Client, stock: Sto
 
     assert [(picture.index, picture.seed) for picture in pictures] == [(0, 20), (1, 21), (2, 22)]
     for picture in pictures:
-        assert_same_image(picture.pil(), stock.draw(PROMPT, seed=picture.seed, **OPTIONS))
+        assert_same_image(pixels_of(picture.pil()), stock.draw(PROMPT, seed=picture.seed, **OPTIONS))
 
 
 def test_a_seed_that_was_drawn_is_returned_and_draws_the_same_again(client: Client) -> None:
@@ -108,7 +108,7 @@ def test_a_prompt_beyond_the_tokenizer_is_cut_and_the_provenance_says_so(client:
 
     picture = client.generate(long, seed=7, **OPTIONS)
 
-    assert_same_image(picture.pil(), stock.draw(long, seed=7, **OPTIONS))
+    assert_same_image(pixels_of(picture.pil()), stock.draw(long, seed=7, **OPTIONS))
     cut = {truncation.field: truncation.text for truncation in picture.provenance.truncations}
     assert "prompt" in cut
     assert "circle" in cut["prompt"]
@@ -146,7 +146,7 @@ def test_requests_drawn_together_are_the_pictures_of_stock_diffusers(images: Ima
         done = list(stream)[-1].event.completed
         picture = PIL.Image.open(io.BytesIO(done.images[0].data))
         reference = stock.draw(PROMPT, seed=seed, num_inference_steps=steps[seed], guidance_scale=5.0)
-        assert_same_image(picture, reference)
+        assert_same_image(pixels_of(picture), reference)
 
 
 def test_previews_come_when_they_are_asked_for(images: ImageServiceStub) -> None:

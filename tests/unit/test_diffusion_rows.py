@@ -33,6 +33,7 @@ from bottega.diffusion.row import Half, Row
 from bottega.diffusion.samplers import SamplerKind
 from bottega.diffusion.spec import DrawingSpec
 from bottega.miniature import WEIGHTS
+from tests.stock import assert_close, latent_of, load_stock, variant
 
 CPU = torch.device("cpu")
 LORA_FROM = 5
@@ -84,11 +85,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def stock() -> StableDiffusionXLPipeline:
-    pipeline = StableDiffusionXLPipeline.from_pretrained(
-        WEIGHTS, use_safetensors=True, dtype=torch.float32, add_watermarker=False
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return load_stock()
 
 
 @pytest.fixture(scope="module")
@@ -198,37 +195,6 @@ def step(denoiser: Denoiser, group: list[Request]) -> int:
             member.advance(halves)
             stepped += 1
     return stepped
-
-
-def latent_of(pipeline: Any, spec: DrawingSpec, **options: Any) -> Tensor:
-    """What the stock pipeline makes of the spec."""
-    latent: Tensor = pipeline(
-        spec.prompt,
-        negative_prompt=spec.negative_prompt,
-        num_inference_steps=spec.num_inference_steps,
-        guidance_scale=spec.guidance_scale,
-        guidance_rescale=spec.guidance_rescale,
-        generator=torch.Generator("cpu").manual_seed(spec.seed),
-        output_type="latent",
-        **options,
-    ).images
-    return latent
-
-
-def variant(stock: StableDiffusionXLPipeline, kind: Any = StableDiffusionXLPipeline, **parts: Any) -> Any:
-    """A stock pipeline with some parts replaced."""
-    pipeline = kind(
-        **(stock.components | parts),
-        force_zeros_for_empty_prompt=stock.config.force_zeros_for_empty_prompt,
-        add_watermarker=False,
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    """Within 1e-4 x max(1, max|latent|)."""
-    assert (ours - theirs).abs().max() <= 1e-4 * max(1.0, float(theirs.abs().max()))
 
 
 @pytest.fixture(scope="module")
