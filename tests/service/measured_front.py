@@ -13,10 +13,10 @@ import time
 from typing import Any
 
 from bottega.codec import CodecPool
+from bottega.process.memory import IMAGE_AT_WORK_BYTES, keep_freed_memory, spare_the_collector
 from bottega.worker.__main__ import build
 from bottega.worker.config import WorkerConfig
 from bottega.worker.engine_front import EngineFront
-from bottega.worker.memory import keep_freed_memory, spare_the_collector
 
 SHOWN = 10
 
@@ -51,7 +51,7 @@ def what(callback: Any) -> str:
 
 
 async def main() -> None:
-    keep_freed_memory()
+    keep_freed_memory(at_once_bytes=IMAGE_AT_WORK_BYTES)
     spare_the_collector()
     config = WorkerConfig(name="measured", gateway="")
     engine = EngineFront(config.engine, start_s=20, hang_s=10, module="scripted_engine")

@@ -11,6 +11,7 @@ from bottega.config import load
 from bottega.errors import ConfigError
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.gateway import Gateway
+from bottega.process.memory import keep_freed_memory, spare_the_collector
 from bottega.rpc.server import run
 
 
@@ -27,6 +28,8 @@ def main() -> int:
 
 
 async def _serve(config: GatewayConfig) -> None:
+    keep_freed_memory()
+    spare_the_collector()
     gateway = Gateway(config)
     await run(gateway.server, warm_up=gateway.warm_up, finish=gateway.finish, shut_down=gateway.shut_down)
 

@@ -13,6 +13,7 @@ from bottega.errors import InvalidRequest, Violation
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet import Fleet, Member
 from bottega.gateway.queueing import JobQueue
+from bottega.process.memory import resident_bytes
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -85,12 +86,5 @@ async def _registration(requests: _Requests) -> fleet_pb2.Registration:
 
 
 def _memory_bytes() -> int:
-    process = psutil.Process()
-    family = [process, *process.children(recursive=True)]
-    total = 0
-    for member in family:
-        try:
-            total += member.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    return total
+    this = psutil.Process()
+    return resident_bytes([this.pid, *(child.pid for child in this.children(recursive=True))])

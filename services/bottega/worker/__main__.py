@@ -10,10 +10,10 @@ from pathlib import Path
 from bottega import config
 from bottega.codec import CodecPool
 from bottega.errors import BottegaError
+from bottega.process.memory import IMAGE_AT_WORK_BYTES, keep_freed_memory, spare_the_collector
 from bottega.rpc.server import Server, run
 from bottega.worker.config import WorkerConfig
 from bottega.worker.engine_front import EngineFront
-from bottega.worker.memory import keep_freed_memory, spare_the_collector
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.service import SERVICE_NAME, WorkerService
 from bottega.worker.worker import Worker
@@ -51,7 +51,7 @@ def build(settings: WorkerConfig, engine: EngineFront, pool: CodecPool) -> tuple
 
 
 async def _serve(settings: WorkerConfig) -> None:
-    keep_freed_memory()
+    keep_freed_memory(at_once_bytes=IMAGE_AT_WORK_BYTES)
     spare_the_collector()
     # Processes first: the engine loads its model while the rest starts.
     engine = EngineFront(settings.engine, start_s=settings.start_s, hang_s=settings.hang_s)

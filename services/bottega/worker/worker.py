@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from bottega.codec import CodecPool
 from bottega.errors import BottegaError, Draining, InternalError, JobCancelled, StaleAttempt, WorkerLost
+from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet import FleetMembership
 from bottega.rpc.status import from_job_error
 from bottega.v1 import engine_pb2, fleet_pb2
@@ -24,7 +25,6 @@ from bottega.worker.checkpoints import Checkpoint, CheckpointBoard
 from bottega.worker.commission import Commission, Order
 from bottega.worker.config import WorkerConfig
 from bottega.worker.engine_front import EngineFront
-from bottega.worker.memory import resident_bytes
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.pictures import Pictures
 

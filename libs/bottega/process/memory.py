@@ -20,22 +20,23 @@ _M_ARENA_MAX = -8
 # The largest that the C library takes; larger blocks are mapped and unmapped each time.
 _MAX_BLOCK_BYTES = 32 * 2**20
 # An image as received, joined, parsed and packed again.
-_KEPT_BYTES = 64 * 2**20
+IMAGE_AT_WORK_BYTES = 64 * 2**20
+_KEPT_BYTES = 2 * IMAGE_AT_WORK_BYTES
 _PIECE_BYTES = 16 * 2**20
 
 
-def keep_freed_memory() -> None:
-    """Keeps up to 128 MiB of freed memory, 64 MiB of it from now on. Call it before there are other threads.
+def keep_freed_memory(*, at_once_bytes: int = 0) -> None:
+    """Keeps up to 128 MiB of freed memory, `at_once_bytes` of it from now on, for whom the first image is too late.
 
-    Does nothing where the C library has no such setting.
+    Call it before there are other threads. Does nothing where the C library has no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
     mallopt(_M_ARENA_MAX, 1)  # what a thread fills, the event loop frees: a thread's own arena would be unmapped there
     mallopt(_M_MMAP_THRESHOLD, _MAX_BLOCK_BYTES)
-    mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT_BYTES)
-    touched = [b"\1" * _PIECE_BYTES for _ in range(_KEPT_BYTES // _PIECE_BYTES)]
+    mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    touched = [b"\1" * _PIECE_BYTES for _ in range(at_once_bytes // _PIECE_BYTES)]
     del touched
 
 
