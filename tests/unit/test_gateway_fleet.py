@@ -199,15 +199,15 @@ def test_nonsense_step_times_are_ignored() -> None:
     assert list(member.times.entries()) == [((4, 4), 8, 0.5)]
 
 
-def _job(watcher: Watcher, image: bytes = b"") -> Job:
-    spec = GenerationSpec(model="m", num_inference_steps=1, num_images=1, image=image)
-    return Job(clock=watcher.clock(), spec=spec, bare=spec, shape=(1, 1), fingerprint="")
+def _job(watcher: Watcher, size_bytes: int = 30) -> Job:
+    spec = GenerationSpec(model="m", num_inference_steps=1, num_images=1)
+    return Job(clock=watcher.clock(), spec=spec, bare=spec, shape=(1, 1), fingerprint="", size_bytes=size_bytes)
 
 
 def test_the_queue_is_bounded_in_number_and_bytes() -> None:
     watcher = Watcher()
     queue = JobQueue(max_jobs=2, budget_bytes=2000, clock=watcher.clock())
-    queue.add(_job(watcher, b"x" * 900))
+    queue.add(_job(watcher, 920))
     with pytest.raises(QueueFull):
         queue.check_room(1500)
     queue.check_room(500)

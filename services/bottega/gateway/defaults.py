@@ -57,6 +57,11 @@ def without_images(spec: GenerationSpec) -> GenerationSpec:
     return bare
 
 
+def has_images(spec: GenerationSpec) -> bool:
+    """Whether it carries input images, and with them most of its bytes."""
+    return spec.HasField("image") or spec.HasField("mask_image") or bool(spec.controlnets)
+
+
 def _copy_fields(source: Message, target: Message) -> None:
     for field in source.DESCRIPTOR.fields:
         if field.name in _IMAGES or (field.has_presence and not source.HasField(field.name)):

@@ -5,6 +5,7 @@ Nothing is acknowledged before every check has passed, the pixels of input image
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from typing import Protocol
 
@@ -26,7 +27,7 @@ from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job, Order
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.queueing import JobQueue
-from bottega.gateway.results import digest, hashed
+from bottega.gateway.results import digest
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -79,11 +80,13 @@ class Intake:
     async def _accept(self, order: Order) -> tuple[Job, bool]:
         began = self._clock.monotonic()
         spec = order.spec
-        fingerprint = await hashed(spec.ByteSize(), lambda: spec.SerializeToString(deterministic=True))
+        packed = await _packed(spec)
+        fingerprint, size_bytes = await digest(packed), len(packed)
+        del packed
         job = self._attach(order, fingerprint, began)
         if job is not None:
             return job, False
-        model = self._check(order)
+        model = self._check(order, size_bytes)
         await self._inspect(spec)
         validation.refuse_unserved(spec)
         image_digest = await digest(spec.image) if spec.HasField("image") else ""
@@ -92,8 +95,8 @@ class Intake:
         if job is not None:
             return job, False
         job = self._job(order, model, fingerprint, began)
-        job.image_digest = image_digest
-        self._queue.check_room(job.spec.ByteSize())
+        job.image_digest, job.size_bytes = image_digest, size_bytes
+        self._queue.check_room(size_bytes)
         self._foreman.submit(job)
         return job, True
 
@@ -110,7 +113,7 @@ class Intake:
             job.preview = True
         return job
 
-    def _check(self, order: Order) -> image_pb2.Model:
+    def _check(self, order: Order, size_bytes: int) -> image_pb2.Model:
         """Every rule that needs no decoding; the model. Raises all violations at once."""
         spec = order.spec
         found = [
@@ -132,7 +135,7 @@ class Intake:
         if model is None:
             assert unknown is not None
             raise unknown
-        self._queue.check_room(spec.ByteSize())
+        self._queue.check_room(size_bytes)
         return model
 
     async def _inspect(self, spec: GenerationSpec) -> None:
@@ -173,3 +176,10 @@ class Intake:
             preview=order.preview,
             validate_s=self._clock.monotonic() - began,
         )
+
+
+async def _packed(spec: GenerationSpec) -> bytes:
+    """The spec as bytes, the same for equal ones. Asking for its size would pack it as well: so it is done once."""
+    if defaults.has_images(spec):
+        return await asyncio.to_thread(spec.SerializeToString, deterministic=True)
+    return spec.SerializeToString(deterministic=True)

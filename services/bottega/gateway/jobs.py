@@ -76,7 +76,7 @@ class Job:
 
     spec: complete; its input images go when the job ends. bare: the same without input images.
     fingerprint: of the spec as the caller sent it. shape: of the latent. deadline: on the monotonic clock.
-    log_id: the request_id of its log lines, here and at the workers; never empty.
+    size_bytes: of the request. log_id: the request_id of its log lines, here and at the workers; never empty.
     """
 
     clock: Clock
@@ -85,6 +85,7 @@ class Job:
     shape: Shape
     fingerprint: str
     image_digest: str = ""
+    size_bytes: int = 0
     request_id: str = ""
     log_id: str = ""
     deadline: float | None = None

@@ -46,8 +46,8 @@ class JobQueue:
             line.appendleft(job)
         else:
             line.append(job)
-        self._bytes[job.job_id] = size = job.spec.ByteSize()
-        self._size_bytes += size
+        self._bytes[job.job_id] = job.size_bytes
+        self._size_bytes += job.size_bytes
 
     def remove(self, job: Job) -> None:
         """Takes a job out, if it is in."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from bottega.gateway.clock import Clock
@@ -58,11 +57,6 @@ class ResultStore:
 
 async def digest(data: bytes) -> str:
     """SHA-256 in hex, off the event loop where it would hold it up."""
-    return await hashed(len(data), lambda: data)
-
-
-async def hashed(size_bytes: int, make: Callable[[], bytes]) -> str:
-    """SHA-256 in hex of what `make` makes, about `size_bytes` of it; both off the event loop when it is much."""
-    if size_bytes <= _HASH_IN_THREAD_BYTES:
-        return hashlib.sha256(make()).hexdigest()
-    return await asyncio.to_thread(lambda: hashlib.sha256(make()).hexdigest())
+    if len(data) <= _HASH_IN_THREAD_BYTES:
+        return hashlib.sha256(data).hexdigest()
+    return await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
