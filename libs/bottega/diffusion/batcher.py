@@ -136,13 +136,10 @@ class Batcher(Generic[Request]):
         works = [_work(seat.request) for seat in seats]
         typical = Work(rows=works[-1].rows, steps=seats[-1].request.steps)
         shape = seats[0].request.key.shape[1:]
-        costs: dict[int, float] = {}
 
         def seconds(rows: int) -> float:
-            if rows not in costs:
-                measured = self._times.seconds(shape, rows)
-                costs[rows] = float(rows) if measured is None else measured
-            return costs[rows]
+            measured = self._times.seconds(shape, rows)
+            return float(rows) if measured is None else measured
 
         width = best_width([*works, *[typical] * self._backlog], seconds, max_rows=self.max_rows)
         return max(1, min(width, len(works)))
