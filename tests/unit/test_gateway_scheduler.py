@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -129,3 +130,32 @@ def test_a_decision_over_a_full_queue_and_busy_workers_is_quick() -> None:
         assign(waiting, seats)
         costs.append(time.thread_time() - began)
     assert min(costs) < 0.02
+
+
+def test_no_more_of_the_queue_is_looked_at_than_decides() -> None:
+    looked_at: list[str] = []
+
+    def waiting() -> Iterator[Waiting]:
+        for job in _line(64):
+            looked_at.append(job.job_id)
+            yield job
+
+    assert assign(waiting(), [_seat("w1", _demand(20))]) == []
+    assert len(looked_at) < 10
+
+
+def test_another_look_at_workers_that_have_not_moved_costs_next_to_nothing() -> None:
+    times = _times(0.02, 0.001)
+    seats = [_seat(f"w{i}", *(_demand(90 + i + k) for k in range(8)), times=times) for i in range(4)]
+    costs = []
+    for _ in range(6):
+        began = time.thread_time()
+        assign(_line(8), seats)
+        costs.append(time.thread_time() - began)
+    assert min(costs[1:]) < costs[0] / 5
+
+
+def test_new_step_times_count_at_once() -> None:
+    line, running = _line(1), _demand(20)
+    assert _pairs(line, [_seat("w1", running, times=_times(0, 0.05))]) == []
+    assert _pairs(line, [_seat("w1", running, times=_times(0.02, 0.001))]) == [("j0", "w1")]

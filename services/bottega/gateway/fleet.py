@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 class Member:
     """A service that has joined.
 
+    load, steps_left, times: as it last reported; steps_left is of the attempts that it runs, by job.
     stream: counts its Join streams; only the newest one speaks for it.
     wake: set when that stream has something to say or shall end; every stream has one of its own.
     """
@@ -38,6 +39,7 @@ class Member:
     joined_at: float
     heard_at: float
     load: fleet_pb2.Load = field(default_factory=fleet_pb2.Load)
+    steps_left: dict[str, int] = field(default_factory=dict)
     times: StepTimes = field(default_factory=StepTimes)
     connected: bool = True
     stream: int = 1
@@ -115,6 +117,7 @@ class Fleet:
         """A member says how busy it is."""
         member.heard_at = self._clock.monotonic()
         member.load = load
+        member.steps_left = {running.attempt.job_id: running.steps_left for running in load.running}
         member.times = StepTimes.from_entries(
             ((time.latent_height, time.latent_width), time.rows, time.seconds)
             for time in load.step_times

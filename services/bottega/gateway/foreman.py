@@ -34,7 +34,8 @@ from bottega.v1.image_pb2 import JobState
 _LATE_S = 0.5
 _TICK_S = 0.1
 _TICKS_PER_SECOND = 10
-_WAITING_LOOKED_AT = 64
+# A job that lines up further back hears its estimate with everybody else's, within a second.
+_ESTIMATED_AT_ONCE = 64
 
 _log = logging.getLogger(__name__)
 
@@ -193,8 +194,7 @@ class Foreman:
             return
         began = time.thread_time()
         members = {member.name: member for member in self._fleet.workers(model)}
-        looked_at = list(itertools.islice(line, _WAITING_LOOKED_AT))
-        waiting = [self._seating.waiting(job, members) for job in looked_at]
+        waiting = (self._seating.waiting(job, members) for job in line)
         for assignment in assign(waiting, self._seating.seats(members)):
             job = self._jobs.get(assignment.job_id)
             self._queue.remove(job)
@@ -268,10 +268,9 @@ class Foreman:
     def _stand_last(self, job: Job) -> None:
         line = self._queue.line(job.spec.model)
         place = len(line) - 1
-        if place < _WAITING_LOOKED_AT:
+        if place < _ESTIMATED_AT_ONCE:
             estimate = self._estimates(job.spec.model, list(line))[-1]
         else:
-            # Within a second the next look after the queue says it better.
             standing = line[-2].standing
             estimate = standing.estimate_s if standing else None
         job.stand(Standing(place=place, estimate_s=estimate))

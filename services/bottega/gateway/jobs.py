@@ -76,7 +76,8 @@ class Job:
 
     spec: complete; its input images go when the job ends. bare: the same without input images.
     fingerprint: of the spec as the caller sent it. shape: of the latent. deadline: on the monotonic clock.
-    size_bytes: of the request. log_id: the request_id of its log lines, here and at the workers; never empty.
+    size_bytes: of the request. rows: that it puts into each turn.
+    log_id: the request_id of its log lines, here and at the workers; never empty.
     """
 
     clock: Clock
@@ -118,6 +119,9 @@ class Job:
     queue_s: float = 0.0
     route_s: float = 0.0
 
+    num_images: int = field(init=False)
+    rows: int = field(init=False)
+
     listeners: set[Callable[[], None]] = field(default_factory=set)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -125,7 +129,9 @@ class Job:
         self.log_id = self.request_id or self.log_id or self.job_id
         self.created_wall = self.clock.wall()
         self.created_at = self.queued_at = self.clock.monotonic()
-        self.steps_total = defaults.steps_to_run(self.spec) * self.spec.num_images
+        # Asked for at every look of the scheduler, where a message would be too slow to ask.
+        self.num_images, self.rows = self.spec.num_images, defaults.rows(self.spec)
+        self.steps_total = defaults.steps_to_run(self.spec) * self.num_images
 
     @property
     def live(self) -> bool:

@@ -1,13 +1,17 @@
 """Which worker takes which waiting job, and when: least estimated completion, bound as late as possible.
 
-Pure functions of what waits, what runs and what turns cost; the worker's engine plans its groups by the same
-cost model. Knows no clock, no jobs' contents and no wire.
+Pure functions of what waits, what runs and what turns cost (a table of step times never changes here: every
+report of a worker brings a new one); the worker's engine plans its groups by the same cost model. Knows no
+clock, no jobs' contents and no wire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import islice
 
 from bottega.planning import StepTimes, Work, best_width, completion_times
 from bottega.planning.cost import Shape
@@ -22,6 +26,9 @@ _LEAD_S = 0.05
 _LEAD_TURNS = 1.5
 # Seconds of one row and turn while nothing was measured: proportional, so that nothing shares a worker then.
 _UNMEASURED_S = 0.1
+# Outlooks that are remembered: those of the workers that have not moved between two looks. A fleet of some
+# hundred workers has more, and forgets the oldest.
+_REMEMBERED = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +72,22 @@ class Assignment:
     estimate_s: float | None
 
 
-def assign(waiting: Sequence[Waiting], seats: Sequence[Seat]) -> list[Assignment]:
-    """Which of the waiting jobs, first come first, leave the queue now.
+def assign(waiting: Iterable[Waiting], seats: Sequence[Seat]) -> list[Assignment]:
+    """Which of the waiting jobs, first come first, leave the queue now. Looks at no more of them than it must.
 
     A job goes where it is expected to complete first. If that is a worker that should not take it yet, it
     stays in the queue, and the jobs behind it reckon with it.
     """
     benches = [_Bench(seat) for seat in seats]
     assignments: list[Assignment] = []
-    for index, job in enumerate(waiting[:_HORIZON]):
-        behind = [other.demand for other in waiting[index + 1 : index + 1 + _LOOK_AHEAD]]
+    rest = iter(waiting)
+    line = deque(islice(rest, 1 + _LOOK_AHEAD))
+    for _ in range(_HORIZON):
+        if not line:
+            break
+        job = line.popleft()
+        behind = tuple(other.demand for other in line)
+        line.extend(islice(rest, 1))
         offers = [bench.offer(job.demand, behind) for bench in benches if bench.seat.worker != job.avoid]
         if not offers:
             continue
@@ -93,9 +106,11 @@ def estimates(waiting: Sequence[Waiting], seats: Sequence[Seat]) -> list[float |
         return [None] * len(waiting)
     lines: list[list[int]] = [[] for _ in seats]
     benches = [_Bench(seat) for seat in seats]
+    loads = [bench.load_s for bench in benches]
     for index, job in enumerate(waiting):
-        least = min(range(len(seats)), key=lambda seat: benches[seat].load_s)
+        least = loads.index(min(loads))
         lines[least].append(index)
+        loads[least] += benches[least].alone_s(job.demand)
         benches[least].take(job.demand, bound=False)
     ends: list[float | None] = [None] * len(waiting)
     for bench, line in zip(benches, lines, strict=True):
@@ -118,23 +133,25 @@ class _Bench:
         self.seat = seat
         self._promised = False
         self._planned = list(seat.running)
-        self._turns: dict[tuple[Shape, int], float] = {}
-        self.load_s = sum(self._turn(demand.shape, demand.rows) * demand.steps for demand in self._planned)
 
-    def offer(self, demand: Demand, behind: Sequence[Demand]) -> _Offer:
+    @property
+    def load_s(self) -> float:
+        """Seconds that what is here takes, one after the other."""
+        return sum(self.alone_s(demand) for demand in self._planned)
+
+    def alone_s(self, demand: Demand) -> float:
+        """Seconds of the turns of `demand`, alone."""
+        return _turn_s(self.seat.times, demand.shape, demand.rows) * demand.steps
+
+    def offer(self, demand: Demand, behind: tuple[Demand, ...]) -> _Offer:
         """When `demand` would complete here, and whether it should come now."""
-        seconds = self._seconds(demand.shape)
-        ahead = self._works(self._planned, demand.shape)
-        line = [*ahead, Work(rows=demand.rows, steps=demand.steps)]
-        width = best_width([*line, *self._works(behind, demand.shape)], seconds, max_rows=self._max_rows)
-        opens = len(ahead) < width or _opening_s(ahead, seconds, width) <= self._lead_s(ahead, seconds)
-        end = completion_times(line, seconds, max(1, min(width, len(line))))[-1]
-        return _Offer(bench=self, completes_s=end + self.seat.fixed_s, now=opens and not self._promised)
+        outlook = _outlook(self.seat.times, self._max_rows, tuple(self._planned), demand, behind)
+        completes_s = outlook.end_s + self.seat.fixed_s
+        return _Offer(bench=self, completes_s=completes_s, now=outlook.opens and not self._promised)
 
     def take(self, demand: Demand, *, bound: bool) -> None:
         """Counts a job in. Behind one that is only promised nobody is bound in this round."""
         self._planned.append(demand)
-        self.load_s += self._turn(demand.shape, demand.rows) * demand.steps
         self._promised = self._promised or not bound
 
     def ends(self) -> list[float]:
@@ -142,7 +159,7 @@ class _Bench:
         if not self._planned:
             return []
         shape = self._planned[-1].shape
-        works, seconds = self._works(self._planned, shape), self._seconds(shape)
+        works, seconds = _works(self._planned, shape), partial(_turn_s, self.seat.times, shape)
         width = best_width(works[: 2 * _LOOK_AHEAD], seconds, max_rows=self._max_rows)
         return completion_times(works, seconds, max(1, width))
 
@@ -150,22 +167,41 @@ class _Bench:
     def _max_rows(self) -> int:
         return self.seat.max_rows or 1 << 30
 
-    def _seconds(self, shape: Shape) -> Callable[[int], float]:
-        return lambda rows: self._turn(shape, rows)
 
-    def _turn(self, shape: Shape, rows: int) -> float:
-        known = self._turns.get((shape, rows))
-        if known is None:
-            measured = self.seat.times.seconds(shape, rows)
-            known = self._turns[shape, rows] = rows * _UNMEASURED_S if measured is None else measured
-        return known
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outlook:
+    """When a job's turns would end on a worker, and whether there is a place for it in the group."""
 
-    def _works(self, demands: Sequence[Demand], shape: Shape) -> list[Work]:
-        """Demands as rows of one shape: a larger latent counts as more rows."""
-        return [Work(rows=_rows_as(demand, shape), steps=demand.steps) for demand in demands]
+    end_s: float
+    opens: bool
 
-    def _lead_s(self, ahead: Sequence[Work], seconds: Callable[[int], float]) -> float:
-        return max(_LEAD_S, _LEAD_TURNS * seconds(sum(work.rows for work in ahead)))
+
+# From one look to the next most workers stand as they stood, and a look is due at every step of every job.
+@lru_cache(_REMEMBERED)
+def _outlook(
+    times: StepTimes, max_rows: int, planned: tuple[Demand, ...], demand: Demand, behind: tuple[Demand, ...]
+) -> _Outlook:
+    seconds = partial(_turn_s, times, demand.shape)
+    ahead = _works(planned, demand.shape)
+    line = [*ahead, Work(rows=demand.rows, steps=demand.steps)]
+    width = best_width([*line, *_works(behind, demand.shape)], seconds, max_rows=max_rows)
+    opens = len(ahead) < width or _opening_s(ahead, seconds, width) <= _lead_s(ahead, seconds)
+    return _Outlook(end_s=completion_times(line, seconds, max(1, min(width, len(line))))[-1], opens=opens)
+
+
+@lru_cache(_REMEMBERED)
+def _turn_s(times: StepTimes, shape: Shape, rows: int) -> float:
+    measured = times.seconds(shape, rows)
+    return rows * _UNMEASURED_S if measured is None else measured
+
+
+def _works(demands: Iterable[Demand], shape: Shape) -> list[Work]:
+    """Demands as rows of one shape: a larger latent counts as more rows."""
+    return [Work(rows=_rows_as(demand, shape), steps=demand.steps) for demand in demands]
+
+
+def _lead_s(ahead: Sequence[Work], seconds: Callable[[int], float]) -> float:
+    return max(_LEAD_S, _LEAD_TURNS * seconds(sum(work.rows for work in ahead)))
 
 
 def _opening_s(ahead: Sequence[Work], seconds: Callable[[int], float], width: int) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from bottega.gateway import defaults
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Member
 from bottega.gateway.job_log import JobLog
@@ -51,7 +50,7 @@ class Seating:
 
     def _running(self, member: Member) -> list[Demand]:
         """What still denoises on a worker, as far as is known."""
-        told = {attempt.attempt.job_id: attempt.steps_left for attempt in member.load.running}
+        told = dict(member.steps_left)
         demands = []
         for job in self._dispatcher.running_on(member):
             left = min(job.steps_total - job.steps_done, told.pop(job.job_id, job.steps_total))
@@ -72,5 +71,5 @@ def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:
 
 def _demand(job: Job, steps_left: int) -> Demand:
     """steps_left: over all images; they run side by side."""
-    steps = math.ceil(max(0, steps_left) / job.spec.num_images)
-    return Demand(rows=defaults.rows(job.spec), steps=steps, shape=job.shape)
+    steps = math.ceil(max(0, steps_left) / job.num_images)
+    return Demand(rows=job.rows, steps=steps, shape=job.shape)
