@@ -66,7 +66,8 @@ def encode_prompts(model: Model, spec: DrawingSpec) -> Conditions:
 @torch.inference_mode()
 def encode_image(model: Model, pixels: Tensor) -> LatentDistribution:
     """Where the VAE puts a picture. pixels: uint8 [height, width, 3]."""
-    image = pixels.permute(2, 0, 1)[None].to(torch.float32) / 255.0
+    # Diffusers' layout in memory too: another one is summed in another order.
+    image = pixels[None].permute(0, 3, 1, 2).to(torch.float32) / 255.0
     image = (2.0 * image - 1.0).to(model.device, model.dtype)
     with _upcast_for_encoding(model):
         distribution = model.vae.encode(image.to(model.vae.dtype)).latent_dist

@@ -163,7 +163,8 @@ class Request:
         drawn = image.mean + image.std * self._draw(tuple(image.mean.shape), model.device, image.mean.dtype)
         latent = to_latent(model, drawn.to(model.dtype))
         noise = self._draw(tuple(latent.shape), model.device, model.dtype)
-        return self._sampler.add_noise(latent, noise, self.begin)
+        # In one layout whatever it came from: groups and checkpoints have one, and a sum's last bits follow the layout.
+        return self._sampler.add_noise(latent, noise, self.begin).contiguous()
 
     def _draw(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
         noise: Tensor = randn_tensor(shape, generator=self._generator, device=device, dtype=dtype)
