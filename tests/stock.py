@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import diffusers
 import numpy as np
@@ -48,21 +49,37 @@ class Stock:
         self._image.scheduler = self._scheduler("", False)
         return pixels_of(self._image(prompt, image=image, generator=_generator(seed), **options).images[0])
 
-    def reference(self, spec: DrawingSpec, *, index: int = 0, image: PIL.Image.Image | None = None) -> Reference:
-        """Image `index` of a spec: a single run with its seed plus `index`. image: source of image-to-image."""
+    def reference(
+        self,
+        spec: DrawingSpec,
+        *,
+        index: int = 0,
+        image: PIL.Image.Image | None = None,
+        layout: torch.memory_format = torch.preserve_format,
+    ) -> Reference:
+        """Image `index` of a spec: a single run with its seed plus `index`.
+
+        image: source of image-to-image. layout: of the first latent in memory. Diffusers leaves that of a picture as
+        the VAE made it, channels last; sums are made in another order then, and differ in their last bits.
+        """
         pipeline = self._text if image is None else self._image
         options: dict[str, Any] = {"width": spec.width, "height": spec.height}
         if image is not None:
             options = {"image": image, "strength": spec.strength}
         pipeline.scheduler = self._scheduler(spec.sampler.value.__name__, spec.use_karras_sigmas)
-        latents: list[Tensor] = []
+        prepare, latents = pipeline.prepare_latents, list[Tensor]()
+
+        def prepared(*args: Any, **kwargs: Any) -> Tensor:
+            latent: Tensor = prepare(*args, **kwargs)
+            return latent.clone(memory_format=layout)
 
         def keep(_: Any, __: int, ___: Any, kept: dict[str, Tensor]) -> dict[str, Tensor]:
             latents.append(kept["latents"])
             return kept
 
         generator = _generator(spec.seed + index)
-        out = pipeline(**said(spec), **options, generator=generator, callback_on_step_end=keep)
+        with patch.object(pipeline, "prepare_latents", prepared):
+            out = pipeline(**said(spec), **options, generator=generator, callback_on_step_end=keep)
         return Reference(latent=latents[-1], pixels=pixels_of(out.images[0]))
 
     def _scheduler(self, name: str, karras: bool) -> Any:
