@@ -25,6 +25,7 @@ print(json.dumps({"event": "serving", "address": "127.0.0.1:1", "policy": os.env
 time.sleep(60)
 """
 DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVES
+LISTENS = "import json, sys; print(json.dumps({'event': 'serving'}), flush=True); sys.stdin.read(1); sys.exit()"
 FAILS = "import sys; print('no such model', file=sys.stderr); sys.exit(3)"
 
 QUICK = KeepPolicy(first_wait_s=0.05, longest_wait_s=0.1, stop_grace_s=3.0)
@@ -127,6 +128,25 @@ async def test_killing_does_not_wait(tmp_path: Path) -> None:
         async with asyncio.timeout(3):
             await asyncio.wait([task])
     assert found.pid is None
+
+
+async def test_a_service_hears_of_it_when_its_keeper_is_killed(tmp_path: Path) -> None:
+    script = f"""
+import asyncio, sys
+from pathlib import Path
+from tests.service.test_client_keeper import LISTENS, Reports, keeper
+asyncio.run(keeper(LISTENS, Path({str(tmp_path)!r}), Reports()).run())
+"""
+    root = Path(__file__).parents[2]
+    host = await asyncio.create_subprocess_exec(sys.executable, "-c", script, cwd=root)
+    log = tmp_path / "worker-0.log"
+    await until(lambda: log.exists() and "serving" in log.read_text())
+    (service,) = psutil.Process(host.pid).children()
+    await asyncio.sleep(0.2)
+    assert alive(service)
+    host.kill()
+    await host.wait()
+    await until(lambda: not alive(service))
 
 
 def alive(process: psutil.Process) -> bool:

@@ -118,6 +118,23 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
     assert bottega(up, "models").returncode == 1
 
 
+def test_a_killed_supervisor_takes_its_services_along(tmp_path: Path) -> None:
+    state, printed = StateFolder(tmp_path / "state"), tmp_path / "printed"
+    options = ["--port", "0", "--threads", "1", "--device", "cpu", "--state", str(state.root)]
+    with printed.open("wb") as output:
+        process = subprocess.Popen([*BOTTEGA, "up", *options], stdout=output, stderr=subprocess.STDOUT)
+    up = Up(process=process, state=state, printed=printed)
+    until(lambda: "gateway    serves" in printed.read_text(), START_S, printed)
+    family = up.family()
+    assert len(family) >= 3
+    process.kill()
+    process.wait(10)
+    _, left = psutil.wait_procs(family, timeout=15)
+    for service in left:
+        service.kill()
+    assert left == []
+
+
 def test_a_suite_in_the_background_that_does_not_start_says_why(tmp_path: Path) -> None:
     state = tmp_path / "state"
     options = ["--port", "0", "--device", "abacus", "--state", str(state)]

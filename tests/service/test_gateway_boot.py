@@ -16,12 +16,12 @@ from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 FREE_PORTS = "server: {listen: 127.0.0.1:0, metrics_listen: 127.0.0.1:0, drain_grace_s: 2}\n"
 
 
-async def _start(tmp_path: Path, config: str) -> asyncio.subprocess.Process:
+async def _start(tmp_path: Path, config: str, *options: str) -> asyncio.subprocess.Process:
     file = tmp_path / "gateway.yaml"
     file.write_text(config)
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bottega.gateway", "--config", str(file), stderr=asyncio.subprocess.PIPE
-    )
+    command = [sys.executable, "-m", "bottega.gateway", "--config", str(file), *options]
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*command, stdin=pipe, stderr=pipe)
 
 
 async def test_a_gateway_serves_and_ends_on_sigterm_with_its_codec_processes(tmp_path: Path) -> None:
@@ -37,6 +37,33 @@ async def test_a_gateway_serves_and_ends_on_sigterm_with_its_codec_processes(tmp
     # stderr ends when the last process that holds it has gone.
     await asyncio.wait_for(process.stderr.read(), 10)
     assert await process.wait() == 0
+
+
+async def test_a_gateway_that_is_to_stop_with_its_stdin_does(tmp_path: Path) -> None:
+    process = await _start(tmp_path, FREE_PORTS, "--stop-with-stdin")
+    assert process.stdin is not None
+    assert process.stderr is not None
+    assert json.loads(await asyncio.wait_for(process.stderr.readline(), 20))["event"] == "serving"
+    process.stdin.write(b"what it hears is of no matter")
+    await process.stdin.drain()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(process.wait(), 0.5)
+    process.stdin.close()
+    said = await asyncio.wait_for(process.stderr.read(), 10)
+    assert json.loads(said.splitlines()[-1])["event"] == "stopped"
+    assert await process.wait() == 0
+
+
+async def test_without_being_told_a_gateway_outlives_its_stdin(tmp_path: Path) -> None:
+    process = await _start(tmp_path, FREE_PORTS)
+    assert process.stdin is not None
+    assert process.stderr is not None
+    await asyncio.wait_for(process.stderr.readline(), 20)
+    process.stdin.close()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(process.wait(), 0.5)
+    process.terminate()
+    assert await asyncio.wait_for(process.wait(), 10) == 0
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from bottega.rpc.metrics import MetricsEndpoint
 _DRAIN_PAUSE_S = 0.2
 # After the grace: for calls to end that were told to.
 _STOP_GRACE_S = 0.5
+_STDIN = 0
+# What stdin says is of no matter, only that it ends.
+_IGNORED_BYTES = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -128,14 +132,17 @@ class Server:
         await asyncio.to_thread(self._metrics.stop)
 
 
-async def run(server: Server, *, warm_up: Step, finish: Step | None = None, shut_down: Step) -> None:
+async def run(
+    server: Server, *, warm_up: Step, finish: Step | None = None, shut_down: Step, stop_with_stdin: bool = False
+) -> None:
     """The life of a service: start, warm up, serve until SIGTERM or SIGINT, drain, shut down.
 
     warm_up: what must have happened before health says SERVING; a signal abandons it.
     finish: see `Server.drain`. shut_down: always called last, whatever happened.
+    stop_with_stdin: the end of stdin, a pipe, is a signal too: whoever holds its other end has gone.
     """
     logs.configure(server.name, server.config.log_level)
-    stopping = _stop_signal()
+    stopping = _stop_signal(stop_with_stdin)
     try:
         await server.start()
         if await _unless(stopping, warm_up()):
@@ -150,10 +157,19 @@ async def run(server: Server, *, warm_up: Step, finish: Step | None = None, shut
     _log.info("stopped")
 
 
-def _stop_signal() -> asyncio.Event:
+def _stop_signal(stop_with_stdin: bool) -> asyncio.Event:
     stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stopping.set)
+
+    def listen() -> None:
+        if not os.read(_STDIN, _IGNORED_BYTES):
+            loop.remove_reader(_STDIN)
+            stopping.set()
+
+    if stop_with_stdin:
+        loop.add_reader(_STDIN, listen)
     return stopping
 
 

@@ -19,19 +19,27 @@ def main() -> int:
     """Serves until SIGTERM or SIGINT; the exit status."""
     parser = argparse.ArgumentParser(prog="bottega.gateway", description="Bottega's gateway.")
     parser.add_argument("--config", type=Path, help="YAML file; every key has a default")
+    parser.add_argument("--stop-with-stdin", action="store_true", help="stop as at SIGTERM when stdin, a pipe, ends")
+    arguments = parser.parse_args()
     try:
-        asyncio.run(_serve(load(GatewayConfig, parser.parse_args().config)))
+        asyncio.run(_serve(load(GatewayConfig, arguments.config), stop_with_stdin=arguments.stop_with_stdin))
     except ConfigError as error:
         print(error.message, file=sys.stderr)
         return 2
     return 0
 
 
-async def _serve(config: GatewayConfig) -> None:
+async def _serve(config: GatewayConfig, *, stop_with_stdin: bool) -> None:
     keep_freed_memory()
     spare_the_collector()
     gateway = Gateway(config)
-    await run(gateway.server, warm_up=gateway.warm_up, finish=gateway.finish, shut_down=gateway.shut_down)
+    await run(
+        gateway.server,
+        warm_up=gateway.warm_up,
+        finish=gateway.finish,
+        shut_down=gateway.shut_down,
+        stop_with_stdin=stop_with_stdin,
+    )
 
 
 if __name__ == "__main__":

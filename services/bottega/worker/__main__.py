@@ -26,8 +26,10 @@ def main() -> int:
     """Returns the exit code: 1 with a line on stderr when the worker cannot start."""
     parser = argparse.ArgumentParser(prog="python -m bottega.worker", description="Bottega's base-model worker")
     parser.add_argument("--config", type=Path, help="YAML file; see WorkerConfig for the keys")
+    parser.add_argument("--stop-with-stdin", action="store_true", help="stop as at SIGTERM when stdin, a pipe, ends")
+    arguments = parser.parse_args()
     try:
-        asyncio.run(_serve(config.load(WorkerConfig, parser.parse_args().config)))
+        asyncio.run(_serve(config.load(WorkerConfig, arguments.config), stop_with_stdin=arguments.stop_with_stdin))
     except BottegaError as error:
         print(f"bottega.worker: {error.message}", file=sys.stderr)
         return 1
@@ -50,7 +52,7 @@ def build(settings: WorkerConfig, engine: EngineFront, pool: CodecPool) -> tuple
     return server, worker
 
 
-async def _serve(settings: WorkerConfig) -> None:
+async def _serve(settings: WorkerConfig, *, stop_with_stdin: bool) -> None:
     keep_freed_memory(at_once_bytes=IMAGE_AT_WORK_BYTES)
     spare_the_collector()
     # Processes first: the engine loads its model while the rest starts.
@@ -64,7 +66,13 @@ async def _serve(settings: WorkerConfig) -> None:
         await engine.spawn()
         await pool.start()
         server, worker = build(settings, engine, pool)
-        await run(server, warm_up=worker.start, finish=worker.drain, shut_down=worker.stop)
+        await run(
+            server,
+            warm_up=worker.start,
+            finish=worker.drain,
+            shut_down=worker.stop,
+            stop_with_stdin=stop_with_stdin,
+        )
     finally:
         await asyncio.gather(engine.stop(), pool.stop())
 

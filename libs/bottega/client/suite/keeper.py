@@ -10,7 +10,8 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -101,8 +102,8 @@ class Keeper:
             _end_group(self.pid)
 
     async def _run_once(self) -> str:
-        with OutputPipe() as pipe:
-            process = await self._start(pipe.write_end)
+        with OutputPipe() as pipe, _lifeline() as stdin:
+            process = await self._start(stdin, pipe.write_end)
             self.pid = process.pid
             reading = asyncio.create_task(self._read(await pipe.reader()))
             try:
@@ -116,10 +117,10 @@ class Keeper:
                 self.serving.clear()
                 await _finish(reading)
 
-    async def _start(self, output: int) -> asyncio.subprocess.Process:
+    async def _start(self, stdin: int, output: int) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             *self._plan.argv,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=stdin,
             stdout=output,
             stderr=output,
             env={**os.environ, **self._plan.environment},
@@ -144,6 +145,17 @@ class Keeper:
                 self._ever_served = True
                 self.serving.set()
                 self._reporter.serving(self.name, str(fields.get("address", "")))
+
+
+@contextmanager
+def _lifeline() -> Iterator[int]:
+    """A stdin that says nothing and ends with this process, even if that is killed: nobody else has its other end."""
+    read_end, write_end = os.pipe()
+    try:
+        yield read_end
+    finally:
+        os.close(read_end)
+        os.close(write_end)
 
 
 async def _finish(reading: asyncio.Task[None]) -> None:

@@ -45,7 +45,7 @@ class SuiteWish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicePlan:
-    """One process to keep running.
+    """One process to keep running. Its stdin ends when whoever keeps it dies, and then it should end too.
 
     environment: what differs from our own.
     """
@@ -92,7 +92,7 @@ def _service(name: str, module: str, values: Mapping[str, object], config: Path)
     path.write_text(yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")
     return ServicePlan(
         name=name,
-        argv=(sys.executable, "-m", module, "--config", str(path)),
+        argv=(sys.executable, "-m", module, "--config", str(path), "--stop-with-stdin"),
         # Without it the threads of two torch processes on few cores starve each other, up to 80-fold.
         environment={"OMP_WAIT_POLICY": "PASSIVE"},
     )
