@@ -47,7 +47,8 @@ def encode_prompts(model: Model, spec: DrawingSpec) -> Conditions:
     truncations: dict[str, str] = {}
     # As in Diffusers, an empty second prompt means the first one.
     pair = (spec.prompt, spec.prompt_2 or spec.prompt)
-    prompt, pooled = _encode_pair(model, pair, ("prompt", "prompt_2"), truncations)
+    names = ("prompt", "prompt_2" if spec.prompt_2 else "prompt")
+    prompt, pooled = _encode_pair(model, pair, names, truncations)
     time_ids = torch.tensor([spec.height, spec.width, 0, 0, spec.height, spec.width], dtype=prompt.dtype)
     time_ids = time_ids.to(model.device)
     conditional = Embeds(prompt=prompt, pooled=pooled, time_ids=time_ids)
@@ -57,7 +58,7 @@ def encode_prompts(model: Model, spec: DrawingSpec) -> Conditions:
             empty = torch.zeros_like(prompt), torch.zeros_like(pooled)
         else:
             negative = spec.negative_prompt or ""
-            names = ("negative_prompt", "negative_prompt_2")
+            names = ("negative_prompt", "negative_prompt_2" if spec.negative_prompt_2 else "negative_prompt")
             empty = _encode_pair(model, (negative, spec.negative_prompt_2 or negative), names, truncations)
         unconditional = Embeds(prompt=empty[0], pooled=empty[1], time_ids=time_ids)
     return Conditions(conditional=conditional, unconditional=unconditional, truncations=truncations)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from contextlib import closing
 from pathlib import Path
@@ -26,6 +27,8 @@ _STAGES = (
     *("batch", "decode", "handoff", "encode_image"),
 )
 _SHORTEST_S = 0.0005
+# Of a prompt that was cut: enough to see where.
+_CUT_LETTERS = 100
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -140,7 +143,8 @@ def _report(completed: Completed, output: Output, elapsed_s: float) -> None:
     stages = _stages(completed.provenance)
     say(f"{elapsed_s:.2f} s{f' ({stages})' if stages else ''}")
     for cut in completed.provenance.truncations:
-        note(f"{cut.field} was too long for the model; without effect: {cut.text}")
+        lost = textwrap.shorten(cut.text, _CUT_LETTERS, placeholder=" ...")
+        note(f"{cut.field} was too long for the model; without effect: {lost}")
 
 
 def _stages(provenance: Provenance) -> str:
