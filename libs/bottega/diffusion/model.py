@@ -44,7 +44,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Model:
-    """The parts of one model, in evaluation mode, without gradients.
+    """The parts of one model, in evaluation mode; to be run in inference mode.
 
     latent_scale: pixels a side that one latent element stands for; width and height of a request
     are multiples of it. digest: SHA-256 over weights and configuration, hex.
@@ -101,7 +101,9 @@ def load_model(folder: Path, *, name: str, device: torch.device, dtype: torch.dt
         str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, add_watermarker=False
     )
     for part in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.unet, pipeline.vae):
-        part.to(device).eval().requires_grad_(False)
+        # Not requires_grad_(False): PyTorch multiplies by other kernels then, with other last bits than Diffusers'.
+        # Nothing is kept for gradients, because every stage runs in inference mode.
+        part.to(device).eval()
     if dtype == torch.float16 and pipeline.vae.config.force_upcast:
         # As Diffusers does at every decode: this VAE overflows in float16.
         pipeline.vae.to(torch.float32)
