@@ -24,6 +24,7 @@ from bottega.diffusion.spec import DrawingSpec
 VERSION = 1
 
 _HEADER = "bottega"
+_DIGEST = "digest"
 
 
 class CheckpointMismatch(ValueError):
@@ -42,13 +43,15 @@ def write_checkpoint(model: Model, spec: DrawingSpec, states: Sequence[RequestSt
     # LoRAs are noted by name and step, never by how they were added; nothing uses them yet.
     header = _identity(model, spec) | {"images": images, "loras": []}
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header[_DIGEST] = _digest(header, whole)
     return safetensors.torch.save(whole, metadata={_HEADER: json.dumps(header)})
 
 
-def read_checkpoint(data: bytes, model: Model, spec: DrawingSpec) -> list[RequestState]:
+def read_checkpoint(data: bytes, model: Model, spec: DrawingSpec, *, begin: int = 0) -> list[RequestState]:
     """The states that were written, on the CPU.
 
-    Raises CheckpointMismatch when they are not of this model, element type and spec.
+    begin: the first step of the job, before which no state can be.
+    Raises CheckpointMismatch when they are not of this model, element type and spec, or not as they were written.
     """
     header = _header(data)
     for name, value in _identity(model, spec).items():
@@ -56,11 +59,13 @@ def read_checkpoint(data: bytes, model: Model, spec: DrawingSpec) -> list[Reques
             raise CheckpointMismatch(f"its {name} is {header.get(name)!r}, not {value!r}")
     try:
         tensors = safetensors.torch.load(data)
+        if header.pop(_DIGEST) != _digest(header, tensors):
+            raise CheckpointMismatch("it is damaged")
         states = [_state(index, image, tensors) for index, image in enumerate(header["images"])]
     except (safetensors.SafetensorError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointMismatch(f"it is damaged: {type(error).__name__}") from error
     for state in states:
-        _check(state, model, spec)
+        _check(state, model, spec, begin)
     if len(states) != spec.num_images:
         raise CheckpointMismatch(f"it has {len(states)} images, not {spec.num_images}")
     return states
@@ -70,6 +75,15 @@ def _identity(model: Model, spec: DrawingSpec) -> dict[str, Any]:
     said = dataclasses.asdict(spec) | {"sampler": spec.sampler.name}
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
     return {"version": VERSION, "model_hash": model.digest, "dtype": model.dtype_name, "spec": digest}
+
+
+def _digest(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """Of all that a checkpoint says; safetensors itself notices no change in a tensor."""
+    total = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        total.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return total.hexdigest()
 
 
 def _header(data: bytes) -> dict[str, Any]:
@@ -96,11 +110,11 @@ def _state(index: int, image: dict[str, Any], tensors: dict[str, Tensor]) -> Req
     )
 
 
-def _check(state: RequestState, model: Model, spec: DrawingSpec) -> None:
+def _check(state: RequestState, model: Model, spec: DrawingSpec, begin: int) -> None:
     shape = (1, model.latent_channels, spec.height // model.latent_scale, spec.width // model.latent_scale)
     if tuple(state.latent.shape) != shape or not torch.isfinite(state.latent).all():
         raise CheckpointMismatch("its latent does not fit")
-    if not 0 <= state.step <= spec.num_inference_steps:
-        raise CheckpointMismatch(f"its step {state.step} is not one of {spec.num_inference_steps}")
+    if not begin <= state.step <= spec.num_inference_steps:
+        raise CheckpointMismatch(f"its step {state.step} is not between {begin} and {spec.num_inference_steps}")
     if state.generator.dtype != torch.uint8 or state.generator.shape != torch.Generator("cpu").get_state().shape:
         raise CheckpointMismatch("its generator does not fit")

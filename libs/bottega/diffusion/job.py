@@ -142,7 +142,7 @@ def _resumed(model: Model, order: Order, conditions: Conditions) -> list[Request
         return Request(model, spec, conditions, index=index, begin=begin, resume=state)
 
     try:
-        states = read_checkpoint(order.checkpoint, model, spec)
+        states = read_checkpoint(order.checkpoint, model, spec, begin=begin)
         return [request(index, state) for index, state in enumerate(states)]
     except ValueError as error:
         _log.warning("a checkpoint does not fit; the job begins again", extra={"why": str(error)})
