@@ -82,6 +82,8 @@ class Batcher(Generic[Request]):
     def remove(self, request: Request) -> None:
         """Forgets a request, done or not. Harmless when it is not here."""
         self._seats = [seat for seat in self._seats if seat.request is not request]
+        # The next plan makes them anew; but there is none while nothing runs, and a request holds a device's memory.
+        self._admitted, self._widths = [], {}
         self._planned_at = -_REPLAN_TURNS
 
     def isolate(self, request: Request) -> None:
