@@ -59,8 +59,8 @@ class Batcher(Generic[Request]):
     """The requests being denoised, in order of arrival.
 
     max_rows: of one group; a request with more rows runs by itself. max_wait_turns: that a request may be
-    passed over, while there are no more than one group more than that; requests beyond so many groups wait
-    to be admitted, first come first.
+    passed over once it is admitted. As many are admitted, first come first, as one group more than so many
+    turns can hold; the others wait.
     """
 
     def __init__(self, times: StepTimes, *, max_rows: int, max_wait_turns: int) -> None:

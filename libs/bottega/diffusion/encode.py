@@ -43,7 +43,7 @@ class LatentDistribution:
 
 @torch.inference_mode()
 def encode_prompts(model: Model, spec: DrawingSpec) -> Conditions:
-    """Conditions of a job."""
+    """What the prompts of a spec condition on; without guidance there is no unconditional half."""
     truncations: dict[str, str] = {}
     # As in Diffusers, an empty second prompt means the first one.
     pair = (spec.prompt, spec.prompt_2 or spec.prompt)

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 # The warm-up measures wider turns until one takes so long: the rest is learnt from real ones.
 _WARM_UP_TURN_S = 1.0
 # Weight of a new measurement of the time beside the steps.
-_NEW = 0.2
+_FIXED_WEIGHT = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,8 @@ class EngineLimits:
 
     max_rows: of one group. fixed_rows: pads every group to so many rows, for images that are equal byte for
     byte whatever runs beside them; 0 is off. max_wait_turns: that a request may be passed over.
-    max_pixels: of one image. checkpoint_interval_s, progress_interval_s: least often, and most often.
+    max_pixels: of one image. checkpoint_interval_s: a job that runs has a checkpoint at least so often.
+    progress_interval_s: progress is told at most so often.
     """
 
     max_rows: int = 16
@@ -59,7 +60,7 @@ class EngineLimits:
 class Engine:
     """Draws jobs on one device. One thread calls everything.
 
-    turns: that ran a group. fixed_s: seconds that an image takes beside its steps.
+    turns: that ran a group. fixed_s: seconds that a job takes beside its steps: encoding, and decoding one image.
     residuals: where ControlNet residuals come from.
     """
 
@@ -197,6 +198,7 @@ class Engine:
     def _forward(self, rows: list[Row]) -> tuple[dict[Row, Tensor], float]:
         """The predictions for the rows that were not late, and the seconds that the network took."""
         missing = self._limits.fixed_rows - len(rows)
+        # What is predicted for padding is nobody's: without an owner, no request advances by it.
         blank = replace(rows[-1], owner=None, controls=(), loras=())
         padded = rows + [blank] * missing
         inputs = stack(padded)
@@ -280,7 +282,7 @@ class Engine:
         if job.finished:
             self._forget(job)
             beside_s = job.seconds["encode"] + job.seconds["decode"] / len(job.requests)
-            self.fixed_s += _NEW * (beside_s - self.fixed_s)
+            self.fixed_s += _FIXED_WEIGHT * (beside_s - self.fixed_s)
             yield Finished(key=job.key, record=job.record())
 
     def _fail(self, job: Job, error: Exception) -> Failed:

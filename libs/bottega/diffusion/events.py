@@ -21,7 +21,9 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Progress:
-    """preview: uint8 [latent height, latent width, 3] of image preview_index, where previews were asked for."""
+    """Denoising goes on. steps_done: over all images, those of a checkpoint included.
+
+    preview: uint8 [latent height, latent width, 3] of image preview_index, where previews were asked for."""
 
     key: Hashable
     steps_done: int

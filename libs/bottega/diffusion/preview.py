@@ -21,7 +21,7 @@ _PATCHES = 4
 
 
 class LatentPreview:
-    """weights: [channels + 1, 3]; the last row is the offset. Values of 0 to 1."""
+    """Draws latents of one model. weights: [channels + 1, 3], to RGB in 0 to 1; the last row is the offset."""
 
     def __init__(self, weights: Tensor) -> None:
         self._weights = weights

@@ -1,7 +1,7 @@
 """One image being denoised: a state machine that owns its latent, its sampler and its generator.
 
 A job of several images is several requests that share their conditions. A request joins a group at
-any step and leaves it when done; it knows nothing of groups, devices' queues or clocks.
+any step and leaves it when done; it knows what a group must share, and nothing of who else is in it or when.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Request:
     """One image of a job.
 
     step: the next step to run; done when it equals `end`. begin: the first one; image-to-image starts later
-    than 0, from `image`. resume: goes on from there instead.
+    than 0, from `image`. resume: goes on from there instead. resumed_from: where it went on; without, `begin`.
+    latent: [1, channels, height, width]. estimate: of the finished latent, as the last step saw it.
     controls: by handle, the steps [first, last) in which each ControlNet is active.
     loras: what the side path adds, from step `loras_from` on.
     """

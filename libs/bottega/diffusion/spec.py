@@ -1,4 +1,4 @@
-"""What to draw, as the engine takes it: every default filled in. Plain values, no wire, no torch."""
+"""What to draw, as the engine takes it: every default filled in. Plain values; knows no wire and no tensors."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Job:
         return self.attempts
 
     def resume(self, number: int, *, steps_total: int, steps_resumed: int) -> bool:
-        """The worker holds the attempt, and begins after `steps_resumed` steps."""
+        """Denoising has begun, after the `steps_resumed` steps that a checkpoint brought."""
         if not self.is_current(number):
             return False
         self.repeated_steps += max(0, self.steps_done - steps_resumed)

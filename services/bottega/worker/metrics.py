@@ -60,7 +60,7 @@ class WorkerMetrics:
         self._group.observe(mean_requests)
 
     def codec_took(self, work: str, seconds: float) -> None:
-        """work: decode, encode or preview."""
+        """A codec process worked on one image. work: decode or encode; previews are not counted."""
         self._codec.labels(work).observe(seconds)
 
     def step_times(self, times: Iterable[StepTime]) -> None:
