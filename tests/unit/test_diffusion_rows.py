@@ -26,11 +26,12 @@ from torch import Tensor
 from bottega.diffusion.checkpoint import read_checkpoint, write_checkpoint
 from bottega.diffusion.denoiser import Denoiser
 from bottega.diffusion.encode import encode_prompts
-from bottega.diffusion.lora import LoraLayer, LoraUse, SidePath
+from bottega.diffusion.lora import LoraLayer, LoraUse
 from bottega.diffusion.model import Model, load_model
 from bottega.diffusion.request import Request
 from bottega.diffusion.row import Half, Row
 from bottega.diffusion.samplers import SamplerKind
+from bottega.diffusion.side_path import SidePath
 from bottega.diffusion.spec import DrawingSpec
 from bottega.miniature import WEIGHTS
 from tests.stock import assert_close, latent_of, load_stock, variant

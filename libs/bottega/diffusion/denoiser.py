@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.backbone import Activations, Backbone, Inputs
-from bottega.diffusion.lora import SidePath
-from bottega.diffusion.row import ResidualProvider, Row
+from bottega.diffusion.residuals import ResidualProvider
+from bottega.diffusion.row import Row
+from bottega.diffusion.side_path import SidePath
 from bottega.errors import Unavailable
 
 # How long a forward waits for residuals when nobody in it could go on without waiting, and for the

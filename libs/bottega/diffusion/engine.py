@@ -22,11 +22,12 @@ from bottega.diffusion.decode import decode_latent
 from bottega.diffusion.denoiser import Denoiser, stack
 from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, Progress, Started
 from bottega.diffusion.job import Job, Order, open_job
-from bottega.diffusion.lora import SidePath
 from bottega.diffusion.model import Model
 from bottega.diffusion.preview import LatentPreview
 from bottega.diffusion.request import Request
-from bottega.diffusion.row import Half, ResidualProvider, Row
+from bottega.diffusion.residuals import ResidualProvider
+from bottega.diffusion.row import Half, Row
+from bottega.diffusion.side_path import SidePath
 from bottega.diffusion.spec import DrawingSpec
 from bottega.errors import BottegaError, InternalError, NotFinite, TooLarge
 from bottega.planning import StepTimes

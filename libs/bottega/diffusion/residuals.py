@@ -1,0 +1,38 @@
+"""Where ControlNet residuals come from, as a forward sees it.
+
+Knows rows; knows neither ControlNets nor how to reach them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from bottega.diffusion.row import Row
+
+
+class ResidualProvider(Protocol):
+    """Where ControlNet residuals come from. Rows without controls are never shown to it.
+
+    The points are those of the backbone. All calls come from the engine's thread.
+    """
+
+    def ask(self, rows: list[Row]) -> None:
+        """Sends what the ControlNets need for these rows' step, and returns at once.
+
+        Called at the start of every turn that has controlled rows; a row that was late is asked for again, at the same step.
+        """
+        ...
+
+    def ready(self, row: Row, points: tuple[int, ...]) -> bool:
+        """Whether every addend of the row at these points has arrived."""
+        ...
+
+    def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
+        """Returns when one of the rows is ready at these points, or after the timeout."""
+        ...
+
+    def take(self, row: Row, point: int) -> list[Tensor]:
+        """The addends at one point, scaled, in the order of row.controls; [channels, height, width]."""
+        ...
