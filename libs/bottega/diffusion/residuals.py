@@ -21,7 +21,8 @@ class ResidualProvider(Protocol):
     def ask(self, rows: list[Row]) -> None:
         """Sends what the ControlNets need for these rows' step, and returns at once.
 
-        Called at the start of every turn that has controlled rows; a row that was late is asked for again, at the same step.
+        Called at the start of every turn that has rows with controls; a row that was late is asked for again,
+        at the same step.
         """
         ...
 
