@@ -19,6 +19,7 @@ from enum import Enum
 
 from bottega.errors import BottegaError, QueueFull, StaleAttempt
 from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.worker_pb2 import AttemptId
 
 _RETRY_AFTER_S = 1.0
 
@@ -29,6 +30,15 @@ class AttemptKey:
 
     job_id: str
     number: int
+
+    @classmethod
+    def of(cls, attempt: AttemptId) -> AttemptKey:
+        """The key of the attempt that a message names."""
+        return cls(job_id=attempt.job_id, number=attempt.number)
+
+    def message(self) -> AttemptId:
+        """The name as messages carry it."""
+        return AttemptId(job_id=self.job_id, number=self.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from typing import Protocol
 from bottega.errors import BottegaError, DeadlinePassed, InternalError
 from bottega.v1 import engine_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
-from bottega.v1.worker_pb2 import AttemptId
 from bottega.worker.attempts import Attempt, AttemptKey, Failed, Picture, Progress, Started
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.pictures import Pictures
@@ -143,7 +142,7 @@ class Commission:
     async def _begin(self) -> None:
         command = engine_pb2.EngineCommand()
         start = command.start
-        start.attempt.CopyFrom(_attempt_id(self._order.key))
+        start.attempt.CopyFrom(self._order.key.message())
         start.spec.CopyFrom(self._order.spec)
         start.checkpoint = self._checkpoint
         start.preview = self._order.preview
@@ -209,7 +208,7 @@ class Commission:
         self.drop(DeadlinePassed("the deadline passed before the images were done"))
 
     def _cancel_in_engine(self) -> None:
-        cancel = engine_pb2.EngineCancel(attempt=_attempt_id(self._order.key))
+        cancel = engine_pb2.EngineCancel(attempt=self._order.key.message())
         try:
             self._engine.send(engine_pb2.EngineCommand(cancel=cancel))
         except BottegaError as error:
@@ -249,10 +248,6 @@ class Commission:
         except Exception:  # noqa: BLE001 - the boundary of an attempt: a fault of ours ends this attempt only
             _log.exception("attempt failed unexpectedly", extra=self._facts)
             self.drop(InternalError("the worker could not carry the request out"))
-
-
-def _attempt_id(key: AttemptKey) -> AttemptId:
-    return AttemptId(job_id=key.job_id, number=key.number)
 
 
 def _facts(order: Order) -> dict[str, object]:

@@ -72,7 +72,7 @@ class WorkerService:
         self, request: worker_pb2.CancelAttemptRequest, _context: _Context
     ) -> worker_pb2.CancelAttemptResponse:
         """CancelAttempt."""
-        return worker_pb2.CancelAttemptResponse(known=self._worker.cancel(_key(request.attempt)))
+        return worker_pb2.CancelAttemptResponse(known=self._worker.cancel(_checked_key(request.attempt)))
 
     async def list_attempts(
         self, _request: worker_pb2.ListAttemptsRequest, _context: _Context
@@ -86,7 +86,7 @@ class WorkerService:
         """WatchCheckpoints."""
         async for checkpoint in self._worker.checkpoints.watch():
             yield worker_pb2.WatchCheckpointsResponse(
-                attempt=_attempt_id(checkpoint.key), steps_done=checkpoint.steps_done, checkpoint=checkpoint.data
+                attempt=checkpoint.key.message(), steps_done=checkpoint.steps_done, checkpoint=checkpoint.data
             )
 
     async def _started(self, raw: bytes) -> Attempt:
@@ -108,7 +108,7 @@ def order_from(raw: bytes) -> Order:
     for net in spec.controlnets:
         net.ClearField("image")
     return Order(
-        key=_key(request.attempt),
+        key=_checked_key(request.attempt),
         # A new message: one that was cleared of an image keeps its memory for as long as it lives.
         spec=GenerationSpec.FromString(spec.SerializeToString()),
         image=image,
@@ -143,20 +143,16 @@ def _chunks(picture: Picture) -> Iterator[worker_pb2.RunAttemptResponse]:
         yield worker_pb2.RunAttemptResponse(image=chunk)
 
 
-def _key(attempt: worker_pb2.AttemptId) -> AttemptKey:
+def _checked_key(attempt: worker_pb2.AttemptId) -> AttemptKey:
     if not attempt.job_id or attempt.number < 1:
         violation = Violation(field="attempt", description="job_id must be given and number must be at least 1")
         raise InvalidRequest("the attempt is not named", violations=[violation])
-    return AttemptKey(job_id=attempt.job_id, number=attempt.number)
-
-
-def _attempt_id(key: AttemptKey) -> worker_pb2.AttemptId:
-    return worker_pb2.AttemptId(job_id=key.job_id, number=key.number)
+    return AttemptKey.of(attempt)
 
 
 def _summary(attempt: Attempt) -> worker_pb2.AttemptSummary:
     return worker_pb2.AttemptSummary(
-        attempt=_attempt_id(attempt.key),
+        attempt=attempt.key.message(),
         steps_done=attempt.steps_done,
         finished=attempt.ended and not attempt.fetched,
     )

@@ -19,7 +19,6 @@ from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet import FleetMembership
 from bottega.rpc.status import from_job_error
 from bottega.v1 import engine_pb2, fleet_pb2
-from bottega.v1.worker_pb2 import AttemptId
 from bottega.worker.attempts import Attempt, AttemptKey, Attempts
 from bottega.worker.checkpoints import Checkpoint, CheckpointBoard
 from bottega.worker.commission import Commission, Order
@@ -110,11 +109,11 @@ class Worker:
 
     def load(self) -> fleet_pb2.Load:
         """How busy the worker is."""
-        steps_left = {_key(running.attempt): running.steps_left for running in self._beat.running}
+        steps_left = {AttemptKey.of(running.attempt): running.steps_left for running in self._beat.running}
         return fleet_pb2.Load(
             running=[
                 fleet_pb2.RunningAttempt(
-                    attempt=AttemptId(job_id=key.job_id, number=key.number),
+                    attempt=key.message(),
                     steps_left=steps_left.get(key, 0 if commission.attempt.started else commission.steps_expected),
                 )
                 for key, commission in self._commissions.items()
@@ -166,7 +165,7 @@ class Worker:
             return
         if kind is None or kind == "ready":
             return
-        key = _key(getattr(event, kind).attempt)
+        key = AttemptKey.of(getattr(event, kind).attempt)
         commission = self._commissions.get(key)
         if commission is None:
             return  # dropped meanwhile; what the engine still says about it is of no use
@@ -255,10 +254,6 @@ class Worker:
             pids = [os.getpid(), *self._pool.pids, *([self._engine.pid] if self._engine.pid else [])]
             self._memory_bytes = resident_bytes(pids)
             await asyncio.sleep(_SWEEP_INTERVAL_S)
-
-
-def _key(attempt: AttemptId) -> AttemptKey:
-    return AttemptKey(job_id=attempt.job_id, number=attempt.number)
 
 
 def _checkpoint(key: AttemptKey, event: engine_pb2.EngineCheckpoint) -> Checkpoint:
