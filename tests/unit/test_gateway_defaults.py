@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import psutil
 import pytest
 
 from bottega.gateway import defaults
 from bottega.v1 import generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
+from bottega.v1.generation_pb2 import GenerationSpec
 
 MODEL = image_pb2.Model(
     name="m",
@@ -87,42 +86,3 @@ def test_only_a_given_seed_asks_for_exactness(
 def test_strength_is_filled_in_only_for_image_to_image() -> None:
     assert not defaults.complete(GenerationSpec(), MODEL).HasField("strength")
     assert defaults.complete(GenerationSpec(image=b"x"), MODEL).strength == 0.3
-
-
-def test_input_images_are_left_out_of_what_is_shown() -> None:
-    spec = GenerationSpec(prompt="p", image=b"x", mask_image=b"y", controlnets=[ControlNet(name="edges", image=b"z")])
-    assert defaults.without_images(spec) == GenerationSpec(prompt="p", controlnets=[ControlNet(name="edges")])
-    assert spec.image == b"x"
-
-
-def test_everything_but_images_is_shown_whether_empty_or_not() -> None:
-    spec = GenerationSpec(
-        prompt="p",
-        negative_prompt="",
-        seed=0,
-        guidance_scale=4.0,
-        use_karras_sigmas=True,
-        sampler=generation_pb2.SAMPLER_DDIM,
-        loras=[Lora(name="pastel", scale=0.5), Lora(name="ink")],
-        controlnets=[ControlNet(name="edges", control_guidance_start=0)],
-        techniques=Techniques(masked_blocks=False),
-    )
-    assert defaults.without_images(spec) == spec
-    assert defaults.without_images(GenerationSpec(techniques=Techniques())).HasField("techniques")
-
-
-def test_work_follows_from_the_spec() -> None:
-    full = defaults.complete(GenerationSpec(num_images=3), MODEL)
-    assert (defaults.rows(full), defaults.steps_to_run(full)) == (6, 30)
-    assert defaults.latent_shape(full, MODEL) == (12, 16)
-    unguided = defaults.complete(GenerationSpec(guidance_scale=1, image=b"x", strength=0.5), MODEL)
-    assert (defaults.rows(unguided), defaults.steps_to_run(unguided)) == (1, 15)
-
-
-def test_a_spec_without_images_does_not_keep_their_memory() -> None:
-    spec = GenerationSpec(prompt="a star", image=bytes(8 << 20), mask_image=bytes(1 << 20))
-    process = psutil.Process()
-    before = process.memory_info().rss
-    kept = [defaults.without_images(spec) for _ in range(10)]
-    assert process.memory_info().rss - before < 16 << 20
-    assert all(bare == GenerationSpec(prompt="a star") for bare in kept)

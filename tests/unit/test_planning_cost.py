@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.planning import StepTimes
-from bottega.planning.cost import Shape
+from bottega.planning import Shape, StepTimes
 
 SMALL, LARGE = (16, 16), (32, 32)
 

@@ -3,7 +3,7 @@
 The gateway's scheduler and the worker's engine decide by the same functions, so that they agree.
 """
 
-from bottega.planning.cost import StepTimes, Work
+from bottega.planning.cost import Shape, StepTimes, Work
 from bottega.planning.width import best_width, completion_times
 
-__all__ = ["StepTimes", "Work", "best_width", "completion_times"]
+__all__ = ["Shape", "StepTimes", "Work", "best_width", "completion_times"]

@@ -6,7 +6,6 @@ Nothing is acknowledged before every check has passed, the pixels of input image
 from __future__ import annotations
 
 import asyncio
-import itertools
 from typing import Protocol
 
 from bottega.codec import ImageSize
@@ -19,10 +18,11 @@ from bottega.errors import (
     Unavailable,
     Violation,
 )
-from bottega.gateway import defaults, validation
+from bottega.gateway import defaults, validation, work
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.foreman import Foreman
+from bottega.gateway.input_images import has_images, input_images, without_images
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job, Order
 from bottega.gateway.metrics import GatewayMetrics
@@ -140,14 +140,8 @@ class Intake:
 
     async def _inspect(self, spec: GenerationSpec) -> None:
         """Looks at the pixels of every input image."""
-        images = [("spec.image", spec.image)] if spec.HasField("image") else []
-        if spec.HasField("mask_image"):
-            images.append(("spec.mask_image", spec.mask_image))
-        images.extend(
-            (f"spec.controlnets[{i}].image", net.image) for i, net in zip(itertools.count(), spec.controlnets)
-        )
         found: list[Violation] = []
-        for path, image in images:
+        for path, image in input_images(spec):
             found.extend(await self._look(path, image))
         if found:
             raise BadImage(f"{found[0].field}: {found[0].description}", violations=found)
@@ -167,8 +161,8 @@ class Intake:
         return Job(
             clock=self._clock,
             spec=spec,
-            bare=defaults.without_images(spec),
-            shape=defaults.latent_shape(spec, model),
+            bare=without_images(spec),
+            shape=work.latent_shape(spec, model),
             fingerprint=fingerprint,
             request_id=order.request_id,
             log_id=order.log_id,
@@ -180,6 +174,6 @@ class Intake:
 
 async def _packed(spec: GenerationSpec) -> bytes:
     """The spec as bytes, the same for equal ones. Asking for its size would pack it as well: so it is done once."""
-    if defaults.has_images(spec):
+    if has_images(spec):
         return await asyncio.to_thread(spec.SerializeToString, deterministic=True)
     return spec.SerializeToString(deterministic=True)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bottega.errors import BottegaError, JobCancelled
-from bottega.gateway import defaults
+from bottega.gateway import work
 from bottega.gateway.clock import Clock
-from bottega.planning.cost import Shape
+from bottega.planning import Shape
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.image_pb2 import JobState
@@ -130,8 +130,8 @@ class Job:
         self.created_wall = self.clock.wall()
         self.created_at = self.queued_at = self.clock.monotonic()
         # Asked for at every look of the scheduler, where a message would be too slow to ask.
-        self.num_images, self.rows = self.spec.num_images, defaults.rows(self.spec)
-        self.steps_total = defaults.steps_to_run(self.spec) * self.num_images
+        self.num_images, self.rows = self.spec.num_images, work.rows(self.spec)
+        self.steps_total = work.steps_to_run(self.spec) * self.num_images
 
     @property
     def live(self) -> bool:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 
-from bottega.planning import StepTimes, Work, best_width, completion_times
-from bottega.planning.cost import Shape
+from bottega.planning import Shape, StepTimes, Work, best_width, completion_times
 
 # Waiting jobs that are looked at in one go; those behind them cannot change who is next.
 _HORIZON = 32
