@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from bottega.errors import BottegaError, InternalError, TooLarge, Unavailable, WorkerLost
-from bottega.gateway import journal
+from bottega.gateway import log_lines
 from bottega.gateway.fleet import Member
 from bottega.gateway.jobs import Checkpoint, Job, Picture
 from bottega.gateway.provenance import completed_provenance
@@ -160,7 +160,7 @@ class Dispatcher:
             if self.observer:
                 self.observer.attempt_failed(attempt.job, attempt.number, error)
         except Exception:  # noqa: BLE001 - the boundary of the task: whatever it is, the job must end
-            _log.exception("attempt failed unexpectedly", extra=journal.names(attempt.job))
+            _log.exception("attempt failed unexpectedly", extra=log_lines.names(attempt.job))
             self._over(attempt)
             if self.observer:
                 self.observer.attempt_failed(attempt.job, attempt.number, InternalError("an internal fault"))
@@ -240,7 +240,7 @@ class Dispatcher:
             await client.cancel_attempt(attempt, deadline_s=_CANCEL_DEADLINE_S)
         except BottegaError as error:
             # The worker gives the attempt up by itself once its deadline or grace is over.
-            _log.info("attempt could not be cancelled", extra={**journal.names(job), "text": error.message})
+            _log.info("attempt could not be cancelled", extra={**log_lines.names(job), "text": error.message})
 
     def _lost(self, attempt: _Attempt, error: BottegaError) -> None:
         if self.observer:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bottega.errors import BottegaError, DeadlinePassed, Draining, NoWorker, WorkerLost
-from bottega.gateway import journal
+from bottega.gateway import log_lines
 from bottega.gateway.clock import Clock
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Fleet, Member
@@ -98,7 +98,7 @@ class Foreman:
     def submit(self, job: Job) -> None:
         """Takes a job: it is remembered, and waits or runs. The queue's bounds were checked."""
         self._jobs.add(job)
-        journal.accepted(job)
+        log_lines.accepted(job)
         self._queue.add(job)
         self._set_deadline(job)
         self._pump(job.spec.model)
@@ -159,7 +159,7 @@ class Foreman:
         if not job.is_current(number):
             return
         self._metrics.attempt_lost()
-        journal.attempt_lost(job, error)
+        log_lines.attempt_lost(job, error)
         if number >= self._max_attempts:
             self.fail(job, WorkerLost(f"{number} workers were lost with this job", retry_after_s=1.0))
             return
@@ -220,7 +220,7 @@ class Foreman:
         if deadline is not None:
             deadline.cancel()
         self._jobs.ended(job)
-        journal.ended(job)
+        log_lines.ended(job)
         self._metrics.job_ended(JobState.Name(job.state).removeprefix("JOB_STATE_").lower())
         self._pump(job.bare.model)
         self._tell_backlogs()
