@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from dataclasses import dataclass
 
 from bottega.gateway.clock import Clock
-
-# Hashing more than this would hold the event loop for over .3 ms.
-_HASH_IN_THREAD_BYTES = 256 << 10
+from bottega.process import copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +54,4 @@ class ResultStore:
 
 async def digest(data: bytes) -> str:
     """SHA-256 in hex, off the event loop where it would hold it up."""
-    if len(data) <= _HASH_IN_THREAD_BYTES:
-        return hashlib.sha256(data).hexdigest()
-    return await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
+    return await copied(len(data), lambda: hashlib.sha256(data).hexdigest())
