@@ -1,4 +1,4 @@
-"""Leases, models and the bounded queue, on a clock that the test turns."""
+"""Leases and models, on a clock that the test turns."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from bottega.errors import InvalidRequest, ModelNotFound, NoWorker, QueueFull
+from bottega.errors import InvalidRequest, ModelNotFound, NoWorker
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet import Fleet, Member
-from bottega.gateway.jobs import Job
-from bottega.gateway.queueing import JobQueue
 from bottega.v1 import fleet_pb2, image_pb2
-from bottega.v1.generation_pb2 import GenerationSpec
 
 
 @dataclass
@@ -197,46 +194,3 @@ def test_nonsense_step_times_are_ignored() -> None:
     ]
     fleet.report(member, fleet_pb2.Load(step_times=times))
     assert list(member.times.entries()) == [((4, 4), 8, 0.5)]
-
-
-def _job(watcher: Watcher, size_bytes: int = 30) -> Job:
-    spec = GenerationSpec(model="m", num_inference_steps=1, num_images=1)
-    return Job(clock=watcher.clock(), spec=spec, bare=spec, shape=(1, 1), fingerprint="", size_bytes=size_bytes)
-
-
-def test_the_queue_is_bounded_in_number_and_bytes() -> None:
-    watcher = Watcher()
-    queue = JobQueue(max_jobs=2, budget_bytes=2000, clock=watcher.clock())
-    queue.add(_job(watcher, 920))
-    with pytest.raises(QueueFull):
-        queue.check_room(1500)
-    queue.check_room(500)
-    second = _job(watcher)
-    queue.add(second)
-    with pytest.raises(QueueFull):
-        queue.check_room(1)
-    queue.remove(second)
-    queue.check_room(500)
-    queue.remove(second)
-
-
-def test_a_lost_job_goes_before_the_others() -> None:
-    watcher = Watcher()
-    queue = JobQueue(max_jobs=9, budget_bytes=1 << 20, clock=watcher.clock())
-    jobs = [_job(watcher) for _ in range(3)]
-    queue.add(jobs[0])
-    queue.add(jobs[1])
-    queue.add(jobs[2], first=True)
-    assert list(queue.line("m")) == [jobs[2], jobs[0], jobs[1]]
-
-
-def test_retry_after_follows_the_measured_rate() -> None:
-    watcher = Watcher()
-    queue = JobQueue(max_jobs=100, budget_bytes=1 << 20, clock=watcher.clock())
-    for _ in range(100):
-        queue.add(_job(watcher))
-    for _ in range(10):
-        queue.one_done()
-        watcher.now += 2.0
-    # One job in two seconds, and a tenth of the queue is ten jobs.
-    assert queue.retry_after_s() == pytest.approx(20, rel=0.05)

@@ -1,0 +1,35 @@
+"""Jobs of the gateway on a clock that the test turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bottega.gateway.clock import Clock
+from bottega.gateway.jobs import Job
+from bottega.v1.generation_pb2 import GenerationSpec
+
+
+@dataclass
+class FakeTime:
+    """Both clocks of a gateway: `now` is monotonic, and Unix time is a thousand million seconds ahead of it."""
+
+    now: float = 1000.0
+
+    def clock(self) -> Clock:
+        return Clock(monotonic=lambda: self.now, wall=lambda: self.now + 1e9)
+
+
+def sample_job(time: FakeTime | None = None, *, request_id: str = "", size_bytes: int = 0) -> Job:
+    """A queued job of the model "m": one image, ten steps, with an input image."""
+    bare = GenerationSpec(model="m", num_inference_steps=10, num_images=1)
+    spec = GenerationSpec(model="m", num_inference_steps=10, num_images=1, image=b"input")
+    clock = (time or FakeTime()).clock()
+    return Job(
+        clock=clock,
+        spec=spec,
+        bare=bare,
+        shape=(16, 16),
+        fingerprint="f",
+        request_id=request_id,
+        size_bytes=size_bytes,
+    )

@@ -1,0 +1,72 @@
+"""What those who follow a job are told, and how often."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from bottega.gateway.jobs import Standing
+from bottega.gateway.watching import Drawing, Ended, Event, Watch
+from bottega.v1.generation_pb2 import Provenance
+from tests.unit.sample_jobs import sample_job
+
+
+async def _next(watch: object) -> Event:
+    event: Event = await asyncio.wait_for(anext(watch), 2)  # type: ignore[call-overload]
+    return event
+
+
+async def test_a_watch_begins_with_the_current_state_and_ends_with_thesample_job() -> None:
+    job = sample_job()
+    job.stand(Standing(place=3, estimate_s=None))
+    watch = Watch(job).events()
+    assert await _next(watch) == Standing(place=3, estimate_s=None)
+    job.begin("w1")
+    job.advance(1, 2)
+    assert await _next(watch) == Drawing(steps_done=2, steps_total=10, previews={})
+    job.cancel()
+    assert isinstance(await _next(watch), Ended)
+    await watch.aclose()
+    assert [event async for event in Watch(job).events()] == [Ended()]
+    assert job.listeners == set()
+
+
+async def test_a_slow_watcher_gets_the_newest_state_and_none_of_what_it_missed() -> None:
+    job = sample_job()
+    job.begin("w1")
+    watch = Watch(job, preview=True).events()
+    await _next(watch)
+    for step in range(1, 10):
+        job.advance(1, step)
+        job.look(1, 0, b"preview %d" % step)
+    assert await _next(watch) == Drawing(steps_done=9, steps_total=10, previews={0: b"preview 9"})
+    await watch.aclose()
+
+
+async def test_progress_comes_at_most_ten_times_a_second_and_the_end_at_once() -> None:
+    job = sample_job()
+    job.begin("w1")
+    watch = Watch(job).events()
+    clock = asyncio.get_running_loop().time
+
+    async def draw() -> float:
+        for step in range(1, 10):
+            job.advance(1, step)
+            await asyncio.sleep(0.03)
+        job.complete(1, (), Provenance())
+        return clock()
+
+    drawing = asyncio.create_task(draw())
+    told = [(clock(), event) async for event in watch]
+    gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(told[:-1])]
+    assert all(gap >= 0.099 for gap in gaps)
+    assert isinstance(told[-1][1], Ended)
+    assert told[-1][0] - await drawing < 0.05
+
+
+async def test_previews_go_only_to_those_who_asked() -> None:
+    job = sample_job()
+    job.begin("w1")
+    job.look(1, 0, b"jpeg")
+    event = await _next(Watch(job).events())
+    assert event == Drawing(steps_done=0, steps_total=10, previews={})
