@@ -67,6 +67,13 @@ def test_a_fixed_row_has_no_room_for_a_guided_request(model: Model) -> None:
         Engine(model, EngineLimits(fixed_rows=1))
 
 
+def test_a_fixed_number_of_rows_that_the_threads_cannot_share_evenly_is_refused(model: Model) -> None:
+    """A picture's last bits would depend on its place in the group."""
+    assert torch.get_num_threads() == 2
+    with pytest.raises(ValueError, match="fixed_rows is 6; with 2 threads it must be a multiple of 4"):
+        Engine(model, EngineLimits(fixed_rows=6))
+
+
 class Clock:
     """Seconds, as told."""
 

@@ -187,7 +187,7 @@ def resumed_request(model: Model, denoiser: Denoiser) -> Request:
 def step(denoiser: Denoiser, group: list[Request]) -> int:
     """One turn of the group; how many of its requests made their step."""
     rows = [row for member in group for row in member.rows()]
-    noise = denoiser.predict(rows)
+    noise = denoiser.predict(rows).noise
     stepped = 0
     for member in group:
         halves = {row.half: noise[row] for row in rows if row.owner is member and row in noise}

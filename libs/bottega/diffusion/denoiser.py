@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -23,71 +25,124 @@ from bottega.errors import Unavailable
 RESIDUAL_TIMEOUT_S = 10.0
 
 
-class Denoiser:
-    """Predicts noise for groups of rows."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prediction:
+    """What a forward made.
 
-    def __init__(self, backbone: Backbone, side_path: SidePath, residuals: ResidualProvider | None = None) -> None:
+    noise: [channels, height, width] of every row that was not late. A row that is missing is to be asked for
+    again, with all rows of its owner. seconds: that the network took, without waiting for residuals.
+    """
+
+    noise: dict[Row, Tensor]
+    seconds: float
+
+
+class Denoiser:
+    """Predicts noise for groups of rows.
+
+    fixed_rows: every forward has so many rows, whatever comes, for results that are equal byte for byte; 0 is off.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        side_path: SidePath,
+        residuals: ResidualProvider | None = None,
+        *,
+        fixed_rows: int = 0,
+    ) -> None:
         self._backbone = backbone
         self._side_path = side_path
         self._residuals = residuals
+        self._fixed_rows = fixed_rows
+        self._waited_s = 0.0
 
     @torch.inference_mode()
-    def predict(self, rows: Sequence[Row], inputs: Inputs | None = None) -> dict[Row, Tensor]:
-        """The prediction [channels, height, width] of every row that was not late.
+    def predict(self, rows: Sequence[Row]) -> Prediction:
+        """One forward; all rows share one GroupKey.
 
-        All rows share one GroupKey. inputs: `stack` of the rows, where the caller has it already.
-        A row without a prediction is to be asked for again, with all rows of its owner.
         Raises Unavailable when residuals do not come within RESIDUAL_TIMEOUT_S.
         """
-        group = list(rows)
+        group = self._padded(rows)
+        inputs = stack(group)
+        began_s = perf_counter()
+        self._waited_s = 0.0
         controlled = [row for row in group if row.controls]
         if controlled:
             self._provider().ask(controlled)
         self._side_path.enter([row.loras for row in group])
         try:
-            activations = self._backbone.begin(inputs or stack(group))
-            barrier = bool(controlled)
-            for block in self._backbone.blocks:
-                if block.needs and controlled:
-                    if barrier:
-                        group = self._leave_late(group, block.needs, activations)
-                        barrier = False
-                    self._add_residuals(group, block.needs, activations)
-                block.run(activations)
-            prediction = self._backbone.finish(activations)
+            group, late, prediction = self._run(group, self._backbone.begin(inputs))
         finally:
             self._side_path.leave()
-        return dict(zip(group, prediction, strict=True))
+        if prediction.device.type == "cuda":
+            torch.cuda.synchronize(prediction.device)  # else the time would be that of the launch
+        noise = {row: predicted for row, predicted in zip(group, prediction, strict=True) if row.owner not in late}
+        return Prediction(
+            noise={row: noise[row] for row in rows if row in noise},
+            seconds=perf_counter() - began_s - self._waited_s,
+        )
 
-    def _leave_late(self, group: list[Row], points: tuple[int, ...], activations: Activations) -> list[Row]:
-        """Drops the rows of every owner that has a late row. Waits only when that would be all of them."""
+    def _padded(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows, and as many without an owner as are missing."""
+        blank = replace(rows[-1], owner=None, controls=(), loras=())
+        return [*rows, *[blank] * (self._fixed_rows - len(rows))]
+
+    def _run(self, group: list[Row], activations: Activations) -> tuple[list[Row], set[Hashable], Tensor]:
+        """The blocks. Returns the rows that went through, which of their owners were late, and the prediction."""
+        late: set[Hashable] = set()
+        barrier = any(row.controls for row in group)
+        controlled = barrier
+        for block in self._backbone.blocks:
+            if block.needs and controlled:
+                if barrier:
+                    barrier = False
+                    late = self._late(group, block.needs)
+                    if late and not self._fixed_rows:
+                        group = self._leave(group, late, activations)
+                self._add_residuals(group, late, block.needs, activations)
+            block.run(activations)
+        return group, late, self._backbone.finish(activations)
+
+    def _late(self, group: list[Row], points: tuple[int, ...]) -> set[Hashable]:
+        """The owners that have a late row. Waits only while that would be all of them."""
         provider = self._provider()
-        controlled = [row for row in group if row.controls]
-        deadline = time.monotonic() + RESIDUAL_TIMEOUT_S
+        owners = {row.owner for row in group if row.owner is not None}
+        deadline_s = time.monotonic() + RESIDUAL_TIMEOUT_S
         while True:
-            late: set[Hashable] = {row.owner for row in controlled if not provider.ready(row, points)}
-            kept = [index for index, row in enumerate(group) if row.owner not in late]
-            if kept:
-                break
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise Unavailable(f"no ControlNet answered within {RESIDUAL_TIMEOUT_S:.0f} s")
-            provider.wait(controlled, points, left)
-        if len(kept) < len(group):
-            group = [group[index] for index in kept]
-            activations.select(kept)
-            self._side_path.enter([row.loras for row in group])
-        return group
+            missing = [row for row in group if row.controls and not provider.ready(row, points)]
+            late = {row.owner for row in missing}
+            if late != owners:
+                return late
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise Unavailable(f"no ControlNet answered within {RESIDUAL_TIMEOUT_S:g} s")
+            self._wait(missing, points, left_s)
 
-    def _add_residuals(self, group: list[Row], points: tuple[int, ...], activations: Activations) -> None:
+    def _leave(self, group: list[Row], late: set[Hashable], activations: Activations) -> list[Row]:
+        """Takes the rows of these owners out of the forward; returns the others."""
+        kept = [index for index, row in enumerate(group) if row.owner not in late]
+        activations.select(kept)
+        remaining = [group[index] for index in kept]
+        self._side_path.enter([row.loras for row in remaining])
+        return remaining
+
+    def _wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
+        began_s = perf_counter()
+        self._provider().wait(rows, points, timeout_s)
+        self._waited_s += perf_counter() - began_s
+
+    def _add_residuals(
+        self, group: list[Row], late: set[Hashable], points: tuple[int, ...], activations: Activations
+    ) -> None:
         provider = self._provider()
         for index, row in enumerate(group):
-            if not row.controls:
+            if not row.controls or row.owner in late:
                 continue
             if not provider.ready(row, points):
-                provider.wait([row], points, RESIDUAL_TIMEOUT_S)
+                self._wait([row], points, RESIDUAL_TIMEOUT_S)
                 if not provider.ready(row, points):
-                    raise Unavailable(f"a ControlNet stopped answering within {RESIDUAL_TIMEOUT_S:.0f} s")
+                    raise Unavailable(f"a ControlNet stopped answering within {RESIDUAL_TIMEOUT_S:g} s")
             for point in points:
                 # Summed first, in request order, and added once: Diffusers' order of sums.
                 addends = provider.take(row, point)

@@ -19,7 +19,7 @@ from torch import Tensor
 from bottega.diffusion.batcher import Batcher
 from bottega.diffusion.checkpoint import write_checkpoint
 from bottega.diffusion.decode import decode_latent
-from bottega.diffusion.denoiser import Denoiser, stack
+from bottega.diffusion.denoiser import Denoiser, Prediction
 from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, Progress, Started
 from bottega.diffusion.job import Job, Order, open_job
 from bottega.diffusion.model import Model
@@ -73,15 +73,16 @@ class Engine:
         residuals: ResidualProvider | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if limits.fixed_rows == 1:
-            raise ValueError("fixed_rows is 1, but a guided request has two rows; 0 switches it off")
+        _check_fixed_rows(limits.fixed_rows, model.device)
         self.model = model
         self.turns = 0
         self.fixed_s = 0.0
         self.step_times = StepTimes()
         self._limits = limits
         self._clock = clock
-        self._denoiser = Denoiser(model.backbone, SidePath(model.backbone.unet), residuals)
+        self._denoiser = Denoiser(
+            model.backbone, SidePath(model.backbone.unet), residuals, fixed_rows=limits.fixed_rows
+        )
         self._batcher: Batcher[Request] = Batcher(
             self.step_times, max_rows=limits.fixed_rows or limits.max_rows, max_wait_turns=limits.max_wait_turns
         )
@@ -144,9 +145,9 @@ class Engine:
         row = job.requests[0].rows()[0]
         count = 1
         while count <= self._batcher.max_rows:
-            self._denoiser.predict([row] * count)
-            seconds = [self._forward([row] * count)[1] for _ in range(3)][-1]
-            if seconds > _WARM_UP_TURN_S:
+            rows = [replace(row) for _ in range(count)]
+            self._denoiser.predict(rows)  # the first of its size pays for what is made once
+            if max(self._predict(rows).seconds for _ in range(3)) > _WARM_UP_TURN_S:
                 break
             count *= 2
 
@@ -182,35 +183,27 @@ class Engine:
         jobs = list(dict.fromkeys(self._owners[request] for request in group))
         rows = [row for request in group for row in request.rows()]
         try:
-            noise, forward_s = self._forward(rows)
+            prediction = self._predict(rows)
         except Exception as error:  # noqa: BLE001 - the boundary of a turn: the next one may go well
             yield from self._blame(group, error)
             return
-        failed, sampler_s = self._advance(group, noise)
+        failed, sampler_s = self._advance(group, prediction.noise)
+        denoise_s = prediction.seconds + sampler_s
         for job in jobs:
-            job.seconds["denoise"] += forward_s + sampler_s
-            job.seconds["batch"] += perf_counter() - began_s - forward_s - sampler_s
+            job.seconds["denoise"] += denoise_s
+            job.seconds["batch"] += perf_counter() - began_s - denoise_s
         for job in jobs:
             if job in failed:
                 yield self._fail(job, failed[job])
             else:
                 yield from self._report(job)
 
-    def _forward(self, rows: list[Row]) -> tuple[dict[Row, Tensor], float]:
-        """The predictions for the rows that were not late, and the seconds that the network took."""
-        missing = self._limits.fixed_rows - len(rows)
-        # What is predicted for padding is nobody's: without an owner, no request advances by it.
-        blank = replace(rows[-1], owner=None, controls=(), loras=())
-        padded = rows + [blank] * missing
-        inputs = stack(padded)
-        began_s = perf_counter()
-        noise = self._denoiser.predict(padded, inputs)
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)  # else the time would be that of the launch
-        seconds = perf_counter() - began_s
-        _, height, width = rows[0].sample.shape
-        self.step_times.observe((height, width), len(rows), seconds)
-        return noise, seconds
+    def _predict(self, rows: list[Row]) -> Prediction:
+        prediction = self._denoiser.predict(rows)
+        if len(prediction.noise) == len(rows):  # else some of them ran only half of it
+            _, height, width = rows[0].sample.shape
+            self.step_times.observe((height, width), len(rows), prediction.seconds)
+        return prediction
 
     def _advance(self, group: list[Request], noise: dict[Row, Tensor]) -> tuple[dict[Job, Exception], float]:
         """Makes the step of those whose predictions are here. Returns whose failed, and the seconds it took."""
@@ -295,6 +288,20 @@ class Engine:
         for request in job.requests:
             del self._owners[request]
             self._batcher.remove(request)
+
+
+def _check_fixed_rows(fixed_rows: int, device: torch.device) -> None:
+    """Raises ValueError where so many rows would not make pictures equal byte for byte."""
+    if fixed_rows == 1:
+        raise ValueError("fixed_rows is 1, but a guided request has two rows; 0 switches it off")
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    if threads > 1 and fixed_rows % (2 * threads):
+        # Measured: with 2 threads and 5, 6, 7 or 10 rows the last bit of a row depends on its place; with 4, 8, 12
+        # and 16 it does not. A thread's share must be whole and even.
+        raise ValueError(
+            f"fixed_rows is {fixed_rows}; with {threads} threads it must be a multiple of {2 * threads}, else the last "
+            "bits of a picture depend on its place in the group; or set threads to 1"
+        )
 
 
 def _not_finite() -> NotFinite:

@@ -31,7 +31,7 @@ class ResidualProvider(Protocol):
         ...
 
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
-        """Returns when one of the rows is ready at these points, or after the timeout."""
+        """Returns when one of the rows, none of which is ready at these points, has become so, or after the timeout."""
         ...
 
     def take(self, row: Row, point: int) -> list[Tensor]:

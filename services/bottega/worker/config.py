@@ -21,9 +21,9 @@ class EngineConfig:
 
     model: "miniature", or a folder in Diffusers' layout. model_name: what requests call it; empty is the
     folder's own name. device: auto, cpu, cuda or cuda:N. threads: 0 leaves the number to torch.
-    max_rows: of one group; a guided request has two. fixed_rows: pads groups to so many rows, for images
-    that are equal byte for byte whatever runs beside them; 0 is off. max_wait_turns: that a request may be
-    passed over. max_pixels: of one image.
+    max_rows: of one group; a guided request has two. fixed_rows: runs groups of always so many rows, for images
+    that are equal byte for byte whatever runs beside them; on a CPU a multiple of twice the threads; 0 is off.
+    max_wait_turns: that a request may be passed over. max_pixels: of one image.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -39,6 +39,11 @@ class EngineConfig:
     max_pixels: AtLeastOne = 4 * 2**20
     checkpoint_interval_s: Seconds = 2.0
     progress_interval_s: Seconds = 0.1
+
+    @property
+    def group_rows(self) -> int:
+        """Most rows that a group has."""
+        return self.fixed_rows or self.max_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

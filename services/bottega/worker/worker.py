@@ -121,7 +121,7 @@ class Worker:
             step_times=self._beat.step_times,
             fixed_s=self._beat.fixed_s,
             draining=self._draining,
-            max_rows=self._config.engine.max_rows,
+            max_rows=self._config.engine.group_rows,
             memory_bytes=self._memory_bytes,
         )
 
