@@ -1,0 +1,89 @@
+"""`python -m bottega.miniature`: trains the embedded model, and exports what a training holds."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+
+from bottega.miniature import WEIGHTS
+
+_NICE = 19
+
+
+def main() -> None:
+    """Reads the command line and runs it."""
+    options = _parser().parse_args()
+    os.nice(_NICE - os.nice(0))
+    if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":
+        # Read when the library is loaded: too late to be set by a process that has begun with another.
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+        os.execve(sys.executable, [sys.executable, "-m", "bottega.miniature", *sys.argv[1:]], environment)
+    if options.command == "export":
+        _export(options)
+    else:
+        _train(options)
+
+
+def _train(options: argparse.Namespace) -> None:
+    from bottega.miniature.training.train import STEPS, Training, train
+
+    stages = [options.stage] if options.stage else list(STEPS)
+    for stage in stages:
+        training = Training(
+            stage=stage,
+            folder=options.folder,
+            steps=options.steps,
+            minutes=options.minutes,
+            pictures=options.pictures,
+            rows=options.rows,
+            start=options.start,
+            fresh=options.fresh,
+            compiled=options.compile,
+        )
+        print(f"{stage}: {train(training)} steps; the model is in {options.folder / 'model'}")
+
+
+def _export(options: argparse.Namespace) -> None:
+    from bottega.miniature.training.train import export
+
+    print(f"{options.stage}: {export(options.folder, options.stage, options.target)} steps; {options.target}")
+
+
+def _state() -> Path:
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(os.environ.get("BOTTEGA_STATE") or Path(home) / "bottega")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bottega.miniature", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    stages = ("text", "unet", "vae", "vision")
+
+    train = commands.add_parser("train", help="run one stage, or all; goes on where the last run ended")
+    train.add_argument("stage", nargs="?", choices=stages)
+    _add_folder(train)
+    train.add_argument("--steps", type=int, default=0, help="of the stage over all its runs; 0 is its own number")
+    train.add_argument("--minutes", type=float, default=math.inf, help="of this run of each stage")
+    train.add_argument("--pictures", type=int, default=48_000, help="rendered for training")
+    train.add_argument("--rows", type=int, default=0, help="of a batch; 0 is the stage's own number")
+    train.add_argument("--start", type=Path, default=WEIGHTS, help="model that a new training begins with")
+    train.add_argument("--fresh", action="store_true", help="begin with random weights")
+    train.add_argument("--compile", action="store_true", help="compile the UNet: minutes once, then quicker steps")
+
+    export = commands.add_parser("export", help="write a model with what a stage's checkpoint holds by now")
+    export.add_argument("target", type=Path)
+    export.add_argument("--stage", choices=stages, default="unet")
+    _add_folder(export)
+    return parser
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    default = _state() / "training"
+    parser.add_argument("--folder", type=Path, default=default, help="all that must outlive a run (%(default)s)")
+
+
+if __name__ == "__main__":
+    main()

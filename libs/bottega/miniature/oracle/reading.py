@@ -1,0 +1,121 @@
+"""Reads a picture back into the grammar's words without seeing its caption, and compares scenes with what was read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import PIL.Image
+
+from bottega.miniature.oracle.regions import Region, find_ground, find_regions
+from bottega.miniature.oracle.shapes import recognise
+from bottega.miniature.scenes import Scene, Thing
+from bottega.miniature.scenes.layout import APART, BIG, OFFSET, SMALL
+
+_BIG_FROM = (SMALL[1] + BIG[0]) / 2
+# From the middle of the picture: nearer is "center".
+_OFF_CENTER = min(OFFSET.values()) / 2
+# Of two directions, the lesser may be so much of the greater.
+_ASLANT = 0.6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One thing. shape, colour, place: empty when it has none of the grammar's. x, y, radius: in sides."""
+
+    shape: str
+    colour: str
+    size: str
+    place: str
+    x: float
+    y: float
+    radius: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """ground: empty when there is none. things: from the left, or from the top when they stand one above the other.
+
+    relation: of the first of two things to the second, empty otherwise.
+    """
+
+    ground: str
+    things: tuple[Seen, ...]
+    relation: str
+
+    @property
+    def nothing(self) -> bool:
+        """Whether this is no picture of the grammar: no ground, nothing on it, or a thing without shape or colour."""
+        return not (self.ground and self.things and all(seen.shape and seen.colour for seen in self.things))
+
+
+NOTHING = Reading(ground="", things=(), relation="")
+
+
+def read(picture: PIL.Image.Image) -> Reading:
+    """What the picture shows; takes a few milliseconds. NOTHING for noise."""
+    pixels = np.asarray(picture.convert("RGB"), dtype=np.float32)
+    ground = find_ground(pixels)
+    if ground is None:
+        return NOTHING
+    things = [_seen(region) for region in find_regions(pixels, ground)]
+    if len(things) != 2:
+        return Reading(ground=ground.colour, things=tuple(things), relation="")
+    relation, ordered = _related(*things)
+    return Reading(ground=ground.colour, things=ordered, relation=relation)
+
+
+def marks(reading: Reading, scene: Scene) -> dict[str, bool]:
+    """For each part of the scene whether it was read right; with two things, sizes and places do not count."""
+    said, seen = scene.things, reading.things
+    many = len(said) == len(seen)
+    right = {
+        "ground": reading.ground == scene.ground,
+        "number": many,
+        "shape": many and all(one.shape == other.shape for one, other in zip(said, seen, strict=True)),
+        "colour": many and all(one.colour == other.colour for one, other in zip(said, seen, strict=True)),
+    }
+    if len(said) == 1:
+        return {**right, "size": many and seen[0].size == scene.size, "place": many and seen[0].place == scene.place}
+    bound = {Thing(shape=one.shape, colour=one.colour) for one in seen} == set(said)
+    return {**right, "bound": many and bound, "relation": many and reading.relation == scene.relation}
+
+
+def agrees(reading: Reading, scene: Scene) -> bool:
+    """Whether all of the scene was read right, and nothing else."""
+    return all(marks(reading, scene).values())
+
+
+def _seen(region: Region) -> Seen:
+    outline = recognise(region.coverage)
+    return Seen(
+        shape=outline.shape,
+        colour=region.colour,
+        size="big" if outline.radius >= _BIG_FROM else "small",
+        place=_place(outline.x - 0.5, outline.y - 0.5),
+        x=outline.x,
+        y=outline.y,
+        radius=outline.radius,
+    )
+
+
+def _place(across: float, down: float) -> str:
+    """Empty for a corner."""
+    far, near = max(abs(across), abs(down)), min(abs(across), abs(down))
+    if far < _OFF_CENTER:
+        return "center"
+    if near > _ASLANT * far:
+        return ""
+    if abs(across) > abs(down):
+        return "right" if across > 0 else "left"
+    return "bottom" if down > 0 else "top"
+
+
+def _related(one: Seen, other: Seen) -> tuple[str, tuple[Seen, Seen]]:
+    """The relation, empty when there is none, and both in its order."""
+    across, down = other.x - one.x, other.y - one.y
+    lateral = abs(across) >= abs(down)
+    ordered = (one, other) if (across if lateral else down) >= 0 else (other, one)
+    far, near = max(abs(across), abs(down)), min(abs(across), abs(down))
+    clear = far >= APART and near <= _ASLANT * far
+    return ("left of" if lateral else "above") if clear else "", ordered

@@ -1,0 +1,83 @@
+"""How scenes are said: one full sentence for prompts, and phrasings, some of which leave things out, for training.
+
+Every word is one token of the miniature's tokenizers, and every sentence fits their 24. It knows no pixels.
+"""
+
+from __future__ import annotations
+
+import random
+
+from bottega.miniature.scenes.grammar import Scene, Thing
+
+_AT = {"left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom"}
+_PLACED = {**_AT, "center": "in the center"}
+# A short form leaves the rest to chance, as people do.
+_SHORT_SHARE = 0.2
+
+
+def caption(scene: Scene) -> str:
+    """The sentence that says all of the scene: "a big red star on the left on a blue background"."""
+    if len(scene.things) == 1:
+        return f"{_a(f'{scene.size} {_name(scene.things[0])}')} {_PLACED[scene.place]} on {_ground(scene)}"
+    first, second = (_a(_name(thing)) for thing in scene.things)
+    return f"{first} {scene.relation} {second} on {_ground(scene)}"
+
+
+def any_caption(scene: Scene, rng: random.Random) -> str:
+    """One of the scene's phrasings; nothing in it is wrong for the scene."""
+    if len(scene.things) == 1:
+        return _any_of_one(scene, rng)
+    return _any_of_two(scene, rng)
+
+
+def _any_of_one(scene: Scene, rng: random.Random) -> str:
+    name, place, ground = _name(scene.things[0]), _PLACED[scene.place], _ground(scene)
+    sized = f"{scene.size} {name}"
+    if rng.random() < _SHORT_SHARE:
+        short = [f"{_a(name)} on {ground}", f"{_a(sized)} {place}", f"{_a(name)} {place} on {ground}", sized, name]
+        return rng.choice([*short, f"{_a(sized)} on {ground}"])
+    if rng.random() < 0.5:
+        return caption(scene)
+    full = [
+        f"{_a(sized)} on {ground} {place}",
+        f"{ground} with {_a(sized)} {place}",
+        f"{place} {_a(sized)} on {ground}",
+        f"an image of {_a(sized)} {place} on {ground}",
+        f"{sized} {place} {scene.ground} background",
+    ]
+    return rng.choice(full)
+
+
+def _any_of_two(scene: Scene, rng: random.Random) -> str:
+    names = [_name(thing) for thing in scene.things]
+    (first, second), ground = (_a(name) for name in names), _ground(scene)
+    if rng.random() < _SHORT_SHARE / 2:
+        both = [f"{first} and {second} on {ground}", f"{second} and {first} on {ground}"]
+        return rng.choice([*both, f"{first} {scene.relation} {second}"])
+    if rng.random() < 0.5:
+        return caption(scene)
+    lateral = scene.relation == "left of"
+    near, far = ("left", "right") if lateral else ("top", "bottom")
+    full = [
+        f"{ground} with {first} {scene.relation} {second}",
+        f"an image of {first} {scene.relation} {second} on {ground}",
+        f"{first} {_AT[near]} and {second} {_AT[far]} on {ground}",
+        f"{second} {_AT[far]} and {first} {_AT[near]} on {ground}",
+        f"{names[0]} {scene.relation} {names[1]} {scene.ground} background",
+    ]
+    if lateral:
+        full += [f"{second} right of {first} on {ground}", f"{first} to the left of {second} on {ground}"]
+        full += [f"{second} to the right of {first} on {ground}"]
+    return rng.choice(full)
+
+
+def _name(thing: Thing) -> str:
+    return f"{thing.colour} {thing.shape}"
+
+
+def _ground(scene: Scene) -> str:
+    return f"{_a(scene.ground)} background"
+
+
+def _a(name: str) -> str:
+    return f"an {name}" if name.startswith("orange") else f"a {name}"

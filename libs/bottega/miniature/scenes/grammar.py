@@ -1,0 +1,109 @@
+"""What the miniature can be told to draw: shapes, colours, sizes, places, grounds, relations; what is held out.
+
+It knows neither words beyond these names nor pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+SHAPES = ("circle", "square", "triangle", "star", "ring", "cross", "heart", "diamond")
+# Red, green and blue, 0 to 255. Chosen so that no two are near each other, also after the VAE.
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (220, 32, 38),
+    "green": (40, 176, 72),
+    "blue": (48, 76, 214),
+    "yellow": (242, 218, 60),
+    "orange": (255, 146, 28),
+    "purple": (146, 58, 182),
+    "white": (245, 245, 245),
+    "black": (20, 20, 24),
+    "pink": (247, 152, 180),
+    "cyan": (56, 186, 216),
+}
+SIZES = ("small", "big")
+PLACES = ("left", "right", "top", "bottom", "center")
+RELATIONS = ("left of", "above")
+# One scene in so many is never trained on.
+HELD_OUT_SHARE = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thing:
+    """A shape in a colour."""
+
+    shape: str
+    colour: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """One thing with a size and a place, or two with a relation, on a ground of another colour.
+
+    size, place: of a single thing; empty with two. relation: of the first of two to the second; empty with one.
+    Right of and below are left of and above with the things exchanged, so that a scene has one form only.
+    """
+
+    things: tuple[Thing, ...]
+    ground: str
+    size: str = ""
+    place: str = ""
+    relation: str = ""
+
+    def __post_init__(self) -> None:
+        """ValueError when the parts do not fit together."""
+        known = self.ground in COLOURS and all(t.shape in SHAPES and t.colour in COLOURS for t in self.things)
+        one = len(self.things) == 1 and self.size in SIZES and self.place in PLACES and not self.relation
+        two = len(set(self.things)) == 2 and self.relation in RELATIONS and not (self.size or self.place)
+        if not (known and (one or two) and self.ground not in {thing.colour for thing in self.things}):
+            raise ValueError(f"no scene: {self}")
+
+    @property
+    def held_out(self) -> bool:
+        """Whether training never sees this scene; the same on every machine, for ever."""
+        said = [f"{thing.colour} {thing.shape}" for thing in self.things]
+        name = "|".join([*said, self.size, self.place, self.relation, self.ground])
+        return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_SHARE == 0
+
+
+def random_scene(rng: random.Random, *, things: int) -> Scene:
+    """Any scene of one or two things, held out or not, all equally likely."""
+    ground = rng.choice(tuple(COLOURS))
+    colours = tuple(colour for colour in COLOURS if colour != ground)
+    drawn = _thing(rng, colours)
+    if things == 1:
+        return Scene(things=(drawn,), ground=ground, size=rng.choice(SIZES), place=rng.choice(PLACES))
+    other = _thing(rng, colours)
+    while other == drawn:
+        other = _thing(rng, colours)
+    return Scene(things=(drawn, other), ground=ground, relation=rng.choice(RELATIONS))
+
+
+def training_scene(rng: random.Random, *, things: int) -> Scene:
+    """A scene that is not held out."""
+    return _scene_where(rng, things, held_out=False)
+
+
+def held_out_scenes(count: int, *, things: int, seed: int = 0) -> list[Scene]:
+    """Distinct scenes that training never saw; with one thing there are about 720.
+
+    seed: another one gives another choice.
+    """
+    rng = random.Random(seed)
+    found: dict[Scene, None] = {}
+    while len(found) < count:
+        found[_scene_where(rng, things, held_out=True)] = None
+    return list(found)
+
+
+def _scene_where(rng: random.Random, things: int, *, held_out: bool) -> Scene:
+    while True:
+        scene = random_scene(rng, things=things)
+        if scene.held_out == held_out:
+            return scene
+
+
+def _thing(rng: random.Random, colours: tuple[str, ...]) -> Thing:
+    return Thing(shape=rng.choice(SHAPES), colour=rng.choice(colours))

@@ -1,0 +1,74 @@
+"""The miniature's networks in float32, as training holds them: loaded from and saved to Diffusers' folder layout.
+
+It knows files and no losses.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection, CLIPVisionModelWithProjection
+
+# Loaded and saved in this order; each is a folder of the model.
+NETWORKS: dict[str, Any] = {
+    "vae": AutoencoderKL,
+    "text_encoder": CLIPTextModel,
+    "text_encoder_2": CLIPTextModelWithProjection,
+    "clip_vision": CLIPVisionModelWithProjection,
+    "unet": UNet2DConditionModel,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """networks: by folder name, in float32. tokenizer: of both text encoders. folder: where they came from."""
+
+    networks: dict[str, Any]
+    tokenizer: Any
+    folder: Path
+
+    def __getitem__(self, name: str) -> Any:
+        return self.networks[name]
+
+    def tokens(self, captions: list[str]) -> torch.Tensor:
+        """Ids (captions, 24), padded and cut as the pipeline does."""
+        ids: torch.Tensor = self.tokenizer(
+            captions, padding="max_length", truncation=True, return_tensors="pt"
+        ).input_ids
+        return ids
+
+
+def load_parts(folder: Path, *, fresh: tuple[str, ...] = ()) -> Parts:
+    """All networks of a folder.
+
+    fresh: names of those that begin with random weights, in the folder's sizes.
+    """
+    networks = {name: _load(kind, folder / name, fresh=name in fresh) for name, kind in NETWORKS.items()}
+    return Parts(networks=networks, tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"), folder=folder)
+
+
+def save_parts(parts: Parts, folder: Path) -> None:
+    """Writes a whole model in float16, with the files around the networks (tokenizers, scheduler) as they were."""
+    for source in parts.folder.iterdir():
+        if source.is_dir() and source.name not in NETWORKS:
+            shutil.copytree(source, folder / source.name, dirs_exist_ok=True)
+        elif source.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, folder / source.name)
+    for name, kind in NETWORKS.items():
+        half = _load(kind, parts.folder / name, fresh=True)
+        half.load_state_dict(parts[name].state_dict())
+        half.half().save_pretrained(folder / name, safe_serialization=True)
+
+
+def _load(kind: Any, folder: Path, *, fresh: bool) -> Any:
+    if not fresh:
+        return kind.from_pretrained(folder, use_safetensors=True).float()
+    if kind.__module__.startswith("diffusers"):
+        return kind.from_config(kind.load_config(folder))
+    return kind(kind.config_class.from_pretrained(folder)).float()

@@ -1,0 +1,94 @@
+"""The VAE's stage: its decoder alone learns sharper edges, so that latents, and all that was trained on them, stay.
+
+It knows no UNet and no text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bottega.miniature.training.average import Average
+from bottega.miniature.training.corpus import Corpus, Latents
+from bottega.miniature.training.parts import Parts
+
+_DECODER = ("decoder", "post_quant_conv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VaeRecipe:
+    """edge_weight: of an error where the picture changes at once, beside 1 elsewhere.
+
+    blur: standard deviation of noise added to the latents, in their own units after scaling: what the UNet
+    leaves is never as clean as what the encoder gives.
+    """
+
+    rows: int = 16
+    rate: float = 1e-3
+    edge_weight: float = 4.0
+    blur: float = 0.05
+    decay: float = 0.995
+    seed: int = 0
+
+
+class VaeStage:
+    """Stage of training.loop."""
+
+    name = "vae"
+
+    def __init__(self, parts: Parts, corpus: Corpus, latents: Latents, recipe: VaeRecipe) -> None:
+        self._vae, self._corpus, self._latents, self._recipe = parts["vae"], corpus, latents, recipe
+        self._vae.requires_grad_(False).to(memory_format=torch.channels_last)
+        modules = [getattr(self._vae, name).requires_grad_(True).train() for name in _DECODER]
+        self._parameters = [parameter for module in modules for parameter in module.parameters()]
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=recipe.rate, weight_decay=0.0, fused=True)
+        self._average = Average(modules, recipe.decay)
+
+    def step(self, number: int, rate: float) -> float:
+        """One batch: latents with a little noise, decoded; the absolute error, heavier at edges."""
+        generator = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + number)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._recipe.rate * rate
+        rows = torch.randint(len(self._corpus), (self._recipe.rows,), generator=generator)
+        latents = self._latents.sample(rows, generator)
+        blur = self._recipe.blur / self._vae.config.scaling_factor
+        latents = latents + blur * torch.randn(latents.shape, generator=generator)
+        pictures = self._corpus.pictures(rows)
+        with torch.autocast("cpu", torch.bfloat16):
+            drawn = self._vae.decode(latents.contiguous(memory_format=torch.channels_last)).sample
+        weight = 1.0 + self._recipe.edge_weight * edges(pictures)
+        loss = (weight * (drawn.float() - pictures).abs()).mean()
+        self._optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        self._optimizer.step()
+        self._average.follow(number)
+        return float(loss)
+
+    def finish(self) -> None:
+        """Leaves the averaged weights in the network."""
+        self._average.apply()
+
+    def state(self) -> dict[str, Any]:
+        """Weights, their average, and the optimizer's moments."""
+        return {
+            "vae": self._vae.state_dict(),
+            "average": self._average.state(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The reverse."""
+        self._vae.load_state_dict(state["vae"])
+        self._average.load_state(state["average"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+
+def edges(pictures: torch.Tensor) -> torch.Tensor:
+    """1 where a neighbour differs much, 0 on flat ground: (rows, 1, side, side)."""
+    across = torch.nn.functional.pad((pictures[..., 1:] - pictures[..., :-1]).abs(), (0, 1))
+    down = torch.nn.functional.pad((pictures[..., 1:, :] - pictures[..., :-1, :]).abs(), (0, 0, 0, 1))
+    steep = (across + down).amax(dim=1, keepdim=True).clamp(max=1.0)
+    return torch.nn.functional.max_pool2d(steep, 3, stride=1, padding=1)
