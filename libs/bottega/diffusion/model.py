@@ -92,8 +92,10 @@ def pick_device(name: str) -> torch.device:
 def load_model(folder: Path, *, name: str, device: torch.device, dtype: torch.dtype) -> Model:
     """Loads a folder in Diffusers' layout. Never downloads, never opens anything but safetensors.
 
-    Raises OSError or ValueError with Diffusers' reason when the folder is not such a model.
+    Raises OSError or ValueError with the reason when the folder is not such a model.
     """
+    if not folder.is_dir():  # Diffusers would take it for a name on the hub, and look into that one's cache
+        raise ValueError(f"{folder} is no folder")
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
