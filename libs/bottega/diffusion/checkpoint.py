@@ -47,10 +47,9 @@ def write_checkpoint(model: Model, spec: DrawingSpec, states: Sequence[RequestSt
     return safetensors.torch.save(whole, metadata={_HEADER: json.dumps(header)})
 
 
-def read_checkpoint(data: bytes, model: Model, spec: DrawingSpec, *, begin: int = 0) -> list[RequestState]:
+def read_checkpoint(data: bytes, model: Model, spec: DrawingSpec) -> list[RequestState]:
     """The states that were written, on the CPU.
 
-    begin: the first step of the job, before which no state can be.
     Raises CheckpointMismatch when they are not of this model, element type and spec, or not as they were written.
     """
     header = _header(data)
@@ -65,7 +64,7 @@ def read_checkpoint(data: bytes, model: Model, spec: DrawingSpec, *, begin: int 
     except (safetensors.SafetensorError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointMismatch(f"it is damaged: {type(error).__name__}") from error
     for state in states:
-        _check(state, model, spec, begin)
+        _check(state, model, spec)
     if len(states) != spec.num_images:
         raise CheckpointMismatch(f"it has {len(states)} images, not {spec.num_images}")
     return states
@@ -110,11 +109,12 @@ def _state(index: int, image: dict[str, Any], tensors: dict[str, Tensor]) -> Req
     )
 
 
-def _check(state: RequestState, model: Model, spec: DrawingSpec, begin: int) -> None:
+def _check(state: RequestState, model: Model, spec: DrawingSpec) -> None:
     shape = (1, model.latent_channels, spec.height // model.latent_scale, spec.width // model.latent_scale)
     if tuple(state.latent.shape) != shape or not torch.isfinite(state.latent).all():
         raise CheckpointMismatch("its latent does not fit")
-    if not begin <= state.step <= spec.num_inference_steps:
-        raise CheckpointMismatch(f"its step {state.step} is not between {begin} and {spec.num_inference_steps}")
+    first, last = spec.begin_step, spec.num_inference_steps
+    if not first <= state.step <= last:
+        raise CheckpointMismatch(f"its step {state.step} is not between {first} and {last}")
     if state.generator.dtype != torch.uint8 or state.generator.shape != torch.Generator("cpu").get_state().shape:
         raise CheckpointMismatch("its generator does not fit")

@@ -130,7 +130,7 @@ class Engine:
         for job in self._jobs.values():
             yield job.key, job.steps_total - job.steps_done
         for order in self._orders:
-            yield order.key, order.spec.num_images * order.spec.num_inference_steps
+            yield order.key, order.spec.num_images * order.spec.steps
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -18,8 +18,9 @@ from bottega.diffusion.checkpoint import read_checkpoint
 from bottega.diffusion.encode import Conditions, encode_image, encode_prompts
 from bottega.diffusion.events import Record
 from bottega.diffusion.model import Model
-from bottega.diffusion.request import Request, RequestState
+from bottega.diffusion.request import Request
 from bottega.diffusion.spec import DrawingSpec
+from bottega.errors import InternalError
 
 _log = logging.getLogger(__name__)
 
@@ -126,24 +127,19 @@ def open_job(model: Model, order: Order) -> Job:
 
 def _begun(model: Model, order: Order, conditions: Conditions) -> list[Request]:
     spec = order.spec
-    begin = spec.begin_step(from_image=order.image is not None)
+    if (spec.strength is None) != (order.image is None):
+        raise InternalError("a strength came without an image, or an image without one")
     image = None if order.image is None else encode_image(model, order.image)
-    return [Request(model, spec, conditions, index=index, begin=begin, image=image) for index in range(spec.num_images)]
+    return [Request(model, spec, conditions, index=index, image=image) for index in range(spec.num_images)]
 
 
 def _resumed(model: Model, order: Order, conditions: Conditions) -> list[Request]:
     """The requests as the order's checkpoint has them; none where there is none that fits."""
     if not order.checkpoint:
         return []
-    spec = order.spec
-    begin = spec.begin_step(from_image=order.image is not None)
-
-    def request(index: int, state: RequestState) -> Request:
-        return Request(model, spec, conditions, index=index, begin=begin, resume=state)
-
     try:
-        states = read_checkpoint(order.checkpoint, model, spec, begin=begin)
-        return [request(index, state) for index, state in enumerate(states)]
+        states = read_checkpoint(order.checkpoint, model, order.spec)
+        return [Request(model, order.spec, conditions, index=index, resume=state) for index, state in enumerate(states)]
     except ValueError as error:
         _log.warning("a checkpoint does not fit; the job begins again", extra={"why": str(error)})
         return []

@@ -49,7 +49,6 @@ class Request:
         conditions: Conditions,
         *,
         index: int = 0,
-        begin: int = 0,
         image: LatentDistribution | None = None,
         controls: Mapping[Hashable, tuple[int, int]] | None = None,
         loras: tuple[LoraUse, ...] = (),
@@ -58,7 +57,7 @@ class Request:
     ) -> None:
         self.index = index
         self.spec = spec
-        self.begin = begin
+        self.begin = spec.begin_step
         self.controls = dict(controls or {})
         self.loras = loras
         self.loras_from = loras_from

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bottega.diffusion.samplers import SamplerKind
+from bottega.planning import rows_per_image, steps_to_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +13,7 @@ class DrawingSpec:
     """One job: `num_images` images that differ in their seed alone; image i has seed + i.
 
     Names and meanings are Diffusers'. negative_prompt None and "" differ: None conditions on zeros
-    where the model says so. strength is only read when the job comes with an image.
+    where the model says so. strength makes it image-to-image, which needs an image; None is text-to-image.
     """
 
     prompt: str
@@ -28,20 +29,24 @@ class DrawingSpec:
     num_images: int = 1
     sampler: SamplerKind = SamplerKind.EULER
     use_karras_sigmas: bool = False
-    strength: float = 0.3
+    strength: float | None = None
 
     @property
     def guided(self) -> bool:
         """Whether classifier-free guidance takes a second row."""
-        return self.guidance_scale > 1.0
+        return self.rows > 1
 
     @property
     def rows(self) -> int:
         """Rows that one image puts into a turn."""
-        return 2 if self.guided else 1
+        return rows_per_image(self.guidance_scale)
 
-    def begin_step(self, *, from_image: bool) -> int:
-        """The first step that runs: 0, or later for image-to-image, as in Diffusers' get_timesteps."""
-        if not from_image:
-            return 0
-        return max(self.num_inference_steps - int(self.num_inference_steps * self.strength), 0)
+    @property
+    def steps(self) -> int:
+        """Steps of one image."""
+        return steps_to_run(self.num_inference_steps, self.strength)
+
+    @property
+    def begin_step(self) -> int:
+        """The first step that runs: 0, or later for image-to-image."""
+        return self.num_inference_steps - self.steps

@@ -3,7 +3,8 @@
 The gateway's scheduler and the worker's engine decide by the same functions, so that they agree.
 """
 
-from bottega.planning.cost import Shape, StepTimes, Work
+from bottega.planning.cost import Shape, StepTimes
 from bottega.planning.width import best_width, completion_times
+from bottega.planning.work import Work, rows_per_image, steps_to_run
 
-__all__ = ["Shape", "StepTimes", "Work", "best_width", "completion_times"]
+__all__ = ["Shape", "StepTimes", "Work", "best_width", "completion_times", "rows_per_image", "steps_to_run"]

@@ -15,18 +15,6 @@ Shape = tuple[int, int]
 _SETTLED = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What a request asks of the turns to come.
-
-    rows: rows that it puts into each turn (two when guided, times its images).
-    steps: turns to go.
-    """
-
-    rows: int
-    steps: int
-
-
 class StepTimes:
     """Seconds of one turn as a function of shape and rows, learnt from turns that ran.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from heapq import heappop, heappush
 
-from bottega.planning.cost import Work
+from bottega.planning.work import Work
 
 # Requests looked at: more than this many waiting changes nothing in the choice, only in its cost.
 _HORIZON = 32

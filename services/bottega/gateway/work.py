@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from bottega.planning import Shape
+from bottega.planning import Shape, rows_per_image
+from bottega.planning import steps_to_run as steps_with
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
 
 def steps_to_run(spec: GenerationSpec) -> int:
-    """Denoising steps of one image; image-to-image starts later, as in Diffusers."""
-    steps = spec.num_inference_steps
-    return min(int(steps * spec.strength), steps) if spec.HasField("strength") else steps
+    """Denoising steps of one image."""
+    return steps_with(spec.num_inference_steps, spec.strength if spec.HasField("strength") else None)
 
 
 def rows(spec: GenerationSpec) -> int:
-    """Rows that a request puts into each turn: guidance needs two an image."""
-    return spec.num_images * (2 if spec.guidance_scale > 1 else 1)
+    """Rows that a request puts into each turn."""
+    return spec.num_images * rows_per_image(spec.guidance_scale)
 
 
 def latent_shape(spec: GenerationSpec, model: image_pb2.Model) -> Shape:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from bottega.errors import BottegaError, DeadlinePassed, InternalError
+from bottega.planning import steps_to_run
 from bottega.v1 import engine_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
 from bottega.worker.attempts import Attempt, AttemptKey, Failed, Picture, Progress, Started
@@ -21,9 +22,6 @@ from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.pictures import Pictures
 
 _log = logging.getLogger(__name__)
-
-# Diffusers' default of image-to-image.
-_DEFAULT_STRENGTH = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +70,6 @@ class Commission:
         self.attempt = attempt
         self._order = replace(order, image=b"", checkpoint=b"")  # not kept while the engine works
         self._image, self._checkpoint = order.image, order.checkpoint
-        self._redraws = bool(order.image)
         self._engine = engine
         self._pictures = pictures
         self._metrics = metrics
@@ -93,9 +90,8 @@ class Commission:
     def steps_expected(self) -> int:
         """Denoising steps in all, as far as the order tells before the engine does."""
         spec = self._order.spec
-        steps = spec.num_inference_steps * (spec.num_images or 1)
-        strength = spec.strength if spec.HasField("strength") else _DEFAULT_STRENGTH
-        return max(1, int(steps * strength)) if self._redraws else steps
+        strength = spec.strength if spec.HasField("strength") else None
+        return spec.num_images * steps_to_run(spec.num_inference_steps, strength)
 
     @property
     def in_engine(self) -> bool:
@@ -147,7 +143,7 @@ class Commission:
         start.checkpoint = self._checkpoint
         start.preview = self._order.preview
         size_bytes = len(self._checkpoint)
-        if self._redraws:
+        if self._image:
             source = await self._pictures.source(self._image, self._order.spec)
             self._digest = source.digest
             self._took("decode_image", "decode", source.seconds)
@@ -184,7 +180,7 @@ class Commission:
         self._complete_if_ready()
 
     def _complete_if_ready(self) -> None:
-        if self._done is None or len(self.attempt.pictures) < (self._order.spec.num_images or 1):
+        if self._done is None or len(self.attempt.pictures) < self._order.spec.num_images:
             return
         self._metrics.grouped(self._done.mean_group_requests)
         self.attempt.complete(self._provenance(self._done))
@@ -192,8 +188,7 @@ class Commission:
 
     def _provenance(self, provenance: Provenance) -> Provenance:
         """The engine's part and ours."""
-        if not provenance.HasField("parameters"):
-            provenance.parameters.CopyFrom(self._order.spec)
+        provenance.parameters.CopyFrom(self._order.spec)
         provenance.worker = self._worker
         provenance.bottega_version = self._version
         provenance.image_digest = self._digest

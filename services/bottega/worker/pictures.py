@@ -22,7 +22,6 @@ from bottega.v1.tensor_pb2 import Tensor
 SPEC_KEYWORD = "bottega"
 SUMMARY_KEYWORD = "parameters"
 
-_DEFAULT_QUALITY = 90
 _PREVIEW_QUALITY = 80
 
 
@@ -58,8 +57,7 @@ class Pictures:
         """Image `index` of the spec in the spec's format, inscribed with what draws it again."""
         height, width, _channels = tensor.shape
         pixels = await copied(height * width * 3, lambda: Pixels(width=width, height=height, data=tensor.data))
-        quality = spec.quality if spec.HasField("quality") else _DEFAULT_QUALITY
-        return await self._pool.encode(pixels, spec.format, quality, inscription(spec, index))
+        return await self._pool.encode(pixels, spec.format, spec.quality, inscription(spec, index))
 
     async def preview(self, tensor: Tensor) -> bytes:
         """A small JPEG."""
