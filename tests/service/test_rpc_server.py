@@ -94,6 +94,38 @@ async def test_a_refusal_reaches_the_caller_typed(served: Served) -> None:
     assert error.metadata == {"job_id": "refuse"}
 
 
+@pytest.mark.parametrize("raw", [b"\xff\xff\xff", b"\x0a\x02\xc3\x28"], ids=["no message", "no UTF-8"])
+@pytest.mark.parametrize("method", ["GetJob", "WatchJob"])
+async def test_bytes_that_are_no_request_are_refused_like_any_wrong_request(
+    served: Served, method: str, raw: bytes
+) -> None:
+    failure = await _failure_of_bytes(served[2], f"/{NAME}/{method}", raw)
+    assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert type(from_rpc_error(failure)) is errors.InvalidRequest
+    assert "DecodeError" not in str(failure.details())
+
+
+async def test_bytes_that_are_no_request_end_a_stream_of_requests_typed() -> None:
+    server, fleet = await _fleet("127.0.0.1:0")
+    channel = open_channel(server.address)
+    try:
+        join: Any = channel.stream_stream("/bottega.v1.FleetService/Join")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [answer async for answer in join(iter([b"", b"\xff\xff\xff"]))]
+        assert type(from_rpc_error(caught.value)) is errors.InvalidRequest
+        assert fleet.reports.qsize() == 1
+    finally:
+        await channel.close()
+        await server.stop()
+
+
+async def _failure_of_bytes(channel: grpc.aio.Channel, method: str, raw: bytes) -> grpc.aio.AioRpcError:
+    call: Any = channel.unary_stream(method)  # which reads a single answer as well
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [answer async for answer in call(raw)]
+    return caught.value
+
+
 async def test_an_unexpected_fault_is_a_plain_internal_and_logged_once(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,7 +1,8 @@
 """The edge between gRPC and our code: the outermost interceptor of every server.
 
 Turns a BottegaError into its status and anything unexpected into a plain INTERNAL, so that no text
-of a library reaches a caller; logs failures once; counts; gives unary calls a deadline. It knows no service.
+of a library reaches a caller; logs failures once; counts; gives unary calls a deadline. Requests are parsed
+in here as well, so that bytes that are none end like any other wrong request. It knows no service.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from bottega.errors import BottegaError, Code, DeadlinePassed, InternalError
+from bottega.errors import BottegaError, Code, DeadlinePassed, InternalError, InvalidRequest
 from bottega.rpc import logs
 from bottega.rpc.metrics import CallMetrics
 from bottega.rpc.status import to_grpc_status
@@ -28,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 _Handler = Any  # grpc.RpcMethodHandler, whose stubs know only blocking methods.
 _Context = grpc.aio.ServicerContext[Any, Any]
+# None where the handler takes bytes.
+_Parse = Callable[[bytes], object] | None
 
 
 class CallBoundary(grpc.aio.ServerInterceptor):
@@ -63,28 +67,30 @@ class CallBoundary(grpc.aio.ServerInterceptor):
 
     def _unary(self, handler: _Handler, method: str) -> _Handler:
         inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
+        read = _reader(handler)
 
-        async def call(request: object, context: _Context) -> object:
+        async def call(raw: Any, context: _Context) -> object:
             async with self._guard(method, context), self._deadline(context):
-                return await inner(request, context)
+                return await inner(read(raw), context)
 
         make = (
             grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
         )
-        return cast(Any, make)(call, handler.request_deserializer, handler.response_serializer)
+        return cast(Any, make)(call, None, handler.response_serializer)
 
     def _streaming(self, handler: _Handler, method: str) -> _Handler:
         inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        read = _reader(handler)
 
-        async def call(request: object, context: _Context) -> AsyncGenerator[object, None]:
-            async with self._guard(method, context), contextlib.aclosing(inner(request, context)) as responses:
+        async def call(raw: Any, context: _Context) -> AsyncGenerator[object, None]:
+            async with self._guard(method, context), contextlib.aclosing(inner(read(raw), context)) as responses:
                 async for response in responses:
                     yield response
 
         make = (
             grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
         )
-        return cast(Any, make)(call, handler.request_deserializer, handler.response_serializer)
+        return cast(Any, make)(call, None, handler.response_serializer)
 
     @contextlib.asynccontextmanager
     async def _guard(self, method: str, context: _Context) -> AsyncIterator[None]:
@@ -131,6 +137,26 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         self._metrics.in_flight.dec()
         if not self._active:
             self._idle.set()
+
+
+def _reader(handler: _Handler) -> Callable[[Any], object]:
+    """What makes the handler's request, or its stream of requests, of the bytes that came."""
+    parse: _Parse = handler.request_deserializer
+    if handler.request_streaming:
+        return lambda stream: _parsed_all(stream, parse)
+    return lambda raw: _parsed(raw, parse)
+
+
+async def _parsed_all(stream: AsyncIterator[bytes], parse: _Parse) -> AsyncIterator[object]:
+    async for raw in stream:
+        yield _parsed(raw, parse)
+
+
+def _parsed(raw: bytes, parse: _Parse) -> object:
+    try:
+        return parse(raw) if parse else raw
+    except DecodeError:
+        raise InvalidRequest("the request's bytes are not a message of this method") from None
 
 
 def _request_id(context: _Context) -> dict[str, str]:
