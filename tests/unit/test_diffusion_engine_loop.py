@@ -218,3 +218,20 @@ def test_drawing_leaves_the_process_own_random_numbers_alone(model: Model) -> No
     before = torch.random.get_rng_state()
     Easel(Engine(model, TOGETHER)).draw(Order(key=0, spec=replace(SPEC, sampler=SamplerKind.EULER_ANCESTRAL)))
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_turn_tells_that_it_is_alive_from_within(model: Model) -> None:
+    """A slow turn must not be taken for a hang."""
+    easel = Easel(Engine(model, EngineLimits()))
+    beats: list[int] = []
+    easel.engine.tell_alive(lambda: beats.append(easel.engine.turns))
+    easel.submit(Order(key=1, spec=replace(SPEC, num_inference_steps=1)))
+    for _ in easel.turn():
+        pass
+    assert beats.count(0) >= 6  # while the prompt was encoded: three layers in each of two encoders
+    assert beats.count(1) >= 20  # while the step ran, and the picture was decoded
+
+
+def test_without_a_limit_a_model_draws_up_to_a_few_times_its_own_size(model: Model) -> None:
+    assert Engine(model, EngineLimits()).max_pixels == 512 * 512
+    assert Engine(model, EngineLimits(max_pixels=4096)).max_pixels == 4096

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.planning import Shape, StepTimes
+from bottega.planning.cost import MAX_SHAPES
 
 SMALL, LARGE = (16, 16), (32, 32)
 
@@ -194,3 +195,15 @@ def test_entries_without_rows_or_time_are_left_out() -> None:
 
     assert list(times.entries()) == []
     assert times.seconds(SMALL, 2) is None
+
+
+def test_of_many_shapes_those_that_ran_last_are_remembered() -> None:
+    times = StepTimes()
+    for width in range(1, MAX_SHAPES + 10):
+        times.observe((16, 16), 2, 0.03)
+        times.observe((8, width), 2, 0.01)
+    shapes = {shape for shape, _, _ in times.entries()}
+    assert len(shapes) == MAX_SHAPES
+    assert (16, 16) in shapes
+    assert (8, 1) not in shapes
+    assert times.seconds((8, 1), 2) is not None

@@ -20,9 +20,11 @@ from bottega.diffusion.row import Row
 from bottega.diffusion.side_path import SidePath
 from bottega.errors import Unavailable
 
-# How long a forward waits for residuals when nobody in it could go on without waiting, and for the
-# shallower residuals of rows that passed the first barrier.
+# How long a forward waits for residuals when nobody in it could go on without waiting.
 RESIDUAL_TIMEOUT_S = 10.0
+# How long it waits at a later block for rows whose first residuals were in time: they are on their way, or their
+# ControlNet has died, and the others should not pay for that with more than a turn or two.
+STRAGGLER_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,30 +93,35 @@ class Denoiser:
     def _run(self, group: list[Row], activations: Activations) -> tuple[list[Row], set[Hashable], Tensor]:
         """The blocks. Returns the rows that went through, which of their owners were late, and the prediction."""
         late: set[Hashable] = set()
-        barrier = any(row.controls for row in group)
-        controlled = barrier
+        patience_s = 0.0
+        controlled = any(row.controls for row in group)
         for block in self._backbone.blocks:
             if block.needs and controlled:
-                if barrier:
-                    barrier = False
-                    late = self._late(group, block.needs)
-                    if late and not self._fixed_rows:
-                        group = self._leave(group, late, activations)
+                late |= self._late(group, late, block.needs, patience_s)
+                patience_s = STRAGGLER_S
+                if late and not self._fixed_rows:
+                    group = self._leave(group, late, activations)
                 self._add_residuals(group, late, block.needs, activations)
             block.run(activations)
         return group, late, self._backbone.finish(activations)
 
-    def _late(self, group: list[Row], points: tuple[int, ...]) -> set[Hashable]:
-        """The owners that have a late row. Waits only while that would be all of them."""
+    def _late(self, group: list[Row], gone: set[Hashable], points: tuple[int, ...], patience_s: float) -> set[Hashable]:
+        """The owners that have a late row after `patience_s`; longer only while that would be all of them.
+
+        gone: owners that were late before.
+        """
         provider = self._provider()
-        owners = {row.owner for row in group if row.owner is not None}
-        deadline_s = time.monotonic() + RESIDUAL_TIMEOUT_S
+        owners = {row.owner for row in group if row.owner is not None} - gone
+        began_s = time.monotonic()
         while True:
-            missing = [row for row in group if row.controls and not provider.ready(row, points)]
+            missing = [
+                row for row in group if row.controls and row.owner not in gone and not provider.ready(row, points)
+            ]
             late = {row.owner for row in missing}
-            if late != owners:
+            waited_s = time.monotonic() - began_s
+            left_s = (RESIDUAL_TIMEOUT_S if late == owners else patience_s) - waited_s
+            if not late or (left_s <= 0 and late != owners):
                 return late
-            left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise Unavailable(f"no ControlNet answered within {RESIDUAL_TIMEOUT_S:g} s")
             self._wait(missing, points, left_s)
@@ -139,10 +146,6 @@ class Denoiser:
         for index, row in enumerate(group):
             if not row.controls or row.owner in late:
                 continue
-            if not provider.ready(row, points):
-                self._wait([row], points, RESIDUAL_TIMEOUT_S)
-                if not provider.ready(row, points):
-                    raise Unavailable(f"a ControlNet stopped answering within {RESIDUAL_TIMEOUT_S:g} s")
             for point in points:
                 # Summed first, in request order, and added once: Diffusers' order of sums.
                 addends = provider.take(row, point)

@@ -24,6 +24,7 @@ from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finishe
 from bottega.diffusion.job import Job, Order, open_job
 from bottega.diffusion.model import Model
 from bottega.diffusion.preview import LatentPreview
+from bottega.diffusion.pulse import beat_in
 from bottega.diffusion.request import Request
 from bottega.diffusion.residuals import ResidualProvider
 from bottega.diffusion.row import Half, Row
@@ -34,6 +35,10 @@ from bottega.planning import StepTimes
 
 _log = logging.getLogger(__name__)
 
+# Beyond a few times the size that it was made for a model draws nonsense, and attention grows with the square: one
+# such request would hold up everybody else's turns for minutes.
+_OWN_SIZES = 4
+_LEAST_MAX_PIXELS = 512 * 512
 # The warm-up measures wider turns until one takes so long: the rest is learnt from real ones.
 _WARM_UP_TURN_S = 1.0
 # Weight of a new measurement of the time beside the steps.
@@ -46,14 +51,15 @@ class EngineLimits:
 
     max_rows: of one group. fixed_rows: pads every group to so many rows, for images that are equal byte for
     byte whatever runs beside them; 0 is off. max_wait_turns: that a request may be passed over.
-    max_pixels: of one image. checkpoint_interval_s: a job that runs has a checkpoint at least so often.
+    max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
+    checkpoint_interval_s: a job that runs has a checkpoint at least so often.
     progress_interval_s: progress is told at most so often.
     """
 
     max_rows: int = 16
     fixed_rows: int = 0
     max_wait_turns: int = 8
-    max_pixels: int = 4 * 2**20
+    max_pixels: int = 0
     checkpoint_interval_s: float = 2.0
     progress_interval_s: float = 0.1
 
@@ -97,6 +103,12 @@ class Engine:
         return MappingProxyType(self._jobs)
 
     @property
+    def max_pixels(self) -> int:
+        """Most pixels of one image: as told, or what the model is made for and some more."""
+        own = self.model.defaults.width * self.model.defaults.height
+        return self._limits.max_pixels or max(_OWN_SIZES * own, _LEAST_MAX_PIXELS)
+
+    @property
     def busy(self) -> bool:
         """Whether a turn would do anything."""
         return bool(self._orders or self._jobs)
@@ -107,11 +119,11 @@ class Engine:
         Raises TooLarge, naming the limit.
         """
         pixels = order.spec.width * order.spec.height
-        if pixels > self._limits.max_pixels:
+        if pixels > self.max_pixels:
             raise TooLarge(
                 f"{order.spec.width}x{order.spec.height} are {pixels} pixels; this worker draws at most "
-                f"{self._limits.max_pixels} (max_pixels)",
-                metadata={"limit": "max_pixels", "max_pixels": str(self._limits.max_pixels)},
+                f"{self.max_pixels} (max_pixels)",
+                metadata={"limit": "max_pixels", "max_pixels": str(self.max_pixels)},
             )
         self._orders.append(order)
 
@@ -120,6 +132,10 @@ class Engine:
         self._orders = deque(order for order in self._orders if order.key != key)
         if key in self._jobs:
             self._forget(self._jobs[key])
+
+    def tell_alive(self, alive: Callable[[], None]) -> None:
+        """Calls `alive` often from inside a turn, however long it takes; it must be quick."""
+        beat_in((self.model.backbone.unet, self.model.vae, *self.model.text_encoders), alive)
 
     def expect(self, backlog: int) -> None:
         """So many requests wait elsewhere and will come when there is room."""

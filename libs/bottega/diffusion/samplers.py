@@ -103,8 +103,9 @@ class Sampler:
         """What `restore` needs beside the step. Only multi-step samplers remember anything."""
         if self._kind is not SamplerKind.DPMPP_2M:
             return SamplerState(tensors={}, numbers={})
-        outputs = self._scheduler.model_outputs
-        tensors = {f"model_outputs.{index}": output for index, output in enumerate(outputs) if output is not None}
+        # Of second order, it looks back at the last output alone; the one before that is dropped by the next step.
+        last = self._scheduler.model_outputs[-1]
+        tensors = {} if last is None else {"model_output": last}
         return SamplerState(tensors=tensors, numbers={"lower_order_nums": self._scheduler.lower_order_nums})
 
     def restore(self, state: SamplerState, step: int, device: torch.device) -> None:
@@ -114,9 +115,8 @@ class Sampler:
         """
         self._begin_at(step)
         if self._kind is SamplerKind.DPMPP_2M:
-            for index in range(len(self._scheduler.model_outputs)):
-                output = state.tensors.get(f"model_outputs.{index}")
-                self._scheduler.model_outputs[index] = None if output is None else output.to(device)
+            last = state.tensors.get("model_output")
+            self._scheduler.model_outputs[-1] = None if last is None else last.to(device)
             if "lower_order_nums" not in state.numbers:
                 raise ValueError("the state of a multi-step sampler is missing")
             self._scheduler.lower_order_nums = state.numbers["lower_order_nums"]

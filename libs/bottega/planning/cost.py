@@ -10,6 +10,9 @@ from dataclasses import dataclass
 Shape = tuple[int, int]
 """Latent height and width."""
 
+MAX_SHAPES = 32
+"""Shapes that are remembered: callers choose them, and every report to the gateway carries all of them."""
+
 # Turns after which a new measurement weighs a tenth. Large enough to ride out a busy neighbour's hiccup,
 # small enough to follow a change of clock speed within about twenty turns.
 _SETTLED = 10
@@ -22,6 +25,7 @@ class StepTimes:
     falls with rows: a turn that took longer than one of more rows was held up. A shape that never ran borrows
     the nearest one's times in proportion to the area; once it has run with one number of rows, it borrows only
     how times grow with rows. A shape without area is an unknown one and borrows the times as they are.
+    Of more than MAX_SHAPES shapes, the one that ran longest ago is forgotten.
     """
 
     def __init__(self) -> None:
@@ -33,7 +37,11 @@ class StepTimes:
 
         The first turns of a row count are averaged; then old ones fade.
         """
-        known = self._means.setdefault(shape, {})
+        known = self._means[shape] = self._means.pop(shape, {})  # the last one is the newest
+        if len(self._means) > MAX_SHAPES:
+            forgotten = next(iter(self._means))
+            del self._means[forgotten]
+            self._curves.pop(forgotten, None)
         if rows in known:
             known[rows].take(seconds)
         else:

@@ -23,7 +23,8 @@ class EngineConfig:
     folder's own name. device: auto, cpu, cuda or cuda:N. threads: 0 leaves the number to torch.
     max_rows: of one group; a guided request has two. fixed_rows: runs groups of always so many rows, for images
     that are equal byte for byte whatever runs beside them; on a CPU a multiple of twice the threads; 0 is off.
-    max_wait_turns: that a request may be passed over. max_pixels: of one image.
+    max_wait_turns: that a request may be passed over; one that would make others wait longer waits to begin.
+    max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -36,7 +37,7 @@ class EngineConfig:
     max_rows: AtLeastOne = 16
     fixed_rows: NotNegative = 0
     max_wait_turns: AtLeastOne = 8
-    max_pixels: AtLeastOne = 4 * 2**20
+    max_pixels: NotNegative = 0
     checkpoint_interval_s: Seconds = 2.0
     progress_interval_s: Seconds = 0.1
 

@@ -1,7 +1,8 @@
 """The engine process: `python -m bottega.worker.engine --fd N --config-json JSON`, started by the worker's front.
 
 It owns the device and the model, speaks engine.proto over the pipe, and exits when the pipe closes. Its loop is
-one thread: a beat comes from between two turns, so an engine that hangs falls silent.
+one thread: a beat comes from between two blocks of a network, so an engine that hangs falls silent, and one that is
+slow does not.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ class EngineProcess:
 
     def run(self) -> None:
         """Serves until the pipe closes, which ends the process."""
+        self._engine.tell_alive(self._beat_if_due)
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         while True:
             self._obey_all()
             for event in self._engine.turn():
                 self._say(event_of(event, self._engine))
-            if time.monotonic() - self._beaten_s >= _BEAT_S:
-                self._beat()
+            self._beat_if_due()
 
     def _listen(self) -> None:
         while (frame := self._channel.recv()) is not None:
@@ -78,6 +79,10 @@ class EngineProcess:
                 self._engine.cancel(key_of(command.cancel.attempt))
             case "backlog":
                 self._engine.expect(command.backlog.requests)
+
+    def _beat_if_due(self) -> None:
+        if time.monotonic() - self._beaten_s >= _BEAT_S:
+            self._beat()
 
     def _beat(self) -> None:
         self._beaten_s = time.monotonic()
@@ -125,7 +130,7 @@ def main() -> int:
         _log.error("the engine cannot start", extra={"model": config.model, "why": str(error)})
         return 1
     try:
-        channel.send(ready_of(engine, config.max_pixels).SerializeToString())
+        channel.send(ready_of(engine).SerializeToString())
         EngineProcess(channel, engine).run()
     except Unavailable:
         return 0  # the front is gone

@@ -106,7 +106,7 @@ def failed(attempt: AttemptId, error: BottegaError) -> engine_pb2.EngineEvent:
     return engine_pb2.EngineEvent(failed=engine_pb2.EngineFailed(attempt=attempt, error=said))
 
 
-def ready_of(engine: Engine, max_pixels: int) -> engine_pb2.EngineEvent:
+def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
     """The message that the engine is warm."""
     model, defaults = engine.model, engine.model.defaults
     said = image_pb2.Model(
@@ -116,7 +116,7 @@ def ready_of(engine: Engine, max_pixels: int) -> engine_pb2.EngineEvent:
         default_width=defaults.width,
         default_height=defaults.height,
         size_multiple=model.size_multiple,
-        max_pixels=max_pixels,
+        max_pixels=engine.max_pixels,
         default_steps=defaults.num_inference_steps,
         default_guidance_scale=defaults.guidance_scale,
         default_sampler=next(number for number, kind in _SAMPLERS.items() if kind is defaults.sampler),
