@@ -58,6 +58,9 @@ def test_strength_is_above_0_and_at_most_1(value: float) -> None:
 
 def test_strength_that_leaves_no_step_is_refused_as_in_diffusers() -> None:
     assert _fields(GenerationSpec(image=PNG, strength=0.03)) == ["strength"]  # 30 x .03 = .9
+    # The strength that is filled in counts as well: .3.
+    assert _fields(GenerationSpec(image=PNG, num_inference_steps=3)) == ["strength"]
+    assert _fields(GenerationSpec(image=PNG, num_inference_steps=4)) == []
     assert _fields(GenerationSpec(image=PNG, strength=0.04)) == []
     assert _fields(GenerationSpec(image=PNG, strength=0.3, num_inference_steps=3)) == ["strength"]
 

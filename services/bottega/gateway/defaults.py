@@ -9,7 +9,7 @@ from bottega.v1.generation_pb2 import GenerationSpec
 
 # Drawn seeds are short enough to be read out, and leave room for the other images.
 _DRAWN_SEED_BITS = 32
-_STRENGTH = 0.3
+STRENGTH = 0.3
 _QUALITY = 90
 
 
@@ -39,4 +39,4 @@ def _complete_denoising(full: GenerationSpec, spec: GenerationSpec, model: image
     full.guidance_scale = spec.guidance_scale if spec.HasField("guidance_scale") else model.default_guidance_scale
     full.guidance_rescale = spec.guidance_rescale
     if spec.HasField("image"):
-        full.strength = spec.strength if spec.HasField("strength") else _STRENGTH
+        full.strength = spec.strength if spec.HasField("strength") else STRENGTH

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from bottega.errors import FieldNotServed, InvalidRequest, Violation
+from bottega.gateway.defaults import STRENGTH
+from bottega.planning import steps_to_run
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet, Fidelity, GenerationSpec, ImageFormat, Lora, Sampler
 
@@ -160,9 +162,10 @@ def _controlnet(path: str, net: ControlNet, max_bytes: int) -> Iterator[Violatio
 def _img2img_steps(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violation]:
     """Diffusers starts image-to-image at a later step, and refuses when no step would be left."""
     steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
-    sensible = spec.HasField("strength") and 0 < spec.strength <= 1 and 0 < steps <= MAX_STEPS
-    if sensible and int(steps * spec.strength) < 1:
-        yield _violation("strength", f"leaves no denoising step: {steps} steps x {spec.strength:g} is below 1")
+    strength = spec.strength if spec.HasField("strength") else STRENGTH
+    sensible = spec.HasField("image") and 0 < strength <= 1 and 0 < steps <= MAX_STEPS
+    if sensible and steps_to_run(steps, strength) < 1:
+        yield _violation("strength", f"leaves no denoising step: {steps} steps x {strength:g} is below 1")
 
 
 def _within(spec: GenerationSpec, name: str, low: int, high: int) -> Iterator[Violation]:
