@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -39,12 +40,12 @@ def _fleet() -> tuple[Fleet, Watcher]:
     return fleet, watcher
 
 
-def _worker(name: str = "w1", model: str = "m", port: int = 1) -> fleet_pb2.Registration:
+def _worker(name: str = "w1", model: str = "m", port: int = 1, **facts: Any) -> fleet_pb2.Registration:
     return fleet_pb2.Registration(
         kind=fleet_pb2.SERVICE_KIND_WORKER,
         name=name,
         address=f"127.0.0.1:{port}",
-        models=[image_pb2.Model(name=model)],
+        models=[image_pb2.Model(name=model, **facts)],
     )
 
 
@@ -140,6 +141,17 @@ def test_models_are_listed_by_name_with_their_workers() -> None:
     for name, model, port in (("w1", "b", 1), ("w2", "a", 2), ("w3", "a", 3)):
         fleet.join(_worker(name, model, port))
     assert [(model.name, model.workers) for model in fleet.models()] == [("a", 2), ("b", 1)]
+
+
+def test_the_limits_of_a_model_are_those_of_the_workers_that_are_here() -> None:
+    fleet, watcher = _fleet()
+    fleet.join(_worker("large", max_pixels=4096))
+    small = fleet.join(_worker("small", port=2, max_pixels=64))
+    # Whoever gets the job must be able to draw it.
+    assert (fleet.resolve("m").max_pixels, fleet.models()[0].max_pixels) == (64, 64)
+    fleet.leave(small, small.stream)
+    assert (fleet.resolve("m").max_pixels, fleet.models()[0].max_pixels) == (4096, 4096)
+    assert fleet.models()[0].workers == 1
 
 
 def test_before_any_worker_ever_joined_there_is_no_worker() -> None:

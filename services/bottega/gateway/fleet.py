@@ -77,6 +77,8 @@ class FleetObserver(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
+    """A model as it was last registered, for the time without workers."""
+
     model: image_pb2.Model
     at: float
 
@@ -164,14 +166,8 @@ class Fleet:
 
     def models(self) -> list[image_pb2.Model]:
         """Models that are served now, by name, with the number of their workers."""
-        found: dict[str, image_pb2.Model] = {}
-        for member in self.members():
-            for served in member.registration.models:
-                model = found.setdefault(served.name, image_pb2.Model())
-                workers = model.workers + 1
-                model.CopyFrom(served)
-                model.workers = workers
-        return [found[name] for name in sorted(found)]
+        names = {model.name for member in self.members() for model in member.registration.models}
+        return [_together(self._served(name)) for name in sorted(names)]
 
     def resolve(self, name: str | None) -> image_pb2.Model:
         """The model of that name; without a name the only one served.
@@ -185,7 +181,7 @@ class Fleet:
                 raise InvalidRequest(f"model: {rule}", violations=[Violation(field="spec.model", description=rule)])
             name = served[0] if served else None
         if name in served:
-            return self._seen[name].model
+            return _together(self._served(name) or [self._seen[name].model])
         if name is None or name in self._seen or not self._seen:
             raise NoWorker("no worker serves the model now", retry_after_s=_RETRY_AFTER_S)
         listed = ", ".join(served) or "none"
@@ -199,6 +195,10 @@ class Fleet:
         if any(member.connected and member.serves(model) for member in self._members.values()):
             return True
         return seen.at > self._clock.monotonic() - self._model_grace_s
+
+    def _served(self, name: str) -> list[image_pb2.Model]:
+        """The model as each of its workers that are here has registered it."""
+        return [model for member in self.members() for model in member.registration.models if model.name == name]
 
     def _lose(self, member: Member) -> None:
         del self._members[member.registration.kind, member.name]
@@ -215,6 +215,15 @@ class Fleet:
             self._seen[model.name] = _Seen(model=model, at=now)
         while len(self._seen) > _MAX_MODELS_SEEN:
             del self._seen[min(self._seen, key=lambda name: self._seen[name].at)]
+
+
+def _together(models: list[image_pb2.Model]) -> image_pb2.Model:
+    """One model of several workers: what each of them can draw."""
+    whole = image_pb2.Model()
+    whole.CopyFrom(models[0])
+    whole.workers = len(models)
+    whole.max_pixels = min((model.max_pixels for model in models if model.max_pixels), default=0)
+    return whole
 
 
 def _check(registration: fleet_pb2.Registration) -> None:
