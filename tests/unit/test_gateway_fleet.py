@@ -154,6 +154,17 @@ def test_the_limits_of_a_model_are_those_of_the_workers_that_are_here() -> None:
     assert fleet.models()[0].workers == 1
 
 
+def test_only_workers_serve_models() -> None:
+    fleet, _ = _fleet()
+    net = _worker("edges", "edges")
+    net.kind = fleet_pb2.SERVICE_KIND_CONTROLNET
+    fleet.join(net)
+    assert (fleet.models(), fleet.workers("edges"), fleet.expected("edges")) == ([], [], False)
+    worker = fleet.join(_worker("w1", "m"))
+    assert fleet.resolve(None).name == "m"
+    assert fleet.workers("m") == [worker]
+
+
 def test_before_any_worker_ever_joined_there_is_no_worker() -> None:
     fleet, _ = _fleet()
     for name in (None, "m"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -51,9 +51,19 @@ class Member:
         """Its name, unique in the fleet."""
         return self.registration.name
 
+    @property
+    def is_worker(self) -> bool:
+        """Whether it draws pictures."""
+        return self.registration.kind == fleet_pb2.SERVICE_KIND_WORKER
+
+    @property
+    def models(self) -> Sequence[image_pb2.Model]:
+        """Models that it draws with; what other kinds of services list is none of them."""
+        return self.registration.models if self.is_worker else ()
+
     def serves(self, model: str) -> bool:
         """Whether it is a worker of that model."""
-        return any(served.name == model for served in self.registration.models)
+        return any(served.name == model for served in self.models)
 
     def tell_backlog(self, backlog: int) -> None:
         """Lets its stream say how many jobs wait for it, if that is news."""
@@ -166,7 +176,7 @@ class Fleet:
 
     def models(self) -> list[image_pb2.Model]:
         """Models that are served now, by name, with the number of their workers."""
-        names = {model.name for member in self.members() for model in member.registration.models}
+        names = {model.name for member in self.members() for model in member.models}
         return [_together(self._served(name)) for name in sorted(names)]
 
     def resolve(self, name: str | None) -> image_pb2.Model:
@@ -198,7 +208,7 @@ class Fleet:
 
     def _served(self, name: str) -> list[image_pb2.Model]:
         """The model as each of its workers that are here has registered it."""
-        return [model for member in self.members() for model in member.registration.models if model.name == name]
+        return [model for member in self.members() for model in member.models if model.name == name]
 
     def _lose(self, member: Member) -> None:
         del self._members[member.registration.kind, member.name]
@@ -211,7 +221,7 @@ class Fleet:
             self.observer.member_lost(member)
 
     def _see(self, member: Member, now: float) -> None:
-        for model in member.registration.models:
+        for model in member.models:
             self._seen[model.name] = _Seen(model=model, at=now)
         while len(self._seen) > _MAX_MODELS_SEEN:
             del self._seen[min(self._seen, key=lambda name: self._seen[name].at)]

@@ -25,7 +25,7 @@ from bottega.gateway.queueing import JobQueue
 from bottega.gateway.results import ResultStore
 from bottega.gateway.scheduler import assign, estimates
 from bottega.gateway.seating import Seating
-from bottega.v1 import fleet_pb2, image_pb2
+from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import ServiceKind
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.image_pb2 import JobState
@@ -111,6 +111,11 @@ class Foreman:
             job.deadline = deadline
             self._set_deadline(job)
 
+    def show(self, job: Job) -> None:
+        """Somebody wants previews of the job."""
+        if job.live:
+            self._dispatcher.show(job)
+
     def cancel(self, job: Job) -> None:
         """Cancels a job; one that has ended stays as it is."""
         if job.cancel():
@@ -127,7 +132,7 @@ class Foreman:
 
     def member_joined(self, member: Member) -> None:
         """See FleetObserver."""
-        if member.registration.kind == fleet_pb2.SERVICE_KIND_WORKER:
+        if member.is_worker:
             self._dispatcher.open(member)
         self._count_members()
         self._pump_for(member)
@@ -183,7 +188,7 @@ class Foreman:
     # What follows.
 
     def _pump_for(self, member: Member) -> None:
-        for model in member.registration.models:
+        for model in member.models:
             self._pump(model.name)
         self._tell_backlogs()
 
@@ -281,8 +286,8 @@ class Foreman:
 
     def _tell_backlogs(self) -> None:
         for member in self._fleet.members():
-            if member.registration.kind == fleet_pb2.SERVICE_KIND_WORKER:
-                member.tell_backlog(sum(len(self._queue.line(model.name)) for model in member.registration.models))
+            if member.is_worker:
+                member.tell_backlog(sum(len(self._queue.line(model.name)) for model in member.models))
 
     def _count_members(self) -> None:
         counts = Counter(member.registration.kind for member in self._fleet.members())
