@@ -46,6 +46,15 @@ def test_a_submitted_job_runs_to_its_end_and_keeps_its_picture(client: Client) -
         client.get_image(job.job_id, 2)
 
 
+def test_whoever_watches_a_job_that_runs_may_ask_for_previews(client: Client) -> None:
+    job = client.submit(PROMPT, seed=4, **LONG)
+    wait_until(lambda: client.get_job(job.job_id).steps_done > 0, 20.0, "the first step")
+
+    events = [event for event in client.watch_job(job.job_id, preview=True) if isinstance(event, Progress)]
+
+    assert any(event.previews for event in events)
+
+
 def test_watching_tells_the_state_first_and_the_end_last(client: Client) -> None:
     job = client.submit(PROMPT, seed=4, **{**LONG, "num_inference_steps": 80})
 

@@ -63,6 +63,9 @@ class Engine:
                 del self.drawings[command.cancel.attempt.job_id]
             case "backlog":
                 self.backlog = command.backlog.requests
+            case "preview":
+                if command.preview.attempt.job_id in self.drawings:
+                    self.drawings[command.preview.attempt.job_id].start.preview = True
 
     def turn(self) -> None:
         self.turns += 1

@@ -63,6 +63,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._model = model
         self._step_s = step_s or {}
         self._running: dict[tuple[str, int], int] = {}
+        self.previewed: set[tuple[str, int]] = set()
         self._server = Server(name, ServerConfig(drain_grace_s=0.1))
         self.membership: FleetMembership | None = None
 
@@ -125,6 +126,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         key = (request.attempt.job_id, request.attempt.number)
         spec, script = request.spec, self.script
         self.requests.append(request)
+        if request.preview:
+            self.previewed.add(key)
         self.arrived.set()
         total = spec.num_inference_steps * spec.num_images
         resumed = int(request.checkpoint or b"0")
@@ -133,8 +136,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         try:
             for step in range(resumed + 1, total + 1):
                 self._running[key] = total - step
+                preview = script.preview if key in self.previewed else b""
                 yield worker_pb2.RunAttemptResponse(
-                    progress=worker_pb2.AttemptProgress(steps_done=step, preview_jpeg=script.preview)
+                    progress=worker_pb2.AttemptProgress(steps_done=step, preview_jpeg=preview)
                 )
                 if step == script.hold_at:
                     await script.release.wait()
@@ -164,6 +168,14 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """See the contract."""
         await self.cancelled.put(request.attempt)
         return worker_pb2.CancelAttemptResponse(known=True)
+
+    async def PreviewAttempt(
+        self, request: worker_pb2.PreviewAttemptRequest, context: object
+    ) -> worker_pb2.PreviewAttemptResponse:
+        """See the contract."""
+        key = (request.attempt.job_id, request.attempt.number)
+        self.previewed.add(key)
+        return worker_pb2.PreviewAttemptResponse(known=key in self._running)
 
     async def ListAttempts(
         self, request: worker_pb2.ListAttemptsRequest, context: object

@@ -349,6 +349,26 @@ async def test_previews_are_made_and_relayed_only_when_asked_for(house: Running)
     assert not worker.requests[1].preview
 
 
+async def test_previews_come_to_whoever_asks_for_them_while_the_job_runs(house: Running) -> None:
+    worker = await house.worker(step_s={2: 0.01, 4: 0.01})
+    worker.script.preview, worker.script.pace_s, worker.script.hold_at = b"jpeg", 0.02, 3
+    watched = await house.submit(prompt="a star")
+    await house.submit("attached", prompt="a square")
+    await _within(5, lambda: len(worker.requests) == 2)
+    assert not any(request.preview for request in worker.requests)
+    watching = house.images.WatchJob(image_pb2.WatchJobRequest(job_id=watched.job_id, preview=True), timeout=20)
+    attached = house.generate("attached", preview=True, prompt="a square")
+    for call in (watching, attached):
+        await told(call)
+        await _within(5, lambda: len(worker.previewed) == 2)
+        worker.script.release.set()
+        events = [answer.event async for answer in call]
+        assert {preview.jpeg for event in events for preview in event.progress.previews} == {b"jpeg"}
+        assert events[-1].HasField("completed")
+    plain = [a.event async for a in house.generate(prompt="a circle")]
+    assert not any(event.progress.previews for event in plain)
+
+
 async def test_a_caller_that_does_not_read_holds_up_nobody_and_misses_nothing_that_counts(house: Running) -> None:
     worker = await house.worker()
     worker.script.preview = b"x" * 100_000

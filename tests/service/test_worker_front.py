@@ -99,6 +99,29 @@ async def test_formats_and_previews_are_as_asked(start: Start) -> None:
         assert (preview.format, preview.size) == ("JPEG", (8, 8))
 
 
+async def test_previews_may_be_asked_for_later(start: Start) -> None:
+    running = await start()
+    order = request("slow")
+    order.spec.num_inference_steps = 60
+    asked = worker_pb2.PreviewAttemptRequest(attempt=order.attempt)
+    assert not (await running.stub.PreviewAttempt(asked, timeout=5)).known
+    following = asyncio.create_task(running.events(order))
+    await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
+    assert (await running.stub.PreviewAttempt(asked, timeout=5)).known
+    previewed = [bool(event.progress.preview_jpeg) for event in await following if event.HasField("progress")]
+    assert previewed[0] is False
+    assert any(previewed)
+
+
+async def test_previews_asked_for_before_the_engine_has_the_attempt_are_not_forgotten(start: Start) -> None:
+    running = await start()
+    order = request("slow", image=png(2000, 2000))
+    following = asyncio.create_task(running.events(order))
+    await eventually(lambda: any(True for _ in running.worker.attempts))
+    await running.stub.PreviewAttempt(worker_pb2.PreviewAttemptRequest(attempt=order.attempt), timeout=5)
+    assert any(event.progress.preview_jpeg for event in await following)
+
+
 async def test_a_bad_source_image_fails_the_attempt_only(start: Start) -> None:
     running = await start()
     events = await running.events(request(image=b"no image"))

@@ -117,6 +117,22 @@ def test_previews_come_only_where_they_were_asked_for(model: Model) -> None:
     assert all(event.preview is not None and event.preview.shape == (16, 16, 3) for event in shown)
 
 
+def test_previews_asked_for_on_the_way_come_from_then_on(model: Model) -> None:
+    easel = Easel(Engine(model, replace(TOGETHER, progress_interval_s=1e-9)))
+    for key in (0, 1):
+        easel.submit(Order(key=key, spec=SPEC))
+    easel.engine.show(1)  # which waits to be encoded
+    shown: dict[object, list[bool]] = {0: [], 1: []}
+    while easel.engine.busy:
+        for event in easel.turn():
+            if isinstance(event, Progress):
+                shown[event.key].append(event.preview is not None)
+        if len(shown[0]) == 3:
+            easel.engine.show(0)
+    easel.engine.show(0)  # harmless when it is gone
+    assert shown == {0: [False] * 3 + [True] * 3, 1: [True] * 6}
+
+
 # Prompts in whose colours the miniature's latents are about linear. Over prompts of all colours the median of the
 # correlation is .75; the best linear map that there is for its VAE has .79.
 @pytest.mark.parametrize(

@@ -137,6 +137,13 @@ class Engine:
         """Calls `alive` often from inside a turn, however long it takes; it must be quick."""
         beat_in((self.model.backbone.unet, self.model.vae, *self.model.text_encoders), alive)
 
+    def show(self, key: Hashable) -> None:
+        """Draws previews of a job from now on. Harmless when it is not here."""
+        self._orders = deque(replace(order, preview=True) if order.key == key else order for order in self._orders)
+        if key in self._jobs:
+            job = self._jobs[key]
+            job.order = replace(job.order, preview=True)
+
     def expect(self, backlog: int) -> None:
         """So many requests wait elsewhere and will come when there is room."""
         self._batcher.expect(backlog)

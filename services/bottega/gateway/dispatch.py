@@ -24,6 +24,7 @@ from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 
 _CANCEL_DEADLINE_S = 2.0
+_PREVIEW_DEADLINE_S = 2.0
 # design.md: under 1 MiB a picture.
 _MAX_CHECKPOINT_BYTES = 16 << 20
 _WATCH_PAUSE_S = 0.5
@@ -42,6 +43,9 @@ class WorkerClient(Protocol):
 
     async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
         """Stops an attempt and forgets it."""
+
+    async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
+        """Asks for previews of an attempt from now on."""
 
     async def close(self) -> None:
         """Ends every call."""
@@ -75,6 +79,8 @@ class _Attempt:
     images: dict[int, bytearray] = field(default_factory=dict)
     size_bytes: int = 0
     provenance: Provenance | None = None
+    started: bool = False
+    previewed: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,6 +123,13 @@ class Dispatcher:
         attempt = _Attempt(job=job, number=job.begin(member.name), member=member)
         self._attempts[job.job_id] = attempt
         attempt.task = asyncio.create_task(self._run(attempt))
+
+    def show(self, job: Job) -> None:
+        """Previews of the job are wanted from now on, of an attempt that runs as well."""
+        job.preview = True
+        attempt = self._attempts.get(job.job_id)
+        if attempt is not None:
+            self._ask_for_previews(attempt)
 
     def drop(self, job: Job) -> None:
         """Stops the attempt at a job that has ended some other way, and tells its worker."""
@@ -167,6 +180,7 @@ class Dispatcher:
 
     async def _follow(self, attempt: _Attempt) -> None:
         request = _request(attempt)
+        attempt.previewed = request.preview
         if self.observer:
             self.observer.attempt_sent(attempt.job)
         async with contextlib.aclosing(self._lines[attempt.member].client.run_attempt(request)) as events:
@@ -182,6 +196,8 @@ class Dispatcher:
             case "started":
                 started = event.started
                 job.resume(number, steps_total=started.steps_total, steps_resumed=started.steps_resumed)
+                attempt.started = True
+                self._ask_for_previews(attempt)
             case "progress":
                 self._take_progress(attempt, event.progress)
             case "image":
@@ -233,6 +249,20 @@ class Dispatcher:
         attempt = self._attempts.get(news.attempt.job_id)
         if attempt is not None and attempt.member is member and len(news.checkpoint) <= _MAX_CHECKPOINT_BYTES:
             attempt.job.keep(news.attempt.number, Checkpoint(steps_done=news.steps_done, data=news.checkpoint))
+
+    def _ask_for_previews(self, attempt: _Attempt) -> None:
+        """Where they are wanted, and the worker has not been told. Not before it surely knows the attempt."""
+        if attempt.job.preview and attempt.started and not attempt.previewed:
+            attempt.previewed = True
+            self._chore(self._preview_attempt(self._lines[attempt.member].client, attempt))
+
+    async def _preview_attempt(self, client: WorkerClient, attempt: _Attempt) -> None:
+        name = worker_pb2.AttemptId(job_id=attempt.job.job_id, number=attempt.number)
+        try:
+            await client.preview_attempt(name, deadline_s=_PREVIEW_DEADLINE_S)
+        except BottegaError as error:
+            # It goes on without previews, unless it is lost; then the next attempt has them.
+            _log.warning("no previews", extra={**log_lines.names(attempt.job), "text": error.message})
 
     async def _stop_attempt(self, client: WorkerClient, number: int, job: Job) -> None:
         attempt = worker_pb2.AttemptId(job_id=job.job_id, number=number)

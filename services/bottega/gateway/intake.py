@@ -110,7 +110,7 @@ class Intake:
             return None  # The same order again is a retry, which is what those failures ask for.
         self._foreman.extend(job, None if order.deadline_s is None else now + order.deadline_s)
         if order.preview:
-            job.preview = True
+            self._foreman.show(job)
         return job
 
     def _check(self, order: Order, size_bytes: int) -> image_pb2.Model:

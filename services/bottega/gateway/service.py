@@ -101,7 +101,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         """See the contract."""
         job = self._job(request.job_id)
         if request.preview:
-            job.preview = True
+            self._foreman.show(job)
         async with contextlib.aclosing(Watch(job, preview=request.preview).events()) as events:
             async for event in events:
                 yield image_pb2.WatchJobResponse(event=event_to_wire(job, event, self._results))

@@ -53,6 +53,13 @@ class GrpcWorkerClient:
         except grpc.aio.AioRpcError as error:
             raise _typed(error) from None
 
+    async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
+        """Asks for previews of an attempt from now on."""
+        try:
+            await self._worker.PreviewAttempt(worker_pb2.PreviewAttemptRequest(attempt=attempt), timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            raise _typed(error) from None
+
     async def close(self) -> None:
         """Ends every call."""
         await self._channel.close()

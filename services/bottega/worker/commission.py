@@ -107,6 +107,15 @@ class Commission:
             self._expiry = loop.call_later(max(0.0, self._order.deadline_s), self._expire)
         self._spawn(self._begin())
 
+    def show(self) -> None:
+        """Sends previews with the progress from now on. Harmless when it does already."""
+        if self._order.preview:
+            return
+        self._order = replace(self._order, preview=True)
+        if self.in_engine:
+            preview = engine_pb2.EnginePreview(attempt=self._order.key.message())
+            self._tell_engine(engine_pb2.EngineCommand(preview=preview))
+
     def drop(self, error: BottegaError) -> None:
         """Ends it now, in the engine too. Harmless when it has ended."""
         if self.attempt.ended:
@@ -141,7 +150,6 @@ class Commission:
         start.attempt.CopyFrom(self._order.key.message())
         start.spec.CopyFrom(self._order.spec)
         start.checkpoint = self._checkpoint
-        start.preview = self._order.preview
         size_bytes = len(self._checkpoint)
         if self._image:
             source = await self._pictures.source(self._image, self._order.spec)
@@ -150,6 +158,7 @@ class Commission:
             await source.tensor_into(start.image)
             size_bytes += len(source.pixels.data)
         self._image = self._checkpoint = b""
+        start.preview = self._order.preview  # which may have been asked for while the image was decoded
         self._engine.send(command, size_bytes)
         self._in_engine = True
 
@@ -204,10 +213,14 @@ class Commission:
 
     def _cancel_in_engine(self) -> None:
         cancel = engine_pb2.EngineCancel(attempt=self._order.key.message())
+        self._tell_engine(engine_pb2.EngineCommand(cancel=cancel))
+
+    def _tell_engine(self, command: engine_pb2.EngineCommand) -> None:
         try:
-            self._engine.send(engine_pb2.EngineCommand(cancel=cancel))
-        except BottegaError as error:
-            _log.info("nothing to cancel", extra={**self._facts, **_why(error)})
+            self._engine.send(command)
+        except BottegaError as error:  # with the engine the attempt ends as well
+            kind = command.WhichOneof("command")
+            _log.info("the engine could not be told", extra={**self._facts, "command": kind, **_why(error)})
 
     def _ended(self) -> None:
         if self._expiry:

@@ -79,6 +79,8 @@ class EngineProcess:
                 self._engine.cancel(key_of(command.cancel.attempt))
             case "backlog":
                 self._engine.expect(command.backlog.requests)
+            case "preview":
+                self._engine.show(key_of(command.preview.attempt))
 
     def _beat_if_due(self) -> None:
         if time.monotonic() - self._beaten_s >= _BEAT_S:

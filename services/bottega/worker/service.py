@@ -57,6 +57,9 @@ class WorkerService:
                 pb.WatchCheckpointsRequest.FromString,
                 pb.WatchCheckpointsResponse.SerializeToString,
             ),
+            "PreviewAttempt": cast(Any, grpc.unary_unary_rpc_method_handler)(
+                self.preview_attempt, pb.PreviewAttemptRequest.FromString, pb.PreviewAttemptResponse.SerializeToString
+            ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
@@ -88,6 +91,12 @@ class WorkerService:
             yield worker_pb2.WatchCheckpointsResponse(
                 attempt=checkpoint.key.message(), steps_done=checkpoint.steps_done, checkpoint=checkpoint.data
             )
+
+    async def preview_attempt(
+        self, request: worker_pb2.PreviewAttemptRequest, _context: _Context
+    ) -> worker_pb2.PreviewAttemptResponse:
+        """PreviewAttempt."""
+        return worker_pb2.PreviewAttemptResponse(known=self._worker.preview(_checked_key(request.attempt)))
 
     async def _started(self, raw: bytes) -> Attempt:
         order = await copied(len(raw), lambda: order_from(raw))

@@ -107,6 +107,13 @@ class Worker:
         self._drop(attempt, JobCancelled("the attempt was cancelled"))
         return True
 
+    def preview(self, key: AttemptKey) -> bool:
+        """Sends previews with the attempt's progress from now on. Whether it was held."""
+        commission = self._commissions.get(key)
+        if commission is not None:
+            commission.show()
+        return self.attempts.find(key) is not None
+
     def load(self) -> fleet_pb2.Load:
         """How busy the worker is."""
         steps_left = {AttemptKey.of(running.attempt): running.steps_left for running in self._beat.running}
