@@ -144,7 +144,7 @@ def test_models_are_listed_by_name_with_their_workers() -> None:
 
 
 def test_the_limits_of_a_model_are_those_of_the_workers_that_are_here() -> None:
-    fleet, watcher = _fleet()
+    fleet, _ = _fleet()
     fleet.join(_worker("large", max_pixels=4096))
     small = fleet.join(_worker("small", port=2, max_pixels=64))
     # Whoever gets the job must be able to draw it.

@@ -10,6 +10,7 @@ from bottega.miniature.scenes.grammar import (
     Scene,
     Thing,
     held_out_scenes,
+    near_miss,
     random_scene,
     training_scene,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "caption",
     "coverage",
     "held_out_scenes",
+    "near_miss",
     "random_layout",
     "random_scene",
     "render",

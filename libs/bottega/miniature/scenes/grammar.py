@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SHAPES = ("circle", "square", "triangle", "star", "ring", "cross", "heart", "diamond")
 # Red, green and blue, 0 to 255. Chosen so that no two are near each other, also after the VAE.
@@ -68,6 +68,14 @@ class Scene:
         return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 
+def near_miss(scene: Scene, rng: random.Random) -> Scene:
+    """A scene that says one thing differently; of two things, most often which has what, or which is where."""
+    while True:
+        changed = rng.choice((_exchanged, _turned, _other_thing) if scene.relation else _CHANGES)(scene, rng)
+        if changed is not None and changed != scene:
+            return changed
+
+
 def random_scene(rng: random.Random, *, things: int) -> Scene:
     """Any scene of one or two things, held out or not, all equally likely."""
     ground = rng.choice(tuple(COLOURS))
@@ -103,6 +111,39 @@ def _scene_where(rng: random.Random, things: int, *, held_out: bool) -> Scene:
         scene = random_scene(rng, things=things)
         if scene.held_out == held_out:
             return scene
+
+
+def _exchanged(scene: Scene, rng: random.Random) -> Scene | None:
+    """Colours, shapes or both change places."""
+    first, second = scene.things
+    swapped = (Thing(shape=first.shape, colour=second.colour), Thing(shape=second.shape, colour=first.colour))
+    return replace(scene, things=rng.choice((swapped, swapped[::-1], (second, first))))
+
+
+def _turned(scene: Scene, rng: random.Random) -> Scene | None:
+    """Beside becomes above, and the reverse."""
+    return replace(scene, relation=next(relation for relation in RELATIONS if relation != scene.relation))
+
+
+def _other_thing(scene: Scene, rng: random.Random) -> Scene | None:
+    """One thing has another shape or colour; None when that makes no scene."""
+    at = rng.randrange(len(scene.things))
+    old = scene.things[at]
+    shape, colour = rng.choice(((rng.choice(SHAPES), old.colour), (old.shape, rng.choice(tuple(COLOURS)))))
+    things = (*scene.things[:at], Thing(shape=shape, colour=colour), *scene.things[at + 1 :])
+    fits = colour != scene.ground and len(set(things)) == len(things)
+    return replace(scene, things=things) if fits else None
+
+
+def _other_place(scene: Scene, rng: random.Random) -> Scene | None:
+    return replace(scene, place=rng.choice(PLACES))
+
+
+def _other_size(scene: Scene, rng: random.Random) -> Scene | None:
+    return replace(scene, size=rng.choice(SIZES))
+
+
+_CHANGES = (_other_thing, _other_place, _other_size)
 
 
 def _thing(rng: random.Random, colours: tuple[str, ...]) -> Thing:

@@ -12,7 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from bottega.miniature.scenes import COLOURS, Scene, any_caption, random_layout, render, training_scene
+from bottega.miniature.scenes import (
+    COLOURS,
+    Scene,
+    any_caption,
+    caption,
+    near_miss,
+    random_layout,
+    render,
+    training_scene,
+)
 from bottega.miniature.training.parts import Parts
 
 # Of the pictures, so many show two things: they are the harder half.
@@ -37,6 +46,10 @@ class Corpus:
     def captions(self, rows: torch.Tensor, rng: random.Random) -> list[str]:
         """One phrasing of each, a new choice each time."""
         return [any_caption(self.scenes[row], rng) for row in rows.tolist()]
+
+    def near_misses(self, rows: torch.Tensor, rng: random.Random) -> list[str]:
+        """For each a full caption that is wrong in one thing."""
+        return [caption(near_miss(self.scenes[row], rng)) for row in rows.tolist()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """The text stage: text encoders and the vision tower learn which picture a caption belongs to, and its parts.
 
-Contrastive as CLIP is, and with readings: linear heads that name shapes, colours, places and relation from the
-embeddings, which teaches binding far quicker than contrast alone. The heads are left behind. It knows no UNet.
+Contrastive as CLIP is, with near misses (captions that are wrong in one thing), and with readings: linear heads
+that name shapes, colours, places and relation from the embeddings, which teaches binding far quicker than contrast
+alone. The heads are left behind. It knows no UNet.
 """
 
 from __future__ import annotations
@@ -67,13 +68,14 @@ class TextStage:
         for group in self._optimizer.param_groups:
             group["lr"] = self._recipe.rate * rate
         rows = torch.randint(len(self._corpus), (self._recipe.rows,), generator=generator)
-        captions = self._corpus.captions(rows, random.Random(number))
+        rng = random.Random(number)
+        captions = self._corpus.captions(rows, rng) + self._corpus.near_misses(rows, rng)
         loss = self._loss(rows, captions)
         self._optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     def finish(self) -> None:
         """Leaves the networks as the last step made them."""
@@ -91,6 +93,7 @@ class TextStage:
         self._optimizer.load_state_dict(state["optimizer"])
 
     def _loss(self, rows: torch.Tensor, captions: list[str]) -> torch.Tensor:
+        """captions: one for each row, then one near miss for each, to which no picture belongs."""
         ids = self._parts.tokens(captions)
         first = self._parts["text_encoder"](ids, output_hidden_states=True)
         second = self._parts["text_encoder_2"](ids, output_hidden_states=True)
@@ -102,8 +105,9 @@ class TextStage:
         targets = self._targets[rows]
         same = (targets[:, None] == targets[None]).all(dim=-1) & ~torch.eye(len(rows), dtype=torch.bool)
         loss = sum((_contrast(text, seen, scale, same) for text in texts), torch.zeros(()))
-        last = [output.hidden_states[-2][:, -1] for output in (first, second)]
-        readings = [heads["seen"](seen), heads["said"](second.text_embeds), heads["both"](torch.cat(last, dim=-1))]
+        last = torch.cat([output.hidden_states[-2][:, -1] for output in (first, second)], dim=-1)
+        count = len(rows)
+        readings = [heads["seen"](seen), heads["said"](second.text_embeds[:count]), heads["both"](last[:count])]
         read = [_reading_loss(logits, targets) for logits in readings]
         return loss + self._recipe.reading_weight * sum(read, torch.zeros(()))
 
@@ -124,9 +128,13 @@ def _heads(parts: Parts) -> torch.nn.ModuleDict:
 
 
 def _contrast(text: torch.Tensor, seen: torch.Tensor, scale: torch.Tensor, same: torch.Tensor) -> torch.Tensor:
-    logits = (scale * normalize(text, dim=-1) @ normalize(seen, dim=-1).T).masked_fill(same, float("-inf"))
-    right = torch.arange(len(logits))
-    return (cross_entropy(logits, right) + cross_entropy(logits.T, right)) / 2
+    """text: (captions and near misses, width). same: pairs of rows that are left out."""
+    logits = scale * normalize(seen, dim=-1) @ normalize(text, dim=-1).T
+    count = len(logits)
+    misses = torch.zeros(count, len(text) - count, dtype=torch.bool)
+    logits = logits.masked_fill(torch.cat([same, misses], dim=1), float("-inf"))
+    right = torch.arange(count)
+    return (cross_entropy(logits, right) + cross_entropy(logits[:, :count].T, right)) / 2
 
 
 def _reading_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

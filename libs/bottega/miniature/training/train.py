@@ -70,7 +70,9 @@ def _parts(training: Training) -> Parts:
     kept = training.folder / "model"
     fresh = {"text": ("text_encoder", "text_encoder_2", "clip_vision"), "vision": ("clip_vision",)}
     again = fresh.get(training.stage, (training.stage,)) if training.fresh else ()
-    return load_parts(kept if kept.exists() else training.start, fresh=again)
+    if not kept.exists():
+        shutil.copytree(training.start, kept)
+    return load_parts(kept, fresh=again)
 
 
 def _stage(training: Training, parts: Parts, corpus: Corpus) -> Stage:

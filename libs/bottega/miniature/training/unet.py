@@ -77,7 +77,7 @@ class UnetStage:
         torch.nn.utils.clip_grad_norm_([p for g in self._optimizer.param_groups for p in g["params"]], 1.0)
         self._optimizer.step()
         self._average.follow(number)
-        return float(loss)
+        return float(loss.detach())
 
     def finish(self) -> None:
         """Leaves the averaged weights in the networks."""

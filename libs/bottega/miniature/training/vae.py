@@ -65,7 +65,7 @@ class VaeStage:
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._average.follow(number)
-        return float(loss)
+        return float(loss.detach())
 
     def finish(self) -> None:
         """Leaves the averaged weights in the network."""

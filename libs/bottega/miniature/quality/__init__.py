@@ -1,0 +1,23 @@
+"""The quality harness: CLIP score, Fréchet and perceptual distance, SSIM. It imports torch.
+
+By default the features are those of the miniature's own towers, which have seen nothing but its scenes: figures
+compare pictures of the miniature with each other, and not with figures published for CLIP, LPIPS or
+Inception. `load_clip` takes a CLIP of transformers by path, for other models.
+"""
+
+from bottega.miniature.quality.clip import Clip, load_clip, load_miniature
+from bottega.miniature.quality.distances import clip_scores, frechet_distance, perceptual_distances
+from bottega.miniature.quality.measure import Quality, measure
+from bottega.miniature.quality.ssim import ssim
+
+__all__ = [
+    "Clip",
+    "Quality",
+    "clip_scores",
+    "frechet_distance",
+    "load_clip",
+    "load_miniature",
+    "measure",
+    "perceptual_distances",
+    "ssim",
+]

@@ -1,0 +1,105 @@
+"""Two towers that embed pictures and texts: the miniature's own, or any CLIP in transformers' folder layout.
+
+It knows files, sizes and normalisation, and no scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+from transformers import (
+    AutoTokenizer,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPTextModelWithProjection,
+    CLIPVisionModelWithProjection,
+)
+
+from bottega.miniature import WEIGHTS
+
+# Rows of one forward; keeps a large vision tower's activations small.
+_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """vision: has vision_model and visual_projection; text: text_model and text_projection; or one model has all.
+
+    mean, std: of the pictures' red, green and blue, each in 0 to 1.
+    """
+
+    vision: Any
+    text: Any
+    tokenizer: Any
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @torch.no_grad()
+    def embed_pictures(self, pictures: Sequence[PIL.Image.Image]) -> torch.Tensor:
+        """Features (pictures, width), as the projection leaves them."""
+        pooled = [self._look(pixels).pooler_output for pixels in self._batches(pictures)]
+        found: torch.Tensor = self.vision.visual_projection(torch.cat(pooled))
+        return found
+
+    @torch.no_grad()
+    def embed_texts(self, texts: Sequence[str]) -> torch.Tensor:
+        """Features (texts, width), as the projection leaves them."""
+        tokens = self.tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
+        found: torch.Tensor = self.text.text_projection(self.text.text_model(**tokens).pooler_output)
+        return found
+
+    @torch.no_grad()
+    def layers(self, pictures: Sequence[PIL.Image.Image]) -> list[torch.Tensor]:
+        """What each layer says of each patch: (pictures, patches, width), one for each layer."""
+        batches = [self._look(pixels).hidden_states[1:] for pixels in self._batches(pictures)]
+        return [torch.cat(layer)[:, 1:] for layer in zip(*batches, strict=True)]
+
+    def _look(self, pixels: torch.Tensor) -> Any:
+        return self.vision.vision_model(pixel_values=pixels, output_hidden_states=True)
+
+    def _batches(self, pictures: Sequence[PIL.Image.Image]) -> list[torch.Tensor]:
+        pixels = torch.stack([self._pixels(picture) for picture in pictures])
+        return list(torch.split(pixels, _ROWS))
+
+    def _pixels(self, picture: PIL.Image.Image) -> torch.Tensor:
+        """(3, side, side). A picture that is not square is stretched, never cropped: all of it counts."""
+        side = self.vision.vision_model.config.image_size
+        sized = picture.convert("RGB")
+        if sized.size != (side, side):
+            sized = sized.resize((side, side), PIL.Image.Resampling.BICUBIC)
+        values = torch.from_numpy(np.array(sized, dtype=np.float32) / 255.0)
+        return ((values - torch.tensor(self.mean)) / torch.tensor(self.std)).permute(2, 0, 1)
+
+
+def load_miniature(folder: Path = WEIGHTS) -> Clip:
+    """The vision tower kept from the training, with the second text encoder."""
+    return Clip(
+        vision=_load(CLIPVisionModelWithProjection, folder / "clip_vision"),
+        text=_load(CLIPTextModelWithProjection, folder / "text_encoder_2"),
+        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer_2"),
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+    )
+
+
+def load_clip(folder: Path) -> Clip:
+    """A whole CLIP (both towers, tokenizer, preprocessor_config.json), as transformers saves it; safetensors only."""
+    both = _load(CLIPModel, folder)
+    images = CLIPImageProcessor.from_pretrained(folder)
+    return Clip(
+        vision=both,
+        text=both,
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+        mean=tuple(images.image_mean),
+        std=tuple(images.image_std),
+    )
+
+
+def _load(kind: Any, folder: Path) -> Any:
+    return kind.from_pretrained(folder, use_safetensors=True).float().eval()

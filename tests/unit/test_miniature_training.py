@@ -1,0 +1,197 @@
+"""The miniature's training: every stage learns, resumes exactly, and leaves a model that Diffusers loads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+
+from bottega.miniature import WEIGHTS
+from bottega.miniature.training.attention import PlainAttention
+from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
+from bottega.miniature.training.loop import Budget, Stage, rate, run
+from bottega.miniature.training.parts import Parts, load_parts
+from bottega.miniature.training.text import TextRecipe, TextStage
+from bottega.miniature.training.train import Training, export, train
+from bottega.miniature.training.unet import UnetRecipe, UnetStage, loss_weight
+from bottega.miniature.training.vae import VaeRecipe, VaeStage
+
+STEPS = 50
+PICTURES = 32
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Batches here are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return draw_corpus(PICTURES, seed=1)
+
+
+@pytest.fixture(scope="module")
+def latents(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Latents:
+    return encode(corpus, load_parts(WEIGHTS), tmp_path_factory.mktemp("latents"))
+
+
+def _stage(name: str, corpus: Corpus, latents: Latents) -> tuple[Stage, Parts]:
+    """With fresh networks, so that there is something to learn."""
+    torch.manual_seed(0)
+    parts = load_parts(WEIGHTS, fresh=("text_encoder", "text_encoder_2", "clip_vision", "unet"))
+    if name == "unet":
+        return UnetStage(parts, corpus, latents, UnetRecipe(rows=4)), parts
+    if name == "vae":
+        return VaeStage(parts, corpus, latents, VaeRecipe(rows=2)), parts
+    return TextStage(parts, corpus, TextRecipe(rows=8, vision_only=name == "vision")), parts
+
+
+class Watched:
+    """A stage whose losses are kept."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.name, self._stage = stage.name, stage
+        self.losses: list[float] = []
+
+    def step(self, number: int, rate: float) -> float:
+        self.losses.append(self._stage.step(number, rate))
+        return self.losses[-1]
+
+    def finish(self) -> None:
+        self._stage.finish()
+
+    def state(self) -> dict[str, Any]:
+        return self._stage.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._stage.load_state(state)
+
+
+@pytest.mark.parametrize("name", ["text", "vision", "unet"])
+def test_a_stage_learns_within_fifty_steps(name: str, corpus: Corpus, latents: Latents, tmp_path: Path) -> None:
+    stage = Watched(_stage(name, corpus, latents)[0])
+
+    assert run(stage, Budget(steps=STEPS), tmp_path) == STEPS
+
+    assert sum(stage.losses[-10:]) < 0.95 * sum(stage.losses[:10])
+
+
+def test_the_decoder_learns_and_the_encoder_stays(corpus: Corpus, latents: Latents, tmp_path: Path) -> None:
+    stage, parts = _stage("vae", corpus, latents)
+    encoder = {name: tensor.clone() for name, tensor in parts["vae"].encoder.state_dict().items()}
+    rows = torch.arange(8)
+    before = _decoding_error(parts, corpus, latents, rows)
+
+    run(stage, Budget(steps=STEPS), tmp_path)
+    stage.finish()
+
+    assert _decoding_error(parts, corpus, latents, rows) < before
+    assert all(torch.equal(encoder[name], tensor) for name, tensor in parts["vae"].encoder.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["text", "unet", "vae"])
+def test_a_resumed_stage_goes_on_as_if_it_had_not_stopped(
+    name: str, corpus: Corpus, latents: Latents, tmp_path: Path
+) -> None:
+    whole = Watched(_stage(name, corpus, latents)[0])
+    for number in range(4):
+        whole.step(number, rate(number, 4))
+    first = _stage(name, corpus, latents)[0]
+    for number in range(2):
+        first.step(number, rate(number, 4))
+    torch.save({"step": 2, "stage": first.state()}, tmp_path / f"{name}.pt")
+
+    second = Watched(_stage(name, corpus, latents)[0])
+    assert run(second, Budget(steps=4), tmp_path) == 4
+
+    assert second.losses == pytest.approx(whole.losses[2:], rel=1e-5)
+
+
+def test_minutes_end_a_run_and_the_next_one_goes_on(corpus: Corpus, latents: Latents, tmp_path: Path) -> None:
+    class Counting(Watched):
+        def step(self, number: int, rate: float) -> float:
+            self.losses.append(number)
+            return 0.0
+
+    stage = Counting(_stage("text", corpus, latents)[0])
+
+    assert run(stage, Budget(steps=10, minutes=0.0), tmp_path) == 0
+    assert run(stage, Budget(steps=3), tmp_path) == 3
+    assert run(stage, Budget(steps=5), tmp_path) == 5
+    assert stage.losses == [0, 1, 2, 3, 4]
+
+
+def test_latents_are_kept_for_the_next_run(corpus: Corpus, latents: Latents, tmp_path: Path) -> None:
+    parts = load_parts(WEIGHTS)
+    first = encode(corpus, parts, tmp_path)
+    (file,) = tmp_path.iterdir()
+    written = file.stat().st_mtime_ns
+
+    again = encode(corpus, parts, tmp_path)
+
+    assert file.stat().st_mtime_ns == written
+    assert torch.equal(first.mean, again.mean)
+    assert torch.equal(first.mean, latents.mean)
+
+
+def test_plain_attention_is_stock_attention() -> None:
+    unet: Any = UNet2DConditionModel.from_pretrained(WEIGHTS / "unet", use_safetensors=True).float()
+    generator = torch.Generator().manual_seed(0)
+    noisy, context, pooled = (
+        torch.randn(shape, generator=generator) for shape in ((2, 4, 16, 16), (2, 24, 128), (2, 64))
+    )
+    added = {"text_embeds": pooled, "time_ids": torch.full((2, 6), 64.0)}
+
+    with torch.no_grad():
+        stock = unet(noisy, torch.tensor([5, 700]), context, added_cond_kwargs=added).sample
+        unet.set_attn_processor(PlainAttention())
+        plain = unet(noisy, torch.tensor([5, 700]), context, added_cond_kwargs=added).sample
+
+    torch.testing.assert_close(plain, stock, atol=1e-5, rtol=1e-5)
+
+
+def test_noisy_steps_count_most_and_clean_ones_least() -> None:
+    weights = loss_weight(torch.tensor([0.01, 0.3, 0.9, 0.999]), UnetRecipe())
+
+    assert weights.tolist() == sorted(weights.tolist(), reverse=True)
+    assert float(weights[0]) == UnetRecipe().loud_cap
+
+
+def test_training_leaves_a_model_that_the_stock_pipeline_draws_with(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    for stage in ("text", "unet", "vae", "vision"):
+        assert train(Training(stage=stage, folder=state, steps=1, rows=2, pictures=4)) == 1
+    shutil.copytree(state / "model", tmp_path / "model")
+
+    pipeline = StableDiffusionXLPipeline.from_pretrained(
+        tmp_path / "model", dtype=torch.float32, use_safetensors=True, add_watermarker=False
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    (picture,) = pipeline("a red star", height=64, width=64, num_inference_steps=2).images
+
+    assert picture.size == (64, 64)
+    weights = sum(file.stat().st_size for file in (state / "model").rglob("*.safetensors"))
+    assert weights < 12e6
+
+
+def test_a_running_stage_can_be_exported(tmp_path: Path) -> None:
+    train(Training(stage="unet", folder=tmp_path / "state", steps=2, rows=2, pictures=4))
+    shutil.rmtree(tmp_path / "state" / "model")  # as if it were still running
+
+    assert export(tmp_path / "state", "unet", tmp_path / "out") == 2
+    assert (tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors").exists()
+
+
+def _decoding_error(parts: Parts, corpus: Corpus, latents: Latents, rows: torch.Tensor) -> float:
+    with torch.no_grad():
+        drawn = parts["vae"].decode(latents.mean[rows].float()).sample
+    return float((drawn - corpus.pictures(rows)).abs().mean())
