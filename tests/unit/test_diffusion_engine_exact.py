@@ -42,9 +42,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 # Nobody may be passed over, so all that fit into a group share every turn, whatever turns cost here and now.
 TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
-# Beside others, sums differ in their last bits, and about one drawing in sixty of so few steps is so ill-conditioned
-# that this grows to 1e-4. This seed has none of those: its largest deviation is 5e-6, and the median 1e-6.
-SEED = 15
+# Beside others, sums differ in their last bits. Of 140 drawings so made, from ten seeds, the median deviation was
+# 1.5e-6 and the largest 2.8e-5.
+SEEDS = (15, 16, 17)
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,9 @@ def source(stock: Stock) -> PIL.Image.Image:
     return PIL.Image.fromarray(stock.reference(replace(PLAIN, prompt=PROMPTS[1], seed=77)).pixels)
 
 
-def busy_orders() -> Iterator[tuple[int, Order]]:
+def busy_orders(seed: int) -> Iterator[tuple[int, Order]]:
     """One job for each sampler and one for each set of options, and before which turn each comes."""
-    chance = random.Random(SEED)
+    chance = random.Random(seed)
     ways = [*((sampler, {}) for sampler in SAMPLERS), *((chance.choice(SAMPLERS), options) for options in OPTIONS)]
     for index, ((kind, karras), options) in enumerate(ways):
         spec = DrawingSpec(
@@ -80,7 +80,7 @@ def busy_orders() -> Iterator[tuple[int, Order]]:
             num_inference_steps=chance.randint(4, 9),
             width=64,
             height=64,
-            seed=SEED + index,
+            seed=seed + index,
             sampler=kind,
             use_karras_sigmas=karras,
             **options,
@@ -122,11 +122,11 @@ def test_a_request_alone_ends_as_the_stock_pipeline_does(
     assert_equal_to_stock(easel.draw(Order(key="alone", spec=spec)), stock)
 
 
-@pytest.fixture(scope="module")
-def busy(model: Model) -> dict[Hashable, Drawing]:
+@pytest.fixture(scope="module", params=SEEDS)
+def busy(model: Model, request: pytest.FixtureRequest) -> dict[Hashable, Drawing]:
     """Jobs that come and go at random while others are under way, all that are there in every turn."""
     arrivals: dict[int, list[Order]] = {}
-    for turn, order in busy_orders():
+    for turn, order in busy_orders(request.param):
         arrivals.setdefault(turn, []).append(order)
     assert len(arrivals) > 5
     return Easel(Engine(model, TOGETHER)).run(arrivals)
@@ -150,7 +150,7 @@ def test_every_option_means_in_a_busy_batch_what_it_means_in_stock(
 
 
 def test_images_are_right_whatever_groups_the_measured_times_make(easel: Easel, stock: Stock) -> None:
-    orders = [order for _, order in busy_orders()][::3]
+    orders = [order for _, order in busy_orders(SEEDS[0])][::3]
     drawings = easel.run({2 * turn: [order] for turn, order in enumerate(orders)})
     for order in orders:
         assert_as_stock(drawings[order.key], stock)
@@ -168,9 +168,7 @@ def test_image_i_of_a_job_is_a_single_run_with_the_seed_plus_i(model: Model, eas
 
 
 @pytest.mark.parametrize("strength", [0.3, 0.6, 1.0])
-@pytest.mark.parametrize(
-    "kind", [SamplerKind.EULER, SamplerKind.EULER_ANCESTRAL, SamplerKind.DPMPP_2M], ids=lambda kind: str(kind.name)
-)
+@pytest.mark.parametrize("kind", SamplerKind, ids=lambda kind: str(kind.name))
 def test_image_to_image_begins_where_stock_does_and_ends_as_it_does(
     easel: Easel, stock: Stock, source: PIL.Image.Image, kind: SamplerKind, strength: float
 ) -> None:
