@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bottega import rules
 from bottega.errors import FieldNotServed, InvalidRequest
 from bottega.gateway import validation
 from bottega.v1 import generation_pb2, image_pb2
@@ -135,7 +136,7 @@ def test_all_violations_come_at_once() -> None:
     spec = GenerationSpec(width=7, height=-1, num_images=0, guidance_scale=NAN, sampler=99, strength=0.5)  # type: ignore[arg-type]
     assert set(_fields(spec)) == {"width", "height", "num_images", "guidance_scale", "sampler", "strength"}
     with pytest.raises(InvalidRequest) as caught:
-        validation.refuse(list(validation.check_spec(spec, max_image_bytes=100)))
+        rules.refuse(list(validation.check_spec(spec, max_image_bytes=100)))
     assert len(caught.value.violations) == 5
     assert "and 4 more" in caught.value.message
 

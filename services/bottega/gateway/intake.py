@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+from bottega import rules
 from bottega.codec import ImageSize
 from bottega.errors import (
     BadImage,
@@ -129,7 +130,7 @@ class Intake:
             found.extend(error.violations)
         if model is not None:
             found.extend(validation.check_model(spec, model))
-        validation.refuse(found)
+        rules.refuse(found)
         if self._foreman.draining:
             raise Draining("the gateway is stopping; ask another one or retry", retry_after_s=1.0)
         if model is None:

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from bottega import rules
 from bottega.errors import ImageNotFound, InvalidRequest, JobNotFinished, Violation
 from bottega.gateway import validation
 from bottega.gateway.fleet import Fleet
@@ -86,7 +87,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
 
     async def ListJobs(self, request: image_pb2.ListJobsRequest, context: _Context) -> image_pb2.ListJobsResponse:
         """See the contract."""
-        validation.refuse(list(validation.check_page(request)))
+        rules.refuse(list(validation.check_page(request)))
         wanted = Filter(
             states=frozenset(request.states),
             after=_unix_s(request.created_after, "created_after") if request.HasField("created_after") else None,

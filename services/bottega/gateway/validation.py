@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from bottega.errors import FieldNotServed, InvalidRequest, Violation
+from bottega.errors import FieldNotServed, Violation
 from bottega.gateway.defaults import STRENGTH
-from bottega.planning import steps_to_run
+from bottega.rules import MAX_SIDE, MAX_STEPS, check_ranges, check_steps_left
 from bottega.v1 import generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import ControlNet, Fidelity, GenerationSpec, ImageFormat, Lora, Sampler
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Sampler
 
 MAX_PROMPT_BYTES = 16 << 10
-MAX_IMAGES = 8
-MAX_STEPS = 200
-MAX_SIDE = 1 << 14
-# Seeds of all images stay exactly representable in a JSON number.
-MAX_SEED = 2**53 - MAX_IMAGES
 MAX_ADAPTERS = 8
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -43,8 +38,7 @@ def check_request_id(request_id: str) -> Iterator[Violation]:
 def check_spec(spec: GenerationSpec, *, max_image_bytes: int) -> Iterator[Violation]:
     """What is wrong with a spec whatever the model."""
     yield from _texts(spec)
-    yield from _numbers(spec)
-    yield from _enums(spec)
+    yield from check_ranges(spec)
     yield from _images(spec, max_image_bytes)
     yield from _adapters(spec, max_image_bytes)
 
@@ -64,14 +58,6 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violat
     if spec.use_karras_sigmas and spec.sampler in Sampler.values() and sampler not in _KARRAS_SAMPLERS:
         yield _violation("use_karras_sigmas", "only with the samplers EULER and DPMPP_2M")
     yield from _img2img_steps(spec, model)
-
-
-def refuse(violations: Sequence[Violation]) -> None:
-    """Raises InvalidRequest with all of them, if there are any."""
-    if violations:
-        first = f"{violations[0].field}: {violations[0].description}"
-        more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
-        raise InvalidRequest(first + more, violations=violations)
 
 
 def refuse_unserved(spec: GenerationSpec) -> None:
@@ -97,26 +83,6 @@ def _texts(spec: GenerationSpec) -> Iterator[Violation]:
             yield _violation(name, f"is {size} bytes of UTF-8; at most {MAX_PROMPT_BYTES}")
     if len(spec.model) > _MAX_MODEL_CHARACTERS:
         yield _violation("model", f"must be at most {_MAX_MODEL_CHARACTERS} characters")
-
-
-def _numbers(spec: GenerationSpec) -> Iterator[Violation]:
-    yield from _within(spec, "num_inference_steps", 1, MAX_STEPS)
-    yield from _within(spec, "guidance_scale", 0, 50)
-    yield from _within(spec, "guidance_rescale", 0, 1)
-    yield from _within(spec, "width", 1, MAX_SIDE)
-    yield from _within(spec, "height", 1, MAX_SIDE)
-    yield from _within(spec, "seed", 0, MAX_SEED)
-    yield from _within(spec, "num_images", 1, MAX_IMAGES)
-    yield from _within(spec, "quality", 1, 100)
-    # Written so that NaN breaks the rule.
-    if spec.HasField("strength") and not 0 < spec.strength <= 1:
-        yield _violation("strength", "must be above 0 and at most 1")
-
-
-def _enums(spec: GenerationSpec) -> Iterator[Violation]:
-    for name, kind in (("sampler", Sampler), ("fidelity", Fidelity), ("format", ImageFormat)):
-        if getattr(spec, name) not in kind.values():
-            yield _violation(name, f"unknown value {int(getattr(spec, name))}")
 
 
 def _images(spec: GenerationSpec, max_bytes: int) -> Iterator[Violation]:
@@ -160,18 +126,9 @@ def _controlnet(path: str, net: ControlNet, max_bytes: int) -> Iterator[Violatio
 
 
 def _img2img_steps(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violation]:
-    """Diffusers starts image-to-image at a later step, and refuses when no step would be left."""
     steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
-    strength = spec.strength if spec.HasField("strength") else STRENGTH
-    sensible = spec.HasField("image") and 0 < strength <= 1 and 0 < steps <= MAX_STEPS
-    if sensible and steps_to_run(steps, strength) < 1:
-        yield _violation("strength", f"leaves no denoising step: {steps} steps x {strength:g} is below 1")
-
-
-def _within(spec: GenerationSpec, name: str, low: int, high: int) -> Iterator[Violation]:
-    # Written so that NaN breaks the rule.
-    if spec.HasField(name) and not low <= getattr(spec, name) <= high:  # type: ignore[arg-type]
-        yield _violation(name, f"must be {low} to {high}")
+    if spec.HasField("image"):
+        yield from check_steps_left(steps, spec.strength if spec.HasField("strength") else STRENGTH)
 
 
 def _encoded(path: str, image: bytes, max_bytes: int) -> Iterator[Violation]:
