@@ -31,12 +31,14 @@ _WATCH_PAUSE_S = 0.5
 
 _log = logging.getLogger(__name__)
 
+_Events = AsyncGenerator[worker_pb2.RunAttemptResponse, None]
+
 
 class WorkerClient(Protocol):
     """Calls to one worker. Every failure is a BottegaError; a broken connection is WorkerLost."""
 
-    def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
-        """Starts an attempt and streams its events."""
+    def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> _Events:
+        """Starts an attempt before it returns, and streams its events."""
 
     def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
         """Streams the newest checkpoint of every attempt."""
@@ -55,7 +57,7 @@ class AttemptObserver(Protocol):
     """Who is told how attempts end. Called in the event loop; must not block."""
 
     def attempt_sent(self, job: Job) -> None:
-        """The worker has been called."""
+        """The worker is called now."""
 
     def attempt_advanced(self, job: Job) -> None:
         """Denoising went on."""
@@ -118,11 +120,19 @@ class Dispatcher:
         """Jobs whose attempt is with that worker, first come first."""
         return [attempt.job for attempt in self._attempts.values() if attempt.member is member]
 
-    def run(self, job: Job, member: Member) -> None:
-        """Begins an attempt at a queued job."""
-        attempt = _Attempt(job=job, number=job.begin(member.name), member=member)
+    def run(self, job: Job, member: Member, *, free_at: float) -> None:
+        """Begins an attempt at a queued job: the worker is called before this returns.
+
+        free_at: when the worker could take it, on the monotonic clock.
+        """
+        attempt = _Attempt(job=job, number=job.begin(member.name, free_at=free_at), member=member)
         self._attempts[job.job_id] = attempt
-        attempt.task = asyncio.create_task(self._run(attempt))
+        request = _request(attempt)
+        attempt.previewed = request.preview
+        events = self._lines[member].client.run_attempt(request)
+        if self.observer:
+            self.observer.attempt_sent(job)
+        attempt.task = asyncio.create_task(self._run(attempt, events))
 
     def show(self, job: Job) -> None:
         """Previews of the job are wanted from now on, of an attempt that runs as well."""
@@ -161,9 +171,9 @@ class Dispatcher:
             self.lose(member)
         await asyncio.gather(*self._chores, return_exceptions=True)
 
-    async def _run(self, attempt: _Attempt) -> None:
+    async def _run(self, attempt: _Attempt, events: _Events) -> None:
         try:
-            await self._follow(attempt)
+            await self._follow(attempt, events)
             await self._complete(attempt)
         except Unavailable as error:
             self._over(attempt)
@@ -178,12 +188,8 @@ class Dispatcher:
             if self.observer:
                 self.observer.attempt_failed(attempt.job, attempt.number, InternalError("an internal fault"))
 
-    async def _follow(self, attempt: _Attempt) -> None:
-        request = _request(attempt)
-        attempt.previewed = request.preview
-        if self.observer:
-            self.observer.attempt_sent(attempt.job)
-        async with contextlib.aclosing(self._lines[attempt.member].client.run_attempt(request)) as events:
+    async def _follow(self, attempt: _Attempt, events: _Events) -> None:
+        async with contextlib.aclosing(events):
             async for event in events:
                 self._take(attempt, event)
                 if attempt.provenance is not None:

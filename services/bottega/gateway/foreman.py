@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -101,7 +100,7 @@ class Foreman:
         log_lines.accepted(job)
         self._queue.add(job)
         self._set_deadline(job)
-        self._pump(job.spec.model)
+        self._pump(job.spec.model, free_at=job.queued_at)
         if job.state == image_pb2.JOB_STATE_QUEUED:
             self._stand_last(job)
 
@@ -153,7 +152,7 @@ class Foreman:
 
     def attempt_sent(self, job: Job) -> None:
         """See AttemptObserver."""
-        self._metrics.routed(queue_s=job.queue_s, route_s=job.route_s)
+        self._metrics.routed(queue_s=job.routed_at - job.queued_at, route_s=job.sent())
 
     def attempt_advanced(self, job: Job) -> None:
         """See AttemptObserver."""
@@ -192,21 +191,19 @@ class Foreman:
             self._pump(model.name)
         self._tell_backlogs()
 
-    def _pump(self, model: str) -> None:
-        """Hands out what should run now."""
+    def _pump(self, model: str, *, free_at: float | None = None) -> None:
+        """Hands out what should run now. free_at: when that had become so, on the monotonic clock; None is now."""
         line = self._queue.line(model)
         if not line:
             return
-        began = time.thread_time()
+        free_at = self._clock.monotonic() if free_at is None else free_at
         members = {member.name: member for member in self._fleet.workers(model)}
         waiting = (self._seating.waiting(job, members) for job in line)
         for assignment in assign(waiting, self._seating.seats(members)):
             job = self._jobs.get(assignment.job_id)
             self._queue.remove(job)
             job.stand(Standing(place=0, estimate_s=assignment.estimate_s))
-            job.route_s += time.thread_time() - began
-            self._dispatcher.run(job, members[assignment.worker])
-            began = time.thread_time()
+            self._dispatcher.run(job, members[assignment.worker], free_at=free_at)
         self._tell_backlogs()
 
     def _stop_stale_attempts(self, member: Member) -> None:

@@ -117,6 +117,7 @@ class Job:
     ended_at: float | None = None
     queued_at: float = 0.0
     queue_s: float = 0.0
+    routed_at: float = 0.0
     route_s: float = 0.0
 
     num_images: int = field(init=False)
@@ -147,16 +148,27 @@ class Job:
         """Whether attempt `number` is the one that counts."""
         return self.state == image_pb2.JOB_STATE_RUNNING and number == self.attempts
 
-    def begin(self, worker: str) -> int:
-        """Hands the job to a worker; returns the attempt's number."""
+    def begin(self, worker: str, *, free_at: float | None = None) -> int:
+        """Hands the job to a worker; returns the attempt's number.
+
+        free_at: when the worker could take it, on the monotonic clock (None: now). Until then the job queued, from
+        then on it is routed.
+        """
         assert self.state == image_pb2.JOB_STATE_QUEUED
-        self.queue_s += self.clock.monotonic() - self.queued_at
+        self.routed_at = max(self.queued_at, self.clock.monotonic() if free_at is None else free_at)
+        self.queue_s += self.routed_at - self.queued_at
         if self.started_wall is None:
             self.started_wall = self.clock.wall()
         self.state, self.worker = image_pb2.JOB_STATE_RUNNING, worker
         self.attempts += 1
         self._tell()
         return self.attempts
+
+    def sent(self) -> float:
+        """The worker has been called; returns the seconds that routing this attempt took."""
+        route_s = self.clock.monotonic() - self.routed_at
+        self.route_s += route_s
+        return route_s
 
     def resume(self, number: int, *, steps_total: int, steps_resumed: int) -> bool:
         """Denoising has begun, after the `steps_resumed` steps that a checkpoint brought."""

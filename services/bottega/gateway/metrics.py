@@ -19,11 +19,14 @@ class GatewayMetrics:
         self._refused = Counter("bottega_refused", "Orders refused, by reason.", ("reason",), registry=registry)
         self._lost = Counter("bottega_attempts_lost", "Attempts whose worker was lost.", registry=registry)
         self._queue_s = Histogram(
-            "bottega_queue_seconds", "Seconds that a job waited.", buckets=_QUEUE_BUCKETS, registry=registry
+            "bottega_queue_seconds",
+            "Seconds from accepted, or given back, to a worker being free.",
+            buckets=_QUEUE_BUCKETS,
+            registry=registry,
         )
         self._route_s = Histogram(
             "bottega_route_seconds",
-            "Seconds from accepted, or from the worker being free, to RunAttempt.",
+            "Seconds from accepted, or from a worker being free if that was later, to RunAttempt handed to gRPC.",
             buckets=_ROUTE_BUCKETS,
             registry=registry,
         )
@@ -47,7 +50,7 @@ class GatewayMetrics:
         self._lost.inc()
 
     def routed(self, *, queue_s: float, route_s: float) -> None:
-        """Takes in how long a job waited, and how long deciding and sending took."""
+        """Takes in how long a job waited for a worker, and how long it took from there to the call of it."""
         self._queue_s.observe(queue_s)
         self._route_s.observe(route_s)
 

@@ -14,6 +14,9 @@ from bottega.v1 import worker_pb2, worker_pb2_grpc
 # Failures of a call that say nothing about the job: another worker may well draw it.
 _OF_THE_WORKER = (InternalError, JobCancelled, QueueFull, StaleAttempt)
 
+_Events = AsyncGenerator[worker_pb2.RunAttemptResponse, None]
+_AttemptCall = grpc.aio.UnaryStreamCall[worker_pb2.RunAttemptRequest, worker_pb2.RunAttemptResponse]
+
 
 class GrpcWorkerClient:
     """See dispatch.WorkerClient. Connects by itself and reconnects."""
@@ -22,18 +25,9 @@ class GrpcWorkerClient:
         self._channel = open_channel(address)
         self._worker: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
-    async def run_attempt(
-        self, request: worker_pb2.RunAttemptRequest
-    ) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
-        """Starts an attempt and streams its events."""
-        call = self._worker.RunAttempt(request)
-        try:
-            async for event in call:
-                yield event
-        except grpc.aio.AioRpcError as error:
-            raise _typed(error) from None
-        finally:
-            call.cancel()
+    def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> _Events:
+        """Starts an attempt before it returns, and streams its events."""
+        return _events(self._worker.RunAttempt(request))
 
     async def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
         """Streams the newest checkpoint of every attempt."""
@@ -63,6 +57,16 @@ class GrpcWorkerClient:
     async def close(self) -> None:
         """Ends every call."""
         await self._channel.close()
+
+
+async def _events(call: _AttemptCall) -> _Events:
+    try:
+        async for event in call:
+            yield event
+    except grpc.aio.AioRpcError as error:
+        raise _typed(error) from None
+    finally:
+        call.cancel()
 
 
 def _typed(failure: grpc.aio.AioRpcError) -> BottegaError:

@@ -1,0 +1,138 @@
+"""The gateway's rules without a wire: a foreman with its fleet, queue and dispatcher, on a clock that the test turns.
+
+Its workers are calls that wait for what the test says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from bottega.errors import BottegaError
+from bottega.gateway.dispatch import Dispatcher
+from bottega.gateway.fleet import Fleet, Member
+from bottega.gateway.foreman import Foreman
+from bottega.gateway.job_log import JobLog
+from bottega.gateway.jobs import Job
+from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.queueing import JobQueue
+from bottega.gateway.results import ResultStore
+from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
+from bottega.v1.generation_pb2 import Provenance
+from tests.unit.sample_jobs import FakeTime, sample_job
+
+Answer = worker_pb2.RunAttemptResponse | BottegaError
+
+
+@dataclass(slots=True)
+class FakeClient:
+    """A worker: what it was asked to run, and by job what it answers. on_call: at every RunAttempt."""
+
+    on_call: Callable[[], None] = lambda: None
+    called: list[str] = field(default_factory=list)
+    answers: dict[str, asyncio.Queue[Answer]] = field(default_factory=dict)
+
+    def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
+        self.on_call()
+        self.called.append(request.attempt.job_id)
+        answers = self.answers[request.attempt.job_id] = asyncio.Queue()
+        return self._events(answers)
+
+    async def _events(self, answers: asyncio.Queue[Answer]) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
+        while True:
+            answer = await answers.get()
+            if isinstance(answer, BottegaError):
+                raise answer
+            yield answer
+
+    async def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
+        await asyncio.Event().wait()
+        yield worker_pb2.WatchCheckpointsResponse()
+
+    async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
+        """Nothing to stop."""
+
+    async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
+        """Nothing to show."""
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+class Shop:
+    """A foreman of the model "m" and everything that it looks at. Made in a running event loop."""
+
+    def __init__(self, *, max_attempts: int = 3) -> None:
+        self.time = FakeTime()
+        self.registry = CollectorRegistry()
+        self.clients: dict[str, FakeClient] = {}
+        clock = self.time.clock()
+        self.fleet = Fleet(lease_s=1.5, model_grace_s=30, clock=clock)
+        self.log = JobLog(max_jobs=1000, budget_bytes=1 << 24, ttl_s=60, clock=clock)
+        self.queue = JobQueue(max_jobs=1000, budget_bytes=1 << 24, clock=clock)
+        results = ResultStore(budget_bytes=1 << 20, ttl_s=60, clock=clock)
+        self.foreman = Foreman(
+            fleet=self.fleet,
+            dispatcher=Dispatcher(connect=self._connect, results=results, max_result_bytes=1 << 20),
+            queue=self.queue,
+            log=self.log,
+            results=results,
+            metrics=GatewayMetrics(self.registry),
+            max_attempts=max_attempts,
+            clock=clock,
+        )
+
+    def worker(self, name: str = "w1", *, seconds: float = 0.1) -> Member:
+        """A worker joins and reports turns whose time doubles with their rows. seconds: of one row."""
+        model = image_pb2.Model(name="m", vae_scale_factor=4)
+        address = f"127.0.0.1:{len(self.clients) + 1}"
+        kind = fleet_pb2.SERVICE_KIND_WORKER
+        member = self.fleet.join(fleet_pb2.Registration(kind=kind, name=name, address=address, models=[model]))
+        self.report(member, seconds=seconds)
+        return member
+
+    def report(self, member: Member, *, seconds: float = 0.1, draining: bool = False) -> None:
+        """A worker reports its load."""
+        times = [
+            fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=rows, seconds=rows * seconds) for rows in (1, 2)
+        ]
+        self.fleet.report(member, fleet_pb2.Load(step_times=times, max_rows=16, draining=draining))
+
+    def client(self, name: str = "w1") -> FakeClient:
+        """The calls to a worker."""
+        (member,) = (member for member in self.fleet.members() if member.name == name)
+        return self.clients[member.registration.address]
+
+    def submit(self) -> Job:
+        """A job comes in."""
+        job = sample_job(self.time)
+        self.foreman.submit(job)
+        return job
+
+    async def advance(self, job: Job, steps_done: int) -> None:
+        """The job's worker tells progress."""
+        progress = worker_pb2.AttemptProgress(steps_done=steps_done)
+        await self._answer(job, worker_pb2.RunAttemptResponse(progress=progress))
+
+    async def complete(self, job: Job) -> None:
+        """The job's worker sends its picture."""
+        chunk = worker_pb2.AttemptImageChunk(index=0, chunk=b"picture", last=True)
+        await self._answer(job, worker_pb2.RunAttemptResponse(image=chunk))
+        completed = worker_pb2.AttemptCompleted(provenance=Provenance(worker=job.worker))
+        await self._answer(job, worker_pb2.RunAttemptResponse(completed=completed))
+        await asyncio.wait_for(job.ended.wait(), 2)
+
+    async def fail(self, job: Job, error: BottegaError) -> None:
+        """The call to the job's worker ends with an error."""
+        await self._answer(job, error)
+
+    async def _answer(self, job: Job, answer: Answer) -> None:
+        self.client(job.worker).answers[job.job_id].put_nowait(answer)
+        for _ in range(3):  # the queue wakes its reader, which wakes the attempt
+            await asyncio.sleep(0)
+
+    def _connect(self, address: str) -> FakeClient:
+        return self.clients.setdefault(address, FakeClient())
