@@ -39,17 +39,29 @@ SUBJECTS = (
 )
 
 
-def compose(subjects: Sequence[Subject], pictures: Sequence[PIL.Image.Image]) -> PIL.Image.Image:
-    """One row of pictures, each with its prompt below."""
-    width = GAP + len(pictures) * (SIDE + GAP)
-    sheet = PIL.Image.new("RGB", (width, GAP + SIDE + CAPTION_HEIGHT), "white")
+def compose(
+    captions: Sequence[str],
+    pictures: Sequence[PIL.Image.Image],
+    *,
+    columns: int = 0,
+    colours: Sequence[str] = (),
+) -> PIL.Image.Image:
+    """Rows of pictures, each with its caption below.
+
+    columns: of each row; 0 for all. colours: of each caption, by the names of CSS; black when not given.
+    """
+    columns = columns or len(pictures)
+    across, down = SIDE + GAP, SIDE + CAPTION_HEIGHT + GAP
+    rows = -(-len(pictures) // columns)
+    sheet = PIL.Image.new("RGB", (GAP + columns * across, GAP + rows * down), "white")
     pen = PIL.ImageDraw.Draw(sheet)
     font = PIL.ImageFont.load_default(12)
-    for place, (subject, picture) in enumerate(zip(subjects, pictures, strict=True)):
-        left = GAP + place * (SIDE + GAP)
-        sheet.paste(picture.resize((SIDE, SIDE), PIL.Image.Resampling.BICUBIC), (left, GAP))
-        caption = "\n".join(textwrap.wrap(subject.prompt, CAPTION_LETTERS))
-        pen.multiline_text((left, GAP + SIDE + 4), caption, fill="black", font=font)
+    inks = colours or ["black"] * len(captions)
+    for place, (caption, picture, ink) in enumerate(zip(captions, pictures, inks, strict=True)):
+        left, top = GAP + place % columns * across, GAP + place // columns * down
+        sheet.paste(picture.resize((SIDE, SIDE), PIL.Image.Resampling.BICUBIC), (left, top))
+        text = "\n".join(textwrap.wrap(caption, CAPTION_LETTERS))
+        pen.multiline_text((left, top + SIDE + 4), text, fill=ink, font=font)
     return sheet
 
 
@@ -65,7 +77,8 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="PNG to write")
     options = parser.parse_args()
     pictures = asyncio.run(draw(SUBJECTS))
-    compose(SUBJECTS, [picture.pil().convert("RGB") for picture in pictures]).save(options.file)
+    sheet = compose([subject.prompt for subject in SUBJECTS], [picture.pil().convert("RGB") for picture in pictures])
+    sheet.save(options.file)
     print(options.file)
 
 

@@ -15,7 +15,7 @@ import PIL.Image
 import torch
 from transformers import (
     AutoTokenizer,
-    CLIPImageProcessor,
+    CLIPImageProcessorPil,
     CLIPModel,
     CLIPTextModelWithProjection,
     CLIPVisionModelWithProjection,
@@ -91,7 +91,7 @@ def load_miniature(folder: Path = WEIGHTS) -> Clip:
 def load_clip(folder: Path) -> Clip:
     """A whole CLIP (both towers, tokenizer, preprocessor_config.json), as transformers saves it; safetensors only."""
     both = _load(CLIPModel, folder)
-    images = CLIPImageProcessor.from_pretrained(folder)
+    images = CLIPImageProcessorPil.from_pretrained(folder)
     return Clip(
         vision=both,
         text=both,
