@@ -99,11 +99,13 @@ def request(
         model="scripted",
         prompt=prompt,
         num_inference_steps=5,
+        guidance_scale=4.0,
         width=16,
         height=8,
         seed=7,
         num_images=1,
         image=image,
+        strength=None if image is None else 0.6,
     )
     attempt = worker_pb2.AttemptId(job_id=job_id, number=number)
     return worker_pb2.RunAttemptRequest(attempt=attempt, spec=spec, **fields)  # type: ignore[arg-type]

@@ -187,6 +187,27 @@ async def test_an_attempt_that_is_too_large_fails_and_names_the_limit(engine: Ru
     assert event.failed.error.metadata["max_pixels"] == str(128 * 128)
 
 
+@pytest.mark.parametrize("field", ["num_images", "num_inference_steps", "width"])
+async def test_an_attempt_of_which_nothing_can_be_drawn_fails_and_says_why(engine: RunningEngine, field: str) -> None:
+    engine.start(f"no {field}", spec(**{field: 0}))
+    await engine.until(lambda: bool(engine.kinds_of(f"no {field}")))
+    [(kind, event)] = engine.said_of(f"no {field}")
+    assert kind == "failed"
+    assert event.failed.error.reason == error_pb2.ERROR_REASON_INVALID_REQUEST
+    assert [violation.field for violation in event.failed.error.violations] == [f"spec.{field}"]
+
+
+async def test_a_command_that_makes_no_sense_ends_its_attempt_and_no_other(engine: RunningEngine) -> None:
+    image = tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_UINT8, shape=(64, 64, 3), data=b"too short")
+    attempt = AttemptId(job_id="torn", number=1)
+    engine.front.send(EngineCommand(start=EngineStart(attempt=attempt, spec=spec(strength=0.5), image=image)))
+    await engine.until(lambda: bool(engine.kinds_of("torn")))
+    [(kind, event)] = engine.said_of("torn")
+    assert (kind, event.failed.error.reason) == ("failed", error_pb2.ERROR_REASON_INTERNAL)
+    engine.start("next", spec())
+    await engine.until(lambda: "done" in engine.kinds_of("next"))
+
+
 async def test_a_cancelled_attempt_is_gone_and_its_checkpoint_goes_on(engine: RunningEngine) -> None:
     def running() -> list[fleet_pb2.RunningAttempt]:
         return list(engine.beats()[-1][1].beat.running)
@@ -212,8 +233,8 @@ async def test_it_ends_by_itself_when_the_pipe_closes_in_the_middle_of_a_job(eng
     engine.start("unfinished", spec(num_inference_steps=900))
     await engine.until(lambda: "progress" in engine.kinds_of("unfinished"))
     assert await engine.stop() == 0
-    # Neither a warning nor a progress bar in all that it did.
-    assert engine.log.read_text() == ""
+    # Neither a warning nor a progress bar in all that it did; only what the torn picture brought about.
+    assert [json.loads(line)["event"] for line in engine.log.read_text().splitlines()] == ["a job failed"]
 
 
 async def test_a_folder_that_is_no_model_ends_it_with_a_line_that_says_so(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from google.protobuf import json_format
 from PIL import Image
 
-from bottega.errors import StaleAttempt
+from bottega.errors import InvalidRequest, StaleAttempt
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, generation_pb2, worker_pb2
 from tests.service.running_front import CONFIG, Start, eventually, images, kinds, png, request, running_workers
@@ -40,7 +40,7 @@ async def test_an_attempt_is_drawn_encoded_and_inscribed(start: Start) -> None:
         with Image.open(io.BytesIO(data)) as picture:
             assert (picture.size, picture.getpixel((0, 0))) == ((16, 8), (7 + index,) * 3)
             single = json_format.Parse(picture.info["bottega"], generation_pb2.GenerationSpec())
-            assert "a flat colour, 星. Steps: 5, Seed: " + str(7 + index) in picture.info["parameters"]
+            assert "a flat colour, 星. Steps: 5, CFG scale: 4, Seed: " + str(7 + index) in picture.info["parameters"]
         expected = generation_pb2.GenerationSpec()
         expected.CopyFrom(order.spec)
         expected.num_images = 1
@@ -122,6 +122,19 @@ async def test_previews_asked_for_before_the_engine_has_the_attempt_are_not_forg
     assert any(event.progress.preview_jpeg for event in await following)
 
 
+@pytest.mark.parametrize("field", ["num_inference_steps", "width", "height", "num_images", "sampler"])
+async def test_an_order_that_could_not_be_drawn_is_refused_at_the_door(start: Start, field: str) -> None:
+    running = await start()
+    order = request()
+    setattr(order.spec, field, 99 if field == "sampler" else 0)
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await running.events(order)
+    error = from_rpc_error(refusal.value)
+    assert isinstance(error, InvalidRequest)
+    assert [violation.field for violation in error.violations] == [f"spec.{field}"]
+    assert not list(running.worker.attempts)
+
+
 async def test_a_bad_source_image_fails_the_attempt_only(start: Start) -> None:
     running = await start()
     events = await running.events(request(image=b"no image"))
@@ -151,7 +164,7 @@ async def test_breaking_the_stream_stops_nothing_and_attaching_gets_the_same_byt
 async def test_cancelling_stops_and_forgets(start: Start) -> None:
     running = await start()
     order = request("slow")
-    order.spec.num_inference_steps = 500
+    order.spec.num_inference_steps = 200
     following = asyncio.create_task(running.events(order))
     await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
     cancel = worker_pb2.CancelAttemptRequest(attempt=order.attempt)
@@ -168,7 +181,7 @@ async def test_cancelling_stops_and_forgets(start: Start) -> None:
 async def test_a_later_attempt_supersedes_and_an_earlier_one_is_refused(start: Start) -> None:
     running = await start()
     slow = request("slow")
-    slow.spec.num_inference_steps = 500
+    slow.spec.num_inference_steps = 200
     first = asyncio.create_task(running.events(slow))
     await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
     second = await running.events(request(number=2))
@@ -182,7 +195,7 @@ async def test_a_later_attempt_supersedes_and_an_earlier_one_is_refused(start: S
 async def test_an_attempt_ends_with_its_deadline(start: Start) -> None:
     running = await start()
     order = request("slow", deadline_s=0.2)
-    order.spec.num_inference_steps = 500
+    order.spec.num_inference_steps = 200
     events = await running.events(order)
     assert events[-1].failed.reason == error_pb2.ERROR_REASON_DEADLINE_PASSED
 

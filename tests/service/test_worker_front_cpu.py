@@ -45,7 +45,15 @@ def noise(side: int) -> bytes:
 
 def draw(stub: worker_pb2_grpc.WorkerServiceStub, job_id: str, side: int, image: bytes | None) -> None:
     spec = generation_pb2.GenerationSpec(
-        prompt="flat", num_inference_steps=20, width=side, height=side, seed=1, num_images=2, image=image
+        prompt="flat",
+        num_inference_steps=20,
+        guidance_scale=4.0,
+        width=side,
+        height=side,
+        seed=1,
+        num_images=2,
+        image=image,
+        strength=None if image is None else 0.6,
     )
     attempt = worker_pb2.AttemptId(job_id=job_id, number=1)
     request = worker_pb2.RunAttemptRequest(

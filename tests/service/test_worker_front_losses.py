@@ -31,7 +31,7 @@ async def test_a_lost_engine_fails_what_it_held_and_is_replaced(start: Start, pr
     running = await start()
     before = running.engine.pid
     bystander = request("slow", job_id="bystander")
-    bystander.spec.num_inference_steps = 500
+    bystander.spec.num_inference_steps = 200
     beside = asyncio.create_task(running.events(bystander))
     await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
     events = await running.events(request(prompt))

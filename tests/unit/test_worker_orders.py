@@ -3,38 +3,89 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 import psutil
+import pytest
 
+from bottega.errors import InvalidRequest
 from bottega.v1 import generation_pb2, worker_pb2
-from bottega.worker.service import order_from
+from bottega.worker.orders import order_from
 
 IMAGE_BYTES = 8 << 20
 
 
-def _raw() -> bytes:
-    spec = generation_pb2.GenerationSpec(
-        prompt="a star",
-        image=bytes(IMAGE_BYTES),
-        strength=0.5,
-        controlnets=[generation_pb2.ControlNet(name="edges", image=b"x")],
-    )
-    attempt = worker_pb2.AttemptId(job_id="job", number=2)
-    return worker_pb2.RunAttemptRequest(attempt=attempt, spec=spec, request_id="r", deadline_s=3).SerializeToString()
+FULL: dict[str, Any] = {
+    "prompt": "a star",
+    "num_inference_steps": 6,
+    "guidance_scale": 4.0,
+    "width": 64,
+    "height": 64,
+    "seed": 7,
+    "num_images": 1,
+}
+
+
+def _raw(spec: generation_pb2.GenerationSpec, **fields: Any) -> bytes:
+    fields = {"attempt": worker_pb2.AttemptId(job_id="job", number=2)} | fields
+    return worker_pb2.RunAttemptRequest(spec=spec, **fields).SerializeToString()
+
+
+def _raw_with_images() -> bytes:
+    controlnets = [generation_pb2.ControlNet(name="edges", image=b"x")]
+    spec = generation_pb2.GenerationSpec(**FULL, image=bytes(IMAGE_BYTES), strength=0.5, controlnets=controlnets)
+    return _raw(spec, request_id="r", deadline_s=3)
 
 
 def test_the_image_stands_beside_the_spec() -> None:
-    order = order_from(_raw())
+    order = order_from(_raw_with_images())
     assert len(order.image) == IMAGE_BYTES
     controlnets = [generation_pb2.ControlNet(name="edges")]
-    assert order.spec == generation_pb2.GenerationSpec(prompt="a star", strength=0.5, controlnets=controlnets)
+    assert order.spec == generation_pb2.GenerationSpec(**FULL, strength=0.5, controlnets=controlnets)
     assert (order.key.job_id, order.key.number, order.request_id, order.deadline_s) == ("job", 2, "r", 3)
 
 
 def test_an_order_whose_image_was_let_go_keeps_none_of_its_memory() -> None:
-    raw = _raw()
+    raw = _raw_with_images()
     process = psutil.Process()
     before = process.memory_info().rss
     kept = [dataclasses.replace(order_from(raw), image=b"") for _ in range(10)]
     assert process.memory_info().rss - before < 3 * IMAGE_BYTES
     assert len(kept) == 10
+
+
+@pytest.mark.parametrize("name", sorted(set(FULL) - {"prompt"}))
+def test_what_the_gateway_fills_in_must_be_there(name: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        order_from(_raw(generation_pb2.GenerationSpec(**{key: FULL[key] for key in FULL if key != name})))
+    assert [violation.field for violation in refusal.value.violations] == [f"spec.{name}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_images": 0}, "num_images"),
+        ({"num_images": 9}, "num_images"),
+        ({"num_inference_steps": 0}, "num_inference_steps"),
+        ({"width": 0}, "width"),
+        ({"height": -8}, "height"),
+        ({"guidance_scale": math.nan}, "guidance_scale"),
+        ({"sampler": 99}, "sampler"),
+        ({"strength": 0.5}, "strength"),
+        ({"image": b"x"}, "strength"),
+        ({"image": b"x", "strength": 0.1}, "strength"),
+    ],
+)
+def test_what_could_not_be_drawn_is_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        order_from(_raw(generation_pb2.GenerationSpec(**(FULL | changes))))
+    assert [violation.field for violation in refusal.value.violations] == [f"spec.{field}"]
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    spec = generation_pb2.GenerationSpec(**(FULL | {"width": 0, "sampler": 99}))
+    with pytest.raises(InvalidRequest) as refusal:
+        order_from(_raw(spec, attempt=worker_pb2.AttemptId(), deadline_s=math.nan))
+    fields = {violation.field for violation in refusal.value.violations}
+    assert fields == {"attempt.job_id", "attempt.number", "spec.width", "spec.sampler", "deadline_s"}

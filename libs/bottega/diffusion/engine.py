@@ -16,11 +16,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from bottega import rules
 from bottega.diffusion.batcher import Batcher
 from bottega.diffusion.checkpoint import write_checkpoint
 from bottega.diffusion.decode import decode_latent
 from bottega.diffusion.denoiser import Denoiser, Prediction
 from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, Progress, Started
+from bottega.diffusion.faults import named
 from bottega.diffusion.job import Job, Order, open_job
 from bottega.diffusion.model import Model
 from bottega.diffusion.preview import LatentPreview
@@ -29,8 +31,8 @@ from bottega.diffusion.request import Request
 from bottega.diffusion.residuals import ResidualProvider
 from bottega.diffusion.row import Half, Row
 from bottega.diffusion.side_path import SidePath
-from bottega.diffusion.spec import DrawingSpec
-from bottega.errors import BottegaError, InternalError, NotFinite, TooLarge
+from bottega.diffusion.spec import DrawingSpec, undrawable
+from bottega.errors import NotFinite, TooLarge
 from bottega.planning import StepTimes
 
 _log = logging.getLogger(__name__)
@@ -116,8 +118,9 @@ class Engine:
     def submit(self, order: Order) -> None:
         """Takes a job in; its first event comes with the turn that encodes it.
 
-        Raises TooLarge, naming the limit.
+        Raises InvalidRequest for one of which nothing can be drawn, and TooLarge, naming the limit.
         """
+        rules.refuse(list(undrawable(order.spec, self.model.size_multiple)))
         pixels = order.spec.width * order.spec.height
         if pixels > self.max_pixels:
             raise TooLarge(
@@ -186,7 +189,7 @@ class Engine:
         try:
             job = open_job(self.model, order)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
-            yield Failed(key=order.key, error=_named(error))
+            yield Failed(key=order.key, error=named(error))
             return
         job.seconds["encode"] = perf_counter() - began_s
         job.checkpoint_s = self._clock()
@@ -304,7 +307,7 @@ class Engine:
 
     def _fail(self, job: Job, error: Exception) -> Failed:
         self._forget(job)
-        return Failed(key=job.key, error=_named(error))
+        return Failed(key=job.key, error=named(error))
 
     def _forget(self, job: Job) -> None:
         del self._jobs[job.key]
@@ -329,14 +332,3 @@ def _check_fixed_rows(fixed_rows: int, device: torch.device) -> None:
 
 def _not_finite() -> NotFinite:
     return NotFinite("the model computed values that are no numbers; another seed or more steps may help")
-
-
-def _named(error: Exception) -> BottegaError:
-    """The error as callers may see it; what they may not is logged here."""
-    if isinstance(error, BottegaError):
-        return error
-    if isinstance(error, torch.OutOfMemoryError):
-        _log.error("the device has no memory left for a job", extra={"why": str(error)})
-        return TooLarge("the device has not enough memory for this job", metadata={"limit": "device_memory"})
-    _log.error("a job failed", exc_info=error)
-    return InternalError("the engine failed; its log says more")

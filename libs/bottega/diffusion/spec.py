@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bottega.diffusion.samplers import SamplerKind
+from bottega.errors import Violation
 from bottega.planning import rows_per_image, steps_to_run
 
 
@@ -50,3 +52,17 @@ class DrawingSpec:
     def begin_step(self) -> int:
         """The first step that runs: 0, or later for image-to-image."""
         return self.num_inference_steps - self.steps
+
+
+def undrawable(spec: DrawingSpec, size_multiple: int) -> Iterator[Violation]:
+    """Why nothing can be drawn of it: a job without work would never end.
+
+    size_multiple: the model's, in pixels.
+    """
+    if spec.num_images < 1:
+        yield Violation(field="spec.num_images", description="must be at least 1")
+    if spec.steps < 1:
+        yield Violation(field="spec.num_inference_steps", description="leaves no denoising step")
+    for name, side in (("width", spec.width), ("height", spec.height)):
+        if side < 1 or side % size_multiple:
+            yield Violation(field=f"spec.{name}", description=f"must be a multiple of {size_multiple} with this model")

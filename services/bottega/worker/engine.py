@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 
 from bottega.diffusion.engine import Engine, EngineLimits
+from bottega.diffusion.faults import named
 from bottega.diffusion.model import DTYPES, load_model, pick_device
-from bottega.errors import BottegaError, Unavailable
+from bottega.errors import Unavailable
 from bottega.miniature import WEIGHTS
 from bottega.process import Channel
 from bottega.rpc import logs
@@ -69,12 +70,19 @@ class EngineProcess:
                 self._beat()
 
     def _obey(self, command: EngineCommand) -> None:
+        try:
+            self._carry_out(command)
+        except Exception as error:  # noqa: BLE001 - the boundary of a command: a wrong one is not the other attempts'
+            kind = command.WhichOneof("command")
+            if kind == "start":
+                self._say(failed(command.start.attempt, named(error)))
+            else:
+                _log.error("a command failed", exc_info=error, extra={"command": kind})
+
+    def _carry_out(self, command: EngineCommand) -> None:
         match command.WhichOneof("command"):
             case "start":
-                try:
-                    self._engine.submit(order_of(command.start, self._engine.model.defaults.sampler))
-                except BottegaError as error:
-                    self._say(failed(command.start.attempt, error))
+                self._engine.submit(order_of(command.start, self._engine.model.defaults.sampler))
             case "cancel":
                 self._engine.cancel(key_of(command.cancel.attempt))
             case "backlog":

@@ -13,7 +13,8 @@ from bottega.diffusion.job import Order
 from bottega.diffusion.samplers import SamplerKind
 from bottega.diffusion.spec import DrawingSpec
 from bottega.errors import BottegaError
-from bottega.v1 import engine_pb2, error_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2
+from bottega.rpc.status import to_job_error
+from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2
 from bottega.v1.worker_pb2 import AttemptId
 
 # A key of the engine: job and number, which is all that an AttemptId holds.
@@ -102,8 +103,7 @@ def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
 
 def failed(attempt: AttemptId, error: BottegaError) -> engine_pb2.EngineEvent:
     """The message that an attempt has failed."""
-    said = error_pb2.JobError(code=error.code, reason=error.reason, message=error.message, metadata=error.metadata)
-    return engine_pb2.EngineEvent(failed=engine_pb2.EngineFailed(attempt=attempt, error=said))
+    return engine_pb2.EngineEvent(failed=engine_pb2.EngineFailed(attempt=attempt, error=to_job_error(error)))
 
 
 def ready_of(engine: Engine) -> engine_pb2.EngineEvent:

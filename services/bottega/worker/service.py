@@ -11,16 +11,13 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from bottega.errors import InvalidRequest, Violation
 from bottega.process import copied
 from bottega.rpc import logs
 from bottega.rpc.status import to_job_error
 from bottega.v1 import worker_pb2
-from bottega.v1.generation_pb2 import GenerationSpec
-from bottega.worker.attempts import Attempt, AttemptKey, Completed, Event, Failed, Picture, Progress, Started
-from bottega.worker.commission import Order
+from bottega.worker.attempts import Attempt, Completed, Event, Failed, Picture, Progress, Started
+from bottega.worker.orders import checked_key, order_from
 from bottega.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -75,7 +72,7 @@ class WorkerService:
         self, request: worker_pb2.CancelAttemptRequest, _context: _Context
     ) -> worker_pb2.CancelAttemptResponse:
         """CancelAttempt."""
-        return worker_pb2.CancelAttemptResponse(known=self._worker.cancel(_checked_key(request.attempt)))
+        return worker_pb2.CancelAttemptResponse(known=self._worker.cancel(checked_key(request.attempt)))
 
     async def list_attempts(
         self, _request: worker_pb2.ListAttemptsRequest, _context: _Context
@@ -96,36 +93,12 @@ class WorkerService:
         self, request: worker_pb2.PreviewAttemptRequest, _context: _Context
     ) -> worker_pb2.PreviewAttemptResponse:
         """PreviewAttempt."""
-        return worker_pb2.PreviewAttemptResponse(known=self._worker.preview(_checked_key(request.attempt)))
+        return worker_pb2.PreviewAttemptResponse(known=self._worker.preview(checked_key(request.attempt)))
 
     async def _started(self, raw: bytes) -> Attempt:
         order = await copied(len(raw), lambda: order_from(raw))
         logs.bind(job_id=order.key.job_id, request_id=order.request_id)
         return self._worker.run(order)
-
-
-def order_from(raw: bytes) -> Order:
-    """The order that a RunAttemptRequest gives. Raises InvalidRequest for bytes that are none, or name no attempt."""
-    try:
-        request = worker_pb2.RunAttemptRequest.FromString(raw)
-    except DecodeError:
-        raise InvalidRequest("the request is not a RunAttemptRequest") from None
-    spec = request.spec
-    image = spec.image
-    spec.ClearField("image")
-    spec.ClearField("mask_image")
-    for net in spec.controlnets:
-        net.ClearField("image")
-    return Order(
-        key=_checked_key(request.attempt),
-        # A new message: one that was cleared of an image keeps its memory for as long as it lives.
-        spec=GenerationSpec.FromString(spec.SerializeToString()),
-        image=image,
-        checkpoint=request.checkpoint,
-        deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
-        preview=request.preview,
-        request_id=request.request_id,
-    )
 
 
 def _responses(event: Event) -> Iterator[worker_pb2.RunAttemptResponse]:
@@ -150,13 +123,6 @@ def _chunks(picture: Picture) -> Iterator[worker_pb2.RunAttemptResponse]:
         end = start + _CHUNK_BYTES
         chunk = worker_pb2.AttemptImageChunk(index=picture.index, chunk=bytes(view[start:end]), last=end >= len(view))
         yield worker_pb2.RunAttemptResponse(image=chunk)
-
-
-def _checked_key(attempt: worker_pb2.AttemptId) -> AttemptKey:
-    if not attempt.job_id or attempt.number < 1:
-        violation = Violation(field="attempt", description="job_id must be given and number must be at least 1")
-        raise InvalidRequest("the attempt is not named", violations=[violation])
-    return AttemptKey.of(attempt)
 
 
 def _summary(attempt: Attempt) -> worker_pb2.AttemptSummary:

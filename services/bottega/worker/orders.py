@@ -1,0 +1,76 @@
+"""What a worker makes of a RunAttemptRequest: an order that the engine can surely draw, or a refusal.
+
+Whoever calls need not be a gateway that has checked everything. Knows no model: what depends on one (its limits,
+the multiple of its sizes) the engine refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from google.protobuf.message import DecodeError
+
+from bottega import rules
+from bottega.errors import InvalidRequest, Violation
+from bottega.v1 import worker_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.worker.attempts import AttemptKey
+from bottega.worker.commission import Order
+
+# What has a default for callers and none here.
+_FILLED_IN = ("num_inference_steps", "guidance_scale", "width", "height", "seed", "num_images")
+
+
+def order_from(raw: bytes) -> Order:
+    """The order that a RunAttemptRequest gives. Raises InvalidRequest with all violations."""
+    try:
+        request = worker_pb2.RunAttemptRequest.FromString(raw)
+    except DecodeError:
+        raise InvalidRequest("the request is not a RunAttemptRequest") from None
+    rules.refuse([*_check_attempt(request.attempt), *_check_spec(request.spec), *_check_deadline(request)])
+    spec = request.spec
+    image = spec.image
+    spec.ClearField("image")
+    spec.ClearField("mask_image")
+    for net in spec.controlnets:
+        net.ClearField("image")
+    return Order(
+        key=AttemptKey.of(request.attempt),
+        # A new message: one that was cleared of an image keeps its memory for as long as it lives.
+        spec=GenerationSpec.FromString(spec.SerializeToString()),
+        image=image,
+        checkpoint=request.checkpoint,
+        deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
+        preview=request.preview,
+        request_id=request.request_id,
+    )
+
+
+def checked_key(attempt: worker_pb2.AttemptId) -> AttemptKey:
+    """Which attempt is meant. Raises InvalidRequest when none is named."""
+    rules.refuse(list(_check_attempt(attempt)))
+    return AttemptKey.of(attempt)
+
+
+def _check_attempt(attempt: worker_pb2.AttemptId) -> Iterator[Violation]:
+    if not attempt.job_id:
+        yield Violation(field="attempt.job_id", description="must be given")
+    if attempt.number < 1:
+        yield Violation(field="attempt.number", description="must be at least 1")
+
+
+def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
+    for name in _FILLED_IN:
+        if not spec.HasField(name):  # type: ignore[arg-type]
+            yield Violation(field=f"spec.{name}", description="must be filled in")
+    yield from rules.check_ranges(spec)
+    if spec.HasField("strength") != bool(spec.image):
+        yield Violation(field="spec.strength", description="must be filled in with an image, and only with one")
+    elif spec.HasField("strength"):
+        yield from rules.check_steps_left(spec.num_inference_steps, spec.strength)
+
+
+def _check_deadline(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
+    # Written so that NaN breaks the rule.
+    if request.HasField("deadline_s") and not request.deadline_s >= 0:
+        yield Violation(field="deadline_s", description="must not be negative")
