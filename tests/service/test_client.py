@@ -213,10 +213,45 @@ def test_the_deadline_travels_to_the_gateway(gateway: ScriptedGateway, address: 
 
 
 def test_running_out_of_time_cancels_the_job(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[queued(), threading.Event()]]
-    with Client(address) as client, pytest.raises(DeadlinePassed):
+    gateway.scripts = [[queued(), progress(3), threading.Event()]]
+    with Client(address) as client, pytest.raises(DeadlinePassed) as late:
         client.generate("a star", timeout_s=0.4)
     assert gateway.cancelled == ["job-1"]
+    assert str(late.value) == "not done within 0.4 s: 3 of 30 steps were done, and job job-1 is cancelled"
+    assert late.value.metadata == {"job_id": "job-1", "steps_done": "3"}
+    assert "submit()" in late.value.__notes__[0]
+
+
+def test_a_job_that_goes_on_when_time_runs_out_is_named(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), threading.Event()], [threading.Event()]]
+    with Client(address) as client:
+        with pytest.raises(DeadlinePassed, match=r"no step was done, and job job-1 goes on") as late:
+            client.generate("a star", timeout_s=0.4, request_id="mine")
+        assert "get_image('job-1')" in late.value.__notes__[0]
+        with pytest.raises(DeadlinePassed, match=r"not done within 0\.3 s: .* job job-2 goes on"):
+            list(client.watch_job("job-2", timeout_s=0.3))
+    assert gateway.cancelled == []
+
+
+def test_a_gateway_that_says_nothing_in_time_is_told_in_our_words(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[threading.Event()]] * 2
+    with Client(address) as client, pytest.raises(DeadlinePassed) as late:
+        client.generate("a star", timeout_s=0.3)
+    assert str(late.value) == "not done within 0.3 s"
+
+
+def test_a_timeout_of_nothing_is_refused_and_not_taken_for_the_default(gateway: ScriptedGateway, address: str) -> None:
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        Client(address, timeout_s=0)
+    with Client(address) as client:
+        for wrong in (
+            lambda: client.generate("a star", timeout_s=0),
+            lambda: list(client.watch_job("job-1", timeout_s=-1)),
+            lambda: client.get_image("job-1", timeout_s=0),
+        ):
+            with pytest.raises(InvalidRequest, match="timeout_s"):
+                wrong()
+    assert not gateway.requests
 
 
 def test_leaving_a_stream_cancels_the_job_that_it_began(gateway: ScriptedGateway, address: str) -> None:

@@ -64,6 +64,21 @@ def test_a_picture_is_drawn_and_said_where_it_is(gateway: ScriptedGateway, addre
     assert gateway.requests[0].spec.num_inference_steps == 30
 
 
+def test_running_out_of_time_is_said_in_our_words(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), progress(12), threading.Event()]]
+    result = run("generate", "a star", "--timeout", "0.5", address=address)
+    assert result.exit_code == 1
+    assert "error: not done within 0.5 s: 12 of 30 steps were done, and job job-1 is cancelled" in result.stderr
+    assert "Allow more time with --timeout SECONDS" in result.stderr
+
+
+def test_a_timeout_of_nothing_is_a_wrong_option(gateway: ScriptedGateway, address: str) -> None:
+    result = run("generate", "a star", "--timeout", "0", address=address)
+    assert result.exit_code == 2
+    assert "--timeout" in result.stderr
+    assert not gateway.requests
+
+
 def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
     (own_folder / "source.png").write_bytes(b"source")
     gateway.scripts = [[completed()]]

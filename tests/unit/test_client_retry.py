@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from bottega.client.retry import Backoff, Deadline, RetryPolicy
-from bottega.errors import DeadlinePassed, NoWorker, Unavailable
+from bottega.errors import DeadlinePassed, InvalidRequest, NoWorker, Unavailable
 
 POLICY = RetryPolicy(patience_s=10.0, first_wait_s=0.1, longest_wait_s=1.0)
 GONE = Unavailable("gone")
@@ -20,7 +22,7 @@ class Clock:
 
 
 def backoff(clock: Clock, deadline_s: float = 1000.0) -> Backoff:
-    return Backoff(POLICY, Deadline(at_s=deadline_s), clock=clock, draw=lambda least, most: most)
+    return Backoff(POLICY, Deadline(at_s=deadline_s, allowed_s=60.0), clock=clock, draw=lambda least, most: most)
 
 
 def test_waits_double_up_to_the_longest() -> None:
@@ -53,7 +55,7 @@ def test_patience_counts_from_the_last_answer() -> None:
 def test_a_gateway_that_answers_is_waited_for_longer_than_one_that_does_not() -> None:
     clock = Clock()
     policy = RetryPolicy(patience_s=10.0, reach_s=1.0, first_wait_s=0.1)
-    waits = Backoff(policy, Deadline(at_s=1000.0), clock=clock, draw=lambda least, most: most)
+    waits = Backoff(policy, Deadline(at_s=1000.0, allowed_s=60.0), clock=clock, draw=lambda least, most: most)
     clock.now_s += 2.0
     with pytest.raises(Unavailable):
         waits.wait_s(GONE)
@@ -70,5 +72,11 @@ def test_no_wait_goes_past_the_deadline() -> None:
 
 
 def test_a_deadline_that_has_passed_says_so() -> None:
-    with pytest.raises(DeadlinePassed):
-        Deadline.after(-0.1).remaining_s()
+    with pytest.raises(DeadlinePassed, match="not done within 60 s"):
+        Deadline(at_s=0.0, allowed_s=60.0).remaining_s()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_what_is_no_time_to_wait_is_refused(seconds: float) -> None:
+    with pytest.raises(InvalidRequest, match="timeout_s must be a number of seconds above 0"):
+        Deadline.after(seconds)

@@ -20,11 +20,12 @@ from bottega.client.calls import RequestT, ResponseT, Terms, ask, fetch_image
 from bottega.client.events import Completed, Event
 from bottega.client.farewell import Farewells, is_over
 from bottega.client.jobs import Job, JobPage, JobState, job_from, state_number
+from bottega.client.late import Heard, late
 from bottega.client.options import GenerationOptions, spec_from
 from bottega.client.picture import Picture, picture_from
 from bottega.client.retry import Deadline, RetryPolicy
 from bottega.client.watching import watch
-from bottega.errors import BottegaError, InternalError
+from bottega.errors import BottegaError, DeadlinePassed, InternalError
 from bottega.rpc.channel import open_channel
 from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import ListMembersRequest, ListMembersResponse
@@ -41,7 +42,7 @@ class AsyncClient:
     """A connection to a gateway.
 
     address: host:port; $BOTTEGA_ADDRESS or 127.0.0.1:8470 when absent.
-    timeout_s: deadline of every picture that is given none.
+    timeout_s: deadline of every picture that is given none; above 0.
     retry: how to go on while the gateway is UNAVAILABLE; nothing else is retried.
 
     Make it inside a running event loop, and close it (`async with` does): pictures that were begun here
@@ -52,7 +53,7 @@ class AsyncClient:
         self, address: str | None = None, *, timeout_s: float = 600.0, retry: RetryPolicy | None = None
     ) -> None:
         self.address = address or default_address()
-        self._timeout_s = timeout_s
+        self._timeout_s = Deadline.after(timeout_s).allowed_s
         self._retry = retry or RetryPolicy()
         self._channel = open_channel(self.address)
         self._images = ImageServiceStub(self._channel)
@@ -123,24 +124,26 @@ class AsyncClient:
             again, and cancels the job when you leave: when you close the generator (or the client), are
             cancelled, or run out of time.
         """
-        terms = self._terms(timeout_s or self._timeout_s)
+        terms = self._terms(timeout_s)
         spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
         request = image_pb2.GenerateRequest(request_id=request_id or uuid.uuid4().hex, spec=spec, preview=preview)
-        job_id, over = "", False
+        heard, over = Heard(), False
         try:
             async with aclosing(
                 watch(lambda left_s: self._images.Generate(request, timeout=left_s), self._images, terms)
             ) as events:
                 async for event in events:
-                    job_id = getattr(event, "job_id", job_id)
+                    heard.note(event)
                     over = isinstance(event, Completed)
                     yield event
+        except DeadlinePassed as error:
+            raise late(error, heard, goes_on=bool(request_id)) from error
         except BottegaError as error:
             over = is_over(error)
             raise
         finally:
             if not over and not request_id:
-                self._farewells.say(request, job_id)
+                self._farewells.say(request, heard.job_id)
 
     async def submit(
         self, prompt: str, *, num_images: int = 1, request_id: str | None = None, **options: Unpack[GenerationOptions]
@@ -181,12 +184,17 @@ class AsyncClient:
     ) -> AsyncGenerator[Event, None]:
         """A job's events from its current state on. Leaving stops nothing."""
         request = image_pb2.WatchJobRequest(job_id=job_id, preview=preview)
-        terms = self._terms(timeout_s or self._timeout_s)
-        async with aclosing(
-            watch(lambda left_s: self._images.WatchJob(request, timeout=left_s), self._images, terms)
-        ) as events:
-            async for event in events:
-                yield event
+        terms = self._terms(timeout_s)
+        heard = Heard(job_id=job_id)
+        try:
+            async with aclosing(
+                watch(lambda left_s: self._images.WatchJob(request, timeout=left_s), self._images, terms)
+            ) as events:
+                async for event in events:
+                    heard.note(event)
+                    yield event
+        except DeadlinePassed as error:
+            raise late(error, heard, goes_on=True) from error
 
     async def cancel_job(self, job_id: str) -> Job:
         """Cancels a job, and says how it stands then; one that has ended stays as it is."""
@@ -194,7 +202,7 @@ class AsyncClient:
 
     async def get_image(self, job_id: str, index: int = 0, *, timeout_s: float | None = None) -> Picture:
         """A finished picture of a job."""
-        terms = self._terms(timeout_s or self._timeout_s)
+        terms = self._terms(timeout_s)
         request = image_pb2.GetImageRequest(job_id=job_id, index=index)
         image, data = await fetch_image(self._images.GetImage, request, terms)
         job = await self.get_job(job_id)
@@ -211,5 +219,6 @@ class AsyncClient:
     async def _ask(self, method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT], request: RequestT) -> ResponseT:
         return await ask(method, request, self._terms(min(SHORT_CALL_S, self._timeout_s)))
 
-    def _terms(self, timeout_s: float) -> Terms:
-        return Terms(address=self.address, deadline=Deadline.after(timeout_s), retry=self._retry)
+    def _terms(self, timeout_s: float | None) -> Terms:
+        deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
+        return Terms(address=self.address, deadline=deadline, retry=self._retry)

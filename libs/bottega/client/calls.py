@@ -12,7 +12,7 @@ import grpc
 
 from bottega.client.events import Interrupted
 from bottega.client.retry import Backoff, Deadline, RetryPolicy
-from bottega.errors import BottegaError, InternalError, NoWorker, Unavailable, WorkerLost
+from bottega.errors import BottegaError, DeadlinePassed, InternalError, NoWorker, Unavailable, WorkerLost
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1.image_pb2 import GetImageRequest, GetImageResponse, Image, JobEvent
 
@@ -57,7 +57,7 @@ async def ask(
         try:
             return await method(request, timeout=terms.deadline.remaining_s())
         except grpc.RpcError as error:
-            failure = _worth_another_try(error, terms.address)
+            failure = _worth_another_try(error, terms)
         await asyncio.sleep(backoff.wait_s(failure))
 
 
@@ -82,7 +82,7 @@ async def follow(
                     return
             failure = Unavailable("the gateway ended the stream before the job had ended")
         except grpc.RpcError as error:
-            failure = _worth_another_try(error, terms.address, accepted=accepted)
+            failure = _worth_another_try(error, terms, accepted=accepted)
         finally:
             call.cancel()
         wait_s = backoff.wait_s(failure)
@@ -100,7 +100,7 @@ async def fetch_image(
         try:
             return await _read_image(call)
         except grpc.RpcError as error:
-            failure = _worth_another_try(error, terms.address)
+            failure = _worth_another_try(error, terms)
         finally:
             call.cancel()
         await asyncio.sleep(backoff.wait_s(failure))
@@ -123,14 +123,17 @@ async def _read_image(call: grpc.aio.UnaryStreamCall[GetImageRequest, GetImageRe
     return image, bytes(data)
 
 
-def _worth_another_try(error: grpc.RpcError, address: str, *, accepted: bool = False) -> Unavailable:
+def _worth_another_try(error: grpc.RpcError, terms: Terms, *, accepted: bool = False) -> Unavailable:
     """What the gateway meant, where asking again may help. Raises it where it does not."""
     failure = from_rpc_error(error)
+    answered = was_answered(error)
+    if isinstance(failure, DeadlinePassed) and not answered:
+        raise terms.deadline.passed() from error  # in our words; gRPC's name its own parts
     if not isinstance(failure, Unavailable) or _ends_job(failure, accepted=accepted):
         raise failure from error
-    if not was_answered(error):
-        # gRPC's own words name its own parts; they stay in the chain of causes.
-        failure = Unavailable(f"no gateway answers at {address}; start one (bottega up), or set BOTTEGA_ADDRESS")
+    if not answered:
+        # Here, too, gRPC's own words stay in the chain of causes.
+        failure = Unavailable(f"no gateway answers at {terms.address}; start one (bottega up), or set BOTTEGA_ADDRESS")
         failure.__cause__ = error
     return failure
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bottega.errors import DeadlinePassed, Unavailable
+from bottega.errors import DeadlinePassed, InvalidRequest, Unavailable, Violation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,21 +30,32 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """The moment (time.monotonic) after which the caller no longer wants the answer."""
+    """The moment (time.monotonic) after which the caller no longer wants the answer.
+
+    allowed_s: seconds that there were at first, for what is said when they are over.
+    """
 
     at_s: float
+    allowed_s: float
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
-        """The moment so many seconds from now."""
-        return cls(at_s=time.monotonic() + seconds)
+        """The moment so many seconds from now. Raises InvalidRequest for a number that is no time to wait."""
+        if not 0 < seconds < math.inf:
+            rule = Violation(field="timeout_s", description=f"must be a number of seconds above 0; got {seconds:g}")
+            raise InvalidRequest(f"{rule.field} {rule.description}", violations=[rule])
+        return cls(at_s=time.monotonic() + seconds, allowed_s=seconds)
 
     def remaining_s(self) -> float:
         """Seconds to go. Raises DeadlinePassed when there are none."""
         remaining_s = self.at_s - time.monotonic()
         if remaining_s <= 0:
-            raise DeadlinePassed("the deadline passed before the gateway answered")
+            raise self.passed()
         return remaining_s
+
+    def passed(self) -> DeadlinePassed:
+        """What is raised when nothing remains."""
+        return DeadlinePassed(f"not done within {self.allowed_s:g} s")
 
 
 class Backoff:

@@ -35,7 +35,11 @@ class Client:
         self, address: str | None = None, *, timeout_s: float = 600.0, retry: RetryPolicy | None = None
     ) -> None:
         self._loop = _LoopThread()
-        self._client = self._loop.run(_open(address, timeout_s, retry))
+        try:
+            self._client = self._loop.run(_open(address, timeout_s, retry))
+        except BaseException:
+            self._loop.stop()
+            raise
         self._close = weakref.finalize(self, _close, self._client, self._loop)
 
     @property

@@ -46,7 +46,14 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 )
 @drawing_options
 @click.option("--preview", type=_FILE, help="JPEG of the unfinished picture, rewritten as it goes.")
-@click.option("--timeout", "timeout_s", type=float, default=600.0, show_default=True, help="Seconds to wait in all.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0.0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds to wait in all.",
+)
 @address_option
 def command(
     *,
