@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import time
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -44,3 +48,72 @@ async def test_routing_of_a_job_that_waited_is_timed_from_the_worker_being_free(
     assert waits.state == image_pb2.JOB_STATE_RUNNING
     assert (waits.queue_s, waits.route_s) == (10, 0.25)
     assert shop.registry.get_sample_value("bottega_queue_seconds_sum") == 10
+
+
+async def test_the_next_job_is_bound_when_the_one_before_comes_to_its_last_turn(shop: Shop) -> None:
+    shop.worker()
+    first, waits = shop.submit(), shop.submit()
+    shop.time.now += 1
+    await shop.advance(first, 5)
+    assert waits.state == image_pb2.JOB_STATE_QUEUED
+    shop.time.now += 1
+    await shop.advance(first, 9)
+    assert waits.state == image_pb2.JOB_STATE_RUNNING
+
+
+async def test_news_that_came_during_the_pause_after_a_look_count_when_it_is_over(shop: Shop) -> None:
+    shop.worker()
+    first, waits = shop.submit(), shop.submit()
+    await shop.advance(first, 9)  # the queue was looked at at this very moment of the clock
+    assert waits.state == image_pb2.JOB_STATE_QUEUED
+    await asyncio.sleep(0.1)
+    assert waits.state == image_pb2.JOB_STATE_RUNNING
+
+
+async def test_progress_of_many_workers_costs_no_look_at_all_of_them_each_time(shop: Shop) -> None:
+    for index in range(64):
+        shop.worker(f"w{index}")
+    running = [shop.submit() for _ in range(64)]
+    for _ in range(20):
+        shop.submit()
+    began = time.thread_time()
+    for steps_done in range(1, 6):
+        for job in running:
+            job.advance(1, steps_done)
+            shop.foreman.attempt_advanced(job)
+    assert (time.thread_time() - began) / (5 * 64) < 0.0001
+
+
+async def test_every_new_look_sees_how_far_the_workers_are(shop: Shop) -> None:
+    shop.worker("w1")
+    shop.worker("w2")
+    one, other = shop.submit(), shop.submit()
+    third, fourth = shop.submit(), shop.submit()
+    shop.time.now += 1
+    await shop.advance(other, 9)
+    assert (third.worker, fourth.state) == (other.worker, image_pb2.JOB_STATE_QUEUED)
+    shop.time.now += 1
+    await shop.complete(one)
+    assert fourth.worker == "w1"
+
+
+async def test_old_step_times_are_not_kept_alive(shop: Shop) -> None:
+    member = shop.worker()
+    for _ in range(3):
+        shop.submit()
+    old = weakref.ref(member.times)
+    shop.report(member)
+    shop.foreman.start()
+    await asyncio.sleep(1.2)  # those who wait have been told how it looks now
+    gc.collect()
+    assert old() is None
+
+
+async def test_those_who_line_up_are_told_their_place_and_when_they_will_be_done(shop: Shop) -> None:
+    shop.worker()
+    shop.submit()
+    waiting = [shop.submit() for _ in range(3)]
+    for place, job in enumerate(waiting):
+        assert job.standing is not None
+        assert job.standing.place == place
+        assert job.standing.estimate_s == pytest.approx((2 + place) * 10 * 0.1)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from bottega.errors import BottegaError, InternalError, TooLarge, Unavailable, WorkerLost
 from bottega.gateway import log_lines
+from bottega.gateway.attempts import AttemptEvents, AttemptObserver, WorkerClient
 from bottega.gateway.fleet import Member
 from bottega.gateway.jobs import Checkpoint, Job, Picture
 from bottega.gateway.provenance import completed_provenance
@@ -30,46 +31,6 @@ _MAX_CHECKPOINT_BYTES = 16 << 20
 _WATCH_PAUSE_S = 0.5
 
 _log = logging.getLogger(__name__)
-
-_Events = AsyncGenerator[worker_pb2.RunAttemptResponse, None]
-
-
-class WorkerClient(Protocol):
-    """Calls to one worker. Every failure is a BottegaError; a broken connection is WorkerLost."""
-
-    def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> _Events:
-        """Starts an attempt before it returns, and streams its events."""
-
-    def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
-        """Streams the newest checkpoint of every attempt."""
-
-    async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
-        """Stops an attempt and forgets it."""
-
-    async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
-        """Asks for previews of an attempt from now on."""
-
-    async def close(self) -> None:
-        """Ends every call."""
-
-
-class AttemptObserver(Protocol):
-    """Who is told how attempts end. Called in the event loop; must not block."""
-
-    def attempt_sent(self, job: Job) -> None:
-        """The worker is called now."""
-
-    def attempt_advanced(self, job: Job) -> None:
-        """Denoising went on."""
-
-    def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
-        """The worker, or the way to it, is lost; the job is not."""
-
-    def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
-        """The worker says that the job cannot be drawn."""
-
-    def attempt_completed(self, job: Job, number: int, pictures: tuple[Picture, ...], provenance: Provenance) -> None:
-        """All images are in the result store."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -87,8 +48,12 @@ class _Attempt:
 
 @dataclass(slots=True, kw_only=True)
 class _Line:
+    """The way to a worker, and what it runs by job. moves: counts what changed of that."""
+
     client: WorkerClient
     checkpoints: asyncio.Task[None]
+    attempts: dict[str, _Attempt] = field(default_factory=dict)
+    moves: int = 0
 
 
 class Dispatcher:
@@ -116,9 +81,15 @@ class Dispatcher:
             watching = asyncio.create_task(self._gather_checkpoints(member, client))
             self._lines[member] = _Line(client=client, checkpoints=watching)
 
-    def running_on(self, member: Member) -> Iterable[Job]:
+    def running_on(self, member: Member) -> Sequence[Job]:
         """Jobs whose attempt is with that worker, first come first."""
-        return [attempt.job for attempt in self._attempts.values() if attempt.member is member]
+        line = self._lines.get(member)
+        return [attempt.job for attempt in line.attempts.values()] if line else ()
+
+    def moves(self, member: Member) -> int:
+        """A number that is another one whenever what runs with that worker has changed or denoised further."""
+        line = self._lines.get(member)
+        return line.moves if line else -1
 
     def run(self, job: Job, member: Member, *, free_at: float) -> None:
         """Begins an attempt at a queued job: the worker is called before this returns.
@@ -126,10 +97,12 @@ class Dispatcher:
         free_at: when the worker could take it, on the monotonic clock.
         """
         attempt = _Attempt(job=job, number=job.begin(member.name, free_at=free_at), member=member)
-        self._attempts[job.job_id] = attempt
+        line = self._lines[member]
+        self._attempts[job.job_id] = line.attempts[job.job_id] = attempt
+        line.moves += 1
         request = _request(attempt)
         attempt.previewed = request.preview
-        events = self._lines[member].client.run_attempt(request)
+        events = line.client.run_attempt(request)
         if self.observer:
             self.observer.attempt_sent(job)
         attempt.task = asyncio.create_task(self._run(attempt, events))
@@ -149,13 +122,14 @@ class Dispatcher:
 
     def lose(self, member: Member) -> None:
         """A worker is lost, and all its attempts with it."""
-        for attempt in [attempt for attempt in self._attempts.values() if attempt.member is member]:
+        line = self._lines.pop(member, None)
+        if line is None:
+            return
+        line.checkpoints.cancel()
+        for attempt in list(line.attempts.values()):
             self._forget(attempt.job.job_id)
             self._lost(attempt, WorkerLost("the worker was cut off"))
-        line = self._lines.pop(member, None)
-        if line is not None:
-            line.checkpoints.cancel()
-            self._chore(line.client.close())
+        self._chore(line.client.close())
 
     def stop_attempt(self, member: Member, number: int, job: Job) -> None:
         """Tells a worker, as far as it can be reached, that nobody waits for an attempt."""
@@ -171,7 +145,7 @@ class Dispatcher:
             self.lose(member)
         await asyncio.gather(*self._chores, return_exceptions=True)
 
-    async def _run(self, attempt: _Attempt, events: _Events) -> None:
+    async def _run(self, attempt: _Attempt, events: AttemptEvents) -> None:
         try:
             await self._follow(attempt, events)
             await self._complete(attempt)
@@ -188,7 +162,7 @@ class Dispatcher:
             if self.observer:
                 self.observer.attempt_failed(attempt.job, attempt.number, InternalError("an internal fault"))
 
-    async def _follow(self, attempt: _Attempt, events: _Events) -> None:
+    async def _follow(self, attempt: _Attempt, events: AttemptEvents) -> None:
         async with contextlib.aclosing(events):
             async for event in events:
                 self._take(attempt, event)
@@ -203,6 +177,7 @@ class Dispatcher:
                 started = event.started
                 job.resume(number, steps_total=started.steps_total, steps_resumed=started.steps_resumed)
                 attempt.started = True
+                self._moved(attempt)
                 self._ask_for_previews(attempt)
             case "progress":
                 self._take_progress(attempt, event.progress)
@@ -215,6 +190,7 @@ class Dispatcher:
 
     def _take_progress(self, attempt: _Attempt, progress: worker_pb2.AttemptProgress) -> None:
         attempt.job.advance(attempt.number, progress.steps_done)
+        self._moved(attempt)
         if progress.preview_jpeg:
             attempt.job.look(attempt.number, progress.preview_index, progress.preview_jpeg)
         if self.observer:
@@ -285,14 +261,29 @@ class Dispatcher:
     def _over(self, attempt: _Attempt) -> None:
         """Takes out an attempt whose own task says that it is over."""
         if self._attempts.get(attempt.job.job_id) is attempt:
-            del self._attempts[attempt.job.job_id]
+            self._take_out(attempt)
 
     def _forget(self, job_id: str) -> _Attempt | None:
         """Takes out an attempt and ends its task."""
-        attempt = self._attempts.pop(job_id, None)
-        if attempt is not None and attempt.task is not None:
+        attempt = self._attempts.get(job_id)
+        if attempt is None:
+            return None
+        self._take_out(attempt)
+        if attempt.task is not None:
             attempt.task.cancel()
         return attempt
+
+    def _take_out(self, attempt: _Attempt) -> None:
+        del self._attempts[attempt.job.job_id]
+        line = self._lines.get(attempt.member)
+        if line is not None:
+            del line.attempts[attempt.job.job_id]
+            line.moves += 1
+
+    def _moved(self, attempt: _Attempt) -> None:
+        line = self._lines.get(attempt.member)
+        if line is not None:
+            line.moves += 1
 
     def _chore(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

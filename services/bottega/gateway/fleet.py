@@ -31,6 +31,7 @@ class Member:
     """A service that has joined.
 
     load, steps_left, times: as it last reported; steps_left is of the attempts that it runs, by job.
+    name: unique in the fleet.
     stream: counts its Join streams; only the newest one speaks for it.
     wake: set when that stream has something to say or shall end; every stream has one of its own.
     """
@@ -45,11 +46,13 @@ class Member:
     stream: int = 1
     backlog: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    # Asked for of every member at every look of the scheduler, where a message would be too slow to ask.
+    name: str = field(init=False)
+    _served: frozenset[str] = field(init=False)
 
-    @property
-    def name(self) -> str:
-        """Its name, unique in the fleet."""
-        return self.registration.name
+    def __post_init__(self) -> None:
+        self.name = self.registration.name
+        self._served = frozenset(model.name for model in self.models)
 
     @property
     def is_worker(self) -> bool:
@@ -63,7 +66,7 @@ class Member:
 
     def serves(self, model: str) -> bool:
         """Whether it is a worker of that model."""
-        return any(served.name == model for served in self.models)
+        return model in self._served
 
     def tell_backlog(self, backlog: int) -> None:
         """Lets its stream say how many jobs wait for it, if that is news."""
@@ -170,9 +173,13 @@ class Fleet:
         connected = (member for member in self._members.values() if member.connected)
         return sorted(connected, key=lambda member: (member.registration.kind, member.name))
 
+    def serving(self, model: str) -> list[Member]:
+        """Workers of a model that are here."""
+        return [member for member in self._members.values() if member.connected and member.serves(model)]
+
     def workers(self, model: str) -> list[Member]:
         """Workers that take new jobs of a model."""
-        return [m for m in self._members.values() if m.connected and not m.load.draining and m.serves(model)]
+        return [member for member in self.serving(model) if not member.load.draining]
 
     def models(self) -> list[image_pb2.Model]:
         """Models that are served now, by name, with the number of their workers."""
@@ -202,9 +209,7 @@ class Fleet:
         seen = self._seen.get(model)
         if seen is None:
             return False
-        if any(member.connected and member.serves(model) for member in self._members.values()):
-            return True
-        return seen.at > self._clock.monotonic() - self._model_grace_s
+        return bool(self.serving(model)) or seen.at > self._clock.monotonic() - self._model_grace_s
 
     def _served(self, name: str) -> list[image_pb2.Model]:
         """The model as each of its workers that are here has registered it."""

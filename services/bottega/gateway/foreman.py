@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
 
 from bottega.errors import BottegaError, DeadlinePassed, Draining, NoWorker, WorkerLost
 from bottega.gateway import log_lines
@@ -19,11 +18,12 @@ from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Fleet, Member
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job, Picture, Standing
+from bottega.gateway.matching import Matching
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.queueing import JobQueue
 from bottega.gateway.results import ResultStore
-from bottega.gateway.scheduler import assign, estimates
 from bottega.gateway.seating import Seating
+from bottega.gateway.standings import Standings
 from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import ServiceKind
 from bottega.v1.generation_pb2 import Provenance
@@ -33,8 +33,6 @@ from bottega.v1.image_pb2 import JobState
 _LATE_S = 0.5
 _TICK_S = 0.1
 _TICKS_PER_SECOND = 10
-# A job that lines up further back hears its estimate with everybody else's, within a second.
-_ESTIMATED_AT_ONCE = 64
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +55,10 @@ class Foreman:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._seating = Seating(dispatcher, log)
+        self._matching = Matching(
+            fleet=fleet, dispatcher=dispatcher, queue=queue, log=log, seating=self._seating, clock=clock
+        )
+        self._standings = Standings(fleet=fleet, queue=queue, seating=self._seating)
         self._queue = queue
         self._jobs = log
         self._results = results
@@ -92,6 +94,7 @@ class Foreman:
             await asyncio.gather(self._ticking, return_exceptions=True)
         for deadline in self._deadlines.values():
             deadline.cancel()
+        self._matching.close()
         await self._dispatcher.close()
 
     def submit(self, job: Job) -> None:
@@ -100,9 +103,9 @@ class Foreman:
         log_lines.accepted(job)
         self._queue.add(job)
         self._set_deadline(job)
-        self._pump(job.spec.model, free_at=job.queued_at)
+        self._matching.at_once(job.spec.model, free_at=job.queued_at)
         if job.state == image_pb2.JOB_STATE_QUEUED:
-            self._stand_last(job)
+            self._standings.tell_last(job)
 
     def extend(self, job: Job, deadline: float | None) -> None:
         """A caller attached that gives the job until `deadline` (None: without bound), if that is later."""
@@ -134,19 +137,21 @@ class Foreman:
         if member.is_worker:
             self._dispatcher.open(member)
         self._count_members()
-        self._pump_for(member)
+        self._matching.welcome(member)
 
     def member_changed(self, member: Member) -> None:
         """See FleetObserver."""
         if not member.connected:
             self._count_members()
         self._stop_stale_attempts(member)
-        self._pump_for(member)
+        for model in member.models:
+            self._matching.soon(model.name)
 
     def member_lost(self, member: Member) -> None:
         """See FleetObserver."""
         self._count_members()
         self._dispatcher.lose(member)
+        self._seating.forget(member)
 
     # What the dispatcher tells.
 
@@ -156,7 +161,7 @@ class Foreman:
 
     def attempt_advanced(self, job: Job) -> None:
         """See AttemptObserver."""
-        self._pump(job.spec.model)
+        self._matching.soon(job.spec.model)
 
     def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
         """See AttemptObserver."""
@@ -169,7 +174,7 @@ class Foreman:
             return
         job.requeue(number)
         self._queue.add(job, first=True)
-        self._pump(job.spec.model)
+        self._matching.at_once(job.spec.model)
         if job.state == image_pb2.JOB_STATE_QUEUED:
             job.stand(Standing(place=0, estimate_s=None))
 
@@ -185,26 +190,6 @@ class Foreman:
             self._ended(job)
 
     # What follows.
-
-    def _pump_for(self, member: Member) -> None:
-        for model in member.models:
-            self._pump(model.name)
-        self._tell_backlogs()
-
-    def _pump(self, model: str, *, free_at: float | None = None) -> None:
-        """Hands out what should run now. free_at: when that had become so, on the monotonic clock; None is now."""
-        line = self._queue.line(model)
-        if not line:
-            return
-        free_at = self._clock.monotonic() if free_at is None else free_at
-        members = {member.name: member for member in self._fleet.workers(model)}
-        waiting = (self._seating.waiting(job, members) for job in line)
-        for assignment in assign(waiting, self._seating.seats(members)):
-            job = self._jobs.get(assignment.job_id)
-            self._queue.remove(job)
-            job.stand(Standing(place=0, estimate_s=assignment.estimate_s))
-            self._dispatcher.run(job, members[assignment.worker], free_at=free_at)
-        self._tell_backlogs()
 
     def _stop_stale_attempts(self, member: Member) -> None:
         """Frees a worker of attempts that count no more, such as after it was frozen for a while."""
@@ -224,8 +209,7 @@ class Foreman:
         self._jobs.ended(job)
         log_lines.ended(job)
         self._metrics.job_ended(JobState.Name(job.state).removeprefix("JOB_STATE_").lower())
-        self._pump(job.bare.model)
-        self._tell_backlogs()
+        self._matching.at_once(job.bare.model)
 
     def _set_deadline(self, job: Job) -> None:
         timer = self._deadlines.pop(job.job_id, None)
@@ -249,42 +233,18 @@ class Foreman:
             else:
                 self._fleet.expire()
             if tick % _TICKS_PER_SECOND == 0:
-                self._look_after_queue()
+                await self._look_after_queue()
                 self._jobs.sweep()
                 self._results.sweep()
 
-    def _look_after_queue(self) -> None:
+    async def _look_after_queue(self) -> None:
         for model in self._queue.models():
             if self._fleet.expected(model):
-                self._pump(model)
-                self._stand_all(model)
+                self._matching.at_once(model)
                 continue
             for job in list(self._queue.line(model)):
                 self.fail(job, NoWorker("no worker came back for the model", retry_after_s=self._queue.retry_after_s()))
-
-    def _stand_all(self, model: str) -> None:
-        line = list(self._queue.line(model))
-        for place, (job, estimate) in enumerate(zip(line, self._estimates(model, line), strict=True)):
-            job.stand(Standing(place=place, estimate_s=estimate))
-
-    def _stand_last(self, job: Job) -> None:
-        line = self._queue.line(job.spec.model)
-        place = len(line) - 1
-        if place < _ESTIMATED_AT_ONCE:
-            estimate = self._estimates(job.spec.model, list(line))[-1]
-        else:
-            standing = line[-2].standing
-            estimate = standing.estimate_s if standing else None
-        job.stand(Standing(place=place, estimate_s=estimate))
-
-    def _estimates(self, model: str, line: Sequence[Job]) -> list[float | None]:
-        members = {member.name: member for member in self._fleet.workers(model)}
-        return estimates([self._seating.waiting(job, members) for job in line], self._seating.seats(members))
-
-    def _tell_backlogs(self) -> None:
-        for member in self._fleet.members():
-            if member.is_worker:
-                member.tell_backlog(sum(len(self._queue.line(model.name)) for model in member.models))
+        await self._standings.tell_all()
 
     def _count_members(self) -> None:
         counts = Counter(member.registration.kind for member in self._fleet.members())

@@ -1,16 +1,15 @@
 """Which worker takes which waiting job, and when: least estimated completion, bound as late as possible.
 
-Pure functions of what waits, what runs and what turns cost (a table of step times never changes here: every
-report of a worker brings a new one); the worker's engine plans its groups by the same cost model. Knows no
-clock, no jobs' contents and no wire.
+Functions of what waits, what runs and what turns cost; the worker's engine plans its groups by the same cost
+model. Knows no clock, no jobs' contents and no wire.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 
 from bottega.planning import Shape, StepTimes, Work, best_width, completion_times
@@ -25,9 +24,8 @@ _LEAD_S = 0.05
 _LEAD_TURNS = 1.5
 # Seconds of one row and turn while nothing was measured: proportional, so that nothing shares a worker then.
 _UNMEASURED_S = 0.1
-# Outlooks that are remembered: those of the workers that have not moved between two looks. A fleet of some
-# hundred workers has more, and forgets the oldest.
-_REMEMBERED = 1024
+# Outlooks that a seat remembers: of the next jobs of a queue, each with what is behind it.
+_REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +51,8 @@ class Seat:
     """A worker as the scheduler sees it. running: what still denoises there, first come first.
 
     fixed_s: seconds that a job takes beside its turns. max_rows: 0 is without bound.
+    outlooks: what was found out about it, for the next look at the same seat. It goes with the seat: another one
+        is made whenever its worker has moved, or has reported.
     """
 
     worker: str
@@ -60,6 +60,7 @@ class Seat:
     times: StepTimes
     fixed_s: float
     max_rows: int
+    outlooks: dict[_Look, _Outlook] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,23 +100,54 @@ def assign(waiting: Iterable[Waiting], seats: Sequence[Seat]) -> list[Assignment
     return assignments
 
 
-def estimates(waiting: Sequence[Waiting], seats: Sequence[Seat]) -> list[float | None]:
+class Prospect:
+    """Who of those that wait would complete when, if nobody came any more: the least loaded worker takes the next.
+
+    For those who wait; nobody is assigned by it.
+    """
+
+    def __init__(self, seats: Sequence[Seat]) -> None:
+        measured = not all(_unmeasured(seat) for seat in seats)
+        self._benches = [_Bench(seat) for seat in seats] if measured else []
+        self._loads = [bench.load_s for bench in self._benches]
+        self._lines: list[list[int]] = [[] for _ in self._benches]
+        self._size = 0
+
+    def add(self, demand: Demand) -> None:
+        """One more lines up, last."""
+        if self._benches:
+            least = self._least()
+            self._loads[least] += self._benches[least].alone_s(demand)
+            self._benches[least].take(demand, bound=False)
+            self._lines[least].append(self._size)
+        self._size += 1
+
+    def end_s(self, demand: Demand) -> float | None:
+        """Expected seconds until one that lines up now completes; it is added. None while nothing was measured."""
+        bench = self._benches[self._least()] if self._benches else None
+        self.add(demand)
+        return bench.ends()[-1] + bench.seat.fixed_s if bench else None
+
+    def ends(self) -> list[float | None]:
+        """Expected seconds until each of those who were added completes."""
+        ends: list[float | None] = [None] * self._size
+        for bench, line in zip(self._benches, self._lines, strict=True):
+            if not line:
+                continue
+            for index, end in zip(line, bench.ends()[len(bench.seat.running) :], strict=True):
+                ends[index] = end + bench.seat.fixed_s
+        return ends
+
+    def _least(self) -> int:
+        return self._loads.index(min(self._loads))
+
+
+def estimates(waiting: Iterable[Waiting], seats: Sequence[Seat]) -> list[float | None]:
     """Expected seconds until each of the waiting jobs completes; None while nothing was measured."""
-    if not seats or all(_unmeasured(seat) for seat in seats):
-        return [None] * len(waiting)
-    lines: list[list[int]] = [[] for _ in seats]
-    benches = [_Bench(seat) for seat in seats]
-    loads = [bench.load_s for bench in benches]
-    for index, job in enumerate(waiting):
-        least = loads.index(min(loads))
-        lines[least].append(index)
-        loads[least] += benches[least].alone_s(job.demand)
-        benches[least].take(job.demand, bound=False)
-    ends: list[float | None] = [None] * len(waiting)
-    for bench, line in zip(benches, lines, strict=True):
-        for index, end in zip(line, bench.ends()[len(bench.seat.running) :], strict=True):
-            ends[index] = end + bench.seat.fixed_s
-    return ends
+    prospect = Prospect(seats)
+    for job in waiting:
+        prospect.add(job.demand)
+    return prospect.ends()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +172,11 @@ class _Bench:
 
     def alone_s(self, demand: Demand) -> float:
         """Seconds of the turns of `demand`, alone."""
-        return _turn_s(self.seat.times, demand.shape, demand.rows) * demand.steps
+        return _turns(self.seat.times, demand.shape)(demand.rows) * demand.steps
 
     def offer(self, demand: Demand, behind: tuple[Demand, ...]) -> _Offer:
         """When `demand` would complete here, and whether it should come now."""
-        outlook = _outlook(self.seat.times, self._max_rows, tuple(self._planned), demand, behind)
+        outlook = self._outlook(demand, behind)
         completes_s = outlook.end_s + self.seat.fixed_s
         return _Offer(bench=self, completes_s=completes_s, now=outlook.opens and not self._promised)
 
@@ -158,9 +190,18 @@ class _Bench:
         if not self._planned:
             return []
         shape = self._planned[-1].shape
-        works, seconds = _works(self._planned, shape), partial(_turn_s, self.seat.times, shape)
+        works, seconds = _works(self._planned, shape), cache(_turns(self.seat.times, shape))
         width = best_width(works[: 2 * _LOOK_AHEAD], seconds, max_rows=self._max_rows)
         return completion_times(works, seconds, max(1, width))
+
+    def _outlook(self, demand: Demand, behind: tuple[Demand, ...]) -> _Outlook:
+        known, taken = self.seat.outlooks, tuple(self._planned[len(self.seat.running) :])
+        look = (taken, demand, behind)
+        if look not in known:
+            if len(known) >= _REMEMBERED:
+                known.clear()
+            known[look] = _outlook(self.seat.times, self._max_rows, self._planned, demand, behind)
+        return known[look]
 
     @property
     def _max_rows(self) -> int:
@@ -175,12 +216,14 @@ class _Outlook:
     opens: bool
 
 
-# From one look to the next most workers stand as they stood, and a look is due at every step of every job.
-@lru_cache(_REMEMBERED)
+# What was taken since the seat was made, the job in question, and those behind it.
+_Look = tuple[tuple[Demand, ...], Demand, tuple[Demand, ...]]
+
+
 def _outlook(
-    times: StepTimes, max_rows: int, planned: tuple[Demand, ...], demand: Demand, behind: tuple[Demand, ...]
+    times: StepTimes, max_rows: int, planned: Sequence[Demand], demand: Demand, behind: tuple[Demand, ...]
 ) -> _Outlook:
-    seconds = partial(_turn_s, times, demand.shape)
+    seconds = cache(_turns(times, demand.shape))
     ahead = _works(planned, demand.shape)
     line = [*ahead, Work(rows=demand.rows, steps=demand.steps)]
     width = best_width([*line, *_works(behind, demand.shape)], seconds, max_rows=max_rows)
@@ -188,10 +231,14 @@ def _outlook(
     return _Outlook(end_s=completion_times(line, seconds, max(1, min(width, len(line))))[-1], opens=opens)
 
 
-@lru_cache(_REMEMBERED)
-def _turn_s(times: StepTimes, shape: Shape, rows: int) -> float:
-    measured = times.seconds(shape, rows)
-    return rows * _UNMEASURED_S if measured is None else measured
+def _turns(times: StepTimes, shape: Shape) -> Callable[[int], float]:
+    """Seconds of one turn of that shape, by its rows."""
+
+    def seconds(rows: int) -> float:
+        measured = times.seconds(shape, rows)
+        return rows * _UNMEASURED_S if measured is None else measured
+
+    return seconds
 
 
 def _works(demands: Iterable[Demand], shape: Shape) -> list[Work]:

@@ -1,23 +1,35 @@
 """Workers and jobs as the scheduler sees them: what still denoises where, and what waits asks for.
 
-Reads fleet members, attempts and jobs; decides nothing.
+Reads fleet members, attempts and jobs; decides nothing. What a worker runs is translated again only when it has
+changed: a look at the queue is due at every step of every job, and from one to the next most workers stand still.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Member
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job
 from bottega.gateway.scheduler import Demand, Seat, Waiting
+from bottega.v1 import fleet_pb2
 
 # A worker that was lost with a job gets it again only if it was heard this long afterwards.
 _TRUST_AFTER_S = 0.25
 # Rows of an attempt that another gateway gave to a worker: unknown, so those of a guided image.
 _FOREIGN_ROWS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A seat, with the report and the count of moves that it was made of."""
+
+    seat: Seat
+    load: fleet_pb2.Load
+    moves: int
 
 
 class Seating:
@@ -26,19 +38,15 @@ class Seating:
     def __init__(self, dispatcher: Dispatcher, log: JobLog) -> None:
         self._dispatcher = dispatcher
         self._jobs = log
+        self._kept: dict[Member, _Kept] = {}
 
-    def seats(self, members: Mapping[str, Member]) -> list[Seat]:
+    def seats(self, members: Iterable[Member]) -> list[Seat]:
         """The workers, by what they run."""
-        return [
-            Seat(
-                worker=member.name,
-                running=tuple(self._running(member)),
-                times=member.times,
-                fixed_s=max(0.0, member.load.fixed_s),
-                max_rows=member.load.max_rows,
-            )
-            for member in members.values()
-        ]
+        return [self._seat(member) for member in members]
+
+    def forget(self, member: Member) -> None:
+        """The worker is lost."""
+        self._kept.pop(member, None)
 
     def waiting(self, job: Job, members: Mapping[str, Member]) -> Waiting:
         """A job that waits, by what it asks for; a checkpoint saves it steps."""
@@ -46,6 +54,21 @@ class Seating:
             job_id=job.job_id,
             demand=_demand(job, job.steps_total - (job.checkpoint.steps_done if job.checkpoint else 0)),
             avoid=job.lost_worker if _must_avoid(job, members) else "",
+        )
+
+    def _seat(self, member: Member) -> Seat:
+        kept, moves = self._kept.get(member), self._dispatcher.moves(member)
+        if kept is None or kept.load is not member.load or kept.moves != moves:
+            kept = self._kept[member] = _Kept(seat=self._new_seat(member), load=member.load, moves=moves)
+        return kept.seat
+
+    def _new_seat(self, member: Member) -> Seat:
+        return Seat(
+            worker=member.name,
+            running=tuple(self._running(member)),
+            times=member.times,
+            fixed_s=max(0.0, member.load.fixed_s),
+            max_rows=member.load.max_rows,
         )
 
     def _running(self, member: Member) -> list[Demand]:

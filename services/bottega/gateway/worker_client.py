@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 import grpc
 
 from bottega.errors import BottegaError, InternalError, JobCancelled, QueueFull, StaleAttempt, Unavailable, WorkerLost
+from bottega.gateway.attempts import AttemptEvents
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import worker_pb2, worker_pb2_grpc
@@ -14,18 +15,17 @@ from bottega.v1 import worker_pb2, worker_pb2_grpc
 # Failures of a call that say nothing about the job: another worker may well draw it.
 _OF_THE_WORKER = (InternalError, JobCancelled, QueueFull, StaleAttempt)
 
-_Events = AsyncGenerator[worker_pb2.RunAttemptResponse, None]
 _AttemptCall = grpc.aio.UnaryStreamCall[worker_pb2.RunAttemptRequest, worker_pb2.RunAttemptResponse]
 
 
 class GrpcWorkerClient:
-    """See dispatch.WorkerClient. Connects by itself and reconnects."""
+    """See attempts.WorkerClient. Connects by itself and reconnects."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
         self._worker: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
-    def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> _Events:
+    def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AttemptEvents:
         """Starts an attempt before it returns, and streams its events."""
         return _events(self._worker.RunAttempt(request))
 
@@ -59,7 +59,7 @@ class GrpcWorkerClient:
         await self._channel.close()
 
 
-async def _events(call: _AttemptCall) -> _Events:
+async def _events(call: _AttemptCall) -> AttemptEvents:
     try:
         async for event in call:
             yield event

@@ -1,0 +1,54 @@
+"""What an attempt asks of a worker, and who is told how it ends: the two seams of the dispatcher.
+
+They know no wire and no rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from bottega.errors import BottegaError
+from bottega.gateway.jobs import Job, Picture
+from bottega.v1 import worker_pb2
+from bottega.v1.generation_pb2 import Provenance
+
+AttemptEvents = AsyncGenerator[worker_pb2.RunAttemptResponse, None]
+
+
+class WorkerClient(Protocol):
+    """Calls to one worker. Every failure is a BottegaError; a broken connection is WorkerLost."""
+
+    def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AttemptEvents:
+        """Starts an attempt before it returns, and streams its events."""
+
+    def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
+        """Streams the newest checkpoint of every attempt."""
+
+    async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
+        """Stops an attempt and forgets it."""
+
+    async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
+        """Asks for previews of an attempt from now on."""
+
+    async def close(self) -> None:
+        """Ends every call."""
+
+
+class AttemptObserver(Protocol):
+    """Who is told how attempts end. Called in the event loop; must not block."""
+
+    def attempt_sent(self, job: Job) -> None:
+        """The worker is called now."""
+
+    def attempt_advanced(self, job: Job) -> None:
+        """Denoising went on."""
+
+    def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
+        """The worker, or the way to it, is lost; the job is not."""
+
+    def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
+        """The worker says that the job cannot be drawn."""
+
+    def attempt_completed(self, job: Job, number: int, pictures: tuple[Picture, ...], provenance: Provenance) -> None:
+        """All images are in the result store."""

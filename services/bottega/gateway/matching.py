@@ -1,0 +1,99 @@
+"""When waiting jobs and workers are brought together: at once on what frees one, soon on what comes by the hundred.
+
+Who goes where is the scheduler's matter, and what follows from an attempt's end the foreman's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from bottega.gateway.clock import Clock
+from bottega.gateway.dispatch import Dispatcher
+from bottega.gateway.fleet import Fleet, Member
+from bottega.gateway.job_log import JobLog
+from bottega.gateway.jobs import Standing
+from bottega.gateway.queueing import JobQueue
+from bottega.gateway.scheduler import assign
+from bottega.gateway.seating import Seating
+
+# Between two looks for the sake of progress: a fraction of a turn, which is all that such news can move.
+# Every worker tells progress up to ten times a second, and a look costs what the number of workers is.
+_PAUSE_S = 0.015
+
+
+class Matching:
+    """The looks at the queue of each model."""
+
+    def __init__(
+        self, *, fleet: Fleet, dispatcher: Dispatcher, queue: JobQueue, log: JobLog, seating: Seating, clock: Clock
+    ) -> None:
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._queue = queue
+        self._jobs = log
+        self._seating = seating
+        self._clock = clock
+        self._looked_at: dict[str, float] = {}
+        self._due: dict[str, asyncio.TimerHandle] = {}
+        self._news_at: dict[str, float] = {}
+        self._told: dict[str, int] = {}
+
+    def at_once(self, model: str, *, free_at: float | None = None) -> None:
+        """Hands out what should run now. free_at: since when that is so, on the monotonic clock; None is now."""
+        due = self._due.pop(model, None)
+        if due is not None:
+            due.cancel()
+        now = self._clock.monotonic()
+        free_at = min(now if free_at is None else free_at, self._news_at.pop(model, now))
+        if self._queue.line(model):
+            self._looked_at[model] = now
+            self._look(model, free_at)
+        else:
+            self._looked_at.pop(model, None)
+        self._tell_backlog(model)
+
+    def soon(self, model: str) -> None:
+        """The same within some milliseconds, together with other news of that time."""
+        if model in self._due or not self._queue.line(model):
+            return
+        now = self._clock.monotonic()
+        pause_s = self._looked_at.get(model, 0.0) + _PAUSE_S - now
+        if pause_s <= 0:
+            self.at_once(model)
+            return
+        self._news_at[model] = now
+        self._due[model] = asyncio.get_running_loop().call_later(pause_s, self.at_once, model)
+
+    def welcome(self, member: Member) -> None:
+        """Brings a worker that has joined together with those that waited for it."""
+        for model in member.models:
+            self.at_once(model.name)
+        self._tell(member)
+
+    def close(self) -> None:
+        """Looks no more."""
+        for due in self._due.values():
+            due.cancel()
+        self._due.clear()
+
+    def _look(self, model: str, free_at: float) -> None:
+        members = {member.name: member for member in self._fleet.workers(model)}
+        waiting = (self._seating.waiting(job, members) for job in self._queue.line(model))
+        for assignment in assign(waiting, self._seating.seats(members.values())):
+            job = self._jobs.get(assignment.job_id)
+            self._queue.remove(job)
+            job.stand(Standing(place=0, estimate_s=assignment.estimate_s))
+            self._dispatcher.run(job, members[assignment.worker], free_at=free_at)
+
+    def _tell_backlog(self, model: str) -> None:
+        backlog = len(self._queue.line(model))
+        told = self._told.pop(model, 0)
+        if backlog:
+            self._told[model] = backlog
+        if backlog == told:
+            return
+        for member in self._fleet.serving(model):
+            self._tell(member)
+
+    def _tell(self, member: Member) -> None:
+        member.tell_backlog(sum(len(self._queue.line(model.name)) for model in member.models))
