@@ -207,3 +207,9 @@ def test_of_many_shapes_those_that_ran_last_are_remembered() -> None:
     assert (16, 16) in shapes
     assert (8, 1) not in shapes
     assert times.seconds((8, 1), 2) is not None
+
+
+def test_a_table_from_a_wire_has_no_more_shapes_than_one_that_was_measured() -> None:
+    times = _times(*(((8, width), rows, 0.01 * rows) for width in range(1, 100) for rows in (1, 2)))
+    assert len({shape for shape, _, _ in times.entries()}) == MAX_SHAPES
+    assert times.seconds((8, 1), 2) == 0.02

@@ -66,10 +66,13 @@ class StepTimes:
 
     @classmethod
     def from_entries(cls, entries: Iterable[tuple[Shape, int, float]]) -> StepTimes:
-        """The same table on the other side of a wire. Entries without rows or time say nothing and are left out."""
+        """The same table on the other side of a wire.
+
+        Left out are entries without rows or time, which say nothing, and shapes beyond MAX_SHAPES.
+        """
         times = cls()
         for shape, rows, seconds in entries:
-            if rows > 0 and seconds > 0:
+            if rows > 0 and seconds > 0 and (shape in times._means or len(times._means) < MAX_SHAPES):
                 times._means.setdefault(shape, {})[rows] = _Mean(seconds=seconds, turns=_SETTLED)
         return times
 
