@@ -143,3 +143,12 @@ def test_a_free_port_is_an_invitation_and_a_taken_one_a_failure() -> None:
     (finding,) = check_gateway(address)
     assert finding.level is Level.WARN
     assert "bottega up" in finding.todo
+
+
+def test_the_port_of_the_metrics_must_be_free_as_well() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (finding,) = check_gateway(f"127.0.0.1:{port - 1}")
+    assert finding.level is Level.FAIL
+    assert f"port {port}, for the gateway's metrics, is taken" in finding.what
+    assert f"process {os.getpid()}" in finding.what

@@ -1,4 +1,4 @@
-"""Whether a gateway answers, who has joined it and, where none answers, who has its port."""
+"""Whether a gateway answers, who has joined it and, where none answers, who has its ports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_gateway(address: str) -> Iterator[Finding]:
     try:
         status = _health(address)
     except grpc.RpcError:
-        yield from _check_port(address)
+        yield from _check_ports(address)
         return
     if status != health_pb2.HealthCheckResponse.SERVING:
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
@@ -65,19 +65,28 @@ async def _fleet(address: str) -> fleet_pb2.ListMembersResponse:
         return await client.fleet()
 
 
-def _check_port(address: str) -> Iterator[Finding]:
+def _check_ports(address: str) -> Iterator[Finding]:
     host, _, port = address.rpartition(":")
     if host not in _LOCAL or not port.isdigit():
         yield fail(
             f"no gateway answers at {address}", "Is it running, and is the address right? (--address, BOTTEGA_ADDRESS)"
         )
         return
+    own, metrics = int(port), int(port) + 1  # as plan_suite has them
+    taken = [*_check_free(own, "the gateway"), *_check_free(metrics, "the gateway's metrics")]
+    yield from taken
+    if not taken:
+        yield warn(f"no gateway runs; ports {own} and {metrics} are free for one", "Start one with: bottega up")
+
+
+def _check_free(port: int, whose: str) -> Iterator[Finding]:
     try:
-        with socket.create_server(("127.0.0.1", int(port))):
-            yield warn(f"no gateway runs; port {port} is free for one", "Start one with: bottega up")
-    except OSError:
+        with socket.create_server(("127.0.0.1", port)):
+            return
+    except (OSError, OverflowError):  # the latter beyond the last port that there is
         yield fail(
-            f"port {port} is taken by {_listener(int(port))}, which is no gateway", "End it, or: bottega up --port PORT"
+            f"port {port}, for {whose}, is taken by {_listener(port)}, which is no gateway",
+            "End it, or: bottega up --port PORT",
         )
 
 
