@@ -168,6 +168,29 @@ def test_a_picture_is_drawn_again_like_it_was_but_for_what_is_changed(
     assert spec.format == generation_pb2.IMAGE_FORMAT_JPEG
 
 
+def test_a_picture_that_carries_no_parameters_is_refused_in_our_words(gateway: ScriptedGateway, address: str) -> None:
+    PIL.Image.new("RGB", (8, 8)).save("star.jpg")
+    PIL.Image.effect_noise((64, 64), 50).save("plain.png")
+    Path("torn.png").write_bytes(Path("plain.png").read_bytes()[:-2000])
+    said = {name: run("generate", "--like", name, address=address) for name in ("star.jpg", "plain.png", "torn.png")}
+    assert "error: star.jpg is no PNG; only PNGs that Bottega drew carry their parameters\n" in said["star.jpg"].stderr
+    assert "error: plain.png carries no parameters of Bottega; only PNGs that it drew do\n" in said["plain.png"].stderr
+    assert "error: torn.png is a PNG that cannot be read: it is damaged or too large\n" in said["torn.png"].stderr
+    assert {result.exit_code for result in said.values()} == {2}
+    assert not gateway.requests
+
+
+def test_a_suffix_that_is_no_format_of_ours_is_refused_with_those_that_are(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    result = run("generate", "a star", "-o", "star.gif", address=address)
+    assert "star.gif: pictures are .png, .jpg, .jpeg, .webp; name it star.gif.png, say." in result.stderr
+    assert not list(own_folder.glob("star*"))
+    gateway.scripts = [[completed()]]
+    assert run("generate", "a star", "-o", "star", address=address).exit_code == 0
+    assert (own_folder / "star.png").exists()
+
+
 def test_a_cut_prompt_is_said(gateway: ScriptedGateway, address: str) -> None:
     done = completed()
     done.completed.provenance.truncations.add(field="prompt", text="and so on")
@@ -194,6 +217,7 @@ def test_ctrl_c_cancels_the_job(gateway: ScriptedGateway, address: str) -> None:
         ["generate", "a star", "--sampler", "heun"],
         ["generate", "a star", "-o", "no/such/folder/star.png"],
         ["generate", "a star", "-o", "star.jpg", "--format", "png"],
+        ["generate", "a star", "-o", "star.gif"],
         ["generate", "a star", "--preview", "look.png"],
         ["generate", "a star", "-n", "9"],
         ["paint"],

@@ -41,8 +41,11 @@ def _text(path: str | os.PathLike[str]) -> str:
             with PIL.Image.open(file, formats=["PNG"]) as image:
                 image.load()  # the text may stand behind the pixels
                 text = image.info.get(TEXT_KEYWORD)
-        except (PIL.UnidentifiedImageError, PIL.Image.DecompressionBombError, SyntaxError, ValueError) as error:
-            raise InvalidRequest(f"{path} is no PNG that can be read: {error}") from None
+        except PIL.UnidentifiedImageError:
+            # JPEG and WebP keep no text of ours.
+            raise InvalidRequest(f"{path} is no PNG; only PNGs that Bottega drew carry their parameters") from None
+        except (PIL.Image.DecompressionBombError, OSError, SyntaxError, ValueError):
+            raise InvalidRequest(f"{path} is a PNG that cannot be read: it is damaged or too large") from None
     if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
         raise InvalidRequest(f"{path} carries no parameters of Bottega; only PNGs that it drew do")
     return text

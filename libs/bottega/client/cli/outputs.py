@@ -19,8 +19,8 @@ _LONGEST_STEM = 48
 class Output:
     """Where the pictures of one command go.
 
-    named: the file that was asked for; it is replaced. Without one a name is made from the prompt and the
-        seed, and nothing is ever replaced.
+    named: the file that was asked for, with a suffix of `format` or none; it is replaced. Without it a name is
+        made from the prompt and the seed, and nothing is ever replaced.
     """
 
     named: Path | None
@@ -36,14 +36,15 @@ class Output:
     def _target(self, picture: Picture, count: int) -> Path:
         if self.named is None:
             return _free(Path(f"{_slug(self.prompt)}-{picture.seed}{_SUFFIX_OF[self.format]}"))
-        suffix = self.named.suffix if self.named.suffix.lower() in SUFFIXES else _SUFFIX_OF[self.format]
-        stem = self.named.name.removesuffix(suffix)
-        return self.named.with_name(f"{stem}-{picture.index}{suffix}" if count > 1 else f"{stem}{suffix}")
+        number = f"-{picture.index}" if count > 1 else ""
+        return self.named.with_name(f"{self.named.stem}{number}{self.named.suffix or _SUFFIX_OF[self.format]}")
 
 
 def choose_output(named: Path | None, format: Format | None, prompt: str) -> Output:
     """Checks before anything is drawn that the picture can be written. Raises click.UsageError."""
     by_suffix = SUFFIXES.get(named.suffix.lower()) if named else None
+    if named and named.suffix and not by_suffix:
+        raise click.UsageError(f"{named}: pictures are {', '.join(SUFFIXES)}; name it {named}.png, say.")
     if format and by_suffix and by_suffix != format:
         raise click.UsageError(f"{named} is a name for {by_suffix}, but --format says {format}.")
     folder = named.parent if named else Path()
