@@ -14,6 +14,7 @@ BottegaError
 ├── FieldNotServed          UNIMPLEMENTED
 ├── JobNotFinished          FAILED_PRECONDITION
 ├── StaleAttempt            FAILED_PRECONDITION
+├── ModelMismatch           FAILED_PRECONDITION  two models under one name
 ├── QueueFull               RESOURCE_EXHAUSTED   retry later
 ├── DeadlineUnmeetable      RESOURCE_EXHAUSTED
 ├── TooLarge                RESOURCE_EXHAUSTED
@@ -162,6 +163,13 @@ class StaleAttempt(BottegaError):
 
     code = Code.FAILED_PRECONDITION
     reason = error_pb2.ERROR_REASON_STALE_ATTEMPT
+
+
+class ModelMismatch(BottegaError):
+    """Other workers serve a model of that name with another hash or element type."""
+
+    code = Code.FAILED_PRECONDITION
+    reason = error_pb2.ERROR_REASON_MODEL_MISMATCH
 
 
 class QueueFull(BottegaError):

@@ -67,15 +67,15 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._server = Server(name, ServerConfig(drain_grace_s=0.1))
         self.membership: FleetMembership | None = None
 
-    async def start(self) -> ScriptedWorker:
-        """Listens and joins."""
+    async def start(self, *, join_timeout_s: float = 5.0) -> ScriptedWorker:
+        """Listens and joins. Raises TimeoutError when it is not let in by then; it keeps trying."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.grpc)
         await self._server.start()
         self.membership = FleetMembership(
             self._gateway, self.registration(), load=self.load, on_backlog=self.backlogs.append
         )
         self.membership.start()
-        await asyncio.wait_for(self.membership.joined.wait(), 5)
+        await asyncio.wait_for(self.membership.joined.wait(), join_timeout_s)
         return self
 
     def registration(self) -> fleet_pb2.Registration:

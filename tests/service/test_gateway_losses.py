@@ -12,7 +12,7 @@ from bottega import errors
 from bottega.rpc.channel import open_channel
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, worker_pb2
 from tests.service.running_gateway import Running, refusal, running_gateway, told
-from tests.service.scripted_worker import ScriptedWorker
+from tests.service.scripted_worker import MODEL, ScriptedWorker
 
 
 @pytest.fixture
@@ -223,6 +223,25 @@ async def test_a_service_that_does_not_say_who_it_is_is_refused(house: Running) 
     for first in (fleet_pb2.JoinRequest(), fleet_pb2.JoinRequest(registration=fleet_pb2.Registration(name="x"))):
         call = house.fleet.Join(iter([first]))
         assert isinstance(await refusal(lambda call=call: call), errors.InvalidRequest)  # type: ignore[misc]
+
+
+async def test_a_worker_with_another_model_of_the_name_joins_once_the_others_have_gone(
+    house: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = await house.worker("w1")
+    other = image_pb2.Model()
+    other.CopyFrom(MODEL)
+    other.model_hash = "cd" * 32
+    newcomer = ScriptedWorker("w2", house.address, model=other)
+    with pytest.raises(TimeoutError):
+        await newcomer.start(join_timeout_s=0.5)
+    assert await _names(house) == ["w1"]
+    (warning,) = (record for record in caplog.records if record.message == "the fleet refuses this service")
+    assert "w1" in warning.__dict__["text"]
+    await first.die()
+    assert newcomer.membership is not None
+    await asyncio.wait_for(newcomer.membership.joined.wait(), 6)
+    await newcomer.die()
 
 
 async def test_a_stopping_gateway_finishes_what_it_has_and_takes_nothing_new() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bottega.errors import InvalidRequest, ModelNotFound, NoWorker
+from bottega.errors import InvalidRequest, ModelMismatch, ModelNotFound, NoWorker
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet import Fleet, Member
 from bottega.v1 import fleet_pb2, image_pb2
@@ -125,6 +125,7 @@ def test_a_draining_worker_gets_no_new_jobs_but_is_still_listed() -> None:
         {"name": "x" * 129},
         {"address": ""},
         {"models": [image_pb2.Model()]},
+        {"models": [image_pb2.Model(name="m"), image_pb2.Model(name="m")]},
     ],
 )
 def test_a_registration_that_says_nothing_usable_is_refused(change: dict[str, object]) -> None:
@@ -217,3 +218,25 @@ def test_nonsense_step_times_are_ignored() -> None:
     ]
     fleet.report(member, fleet_pb2.Load(step_times=times))
     assert list(member.times.entries()) == [((4, 4), 8, 0.5)]
+
+
+def test_a_worker_with_another_model_under_a_name_that_is_served_is_refused() -> None:
+    fleet, watcher = _fleet()
+    serving = fleet.join(_worker("w1", model_hash="aa", dtype="float32"))
+    for facts in ({"model_hash": "bb", "dtype": "float32"}, {"model_hash": "aa", "dtype": "bfloat16"}):
+        with pytest.raises(ModelMismatch) as caught:
+            fleet.join(_worker("w2", port=2, **facts))
+        for said in ("w1", "w2", "aa in float32", f"{facts['model_hash']} in {facts['dtype']}"):
+            assert said in caught.value.message
+    assert fleet.workers("m") == [serving]
+    fleet.leave(serving, serving.stream)
+    watcher.now += 2
+    fleet.expire()
+    assert fleet.join(_worker("w2", port=2, model_hash="bb", dtype="float32")).connected
+
+
+def test_a_lone_worker_may_come_back_with_another_model() -> None:
+    fleet, _ = _fleet()
+    fleet.join(_worker("w1", model_hash="aa"))
+    fleet.join(_worker("w1", model_hash="bb"))
+    assert [model.model_hash for model in fleet.models()] == ["bb"]

@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 
 import grpc
 
+from bottega.errors import BottegaError, JobCancelled, Unavailable
 from bottega.rpc.channel import open_channel
+from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
 # The gateway's lease is 1.5 s; three reports fit into it.
@@ -21,6 +24,10 @@ REPORT_INTERVAL_S = 0.5
 _COALESCE_S = 0.01
 _FIRST_BACK_OFF_S = 0.1
 _MAX_BACK_OFF_S = 1.0
+# Of a service that the gateway refuses: that changes only when somebody does something about it.
+_REFUSED_BACK_OFF_S = 5.0
+# A refusal is logged when it is another one, and again after this time.
+_REPEAT_LOG_S = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +58,8 @@ class FleetMembership:
         self._on_backlog = on_backlog
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._refusal: str | None = None
+        self._refusal_logged_at = 0.0
         self.joined = asyncio.Event()
         self.backlog = 0
 
@@ -77,7 +86,8 @@ class FleetMembership:
         try:
             while True:
                 was_joined = await self._join_once(fleet_pb2_grpc.FleetServiceStub(channel))
-                back_off_s = _FIRST_BACK_OFF_S if was_joined else min(2 * back_off_s, _MAX_BACK_OFF_S)
+                most_s = _MAX_BACK_OFF_S if self._refusal is None else _REFUSED_BACK_OFF_S
+                back_off_s = _FIRST_BACK_OFF_S if was_joined else min(2 * back_off_s, most_s)
                 await asyncio.sleep(back_off_s * random.uniform(0.5, 1.0))
         finally:
             await channel.close()
@@ -89,17 +99,29 @@ class FleetMembership:
             async for response in call:
                 self._heard(response.backlog)
         except grpc.aio.AioRpcError as error:
-            level = logging.WARNING if self.joined.is_set() else logging.DEBUG
-            _log.log(level, "fleet cannot be reached", extra={"gateway": self._gateway, "code": error.code().name})
+            self._failed(from_rpc_error(error))
         finally:
             call.cancel()
             was_joined = self.joined.is_set()
             self.joined.clear()
         return was_joined
 
+    def _failed(self, error: BottegaError) -> None:
+        facts = {"gateway": self._gateway, "reason": error.reason_name, "text": error.message}
+        if isinstance(error, Unavailable | JobCancelled):
+            self._refusal = None
+            _log.log(logging.WARNING if self.joined.is_set() else logging.DEBUG, "fleet cannot be reached", extra=facts)
+            return
+        now = time.monotonic()
+        if error.message != self._refusal or now - self._refusal_logged_at >= _REPEAT_LOG_S:
+            _log.warning("the fleet refuses this service", extra=facts)
+            self._refusal_logged_at = now
+        self._refusal = error.message
+
     def _heard(self, backlog: int) -> None:
         if not self.joined.is_set():
             _log.info("joined the fleet", extra={"gateway": self._gateway})
+            self._refusal = None
             self.joined.set()
         self.backlog = backlog
         self._on_backlog(backlog)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from bottega.errors import InvalidRequest, ModelNotFound, NoWorker, Violation
+from bottega.errors import InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Violation
 from bottega.gateway.clock import Clock
 from bottega.planning import StepTimes
 from bottega.v1 import fleet_pb2, image_pb2
@@ -108,11 +108,12 @@ class Fleet:
         self.observer: FleetObserver | None = None
 
     def join(self, registration: fleet_pb2.Registration) -> Member:
-        """A newcomer; it replaces an older member of its name. Raises InvalidRequest."""
+        """A newcomer; it replaces an older member of its name. Raises InvalidRequest, ModelMismatch."""
         _check(registration)
         now = self._clock.monotonic()
         key = (registration.kind, registration.name)
         member = self._members.get(key)
+        self._check_models(registration, [other for other in self._members.values() if other is not member])
         if member is not None and member.registration == registration:
             member.connected, member.heard_at = True, now
             member.stream += 1
@@ -211,6 +212,20 @@ class Fleet:
             return False
         return bool(self.serving(model)) or seen.at > self._clock.monotonic() - self._model_grace_s
 
+    def _check_models(self, registration: fleet_pb2.Registration, others: Iterable[Member]) -> None:
+        """A job may go to any worker of its model, and go on at any other: so they all must serve the same."""
+        if registration.kind != fleet_pb2.SERVICE_KIND_WORKER:
+            return
+        served = {model.name: (model, other) for other in others for model in other.models}
+        for model in registration.models:
+            known, by = served.get(model.name, (model, None))
+            if by is not None and _identity(known) != _identity(model):
+                raise ModelMismatch(
+                    f"{registration.name} has {model.name} as {_identity(model)}, but {by.name} serves it as"
+                    f" {_identity(known)}; give one of them another model_name, or stop it",
+                    metadata={"model": model.name, "member": by.name},
+                )
+
     def _served(self, name: str) -> list[image_pb2.Model]:
         """The model as each of its workers that are here has registered it."""
         return [model for member in self.members() for model in member.models if model.name == name]
@@ -241,6 +256,11 @@ def _together(models: list[image_pb2.Model]) -> image_pb2.Model:
     return whole
 
 
+def _identity(model: image_pb2.Model) -> str:
+    """What must be the same wherever a job is drawn or resumed."""
+    return f"{model.model_hash or 'no hash'} in {model.dtype or 'no dtype'}"
+
+
 def _check(registration: fleet_pb2.Registration) -> None:
     violations = list(_violations(registration))
     if violations:
@@ -255,5 +275,7 @@ def _violations(registration: fleet_pb2.Registration) -> Iterable[Violation]:
         yield Violation(field="registration.name", description="must be 1 to 128 characters")
     if not 0 < len(registration.address) <= 256:
         yield Violation(field="registration.address", description="must be host:port")
-    if len(registration.models) > _MAX_MODELS_SEEN or not all(model.name for model in registration.models):
-        yield Violation(field="registration.models", description=f"at most {_MAX_MODELS_SEEN}, each with a name")
+    names = {model.name for model in registration.models} - {""}
+    if not len(names) == len(registration.models) <= _MAX_MODELS_SEEN:
+        rule = f"at most {_MAX_MODELS_SEEN}, each with a name of its own"
+        yield Violation(field="registration.models", description=rule)
