@@ -145,7 +145,7 @@ class RequestIdReused(BottegaError):
 
 
 class FieldNotServed(BottegaError):
-    """A field is designed but not served yet; metadata["field"] names it."""
+    """A field is designed but not served yet; metadata["field"] names it, several with commas between."""
 
     code = Code.UNIMPLEMENTED
     reason = error_pb2.ERROR_REASON_FIELD_NOT_SERVED

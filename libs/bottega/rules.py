@@ -58,9 +58,9 @@ def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:
         yield Violation(field="spec.strength", description=rule)
 
 
-def refuse(violations: Sequence[Violation]) -> None:
-    """Raises InvalidRequest with all of them, if there are any."""
+def refuse(violations: Sequence[Violation], kind: type[InvalidRequest] = InvalidRequest) -> None:
+    """Raises InvalidRequest, or a kind of it, with all of them, if there are any."""
     if violations:
         first = f"{violations[0].field}: {violations[0].description}"
         more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
-        raise InvalidRequest(first + more, violations=violations)
+        raise kind(first + more, violations=violations)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from bottega import errors
 from bottega.v1 import fleet_pb2, generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import Lora
+from bottega.v1.generation_pb2 import Lora, Techniques
 from tests.service.running_gateway import Running, refusal, running_gateway, told
 from tests.service.scripted_worker import MODEL
 
@@ -85,6 +85,10 @@ async def test_what_is_not_served_yet_is_unimplemented_and_named(house: Running)
     error = await refusal(lambda: house.generate(loras=[Lora(name="pastel")]))
     assert isinstance(error, errors.FieldNotServed)
     assert error.metadata == {"field": "spec.loras"}
+    techniques = Techniques(stale_residuals=True)
+    error = await refusal(lambda: house.generate(loras=[Lora(name="pastel")], techniques=techniques, model="no-such"))
+    assert isinstance(error, errors.FieldNotServed)
+    assert error.metadata == {"field": "spec.loras,spec.techniques"}
 
 
 async def test_an_unknown_model_is_not_found_with_those_served(house: Running) -> None:
@@ -123,6 +127,12 @@ async def test_an_input_image_is_looked_at_before_anything_is_acknowledged() -> 
             error = await refusal(functools.partial(house.generate, image=bad))
             assert isinstance(error, errors.BadImage)
             assert [violation.field for violation in error.violations] == ["spec.image"]
+        error = await refusal(lambda: house.generate(image=b"no image", width=63, mask_image=b""))
+        assert type(error) is errors.InvalidRequest
+        fields = ["spec.mask_image", "spec.width", "spec.image"]
+        assert [violation.field for violation in error.violations] == fields
+        error = await refusal(lambda: house.generate(image=b"no image", model="no-such"))
+        assert isinstance(error, errors.BadImage)
         assert len(worker.requests) == 1
         assert len((await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs) == 1
 

@@ -85,3 +85,19 @@ def test_a_status_stays_small_enough_for_trailers() -> None:
     wire = status.to_grpc_status(errors.InvalidRequest("x" * 100_000, violations=violations))
     size = sum(len(value) for _, value in wire.trailing_metadata or ())
     assert size + len(wire.details or "") < 8 * 1024
+
+
+def test_violations_that_find_no_room_are_counted() -> None:
+    sent = [Violation(field=f"field_{i}", description="é" * 100) for i in range(50)]
+    received = status.from_rpc_error(_over_the_wire(errors.InvalidRequest("x", violations=sent))).violations
+    assert 20 < len(received) < 30
+    assert list(received[:-1]) == sent[: len(received) - 1]
+    left_out = len(sent) - len(received)
+    assert received[-1].field == sent[len(received) - 1].field
+    assert f"and {left_out} more" in received[-1].description
+
+
+def test_a_request_can_be_told_everything_that_is_wrong_with_it() -> None:
+    sent = [Violation(field=f"spec.controlnets[{i}].image", description="x" * 50) for i in range(49)]
+    received = status.from_rpc_error(_over_the_wire(errors.InvalidRequest("x", violations=sent)))
+    assert list(received.violations) == sent

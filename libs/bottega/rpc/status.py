@@ -6,8 +6,7 @@ It does not know who raises or who asks.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
 import grpc
@@ -22,9 +21,12 @@ from bottega.v1.error_pb2 import ErrorReason, JobError
 
 DETAILS_KEY = "grpc-status-details-bin"
 
-# Statuses travel in HTTP/2 trailers, of which a peer takes 8 KiB by default.
+# Statuses travel in HTTP/2 trailers, of which a peer takes 8 KiB by default. All violations of a request with as many
+# adapters as it may have are 4 KiB.
 _MAX_MESSAGE_CHARACTERS = 1000
-_MAX_VIOLATIONS = 32
+_VIOLATIONS_BYTES = 5 << 10
+# Of one violation beside its texts.
+_VIOLATION_BYTES = 8
 
 
 class _Failure(Protocol):
@@ -94,13 +96,26 @@ def _details(error: BottegaError) -> Iterator[message.Message]:
         yield error_details_pb2.BadRequest(
             field_violations=[
                 error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description)
-                for v in itertools.islice(error.violations, _MAX_VIOLATIONS)
+                for v in _bounded(error.violations)
             ]
         )
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         yield error_details_pb2.RetryInfo(retry_delay=delay)
+
+
+def _bounded(violations: Sequence[Violation]) -> Iterator[Violation]:
+    """As many as there is room for; then one more that says how many were left out."""
+    room = _VIOLATIONS_BYTES
+    for index, violation in enumerate(violations):
+        text = _clip(violation.description)
+        room -= len(violation.field.encode()) + len(text.encode()) + _VIOLATION_BYTES
+        if room < 0:
+            more = len(violations) - index - 1
+            yield Violation(field=violation.field, description=f"is wrong too, and {more} more are left out here")
+            return
+        yield Violation(field=violation.field, description=text)
 
 
 def _packed(detail: message.Message) -> any_pb2.Any:

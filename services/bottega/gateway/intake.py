@@ -6,6 +6,8 @@ Nothing is acknowledged before every check has passed, the pixels of input image
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from itertools import islice
 from typing import Protocol
 
 from bottega import rules
@@ -15,6 +17,7 @@ from bottega.errors import (
     BottegaError,
     DeadlinePassed,
     Draining,
+    InvalidRequest,
     RequestIdReused,
     Unavailable,
     Violation,
@@ -31,6 +34,9 @@ from bottega.gateway.queueing import JobQueue
 from bottega.gateway.results import digest
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
+
+# image, mask_image and as many ControlNets as a request may have.
+_MAX_INPUT_IMAGES = 2 + validation.MAX_ADAPTERS
 
 
 class Inspector(Protocol):
@@ -69,8 +75,8 @@ class Intake:
     async def accept(self, order: Order) -> tuple[Job, bool]:
         """The order's job, and whether it is new: a known request_id attaches to its first run.
 
-        Raises InvalidRequest, BadImage, FieldNotServed (in this order), ModelNotFound, NoWorker, QueueFull,
-        RequestIdReused, Draining.
+        Raises RequestIdReused, InvalidRequest or BadImage, FieldNotServed, Draining, ModelNotFound or NoWorker,
+        QueueFull, in this order; except that without room no image is decoded.
         """
         try:
             return await self._accept(order)
@@ -87,9 +93,7 @@ class Intake:
         job = self._attach(order, fingerprint, began)
         if job is not None:
             return job, False
-        model = self._check(order, size_bytes)
-        await self._inspect(spec)
-        validation.refuse_unserved(spec)
+        model = await self._check(order, size_bytes)
         image_digest = await digest(spec.image) if spec.HasField("image") else ""
         # The same order may have come twice while its image was looked at.
         job = self._attach(order, fingerprint, began)
@@ -97,6 +101,7 @@ class Intake:
             return job, False
         job = self._job(order, model, fingerprint, began)
         job.image_digest, job.size_bytes = image_digest, size_bytes
+        self._refuse_if_draining()  # which may have begun meanwhile
         self._queue.check_room(size_bytes)
         self._foreman.submit(job)
         return job, True
@@ -114,38 +119,52 @@ class Intake:
             self._foreman.show(job)
         return job
 
-    def _check(self, order: Order, size_bytes: int) -> image_pb2.Model:
-        """Every rule that needs no decoding; the model. Raises all violations at once."""
+    async def _check(self, order: Order, size_bytes: int) -> image_pb2.Model:
+        """Every rule; the model. Raises all violations at once."""
         spec = order.spec
+        model, unknown = self._resolve(spec)
         found = [
             *validation.check_request_id(order.request_id),
             *validation.check_spec(spec, max_image_bytes=self._max_image_bytes),
+            *(unknown.violations if unknown else ()),
+            *(validation.check_model(spec, model) if model else ()),
         ]
-        model: image_pb2.Model | None = None
-        unknown: BottegaError | None = None
-        try:
-            model = self._fleet.resolve(spec.model if spec.HasField("model") else None)
-        except BottegaError as error:
-            unknown = error
-            found.extend(error.violations)
-        if model is not None:
-            found.extend(validation.check_model(spec, model))
+        if has_images(spec):
+            if not found:
+                self._refuse_if_draining()
+                self._queue.check_room(size_bytes)
+            await self._check_images(spec, found)
         rules.refuse(found)
-        if self._foreman.draining:
-            raise Draining("the gateway is stopping; ask another one or retry", retry_after_s=1.0)
+        validation.refuse_unserved(spec)
+        self._refuse_if_draining()
         if model is None:
             assert unknown is not None
             raise unknown
-        self._queue.check_room(size_bytes)
         return model
 
-    async def _inspect(self, spec: GenerationSpec) -> None:
-        """Looks at the pixels of every input image."""
-        found: list[Violation] = []
-        for path, image in input_images(spec):
-            found.extend(await self._look(path, image))
-        if found:
-            raise BadImage(f"{found[0].field}: {found[0].description}", violations=found)
+    def _resolve(self, spec: GenerationSpec) -> tuple[image_pb2.Model | None, BottegaError | None]:
+        """The model, or why there is none."""
+        try:
+            return self._fleet.resolve(spec.model if spec.HasField("model") else None), None
+        except BottegaError as error:
+            return None, error
+
+    def _refuse_if_draining(self) -> None:
+        if self._foreman.draining:
+            raise Draining("the gateway is stopping; ask another one or retry", retry_after_s=1.0)
+
+    async def _check_images(self, spec: GenerationSpec, found: Sequence[Violation]) -> None:
+        """Looks at the pixels of every input image that can be one. Raises what is wrong with them beside `found`."""
+        known = {violation.field for violation in found}
+        bad: list[Violation] = []
+        try:
+            for path, image in islice(input_images(spec), _MAX_INPUT_IMAGES):
+                if path not in known:
+                    bad.extend(await self._look(path, image))
+        except BottegaError:
+            rules.refuse(found)
+            raise
+        rules.refuse([*found, *bad], kind=InvalidRequest if found else BadImage)
 
     async def _look(self, path: str, image: bytes) -> list[Violation]:
         try:

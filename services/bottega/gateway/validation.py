@@ -64,7 +64,8 @@ def refuse_unserved(spec: GenerationSpec) -> None:
     """Raises FieldNotServed for a spec that uses what a later version will serve. After everything else."""
     used = [name for name in _UNSERVED if _uses(spec, name)]
     if used:
-        raise FieldNotServed(f"not served yet: {', '.join(used)}", metadata={"field": f"spec.{used[0]}"})
+        fields = ",".join(f"spec.{name}" for name in used)
+        raise FieldNotServed(f"not served yet: {', '.join(used)}", metadata={"field": fields})
 
 
 def check_page(request: image_pb2.ListJobsRequest) -> Iterator[Violation]:
