@@ -21,7 +21,9 @@ BottegaError
 ├── Unavailable             UNAVAILABLE          the service cannot be reached
 │   ├── NoWorker            UNAVAILABLE          retry later
 │   ├── Draining            UNAVAILABLE          retry now, elsewhere or soon
-│   └── WorkerLost          UNAVAILABLE
+│   ├── WorkerLost          UNAVAILABLE
+│   └── StorageUnavailable  UNAVAILABLE          the disk is full or cannot be written; retry later
+├── DataLoss                DATA_LOSS            what was stored is damaged
 ├── DeadlinePassed          DEADLINE_EXCEEDED
 ├── JobCancelled            CANCELLED
 ├── NotFinite               ABORTED
@@ -215,6 +217,23 @@ class WorkerLost(Unavailable):
     """The worker died or was cut off while it ran the request."""
 
     reason = error_pb2.ERROR_REASON_WORKER_LOST
+
+
+class StorageUnavailable(Unavailable):
+    """What must be stored cannot be now: the disk is full, or cannot be written or read.
+
+    metadata["cause"] is the system's name for it, such as ENOSPC. An operation that failed so may still have
+    happened, as with any answer that was lost.
+    """
+
+    reason = error_pb2.ERROR_REASON_STORAGE_UNAVAILABLE
+
+
+class DataLoss(BottegaError):
+    """What was stored is damaged: it is never answered with. Asking again does not help; an operator has to."""
+
+    code = Code.DATA_LOSS
+    reason = error_pb2.ERROR_REASON_DATA_LOSS
 
 
 class DeadlinePassed(BottegaError):
