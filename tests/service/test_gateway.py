@@ -182,6 +182,21 @@ async def test_a_request_id_with_another_spec_is_refused(house: Running) -> None
     assert isinstance(error, errors.RequestIdReused)
 
 
+async def test_an_order_whose_picture_has_expired_is_drawn_again() -> None:
+    async with running_gateway(results_bytes=100, max_result_bytes=100) as house:
+        worker = await house.worker()
+        worker.script.picture = lambda index: b"x" * 60
+        await house.draw("order-1", prompt="a star")
+        worker.script.picture = lambda index: b"y" * 60
+        await house.draw("order-2", prompt="a star")
+        again = await house.draw("order-1", prompt="a star")
+        assert [image.data for image in again.images] == [b"y" * 60]
+        assert len(worker.requests) == 3
+        worker.script.picture = lambda index: b"z" * 101
+        error = await refusal(lambda: house.generate(prompt="a star"))
+        assert isinstance(error, errors.TooLarge)
+
+
 async def test_large_images_are_fetched_in_chunks(house: Running) -> None:
     worker = await house.worker()
     data = bytes(range(256)) * 4096 * 3

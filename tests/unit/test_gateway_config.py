@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bottega.config import parse
+from bottega.errors import ConfigError
 from bottega.gateway.config import DEFAULT_ADDRESS, GatewayConfig
 
 
@@ -10,3 +13,10 @@ def test_the_gateway_is_where_everybody_looks_for_it_whatever_else_is_said_of_it
     assert parse(GatewayConfig, {}, source="test").server.listen == DEFAULT_ADDRESS
     said = parse(GatewayConfig, {"server": {"drain_grace_s": 2.0}, "lease_s": 1.0}, source="test")
     assert (said.server.listen, said.server.drain_grace_s, said.lease_s) == (DEFAULT_ADDRESS, 2.0, 1.0)
+
+
+def test_a_job_that_may_have_more_bytes_than_are_kept_refuses_to_start() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(GatewayConfig, {"results_bytes": 1000, "max_result_bytes": 1001}, source="test")
+    assert "max_result_bytes is 1001" in caught.value.message
+    parse(GatewayConfig, {"results_bytes": 1000, "max_result_bytes": 1000}, source="test")

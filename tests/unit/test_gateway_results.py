@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from bottega.errors import TooLarge
 from bottega.gateway.results import ResultStore
 from tests.unit.sample_jobs import FakeTime
 
@@ -14,8 +17,9 @@ def test_results_are_bounded_in_bytes_and_time() -> None:
     store.put("b", b"12345")
     store.put("c", b"1")
     assert (store.get("a"), store.get("b"), store.get("c")) == (None, b"12345", b"1")
-    store.put("d", b"x" * 11)
-    assert store.get("d") is None
+    with pytest.raises(TooLarge):
+        store.put("d", b"x" * 11)
+    assert store.get("b") == b"12345"
     time.now += 61
     assert store.get("b") is None
     store.sweep()

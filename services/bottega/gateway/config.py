@@ -33,7 +33,7 @@ class GatewayConfig:
     max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered after they ended; also the
         window in which a request_id attaches to its first run.
     results_bytes, results_ttl_s: bounds on finished images.
-    max_result_bytes: of one job's images together.
+    max_result_bytes: of one job's images together; at most results_bytes, so that a job has all of them when it ends.
     lease_s: silence after which a service has left; with a sweep every tenth of a second a silent one
         is out within 2 s.
     model_grace_s: how long jobs of a model are taken and kept while no worker serves it.
@@ -59,3 +59,9 @@ class GatewayConfig:
     codec_processes: AtLeastOne = 1
     max_image_bytes: AtLeastOne = 8 << 20
     max_image_pixels: AtLeastOne = 4096 * 4096
+
+    def __post_init__(self) -> None:
+        if self.max_result_bytes > self.results_bytes:
+            raise ValueError(
+                f"max_result_bytes is {self.max_result_bytes}; at most results_bytes, which is {self.results_bytes}"
+            )

@@ -49,6 +49,7 @@ class Gateway:
             foreman=self._foreman,
             queue=queue,
             log=log,
+            results=results,
             inspector=self._codec,
             metrics=metrics,
             max_image_bytes=config.max_image_bytes,

@@ -31,7 +31,7 @@ from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job, Order
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.queueing import JobQueue
-from bottega.gateway.results import digest
+from bottega.gateway.results import ResultStore, digest
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -56,6 +56,7 @@ class Intake:
         foreman: Foreman,
         queue: JobQueue,
         log: JobLog,
+        results: ResultStore,
         inspector: Inspector,
         metrics: GatewayMetrics,
         max_image_bytes: int,
@@ -66,6 +67,7 @@ class Intake:
         self._foreman = foreman
         self._queue = queue
         self._jobs = log
+        self._results = results
         self._inspector = inspector
         self._metrics = metrics
         self._max_image_bytes = max_image_bytes
@@ -114,6 +116,8 @@ class Intake:
             raise RequestIdReused("this request_id was used for another request")
         if job.state == image_pb2.JOB_STATE_FAILED and isinstance(job.error, Unavailable | DeadlinePassed):
             return None  # The same order again is a retry, which is what those failures ask for.
+        if any(self._results.get(picture.digest) is None for picture in job.pictures):
+            return None  # Its pictures have expired before it has: nobody is helped by the news that it was done.
         self._foreman.extend(job, None if order.deadline_s is None else now + order.deadline_s)
         if order.preview:
             self._foreman.show(job)

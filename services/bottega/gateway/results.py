@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from bottega.errors import TooLarge
 from bottega.gateway.clock import Clock
 from bottega.process import copied
 
@@ -26,10 +27,11 @@ class ResultStore:
         self.size_bytes = 0
 
     def put(self, digest: str, data: bytes) -> None:
-        """Keeps an image under its digest. One that is beyond the whole budget is not kept."""
-        self._drop(digest)
+        """Keeps an image under its digest. Raises TooLarge for one that is beyond the whole budget."""
         if len(data) > self._budget_bytes:
-            return
+            limit = str(self._budget_bytes)
+            raise TooLarge(f"an image is over {limit} bytes", metadata={"results_bytes": limit})
+        self._drop(digest)
         self._kept[digest] = _Kept(data=data, until=self._clock.monotonic() + self._ttl_s)
         self.size_bytes += len(data)
         while self.size_bytes > self._budget_bytes:

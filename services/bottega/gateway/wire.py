@@ -64,6 +64,7 @@ def event_to_wire(job: Job, event: Event, results: ResultStore) -> image_pb2.Job
 
 def _completed(job: Job, results: ResultStore) -> image_pb2.Completed:
     inline = sum(picture.size_bytes for picture in job.pictures) < MAX_INLINE_BYTES
+    # One that has expired is sent without its bytes, as a large one is; GetImage says why they do not come.
     images = [
         image_to_wire(job, index, (results.get(picture.digest) or b"") if inline else b"")
         for index, picture in enumerate(job.pictures)
