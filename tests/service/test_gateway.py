@@ -62,13 +62,27 @@ async def test_a_picture_comes_with_place_progress_and_provenance(house: Running
 
 async def test_the_worker_gets_every_default_filled_in_and_the_remaining_deadline(house: Running) -> None:
     worker = await house.worker()
-    await house.draw("order-1", prompt="a star")
+    await house.draw(prompt="a star")
     (request,) = worker.requests
     assert request.spec.num_inference_steps == 30
     assert request.spec.HasField("seed")
-    assert request.request_id == "order-1"
     assert 18 < request.deadline_s <= 20.5  # gRPC rounds a deadline up
     assert not request.preview
+
+
+async def test_an_order_with_a_request_id_outlives_the_deadline_of_its_caller(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.hold_at = 3
+    call = house.generate("order-1", timeout=0.3, prompt="a star")
+    job_id = (await told(call)).job_id
+    assert isinstance(await refusal(lambda: call), errors.DeadlinePassed)
+    await asyncio.sleep(0.2)
+    assert (await house.job(job_id)).state == image_pb2.JOB_STATE_RUNNING
+    worker.script.release.set()
+    completed = await house.draw("order-1", prompt="a star")
+    assert [image.data for image in completed.images] == [b"picture 0"]
+    (request,) = worker.requests
+    assert (request.request_id, request.HasField("deadline_s")) == ("order-1", False)
 
 
 async def test_violations_come_all_at_once_and_before_everything_else(house: Running) -> None:
@@ -287,7 +301,7 @@ async def test_a_queued_job_past_its_deadline_is_dropped(house: Running) -> None
     worker.script.hold_at = 1
     await house.submit(prompt="first")
     await asyncio.wait_for(worker.arrived.wait(), 2)
-    waits = house.generate("late", timeout=0.3, prompt="second")
+    waits = house.generate(timeout=0.3, prompt="second")
     job_id = (await told(waits)).job_id
     job = await house.ended(job_id)
     assert (job.state, job.error.code) == (image_pb2.JOB_STATE_FAILED, errors.Code.DEADLINE_EXCEEDED)
@@ -297,7 +311,7 @@ async def test_a_queued_job_past_its_deadline_is_dropped(house: Running) -> None
 async def test_a_running_job_past_its_deadline_is_taken_from_its_worker(house: Running) -> None:
     worker = await house.worker()
     worker.script.hold_at = 1
-    call = house.generate("late", timeout=0.3, prompt="a star")
+    call = house.generate(timeout=0.3, prompt="a star")
     job_id = (await told(call)).job_id
     assert (await asyncio.wait_for(worker.cancelled.get(), 2)).job_id == job_id
     assert (await house.job(job_id)).error.code == errors.Code.DEADLINE_EXCEEDED

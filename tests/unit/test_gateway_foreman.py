@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bottega.v1 import image_pb2
+from tests.unit.sample_jobs import sample_job
 from tests.unit.sample_shop import Shop
 
 
@@ -117,3 +118,13 @@ async def test_those_who_line_up_are_told_their_place_and_when_they_will_be_done
         assert job.standing is not None
         assert job.standing.place == place
         assert job.standing.estimate_s == pytest.approx((2 + place) * 10 * 0.1)
+
+
+async def test_a_job_whose_caller_goes_is_cancelled_before_its_deadline_and_failed_by_it(shop: Shop) -> None:
+    for after_s, state in ((1.0, image_pb2.JOB_STATE_CANCELLED), (1.95, image_pb2.JOB_STATE_FAILED)):
+        job = sample_job(shop.time)
+        job.deadline = shop.time.now + 2
+        shop.foreman.submit(job)
+        shop.time.now += after_s
+        shop.foreman.abandon(job)
+        assert job.state == state

@@ -33,6 +33,8 @@ from bottega.v1.image_pb2 import JobState
 _LATE_S = 0.5
 _TICK_S = 0.1
 _TICKS_PER_SECOND = 10
+# A caller's clock and ours agree on a deadline up to the time on the wire, and gRPC rounds.
+_AT_DEADLINE_S = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -107,12 +109,6 @@ class Foreman:
         if job.state == image_pb2.JOB_STATE_QUEUED:
             self._standings.tell_last(job)
 
-    def extend(self, job: Job, deadline: float | None) -> None:
-        """A caller attached that gives the job until `deadline` (None: without bound), if that is later."""
-        if job.live and job.deadline is not None and (deadline is None or deadline > job.deadline):
-            job.deadline = deadline
-            self._set_deadline(job)
-
     def show(self, job: Job) -> None:
         """Somebody wants previews of the job."""
         if job.live:
@@ -123,6 +119,13 @@ class Foreman:
         if job.cancel():
             self._dispatcher.drop(job)
             self._ended(job)
+
+    def abandon(self, job: Job) -> None:
+        """The only caller has gone, which by the deadline is its passing; a job that has ended stays as it is."""
+        if job.deadline is not None and self._clock.monotonic() > job.deadline - _AT_DEADLINE_S:
+            self._pass_deadline(job)
+        else:
+            self.cancel(job)
 
     def fail(self, job: Job, error: BottegaError) -> None:
         """Fails a job; one that has ended stays as it is."""
@@ -212,9 +215,6 @@ class Foreman:
         self._matching.at_once(job.bare.model)
 
     def _set_deadline(self, job: Job) -> None:
-        timer = self._deadlines.pop(job.job_id, None)
-        if timer is not None:
-            timer.cancel()
         if job.deadline is not None:
             left_s = max(0.0, job.deadline - self._clock.monotonic())
             self._deadlines[job.job_id] = asyncio.get_running_loop().call_later(left_s, self._pass_deadline, job)

@@ -92,13 +92,13 @@ class Intake:
         packed = await _packed(spec)
         fingerprint, size_bytes = await digest(packed), len(packed)
         del packed
-        job = self._attach(order, fingerprint, began)
+        job = self._attach(order, fingerprint)
         if job is not None:
             return job, False
         model = await self._check(order, size_bytes)
         image_digest = await digest(spec.image) if spec.HasField("image") else ""
         # The same order may have come twice while its image was looked at.
-        job = self._attach(order, fingerprint, began)
+        job = self._attach(order, fingerprint)
         if job is not None:
             return job, False
         job = self._job(order, model, fingerprint, began)
@@ -108,7 +108,7 @@ class Intake:
         self._foreman.submit(job)
         return job, True
 
-    def _attach(self, order: Order, fingerprint: str, now: float) -> Job | None:
+    def _attach(self, order: Order, fingerprint: str) -> Job | None:
         job = self._jobs.of_request(order.request_id) if order.request_id else None
         if job is None:
             return None
@@ -118,7 +118,6 @@ class Intake:
             return None  # The same order again is a retry, which is what those failures ask for.
         if any(self._results.get(picture.digest) is None for picture in job.pictures):
             return None  # Its pictures have expired before it has: nobody is helped by the news that it was done.
-        self._foreman.extend(job, None if order.deadline_s is None else now + order.deadline_s)
         if order.preview:
             self._foreman.show(job)
         return job

@@ -27,7 +27,7 @@ LIVE = frozenset({image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING})
 class Order:
     """What a caller asks for.
 
-    spec: as it came. deadline_s: seconds from now that the caller gives it; None is without bound.
+    spec: as it came. deadline_s: seconds from now after which nobody wants it; None is without bound.
     preview: whether previews are wanted. log_id: what the log calls the request where it has no request_id.
     """
 

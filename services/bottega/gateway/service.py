@@ -42,11 +42,11 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def Generate(
         self, request: image_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[image_pb2.GenerateResponse]:
-        """See the contract."""
+        """See the contract. A job that continues without its caller does not end with the caller's deadline either."""
         order = Order(
             spec=request.spec,
             request_id=request.request_id,
-            deadline_s=context.time_remaining(),
+            deadline_s=None if request.request_id else context.time_remaining(),
             preview=request.preview,
             log_id=_log_id(request.request_id),
         )
@@ -61,7 +61,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
                     yield image_pb2.GenerateResponse(event=event_to_wire(job, event, self._results))
         finally:
             if not request.request_id:
-                self._foreman.cancel(job)
+                self._foreman.abandon(job)
 
     async def GetImage(
         self, request: image_pb2.GetImageRequest, context: _Context
