@@ -1,7 +1,7 @@
 """A worker's front, with a scripted engine, that measures what every callback of its event loop costs.
 
-Prints its address, serves until its stdin closes, then prints the costliest callbacks as JSON: CPU
-milliseconds and what ran.
+`python measured_front.py GATEWAY` joins the fleet at that address, prints its own address and that of its metrics,
+serves until its stdin closes, then prints the costliest callbacks as JSON: CPU milliseconds and what ran.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def what(callback: Any) -> str:
 async def main() -> None:
     keep_freed_memory(at_once_bytes=IMAGE_AT_WORK_BYTES)
     spare_the_collector()
-    config = WorkerConfig(name="measured", gateway="")
+    config = WorkerConfig(name="measured", gateway=sys.argv[1])
     engine = EngineFront(config.engine, start_s=20, hang_s=10, module="scripted_engine")
-    pool = CodecPool()
+    pool = CodecPool(max_waiting=9 * config.max_attempts)  # as a worker has it
     await engine.spawn()
     await pool.start()
     server, worker = build(config, engine, pool)
@@ -63,7 +63,7 @@ async def main() -> None:
     await worker.start()
     ledger = Ledger()
     ledger.measure()
-    print(server.address, flush=True)
+    print(server.address, server.metrics_address, flush=True)
     await asyncio.to_thread(sys.stdin.read)
     print(json.dumps({"calls": ledger.calls, "costliest": ledger.costliest}), flush=True)
     await server.stop()

@@ -33,6 +33,7 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
     listed: list[image_pb2.ListJobsRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     cancel_heard: threading.Event = field(default_factory=threading.Event)
+    reports: list[fleet_pb2.Load] = field(default_factory=list)
     torn_fetches: int = 0
     seconds_left: float = 0.0
 
@@ -97,7 +98,10 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
     def Join(
         self, request_iterator: Iterator[fleet_pb2.JoinRequest], context: grpc.ServicerContext
     ) -> Iterator[fleet_pb2.JoinResponse]:
-        raise NotImplementedError
+        for request in request_iterator:
+            if request.HasField("load"):
+                self.reports.append(request.load)
+            yield fleet_pb2.JoinResponse(backlog=len(self.reports) % 2)
 
     def _play(self, context: grpc.ServicerContext) -> Iterator[image_pb2.JobEvent]:
         for step in self.scripts.pop(0) if self.scripts else []:

@@ -1,4 +1,6 @@
-"""No callback of the worker's front uses more than 5 ms of CPU, whatever size of image passes through it."""
+"""No callback of the worker's front uses more than 5 ms of CPU, whatever size of image passes through it and however
+many attempts it carries, while it stays in a fleet.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -17,21 +24,53 @@ from PIL import Image
 
 from bottega.rpc.channel import channel_options
 from bottega.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
+from tests.service.scripted_gateway import ScriptedGateway, serving
 
 HERE = Path(__file__).parent
 MOST_MS = 5.0
+CALLERS = 48
+# On busy cores of a virtual machine about one callback a second is charged 3 to 5 ms of system time in which it did
+# nothing (measured; even getpid is). What the front does too slowly it does for each of many attempts.
+HITCHES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """A measured front that has joined `gateway`."""
+
+    process: subprocess.Popen[str]
+    gateway: ScriptedGateway
+    stub: worker_pb2_grpc.WorkerServiceStub
+    metrics: str
+
+    def measured(self) -> dict[str, Any]:
+        """Ends it; what it has measured."""
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.close()
+        measured: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return measured
 
 
 @pytest.fixture
-def front() -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, str(HERE / "measured_front.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(HERE)},
-    ) as process:
-        yield process
+def front() -> Iterator[Front]:
+    gateway = ScriptedGateway()
+    with (
+        serving(gateway) as address,
+        subprocess.Popen(
+            [sys.executable, str(HERE / "measured_front.py"), address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(HERE)},
+        ) as process,
+    ):
+        assert process.stdout
+        own, metrics = process.stdout.readline().split()
+        with grpc.insecure_channel(own, options=channel_options()) as channel:
+            yield Front(
+                process=process, gateway=gateway, stub=worker_pb2_grpc.WorkerServiceStub(channel), metrics=metrics
+            )
         process.kill()
 
 
@@ -67,17 +106,40 @@ def draw(stub: worker_pb2_grpc.WorkerServiceStub, job_id: str, side: int, image:
     assert sum(event.image.last for event in events) == 2
 
 
-def test_no_callback_of_the_front_uses_more_than_5_ms(front: subprocess.Popen[str]) -> None:
-    assert front.stdin
-    assert front.stdout
-    address = front.stdout.readline().strip()
+def test_no_callback_of_the_front_uses_more_than_5_ms_for_images_of_any_size(front: Front) -> None:
     large, usual = noise(1650), noise(1024)
     assert len(large) > 7.5 * 2**20
-    with grpc.insecure_channel(address, options=channel_options()) as channel:
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        for number, (side, image) in enumerate([(64, None), (1024, usual), (1024, large), (2048, usual), (2048, None)]):
-            draw(stub, f"job-{number}", side, image)
-    front.stdin.close()
-    measured = json.loads(front.stdout.readline())
+    for number, (side, image) in enumerate([(64, None), (1024, usual), (1024, large), (2048, usual), (2048, None)]):
+        draw(front.stub, f"job-{number}", side, image)
+    measured = front.measured()
     assert measured["calls"] > 500
     assert measured["costliest"][0][0] < MOST_MS, measured["costliest"]
+
+
+def test_no_callback_of_the_front_uses_more_than_5_ms_under_load(front: Front) -> None:
+    small = noise(256)
+    drawn = threading.Event()
+    with ThreadPoolExecutor(CALLERS + 1) as callers:
+        scraped = callers.submit(scrape_until, drawn, front.metrics)
+        jobs = [
+            callers.submit(draw, front.stub, f"job-{number}", 256, small if number % 2 else None)
+            for number in range(2 * CALLERS)
+        ]
+        wait(jobs)
+        drawn.set()
+        for job in jobs:
+            job.result()
+        assert scraped.result() > 5
+    measured = front.measured()
+    assert max(len(report.running) for report in front.gateway.reports) > CALLERS // 2
+    assert measured["costliest"][HITCHES][0] < MOST_MS, measured["costliest"]
+
+
+def scrape_until(ended: threading.Event, metrics: str) -> int:
+    """As Prometheus does, only more often; how often."""
+    count = 0
+    while not ended.wait(0.1):
+        with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=10) as answer:
+            assert b"bottega_worker_running" in answer.read()
+        count += 1
+    return count
