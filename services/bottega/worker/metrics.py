@@ -40,6 +40,7 @@ class WorkerMetrics:
             ("latent", "rows"),
             registry=registry,
         )
+        self._measured: set[tuple[str, str]] = set()
         self._restarts = Counter("bottega_worker_engine_restarts", "Engines that were lost.", registry=registry)
 
     def attempt_began(self) -> None:
@@ -64,9 +65,13 @@ class WorkerMetrics:
         self._codec.labels(work).observe(seconds)
 
     def step_times(self, times: Iterable[StepTime]) -> None:
-        """The engine's newest measurements."""
-        for time in times:
-            self._step_seconds.labels(f"{time.latent_width}x{time.latent_height}", time.rows).set(time.seconds)
+        """The engine's newest measurements. What it has forgotten is forgotten here: callers choose the sizes."""
+        newest = {(f"{time.latent_width}x{time.latent_height}", str(time.rows)): time.seconds for time in times}
+        for labels in self._measured - newest.keys():
+            self._step_seconds.remove(*labels)
+        for labels, seconds in newest.items():
+            self._step_seconds.labels(*labels).set(seconds)
+        self._measured = set(newest)
 
     def engine_lost(self) -> None:
         """The engine died, hung or did not start."""
