@@ -1,0 +1,232 @@
+"""Finished images by content hash, on the disk, within a budget of bytes and time. Knows no jobs.
+
+All that changes files runs in one thread, all that reads them in another, so that a write never waits for the
+event loop, nor a reader for a write.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from bottega.errors import DataLoss, TooLarge
+from bottega.storage import faults
+from bottega.storage.content_files import ContentFolder, check, damaged
+from bottega.storage.thread import StorageThread
+
+ResultT = TypeVar("ResultT")
+
+# One call of sweep; an unlink takes some tens of microseconds, and those of the largest files a millisecond.
+_SLICE_S = 0.002
+_FOREIGN_NAMES_IN_LOG = 5
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """trusted: written, or checked, since the start, and not seen damaged."""
+
+    size_bytes: int
+    time: float
+    trusted: bool
+
+
+class ContentReader:
+    """One image, part by part; it stays readable when the store drops it meanwhile. An async context manager."""
+
+    def __init__(self, thread: StorageThread, descriptor: int, digest: str, size_bytes: int) -> None:
+        self._thread = thread
+        self._descriptor: int | None = descriptor
+        self._digest = digest
+        self.size_bytes = size_bytes
+
+    async def read(self, offset: int, size_bytes: int) -> bytes:
+        """The bytes from `offset` on, as many as there are up to `size_bytes`.
+
+        Raises DataLoss when the file has become shorter, StorageUnavailable when it cannot be read.
+        """
+        size_bytes = max(0, min(size_bytes, self.size_bytes - offset))
+        return await self._thread.run(lambda: self._read(offset, size_bytes))
+
+    def close(self) -> None:
+        """Read no more. Harmless when it was closed."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    async def __aenter__(self) -> ContentReader:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()  # a caller that was cancelled while it asked for a reader never got it
+
+    def _read(self, offset: int, size_bytes: int) -> bytes:
+        assert self._descriptor is not None, "read after close"
+        with faults.translated():
+            data = os.pread(self._descriptor, size_bytes, offset)
+        if len(data) != size_bytes:
+            raise damaged(self._digest)
+        return data
+
+
+class ContentStore:
+    """Keeps the newest images; the oldest go when the budget or their time is used up.
+
+    Open it before anything else. Every method may raise StorageUnavailable, and works again when the disk does.
+    One process at a time may have a folder open.
+
+    budget_bytes: of all images together. ttl_s: seconds since an image was last put. clock: Unix time in seconds.
+    """
+
+    def __init__(
+        self, folder: Path, *, budget_bytes: int, ttl_s: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._path = folder
+        self._folder = ContentFolder(folder)
+        self._budget_bytes = budget_bytes
+        self._ttl_s = ttl_s
+        self._clock = clock
+        # Oldest first. Only the writer changes it; the reader looks things up.
+        self._entries: dict[str, _Entry] = {}
+        self._writer = StorageThread("content-writer")
+        self._reader = StorageThread("content-reader")
+        self._opened = False
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    async def open(self) -> None:
+        """Takes over the folder and learns what is there. May be called again after it failed."""
+        await self._writer.run(self._open)
+
+    async def close(self) -> None:
+        """Ends after what was begun; another process may have the folder then."""
+        await self._reader.close()
+        await self._writer.close()
+        self._folder.close()
+
+    async def put(self, digest: str, data: bytes) -> None:
+        """Keeps an image under its SHA-256; it is on the disk when this returns, and half of it never is.
+
+        One that is there already has its time renewed and is not written again; after a start it is checked once.
+        Raises TooLarge for one that is beyond the whole budget.
+        """
+        if len(data) > self._budget_bytes:
+            limit = {"limit": "results_bytes", "bytes": str(self._budget_bytes)}
+            raise TooLarge("the image is larger than all that may be kept", metadata=limit)
+        await self._writer.run(lambda: self._put(digest, data))
+
+    async def get(self, digest: str) -> bytes | None:
+        """The image, or None when it has gone. Raises DataLoss when it is not what it was: never wrong bytes."""
+        reader = await self.reader(digest)
+        if reader is None:
+            return None
+        async with reader:
+            return await reader.read(0, reader.size_bytes)
+
+    async def reader(self, digest: str) -> ContentReader | None:
+        """What reads the image part by part, or None when it has gone. Close it.
+
+        The whole hash is checked here, before the first part goes out: a caller cannot take back what it has sent,
+        and hashing takes about a millisecond per MiB. What happens to the file after that, while it is being read,
+        is seen only if it gets shorter. Raises DataLoss.
+        """
+        return await self._reader.run(lambda: self._read(digest))
+
+    async def sweep(self) -> bool:
+        """Drops what has expired, oldest first, for a few milliseconds at most. Whether there is more to drop."""
+        return await self._writer.run(self._sweep)
+
+    def _open(self) -> None:
+        with faults.translated():
+            scan = self._folder.open()
+        now = self._clock()
+        files = sorted(scan.files, key=lambda file: file.time)
+        self._entries = {
+            # A clock that was wrong once must not keep a file for ever.
+            file.digest: _Entry(size_bytes=file.size_bytes, time=min(file.time, now), trusted=False)
+            for file in files
+        }
+        self.size_bytes = sum(file.size_bytes for file in files)
+        self._opened = True
+        if scan.foreign:
+            names = scan.foreign[:_FOREIGN_NAMES_IN_LOG]
+            _log.warning("left alone what is no image", extra={"folder": str(self._path), "names": names})
+
+    def _put(self, digest: str, data: bytes) -> None:
+        self._check_opened()
+        with faults.translated():
+            entry, now = self._entries.get(digest), self._clock()
+            if entry and self._folder.confirm(digest, size_bytes=len(data), thoroughly=not entry.trusted):
+                self._folder.renew(digest, time=now)
+            else:
+                self._make_room(len(data))
+                self._folder.write(digest, data, time=now)
+        old = self._entries.pop(digest, None)
+        self._entries[digest] = _Entry(size_bytes=len(data), time=now, trusted=True)
+        self.size_bytes += len(data) - (old.size_bytes if old else 0)
+
+    def _read(self, digest: str) -> ContentReader | None:
+        self._check_opened()
+        entry = self._entries.get(digest)
+        if entry is None or entry.time + self._ttl_s <= self._clock():
+            return None
+        with faults.translated():
+            try:
+                descriptor = self._folder.open_file(digest)
+            except FileNotFoundError:
+                if self._entries.get(digest) is entry:  # nobody of ours has removed it
+                    raise damaged(digest) from None
+                return None
+            reader = ContentReader(self._reader, descriptor, digest, os.fstat(descriptor).st_size)
+            try:
+                check(descriptor, digest)
+            except DataLoss:
+                entry.trusted = False
+                raise
+            return reader
+
+    def _sweep(self) -> bool:
+        self._check_opened()
+        until = time.perf_counter() + _SLICE_S
+        oldest = self._clock() - self._ttl_s
+        with faults.translated():
+            while self._entries:
+                digest, entry = next(iter(self._entries.items()))
+                if entry.time > oldest and self.size_bytes <= self._budget_bytes:
+                    return False
+                if time.perf_counter() > until:
+                    return True
+                self._drop(digest)
+        return False
+
+    def _make_room(self, size_bytes: int) -> None:
+        while self._entries and self.size_bytes + size_bytes > self._budget_bytes:
+            self._drop(next(iter(self._entries)))
+
+    def _drop(self, digest: str) -> None:
+        # Out of the index first: a reader that finds no file then knows why.
+        entry = self._entries.pop(digest)
+        try:
+            self._folder.remove(digest)
+        except OSError:
+            self._entries = {digest: entry, **self._entries}
+            raise
+        self.size_bytes -= entry.size_bytes
+
+    def _check_opened(self) -> None:
+        if not self._opened:
+            raise faults.unavailable("the storage is not open", cause="EBADF")

@@ -1,0 +1,204 @@
+"""A folder of files named by the SHA-256 of what they hold: written whole or not at all, and checked when read.
+
+    folder/incoming/<digest>    being written; whatever is there at the start was interrupted
+    folder/ab/ab<62 digits>     complete, and on the disk
+
+Its methods block and raise OSError. It knows no budget, no time to live and no thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bottega.errors import DataLoss
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_SHARD = re.compile(r"[0-9a-f]{2}")
+_INCOMING = "incoming"
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """time: Unix seconds at which it was last put."""
+
+    digest: str
+    size_bytes: int
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """foreign: paths of what the store did not put there, relative to the folder."""
+
+    files: tuple[StoredFile, ...]
+    foreign: tuple[str, ...]
+
+
+class ContentFolder:
+    """One process at a time has a folder open, so that nobody takes another's half-written files for lost ones."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock: int | None = None
+
+    def open(self) -> Scan:
+        """Creates the folder or takes it over: removes what was interrupted, and says what is there.
+
+        Raises BlockingIOError when another process has it.
+        """
+        if not self._path.is_dir():
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _sync_folder(self._path.parent)
+        if self._lock is None:
+            self._lock = _locked(self._path)
+        self._make(_INCOMING)
+        for entry in os.scandir(self._path / _INCOMING):
+            Path(entry.path).unlink()
+        return self._scan()
+
+    def close(self) -> None:
+        """Lets another process have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def write(self, digest: str, data: bytes, *, time: float) -> None:
+        """The file is complete and on the disk when this returns; after an error there is none."""
+        self._make(digest[:2])
+        temporary, final = self._path / _INCOMING / digest, self._final(digest)
+        try:
+            _write(temporary, data, time)
+            temporary.replace(final)
+            try:
+                _sync_folder(final.parent)
+            except OSError:
+                _discard(final)  # it could be gone after a power cut, which nobody must rely on
+                raise
+        except OSError:
+            _discard(temporary)
+            raise
+
+    def renew(self, digest: str, *, time: float) -> None:
+        """Sets the time of a file."""
+        os.utime(self._final(digest), (time, time))
+
+    def confirm(self, digest: str, *, size_bytes: int, thoroughly: bool) -> bool:
+        """Whether the file is there with this size; thoroughly: also with its hash, and on the disk for certain."""
+        try:
+            with self.reading(digest) as descriptor:
+                if os.fstat(descriptor).st_size != size_bytes:
+                    return False
+                if thoroughly:
+                    check(descriptor, digest)
+                    _sync_folder(self._final(digest).parent)
+        except (FileNotFoundError, DataLoss):
+            return False
+        return True
+
+    def remove(self, digest: str) -> None:
+        """Harmless when it has gone."""
+        self._final(digest).unlink(missing_ok=True)
+
+    def open_file(self, digest: str) -> int:
+        """A descriptor to read the file by, which outlives its removal. Raises FileNotFoundError."""
+        return os.open(self._final(digest), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    @contextlib.contextmanager
+    def reading(self, digest: str) -> Iterator[int]:
+        """`open_file`, closed at the end of the block."""
+        descriptor = self.open_file(digest)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _final(self, digest: str) -> Path:
+        # Names never become paths: what is no digest can name no file.
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError("not a SHA-256 in hex")
+        return self._path / digest[:2] / digest
+
+    def _make(self, name: str) -> None:
+        folder = self._path / name
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700)
+            _sync_folder(self._path)
+
+    def _scan(self) -> Scan:
+        files: list[StoredFile] = []
+        foreign: list[str] = []
+        for folder in os.scandir(self._path):
+            if _SHARD.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
+                _scan_shard(folder, files, foreign)
+            elif folder.name != _INCOMING:
+                foreign.append(folder.name)
+        return Scan(files=tuple(files), foreign=tuple(foreign))
+
+
+def check(descriptor: int, digest: str) -> None:
+    """Reads the whole file. Raises DataLoss when it does not have its hash."""
+    found, offset = hashlib.sha256(), 0
+    while block := os.pread(descriptor, _BLOCK_BYTES, offset):
+        found.update(block)
+        offset += len(block)
+    if found.hexdigest() != digest:
+        raise damaged(digest)
+
+
+def damaged(digest: str) -> DataLoss:
+    """The error for a file that does not hold what its name says."""
+    return DataLoss(f"the stored image {digest} is damaged", metadata={"digest": digest})
+
+
+def _locked(folder: Path) -> int:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _scan_shard(folder: os.DirEntry[str], files: list[StoredFile], foreign: list[str]) -> None:
+    for entry in os.scandir(folder.path):
+        status = entry.stat(follow_symlinks=False)
+        ours = _DIGEST.fullmatch(entry.name) and entry.name.startswith(folder.name) and stat.S_ISREG(status.st_mode)
+        if ours:
+            files.append(StoredFile(digest=entry.name, size_bytes=status.st_size, time=status.st_mtime))
+        else:
+            foreign.append(f"{folder.name}/{entry.name}")
+
+
+def _write(path: Path, data: bytes, time: float) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.utime(descriptor, (time, time))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _discard(path: Path) -> None:
+    with contextlib.suppress(OSError):  # the error that led here is the one to tell
+        path.unlink()

@@ -1,0 +1,42 @@
+"""What an operating system's refusal means to a caller: one typed error, without paths. Knows no file."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+from bottega.errors import StorageUnavailable
+
+# Long enough for an operator, or a sweep, to have made room; short enough to notice it.
+RETRY_AFTER_S = 5.0
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Turns every OSError of the block into StorageUnavailable; the OSError is its cause.
+
+    Every one: also an unexpected one means that the block's work was not done and may be done later.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise unavailable(_says(error.errno), cause=errno.errorcode.get(error.errno or 0, "EIO")) from error
+
+
+def unavailable(what: str, *, cause: str) -> StorageUnavailable:
+    """what: for people, such as "the disk is full". cause: the system's name for it, such as ENOSPC."""
+    return StorageUnavailable(what, metadata={"cause": cause}, retry_after_s=RETRY_AFTER_S)
+
+
+def _says(number: int | None) -> str:
+    if number in _FULL:
+        return "the disk is full"
+    if number in _FORBIDDEN:
+        return "the disk cannot be written"
+    if number == errno.EWOULDBLOCK:
+        return "another process uses the storage"
+    return "the disk does not do what it should"
