@@ -101,6 +101,18 @@ async def test_a_job_that_loses_too_many_workers_fails() -> None:
         assert errors.WorkerLost.reason == ended.error.reason
 
 
+async def test_a_worker_that_cannot_be_reached_costs_a_job_no_attempt_that_counts() -> None:
+    async with running_gateway(max_attempts=1) as house:
+        deaf = await house.worker("w1")
+        await deaf.deafen()
+        job = await house.submit(prompt="a star")
+        await asyncio.sleep(0.3)
+        assert (await house.job(job.job_id)).state == image_pb2.JOB_STATE_QUEUED
+        await house.worker("w2")
+        ended = await house.ended(job.job_id)
+        assert (ended.state, ended.provenance.worker) == (image_pb2.JOB_STATE_COMPLETED, "w2")
+
+
 async def test_a_failed_order_whose_failure_asks_for_a_retry_is_drawn_when_it_comes_again() -> None:
     async with running_gateway(max_attempts=1) as house:
         worker = await house.worker("w1")

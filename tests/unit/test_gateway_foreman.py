@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from bottega.errors import Draining, NoWorker, QueueFull, Unavailable, WorkerLost
 from bottega.v1 import image_pb2
 from tests.unit.sample_jobs import sample_job
 from tests.unit.sample_shop import Shop
@@ -128,3 +129,47 @@ async def test_a_job_whose_caller_goes_is_cancelled_before_its_deadline_and_fail
         shop.time.now += after_s
         shop.foreman.abandon(job)
         assert job.state == state
+
+
+async def test_workers_that_stop_or_are_full_are_not_counted_as_lost_with_a_job() -> None:
+    shop = Shop(max_attempts=1)
+    job = shop.submit()
+    for name in ("w1", "w2", "w3"):
+        member = shop.worker(name)
+        assert job.worker == name
+        shop.report(member, draining=True)
+        await shop.fail(job, WorkerLost("cut off"))
+    for name, error in (("w4", QueueFull("full")), ("w5", Draining("stops")), ("w6", Unavailable("refused"))):
+        shop.worker(name)
+        assert job.worker == name
+        await shop.fail(job, error)
+        assert job.state == image_pb2.JOB_STATE_QUEUED
+    shop.worker("w7")
+    await shop.fail(job, WorkerLost("cut off"))
+    assert (job.state, job.attempts) == (image_pb2.JOB_STATE_FAILED, 7)
+    assert isinstance(job.error, WorkerLost)
+    await shop.foreman.stop()
+
+
+async def test_a_worker_that_did_not_take_a_job_is_not_asked_again_at_once(shop: Shop) -> None:
+    member = shop.worker()
+    job = shop.submit()
+    await shop.fail(job, QueueFull("full"))
+    shop.time.now += 0.4
+    other = shop.submit()
+    assert len(shop.client().called) == 1
+    shop.time.now += 0.2
+    shop.report(member)
+    assert (job.state, other.state) == (image_pb2.JOB_STATE_RUNNING, image_pb2.JOB_STATE_QUEUED)
+
+
+async def test_a_job_that_no_worker_takes_fails_in_the_end(shop: Shop) -> None:
+    member = shop.worker()
+    job = shop.submit()
+    began = shop.time.now
+    while job.live:
+        await shop.fail(job, QueueFull("full"))
+        shop.time.now += 0.5
+        shop.report(member)
+    assert 20 < shop.time.now - began < 60
+    assert isinstance(job.error, NoWorker)

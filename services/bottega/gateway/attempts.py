@@ -17,7 +17,10 @@ AttemptEvents = AsyncGenerator[worker_pb2.RunAttemptResponse, None]
 
 
 class WorkerClient(Protocol):
-    """Calls to one worker. Every failure is a BottegaError; a broken connection is WorkerLost."""
+    """Calls to one worker. Every failure is a BottegaError.
+
+    WorkerLost is a connection that broke; another Unavailable, or QueueFull, a worker that did not take the attempt.
+    """
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AttemptEvents:
         """Starts an attempt before it returns, and streams its events."""
@@ -45,7 +48,10 @@ class AttemptObserver(Protocol):
         """Denoising went on."""
 
     def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
-        """The worker, or the way to it, is lost; the job is not."""
+        """The worker, or the way to it, is lost; the job is not, though it may have been its doing."""
+
+    def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
+        """The worker did not take the attempt, or stops and gives it back: not the job's doing."""
 
     def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
         """The worker says that the job cannot be drawn."""

@@ -37,7 +37,7 @@ class GatewayConfig:
     lease_s: silence after which a service has left; with a sweep every tenth of a second a silent one
         is out within 2 s.
     model_grace_s: how long jobs of a model are taken and kept while no worker serves it.
-    max_attempts: attempts at one job before a lost worker fails it.
+    max_attempts: workers that are lost with one job before it fails; one that is stopping or full is none of them.
     codec_processes, max_image_bytes, max_image_pixels: for input images.
     """
 

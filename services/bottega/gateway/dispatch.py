@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bottega.errors import BottegaError, InternalError, TooLarge, Unavailable, WorkerLost
+from bottega.errors import BottegaError, InternalError, QueueFull, TooLarge, Unavailable, WorkerLost
 from bottega.gateway import log_lines
 from bottega.gateway.attempts import AttemptEvents, AttemptObserver, WorkerClient
 from bottega.gateway.fleet import Member
@@ -149,7 +149,7 @@ class Dispatcher:
         try:
             await self._follow(attempt, events)
             await self._complete(attempt)
-        except Unavailable as error:
+        except (Unavailable, QueueFull) as error:
             self._over(attempt)
             self._lost(attempt, error)
         except BottegaError as error:
@@ -255,8 +255,12 @@ class Dispatcher:
             _log.info("attempt could not be cancelled", extra={**log_lines.names(job), "text": error.message})
 
     def _lost(self, attempt: _Attempt, error: BottegaError) -> None:
-        if self.observer:
+        if not self.observer:
+            return
+        if isinstance(error, WorkerLost) and not attempt.member.load.draining:
             self.observer.attempt_lost(attempt.job, attempt.number, error)
+        else:
+            self.observer.attempt_returned(attempt.job, attempt.number, error)
 
     def _over(self, attempt: _Attempt) -> None:
         """Takes out an attempt whose own task says that it is over."""

@@ -20,6 +20,8 @@ from bottega.v1 import fleet_pb2, image_pb2
 
 # A worker of the miniature restarts in about 7 s (facts.md); half of that is a fair guess.
 _RETRY_AFTER_S = 3.0
+# Between two jobs that a worker does not take: one report of its load.
+_REST_S = 0.5
 # Names of models that are remembered after their last worker has left.
 _MAX_MODELS_SEEN = 256
 
@@ -33,6 +35,7 @@ class Member:
     load, steps_left, times: as it last reported; steps_left is of the attempts that it runs, by job.
     name: unique in the fleet.
     stream: counts its Join streams; only the newest one speaks for it.
+    rests_until: on the monotonic clock; until then it gets nothing new.
     wake: set when that stream has something to say or shall end; every stream has one of its own.
     """
 
@@ -45,6 +48,7 @@ class Member:
     connected: bool = True
     stream: int = 1
     backlog: int = 0
+    rests_until: float = 0.0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     # Asked for of every member at every look of the scheduler, where a message would be too slow to ask.
     name: str = field(init=False)
@@ -180,7 +184,14 @@ class Fleet:
 
     def workers(self, model: str) -> list[Member]:
         """Workers that take new jobs of a model."""
-        return [member for member in self.serving(model) if not member.load.draining]
+        now = self._clock.monotonic()
+        return [m for m in self.serving(model) if not m.load.draining and m.rests_until <= now]
+
+    def let_rest(self, worker: str) -> None:
+        """A worker has just not taken a job, whatever it reports: it is given none for a moment."""
+        member = self._members.get((fleet_pb2.SERVICE_KIND_WORKER, worker))
+        if member is not None:
+            member.rests_until = self._clock.monotonic() + _REST_S
 
     def models(self) -> list[image_pb2.Model]:
         """Models that are served now, by name, with the number of their workers."""

@@ -35,6 +35,8 @@ _TICK_S = 0.1
 _TICKS_PER_SECOND = 10
 # A caller's clock and ours agree on a deadline up to the time on the wire, and gRPC rounds.
 _AT_DEADLINE_S = 0.1
+# How often each worker of a model may not take a job, or give it back: with its rests that is half a minute.
+_MOST_RETURNS = 60
 
 _log = logging.getLogger(__name__)
 
@@ -172,14 +174,24 @@ class Foreman:
             return
         self._metrics.attempt_lost()
         log_lines.attempt_lost(job, error)
-        if number >= self._max_attempts:
-            self.fail(job, WorkerLost(f"{number} workers were lost with this job", retry_after_s=1.0))
+        if job.losses + 1 >= self._max_attempts:
+            self.fail(job, WorkerLost(f"{job.losses + 1} workers were lost with this job", retry_after_s=1.0))
             return
         job.requeue(number)
-        self._queue.add(job, first=True)
-        self._matching.at_once(job.spec.model)
-        if job.state == image_pb2.JOB_STATE_QUEUED:
-            job.stand(Standing(place=0, estimate_s=None))
+        self._line_up_again(job)
+
+    def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
+        """See AttemptObserver."""
+        if not job.is_current(number):
+            return
+        self._metrics.attempt_returned()
+        log_lines.attempt_lost(job, error)
+        self._fleet.let_rest(job.worker)
+        job.take_back(number)
+        if job.returns >= _MOST_RETURNS * max(1, len(self._fleet.serving(job.spec.model))):
+            self.fail(job, NoWorker(f"no worker took the job: {error.message}", retry_after_s=1.0))
+            return
+        self._line_up_again(job)
 
     def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
         """See AttemptObserver."""
@@ -193,6 +205,12 @@ class Foreman:
             self._ended(job)
 
     # What follows.
+
+    def _line_up_again(self, job: Job) -> None:
+        self._queue.add(job, first=True)
+        self._matching.at_once(job.spec.model)
+        if job.state == image_pb2.JOB_STATE_QUEUED:
+            job.stand(Standing(place=0, estimate_s=None))
 
     def _stop_stale_attempts(self, member: Member) -> None:
         """Frees a worker of attempts that count no more, such as after it was frozen for a while."""

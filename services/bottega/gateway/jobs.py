@@ -77,6 +77,7 @@ class Job:
     spec: complete; its input images go when the job ends. bare: the same without input images.
     fingerprint: of the spec as the caller sent it. shape: of the latent. deadline: on the monotonic clock.
     size_bytes: of the request. rows: that it puts into each turn.
+    losses: workers that were lost with it. returns: attempts that workers did not take, or gave back.
     log_id: the request_id of its log lines, here and at the workers; never empty.
     """
 
@@ -98,8 +99,10 @@ class Job:
     state: JobState.ValueType = image_pb2.JOB_STATE_QUEUED
     attempts: int = 0
     worker: str = ""
+    losses: int = 0
     lost_worker: str = ""
     lost_at: float = 0.0
+    returns: int = 0
     standing: Standing | None = None
     steps_done: int = 0
     steps_total: int = 0
@@ -207,9 +210,17 @@ class Job:
         """The attempt is lost: the job waits again."""
         if not self.is_current(number):
             return False
-        self.state, self.lost_worker, self.worker = image_pb2.JOB_STATE_QUEUED, self.worker, ""
-        self.queued_at = self.lost_at = self.clock.monotonic()
-        self._tell()
+        self.losses += 1
+        self.lost_worker, self.lost_at = self.worker, self.clock.monotonic()
+        self._wait_again()
+        return True
+
+    def take_back(self, number: int) -> bool:
+        """The worker did not take the attempt, or gives it back: the job waits again, and holds it against nobody."""
+        if not self.is_current(number):
+            return False
+        self.returns += 1
+        self._wait_again()
         return True
 
     def stand(self, standing: Standing) -> None:
@@ -251,6 +262,11 @@ class Job:
         self.spec, self.checkpoint = self.bare, None
         self.previews.clear()
         self.ended.set()
+        self._tell()
+
+    def _wait_again(self) -> None:
+        self.state, self.worker = image_pb2.JOB_STATE_QUEUED, ""
+        self.queued_at = self.clock.monotonic()
         self._tell()
 
     def _tell(self) -> None:

@@ -25,7 +25,7 @@ def accepted(job: Job) -> None:
 
 
 def attempt_lost(job: Job, error: BottegaError) -> None:
-    """The worker of the current attempt is lost."""
+    """The worker of the current attempt is lost, or has not taken it."""
     _log.warning("attempt lost", extra={**names(job), **_progress(job), "text": error.message})
 
 

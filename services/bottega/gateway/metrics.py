@@ -18,6 +18,9 @@ class GatewayMetrics:
         self._jobs = Counter("bottega_jobs", "Jobs that ended, by outcome.", ("outcome",), registry=registry)
         self._refused = Counter("bottega_refused", "Orders refused, by reason.", ("reason",), registry=registry)
         self._lost = Counter("bottega_attempts_lost", "Attempts whose worker was lost.", registry=registry)
+        self._returned = Counter(
+            "bottega_attempts_returned", "Attempts that a worker did not take, or gave back.", registry=registry
+        )
         self._queue_s = Histogram(
             "bottega_queue_seconds",
             "Seconds from accepted, or given back, to a worker being free.",
@@ -48,6 +51,10 @@ class GatewayMetrics:
     def attempt_lost(self) -> None:
         """Counts an attempt whose worker was lost."""
         self._lost.inc()
+
+    def attempt_returned(self) -> None:
+        """Counts an attempt that its worker did not take, or gave back."""
+        self._returned.inc()
 
     def routed(self, *, queue_s: float, route_s: float) -> None:
         """Takes in how long a job waited for a worker, and how long it took from there to the call of it."""

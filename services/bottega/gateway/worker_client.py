@@ -6,14 +6,14 @@ from collections.abc import AsyncGenerator
 
 import grpc
 
-from bottega.errors import BottegaError, InternalError, JobCancelled, QueueFull, StaleAttempt, Unavailable, WorkerLost
+from bottega.errors import BottegaError, InternalError, JobCancelled, StaleAttempt, Unavailable, WorkerLost
 from bottega.gateway.attempts import AttemptEvents
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import worker_pb2, worker_pb2_grpc
 
 # Failures of a call that say nothing about the job: another worker may well draw it.
-_OF_THE_WORKER = (InternalError, JobCancelled, QueueFull, StaleAttempt)
+_OF_THE_WORKER = (InternalError, JobCancelled, StaleAttempt)
 
 _AttemptCall = grpc.aio.UnaryStreamCall[worker_pb2.RunAttemptRequest, worker_pb2.RunAttemptResponse]
 
@@ -27,7 +27,7 @@ class GrpcWorkerClient:
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AttemptEvents:
         """Starts an attempt before it returns, and streams its events."""
-        return _events(self._worker.RunAttempt(request))
+        return self._events(self._worker.RunAttempt(request))
 
     async def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
         """Streams the newest checkpoint of every attempt."""
@@ -58,15 +58,18 @@ class GrpcWorkerClient:
         """Ends every call."""
         await self._channel.close()
 
-
-async def _events(call: _AttemptCall) -> AttemptEvents:
-    try:
-        async for event in call:
-            yield event
-    except grpc.aio.AioRpcError as error:
-        raise _typed(error) from None
-    finally:
-        call.cancel()
+    async def _events(self, call: _AttemptCall) -> AttemptEvents:
+        heard = False
+        try:
+            async for event in call:
+                heard = True
+                yield event
+        except grpc.aio.AioRpcError as error:
+            if not heard and self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                raise Unavailable("the worker cannot be reached") from None
+            raise _typed(error) from None
+        finally:
+            call.cancel()
 
 
 def _typed(failure: grpc.aio.AioRpcError) -> BottegaError:
