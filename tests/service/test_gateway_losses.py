@@ -256,6 +256,27 @@ async def test_a_worker_with_another_model_of_the_name_joins_once_the_others_hav
     await newcomer.die()
 
 
+async def test_a_service_that_joins_and_says_nothing_is_sent_away() -> None:
+    async with running_gateway(lease_s=0.3) as house:
+        call = house.fleet.Join()
+        error = await asyncio.wait_for(refusal(lambda: call), 2)
+        assert isinstance(error, errors.DeadlinePassed)
+
+
+async def test_streams_that_say_nothing_do_not_hold_up_a_stopping_gateway() -> None:
+    async with running_gateway(lease_s=60) as house:
+        calls = [house.fleet.Join() for _ in range(3)]
+        for call in calls:
+            await call.wait_for_connection()
+        member = await house.worker()
+        began = time.monotonic()
+        await house.gateway.server.drain(house.gateway.finish)
+        assert time.monotonic() - began < 1.5
+        for call in calls:
+            assert isinstance(await refusal(lambda call=call: call), errors.Draining)  # type: ignore[misc]
+        assert not member.membership or not member.membership.joined.is_set()
+
+
 async def test_a_stopping_gateway_finishes_what_it_has_and_takes_nothing_new() -> None:
     async with running_gateway() as house:
         worker = await house.worker()

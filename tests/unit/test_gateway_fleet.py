@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bottega.errors import InvalidRequest, ModelMismatch, ModelNotFound, NoWorker
+from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet import Fleet, Member
 from bottega.v1 import fleet_pb2, image_pb2
@@ -240,3 +240,12 @@ def test_a_lone_worker_may_come_back_with_another_model() -> None:
     fleet.join(_worker("w1", model_hash="aa"))
     fleet.join(_worker("w1", model_hash="bb"))
     assert [model.model_hash for model in fleet.models()] == ["bb"]
+
+
+def test_nobody_joins_a_fleet_that_is_closed() -> None:
+    fleet, watcher = _fleet()
+    fleet.join(_worker())
+    fleet.close()
+    assert watcher.told[-1] == "lost w1"
+    with pytest.raises(Draining):
+        fleet.join(_worker())

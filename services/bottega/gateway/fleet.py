@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from bottega.errors import InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Violation
+from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Violation
 from bottega.gateway.clock import Clock
 from bottega.planning import StepTimes
 from bottega.v1 import fleet_pb2, image_pb2
@@ -101,19 +101,22 @@ class _Seen:
 
 
 class Fleet:
-    """The registry. lease_s: silence after which a member is lost."""
+    """The registry. lease_s: silence after which a member is lost. closed: set when nobody may join any more."""
 
     def __init__(self, *, lease_s: float, model_grace_s: float, clock: Clock) -> None:
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._model_grace_s = model_grace_s
         self._clock = clock
         self._members: dict[tuple[int, str], Member] = {}
         self._seen: dict[str, _Seen] = {}
+        self.closed = asyncio.Event()
         self.observer: FleetObserver | None = None
 
     def join(self, registration: fleet_pb2.Registration) -> Member:
-        """A newcomer; it replaces an older member of its name. Raises InvalidRequest, ModelMismatch."""
+        """A newcomer; it replaces an older member of its name. Raises InvalidRequest, ModelMismatch, Draining."""
         _check(registration)
+        if self.closed.is_set():
+            raise Draining("the gateway is stopping")
         now = self._clock.monotonic()
         key = (registration.kind, registration.name)
         member = self._members.get(key)
@@ -158,7 +161,7 @@ class Fleet:
 
     def expire(self) -> None:
         """Loses every member that was silent for the lease. Call it several times a lease."""
-        oldest = self._clock.monotonic() - self._lease_s
+        oldest = self._clock.monotonic() - self.lease_s
         for member in [member for member in self._members.values() if member.heard_at <= oldest]:
             _log.warning("member lost", extra={"member": member.name})
             self._lose(member)
@@ -169,7 +172,8 @@ class Fleet:
             member.heard_at = self._clock.monotonic()
 
     def close(self) -> None:
-        """Ends every member's stream."""
+        """Ends every member's stream, and lets nobody in again."""
+        self.closed.set()
         for member in list(self._members.values()):
             self._lose(member)
 

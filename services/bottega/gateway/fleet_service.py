@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import psutil
 
-from bottega.errors import InvalidRequest, Violation
+from bottega.errors import DeadlinePassed, Draining, InvalidRequest, Violation
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet import Fleet, Member
 from bottega.gateway.queueing import JobQueue
@@ -32,7 +32,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
     async def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
         """See the contract."""
-        member = self._fleet.join(await _registration(request_iterator))
+        member = self._fleet.join(_registration(await self._first(request_iterator)))
         stream, wake = member.stream, member.wake
         listening = asyncio.create_task(self._listen(request_iterator, member, stream))
         try:
@@ -63,6 +63,22 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         ]
         return fleet_pb2.ListMembersResponse(members=[this, *others], queued=len(self._queue))
 
+    async def _first(self, requests: _Requests) -> fleet_pb2.JoinRequest | None:
+        """The first message, or None at the end of the stream. Raises DeadlinePassed, Draining."""
+        reading = asyncio.ensure_future(anext(aiter(requests), None))
+        closing = asyncio.create_task(self._fleet.closed.wait())
+        try:
+            await asyncio.wait((reading, closing), timeout=self._fleet.lease_s, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                return reading.result()
+        finally:
+            for task in (reading, closing):
+                task.cancel()
+            await asyncio.gather(reading, closing, return_exceptions=True)
+        if self._fleet.closed.is_set():
+            raise Draining("the gateway is stopping")
+        raise DeadlinePassed(f"no registration came within {self._fleet.lease_s:g} s")
+
     async def _listen(self, requests: _Requests, member: Member, stream: int) -> None:
         """Takes in what the member says until it stops or another stream speaks for it."""
         wake = member.wake
@@ -77,8 +93,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             wake.set()
 
 
-async def _registration(requests: _Requests) -> fleet_pb2.Registration:
-    first = await anext(aiter(requests), None)
+def _registration(first: fleet_pb2.JoinRequest | None) -> fleet_pb2.Registration:
     if first is None or not first.HasField("registration"):
         rule = "must be in the first message"
         raise InvalidRequest(f"registration: {rule}", violations=[Violation(field="registration", description=rule)])
