@@ -5,6 +5,7 @@ Knows no workers; who takes a job, and when, is the scheduler's matter.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 
 from bottega.errors import QueueFull
@@ -17,6 +18,8 @@ _RATE_WINDOW_S = 60.0
 _MIN_RETRY_S, _MAX_RETRY_S = 0.5, 60.0
 # A caller that comes back after this share of the queue has gone finds room beside the others who wait.
 _RETRY_SHARE = 0.1
+# Longest time that is asked for, over the shortest.
+_SPREAD = 1.5
 
 
 class JobQueue:
@@ -73,7 +76,13 @@ class JobQueue:
         self._left.append(self._clock.monotonic())
 
     def retry_after_s(self) -> float:
-        """Seconds until about a tenth of the queue will have been drawn, by the measured rate."""
+        """Seconds until about a tenth of the queue will have been drawn, by the measured rate.
+
+        A little more for some than for others, so that those who were refused together do not come back together.
+        """
+        return random.uniform(1.0, _SPREAD) * self._due_s()
+
+    def _due_s(self) -> float:
         now = self._clock.monotonic()
         recent = [at for at in self._left if at > now - _RATE_WINDOW_S]
         if len(recent) < 2:
