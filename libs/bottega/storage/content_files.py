@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.errors import DataLoss
+from bottega.storage import folders
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
@@ -55,12 +56,10 @@ class ContentFolder:
 
         Raises BlockingIOError when another process has it.
         """
-        if not self._path.is_dir():
-            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _sync_folder(self._path.parent)
+        folders.make(self._path)
         if self._lock is None:
             self._lock = _locked(self._path)
-        self._make(_INCOMING)
+        folders.make(self._path / _INCOMING)
         for entry in os.scandir(self._path / _INCOMING):
             Path(entry.path).unlink()
         return self._scan()
@@ -73,13 +72,13 @@ class ContentFolder:
 
     def write(self, digest: str, data: bytes, *, time: float) -> None:
         """The file is complete and on the disk when this returns; after an error there is none."""
-        self._make(digest[:2])
+        folders.make(self._path / digest[:2])
         temporary, final = self._path / _INCOMING / digest, self._final(digest)
         try:
             _write(temporary, data, time)
             temporary.replace(final)
             try:
-                _sync_folder(final.parent)
+                folders.sync(final.parent)
             except OSError:
                 _discard(final)  # it could be gone after a power cut, which nobody must rely on
                 raise
@@ -99,7 +98,7 @@ class ContentFolder:
                     return False
                 if thoroughly:
                     check(descriptor, digest)
-                    _sync_folder(self._final(digest).parent)
+                    folders.sync(self._final(digest).parent)
         except (FileNotFoundError, DataLoss):
             return False
         return True
@@ -126,12 +125,6 @@ class ContentFolder:
         if not _DIGEST.fullmatch(digest):
             raise ValueError("not a SHA-256 in hex")
         return self._path / digest[:2] / digest
-
-    def _make(self, name: str) -> None:
-        folder = self._path / name
-        if not folder.is_dir():
-            folder.mkdir(mode=0o700)
-            _sync_folder(self._path)
 
     def _scan(self) -> Scan:
         files: list[StoredFile] = []
@@ -186,14 +179,6 @@ def _write(path: Path, data: bytes, time: float) -> None:
         while rest:
             rest = rest[os.write(descriptor, rest) :]
         os.utime(descriptor, (time, time))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

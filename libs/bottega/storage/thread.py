@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from bottega.storage.faults import unavailable
@@ -22,32 +23,69 @@ _WAIT_S = 30.0
 # More than a service has calls at once: beyond it the disk is the bottleneck, and callers should hear so.
 _MAX_WAITING = 1024
 
-_Work = tuple["Future[Any]", Callable[[], Any]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Something to do, and where its outcome goes. size_bytes: about what it writes."""
+
+    do: Callable[[], Any]
+    size_bytes: int = 0
+    outcome: Future[Any] = field(default_factory=Future)
+
+    def begin(self) -> bool:
+        """Whether somebody still waits for it. Ask once, before doing it."""
+        return self.outcome.set_running_or_notify_cancel()
+
+
+def one_by_one(group: Sequence[Work]) -> None:
+    """Does each piece of work by itself."""
+    for work in group:
+        if work.begin():
+            try:
+                work.outcome.set_result(work.do())
+            except BaseException as error:  # noqa: BLE001 - it is raised where the work is awaited
+                work.outcome.set_exception(error)
 
 
 class StorageThread:
     """Starts with the first work; close it when it is no longer needed.
 
-    max_waiting: pieces of work that may wait. wait_s: seconds until the caller of one that has not ended gives up.
+    serve: does a group of work and sets every outcome. max_group, max_group_bytes: a group is what waits, up to so
+    much of it. max_waiting: pieces of work that may wait. wait_s: seconds until the caller of one that has not ended
+    gives up.
     """
 
-    def __init__(self, name: str, *, max_waiting: int = _MAX_WAITING, wait_s: float = _WAIT_S) -> None:
-        self._queue: queue.Queue[_Work | None] = queue.Queue(max_waiting)
+    def __init__(
+        self,
+        name: str,
+        *,
+        serve: Callable[[Sequence[Work]], None] = one_by_one,
+        max_group: int = 1,
+        max_group_bytes: int = 1,
+        max_waiting: int = _MAX_WAITING,
+        wait_s: float = _WAIT_S,
+    ) -> None:
+        self._serve = serve
+        self._max_group = max_group
+        self._max_group_bytes = max_group_bytes
+        self._queue: queue.Queue[Work | None] = queue.Queue(max_waiting)
         # A daemon, because nothing else lets a process end while its disk hangs.
-        self._thread = threading.Thread(target=self._do_all, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._serve_all, name=name, daemon=True)
         self._wait_s = wait_s
         self._started = self._closed = False
 
-    async def run(self, work: Callable[[], ResultT]) -> ResultT:
-        """What `work` returns or raises.
+    async def run(self, do: Callable[[], ResultT], *, size_bytes: int = 0) -> ResultT:
+        """What `do` returns or raises.
 
         Raises StorageUnavailable when too much waits already, when it takes too long, and after close(). Then, and
         when the caller is cancelled, work that has begun goes on to its end, and other work is dropped.
         """
-        future = self._enqueue(work)
+        work = Work(do=do, size_bytes=size_bytes)
+        self._enqueue(work)
+        future: asyncio.Future[ResultT] = asyncio.wrap_future(work.outcome)
         try:
             async with asyncio.timeout(self._wait_s):
-                return await asyncio.wrap_future(future)
+                return await future
         except TimeoutError:
             raise unavailable("the disk does not answer", cause="ETIMEDOUT") from None
 
@@ -57,28 +95,37 @@ class StorageThread:
             self._closed = True
             await asyncio.to_thread(self._end)
 
-    def _enqueue(self, work: Callable[[], ResultT]) -> Future[ResultT]:
+    def _enqueue(self, work: Work) -> None:
         if self._closed:
             raise unavailable("the storage is closed", cause="ESHUTDOWN")
         if not self._started:
             self._started = True
             self._thread.start()
-        future: Future[ResultT] = Future()
         try:
-            self._queue.put_nowait((future, work))
+            self._queue.put_nowait(work)
         except queue.Full:
             raise unavailable("more waits for the disk than it can take", cause="EAGAIN") from None
-        return future
 
-    def _do_all(self) -> None:
-        while (item := self._queue.get()) is not None:
-            future, work = item
-            del item  # what the work holds goes with it
-            if future.set_running_or_notify_cancel():
-                _do(future, work)
-            del future, work
-            if self._closed and self._queue.empty():
+    def _serve_all(self) -> None:
+        while (first := self._queue.get()) is not None:
+            group, ended = self._group(first)
+            del first
+            self._serve(group)
+            del group  # what the work holds goes with it
+            if ended or (self._closed and self._queue.empty()):
                 return
+
+    def _group(self, first: Work) -> tuple[list[Work], bool]:
+        """`first` and what else waits, within the bounds; and whether the end was among it."""
+        group, size_bytes = [first], first.size_bytes
+        with contextlib.suppress(queue.Empty):
+            while len(group) < self._max_group and size_bytes < self._max_group_bytes:
+                work = self._queue.get_nowait()
+                if work is None:
+                    return group, True
+                group.append(work)
+                size_bytes += work.size_bytes
+        return group, False
 
     def _end(self) -> None:
         with contextlib.suppress(queue.Full):  # then the thread is not idle, and sees by itself that it should end
@@ -86,12 +133,3 @@ class StorageThread:
         self._thread.join(self._wait_s)
         if self._thread.is_alive():
             raise unavailable("the disk does not answer", cause="ETIMEDOUT")
-
-
-def _do(future: Future[Any], work: Callable[[], Any]) -> None:
-    try:
-        result = work()
-    except BaseException as error:  # noqa: BLE001 - it is raised where the work is awaited
-        future.set_exception(error)
-    else:
-        future.set_result(result)
