@@ -1,0 +1,107 @@
+"""A job as a store keeps it, and what may become of it: the rules of attempts and ends, as functions of values.
+
+Knows no store: every store reads a record, asks it what follows, and writes that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from bottega.v1 import image_pb2
+from bottega.v1.image_pb2 import JobState
+
+_LIVE = frozenset({image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING})
+_UNHAPPY = frozenset({image_pb2.JOB_STATE_FAILED, image_pb2.JOB_STATE_CANCELLED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPicture:
+    """A finished image; its bytes are kept elsewhere, under their SHA-256."""
+
+    digest: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """One job.
+
+    spec: GenerationSpec, complete but for its input images. fingerprint: of the request as the caller sent it.
+    shape: of the latent, height and width. image_digest, size_bytes: of the input image, and of the request.
+    *_wall: Unix seconds. attempt: number of the newest one, 0 before the first. deaths: workers that died while
+    they ran this job alone. provenance, error: Provenance and JobError. sequence: place among all jobs, given by
+    the store.
+
+    Each method gives the record after something happened, or None where that changes nothing.
+    """
+
+    job_id: str
+    fingerprint: str
+    spec: bytes
+    created_wall: float
+    request_id: str = ""
+    log_id: str = ""
+    shape: tuple[int, int] = (0, 0)
+    image_digest: str = ""
+    size_bytes: int = 0
+    deadline_wall: float | None = None
+    state: JobState.ValueType = image_pb2.JOB_STATE_QUEUED
+    started_wall: float | None = None
+    ended_wall: float | None = None
+    attempt: int = 0
+    deaths: int = 0
+    pictures: tuple[StoredPicture, ...] = ()
+    provenance: bytes = b""
+    error: bytes = b""
+    sequence: int = 0
+
+    @property
+    def live(self) -> bool:
+        """Whether it has not ended."""
+        return self.state in _LIVE
+
+    def is_current(self, attempt: int) -> bool:
+        """Whether `attempt` is the one that counts."""
+        return self.state == image_pb2.JOB_STATE_RUNNING and attempt == self.attempt
+
+    def begun(self, attempt: int, *, started_wall: float) -> JobRecord | None:
+        """A worker takes it. Numbers only rise, so that an older attempt never counts again."""
+        if not self.live or attempt <= self.attempt:
+            return None
+        first = started_wall if self.started_wall is None else self.started_wall
+        return replace(self, state=image_pb2.JOB_STATE_RUNNING, attempt=attempt, started_wall=first)
+
+    def requeued(self, attempt: int, *, deaths: int) -> JobRecord | None:
+        """The attempt is lost: it waits again."""
+        if not self.is_current(attempt):
+            return None
+        return replace(self, state=image_pb2.JOB_STATE_QUEUED, deaths=deaths)
+
+    def extended(self, deadline_wall: float | None) -> JobRecord | None:
+        """It is given until another time; None is without bound."""
+        return replace(self, deadline_wall=deadline_wall) if self.live else None
+
+    def completed(
+        self, attempt: int, *, pictures: tuple[StoredPicture, ...], provenance: bytes, ended_wall: float
+    ) -> JobRecord | None:
+        """The attempt brought all images. True of one attempt of a job, once."""
+        if not self.is_current(attempt):
+            return None
+        state = image_pb2.JOB_STATE_COMPLETED
+        return replace(self, state=state, pictures=pictures, provenance=provenance, ended_wall=ended_wall)
+
+    def failed(
+        self, attempt: int | None, *, error: bytes, state: JobState.ValueType, ended_wall: float
+    ) -> JobRecord | None:
+        """It failed or was cancelled; with an attempt, only if that one counts.
+
+        state: JOB_STATE_FAILED or JOB_STATE_CANCELLED.
+        """
+        assert state in _UNHAPPY
+        if not self.live or (attempt is not None and not self.is_current(attempt)):
+            return None
+        return replace(self, state=state, error=error, ended_wall=ended_wall)
+
+    def gives_way_to(self, other: JobRecord, *, replaces: str) -> bool:
+        """Whether `other`, which comes with the same request_id, is a retry of this one and not the same again."""
+        return self.state == image_pb2.JOB_STATE_FAILED and replaces == self.job_id != other.job_id

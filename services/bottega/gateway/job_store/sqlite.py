@@ -1,0 +1,211 @@
+"""Jobs in one SQLite file: the store of a single machine.
+
+Two threads: one writes, in groups, one reads, on a connection of its own, so that nobody who asks waits for the disk of
+those who write. Knows nothing of what is in a spec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TypeVar
+
+from bottega.errors import BottegaError, DataLoss
+from bottega.gateway.job_store import sqlite_errors, sqlite_schema, sqlite_statements
+from bottega.gateway.job_store.group_commit import GroupCommit
+from bottega.gateway.job_store.records import JobRecord, StoredPicture
+from bottega.gateway.job_store.sqlite_statements import Page
+from bottega.storage import StorageThread, faults
+from bottega.v1.image_pb2 import JobState
+
+ResultT = TypeVar("ResultT")
+
+_log = logging.getLogger(__name__)
+
+
+class SqliteJobStore:
+    """See JobStore. Several stores, in one process or several, may have the same file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writer = GroupCommit(self._connect, self._typed)
+        self._reader = StorageThread("job-reader")
+        self._reading: sqlite3.Connection | None = None
+        self._readable = self._writable = False
+        self._sound = True
+        self._generation = 0
+
+    @property
+    def generation(self) -> int:
+        """See JobStore."""
+        return self._generation
+
+    @property
+    def commits(self) -> int:
+        """Transactions so far, each of a group of operations."""
+        return self._writer.commits
+
+    async def open(self) -> None:
+        """See JobStore."""
+        if self._writable:
+            return
+        await self._reader.run(self._inspect)
+        self._generation = await self._writer.run(lambda connection: sqlite_schema.adopt(connection, self._path))
+        self._readable = self._writable = True
+
+    async def close(self) -> None:
+        """See JobStore."""
+        self._writable = False
+        await self._reader.close()
+        await self._writer.close()
+        await asyncio.to_thread(self._stop_reading)
+
+    async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
+        """See JobStore."""
+        return await self._write(
+            lambda connection: sqlite_statements.add(connection, record, inputs, replaces=replaces),
+            size_bytes=len(record.spec) + len(inputs),
+        )
+
+    async def begin(self, job_id: str, attempt: int, *, started_wall: float) -> bool:
+        """See JobStore."""
+        return await self._change(job_id, lambda record: record.begun(attempt, started_wall=started_wall))
+
+    async def requeue(self, job_id: str, attempt: int, *, deaths: int) -> bool:
+        """See JobStore."""
+        return await self._change(job_id, lambda record: record.requeued(attempt, deaths=deaths))
+
+    async def extend(self, job_id: str, deadline_wall: float | None) -> bool:
+        """See JobStore."""
+        return await self._change(job_id, lambda record: record.extended(deadline_wall))
+
+    async def complete(
+        self, job_id: str, attempt: int, *, pictures: tuple[StoredPicture, ...], provenance: bytes, ended_wall: float
+    ) -> bool:
+        """See JobStore."""
+        return await self._change(
+            job_id,
+            lambda record: record.completed(attempt, pictures=pictures, provenance=provenance, ended_wall=ended_wall),
+        )
+
+    async def fail(
+        self, job_id: str, attempt: int | None, *, error: bytes, state: JobState.ValueType, ended_wall: float
+    ) -> bool:
+        """See JobStore."""
+        return await self._change(
+            job_id, lambda record: record.failed(attempt, error=error, state=state, ended_wall=ended_wall)
+        )
+
+    async def get(self, job_id: str) -> JobRecord | None:
+        """See JobStore."""
+        return await self._find(lambda connection: sqlite_statements.of_job(connection, job_id))
+
+    async def of_request(self, request_id: str) -> JobRecord | None:
+        """See JobStore."""
+        return await self._find(lambda connection: sqlite_statements.of_request(connection, request_id))
+
+    async def inputs(self, job_id: str) -> bytes:
+        """See JobStore."""
+        return await self._find(lambda connection: sqlite_statements.inputs_of(connection, job_id)) or b""
+
+    async def live(self) -> list[JobRecord]:
+        """See JobStore."""
+        return await self._list(sqlite_statements.live)
+
+    async def page(
+        self,
+        *,
+        size: int,
+        states: Collection[JobState.ValueType] = (),
+        created_after: float | None = None,
+        created_before: float | None = None,
+        before_sequence: int | None = None,
+    ) -> list[JobRecord]:
+        """See JobStore."""
+        asked = Page(
+            size=size,
+            states=states,
+            created_after=created_after,
+            created_before=created_before,
+            before_sequence=before_sequence,
+        )
+        return await self._list(lambda connection: sqlite_statements.page(connection, asked))
+
+    async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
+        """See JobStore."""
+        return await self._write(
+            lambda connection: sqlite_statements.forget(
+                connection, ended_before=ended_before, max_jobs=max_jobs, max_bytes=max_bytes, limit=limit
+            )
+        )
+
+    async def _change(self, job_id: str, follow: Callable[[JobRecord], JobRecord | None]) -> bool:
+        return await self._write(lambda connection: sqlite_statements.change(connection, job_id, follow))
+
+    async def _write(self, operation: Callable[[sqlite3.Connection], ResultT], *, size_bytes: int = 0) -> ResultT:
+        if not self._sound:
+            raise sqlite_errors.damaged()
+        if not self._writable:
+            raise faults.unavailable("the job store is not open", cause="EBADF")
+        return await self._writer.run(operation, size_bytes=size_bytes)
+
+    async def _find(self, query: Callable[[sqlite3.Connection], ResultT | None]) -> ResultT | None:
+        found = await self._reader.run(lambda: self._read(query))
+        if found is None and not self._sound:
+            raise sqlite_errors.damaged()  # it may have been there
+        return found
+
+    async def _list(self, query: Callable[[sqlite3.Connection], list[ResultT]]) -> list[ResultT]:
+        found = await self._reader.run(lambda: self._read(query))
+        if not self._sound:
+            raise sqlite_errors.damaged()  # some may be missing
+        return found
+
+    def _read(self, query: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+        if not self._readable:
+            raise faults.unavailable("the job store is not open", cause="EBADF")
+        try:
+            if self._reading is None:
+                self._reading = sqlite_schema.connect_to_read(self._path)
+            return query(self._reading)
+        except sqlite3.Error as error:
+            self._stop_reading()
+            raise (self._typed(error) or error) from error
+
+    def _inspect(self) -> None:
+        """Looks whether the file is ours and sound, before anything is written to it."""
+        with faults.translated():
+            sqlite_schema.create_file(self._path)
+        try:
+            self._reading = self._reading or sqlite_schema.connect_to_read(self._path)
+            self._readable = sqlite_schema.check_owner(self._reading, self._path)
+            self._sound = sqlite_schema.is_sound(self._reading)
+        except sqlite3.Error as error:
+            typed = self._typed(error)
+            if not isinstance(typed, DataLoss):
+                self._stop_reading()
+                raise (typed or error) from error
+        if not self._sound:
+            self._readable = True
+            raise DataLoss(
+                f"{self._path} is damaged. Restore it from a backup, or move it and the files beside it that begin "
+                "with its name away: the jobs in it are lost then, and a new one is made"
+            )
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite_schema.connect_to_write(self._path)
+
+    def _typed(self, error: sqlite3.Error) -> BottegaError | None:
+        typed = sqlite_errors.typed(error)
+        if isinstance(typed, DataLoss) and self._sound:
+            self._sound = False
+            _log.error("the job store is damaged; it is only read from now on", extra={"file": str(self._path)})
+        return typed
+
+    def _stop_reading(self) -> None:
+        connection, self._reading = self._reading, None
+        if connection is not None:
+            connection.close()

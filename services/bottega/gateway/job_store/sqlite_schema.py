@@ -1,0 +1,161 @@
+"""The job store's SQLite file: how it is opened, what tables it has, and whether it is sound.
+
+Knows no job beyond its columns.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from pathlib import Path
+
+from bottega.errors import ConfigError
+from bottega.storage import folders
+
+# "Bttg": what PRAGMA application_id says of a file of ours.
+APPLICATION_ID = 0x42747467
+VERSION = 1
+
+# Another process's group commit takes milliseconds, and a checkpoint some tens of them.
+_BUSY_TIMEOUT_S = 5.0
+# Pages of 4 KiB after which a commit copies the log into the file: 4 MiB, which takes about 10 ms.
+_CHECKPOINT_PAGES = 1000
+# What large inputs may leave of the log's file after a checkpoint.
+_LOG_BYTES = 64 << 20
+# A gateway should be ready again within 3 s; half a gigabyte was checked in .2 s.
+_CHECK_S = 1.0
+
+# kept_bytes: what remembering an ended job takes, with a guess for the short columns and indexes.
+# request_ids: the newest job of each. inputs: of live jobs only, apart so that a change of a job does not rewrite them.
+_TABLES = (
+    """
+    CREATE TABLE jobs (
+        sequence INTEGER PRIMARY KEY AUTOINCREMENT,
+        job_id TEXT NOT NULL UNIQUE,
+        request_id TEXT NOT NULL,
+        log_id TEXT NOT NULL,
+        fingerprint TEXT NOT NULL,
+        state INTEGER NOT NULL,
+        spec BLOB NOT NULL,
+        latent_height INTEGER NOT NULL,
+        latent_width INTEGER NOT NULL,
+        image_digest TEXT NOT NULL,
+        size_bytes INTEGER NOT NULL,
+        created_wall REAL NOT NULL,
+        started_wall REAL,
+        ended_wall REAL,
+        deadline_wall REAL,
+        attempt INTEGER NOT NULL,
+        deaths INTEGER NOT NULL,
+        pictures TEXT NOT NULL,
+        provenance BLOB NOT NULL,
+        error BLOB NOT NULL,
+        checksum INTEGER NOT NULL,
+        kept_bytes INTEGER NOT NULL GENERATED ALWAYS AS
+            (512 + length(spec) + length(pictures) + length(provenance) + length(error)) VIRTUAL
+    ) STRICT
+    """,
+    "CREATE INDEX jobs_live ON jobs (sequence) WHERE ended_wall IS NULL",
+    "CREATE INDEX jobs_ended ON jobs (ended_wall, sequence) WHERE ended_wall IS NOT NULL",
+    "CREATE INDEX jobs_state ON jobs (state, sequence)",
+    "CREATE INDEX jobs_created ON jobs (created_wall)",
+    "CREATE TABLE request_ids (request_id TEXT PRIMARY KEY, sequence INTEGER NOT NULL) STRICT, WITHOUT ROWID",
+    "CREATE TABLE inputs (sequence INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, data BLOB NOT NULL) STRICT",
+    "CREATE TABLE totals (jobs INTEGER NOT NULL, bytes INTEGER NOT NULL) STRICT",
+    "INSERT INTO totals VALUES (0, 0)",
+    """
+    CREATE TRIGGER jobs_added AFTER INSERT ON jobs BEGIN
+        UPDATE totals SET jobs = jobs + 1, bytes = bytes + NEW.kept_bytes;
+    END
+    """,
+    """
+    CREATE TRIGGER jobs_changed AFTER UPDATE ON jobs WHEN NEW.kept_bytes <> OLD.kept_bytes BEGIN
+        UPDATE totals SET bytes = bytes + NEW.kept_bytes - OLD.kept_bytes;
+    END
+    """,
+    """
+    CREATE TRIGGER jobs_forgotten AFTER DELETE ON jobs BEGIN
+        UPDATE totals SET jobs = jobs - 1, bytes = bytes - OLD.kept_bytes;
+    END
+    """,
+    "CREATE TABLE generation (number INTEGER NOT NULL) STRICT",
+    "INSERT INTO generation VALUES (0)",
+    f"PRAGMA application_id = {APPLICATION_ID}",
+    f"PRAGMA user_version = {VERSION}",
+)
+
+
+def create_file(path: Path) -> None:
+    """An empty file for its owner alone, where there is none: prompts are in it. Raises OSError."""
+    folders.make(path.parent)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+
+def connect_to_write(path: Path) -> sqlite3.Connection:
+    """A connection whose commits are on the disk when they return; transactions are begun explicitly.
+
+    One thread at a time may use it. Raises sqlite3.Error.
+    """
+    return _connect(
+        path,
+        "PRAGMA journal_mode = WAL",
+        "PRAGMA synchronous = FULL",
+        f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}",
+        f"PRAGMA journal_size_limit = {_LOG_BYTES}",
+    )
+
+
+def connect_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that changes nothing, so that it may look at any file. Otherwise as `connect_to_write`."""
+    return _connect(path, "PRAGMA query_only = ON")
+
+
+def check_owner(connection: sqlite3.Connection, path: Path) -> bool:
+    """Whether the file has our tables; False for an empty one. Raises ConfigError for somebody else's."""
+    ((application_id,),) = connection.execute("PRAGMA application_id")
+    ((version,),) = connection.execute("PRAGMA user_version")
+    ((tables,),) = connection.execute("SELECT count(*) FROM sqlite_schema")
+    if not tables:
+        return False
+    if application_id != APPLICATION_ID:
+        raise ConfigError(f"{path} is a database, but not a job store of Bottega; configure another path")
+    if version != VERSION:
+        raise ConfigError(f"{path} was written by another version of Bottega (schema {version}); run that one")
+    return True
+
+
+def is_sound(connection: sqlite3.Connection) -> bool:
+    """Whether the file's structure is whole, as far as can be looked at within a second. Raises sqlite3.Error."""
+    timer = threading.Timer(_CHECK_S, connection.interrupt)
+    timer.start()
+    try:
+        rows = connection.execute("PRAGMA quick_check(1)").fetchall()
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT:
+            return True
+        raise
+    finally:
+        timer.cancel()
+        timer.join()
+    return rows == [("ok",)]
+
+
+def adopt(connection: sqlite3.Connection, path: Path) -> int:
+    """Creates the tables where there are none, and begins a new life: its generation. Within a transaction."""
+    if not check_owner(connection, path):
+        for statement in _TABLES:
+            connection.execute(statement)
+    ((generation,),) = connection.execute("UPDATE generation SET number = number + 1 RETURNING number").fetchall()
+    return int(generation)
+
+
+def _connect(path: Path, *pragmas: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    try:
+        for pragma in ("PRAGMA trusted_schema = OFF", "PRAGMA cell_size_check = ON", *pragmas):
+            connection.execute(pragma)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

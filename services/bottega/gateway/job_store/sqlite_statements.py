@@ -1,0 +1,126 @@
+"""What the job store says to SQLite: each function is one operation within a transaction, or one query.
+
+Knows no thread and no file.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+
+from bottega.gateway.job_store.records import JobRecord
+from bottega.gateway.job_store.sqlite_rows import COLUMNS, Value, checksum, from_row, intact, to_row
+from bottega.v1.image_pb2 import JobState
+
+_ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *COLUMNS))
+_INSERT = f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
+_UPDATE = f"UPDATE jobs SET ({', '.join(COLUMNS)}) = ({', '.join('?' * len(COLUMNS))}) WHERE sequence = ?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """See JobStore.page."""
+
+    size: int
+    states: Collection[JobState.ValueType]
+    created_after: float | None
+    created_before: float | None
+    before_sequence: int | None
+
+    def conditions(self) -> Iterator[tuple[str, list[Value]]]:
+        """Conditions with their parameters."""
+        if self.states:
+            yield f"state IN ({', '.join('?' * len(self.states))})", [int(state) for state in self.states]
+        if self.created_after is not None:
+            yield "created_wall >= ?", [self.created_after]
+        if self.created_before is not None:
+            yield "created_wall < ?", [self.created_before]
+        if self.before_sequence is not None:
+            yield "sequence < ?", [self.before_sequence]
+
+
+def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, replaces: str) -> JobRecord:
+    """See JobStore.add."""
+    known = of_job(connection, record.job_id)
+    if known is None and record.request_id:
+        known = of_request(connection, record.request_id)
+        if known is not None and known.gives_way_to(record, replaces=replaces):
+            known = None
+    if known is not None:
+        return known
+    sequence = connection.execute(_INSERT, to_row(record)).lastrowid
+    assert sequence is not None
+    if record.request_id:
+        connection.execute("INSERT OR REPLACE INTO request_ids VALUES (?, ?)", (record.request_id, sequence))
+    if inputs:
+        connection.execute("INSERT INTO inputs VALUES (?, ?, ?)", (sequence, checksum([inputs]), inputs))
+    return replace(record, sequence=sequence)
+
+
+def change(connection: sqlite3.Connection, job_id: str, follow: Callable[[JobRecord], JobRecord | None]) -> bool:
+    """Writes what follows from the job as it is; whether anything does."""
+    record = of_job(connection, job_id)
+    after = follow(record) if record else None
+    if after is None:
+        return False
+    connection.execute(_UPDATE, (*to_row(after), after.sequence))
+    if not after.live:
+        connection.execute("DELETE FROM inputs WHERE sequence = ?", (after.sequence,))
+    return True
+
+
+def of_job(connection: sqlite3.Connection, job_id: str) -> JobRecord | None:
+    """See JobStore.get."""
+    found = _records(connection, f"SELECT {_ALL} FROM jobs WHERE job_id = ?", job_id)
+    return found[0] if found else None
+
+
+def of_request(connection: sqlite3.Connection, request_id: str) -> JobRecord | None:
+    """See JobStore.of_request."""
+    query = f"SELECT {_ALL} FROM request_ids JOIN jobs USING (sequence) WHERE request_ids.request_id = ?"
+    found = _records(connection, query, request_id)
+    return found[0] if found else None
+
+
+def inputs_of(connection: sqlite3.Connection, job_id: str) -> bytes | None:
+    """See JobStore.inputs; None where there are none."""
+    query = "SELECT data, inputs.checksum, sequence FROM inputs JOIN jobs USING (sequence) WHERE job_id = ?"
+    rows = connection.execute(query, (job_id,)).fetchall()
+    return intact(*rows[0]) if rows else None
+
+
+def live(connection: sqlite3.Connection) -> list[JobRecord]:
+    """See JobStore.live."""
+    return _records(connection, f"SELECT {_ALL} FROM jobs WHERE ended_wall IS NULL ORDER BY jobs.sequence")
+
+
+def page(connection: sqlite3.Connection, asked: Page) -> list[JobRecord]:
+    """See JobStore.page."""
+    conditions = dict(asked.conditions())
+    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+    parameters = [value for values in conditions.values() for value in values]
+    query = f"SELECT {_ALL} FROM jobs {where} ORDER BY sequence DESC LIMIT ?"
+    return _records(connection, query, *parameters, asked.size)
+
+
+def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
+    """See JobStore.forget."""
+    ((jobs, size_bytes),) = connection.execute("SELECT jobs, bytes FROM totals").fetchall()
+    query = (
+        "SELECT sequence, request_id, ended_wall, kept_bytes FROM jobs "
+        "WHERE ended_wall IS NOT NULL ORDER BY ended_wall, sequence LIMIT ?"
+    )
+    forgotten = 0
+    for sequence, request_id, ended_wall, kept_bytes in connection.execute(query, (limit,)).fetchall():
+        if ended_wall >= ended_before and jobs <= max_jobs and size_bytes <= max_bytes:
+            break
+        connection.execute("DELETE FROM request_ids WHERE request_id = ? AND sequence = ?", (request_id, sequence))
+        connection.execute("DELETE FROM jobs WHERE sequence = ?", (sequence,))
+        jobs, size_bytes, forgotten = jobs - 1, size_bytes - kept_bytes, forgotten + 1
+    return forgotten
+
+
+def _records(connection: sqlite3.Connection, query: str, *parameters: Value) -> list[JobRecord]:
+    # All rows at once: a statement that is not read to its end holds the others to what was there when it began.
+    return [from_row(row) for row in connection.execute(query, parameters).fetchall()]
