@@ -61,10 +61,16 @@ def test_metrics_are_on_loopback_and_count_calls(service: Service, client: Clien
     client.generate("a red star", num_inference_steps=2)
 
     assert service.metrics.startswith("127.0.0.1:")
-    with urllib.request.urlopen(f"http://{service.metrics}/metrics", timeout=5) as answer:
-        text = answer.read().decode()
     method = "Generate" if "bottega.v1.ImageService" in _contract(service) else "RunAttempt"
-    assert re.search(rf'bottega_rpc_calls_total\{{code="OK",method="[^"]*{method}"\}} [1-9]', text)
+    counted = re.compile(rf'bottega_rpc_calls_total\{{code="OK",method="[^"]*{method}"\}} [1-9]')
+    # A call is counted when it has ended, a moment after its caller has the last message.
+    wait_until(lambda: counted.search(_metrics(service)) is not None, 2, f"{method} to be counted")
+
+
+def _metrics(service: Service) -> str:
+    with urllib.request.urlopen(f"http://{service.metrics}/metrics", timeout=5) as answer:
+        text: str = answer.read().decode()
+    return text
 
 
 def test_logs_are_json_lines_with_the_request_id_and_the_job_id(suite: Suite, images: ImageServiceStub) -> None:
