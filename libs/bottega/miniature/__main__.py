@@ -42,6 +42,7 @@ def _train(options: argparse.Namespace) -> None:
             start=options.start,
             fresh=options.fresh,
             compiled=options.compile,
+            encoder=options.encoder,
         )
         print(f"{stage}: {train(training)} steps; the model is in {options.folder / 'model'}")
 
@@ -72,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--start", type=Path, default=WEIGHTS, help="model that a new training begins with")
     train.add_argument("--fresh", action="store_true", help="begin with random weights")
     train.add_argument("--compile", action="store_true", help="compile the UNet: minutes once, then quicker steps")
+
+    train.add_argument("--encoder", action="store_true", help="of the VAE learns too; train the UNet on afterwards")
 
     export = commands.add_parser("export", help="write a model with what a stage's checkpoint holds by now")
     export.add_argument("target", type=Path)

@@ -30,6 +30,7 @@ class Training:
     """One run. folder: holds all that must outlive it. rows: of a batch, 0 is the stage's own choice.
 
     start: a model folder whose networks a new training begins with. fresh: begin this stage with random weights.
+    encoder: the VAE's learns too.
     """
 
     stage: str
@@ -41,6 +42,7 @@ class Training:
     start: Path = WEIGHTS
     fresh: bool = False
     compiled: bool = False
+    encoder: bool = False
 
 
 def train(training: Training) -> int:
@@ -81,7 +83,7 @@ def _stage(training: Training, parts: Parts, corpus: Corpus) -> Stage:
         return TextStage(parts, corpus, replace(text, rows=training.rows or text.rows))
     latents = encode(corpus, parts, training.folder)
     if training.stage == "vae":
-        vae = VaeRecipe()
+        vae = VaeRecipe(encoder=training.encoder)
         return VaeStage(parts, corpus, latents, replace(vae, rows=training.rows or vae.rows))
     unet = UnetRecipe(compiled=training.compiled)
     return UnetStage(parts, corpus, latents, replace(unet, rows=training.rows or unet.rows))

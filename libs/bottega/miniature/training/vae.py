@@ -1,4 +1,5 @@
-"""The VAE's stage: its decoder alone learns sharper edges, so that latents, and all that was trained on them, stay.
+"""The VAE's stage: it learns sharper edges. Its decoder alone, so that latents and all that was trained on them
+stay; or the encoder with it, after which the UNet must be trained on.
 
 It knows no UNet and no text.
 """
@@ -15,6 +16,7 @@ from bottega.miniature.training.corpus import Corpus, Latents
 from bottega.miniature.training.parts import Parts
 
 _DECODER = ("decoder", "post_quant_conv")
+_ENCODER = ("encoder", "quant_conv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,8 @@ class VaeRecipe:
     """edge_weight: of an error where the picture changes at once, beside 1 elsewhere.
 
     blur: standard deviation of noise added to the latents, in their own units after scaling: what the UNet
-    leaves is never as clean as what the encoder gives.
+    leaves is never as clean as what the encoder gives. encoder: whether it learns too. kl_weight: of the divergence of
+    its latents from a normal distribution, each element's, beside 1 of a pixel's error.
     """
 
     rows: int = 16
@@ -30,6 +33,8 @@ class VaeRecipe:
     edge_weight: float = 4.0
     blur: float = 0.05
     decay: float = 0.995
+    encoder: bool = False
+    kl_weight: float = 1e-4
     seed: int = 0
 
 
@@ -41,7 +46,7 @@ class VaeStage:
     def __init__(self, parts: Parts, corpus: Corpus, latents: Latents, recipe: VaeRecipe) -> None:
         self._vae, self._corpus, self._latents, self._recipe = parts["vae"], corpus, latents, recipe
         self._vae.requires_grad_(False).to(memory_format=torch.channels_last)
-        modules = [getattr(self._vae, name).requires_grad_(True).train() for name in _DECODER]
+        modules = [getattr(self._vae, name).requires_grad_(True).train() for name in _trained(recipe)]
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=recipe.rate, weight_decay=0.0, fused=True)
         self._average = Average(modules, recipe.decay)
@@ -52,14 +57,14 @@ class VaeStage:
         for group in self._optimizer.param_groups:
             group["lr"] = self._recipe.rate * rate
         rows = torch.randint(len(self._corpus), (self._recipe.rows,), generator=generator)
-        latents = self._latents.sample(rows, generator)
-        blur = self._recipe.blur / self._vae.config.scaling_factor
-        latents = latents + blur * torch.randn(latents.shape, generator=generator)
         pictures = self._corpus.pictures(rows)
         with torch.autocast("cpu", torch.bfloat16):
+            latents, divergence = self._see(rows, pictures, generator)
+            blur = self._recipe.blur / self._vae.config.scaling_factor
+            latents = latents + blur * torch.randn(latents.shape, generator=generator)
             drawn = self._vae.decode(latents.contiguous(memory_format=torch.channels_last)).sample
         weight = 1.0 + self._recipe.edge_weight * edges(pictures)
-        loss = (weight * (drawn.float() - pictures).abs()).mean()
+        loss = (weight * (drawn.float() - pictures).abs()).mean() + self._recipe.kl_weight * divergence
         self._optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
@@ -84,6 +89,21 @@ class VaeStage:
         self._vae.load_state_dict(state["vae"])
         self._average.load_state(state["average"])
         self._optimizer.load_state_dict(state["optimizer"])
+
+    def _see(
+        self, rows: torch.Tensor, pictures: torch.Tensor, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents of the pictures, and how far they diverge; for a decoder that learns alone, as they are kept."""
+        if not self._recipe.encoder:
+            return self._latents.sample(rows, generator), torch.zeros(())
+        seen = self._vae.encode(pictures.contiguous(memory_format=torch.channels_last)).latent_dist
+        mean, std = seen.mean.float(), seen.std.float()
+        divergence = 0.5 * (mean.square() + std.square() - 1.0 - seen.logvar.float()).mean()
+        return mean + std * torch.randn(mean.shape, generator=generator), divergence
+
+
+def _trained(recipe: VaeRecipe) -> tuple[str, ...]:
+    return (*_DECODER, *_ENCODER) if recipe.encoder else _DECODER
 
 
 def edges(pictures: torch.Tensor) -> torch.Tensor:
