@@ -52,6 +52,8 @@ def _stage(name: str, corpus: Corpus, latents: Latents) -> tuple[Stage, Parts]:
         return UnetStage(parts, corpus, latents, UnetRecipe(rows=4)), parts
     if name == "vae":
         return VaeStage(parts, corpus, latents, VaeRecipe(rows=2)), parts
+    if name == "whole vae":
+        return VaeStage(parts, corpus, latents, VaeRecipe(rows=2, encoder=True)), parts
     return TextStage(parts, corpus, TextRecipe(rows=8, vision_only=name == "vision")), parts
 
 
@@ -96,6 +98,22 @@ def test_the_decoder_learns_and_the_encoder_stays(corpus: Corpus, latents: Laten
 
     assert _decoding_error(parts, corpus, latents, rows) < before
     assert all(torch.equal(encoder[name], tensor) for name, tensor in parts["vae"].encoder.state_dict().items())
+
+
+def test_the_encoder_learns_with_the_decoder_where_that_is_asked_for(
+    corpus: Corpus, latents: Latents, tmp_path: Path
+) -> None:
+    stage, parts = _stage("whole vae", corpus, latents)
+    vae, pictures = parts["vae"], corpus.pictures(torch.arange(8))
+    before = _round_trip_error(vae, pictures)
+
+    run(stage, Budget(steps=STEPS), tmp_path)
+    stage.finish()
+
+    assert _round_trip_error(vae, pictures) < before
+    with torch.no_grad():
+        latent = vae.encode(corpus.pictures(torch.arange(PICTURES))).latent_dist.mode()
+    assert float(latent.std()) * vae.config.scaling_factor == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("name", ["text", "unet", "vae"])
@@ -195,3 +213,8 @@ def _decoding_error(parts: Parts, corpus: Corpus, latents: Latents, rows: torch.
     with torch.no_grad():
         drawn = parts["vae"].decode(latents.mean[rows].float()).sample
     return float((drawn - corpus.pictures(rows)).abs().mean())
+
+
+def _round_trip_error(vae: Any, pictures: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float((vae.decode(vae.encode(pictures).latent_dist.mode()).sample - pictures).abs().mean())

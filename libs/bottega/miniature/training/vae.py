@@ -17,6 +17,7 @@ from bottega.miniature.training.parts import Parts
 
 _DECODER = ("decoder", "post_quant_conv")
 _ENCODER = ("encoder", "quant_conv")
+_MEASURED_PICTURES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +74,10 @@ class VaeStage:
         return float(loss.detach())
 
     def finish(self) -> None:
-        """Leaves the averaged weights in the network."""
+        """Leaves the averaged weights in the network, and the factor by which its latents' deviation is 1."""
         self._average.apply()
+        if self._recipe.encoder:
+            self._vae.register_to_config(scaling_factor=1.0 / self._deviation())
 
     def state(self) -> dict[str, Any]:
         """Weights, their average, and the optimizer's moments."""
@@ -89,6 +92,13 @@ class VaeStage:
         self._vae.load_state_dict(state["vae"])
         self._average.load_state(state["average"])
         self._optimizer.load_state_dict(state["optimizer"])
+
+    @torch.no_grad()
+    def _deviation(self) -> float:
+        """Of the latents of the first pictures."""
+        rows = torch.arange(min(len(self._corpus), _MEASURED_PICTURES))
+        pictures = self._corpus.pictures(rows).contiguous(memory_format=torch.channels_last)
+        return float(self._vae.encode(pictures).latent_dist.sample().std())
 
     def _see(
         self, rows: torch.Tensor, pictures: torch.Tensor, generator: torch.Generator
