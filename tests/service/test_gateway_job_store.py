@@ -268,8 +268,9 @@ async def test_ended_jobs_are_forgotten_after_their_time_oldest_end_first_and_li
     assert await forget(1e12, 9) == 0
     again = await store.add(record("j6", request_id="r4"))
     assert again.job_id == "j6", "the window of its request_id is over"
-    newest = (await store.page(size=1))[0]
-    assert newest.job_id == "j6", "places are not given twice"
+    await _end(store, "j6", ended_wall=5.0)
+    assert await forget(6.0, 9) == 1
+    assert (await store.add(record("j7"))).sequence > again.sequence, "places are not given twice"
 
 
 async def test_what_is_remembered_is_bounded_in_number_and_bytes(store: JobStore) -> None:
@@ -287,6 +288,10 @@ async def test_what_is_remembered_is_bounded_in_number_and_bytes(store: JobStore
     assert await left(max_jobs=7, max_bytes=1 << 20) == ["j9", "j8", "j7", "j6", "j5", "j4", "j0"]
     assert await left(max_jobs=7, max_bytes=45_000) == ["j9", "j8", "j7", "j0"]
     assert await left(max_jobs=0, max_bytes=0) == ["j0"]
+    await store.begin("j0", 1, started_wall=1.0)
+    await store.complete("j0", 1, pictures=PICTURES, provenance=bytes(30_000), ended_wall=20.0)
+    assert await left(max_jobs=9, max_bytes=45_000) == ["j0"]
+    assert await left(max_jobs=9, max_bytes=35_000) == [], "what came of a job counts too"
 
 
 async def test_every_life_has_a_larger_generation(another: Opener) -> None:

@@ -194,6 +194,16 @@ async def test_a_damaged_image_is_data_loss_until_it_is_put_again(
         assert (store.size_bytes, len(store)) == (len(data), 1)
 
 
+async def test_putting_an_image_again_heals_one_that_nobody_has_seen_shrink_or_go(tmp_path: Path) -> None:
+    digest, data = _picture(1)
+    async with _store(tmp_path) as store:
+        for hurt in (lambda file: os.truncate(file, 10), Path.unlink):
+            await store.put(digest, data)
+            hurt(_file(tmp_path, digest))
+            await store.put(digest, data)
+            assert await store.get(digest) == data
+
+
 async def test_an_image_that_shrinks_while_it_is_read_is_data_loss(tmp_path: Path) -> None:
     digest, data = _picture(1)
     async with _store(tmp_path) as store:

@@ -1,0 +1,47 @@
+"""A process that adds and completes jobs as fast as it can, and says on stdout what was acknowledged: for kills.
+
+Lines are "added ID" and "completed ID", each written after the store has said so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+from pathlib import Path
+
+from bottega.gateway.job_store import SqliteJobStore
+from tests.service.job_store_backends import record
+
+_AT_ONCE = 16
+
+
+def main() -> None:
+    """Arguments: the file, and a prefix of the ids. Runs until it is killed."""
+    asyncio.run(_write(Path(sys.argv[1]), sys.argv[2]))
+
+
+async def _write(path: Path, prefix: str) -> None:
+    store = SqliteJobStore(path)
+    await store.open()
+    numbers = itertools.count()
+    await asyncio.gather(*(_fill(store, prefix, numbers) for _ in range(_AT_ONCE)))
+
+
+async def _fill(store: SqliteJobStore, prefix: str, numbers: itertools.count[int]) -> None:
+    for number in numbers:
+        job_id = f"{prefix}-{number}"
+        await store.add(record(job_id, request_id=f"request of {job_id}"), inputs=b"i" * 2000)
+        _say("added", job_id)
+        await store.begin(job_id, 1, started_wall=1.0)
+        if await store.complete(job_id, 1, pictures=(), provenance=b"how", ended_wall=2.0):
+            _say("completed", job_id)
+
+
+def _say(what: str, job_id: str) -> None:
+    os.write(1, f"{what} {job_id}\n".encode())
+
+
+if __name__ == "__main__":
+    main()
