@@ -83,6 +83,17 @@ async def test_a_slow_follower_is_told_only_the_newest_progress() -> None:
     assert await told(stream) == Progress(steps_done=4)
 
 
+async def test_nothing_follows_the_end_for_one_who_was_slow_just_before_it() -> None:
+    attempt = Attempt(KEY)
+    attempt.begin(STARTED)
+    attempt.advance(Progress(steps_done=1))
+    stream = attempt.follow()
+    assert [await told(stream), await told(stream)] == [STARTED, Progress(steps_done=1)]
+    attempt.advance(Progress(steps_done=10))
+    attempt.complete(Provenance())
+    assert [event async for event in stream] == [Completed(provenance=Provenance())]
+
+
 async def test_a_second_follower_starts_from_the_current_state() -> None:
     attempt = Attempt(KEY)
     attempt.begin(STARTED)

@@ -191,6 +191,8 @@ class _Teller:
     def news(self) -> Iterator[Event]:
         """What it has not been told."""
         attempt = self._attempt
+        if self._outcome:
+            return  # it came while older news was sent: nothing follows the end
         if attempt.started and not self._started:
             self._started = True
             yield attempt.started
