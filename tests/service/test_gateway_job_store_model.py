@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from bottega.gateway.job_store import JobRecord, JobStore, StoredPicture
 from bottega.v1.image_pb2 import (
@@ -32,8 +39,9 @@ LIVE = (JOB_STATE_QUEUED, JOB_STATE_RUNNING)
 NAMES = ("j0", "j1", "j2")
 JOB_IDS = st.sampled_from(NAMES)
 REQUEST_IDS = st.sampled_from(["r0", "r1", ""])
-ATTEMPTS = st.integers(1, 3)
-TIMES = st.floats(0, 100)
+# From the newest attempt: mostly the one that counts, or would be next.
+STEPS = st.sampled_from([0, 0, 1, 1, -1])
+TIMES = st.sampled_from([10.0, 20.5, 30.0])
 BYTES = st.binary(max_size=40)
 SAME = (
     "job_id",
@@ -90,6 +98,7 @@ class Machine(RuleBasedStateMachine):
         self.requests: dict[str, str] = {}
         self.added = 0
         self.generation = 0
+        self.calls = 0
 
     def teardown(self) -> None:
         for store in self.stores:
@@ -107,9 +116,13 @@ class Machine(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
         self.stores = [self._opened(), self._opened()]
+        for job_id, request_id in (("j0", "r0"), ("j1", "r1")):
+            self._add(0, record(job_id, request_id=request_id), b"", "")
 
+    @precondition(lambda self: self.calls > 10)
     @rule(which=st.integers(0, 1))
     def restart(self, which: int) -> None:
+        self.calls = 0
         self.runner.run(self.stores[which].close())
         self.stores[which] = self._opened()
 
@@ -126,6 +139,10 @@ class Machine(RuleBasedStateMachine):
         self, which: int, job_id: str, request_id: str, replaces: str, spec: bytes, inputs: bytes, created_wall: float
     ) -> None:
         new = record(job_id, request_id=request_id, spec=spec or b"s", created_wall=created_wall)
+        self._add(which, new, inputs, replaces)
+
+    def _add(self, which: int, new: JobRecord, inputs: bytes, replaces: str) -> None:
+        job_id, request_id = new.job_id, new.request_id
         added = self.runner.run(self.stores[which].add(new, inputs=inputs, replaces=replaces))
         holder = self.known.get(job_id)
         if holder is None and request_id in self.requests:
@@ -135,24 +152,25 @@ class Machine(RuleBasedStateMachine):
         if holder is None:
             self.added += 1
             holder = Known(
-                job_id, request_id, new.spec, inputs, created_wall, self.added, deadline_wall=new.deadline_wall
+                job_id, request_id, new.spec, inputs, new.created_wall, self.added, deadline_wall=new.deadline_wall
             )
             self.known[job_id] = holder
             if request_id:
                 self.requests[request_id] = job_id
         self._same(added, holder)
 
-    @rule(which=st.integers(0, 1), job_id=JOB_IDS, attempt=ATTEMPTS, at=TIMES)
-    def begin(self, which: int, job_id: str, attempt: int, at: float) -> None:
-        job = self.known.get(job_id)
+    @rule(which=st.integers(0, 1), job_id=JOB_IDS, step=STEPS, at=TIMES)
+    def begin(self, which: int, job_id: str, step: int, at: float) -> None:
+        job, attempt = self.known.get(job_id), self._attempt(job_id, step)
         right = job is not None and job.state in LIVE and attempt > job.attempt
         assert self.runner.run(self.stores[which].begin(job_id, attempt, started_wall=at)) is right
         if job is not None and right:
             job.state, job.attempt = JOB_STATE_RUNNING, attempt
             job.started_wall = at if job.started_wall is None else job.started_wall
 
-    @rule(which=st.integers(0, 1), job_id=JOB_IDS, attempt=ATTEMPTS, deaths=st.integers(0, 3))
-    def requeue(self, which: int, job_id: str, attempt: int, deaths: int) -> None:
+    @rule(which=st.integers(0, 1), job_id=JOB_IDS, step=STEPS, deaths=st.integers(0, 3))
+    def requeue(self, which: int, job_id: str, step: int, deaths: int) -> None:
+        attempt = self._attempt(job_id, step)
         right = self._current(job_id, attempt)
         assert self.runner.run(self.stores[which].requeue(job_id, attempt, deaths=deaths)) is right
         if right:
@@ -165,8 +183,9 @@ class Machine(RuleBasedStateMachine):
         if right:
             self.known[job_id].deadline_wall = deadline
 
-    @rule(job_id=JOB_IDS, attempts=st.lists(ATTEMPTS, min_size=1, max_size=3), provenance=BYTES, at=TIMES)
-    def complete_at_once(self, job_id: str, attempts: list[int], provenance: bytes, at: float) -> None:
+    @rule(job_id=JOB_IDS, steps=st.lists(STEPS, min_size=1, max_size=3), provenance=BYTES, at=TIMES)
+    def complete_at_once(self, job_id: str, steps: list[int], provenance: bytes, at: float) -> None:
+        attempts = [self._attempt(job_id, step) for step in steps]
         pictures = (StoredPicture(digest="d", size_bytes=len(provenance)),)
 
         async def race() -> list[bool]:
@@ -188,15 +207,15 @@ class Machine(RuleBasedStateMachine):
     @rule(
         which=st.integers(0, 1),
         job_id=JOB_IDS,
-        attempt=st.none() | ATTEMPTS,
+        step=st.none() | STEPS,
         state=st.sampled_from([JOB_STATE_FAILED, JOB_STATE_CANCELLED]),
         error=BYTES,
         at=TIMES,
     )
     def fail(
-        self, which: int, job_id: str, attempt: int | None, state: JobState.ValueType, error: bytes, at: float
+        self, which: int, job_id: str, step: int | None, state: JobState.ValueType, error: bytes, at: float
     ) -> None:
-        job = self.known.get(job_id)
+        job, attempt = self.known.get(job_id), None if step is None else self._attempt(job_id, step)
         right = job is not None and job.state in LIVE and (attempt is None or self._current(job_id, attempt))
         call = self.stores[which].fail(job_id, attempt, error=error, state=state, ended_wall=at)
         assert self.runner.run(call) is right
@@ -252,6 +271,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def both_stores_know_the_same(self) -> None:
+        self.calls += 1
         self.runner.run(self._compare())
 
     async def _compare(self) -> None:
@@ -267,6 +287,9 @@ class Machine(RuleBasedStateMachine):
             for request_id in ("r0", "r1"):
                 of_request = await store.of_request(request_id)
                 assert (of_request.job_id if of_request else None) == self.requests.get(request_id)
+
+    def _attempt(self, job_id: str, step: int) -> int:
+        return (self.known[job_id].attempt if job_id in self.known else 0) + step
 
     def _current(self, job_id: str, attempt: int) -> bool:
         job = self.known.get(job_id)
@@ -287,8 +310,9 @@ def test_a_store_does_what_a_dictionary_would(backend: str) -> None:
         MachineOfBackend,
         settings=settings(
             max_examples=60,
-            stateful_step_count=30,
+            stateful_step_count=60,
             deadline=None,
+            phases=(Phase.generate,),  # shrinking would run thousands of machines; sixty steps are readable
             derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),
