@@ -179,8 +179,9 @@ class SqliteJobStore:
         """Looks whether the file is ours and sound, before anything is written to it."""
         with faults.translated():
             sqlite_schema.create_file(self._path)
+        self._stop_reading()  # the file may be another one since the last look
         try:
-            self._reading = self._reading or sqlite_schema.connect_to_read(self._path)
+            self._reading = sqlite_schema.connect_to_read(self._path)
             self._readable = sqlite_schema.check_owner(self._reading, self._path)
             self._sound = sqlite_schema.is_sound(self._reading)
         except sqlite3.Error as error:
