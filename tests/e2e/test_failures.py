@@ -166,11 +166,11 @@ def test_requests_wait_for_a_worker_that_was_there_a_moment_ago(pair: Pair, undi
     wait_until(lambda: not pair.joined(), NOTICED_S + ASKING_S, "both leaves to be noticed")
 
     job = pair.client.submit(PROMPT, **OPTIONS)
-    assert pair.client.get_job(job.job_id).state is JobState.QUEUED
+    assert job.status().state is JobState.QUEUED
 
     pair.start("a")
-    wait_until(lambda: pair.client.get_job(job.job_id).state is JobState.COMPLETED, 60.0, "the picture")
-    assert pair.client.get_image(job.job_id).data == undisturbed.data
+    wait_until(lambda: job.status().state is JobState.COMPLETED, 60.0, "the picture")
+    assert job.image().data == undisturbed.data
 
 
 def test_without_any_worker_the_gateway_serves_and_says_when_to_ask_again(tmp_path: Path) -> None:

@@ -25,32 +25,32 @@ LONG: dict[str, Any] = {"num_inference_steps": 200, "guidance_scale": 4.0}
 
 
 def _ended(client: Client, job_id: str) -> JobState:
-    wait_until(lambda: client.get_job(job_id).state.ended, 60.0, f"{job_id} to end")
-    return client.get_job(job_id).state
+    wait_until(lambda: client.job(job_id).status().state.ended, 60.0, f"{job_id} to end")
+    return client.job(job_id).status().state
 
 
 def test_a_submitted_job_runs_to_its_end_and_keeps_its_picture(client: Client) -> None:
     job = client.submit(PROMPT, num_images=2, seed=4, **QUICK)
-    assert job.state in {JobState.QUEUED, JobState.RUNNING}
+    assert job.status().state in {JobState.QUEUED, JobState.RUNNING}
 
-    assert _ended(client, job.job_id) is JobState.COMPLETED
+    assert _ended(client, job.id) is JobState.COMPLETED
 
-    done = client.get_job(job.job_id)
+    done = job.status()
     assert (done.steps_done, done.steps_total, done.image_count) == (8, 8, 2)
     assert done.started is not None
     assert done.ended is not None
     assert done.created <= done.started <= done.ended
     assert done.provenance is not None
-    assert client.get_image(job.job_id, 1).data == client.generate(PROMPT, seed=5, **QUICK).data
+    assert job.image(1).data == client.generate(PROMPT, seed=5, **QUICK).data
     with pytest.raises(ImageNotFound):
-        client.get_image(job.job_id, 2)
+        job.image(2)
 
 
 def test_whoever_watches_a_job_that_runs_may_ask_for_previews(client: Client) -> None:
     job = client.submit(PROMPT, seed=4, **LONG)
-    wait_until(lambda: client.get_job(job.job_id).steps_done > 0, 20.0, "the first step")
+    wait_until(lambda: job.status().steps_done > 0, 20.0, "the first step")
 
-    events = [event for event in client.watch_job(job.job_id, preview=True) if isinstance(event, Progress)]
+    events = [event for event in job.watch(preview=True) if isinstance(event, Progress)]
 
     assert any(event.previews for event in events)
 
@@ -58,11 +58,11 @@ def test_whoever_watches_a_job_that_runs_may_ask_for_previews(client: Client) ->
 def test_watching_tells_the_state_first_and_the_end_last(client: Client) -> None:
     job = client.submit(PROMPT, seed=4, **{**LONG, "num_inference_steps": 80})
 
-    events = list(client.watch_job(job.job_id))
+    events = list(job.watch())
 
     assert isinstance(events[-1], Completed)
     assert any(isinstance(event, Progress) for event in events)
-    again = list(client.watch_job(job.job_id))
+    again = list(job.watch())
     assert isinstance(again[-1], Completed)
     assert again[-1].images[0].data == events[-1].images[0].data
 
@@ -102,23 +102,23 @@ def test_a_request_without_an_id_ends_when_its_caller_leaves(images: ImageServic
 
 def test_cancelling_stops_a_job_and_whoever_watches_it(client: Client) -> None:
     job = client.submit(PROMPT, num_images=8, **LONG)
-    wait_until(lambda: client.get_job(job.job_id).steps_done > 0, 30.0, "the first step")
+    wait_until(lambda: job.status().steps_done > 0, 30.0, "the first step")
     with pytest.raises(JobNotFinished):
-        client.get_image(job.job_id)
+        job.image()
 
     began = time.monotonic()
-    client.cancel_job(job.job_id)
+    job.cancel()
 
-    assert _ended(client, job.job_id) is JobState.CANCELLED
+    assert _ended(client, job.id) is JobState.CANCELLED
     with pytest.raises(JobCancelled):
-        list(client.watch_job(job.job_id))
+        list(job.watch())
     client.generate(PROMPT, **QUICK)
     assert time.monotonic() - began < 5.0, "the cancelled job went on computing"
-    assert client.cancel_job(job.job_id).state is JobState.CANCELLED
+    assert job.cancel().state is JobState.CANCELLED
 
 
 def test_jobs_are_listed_newest_first_in_pages(client: Client) -> None:
-    made = [client.submit(PROMPT, seed=seed, **QUICK).job_id for seed in range(5)]
+    made = [client.submit(PROMPT, seed=seed, **QUICK).id for seed in range(5)]
     for job_id in made:
         _ended(client, job_id)
 

@@ -122,6 +122,7 @@ def test_a_request_that_cannot_fit_is_refused_with_the_limit_named(client: Clien
 
 
 def test_unknown_jobs_are_not_found(client: Client) -> None:
-    for call in (client.get_job, client.cancel_job, client.get_image):
+    job = client.job("no-such-job")
+    for call in (job.status, job.cancel, job.image, job.result):
         with pytest.raises(JobNotFound):
-            call("no-such-job")
+            call()

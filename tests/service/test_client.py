@@ -6,6 +6,7 @@ import asyncio
 import gc
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from datetime import UTC, datetime
@@ -227,9 +228,9 @@ def test_a_job_that_goes_on_when_time_runs_out_is_named(gateway: ScriptedGateway
     with Client(address) as client:
         with pytest.raises(DeadlinePassed, match=r"no step was done, and job job-1 goes on") as late:
             client.generate("a star", timeout_s=0.4, request_id="mine")
-        assert "get_image('job-1')" in late.value.__notes__[0]
+        assert "client.job('job-1')" in late.value.__notes__[0]
         with pytest.raises(DeadlinePassed, match=r"not done within 0\.3 s: .* job job-2 goes on"):
-            list(client.watch_job("job-2", timeout_s=0.3))
+            list(client.job("job-2").watch(timeout_s=0.3))
     assert gateway.cancelled == []
 
 
@@ -246,8 +247,8 @@ def test_a_timeout_of_nothing_is_refused_and_not_taken_for_the_default(gateway: 
     with Client(address) as client:
         for wrong in (
             lambda: client.generate("a star", timeout_s=0),
-            lambda: list(client.watch_job("job-1", timeout_s=-1)),
-            lambda: client.get_image("job-1", timeout_s=0),
+            lambda: list(client.job("job-1").watch(timeout_s=-1)),
+            lambda: client.job("job-1").image(timeout_s=0),
         ):
             with pytest.raises(InvalidRequest, match="timeout_s"):
                 wrong()
@@ -305,13 +306,13 @@ def test_jobs_are_submitted_looked_at_listed_and_cancelled(gateway: ScriptedGate
     gateway.failures = [Unavailable("once")]
     since = datetime(2026, 1, 1, tzinfo=UTC)
     with Client(address, retry=HURRIED) as client:
-        assert client.submit("a star", seed=1).state is JobState.QUEUED
-        found = client.get_job("job-1")
+        assert client.submit("a star", seed=1).id == "job-1"
+        found = client.job("job-1").status()
         assert (found.state, found.state.ended, found.image_count) == (JobState.COMPLETED, True, 1)
         assert found.created == datetime(2026, 1, 2, tzinfo=UTC)
         page = client.list_jobs(states=[JobState.FAILED], created_after=since, page_size=5)
         assert (page.jobs[0].state, page.next_page_token) == (JobState.FAILED, "more")
-        assert client.cancel_job("job-1").state is JobState.CANCELLED
+        assert client.job("job-1").cancel().state is JobState.CANCELLED
         assert client.fleet().queued == 4
     assert gateway.submitted[0].request_id == gateway.submitted[1].request_id != ""
     asked = gateway.listed[0]
@@ -323,23 +324,64 @@ def test_a_watched_job_that_failed_raises_what_a_direct_call_would(gateway: Scri
     failed = image_pb2.JobEvent(job_id="job-1", failed=to_job_error(WorkerLost("it died twice")))
     gateway.scripts = [[progress(3), Unavailable("cut off")], [failed]]
     with Client(address, retry=HURRIED) as client:
-        events = client.watch_job("job-1")
+        events = client.job("job-1").watch()
         assert [type(next(events)) for _ in range(2)] == [Progress, Interrupted]
         with pytest.raises(WorkerLost, match="died twice"):
             next(events)
 
 
+def test_a_submitted_job_gives_its_pictures_over_a_broken_stream(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [
+        [queued(), Unavailable("cut off")],
+        [progress(3), completed(image(0, b"first"), image(1, b"2nd"))],
+    ]
+    with Client(address, retry=HURRIED) as client:
+        job = client.submit("stars", num_images=2)
+        assert [picture.data for picture in job.result()] == [b"first", b"2nd"]
+    assert gateway.submitted[0].spec.num_images == 2
+    assert gateway.cancelled == []
+
+
+def test_waiting_for_a_result_ends_in_time_and_the_job_goes_on(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[progress(3), threading.Event()]]
+    with Client(address) as client, pytest.raises(DeadlinePassed, match=r"3 of 30 steps .* job job-1 goes on"):
+        client.submit("a star").result(timeout_s=0.4)
+    assert gateway.cancelled == []
+
+
+def test_a_job_keeps_its_client_open(gateway: ScriptedGateway, address: str) -> None:
+    job = Client(address).job("job-1")
+    gc.collect()
+    assert job.status().state is JobState.COMPLETED
+    client = weakref.ref(job._client)
+    del job
+    gc.collect()
+    assert client() is None
+
+
+async def test_the_asyncio_client_has_the_same_jobs(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), completed()], [progress(3), completed()]]
+    gateway.images = {0: SMALL}
+    async with AsyncClient(address) as client:
+        job = await client.submit("a star")
+        assert [picture.data for picture in await job.result()] == [SMALL]
+        assert [type(event) async for event in client.job(job.id).watch()] == [Progress, Completed]
+        assert (await job.status()).state is JobState.COMPLETED
+        assert (await job.image()).data == SMALL
+        assert (await job.cancel()).state is JobState.CANCELLED
+
+
 def test_a_finished_picture_is_fetched_by_its_job(gateway: ScriptedGateway, address: str) -> None:
     gateway.images = {0: SMALL}
     with Client(address) as client:
-        picture = client.get_image("job-1")
+        picture = client.job("job-1").image()
     assert (picture.data, picture.provenance.worker) == (SMALL, "worker-0")
 
 
 def test_an_unknown_job_is_not_found(gateway: ScriptedGateway, address: str) -> None:
     gateway.failures = [JobNotFound("no such job")]
     with Client(address) as client, pytest.raises(JobNotFound):
-        client.get_job("job-9")
+        client.job("job-9").status()
 
 
 def test_a_wrong_argument_is_refused_before_anything_is_sent(gateway: ScriptedGateway, address: str) -> None:

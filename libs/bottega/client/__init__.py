@@ -4,21 +4,25 @@
 
     with Client() as client:
         client.generate("a big red star on a blue background", seed=7).save("star.png")
+        job = client.submit("a small green circle")  # outlives this process: client.job(job.id) finds it again
+        job.result()[0].save("circle.png")
 
 AsyncClient is the same for asyncio. What goes wrong is raised as a class of bottega.errors.
 """
 
 from bottega.client.aio import AsyncClient
+from bottega.client.aio_job import AsyncJob
 from bottega.client.events import Completed, Event, Interrupted, Preview, Progress, Queued
-from bottega.client.jobs import Job, JobPage, JobState
+from bottega.client.jobs import JobPage, JobState, JobStatus
 from bottega.client.options import GenerationOptions
 from bottega.client.picture import Picture
 from bottega.client.png import parameters_of
 from bottega.client.retry import RetryPolicy
-from bottega.client.sync import Client
+from bottega.client.sync import Client, Job
 
 __all__ = [
     "AsyncClient",
+    "AsyncJob",
     "Client",
     "Completed",
     "Event",
@@ -27,6 +31,7 @@ __all__ = [
     "Job",
     "JobPage",
     "JobState",
+    "JobStatus",
     "Picture",
     "Preview",
     "Progress",

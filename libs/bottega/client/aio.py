@@ -1,6 +1,7 @@
 """The SDK for asyncio: pictures, jobs and a look at the fleet, from one gateway.
 
-Knows how the calls belong together; retries are in bottega.client.calls, arguments in bottega.client.options.
+Knows how the calls belong together; retries are in bottega.client.calls, arguments in bottega.client.options,
+what can be done with a job in bottega.client.aio_job.
 """
 
 from __future__ import annotations
@@ -13,29 +14,21 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self, Unpack
 
-import grpc
-
 from bottega.client.address import default_address
-from bottega.client.calls import RequestT, ResponseT, Terms, ask, fetch_image
+from bottega.client.aio_job import AsyncJob
+from bottega.client.connection import Connection
 from bottega.client.events import Completed, Event
 from bottega.client.farewell import Farewells, is_over
-from bottega.client.jobs import Job, JobPage, JobState, job_from, state_number
+from bottega.client.jobs import JobPage, JobState, state_number, status_from
 from bottega.client.late import Heard, late
 from bottega.client.options import GenerationOptions, spec_from
-from bottega.client.picture import Picture, picture_from
-from bottega.client.retry import Deadline, RetryPolicy
+from bottega.client.picture import Picture
+from bottega.client.retry import RetryPolicy
 from bottega.client.watching import watch
 from bottega.errors import BottegaError, DeadlinePassed, InternalError
-from bottega.rpc.channel import open_channel
 from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import ListMembersRequest, ListMembersResponse
-from bottega.v1.fleet_pb2_grpc import FleetServiceStub
-from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.image_pb2 import Model
-from bottega.v1.image_pb2_grpc import ImageServiceStub
-
-# A call that draws nothing is answered in milliseconds; a gateway that takes longer than this hangs.
-SHORT_CALL_S = 30.0
 
 
 class AsyncClient:
@@ -52,13 +45,13 @@ class AsyncClient:
     def __init__(
         self, address: str | None = None, *, timeout_s: float = 600.0, retry: RetryPolicy | None = None
     ) -> None:
-        self.address = address or default_address()
-        self._timeout_s = Deadline.after(timeout_s).allowed_s
-        self._retry = retry or RetryPolicy()
-        self._channel = open_channel(self.address)
-        self._images = ImageServiceStub(self._channel)
-        self._fleet = FleetServiceStub(self._channel)
-        self._farewells = Farewells(self._images)
+        self._connection = Connection(address or default_address(), timeout_s=timeout_s, retry=retry or RetryPolicy())
+        self._farewells = Farewells(self._connection.images)
+
+    @property
+    def address(self) -> str:
+        """host:port of the gateway."""
+        return self._connection.address
 
     async def __aenter__(self) -> Self:
         return self
@@ -71,7 +64,7 @@ class AsyncClient:
     async def close(self) -> None:
         """Cancels what was left unfinished, then closes the connection."""
         await self._farewells.said()
-        await self._channel.close()
+        await self._connection.close()
 
     async def generate(
         self,
@@ -124,13 +117,13 @@ class AsyncClient:
             again, and cancels the job when you leave: when you close the generator (or the client), are
             cancelled, or run out of time.
         """
-        terms = self._terms(timeout_s)
+        images, terms = self._connection.images, self._connection.terms(timeout_s)
         spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
         request = image_pb2.GenerateRequest(request_id=request_id or uuid.uuid4().hex, spec=spec, preview=preview)
         heard, over = Heard(), False
         try:
             async with aclosing(
-                watch(lambda left_s: self._images.Generate(request, timeout=left_s), self._images, terms)
+                watch(lambda left_s: images.Generate(request, timeout=left_s), images, terms)
             ) as events:
                 async for event in events:
                     heard.note(event)
@@ -147,18 +140,19 @@ class AsyncClient:
 
     async def submit(
         self, prompt: str, *, num_images: int = 1, request_id: str | None = None, **options: Unpack[GenerationOptions]
-    ) -> Job:
-        """Starts a job that outlives this connection.
+    ) -> AsyncJob:
+        """Starts a job that outlives this connection: `job.result()` has its pictures, now or much later.
 
         request_id: as in stream(); the SDK makes one for this call's own retries.
         """
         spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
         request = image_pb2.SubmitJobRequest(request_id=request_id or uuid.uuid4().hex, spec=spec)
-        return job_from((await self._ask(self._images.SubmitJob, request)).job)
+        answer = await self._connection.ask(self._connection.images.SubmitJob, request)
+        return self.job(answer.job.job_id)
 
-    async def get_job(self, job_id: str) -> Job:
-        """How a job stands."""
-        return job_from((await self._ask(self._images.GetJob, image_pb2.GetJobRequest(job_id=job_id))).job)
+    def job(self, job_id: str) -> AsyncJob:
+        """The job of that id, wherever it began. Asks nobody: an unknown one is JobNotFound when it is used."""
+        return AsyncJob(job_id, self._connection)
 
     async def list_jobs(
         self,
@@ -176,49 +170,14 @@ class AsyncClient:
             request.created_after.FromDatetime(created_after)
         if created_before:
             request.created_before.FromDatetime(created_before)
-        answer = await self._ask(self._images.ListJobs, request)
-        return JobPage(jobs=tuple(job_from(job) for job in answer.jobs), next_page_token=answer.next_page_token)
-
-    async def watch_job(
-        self, job_id: str, *, preview: bool = False, timeout_s: float | None = None
-    ) -> AsyncGenerator[Event, None]:
-        """A job's events from its current state on. Leaving stops nothing."""
-        request = image_pb2.WatchJobRequest(job_id=job_id, preview=preview)
-        terms = self._terms(timeout_s)
-        heard = Heard(job_id=job_id)
-        try:
-            async with aclosing(
-                watch(lambda left_s: self._images.WatchJob(request, timeout=left_s), self._images, terms)
-            ) as events:
-                async for event in events:
-                    heard.note(event)
-                    yield event
-        except DeadlinePassed as error:
-            raise late(error, heard, goes_on=True) from error
-
-    async def cancel_job(self, job_id: str) -> Job:
-        """Cancels a job, and says how it stands then; one that has ended stays as it is."""
-        return job_from((await self._ask(self._images.CancelJob, image_pb2.CancelJobRequest(job_id=job_id))).job)
-
-    async def get_image(self, job_id: str, index: int = 0, *, timeout_s: float | None = None) -> Picture:
-        """A finished picture of a job."""
-        terms = self._terms(timeout_s)
-        request = image_pb2.GetImageRequest(job_id=job_id, index=index)
-        image, data = await fetch_image(self._images.GetImage, request, terms)
-        job = await self.get_job(job_id)
-        return picture_from(image, data, job_id=job_id, provenance=job.provenance or Provenance())
+        answer = await self._connection.ask(self._connection.images.ListJobs, request)
+        return JobPage(jobs=tuple(status_from(job) for job in answer.jobs), next_page_token=answer.next_page_token)
 
     async def models(self) -> tuple[Model, ...]:
         """The models that are served now, as the contract describes them."""
-        return tuple((await self._ask(self._images.ListModels, image_pb2.ListModelsRequest())).models)
+        answer = await self._connection.ask(self._connection.images.ListModels, image_pb2.ListModelsRequest())
+        return tuple(answer.models)
 
     async def fleet(self) -> ListMembersResponse:
         """The services that have joined and how busy they are, as the contract describes them."""
-        return await self._ask(self._fleet.ListMembers, ListMembersRequest())
-
-    async def _ask(self, method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT], request: RequestT) -> ResponseT:
-        return await ask(method, request, self._terms(min(SHORT_CALL_S, self._timeout_s)))
-
-    def _terms(self, timeout_s: float | None) -> Terms:
-        deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
-        return Terms(address=self.address, deadline=deadline, retry=self._retry)
+        return await self._connection.ask(self._connection.fleet.ListMembers, ListMembersRequest())

@@ -1,4 +1,4 @@
-"""A job as the gateway tells it: one look at how it stands. Knows neither gRPC nor how to ask again."""
+"""How jobs stand, as the gateway tells it: one look each. Knows neither gRPC nor how to ask again."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class JobState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class JobStatus:
     """One look at a job.
 
     spec: what is drawn, defaults filled in, seed drawn.
     steps_done, steps_total: denoising steps over all images.
-    image_count: finished images; get_image(job_id, index) fetches them.
+    image_count: finished images; client.job(job_id).image(index) fetches them.
     provenance: what really happened; None until completed.
     error: why it failed, as the contract's message; None unless it failed or was cancelled.
     """
@@ -59,13 +59,13 @@ class Job:
 class JobPage:
     """Some jobs, newest first; next_page_token asks for those after them and is empty on the last page."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[JobStatus, ...]
     next_page_token: str
 
 
-def job_from(job: image_pb2.Job) -> Job:
-    """The job that the wire describes."""
-    return Job(
+def status_from(job: image_pb2.Job) -> JobStatus:
+    """The look that the wire describes."""
+    return JobStatus(
         job_id=job.job_id,
         request_id=job.request_id,
         state=JobState(_name(job.state)),

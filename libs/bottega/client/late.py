@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from bottega.client.events import Event, Progress
 from bottega.errors import DeadlinePassed
 
-_GOES_ON = "The job goes on: watch_job({job_id!r}) follows it, get_image({job_id!r}) fetches a finished picture."
+_GOES_ON = "The job goes on: client.job({job_id!r}).watch() follows it, and .result() has its pictures."
 _ENDS = "Allow more time (timeout_s), or submit() a job that outlives the call and fetch its pictures later."
 
 

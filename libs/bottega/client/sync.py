@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable
+from collections.abc import Generator, Iterable
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Self, Unpack
 
 from bottega.client.aio import AsyncClient
+from bottega.client.aio_job import AsyncJob
 from bottega.client.events import Event
-from bottega.client.jobs import Job, JobPage, JobState
+from bottega.client.jobs import JobPage, JobState, JobStatus
+from bottega.client.loop_thread import LoopThread
 from bottega.client.options import GenerationOptions
 from bottega.client.picture import Picture
 from bottega.client.retry import RetryPolicy
 from bottega.v1.fleet_pb2 import ListMembersResponse
 from bottega.v1.image_pb2 import Model
-
-T = TypeVar("T")
-
-# After Ctrl-C: how long a call may take to let go, which needs no network.
-_LET_GO_S = 2.0
 
 
 class Client:
@@ -34,7 +29,7 @@ class Client:
     def __init__(
         self, address: str | None = None, *, timeout_s: float = 600.0, retry: RetryPolicy | None = None
     ) -> None:
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
         try:
             self._client = self._loop.run(_open(address, timeout_s, retry))
         except BaseException:
@@ -95,7 +90,7 @@ class Client:
         **options: Unpack[GenerationOptions],
     ) -> Generator[Event, None, None]:
         """Draws, and tells what happens: Queued, Progress, Interrupted, and as the last one Completed."""
-        return self._pull(
+        return self._loop.pull(
             self._client.stream(
                 prompt, num_images=num_images, preview=preview, timeout_s=timeout_s, request_id=request_id, **options
             )
@@ -104,12 +99,13 @@ class Client:
     def submit(
         self, prompt: str, *, num_images: int = 1, request_id: str | None = None, **options: Unpack[GenerationOptions]
     ) -> Job:
-        """Starts a job that outlives this connection."""
-        return self._loop.run(self._client.submit(prompt, num_images=num_images, request_id=request_id, **options))
+        """Starts a job that outlives this connection: `job.result()` has its pictures, now or much later."""
+        job = self._loop.run(self._client.submit(prompt, num_images=num_images, request_id=request_id, **options))
+        return Job(job, self, self._loop)
 
-    def get_job(self, job_id: str) -> Job:
-        """How a job stands."""
-        return self._loop.run(self._client.get_job(job_id))
+    def job(self, job_id: str) -> Job:
+        """The job of that id, wherever it began. Asks nobody: an unknown one is JobNotFound when it is used."""
+        return Job(self._client.job(job_id), self, self._loop)
 
     def list_jobs(
         self,
@@ -131,20 +127,6 @@ class Client:
             )
         )
 
-    def watch_job(
-        self, job_id: str, *, preview: bool = False, timeout_s: float | None = None
-    ) -> Generator[Event, None, None]:
-        """A job's events from its current state on. Leaving stops nothing."""
-        return self._pull(self._client.watch_job(job_id, preview=preview, timeout_s=timeout_s))
-
-    def cancel_job(self, job_id: str) -> Job:
-        """Cancels a job, and says how it stands then; one that has ended stays as it is."""
-        return self._loop.run(self._client.cancel_job(job_id))
-
-    def get_image(self, job_id: str, index: int = 0, *, timeout_s: float | None = None) -> Picture:
-        """A finished picture of a job."""
-        return self._loop.run(self._client.get_image(job_id, index, timeout_s=timeout_s))
-
     def models(self) -> tuple[Model, ...]:
         """The models that are served now."""
         return self._loop.run(self._client.models())
@@ -153,39 +135,42 @@ class Client:
         """The services that have joined, and how busy they are."""
         return self._loop.run(self._client.fleet())
 
-    def _pull(self, events: AsyncGenerator[Event, None]) -> Generator[Event, None, None]:
-        try:
-            while (event := self._loop.run(_next(events))) is not None:
-                yield event
-        finally:
-            self._loop.run(events.aclose())
 
+class Job:
+    """A job by its id, which is all that has to be kept to find it again; AsyncJob documents the methods."""
 
-class _LoopThread:
-    """An event loop in a daemon thread."""
+    def __init__(self, job: AsyncJob, client: Client, loop: LoopThread) -> None:
+        self._job = job
+        self._client = client  # closes when it is collected: not while its jobs are in use
+        self._loop = loop
 
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="bottega-client", daemon=True)
-        self._thread.start()
+    @property
+    def id(self) -> str:
+        """What the gateway calls it."""
+        return self._job.id
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs `coroutine` there and waits. When the wait is interrupted, it is cancelled and waited for."""
-        let_go = threading.Event()
-        future = asyncio.run_coroutine_threadsafe(_noting_end(coroutine, let_go), self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            # Ctrl-C: what the coroutine does on its way out (cancelling its job) must come before close().
-            if future.cancel():
-                let_go.wait(_LET_GO_S)
-            raise
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r})"
 
-    def stop(self) -> None:
-        """Ends the loop and its thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    def status(self) -> JobStatus:
+        """How it stands."""
+        return self._loop.run(self._job.status())
+
+    def watch(self, *, preview: bool = False, timeout_s: float | None = None) -> Generator[Event, None, None]:
+        """Its events from its current state on, the last one Completed. Leaving stops nothing."""
+        return self._loop.pull(self._job.watch(preview=preview, timeout_s=timeout_s))
+
+    def result(self, *, timeout_s: float | None = None) -> tuple[Picture, ...]:
+        """Its pictures, in order, as soon as they are there: `client.submit("a star").result()[0].save("star.png")`."""
+        return self._loop.run(self._job.result(timeout_s=timeout_s))
+
+    def image(self, index: int = 0, *, timeout_s: float | None = None) -> Picture:
+        """One of its finished pictures."""
+        return self._loop.run(self._job.image(index, timeout_s=timeout_s))
+
+    def cancel(self) -> JobStatus:
+        """Cancels it, and says how it stands then; one that has ended stays as it is."""
+        return self._loop.run(self._job.cancel())
 
 
 async def _open(address: str | None, timeout_s: float, retry: RetryPolicy | None) -> AsyncClient:
@@ -193,17 +178,6 @@ async def _open(address: str | None, timeout_s: float, retry: RetryPolicy | None
     return AsyncClient(address, timeout_s=timeout_s, retry=retry)
 
 
-def _close(client: AsyncClient, loop: _LoopThread) -> None:
+def _close(client: AsyncClient, loop: LoopThread) -> None:
     loop.run(client.close())
     loop.stop()
-
-
-async def _next(events: AsyncGenerator[Event, None]) -> Event | None:
-    return await anext(events, None)
-
-
-async def _noting_end(coroutine: Coroutine[Any, Any, T], ended: threading.Event) -> T:
-    try:
-        return await coroutine
-    finally:
-        ended.set()

@@ -1,0 +1,42 @@
+"""One gateway as the SDK's parts share it: where it is, how to ask it, and for how long. Knows no pictures."""
+
+from __future__ import annotations
+
+import grpc
+
+from bottega.client.calls import RequestT, ResponseT, Terms, ask
+from bottega.client.retry import Deadline, RetryPolicy
+from bottega.rpc.channel import open_channel
+from bottega.v1.fleet_pb2_grpc import FleetServiceStub
+from bottega.v1.image_pb2_grpc import ImageServiceStub
+
+# A call that draws nothing is answered in milliseconds; a gateway that takes longer than this hangs.
+_SHORT_CALL_S = 30.0
+
+
+class Connection:
+    """A channel to the gateway at `address`, with its stubs. Made in a running event loop; close it.
+
+    timeout_s: of every call that is given none. Raises InvalidRequest when that is no time to wait.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float, retry: RetryPolicy) -> None:
+        self.address = address
+        self._timeout_s = Deadline.after(timeout_s).allowed_s
+        self._retry = retry
+        self._channel = open_channel(address)
+        self.images = ImageServiceStub(self._channel)
+        self.fleet = FleetServiceStub(self._channel)
+
+    def terms(self, timeout_s: float | None) -> Terms:
+        """Those of a call that may take so long; None is as long as the connection says."""
+        deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
+        return Terms(address=self.address, deadline=deadline, retry=self._retry)
+
+    async def ask(self, method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT], request: RequestT) -> ResponseT:
+        """The answer of a call that draws nothing."""
+        return await ask(method, request, self.terms(min(_SHORT_CALL_S, self._timeout_s)))
+
+    async def close(self) -> None:
+        """Ends the channel."""
+        await self._channel.close()

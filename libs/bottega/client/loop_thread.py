@@ -1,0 +1,59 @@
+"""An event loop in a thread, for callers that have none. Knows nothing of what runs on it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Generator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# After Ctrl-C: how long a call may take to let go, which needs no network.
+_LET_GO_S = 2.0
+
+
+class LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="bottega-client", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs `coroutine` there and waits. When the wait is interrupted, it is cancelled and waited for."""
+        let_go = threading.Event()
+        future = asyncio.run_coroutine_threadsafe(_noting_end(coroutine, let_go), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            # Ctrl-C: what the coroutine does on its way out (cancelling its job) must come before close().
+            if future.cancel():
+                let_go.wait(_LET_GO_S)
+            raise
+
+    def pull(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        """The items, each run for when it is asked for; leaving closes `items`. None of them may be None."""
+        try:
+            while (item := self.run(_next(items))) is not None:
+                yield item
+        finally:
+            self.run(items.aclose())
+
+    def stop(self) -> None:
+        """Ends the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _next(items: AsyncGenerator[T, None]) -> T | None:
+    return await anext(items, None)
+
+
+async def _noting_end(coroutine: Coroutine[Any, Any, T], ended: threading.Event) -> T:
+    try:
+        return await coroutine
+    finally:
+        ended.set()
