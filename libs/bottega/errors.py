@@ -15,6 +15,7 @@ BottegaError
 ├── JobNotFinished          FAILED_PRECONDITION
 ├── StaleAttempt            FAILED_PRECONDITION
 ├── ModelMismatch           FAILED_PRECONDITION  two models under one name
+├── Poisoned                FAILED_PRECONDITION  workers die of the request
 ├── QueueFull               RESOURCE_EXHAUSTED   retry later
 ├── DeadlineUnmeetable      RESOURCE_EXHAUSTED
 ├── TooLarge                RESOURCE_EXHAUSTED
@@ -174,6 +175,13 @@ class ModelMismatch(BottegaError):
     reason = error_pb2.ERROR_REASON_MODEL_MISMATCH
 
 
+class Poisoned(BottegaError):
+    """Workers died whenever they ran the request, alone. Asking again would only end more of them."""
+
+    code = Code.FAILED_PRECONDITION
+    reason = error_pb2.ERROR_REASON_POISONED
+
+
 class QueueFull(BottegaError):
     """The queue is full."""
 
@@ -182,7 +190,7 @@ class QueueFull(BottegaError):
 
 
 class DeadlineUnmeetable(BottegaError):
-    """The request would not finish before its deadline."""
+    """The request would not finish before its deadline; metadata["estimate_s"] says when it would, in seconds."""
 
     code = Code.RESOURCE_EXHAUSTED
     reason = error_pb2.ERROR_REASON_DEADLINE_UNMEETABLE
@@ -214,7 +222,11 @@ class Draining(Unavailable):
 
 
 class WorkerLost(Unavailable):
-    """The worker died or was cut off while it ran the request."""
+    """The worker died or was cut off while it ran the request.
+
+    metadata["died"] is "engine" or "worker" where that is what died, else absent; metadata["held_together"] is the
+    number of requests that a dead engine had.
+    """
 
     reason = error_pb2.ERROR_REASON_WORKER_LOST
 

@@ -86,19 +86,20 @@ async def test_a_lone_workers_job_waits_for_it_to_come_back(house: Running) -> N
     assert (done.state, done.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 2)
 
 
-async def test_a_job_that_loses_too_many_workers_fails() -> None:
-    async with running_gateway(max_attempts=2) as house:
-        job = None
-        for name in ("w1", "w2"):
-            worker = await house.worker(name)
-            worker.script.hold_at = 1
-            job = job or await house.submit(prompt="a star")
-            await asyncio.wait_for(worker.arrived.wait(), 3)
-            await worker.die()
-        assert job is not None
-        ended = await house.ended(job.job_id)
-        assert ended.state == image_pb2.JOB_STATE_FAILED
-        assert errors.WorkerLost.reason == ended.error.reason
+async def test_a_job_that_two_workers_die_of_is_poison_and_is_not_drawn_when_it_comes_again(house: Running) -> None:
+    job = None
+    for name in ("w1", "w2"):
+        worker = await house.worker(name)
+        worker.script.hold_at = 1
+        job = job or await house.submit("order-1", prompt="a star")
+        await asyncio.wait_for(worker.arrived.wait(), 3)
+        await worker.die()
+    assert job is not None
+    ended = await house.ended(job.job_id)
+    assert ended.state == image_pb2.JOB_STATE_FAILED
+    assert errors.Poisoned.reason == ended.error.reason
+    await house.worker("w3")
+    assert (await house.submit("order-1", prompt="a star")).job_id == job.job_id
 
 
 async def test_a_worker_that_cannot_be_reached_costs_a_job_no_attempt_that_counts() -> None:
@@ -116,13 +117,11 @@ async def test_a_worker_that_cannot_be_reached_costs_a_job_no_attempt_that_count
 async def test_a_failed_order_whose_failure_asks_for_a_retry_is_drawn_when_it_comes_again() -> None:
     async with running_gateway(max_attempts=1) as house:
         worker = await house.worker("w1")
-        worker.script.hold_at = 1
+        worker.script.failure = errors.WorkerLost("it gave up")
         call = house.generate("order-1", prompt="a star")
         first = (await told(call)).job_id
-        await asyncio.wait_for(worker.arrived.wait(), 2)
-        await worker.die()
         assert isinstance(await refusal(lambda: call), errors.WorkerLost)
-        await house.worker("w2")
+        worker.script.failure = None
         again = house.generate("order-1", prompt="a star")
         events = [answer.event async for answer in again]
         assert events[-1].WhichOneof("event") == "completed"

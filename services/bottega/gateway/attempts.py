@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from bottega.errors import BottegaError
+from bottega.errors import BottegaError, WorkerLost
 from bottega.gateway.jobs import Job, Picture
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
@@ -16,10 +16,20 @@ from bottega.v1.generation_pb2 import Provenance
 AttemptEvents = AsyncGenerator[worker_pb2.RunAttemptResponse, None]
 
 
+def is_death(error: BottegaError) -> bool:
+    """Whether an attempt ended with its worker's death, or its engine's: then it may have been the job's doing."""
+    return isinstance(error, WorkerLost) and "died" in error.metadata
+
+
+def died_alone(error: BottegaError) -> bool:
+    """Whether nothing else is known to have died with the attempt."""
+    return error.metadata.get("held_together", "1") == "1"
+
+
 class WorkerClient(Protocol):
     """Calls to one worker. Every failure is a BottegaError.
 
-    WorkerLost is a connection that broke; another Unavailable, or QueueFull, a worker that did not take the attempt.
+    WorkerLost is a connection that broke, as at the worker's death, or an attempt that it gave up; another Unavailable, or QueueFull, a worker that did not take the attempt.
     """
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AttemptEvents:

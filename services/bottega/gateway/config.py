@@ -37,7 +37,8 @@ class GatewayConfig:
     lease_s: silence after which a service has left; with a sweep every tenth of a second a silent one
         is out within 2 s.
     model_grace_s: how long jobs of a model are taken and kept while no worker serves it.
-    max_attempts: workers that are lost with one job before it fails; one that is stopping or full is none of them.
+    max_attempts: workers that are cut off with one job, or die with it and others, before it fails; one that is
+        stopping or full is none of them. Two that die with it alone make it poison, whatever is said here.
     codec_processes, max_image_bytes, max_image_pixels: for input images.
     """
 
@@ -55,7 +56,7 @@ class GatewayConfig:
     max_result_bytes: AtLeastOne = 128 << 20
     lease_s: Seconds = 1.5
     model_grace_s: Seconds = 30.0
-    max_attempts: AtLeastOne = 3
+    max_attempts: AtLeastOne = 8
     codec_processes: AtLeastOne = 1
     max_image_bytes: AtLeastOne = 8 << 20
     max_image_pixels: AtLeastOne = 4096 * 4096

@@ -91,13 +91,15 @@ class Dispatcher:
         line = self._lines.get(member)
         return line.moves if line else -1
 
-    def run(self, job: Job, member: Member, *, free_at: float) -> None:
+    def run(self, job: Job, member: Member, *, free_at: float, alone: bool = False) -> None:
         """Begins an attempt at a queued job: the worker is called before this returns.
 
-        free_at: when the worker could take it, on the monotonic clock.
+        free_at: when the worker could take it, on the monotonic clock. alone: whether it has nothing else.
         """
-        attempt = _Attempt(job=job, number=job.begin(member.name, free_at=free_at), member=member)
         line = self._lines[member]
+        for other in line.attempts.values():
+            other.job.meet()
+        attempt = _Attempt(job=job, number=job.begin(member.name, free_at=free_at, alone=alone), member=member)
         self._attempts[job.job_id] = line.attempts[job.job_id] = attempt
         line.moves += 1
         request = _request(attempt)

@@ -11,8 +11,9 @@ import itertools
 import logging
 from collections import Counter
 
-from bottega.errors import BottegaError, DeadlinePassed, Draining, NoWorker, WorkerLost
+from bottega.errors import BottegaError, DeadlinePassed, Draining, NoWorker, Poisoned, WorkerLost
 from bottega.gateway import log_lines
+from bottega.gateway.attempts import died_alone, is_death
 from bottega.gateway.clock import Clock
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Fleet, Member
@@ -37,6 +38,8 @@ _TICKS_PER_SECOND = 10
 _AT_DEADLINE_S = 0.1
 # How often each worker of a model may not take a job, or give it back: with its rests that is half a minute.
 _MOST_RETURNS = 60
+# design.md: two workers that died of a job, each running it alone, make it poison.
+_POISONOUS = 2
 
 _log = logging.getLogger(__name__)
 
@@ -174,11 +177,13 @@ class Foreman:
             return
         self._metrics.attempt_lost()
         log_lines.attempt_lost(job, error)
-        if job.losses + 1 >= self._max_attempts:
-            self.fail(job, WorkerLost(f"{job.losses + 1} workers were lost with this job", retry_after_s=1.0))
-            return
-        job.requeue(number)
-        self._line_up_again(job)
+        job.requeue(number, died=is_death(error), alone=died_alone(error))
+        if job.deaths >= _POISONOUS:
+            self.fail(job, Poisoned(f"{job.deaths} workers died of this job: each ran it alone"))
+        elif job.losses >= self._max_attempts:
+            self.fail(job, WorkerLost(f"{job.losses} workers were lost with this job", retry_after_s=1.0))
+        else:
+            self._line_up_again(job)
 
     def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
         """See AttemptObserver."""

@@ -77,7 +77,9 @@ class Job:
     spec: complete; its input images go when the job ends. bare: the same without input images.
     fingerprint: of the spec as the caller sent it. shape: of the latent. deadline: on the monotonic clock.
     size_bytes: of the request. rows: that it puts into each turn.
-    losses: workers that were lost with it. returns: attempts that workers did not take, or gave back.
+    deaths: workers that died while they ran it alone. losses: those that died beside others, or were cut off.
+    returns: attempts that workers did not take, or gave back. alone: nobody else has been at the worker since the
+    current attempt began. suspect_until: steps within which a worker died of it, perhaps.
     log_id: the request_id of its log lines, here and at the workers; never empty.
     """
 
@@ -99,6 +101,9 @@ class Job:
     state: JobState.ValueType = image_pb2.JOB_STATE_QUEUED
     attempts: int = 0
     worker: str = ""
+    alone: bool = False
+    deaths: int = 0
+    suspect_until: int | None = None
     losses: int = 0
     lost_worker: str = ""
     lost_at: float = 0.0
@@ -136,6 +141,8 @@ class Job:
         # Asked for at every look of the scheduler, where a message would be too slow to ask.
         self.num_images, self.rows = self.spec.num_images, work.rows(self.spec)
         self.steps_total = work.steps_to_run(self.spec) * self.num_images
+        if self.deaths and self.suspect_until is None:
+            self.suspect_until = self.steps_total  # how far it was is not remembered over a restart
 
     @property
     def live(self) -> bool:
@@ -151,18 +158,23 @@ class Job:
         """Whether attempt `number` is the one that counts."""
         return self.state == image_pb2.JOB_STATE_RUNNING and number == self.attempts
 
-    def begin(self, worker: str, *, free_at: float | None = None) -> int:
+    @property
+    def suspect(self) -> bool:
+        """Whether it runs alone or not at all: a worker has died with it, and it has not got further since."""
+        return self.suspect_until is not None and self.steps_done <= self.suspect_until
+
+    def begin(self, worker: str, *, free_at: float | None = None, alone: bool = False) -> int:
         """Hands the job to a worker; returns the attempt's number.
 
         free_at: when the worker could take it, on the monotonic clock (None: now). Until then the job queued, from
-        then on it is routed.
+        then on it is routed. alone: whether the worker has nothing else.
         """
         assert self.state == image_pb2.JOB_STATE_QUEUED
         self.routed_at = max(self.queued_at, self.clock.monotonic() if free_at is None else free_at)
         self.queue_s += self.routed_at - self.queued_at
         if self.started_wall is None:
             self.started_wall = self.clock.wall()
-        self.state, self.worker = image_pb2.JOB_STATE_RUNNING, worker
+        self.state, self.worker, self.alone = image_pb2.JOB_STATE_RUNNING, worker, alone
         self.attempts += 1
         self._tell()
         return self.attempts
@@ -206,11 +218,25 @@ class Job:
         self.checkpoint = checkpoint
         return True
 
-    def requeue(self, number: int) -> bool:
-        """The attempt is lost: the job waits again."""
+    def meet(self) -> None:
+        """Another job goes to the same worker: from now on its death would not surely be this one's doing."""
+        self.alone = False
+
+    def requeue(self, number: int, *, died: bool = False, alone: bool = True) -> bool:
+        """The attempt is lost: the job waits again.
+
+        died: its worker is dead and not just cut off; it may have died of this job. alone: as far as the worker knows.
+        """
         if not self.is_current(number):
             return False
-        self.losses += 1
+        if died:
+            # It died again after it had been cleared: what kills may come late, and others must not be near it then.
+            again = self.suspect_until is not None
+            self.suspect_until = self.steps_total if again else self.steps_done
+        if died and alone and self.alone:
+            self.deaths += 1
+        else:
+            self.losses += 1
         self.lost_worker, self.lost_at = self.worker, self.clock.monotonic()
         self._wait_again()
         return True
@@ -265,7 +291,7 @@ class Job:
         self._tell()
 
     def _wait_again(self) -> None:
-        self.state, self.worker = image_pb2.JOB_STATE_QUEUED, ""
+        self.state, self.worker, self.alone = image_pb2.JOB_STATE_QUEUED, "", False
         self.queued_at = self.clock.monotonic()
         self._tell()
 

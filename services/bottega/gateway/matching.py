@@ -83,7 +83,7 @@ class Matching:
             job = self._jobs.get(assignment.job_id)
             self._queue.remove(job)
             job.stand(Standing(place=0, estimate_s=assignment.estimate_s))
-            self._dispatcher.run(job, members[assignment.worker], free_at=free_at)
+            self._dispatcher.run(job, members[assignment.worker], free_at=free_at, alone=assignment.alone)
 
     def _tell_backlog(self, model: str) -> None:
         backlog = len(self._queue.line(model))

@@ -39,17 +39,23 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """A job that waits. avoid: a worker that must not get it, because it was just lost with it."""
+    """A job that waits.
+
+    avoid: a worker that must not get it, because it was just lost with it. alone: it may only run by itself, because
+    a worker may have died of it.
+    """
 
     job_id: str
     demand: Demand
     avoid: str = ""
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
     """A worker as the scheduler sees it. running: what still denoises there, first come first.
 
+    finishing: attempts there that do not denoise any more. closed: one of those there must be left alone.
     fixed_s: seconds that a job takes beside its turns. max_rows: 0 is without bound.
     outlooks: what was found out about it, for the next look at the same seat. It goes with the seat: another one
         is made whenever its worker has moved, or has reported.
@@ -60,23 +66,30 @@ class Seat:
     times: StepTimes
     fixed_s: float
     max_rows: int
+    finishing: int = 0
+    closed: bool = False
     outlooks: dict[_Look, _Outlook] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """A worker should take a job now. estimate_s: until it completes; None while nothing was measured."""
+    """A worker should take a job now. estimate_s: until it completes; None while nothing was measured.
+
+    alone: whether the worker has nothing else.
+    """
 
     job_id: str
     worker: str
     estimate_s: float | None
+    alone: bool = False
 
 
 def assign(waiting: Iterable[Waiting], seats: Sequence[Seat]) -> list[Assignment]:
     """Which of the waiting jobs, first come first, leave the queue now. Looks at no more of them than it must.
 
     A job goes where it is expected to complete first. If that is a worker that should not take it yet, it
-    stays in the queue, and the jobs behind it reckon with it.
+    stays in the queue, and the jobs behind it reckon with it. One that must run alone takes an idle worker, else it has
+    one cleared for it: never more than one at a time, so that the others go on.
     """
     benches = [_Bench(seat) for seat in seats]
     assignments: list[Assignment] = []
@@ -86,9 +99,12 @@ def assign(waiting: Iterable[Waiting], seats: Sequence[Seat]) -> list[Assignment
         if not line:
             break
         job = line.popleft()
-        behind = tuple(other.demand for other in line)
+        behind = tuple(other.demand for other in line if not other.alone)
         line.extend(islice(rest, 1))
-        offers = [bench.offer(job.demand, behind) for bench in benches if bench.seat.worker != job.avoid]
+        eligible = [bench for bench in benches if bench.seat.worker != job.avoid]
+        if job.alone:
+            eligible = _room_alone(eligible, benches)
+        offers = [bench.offer(job.demand, behind) for bench in eligible if not bench.closed]
         if not offers:
             continue
         if not any(offer.now for offer in offers):
@@ -97,7 +113,16 @@ def assign(waiting: Iterable[Waiting], seats: Sequence[Seat]) -> list[Assignment
         if best.now:
             assignments.append(_assignment(job, best))
         best.bench.take(job.demand, bound=best.now)
+        best.bench.closed = job.alone
     return assignments
+
+
+def _room_alone(eligible: list[_Bench], benches: Sequence[_Bench]) -> list[_Bench]:
+    """Where a job that must run alone may go now. Where that is nowhere, closes the worker that will be idle first."""
+    idle = [bench for bench in eligible if bench.empty]
+    if not idle and eligible and not any(bench.closed for bench in benches):
+        min(eligible, key=lambda bench: bench.load_s).closed = True
+    return idle
 
 
 class Prospect:
@@ -162,8 +187,14 @@ class _Bench:
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
+        self.closed = seat.closed
         self._promised = False
         self._planned = list(seat.running)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is here, nor was promised to be."""
+        return not self._planned and not self.seat.finishing
 
     @property
     def load_s(self) -> float:
@@ -263,7 +294,10 @@ def _rows_as(demand: Demand, shape: Shape) -> int:
 def _assignment(job: Waiting, offer: _Offer) -> Assignment:
     seat = offer.bench.seat
     return Assignment(
-        job_id=job.job_id, worker=seat.worker, estimate_s=None if _unmeasured(seat) else offer.completes_s
+        job_id=job.job_id,
+        worker=seat.worker,
+        estimate_s=None if _unmeasured(seat) else offer.completes_s,
+        alone=offer.bench.empty,
     )
 
 

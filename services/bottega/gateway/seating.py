@@ -54,6 +54,7 @@ class Seating:
             job_id=job.job_id,
             demand=_demand(job, job.steps_total - (job.checkpoint.steps_done if job.checkpoint else 0)),
             avoid=job.lost_worker if _must_avoid(job, members) else "",
+            alone=job.suspect,
         )
 
     def _seat(self, member: Member) -> Seat:
@@ -63,9 +64,14 @@ class Seating:
         return kept.seat
 
     def _new_seat(self, member: Member) -> Seat:
+        ours = self._dispatcher.running_on(member)
+        running = tuple(self._running(member))
         return Seat(
             worker=member.name,
-            running=tuple(self._running(member)),
+            running=running,
+            # What it reports counts until it reports otherwise: an attempt that was stopped may be in its last turn.
+            finishing=len({job.job_id for job in ours} | member.steps_left.keys()) - len(running),
+            closed=any(job.suspect for job in ours),
             times=member.times,
             fixed_s=max(0.0, member.load.fixed_s),
             max_rows=member.load.max_rows,

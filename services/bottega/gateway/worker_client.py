@@ -74,6 +74,8 @@ class GrpcWorkerClient:
 
 def _typed(failure: grpc.aio.AioRpcError) -> BottegaError:
     error = from_rpc_error(failure)
-    if isinstance(error, _OF_THE_WORKER) or type(error) is Unavailable:
+    if type(error) is Unavailable:  # the connection broke, which is how the death of a process is noticed
+        return WorkerLost("the connection to the worker broke", metadata={"died": "worker"})
+    if isinstance(error, _OF_THE_WORKER):
         return WorkerLost(f"the call to the worker failed: {failure.code().name}")
     return error

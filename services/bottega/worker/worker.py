@@ -194,9 +194,8 @@ class Worker:
         self._beat = engine_pb2.EngineBeat()
         held = [commission for commission in self._commissions.values() if commission.in_engine]
         for commission in held:
-            commission.lose(
-                WorkerLost(f"the worker's engine was lost: {why}", metadata={"held_together": str(len(held))})
-            )
+            facts = {"died": "engine", "held_together": str(len(held))}
+            commission.lose(WorkerLost(f"the worker's engine was lost: {why}", metadata=facts))
 
     def _commission(self, order: Order, attempt: Attempt) -> Commission:
         commission = self._commissions[order.key] = Commission(

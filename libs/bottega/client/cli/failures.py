@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from bottega import errors
 from bottega.client.suite.plan import PortTaken
 from bottega.errors import BottegaError
+
+_MORE_TIME = "Allow more time with --timeout SECONDS, ask for fewer steps, or wait for nothing with --detach."
+
+# For those whose message says what happened. The nearest class of an error counts.
+_TODO: Mapping[type[BottegaError], str] = MappingProxyType(
+    {
+        errors.ModelNotFound: "bottega models lists what is served.",
+        errors.JobNotFound: "bottega jobs lists those that are remembered.",
+        errors.ImageNotFound: "bottega generate with the same seed draws the same picture again.",
+        errors.JobNotFinished: "bottega jobs watch ID follows it.",
+        errors.JobCancelled: "bottega generate begins another one.",
+        errors.NotFinite: "Try another seed, a lower guidance scale or another sampler.",
+        errors.NoWorker: "bottega fleet shows who has joined; bottega logs says why a worker has not.",
+        errors.Draining: "Try again in a moment.",
+        errors.WorkerLost: "Try again; if it happens every time, bottega logs -n 50 says why.",
+        errors.StorageUnavailable: "Make room on the gateway's disk, or let it write there; then try again.",
+        errors.DataLoss: "Asking again does not help; bottega logs gateway -n 50 says what is damaged.",
+        errors.DeadlineUnmeetable: _MORE_TIME,
+        errors.DeadlinePassed: _MORE_TIME,
+        errors.TooLarge: "Ask for a smaller picture or for fewer at once.",
+        PortTaken: "bottega doctor says by whom; another one: bottega up --port PORT (0: any).",
+    }
+)
 
 
 def explained(error: BottegaError, address: str) -> tuple[str, str]:
@@ -12,18 +38,12 @@ def explained(error: BottegaError, address: str) -> tuple[str, str]:
 
     address: of the gateway that was asked.
     """
+    for kind in type(error).__mro__:
+        if kind in _TODO:
+            return error.message, _TODO[kind]
     match error:
         case errors.InvalidRequest():
-            fields = [f"{item.field.removeprefix('spec.')}: {item.description}" for item in error.violations]
-            return ("this cannot be drawn", "\n".join(fields)) if fields else (error.message, "")
-        case errors.ModelNotFound():
-            return error.message, "bottega models lists what is served."
-        case errors.NoWorker():
-            return error.message, "bottega fleet shows who has joined; bottega logs says why a worker has not."
-        case errors.Draining():
-            return error.message, "Try again in a moment."
-        case errors.WorkerLost():
-            return error.message, "Try again; if it happens every time, bottega logs -n 50 says why."
+            return _refused(error)
         case errors.Unavailable():
             return (
                 f"no gateway answers at {address}",
@@ -31,17 +51,11 @@ def explained(error: BottegaError, address: str) -> tuple[str, str]:
             )
         case errors.QueueFull():
             return error.message, f"Try again in {error.retry_after_s or 5:.0f} s."
-        case errors.DeadlinePassed():
-            return error.message, "Allow more time with --timeout SECONDS, or ask for fewer steps."
-        case errors.TooLarge():
-            return error.message, "Ask for a smaller picture or for fewer at once."
         case errors.InternalError():
             return (
                 f"the suite failed: {error.message}",
                 "bottega logs -n 50 says more; bottega doctor looks for causes.",
             )
-        case PortTaken():
-            return error.message, "bottega doctor says by whom; another one: bottega up --port PORT (0: any)."
         case _:
             return error.message, ""
 
@@ -49,3 +63,11 @@ def explained(error: BottegaError, address: str) -> tuple[str, str]:
 def exit_status(error: BottegaError) -> int:
     """2 when the request was wrong, as for a wrong option; else 1."""
     return 2 if isinstance(error, errors.InvalidRequest | errors.FieldNotServed) else 1
+
+
+def _refused(error: errors.InvalidRequest) -> tuple[str, str]:
+    if not error.violations:
+        return error.message, ""
+    drawing = any(item.field.startswith("spec.") for item in error.violations)
+    fields = [f"{item.field.removeprefix('spec.')}: {item.description}" for item in error.violations]
+    return "this cannot be drawn" if drawing else "this cannot be asked", "\n".join(fields)
