@@ -23,6 +23,7 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
         errors.NoWorker: "bottega fleet shows who has joined; bottega logs says why a worker has not.",
         errors.Draining: "Try again in a moment.",
         errors.WorkerLost: "Try again; if it happens every time, bottega logs -n 50 says why.",
+        errors.Poisoned: "Do not try it as it is; bottega logs -n 50 says how its workers ended.",
         errors.StorageUnavailable: "Make room on the gateway's disk, or let it write there; then try again.",
         errors.DataLoss: "Asking again does not help; bottega logs gateway -n 50 says what is damaged.",
         errors.DeadlineUnmeetable: _MORE_TIME,
