@@ -23,12 +23,16 @@ Step = image_pb2.JobEvent | BottegaError | threading.Event
 
 @dataclass
 class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetServiceServicer):
-    """Plays one list of steps per Generate or WatchJob call: sends events, fails by errors, waits at gates."""
+    """Plays one list of steps per Generate or WatchJob call: sends events, fails by errors, waits at gates.
+
+    looks: answers of GetJob, one each; afterwards the job has completed.
+    """
 
     scripts: list[list[Step]] = field(default_factory=list)
     failures: list[BottegaError] = field(default_factory=list)
     images: dict[int, bytes] = field(default_factory=dict)
     requests: list[image_pb2.GenerateRequest] = field(default_factory=list)
+    looks: list[image_pb2.Job] = field(default_factory=list)
     submitted: list[image_pb2.SubmitJobRequest] = field(default_factory=list)
     listed: list[image_pb2.ListJobsRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -71,7 +75,7 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
 
     def GetJob(self, request: image_pb2.GetJobRequest, context: grpc.ServicerContext) -> image_pb2.GetJobResponse:
         self._maybe_fail(context)
-        return image_pb2.GetJobResponse(job=job(image_pb2.JOB_STATE_COMPLETED))
+        return image_pb2.GetJobResponse(job=self.looks.pop(0) if self.looks else job(image_pb2.JOB_STATE_COMPLETED))
 
     def ListJobs(self, request: image_pb2.ListJobsRequest, context: grpc.ServicerContext) -> image_pb2.ListJobsResponse:
         self.listed.append(request)
@@ -80,6 +84,7 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
     def CancelJob(
         self, request: image_pb2.CancelJobRequest, context: grpc.ServicerContext
     ) -> image_pb2.CancelJobResponse:
+        self._maybe_fail(context)
         self.cancelled.append(request.job_id)
         self.cancel_heard.set()
         return image_pb2.CancelJobResponse(job=job(image_pb2.JOB_STATE_CANCELLED))

@@ -27,7 +27,10 @@ FORMATS: dict[Format, ImageFormat.ValueType] = {
     "jpeg": generation_pb2.IMAGE_FORMAT_JPEG,
     "webp": generation_pb2.IMAGE_FORMAT_WEBP,
 }
-_NAMES = {generation_pb2.IMAGE_FORMAT_UNSPECIFIED: "png", **{number: name for name, number in FORMATS.items()}}
+_NAMES: dict[ImageFormat.ValueType, Format] = {
+    generation_pb2.IMAGE_FORMAT_UNSPECIFIED: "png",
+    **{number: name for name, number in FORMATS.items()},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +81,16 @@ class Picture:
         return {f"image/{self.format}": self.data}
 
 
+def format_of(number: ImageFormat.ValueType) -> Format:
+    """The name of what the contract numbers."""
+    return _NAMES[number]
+
+
 def picture_from(image: image_pb2.Image, data: bytes, *, job_id: str, provenance: Provenance) -> Picture:
     """The picture that the wire describes by `image` and carries as `data`."""
     return Picture(
         data=data,
-        format=_NAMES[image.format],
+        format=format_of(image.format),
         seed=image.seed,
         width=image.width,
         height=image.height,

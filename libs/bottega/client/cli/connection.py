@@ -1,4 +1,4 @@
-"""The gateway that a command talks to. Knows the option that names it, and how patient a person is."""
+"""The gateway that a command talks to. Knows its options, and how patient a person is."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ def address_option(command: CommandT) -> CommandT:
         metavar="HOST:PORT",
         callback=_chosen,
         help="Gateway to ask; default: the suite that runs here, else 127.0.0.1:8470.",
+    )(command)
+
+
+def timeout_option(command: CommandT) -> CommandT:
+    """Adds --timeout, which gives the command `timeout_s`."""
+    return click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(min=0.0, min_open=True),
+        default=600.0,
+        show_default=True,
+        help="Seconds to wait in all.",
     )(command)
 
 

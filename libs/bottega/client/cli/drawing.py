@@ -5,25 +5,40 @@ Knows the SDK's events, not what was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from bottega.client.cli.terminal import note, stderr_console
-from bottega.client.events import Event, Interrupted, Progress, Queued
-from bottega.errors import Unavailable
+from bottega.client.events import Completed, Event, Interrupted, Progress, Queued
+from bottega.errors import InternalError, Unavailable
 
-Show = Callable[[Event], None]
+_Show = Callable[[Event], None]
 
 # Plain lines go to logs: four a picture say enough.
 _LINES = 4
 
 
+def shown(stream: Generator[Event, None, None], on_progress: Callable[[Progress], None] | None = None) -> Completed:
+    """Shows what happens until the pictures are there.
+
+    on_progress: is given every step that is told.
+    """
+    with closing(stream), _showing() as show:
+        for event in stream:
+            show(event)
+            if isinstance(event, Completed):
+                return event
+            if on_progress and isinstance(event, Progress):
+                on_progress(event)
+    raise InternalError("the stream of events ended without a last one")
+
+
 @contextmanager
-def showing() -> Iterator[Show]:
+def _showing() -> Iterator[_Show]:
     """Gives the function that shows events, for as long as the context lasts."""
     console = stderr_console()
     if not console.is_terminal:

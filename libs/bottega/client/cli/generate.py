@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.connection import address_option, connect, timeout_option
 from bottega.client.cli.parameters import drawing_options
 from bottega.client.cli.terminal import fail, note, say
 
@@ -46,14 +46,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 )
 @drawing_options
 @click.option("--preview", type=_FILE, help="JPEG of the unfinished picture, rewritten as it goes.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(min=0.0, min_open=True),
-    default=600.0,
-    show_default=True,
-    help="Seconds to wait in all.",
-)
+@click.option("--detach", is_flag=True, help="Do not wait: print the job's ID, for bottega jobs.")
+@timeout_option
 @address_option
 def command(
     *,
@@ -62,6 +56,7 @@ def command(
     num_images: int,
     like: Path | None,
     preview: Path | None,
+    detach: bool,
     timeout_s: float,
     address: str,
     **given: Any,
@@ -71,15 +66,19 @@ def command(
     \b
       bottega generate "a big red star on the left on a blue background" -o star.png --seed 7
       bottega generate --like star.png --steps 50 -o better.png
+      bottega generate "a big red star" --detach
     """
     from bottega.client.cli.outputs import choose_output
 
     prompt, options = _parameters(prompt, like, given)
     target = choose_output(output, options.get("format"), prompt)
     options["format"] = target.format
-    _check_preview(preview)
+    _check_preview(preview, detach=detach)
     began_s = time.monotonic()
     with connect(address, timeout_s=timeout_s) as client:
+        if detach:
+            _say_detached(client.submit(prompt, num_images=num_images, **options).id, output)
+            return
         try:
             completed = _draw(client, prompt, options, num_images=num_images, preview=preview)
         except KeyboardInterrupt:
@@ -103,7 +102,9 @@ def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) ->
     return prompt, options
 
 
-def _check_preview(preview: Path | None) -> None:
+def _check_preview(preview: Path | None, *, detach: bool) -> None:
+    if preview and detach:
+        raise click.UsageError("nobody waits for previews with --detach; leave one of the two out.")
     if preview and preview.suffix.lower() not in (".jpg", ".jpeg"):
         raise click.UsageError(f"previews are JPEG: name the file {preview.with_suffix('.jpg')}")
     if preview and not preview.parent.is_dir():
@@ -113,19 +114,17 @@ def _check_preview(preview: Path | None) -> None:
 def _draw(
     client: Client, prompt: str, options: GenerationOptions, *, num_images: int, preview: Path | None
 ) -> Completed:
-    from bottega.client.cli.drawing import showing
-    from bottega.client.events import Completed, Progress
-    from bottega.errors import InternalError
+    from bottega.client.cli.drawing import shown
 
     stream = client.stream(prompt, num_images=num_images, preview=preview is not None, **options)
-    with closing(stream), showing() as show:
-        for event in stream:
-            show(event)
-            if isinstance(event, Completed):
-                return event
-            if preview and isinstance(event, Progress):
-                _write_previews(preview, event, num_images)
-    raise InternalError("the stream of events ended without a last one")
+    return shown(stream, (lambda progress: _write_previews(preview, progress, num_images)) if preview else None)
+
+
+def _say_detached(job_id: str, output: Path | None) -> None:
+    """The id alone as the result, for scripts; what to do with it beside."""
+    say(job_id)
+    note(f"bottega jobs watch {job_id}    follows it")
+    note(f"bottega jobs get {job_id}{f' -o {shlex.quote(str(output))}' if output else ''} --wait    has its picture")
 
 
 def _write_previews(target: Path, progress: Progress, num_images: int) -> None:
@@ -137,16 +136,9 @@ def _write_previews(target: Path, progress: Progress, num_images: int) -> None:
 
 def _report(completed: Completed, output: Output, elapsed_s: float) -> None:
     """Saves the pictures; says path, seed and times, and what was not as asked."""
-    for picture in completed.images:
-        try:
-            path, replaced = output.save(picture, len(completed.images))
-        except OSError as error:
-            fail(
-                f"the picture cannot be written: {error.strerror}",
-                f"bottega generate again, or fetch job {picture.job_id}",
-            )
-        size = f"{picture.width}x{picture.height}"
-        say(f"{path}  {size}  seed {picture.seed}{'  (replaced)' if replaced else ''}")
+    from bottega.client.cli.outputs import save_all
+
+    save_all(completed.images, output)
     stages = _stages(completed.provenance)
     say(f"{elapsed_s:.2f} s{f' ({stages})' if stages else ''}")
     for cut in completed.provenance.truncations:

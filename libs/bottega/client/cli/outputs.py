@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
+from bottega.client.cli.terminal import fail, say
 from bottega.client.picture import SUFFIXES, Format, Picture
 
 _SUFFIX_OF: dict[Format, str] = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
@@ -46,13 +48,27 @@ def choose_output(named: Path | None, format: Format | None, prompt: str) -> Out
     if named and named.suffix and not by_suffix:
         raise click.UsageError(f"{named}: pictures are {', '.join(SUFFIXES)}; name it {named}.png, say.")
     if format and by_suffix and by_suffix != format:
-        raise click.UsageError(f"{named} is a name for {by_suffix}, but --format says {format}.")
+        raise click.UsageError(f"{named} is a name for {by_suffix}, but the picture is {format}.")
     folder = named.parent if named else Path()
     if not folder.is_dir():
         raise click.UsageError(f"there is no folder {folder}; make it first.")
     if not os.access(folder, os.W_OK):
         raise click.UsageError(f"the folder {folder.resolve()} cannot be written to.")
     return Output(named=named, format=format or by_suffix or "png", prompt=prompt)
+
+
+def save_all(pictures: Sequence[Picture], output: Output) -> None:
+    """Saves the pictures of one job and says where they are; ends the command when that fails."""
+    for picture in pictures:
+        try:
+            path, replaced = output.save(picture, len(pictures))
+        except OSError as error:
+            fail(
+                f"the picture cannot be written: {error.strerror}",
+                f"It is kept for a while: bottega jobs get {picture.job_id} -o FILE",
+            )
+        size = f"{picture.width}x{picture.height}"
+        say(f"{path}  {size}  seed {picture.seed}{'  (replaced)' if replaced else ''}")
 
 
 def _slug(prompt: str) -> str:

@@ -1,0 +1,109 @@
+"""`bottega jobs`: what has been asked for, and what became of it. Lists are in job_list.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from bottega.client.cli.connection import address_option, connect, timeout_option
+from bottega.client.cli.job_list import list_command
+from bottega.client.cli.terminal import fail, note, say
+
+if TYPE_CHECKING:
+    from bottega.client.jobs import JobStatus
+
+
+class _Jobs(click.Group):
+    """Its options alone are those of its list."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group("jobs", cls=_Jobs)
+def command() -> None:
+    """Look after jobs: list, watch, cancel, get.
+
+    \b
+      bottega generate "a big red star" --detach -o star.png     says the job's ID
+      bottega jobs                                                the newest ones
+      bottega jobs watch ID
+      bottega jobs get ID -o star.png
+    """
+
+
+command.add_command(list_command)
+
+
+@command.command("watch")
+@click.argument("job_id", metavar="ID")
+@timeout_option
+@address_option
+def watch(*, job_id: str, timeout_s: float, address: str) -> None:
+    """Follow a job to its end. Ctrl-C stops only the watching."""
+    from bottega.client.cli.drawing import shown
+
+    with connect(address, timeout_s=timeout_s) as client:
+        try:
+            completed = shown(client.job(job_id).watch())
+        except KeyboardInterrupt:
+            fail("no longer watched; the job goes on", f"bottega jobs cancel {job_id} would end it.")
+    count = len(completed.images)
+    say(f"{job_id} completed: {count} picture{'' if count == 1 else 's'}")
+    note(f"bottega jobs get {job_id}")
+
+
+@command.command("cancel")
+@click.argument("job_id", metavar="ID")
+@address_option
+def cancel(*, job_id: str, address: str) -> None:
+    """End a job. One that has ended stays as it is."""
+    from bottega.client.jobs import JobState
+
+    with connect(address) as client:
+        state = client.job(job_id).cancel().state
+    if state is not JobState.CANCELLED:
+        fail(f"{job_id} had ended already: {state}")
+    say(f"{job_id} cancelled")
+
+
+@command.command("get")
+@click.argument("job_id", metavar="ID")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Picture to write, replacing it; default: a new name from prompt and seed.",
+)
+@click.option("--wait", is_flag=True, help="Follow the job first if it has not ended.")
+@timeout_option
+@address_option
+def get(*, job_id: str, output: Path | None, wait: bool, timeout_s: float, address: str) -> None:
+    """Fetch the pictures of a job: FILE, or FILE-0, FILE-1 and so on where there are several."""
+    from bottega.client.cli.drawing import shown
+    from bottega.client.cli.outputs import choose_output, save_all
+    from bottega.client.picture import format_of
+
+    with connect(address, timeout_s=timeout_s) as client:
+        job = client.job(job_id)
+        status = job.status()
+        target = choose_output(output, format_of(status.spec.format), status.spec.prompt)
+        if not status.state.ended and not wait:
+            _refuse(status)
+        try:
+            completed = shown(job.watch())
+        except KeyboardInterrupt:
+            fail("stopped; the job goes on", f"bottega jobs get {job_id} --wait")
+    save_all(completed.images, target)
+
+
+def _refuse(status: JobStatus) -> None:
+    steps = f", {status.steps_done} of {status.steps_total} steps done" if status.steps_done else ""
+    fail(
+        f"job {status.job_id} is {status.state}{steps}: there is no picture yet",
+        f"bottega jobs get {status.job_id} --wait fetches it as soon as it is there.",
+    )
