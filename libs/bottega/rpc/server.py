@@ -26,6 +26,7 @@ from bottega.rpc.address import split
 from bottega.rpc.boundary import CallBoundary
 from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES
 from bottega.rpc.metrics import MetricsEndpoint
+from bottega.rpc.notify import ServiceManager
 
 # Time for whoever watches health to turn away, before anything is refused.
 _DRAIN_PAUSE_S = 0.2
@@ -138,22 +139,27 @@ async def run(
     """The life of a service: start, warm up, serve until SIGTERM or SIGINT, drain, shut down.
 
     warm_up: what must have happened before health says SERVING; a signal abandons it.
-    finish: see `Server.drain`. shut_down: always called last, whatever happened.
+    finish: see `Server.drain`. shut_down: always called last, whatever happened. systemd, where it started the
+        service, is told when it is warm, when it stops, and that it lives.
     stop_with_stdin: the end of stdin, a pipe, is a signal too: whoever holds its other end has gone.
     """
     logs.configure(server.name, server.config.log_level)
     stopping = _stop_signal(stop_with_stdin)
-    try:
-        await server.start()
-        if await _unless(stopping, warm_up()):
-            await server.set_serving(True)
-            _log.info("serving", extra={"address": server.address, "metrics": server.metrics_address})
-            await stopping.wait()
-        _log.info("draining")
-        await server.drain(finish)
-    finally:
-        await server.stop()
-        await shut_down()
+    manager = ServiceManager(os.environ)
+    async with manager.told_alive():
+        try:
+            await server.start()
+            if await _unless(stopping, warm_up()):
+                await server.set_serving(True)
+                manager.ready()
+                _log.info("serving", extra={"address": server.address, "metrics": server.metrics_address})
+                await stopping.wait()
+            _log.info("draining")
+            manager.stopping()
+            await server.drain(finish)
+        finally:
+            await server.stop()
+            await shut_down()
     _log.info("stopped")
 
 

@@ -1,0 +1,90 @@
+"""What systemd hears of a real gateway process: ready when it serves, alive while it lives, stopping when it drains."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bottega.rpc.notify import ServiceManager
+from tests.running import gateway_config
+
+WATCHDOG_S = 0.4
+ABSTRACT = f"bottega-test-{os.getpid()}"
+
+
+@pytest.fixture(params=["path", "abstract"])
+def systemd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[socket.socket, str]]:
+    """A socket that listens as systemd does, and what NOTIFY_SOCKET says."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        path = str(tmp_path / "notify")
+        listener.bind(path if request.param == "path" else f"\0{ABSTRACT}")
+        listener.settimeout(20)
+        yield listener, path if request.param == "path" else f"@{ABSTRACT}"
+
+
+def heard(listener: socket.socket) -> list[str]:
+    return listener.recv(4096).decode().splitlines()
+
+
+def heard_until(listener: socket.socket, line: str) -> None:
+    while line not in heard(listener):
+        pass
+
+
+def test_a_service_tells_systemd_when_it_is_ready_that_it_lives_and_when_it_stops(
+    systemd: tuple[socket.socket, str], tmp_path: Path
+) -> None:
+    listener, address = systemd
+    (tmp_path / "gateway.yaml").write_text(json.dumps(gateway_config()))
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bottega.gateway", "--config", str(tmp_path / "gateway.yaml")],
+            stderr=log,
+            env={**os.environ, "NOTIFY_SOCKET": address, "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6))},
+        )
+    try:
+        heard_until(listener, "READY=1")
+        began = time.monotonic()
+        for _ in range(4):
+            assert heard(listener) == ["WATCHDOG=1"]
+        assert time.monotonic() - began < 4 * WATCHDOG_S, "it tells too seldom that it lives"
+        with grpc.insecure_channel(_served(tmp_path / "log")) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            answer = health.Check(health_pb2.HealthCheckRequest(), timeout=5)  # type: ignore[attr-defined]  # a gap in its types
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        process.send_signal(signal.SIGTERM)
+        heard_until(listener, "STOPPING=1")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+def test_a_process_that_the_watchdog_is_not_for_says_nothing(tmp_path: Path) -> None:
+    for environment in ({}, {"WATCHDOG_USEC": "400000", "WATCHDOG_PID": str(os.getpid() + 1)}, {"WATCHDOG_USEC": "x"}):
+        assert ServiceManager({"NOTIFY_SOCKET": str(tmp_path), **environment})._watchdog_s is None
+
+
+def test_a_manager_that_has_gone_is_logged_and_hurts_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "gone")}).ready()
+    assert "systemd could not be told" in caplog.text
+    ServiceManager({}).ready()
+    assert len(caplog.records) == 1
+
+
+def _served(log: Path) -> str:
+    for line in log.read_text().splitlines():
+        if json.loads(line).get("event") == "serving":
+            return str(json.loads(line)["address"])
+    raise AssertionError(log.read_text())

@@ -1,0 +1,99 @@
+"""What stands in deploy/: systemd takes the units as they are, and the services take the configurations."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bottega.config import load
+from bottega.gateway.config import GatewayConfig
+from bottega.rpc.server import ServerConfig
+from bottega.worker.config import WorkerConfig
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+UNITS = sorted(path.name for path in (DEPLOY / "systemd").iterdir())
+SERVICES = [name for name in UNITS if name.endswith(".service")]
+PYTHON = "/opt/bottega/bin/python"
+# Tenths, of ten whole ones: a service without any hardening has 9.6.
+MOST_EXPOSED = 25
+
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze here (Debian: apt install systemd)"
+)
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> list[Path]:
+    """The units as they are installed, one instance of each template, with a Python that is there."""
+    made = []
+    for name in UNITS:
+        text = (DEPLOY / "systemd" / name).read_text().replace(PYTHON, sys.executable)
+        made.append(tmp_path / name.replace("@.", "@miniature."))
+        made[-1].write_text(text)
+    return made
+
+
+def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["systemd-analyze", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def setting(unit: str, name: str) -> str:
+    (value,) = re.findall(rf"^{name}=(.*)$", (DEPLOY / "systemd" / unit).read_text(), re.MULTILINE)
+    return str(value)
+
+
+@needs_systemd
+def test_systemd_takes_the_units_without_a_word(installed: list[Path]) -> None:
+    done = analyze("verify", "--man=no", *installed)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@needs_systemd
+def test_systemd_would_say_what_is_wrong_with_them(installed: list[Path]) -> None:
+    broken = next(path for path in installed if path.name == "bottega-gateway.service")
+    broken.write_text(broken.read_text().replace("KillMode=mixed", "KillMode=soon"))
+    assert "kill mode" in analyze("verify", "--man=no", broken).stdout
+
+
+@needs_systemd
+def test_the_services_may_do_little(installed: list[Path]) -> None:
+    services = [path for path in installed if path.suffix == ".service"]
+    done = analyze("security", "--no-pager", "--offline=true", f"--threshold={MOST_EXPOSED}", *services)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("unit", SERVICES)
+def test_a_drain_is_given_the_time_that_it_may_take(unit: str) -> None:
+    assert setting(unit, "Type") == "notify"
+    assert float(setting(unit, "TimeoutStopSec")) >= ServerConfig().drain_grace_s + 10
+    assert setting(unit, "KillMode") == "mixed", "else systemd ends engines and codecs under a service that drains"
+
+
+def test_a_worker_is_given_the_time_to_load_its_model() -> None:
+    assert float(setting("bottega-worker@.service", "TimeoutStartSec")) > WorkerConfig().start_s
+
+
+def test_workers_do_not_spin() -> None:
+    unit = (DEPLOY / "systemd" / "bottega-worker@.service").read_text()
+    assert "\nEnvironment=OMP_WAIT_POLICY=PASSIVE\n" in unit
+
+
+def test_the_services_take_their_configurations() -> None:
+    gateway = load(GatewayConfig, DEPLOY / "config" / "gateway.yaml")
+    assert gateway == GatewayConfig(), "the file shows the defaults"
+    worker = load(WorkerConfig, DEPLOY / "config" / "workers" / "miniature.yaml")
+    assert (worker.name, worker.gateway) == ("miniature", gateway.server.listen)
+    for unit, server in (("bottega-gateway.service", gateway.server), ("bottega-worker@.service", worker.server)):
+        assert float(setting(unit, "TimeoutStopSec")) > server.drain_grace_s
