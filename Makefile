@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # A shell that already sits in another virtual environment must not leak into this one.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test test-gpu lint protos clean
+.PHONY: help demo test test-gpu fuzz lint protos clean
 .PRECIOUS: .venv/.ready
 
 help: ## List the commands
@@ -27,6 +27,9 @@ test: .venv/.ready .venv/.stubs ## Set up and run the tests that need no GPU (AR
 
 test-gpu: .venv/.ready .venv/.stubs ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+fuzz: .venv/.ready .venv/.stubs ## Send thousands of bad requests to every method (ARGS goes to it)
+	$(BIN)/python -m tests.fuzz.run $(ARGS)
 
 lint: .venv/.ready .venv/.stubs ## Run ruff, mypy, import-linter and buf
 	$(BIN)/ruff check

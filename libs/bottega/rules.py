@@ -1,4 +1,4 @@
-"""Rules of the contract that the gateway checks for callers and the worker once more for itself: ranges of a spec.
+"""Rules of the contract that the gateway checks for callers, and the worker for itself: ranges and lengths of a spec.
 
 Knows no model, no image and no defaults.
 """
@@ -18,6 +18,9 @@ MAX_SIDE = 1 << 14
 # Seeds of all images stay exactly representable in a JSON number.
 MAX_SEED = 2**53 - MAX_IMAGES
 
+MAX_PROMPT_BYTES = 16 << 10
+
+_TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
 # Lowest and highest value of every number whose range has both ends.
 _RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
@@ -32,6 +35,16 @@ _RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
     }
 )
 _ENUMS = MappingProxyType({"sampler": Sampler, "fidelity": Fidelity, "format": ImageFormat})
+
+
+def check_texts(spec: GenerationSpec) -> Iterator[Violation]:
+    """Which prompts are too long. A tokenizer reads all of a prompt, however little of it counts."""
+    for name in _TEXTS:
+        # The characters first: a text of some MiB need not be encoded to be too long.
+        text = getattr(spec, name)
+        size = len(text) if len(text) > MAX_PROMPT_BYTES else len(text.encode())
+        if size > MAX_PROMPT_BYTES:
+            yield Violation(field=f"spec.{name}", description=f"is over {MAX_PROMPT_BYTES} bytes of UTF-8")
 
 
 def check_ranges(spec: GenerationSpec) -> Iterator[Violation]:

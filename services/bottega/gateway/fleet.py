@@ -13,8 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from bottega import rules
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Violation
 from bottega.gateway.clock import Clock
+from bottega.gateway.registrations import MAX_MODELS, check_load, check_registration
 from bottega.planning import StepTimes
 from bottega.v1 import fleet_pb2, image_pb2
 
@@ -22,8 +24,6 @@ from bottega.v1 import fleet_pb2, image_pb2
 _RETRY_AFTER_S = 3.0
 # Between two jobs that a worker does not take: one report of its load.
 _REST_S = 0.5
-# Names of models that are remembered after their last worker has left.
-_MAX_MODELS_SEEN = 256
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Fleet:
 
     def join(self, registration: fleet_pb2.Registration) -> Member:
         """A newcomer; it replaces an older member of its name. Raises InvalidRequest, ModelMismatch, Draining."""
-        _check(registration)
+        rules.refuse(list(check_registration(registration)))
         if self.closed.is_set():
             raise Draining("the gateway is stopping")
         now = self._clock.monotonic()
@@ -137,7 +137,8 @@ class Fleet:
         return member
 
     def report(self, member: Member, load: fleet_pb2.Load) -> None:
-        """A member says how busy it is."""
+        """A member says how busy it is. Raises InvalidRequest."""
+        rules.refuse(list(check_load(load)))
         member.heard_at = self._clock.monotonic()
         member.load = load
         member.steps_left = {running.attempt.job_id: running.steps_left for running in load.running}
@@ -258,7 +259,7 @@ class Fleet:
     def _see(self, member: Member, now: float) -> None:
         for model in member.models:
             self._seen[model.name] = _Seen(model=model, at=now)
-        while len(self._seen) > _MAX_MODELS_SEEN:
+        while len(self._seen) > MAX_MODELS:
             del self._seen[min(self._seen, key=lambda name: self._seen[name].at)]
 
 
@@ -274,23 +275,3 @@ def _together(models: list[image_pb2.Model]) -> image_pb2.Model:
 def _identity(model: image_pb2.Model) -> str:
     """What must be the same wherever a job is drawn or resumed."""
     return f"{model.model_hash or 'no hash'} in {model.dtype or 'no dtype'}"
-
-
-def _check(registration: fleet_pb2.Registration) -> None:
-    violations = list(_violations(registration))
-    if violations:
-        raise InvalidRequest("the registration cannot be used", violations=violations)
-
-
-def _violations(registration: fleet_pb2.Registration) -> Iterable[Violation]:
-    known = set(fleet_pb2.ServiceKind.values()) - {fleet_pb2.SERVICE_KIND_UNSPECIFIED}
-    if registration.kind not in known:
-        yield Violation(field="registration.kind", description="must be a known kind of service")
-    if not 0 < len(registration.name) <= 128:
-        yield Violation(field="registration.name", description="must be 1 to 128 characters")
-    if not 0 < len(registration.address) <= 256:
-        yield Violation(field="registration.address", description="must be host:port")
-    names = {model.name for model in registration.models} - {""}
-    if not len(names) == len(registration.models) <= _MAX_MODELS_SEEN:
-        rule = f"at most {_MAX_MODELS_SEEN}, each with a name of its own"
-        yield Violation(field="registration.models", description=rule)

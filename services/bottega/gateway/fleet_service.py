@@ -40,6 +40,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
                 wake.clear()
                 yield fleet_pb2.JoinResponse(backlog=member.backlog)
                 await wake.wait()
+            if member.stream == stream:
+                await listening  # it has said its last word, which may be an error
         finally:
             self._fleet.leave(member, stream)
             listening.cancel()

@@ -9,13 +9,14 @@ import math
 import re
 from collections.abc import Iterator
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from bottega.errors import FieldNotServed, Violation
 from bottega.gateway.defaults import STRENGTH
-from bottega.rules import MAX_SIDE, MAX_STEPS, check_ranges, check_steps_left
+from bottega.rules import MAX_SIDE, MAX_STEPS, check_ranges, check_steps_left, check_texts
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Sampler
 
-MAX_PROMPT_BYTES = 16 << 10
 MAX_ADAPTERS = 8
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -24,6 +25,9 @@ _MAX_MODEL_CHARACTERS = 200
 _KARRAS_SAMPLERS = frozenset({generation_pb2.SAMPLER_EULER, generation_pb2.SAMPLER_DPMPP_2M})
 # Of ListJobs; see its comment.
 _MAX_PAGE = 100
+_MAX_STATES = 16
+# What a Timestamp may say, by its own definition.
+_FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
 
 # Fields that are designed and not served yet, in the order in which they are named.
 _UNSERVED = ("loras", "controlnets", "mask_image", "techniques")
@@ -37,7 +41,8 @@ def check_request_id(request_id: str) -> Iterator[Violation]:
 
 def check_spec(spec: GenerationSpec, *, max_image_bytes: int) -> Iterator[Violation]:
     """What is wrong with a spec whatever the model."""
-    yield from _texts(spec)
+    yield from check_texts(spec)
+    yield from _model_name(spec)
     yield from check_ranges(spec)
     yield from _images(spec, max_image_bytes)
     yield from _adapters(spec, max_image_bytes)
@@ -73,15 +78,20 @@ def check_page(request: image_pb2.ListJobsRequest) -> Iterator[Violation]:
     if not 0 <= request.page_size <= _MAX_PAGE:
         yield _violation("page_size", f"must be 1 to {_MAX_PAGE}, or 0 for the default", spec=False)
     known = set(image_pb2.JobState.values()) - {image_pb2.JOB_STATE_UNSPECIFIED}
-    if any(state not in known for state in request.states):
-        yield _violation("states", "must be known states", spec=False)
+    if len(request.states) > _MAX_STATES or any(state not in known for state in request.states):
+        yield _violation("states", f"must be known states, at most {_MAX_STATES}", spec=False)
+    for name in ("created_after", "created_before"):
+        yield from _moment(name, getattr(request, name))
 
 
-def _texts(spec: GenerationSpec) -> Iterator[Violation]:
-    for name in ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2"):
-        size = len(getattr(spec, name).encode())
-        if size > MAX_PROMPT_BYTES:
-            yield _violation(name, f"is {size} bytes of UTF-8; at most {MAX_PROMPT_BYTES}")
+def _moment(name: str, stamp: Timestamp) -> Iterator[Violation]:
+    if not _FIRST_S <= stamp.seconds <= _LAST_S:
+        yield _violation(name, "seconds must be those of a year from 1 to 9999", spec=False)
+    elif not 0 <= stamp.nanos < 1_000_000_000:
+        yield _violation(name, "nanos must be 0 to 999999999", spec=False)
+
+
+def _model_name(spec: GenerationSpec) -> Iterator[Violation]:
     if len(spec.model) > _MAX_MODEL_CHARACTERS:
         yield _violation("model", f"must be at most {_MAX_MODEL_CHARACTERS} characters")
 

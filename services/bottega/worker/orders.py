@@ -20,6 +20,9 @@ from bottega.worker.commission import Order
 # What has a default for callers and none here.
 _FILLED_IN = ("num_inference_steps", "guidance_scale", "width", "height", "seed", "num_images")
 
+# Of ids of jobs and of requests; the gateway makes the one, and checks the other.
+_MAX_ID_CHARACTERS = 128
+
 
 def order_from(raw: bytes) -> Order:
     """The order that a RunAttemptRequest gives. Raises InvalidRequest with all violations."""
@@ -27,7 +30,7 @@ def order_from(raw: bytes) -> Order:
         request = worker_pb2.RunAttemptRequest.FromString(raw)
     except DecodeError:
         raise InvalidRequest("the request is not a RunAttemptRequest") from None
-    rules.refuse([*_check_attempt(request.attempt), *_check_spec(request.spec), *_check_deadline(request)])
+    rules.refuse([*_check_attempt(request.attempt), *_check_spec(request.spec), *_check_call(request)])
     spec = request.spec
     image = spec.image
     spec.ClearField("image")
@@ -53,8 +56,8 @@ def checked_key(attempt: worker_pb2.AttemptId) -> AttemptKey:
 
 
 def _check_attempt(attempt: worker_pb2.AttemptId) -> Iterator[Violation]:
-    if not attempt.job_id:
-        yield Violation(field="attempt.job_id", description="must be given")
+    if not 0 < len(attempt.job_id) <= _MAX_ID_CHARACTERS:
+        yield Violation(field="attempt.job_id", description=f"must be 1 to {_MAX_ID_CHARACTERS} characters")
     if attempt.number < 1:
         yield Violation(field="attempt.number", description="must be at least 1")
 
@@ -63,6 +66,7 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
     for name in _FILLED_IN:
         if not spec.HasField(name):  # type: ignore[arg-type]
             yield Violation(field=f"spec.{name}", description="must be filled in")
+    yield from rules.check_texts(spec)
     yield from rules.check_ranges(spec)
     if spec.HasField("strength") != bool(spec.image):
         yield Violation(field="spec.strength", description="must be filled in with an image, and only with one")
@@ -70,7 +74,9 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
         yield from rules.check_steps_left(spec.num_inference_steps, spec.strength)
 
 
-def _check_deadline(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
+def _check_call(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
+    if len(request.request_id) > _MAX_ID_CHARACTERS:
+        yield Violation(field="request_id", description=f"must be at most {_MAX_ID_CHARACTERS} characters")
     # Written so that NaN breaks the rule.
     if request.HasField("deadline_s") and not request.deadline_s >= 0:
         yield Violation(field="deadline_s", description="must not be negative")

@@ -1,0 +1,81 @@
+"""What a service may say of itself when it joins, and later of its load: every bound of the contract.
+
+Knows no fleet. All violations are found at once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from bottega.errors import ConfigError, Violation
+from bottega.rpc.address import split
+from bottega.v1 import fleet_pb2, image_pb2
+
+MAX_MODELS = 256
+"""Of one service, and names that are remembered after their last worker has left."""
+
+_MAX_CHARACTERS = 128
+_MAX_MODEL_CHARACTERS = 200
+_MAX_ADDRESS_CHARACTERS = 256
+# A worker takes a few dozen attempts at once, and measures a few sizes of pictures at a few widths of groups.
+_MAX_ENTRIES = 4096
+# A name or an address of a host; no path, no scheme.
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
+
+
+def check_registration(registration: fleet_pb2.Registration) -> Iterator[Violation]:
+    """What is wrong with a newcomer."""
+    known = set(fleet_pb2.ServiceKind.values()) - {fleet_pb2.SERVICE_KIND_UNSPECIFIED}
+    if registration.kind not in known:
+        yield _violation("kind", "must be a known kind of service")
+    if not 0 < len(registration.name) <= _MAX_CHARACTERS:
+        yield _violation("name", f"must be 1 to {_MAX_CHARACTERS} characters")
+    if not _is_address(registration.address):
+        yield _violation("address", "must be host:port")
+    for name in ("version", "device"):
+        if len(getattr(registration, name)) > _MAX_CHARACTERS:
+            yield _violation(name, f"must be at most {_MAX_CHARACTERS} characters")
+    yield from _models(registration)
+
+
+def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
+    """What is wrong with a report. Numbers that are too bad to plan with are none of it: they are not used."""
+    for name in ("running", "step_times"):
+        if len(getattr(load, name)) > _MAX_ENTRIES:
+            yield Violation(field=f"load.{name}", description=f"at most {_MAX_ENTRIES}")
+    if any(len(running.attempt.job_id) > _MAX_CHARACTERS for running in load.running):
+        yield Violation(field="load.running", description=f"ids of jobs are at most {_MAX_CHARACTERS} characters")
+    if not 0 <= load.fixed_s < math.inf:
+        yield Violation(field="load.fixed_s", description="must be a number of seconds")
+    for name in ("max_rows", "memory_bytes"):
+        if getattr(load, name) < 0:
+            yield Violation(field=f"load.{name}", description="must not be negative")
+
+
+def _models(registration: fleet_pb2.Registration) -> Iterator[Violation]:
+    names = {model.name for model in registration.models} - {""}
+    if not len(names) == len(registration.models) <= MAX_MODELS:
+        yield _violation("models", f"at most {MAX_MODELS}, each with a name of its own")
+    elif not all(_is_bounded(model) for model in registration.models):
+        rule = f"names are at most {_MAX_MODEL_CHARACTERS} characters, hashes and dtypes {_MAX_CHARACTERS}"
+        yield _violation("models", rule)
+
+
+def _is_bounded(model: image_pb2.Model) -> bool:
+    facts = (model.model_hash, model.dtype)
+    return len(model.name) <= _MAX_MODEL_CHARACTERS and all(len(fact) <= _MAX_CHARACTERS for fact in facts)
+
+
+def _is_address(address: str) -> bool:
+    # The gateway will connect to it: it must not mean anything else to a resolver.
+    try:
+        host, port = split(address)
+    except ConfigError:
+        return False
+    return len(address) <= _MAX_ADDRESS_CHARACTERS and port > 0 and _HOST.fullmatch(host) is not None
+
+
+def _violation(name: str, description: str) -> Violation:
+    return Violation(field=f"registration.{name}", description=description)

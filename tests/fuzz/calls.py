@@ -1,0 +1,189 @@
+"""One call of any method with any bytes, and what came of it. What a call began is ended at once.
+
+Knows the contract's methods, and how to tell that one has accepted its request; not what answer is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
+
+# A service answers any single request in far less, or it hangs.
+ANSWER_S = 20.0
+# A stream that has nothing to say is open when it has not been refused for so long.
+_SILENT_S = 0.01
+# Between two looks whether an order has come in.
+_MOST_CANCELS = 2000
+
+SERVICES: Mapping[str, str] = MappingProxyType(
+    {
+        method.name: file.services_by_name[service].full_name
+        for file, service in (
+            (image_pb2.DESCRIPTOR, "ImageService"),
+            (fleet_pb2.DESCRIPTOR, "FleetService"),
+            (worker_pb2.DESCRIPTOR, "WorkerService"),
+        )
+        for method in file.services_by_name[service].methods
+    }
+)
+"""Full name of the service by the method's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a call ended. text: all that the service said in words. fields: that it named as wrong."""
+
+    code: grpc.StatusCode
+    text: str = ""
+    fields: frozenset[str] = frozenset()
+
+
+_FINE = Outcome(code=grpc.StatusCode.OK)
+
+
+class Caller:
+    """Calls the methods of a gateway and of a worker, with bytes as they are."""
+
+    def __init__(self, gateway: grpc.Channel, worker: grpc.Channel) -> None:
+        self._channels = {"ImageService": gateway, "FleetService": gateway, "WorkerService": worker}
+        self._special: Mapping[str, Callable[[tuple[bytes, ...]], Outcome]] = {
+            "Generate": self._generate,
+            "SubmitJob": self._submit,
+            "WatchJob": self._watch,
+            "GetImage": lambda raw: self._read("GetImage", raw),
+            "Join": self._join,
+            "RunAttempt": self._run_attempt,
+            "WatchCheckpoints": self._watch_checkpoints,
+        }
+
+    def call(self, method: str, raw: tuple[bytes, ...]) -> Outcome:
+        """Calls, and ends what that began."""
+        try:
+            special = self._special.get(method)
+            return special(raw) if special else self._ask(method, raw)
+        except grpc.RpcError as error:
+            return _refused(error)
+
+    def _ask(self, method: str, raw: tuple[bytes, ...]) -> Outcome:
+        self._unary(method, raw[0])
+        return _FINE
+
+    def _generate(self, raw: tuple[bytes, ...]) -> Outcome:
+        call = self._stream("Generate", raw[0])
+        try:
+            first = image_pb2.GenerateResponse.FromString(next(call))
+        finally:
+            call.cancel()
+        self._cancel(first.event.job_id)
+        return _FINE
+
+    def _submit(self, raw: tuple[bytes, ...]) -> Outcome:
+        answer = image_pb2.SubmitJobResponse.FromString(self._unary("SubmitJob", raw[0]))
+        self._cancel(answer.job.job_id)
+        return _FINE
+
+    def _watch(self, raw: tuple[bytes, ...]) -> Outcome:
+        call = self._stream("WatchJob", raw[0])
+        try:
+            first = image_pb2.WatchJobResponse.FromString(next(call)).event
+        finally:
+            call.cancel()
+        return Outcome(code=grpc.StatusCode.OK, text=str(first.failed) if first.HasField("failed") else "")
+
+    def _read(self, method: str, raw: tuple[bytes, ...]) -> Outcome:
+        for _ in self._stream(method, raw[0]):
+            pass
+        return _FINE
+
+    def _join(self, raw: tuple[bytes, ...]) -> Outcome:
+        method: Any = self._channels["FleetService"].stream_stream(_path("Join"))
+        for _ in method(iter(raw), timeout=ANSWER_S):
+            pass
+        return _FINE
+
+    def _watch_checkpoints(self, raw: tuple[bytes, ...]) -> Outcome:
+        call = self._stream("WatchCheckpoints", raw[0], timeout_s=_SILENT_S)
+        try:
+            next(call)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+        finally:
+            call.cancel()
+        return _FINE
+
+    def _run_attempt(self, raw: tuple[bytes, ...]) -> Outcome:
+        """Nothing is said before the engine begins, which may be late: so it is cancelled until it was there."""
+        call = self._stream("RunAttempt", raw[0])
+        try:
+            cancel = _cancel_of(raw[0])
+            for _ in range(_MOST_CANCELS):
+                if cancel is None or call.done():
+                    break
+                answer = self._unary("CancelAttempt", cancel)
+                if worker_pb2.CancelAttemptResponse.FromString(answer).known:
+                    break
+            said = [worker_pb2.RunAttemptResponse.FromString(response) for response in call]
+        finally:
+            call.cancel()
+        failed = [event.failed for event in said if event.HasField("failed")]
+        return _outcome_of(failed[0]) if failed else _FINE
+
+    def _cancel(self, job_id: str) -> None:
+        self._unary("CancelJob", image_pb2.CancelJobRequest(job_id=job_id).SerializeToString())
+
+    def _unary(self, method: str, raw: bytes) -> bytes:
+        ask: Any = self._channel(method).unary_unary(_path(method))
+        answer: bytes = ask(raw, timeout=ANSWER_S)
+        return answer
+
+    def _stream(self, method: str, raw: bytes, timeout_s: float = ANSWER_S) -> Any:
+        ask: Any = self._channel(method).unary_stream(_path(method))
+        return ask(raw, timeout=timeout_s)
+
+    def _channel(self, method: str) -> grpc.Channel:
+        return self._channels[SERVICES[method].rpartition(".")[2]]
+
+
+def _path(method: str) -> str:
+    return f"/{SERVICES[method]}/{method}"
+
+
+def _cancel_of(raw: bytes) -> bytes | None:
+    """What cancels the attempt that these bytes order; None where they order none."""
+    try:
+        attempt = worker_pb2.RunAttemptRequest.FromString(raw).attempt
+    except DecodeError:
+        return None
+    if not 0 < len(attempt.job_id) <= 128 or attempt.number < 1:
+        return None
+    return worker_pb2.CancelAttemptRequest(attempt=attempt).SerializeToString()
+
+
+def _refused(failure: grpc.RpcError) -> Outcome:
+    error = from_rpc_error(failure)
+    fields = frozenset(violation.field for violation in error.violations)
+    return Outcome(code=failure.code(), text="\n".join(_words(error.message, error)), fields=fields)
+
+
+def _outcome_of(failed: Any) -> Outcome:
+    """Of an attempt that was accepted and then failed; that it was cancelled is what we did."""
+    code = next(code for code in grpc.StatusCode if code.value[0] == failed.code)
+    if code in {grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}:
+        return _FINE
+    fields = frozenset(violation.field for violation in failed.violations)
+    return Outcome(code=code, text=str(failed), fields=fields)
+
+
+def _words(message: str, error: Any) -> Iterator[str]:
+    yield message
+    yield from (f"{name}: {value}" for name, value in error.metadata.items())
+    yield from (f"{violation.field}: {violation.description}" for violation in error.violations)

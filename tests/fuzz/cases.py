@@ -1,0 +1,362 @@
+"""The fixed corpus: every field of every request at its limits and one past, each with the answer that it must get.
+
+Knows the contract's bounds; sends nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
+from tests.fuzz.images import bad_images, good_images, png_of_size, too_large_image
+
+OK = grpc.StatusCode.OK
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+NOT_FOUND = grpc.StatusCode.NOT_FOUND
+UNSERVED = grpc.StatusCode.UNIMPLEMENTED
+
+NAN, INF = float("nan"), float("inf")
+# Fields that the gateway fills in for the worker.
+FILLED: dict[str, Any] = {
+    "num_inference_steps": 30,
+    "guidance_scale": 4.0,
+    "width": 64,
+    "height": 64,
+    "seed": 1,
+    "num_images": 1,
+}
+# One past what a message may have.
+TOO_LARGE_BYTES = (24 << 20) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One call of a method, by its name in the contract.
+
+    raw: the messages of the caller, one but for Join.
+    fields: all that are named as wrong, in any order.
+    """
+
+    method: str
+    name: str
+    raw: tuple[bytes, ...]
+    code: grpc.StatusCode
+    fields: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bounds:
+    """Values of one field that are taken, and that are not."""
+
+    field: str
+    good: tuple[Any, ...]
+    bad: tuple[Any, ...]
+
+
+_TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
+_TAKEN_TEXTS = (
+    "",
+    "x" * 16_384,
+    "é" * 8192,
+    "\0",
+    "a\u0301" * 99,
+    "\u202e\u05d0\u0627",
+    "\U0001f469\u200d\U0001f467",
+    "\U0010ffff",
+)
+# Of a spec, whoever sends it.
+_RANGES = (
+    _Bounds(field="num_inference_steps", good=(1, 200), bad=(0, -1, 201, 2**31 - 1, -(2**31))),
+    _Bounds(field="guidance_scale", good=(0.0, 1.0, 50.0), bad=(-0.001, 50.001, NAN, INF, -INF)),
+    _Bounds(field="guidance_rescale", good=(0.0, 1.0), bad=(-0.001, 1.001, NAN, INF, -INF)),
+    _Bounds(field="width", good=(8, 128), bad=(0, -8, 16_385, 2**31 - 1)),
+    _Bounds(field="height", good=(8, 128), bad=(0, -8, 16_385, 2**31 - 1)),
+    _Bounds(field="seed", good=(0, 2**53 - 8), bad=(2**53 - 7, 2**64 - 1)),
+    _Bounds(field="num_images", good=(1, 8), bad=(0, -1, 9, 2**31 - 1)),
+    _Bounds(field="quality", good=(1, 100), bad=(0, -1, 101)),
+    _Bounds(field="sampler", good=(0, 1, 2, 3, 4), bad=(5, 99, -1)),
+    _Bounds(field="fidelity", good=(0, 1, 2, 3), bad=(4, -1)),
+    _Bounds(field="format", good=(0, 1, 2, 3), bad=(4, -1)),
+    *(_Bounds(field=name, good=_TAKEN_TEXTS, bad=("x" * 16_385, "é" * 8193, "x" * (1 << 20))) for name in _TEXTS),
+)
+_REQUEST_IDS = _Bounds(
+    field="request_id", good=("", "x", "A-Z_0.9:x"), bad=("x" * 129, "a b", "ü", "a\n", "\0", "../etc", "x" * (1 << 20))
+)
+_JOB_IDS = ("", "x", "\0", "../../etc/passwd", "x" * 129, "x" * (1 << 20), "\U0001f469\u200d\U0001f467")
+
+
+def corpus(job_id: str) -> Iterator[Case]:
+    """All cases, those of the job first. job_id: of a job that has completed, with one picture."""
+    for method in ("GetJob", "WatchJob", "CancelJob", "GetImage"):
+        request = getattr(image_pb2, f"{method}Request")
+        yield _case(method, "a job that is there", request(job_id=job_id))
+        for unknown in _JOB_IDS:
+            yield _case(method, f"no job is {_shown(unknown)}", request(job_id=unknown), NOT_FOUND)
+    for index in (-1, 1, 2**31 - 1, -(2**31)):
+        yield _case("GetImage", f"image {index}", image_pb2.GetImageRequest(job_id=job_id, index=index), NOT_FOUND)
+    for method, request in (("Generate", image_pb2.GenerateRequest), ("SubmitJob", image_pb2.SubmitJobRequest)):
+        yield from _drawing(method, request)
+    yield from _lists()
+    yield from _fleet()
+    yield from _attempts()
+    yield from _bytes()
+
+
+def _drawing(method: str, request: Any) -> Iterator[Case]:
+    def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, request_id: str = "", **spec: Any) -> Case:
+        whole = request(request_id=request_id, spec=GenerationSpec(**{"prompt": "a star", **spec}))
+        return _case(method, name, whole, code, *fields)
+
+    yield case("nothing but a prompt")
+    yield _case(method, "nothing at all", request())
+    yield from _ranges(case)
+    for request_id in _REQUEST_IDS.good:
+        yield case(f"request_id {_shown(request_id)}", request_id=f"{request_id}-{method}" if request_id else "")
+    for request_id in _REQUEST_IDS.bad:
+        yield case(f"request_id {_shown(request_id)}", INVALID, "request_id", request_id=request_id)
+    yield case("width 65", INVALID, "spec.width", width=65)
+    yield case("more pixels than the model takes", INVALID, "spec.width", width=16_384, height=16_384)
+    for model in ("nobody", "", "\0", "../../etc/passwd", "x" * 200):
+        yield case(f"model {_shown(model)}", NOT_FOUND, model=model)
+    yield case("model of 201", INVALID, "spec.model", model="x" * 201)
+    yield from _pictures(case)
+    yield from _adapters(case)
+    wrong = {
+        "width": -1,
+        "height": 0,
+        "num_images": 99,
+        "guidance_scale": NAN,
+        "sampler": 99,
+        "quality": 0,
+        "seed": 2**60,
+    }
+    fields = (
+        *(f"spec.{name}" for name in wrong),
+        "request_id",
+        "spec.prompt",
+        "spec.image",
+        "spec.strength",
+        "spec.model",
+    )
+    texts = {"prompt": "x" * 20_000, "image": b"", "strength": INF, "model": "x" * 300}
+    yield case("everything at once", INVALID, *fields, request_id=" ", **{**wrong, **texts})
+
+
+def _ranges(case: Any) -> Iterator[Case]:
+    for bounds in _RANGES:
+        for good in bounds.good:
+            yield case(f"{bounds.field} {_shown(good)}", **{bounds.field: good})
+        for bad in bounds.bad:
+            yield case(f"{bounds.field} {_shown(bad)}", INVALID, f"spec.{bounds.field}", **{bounds.field: bad})
+
+
+def _pictures(case: Any) -> Iterator[Case]:
+    png = good_images()["png"]
+    for name, image in good_images().items():
+        yield case(f"good image: {name}", image=image)
+    for name, image in {**bad_images(), "too large": too_large_image()}.items():
+        yield case(f"bad image: {name}", INVALID, "spec.image", image=image)
+        yield case(f"bad mask: {name}", INVALID, "spec.mask_image", image=png, mask_image=image)
+    for strength in (0.05, 1.0):
+        yield case(f"strength {strength}", image=png, strength=strength)
+    for strength in (0.0, -0.1, 1.001, NAN, INF, -INF, 0.001):
+        yield case(f"strength {strength}", INVALID, "spec.strength", image=png, strength=strength)
+    yield case("strength without an image", INVALID, "spec.strength", strength=0.5)
+    yield case("mask without an image", INVALID, "spec.mask_image", mask_image=png)
+
+
+def _adapters(case: Any) -> Iterator[Case]:
+    png = good_images()["png"]
+    yield case("eight LoRAs", UNSERVED, loras=[Lora(name="ink")] * 8)
+    yield case("nine LoRAs", INVALID, "spec.loras", loras=[Lora(name="ink")] * 9)
+    yield case("nine ControlNets", INVALID, "spec.controlnets", controlnets=[ControlNet(name="edges", image=png)] * 9)
+    for name in ("", "x" * 201, "../../etc/passwd", "a b", "\0", "ü"):
+        yield case(f"LoRA {_shown(name)}", INVALID, "spec.loras[0].name", loras=[Lora(name=name)])
+        nets = [ControlNet(name=name, image=png)]
+        yield case(f"ControlNet {_shown(name)}", INVALID, "spec.controlnets[0].name", controlnets=nets)
+    for scale in (NAN, INF, -INF):
+        yield case(f"LoRA scaled {scale}", INVALID, "spec.loras[0].scale", loras=[Lora(name="ink", scale=scale)])
+        field, nets = "controlnet_conditioning_scale", [ControlNet(name="edges", image=png)]
+        setattr(nets[0], field, scale)
+        yield case(f"ControlNet scaled {scale}", INVALID, f"spec.controlnets[0].{field}", controlnets=nets)
+    for step in (-1, 201):
+        yield case(f"LoRA from {step}", INVALID, "spec.loras[0].from_step", loras=[Lora(name="ink", from_step=step)])
+    for start, end in ((0.5, 0.5), (-0.1, 1.0), (0.0, 1.1), (NAN, 1.0), (0.0, NAN)):
+        nets = [ControlNet(name="edges", image=png, control_guidance_start=start, control_guidance_end=end)]
+        field = "spec.controlnets[0].control_guidance_start"
+        yield case(f"ControlNet from {start} to {end}", INVALID, field, controlnets=nets)
+    yield case("control image", INVALID, "spec.controlnets[0].image", controlnets=[ControlNet(name="edges")])
+    yield case(
+        "control bomb",
+        INVALID,
+        "spec.controlnets[0].image",
+        controlnets=[ControlNet(name="e", image=png_of_size(50_000, 50_000))],
+    )
+    yield case("techniques", UNSERVED, techniques=Techniques(cache_entry="x"))
+
+
+def _lists() -> Iterator[Case]:
+    def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, **request: Any) -> Case:
+        return _case("ListJobs", name, image_pb2.ListJobsRequest(**request), code, *fields)
+
+    for size in (0, 1, 100):
+        yield case(f"page_size {size}", page_size=size)
+    for size in (-1, 101, 2**31 - 1, -(2**31)):
+        yield case(f"page_size {size}", INVALID, "page_size", page_size=size)
+    for token in ("x", "AAAA", "=" * 12, "\0", "ü" * 8, "../../etc/passwd", "x" * (1 << 20)):
+        yield case(f"page_token {_shown(token)}", INVALID, "page_token", page_token=token)
+    yield case("all states", states=[1, 2, 3, 4, 5])
+    for state in (0, 6, 99, -1):
+        yield case(f"state {state}", INVALID, "states", states=[state])
+    yield case("a thousand states", INVALID, "states", states=[1] * 1000)
+    for name in ("created_after", "created_before"):
+        for good in (0, -62_135_596_800, 253_402_300_799):
+            moment: dict[str, Any] = {name: Timestamp(seconds=good)}
+            yield case(f"{name} {good} s", **moment)
+        for seconds in (-62_135_596_801, 253_402_300_800, 2**63 - 1, -(2**63)):
+            yield case(f"{name} {seconds} s", INVALID, name, **{name: Timestamp(seconds=seconds)})
+        for nanos in (-1, 10**9, 2**31 - 1):
+            yield case(f"{name} {nanos} ns", INVALID, name, **{name: Timestamp(nanos=nanos)})
+    both: dict[str, Any] = {name: Timestamp(nanos=-1) for name in ("created_after", "created_before")}
+    yield case("everything at once", INVALID, *both, "page_size", "states", page_size=101, states=[99], **both)
+    yield _case("ListModels", "the only one", image_pb2.ListModelsRequest())
+    yield _case("ListMembers", "the only one", fleet_pb2.ListMembersRequest())
+
+
+def _fleet() -> Iterator[Case]:
+    def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, load: Any = None, **changes: Any) -> Case:
+        whole = {"kind": fleet_pb2.SERVICE_KIND_LORAS, "name": "fuzz", "address": "127.0.0.1:1", **changes}
+        first = fleet_pb2.JoinRequest(registration=fleet_pb2.Registration(**whole))
+        second = fleet_pb2.JoinRequest(load=load or fleet_pb2.Load())
+        named = frozenset(f"registration.{field}" for field in fields)
+        raw = (first.SerializeToString(), second.SerializeToString())
+        return Case(method="Join", name=name, raw=raw, code=code, fields=named)
+
+    yield case("a store of LoRAs")
+    for kind in (0, 99, -1):
+        yield case(f"kind {kind}", INVALID, "kind", kind=kind)
+    for name in ("", "x" * 129, "x" * (1 << 20)):
+        yield case(f"name {_shown(name)}", INVALID, "name", name=name)
+    for address in (
+        "",
+        "x",
+        ":1",
+        "x:",
+        "x:65536",
+        "x:-1",
+        "unix:/run/x",
+        "dns:///x:1",
+        "a b:1",
+        "\0:1",
+        "x" * 257 + ":1",
+    ):
+        yield case(f"address {_shown(address)}", INVALID, "address", address=address)
+    for field in ("version", "device"):
+        for length, code in ((128, OK), (129, INVALID)):
+            facts: dict[str, Any] = {field: "x" * length}
+            yield case(f"{field} of {length}", code, *([field] if code is INVALID else ()), **facts)
+    model = image_pb2.Model(name="x" * 200)
+    yield case("a model", models=[model])
+    for name in ("", "x" * 201, "x" * (1 << 20)):
+        yield case(f"model {_shown(name)}", INVALID, "models", models=[image_pb2.Model(name=name)])
+    yield case("model_hash of 129", INVALID, "models", models=[image_pb2.Model(name="x", model_hash="x" * 129)])
+    yield case("one model twice", INVALID, "models", models=[model, model])
+    yield case("257 models", INVALID, "models", models=[image_pb2.Model(name=f"m{n}") for n in range(257)])
+    yield case(
+        "everything at once",
+        INVALID,
+        "kind",
+        "name",
+        "address",
+        "models",
+        kind=0,
+        name="",
+        address="",
+        models=[model] * 2,
+    )
+    step = fleet_pb2.StepTime(latent_height=-1, latent_width=2**31 - 1, rows=0, seconds=NAN)
+    running = fleet_pb2.RunningAttempt(steps_left=-(2**31))
+    yield case("a load with nonsense in it", load=fleet_pb2.Load(running=[running] * 9, step_times=[step] * 9))
+    load = fleet_pb2.Load(running=[running] * 4097, step_times=[step] * 4097, fixed_s=INF, max_rows=-1, memory_bytes=-1)
+    fields = frozenset({f"load.{name}" for name in ("running", "step_times", "fixed_s", "max_rows", "memory_bytes")})
+    yield dataclasses.replace(case("a load of nonsense", load=load), code=INVALID, fields=fields)
+    yield Case(method="Join", name="nothing", raw=(), code=INVALID, fields=frozenset({"registration"}))
+    no_registration = fleet_pb2.JoinRequest(load=fleet_pb2.Load()).SerializeToString()
+    yield Case(
+        method="Join", name="load first", raw=(no_registration,), code=INVALID, fields=frozenset({"registration"})
+    )
+
+
+def _attempts() -> Iterator[Case]:
+    attempt = worker_pb2.AttemptId(job_id="fuzz", number=1)
+
+    def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, whole: Any = None, **spec: Any) -> Case:
+        drawn = GenerationSpec(**{"prompt": "a star", **FILLED, **spec})
+        request = worker_pb2.RunAttemptRequest(**{"attempt": attempt, "spec": drawn, **(whole or {})})
+        return _case("RunAttempt", name, request, code, *fields)
+
+    yield case("a whole order")
+    yield from _ranges(case)
+    for name in FILLED:
+        absent: dict[str, Any] = {name: None}
+        yield case(f"without {name}", INVALID, f"spec.{name}", **absent)
+    yield case("strength without an image", INVALID, "spec.strength", strength=0.5)
+    yield case("an image without strength", INVALID, "spec.strength", image=good_images()["png"])
+    for deadline_s in (-0.001, NAN, -INF):
+        yield case(f"deadline_s {deadline_s}", INVALID, "deadline_s", whole={"deadline_s": deadline_s})
+    for deadline_s in (1e308, INF):
+        yield case(f"deadline_s {deadline_s}", whole={"deadline_s": deadline_s})
+    yield case("request_id of 129", INVALID, "request_id", whole={"request_id": "x" * 129})
+    yield case("a checkpoint of noise", whole={"checkpoint": bad_images()["noise"]})
+    nothing = ("attempt.job_id", "attempt.number", *(f"spec.{name}" for name in FILLED))
+    yield _case("RunAttempt", "nothing at all", worker_pb2.RunAttemptRequest(), INVALID, *nothing)
+    for method in ("RunAttempt", "CancelAttempt", "PreviewAttempt"):
+        for job_id, number, field in (
+            ("", 1, "job_id"),
+            ("x" * 129, 1, "job_id"),
+            ("x", 0, "number"),
+            ("x", -1, "number"),
+        ):
+            broken = worker_pb2.AttemptId(job_id=job_id, number=number)
+            request = getattr(worker_pb2, f"{method}Request")(attempt=broken)
+            if method == "RunAttempt":
+                request.spec.CopyFrom(GenerationSpec(**FILLED))
+            yield _case(method, f"attempt {_shown(job_id)} {number}", request, INVALID, f"attempt.{field}")
+    for method in ("CancelAttempt", "PreviewAttempt"):
+        unknown = worker_pb2.AttemptId(job_id="x" * 128, number=2**31 - 1)
+        yield _case(method, "an unknown attempt", getattr(worker_pb2, f"{method}Request")(attempt=unknown))
+    yield _case("ListAttempts", "the only one", worker_pb2.ListAttemptsRequest())
+    yield _case("WatchCheckpoints", "the only one", worker_pb2.WatchCheckpointsRequest())
+
+
+def _bytes() -> Iterator[Case]:
+    """What is no message at all."""
+    surrogate = b"\n\x03\xed\xa0\x80"  # a lone surrogate, as if UTF-8 had any, in the first field
+    texts = ("GetJob", "CancelJob", "WatchJob", "GetImage", "Generate", "SubmitJob")
+    for method in texts:
+        yield Case(method=method, name="a lone surrogate", raw=(surrogate,), code=INVALID)
+    methods = (*texts, "ListJobs", "ListModels", "ListMembers", "Join", "RunAttempt", "CancelAttempt")
+    for method in (*methods, "ListAttempts", "WatchCheckpoints", "PreviewAttempt"):
+        yield Case(method=method, name="no message", raw=(b"\xff" * 9,), code=INVALID)
+        yield Case(method=method, name="a length beyond the end", raw=(b"\n" + struct.pack("<B", 99),), code=INVALID)
+    for method in ("SubmitJob", "RunAttempt"):
+        huge = bytes(TOO_LARGE_BYTES)
+        yield Case(method=method, name="beyond the limit", raw=(huge,), code=grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+def _case(method: str, name: str, request: Message, code: grpc.StatusCode = OK, *fields: str) -> Case:
+    return Case(method=method, name=name, raw=(request.SerializeToString(),), code=code, fields=frozenset(fields))
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 40 else f"{text[:16]}... ({len(str(value))})"

@@ -1,0 +1,171 @@
+"""Fuzzing of one method: hypothesis makes requests, the house answers, and what is wrong is kept in its smallest form.
+
+Knows a valid request of every method; not what is nasty, nor which answers are right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import hypothesis
+from google.protobuf.message import Message
+from hypothesis import HealthCheck, Phase
+from hypothesis import strategies as st
+
+from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, worker_pb2
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
+from tests.fuzz.cases import FILLED
+from tests.fuzz.house import House
+from tests.fuzz.images import good_images
+from tests.fuzz.judging import fault
+from tests.fuzz.mutations import mutated
+
+# Of one method; the same fault comes in many shapes.
+_MOST_FOUND = 3
+_INTERNAL = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
+_SHOWN_BYTES = 300
+
+
+class Found(Exception):
+    """A request got an answer that no request may get."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What came of the requests of one method."""
+
+    codes: Counter[grpc.StatusCode] = field(default_factory=Counter)
+    found: list[str] = field(default_factory=list)
+
+    @property
+    def requests(self) -> int:
+        """How many were sent."""
+        return sum(self.codes.values())
+
+    @property
+    def accepted(self) -> int:
+        """How many were taken."""
+        return self.codes[grpc.StatusCode.OK]
+
+    @property
+    def internal(self) -> int:
+        """How many got a status of our own fault."""
+        return sum(self.codes[code] for code in _INTERNAL)
+
+
+def fuzz(house: House, method: str, requests: int, seed: int) -> Tally:
+    """Sends so many mutated requests, unless too much is found on the way."""
+    tally = Tally()
+    strategy = _requests(method, house.draw())
+
+    @hypothesis.given(strategy)
+    def answer_is_right(raw: tuple[bytes, ...]) -> None:
+        outcome = house.caller.call(method, raw)
+        tally.codes[outcome.code] += 1
+        problem = fault(method, raw, outcome) or ", ".join(f"{name} is dead" for name in house.dead())
+        if problem:
+            raise Found(f"{method}: {problem}\n  {[part[:_SHOWN_BYTES] for part in raw]}")
+
+    while tally.requests < requests and len(tally.found) < _MOST_FOUND and not house.dead():
+        run = hypothesis.settings(
+            max_examples=requests - tally.requests,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+        )(hypothesis.seed(seed + tally.requests)(answer_is_right))
+        try:
+            run()
+        except Found as found:
+            tally.found.append(str(found))
+    return tally
+
+
+def _requests(method: str, job_id: str) -> st.SearchStrategy[tuple[bytes, ...]]:
+    words = (job_id, "fuzz", "miniature")
+    if method != "Join":
+        return mutated(_valid(method, job_id), words).map(lambda raw: (raw,))
+    first = mutated([fleet_pb2.JoinRequest(registration=registration) for registration in _registrations()], words)
+    later = mutated([fleet_pb2.JoinRequest(load=_load()), *_valid("Join", job_id)], words)
+    return st.tuples(first, st.lists(later, max_size=2)).map(lambda said: (said[0], *said[1]))
+
+
+def _valid(method: str, job_id: str) -> Sequence[Message]:
+    match method:
+        case "Generate" | "SubmitJob":
+            kind = getattr(image_pb2, f"{method}Request")
+            return [kind(request_id=name, spec=spec) for spec in _specs() for name in ("", "fuzz")]
+        case "GetImage" | "GetJob" | "WatchJob" | "CancelJob":
+            return [getattr(image_pb2, f"{method}Request")(job_id=job_id)]
+        case "ListJobs":
+            moments: Any = {"created_after": {"seconds": 1}, "created_before": {"seconds": 1 << 32, "nanos": 1}}
+            return [
+                image_pb2.ListJobsRequest(),
+                image_pb2.ListJobsRequest(
+                    page_size=9, states=[image_pb2.JOB_STATE_COMPLETED, image_pb2.JOB_STATE_CANCELLED], **moments
+                ),
+            ]
+        case "ListModels":
+            return [image_pb2.ListModelsRequest()]
+        case "ListMembers":
+            return [fleet_pb2.ListMembersRequest()]
+        case "Join":
+            return [fleet_pb2.JoinRequest(load=_load())]
+        case "RunAttempt":
+            return [worker_pb2.RunAttemptRequest(attempt=_attempt(), spec=spec) for spec in _whole_specs()]
+        case "CancelAttempt" | "PreviewAttempt":
+            return [getattr(worker_pb2, f"{method}Request")(attempt=_attempt())]
+        case _:
+            return [getattr(worker_pb2, f"{method}Request")()]
+
+
+def _specs() -> Sequence[GenerationSpec]:
+    """One with nothing but a prompt, one with all that is served, one with what is not served yet."""
+    return [GenerationSpec(prompt="a big red star"), *_whole_specs(), _unserved()]
+
+
+def _whole_specs() -> Sequence[GenerationSpec]:
+    plain = GenerationSpec(prompt="a big red star", **FILLED)
+    edit = GenerationSpec(
+        image=good_images()["png"], strength=0.5, negative_prompt="", quality=70, use_karras_sigmas=True
+    )
+    edit.MergeFrom(plain)
+    edit.sampler, edit.format = generation_pb2.SAMPLER_EULER, generation_pb2.IMAGE_FORMAT_WEBP
+    return [plain, edit]
+
+
+def _unserved() -> GenerationSpec:
+    png = good_images()["png"]
+    spec = GenerationSpec(
+        prompt="a big red star", image=png, mask_image=png, techniques=Techniques(stale_residuals=True)
+    )
+    spec.loras.append(Lora(name="ink", scale=0.5, from_step=3))
+    spec.controlnets.append(ControlNet(name="edges", image=png, control_guidance_end=0.5))
+    return spec
+
+
+def _registrations() -> Sequence[fleet_pb2.Registration]:
+    """A worker of a model of its own, and a store: what takes jobs from the real worker is no bad input."""
+    model = image_pb2.Model(name="other", model_hash="ab" * 32, dtype="float32", default_width=64, default_height=64)
+    worker = fleet_pb2.Registration(
+        kind=fleet_pb2.SERVICE_KIND_WORKER, name="other", address="127.0.0.1:1", models=[model], device="cpu"
+    )
+    store = fleet_pb2.Registration(
+        kind=fleet_pb2.SERVICE_KIND_LORAS, name="loras", address="localhost:1", version="0.1.0"
+    )
+    return [worker, store]
+
+
+def _load() -> fleet_pb2.Load:
+    load = fleet_pb2.Load(fixed_s=0.1, max_rows=16, memory_bytes=1 << 30)
+    load.running.add(attempt=_attempt(), steps_left=7)
+    load.step_times.add(latent_height=16, latent_width=16, rows=2, seconds=0.02)
+    return load
+
+
+def _attempt() -> worker_pb2.AttemptId:
+    return worker_pb2.AttemptId(job_id="fuzz", number=1)

@@ -1,0 +1,104 @@
+"""Encoded images of every sad kind, and a few good ones: small files all, but for the one that is too large.
+
+Knows files, not requests.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+import struct
+import zlib
+from collections.abc import Mapping
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+_SIDE = 64
+# One past what the gateway takes by default.
+_TOO_MANY_BYTES = (8 << 20) + 1
+# Inflates to far more than a picture of this size may carry beside its pixels.
+_TEXT_BYTES = 64 << 20
+
+
+@functools.cache
+def good_images() -> Mapping[str, bytes]:
+    """Those that are drawn from."""
+    picture = _picture()
+    return {
+        "png": saved(picture),
+        "jpeg": saved(picture, "JPEG"),
+        "webp": saved(picture, "WEBP"),
+        "one pixel": saved(Image.new("RGB", (1, 1))),
+        "palette with alpha": saved(picture.convert("P"), transparency=0),
+        "cmyk": saved(picture.convert("CMYK"), "JPEG"),
+        "a thin line": saved(Image.new("1", (16_384, 1))),
+    }
+
+
+@functools.cache
+def bad_images() -> Mapping[str, bytes]:
+    """Those that are refused."""
+    png, jpeg, webp = (saved(_picture(), name) for name in ("PNG", "JPEG", "WEBP"))
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "green")]
+    noise = random.Random(7).randbytes(500)
+    return {
+        "empty": b"",
+        "text": b"GET / HTTP/1.1\r\n\r\n",
+        "noise": noise,
+        "a signature": png[:8],
+        "truncated png": png[:-40],
+        "truncated jpeg": jpeg[: len(jpeg) // 2],
+        "truncated webp": webp[: len(webp) // 2],
+        "noise in a png": png[:60] + noise + png[60:],
+        "header of a bomb": png_of_size(50_000, 50_000),
+        "sides of no size": png_of_size(0, 0),
+        "sides beyond signs": png_of_size(2**31 - 1, 2**31 - 1),
+        "pixels missing": png_of_size(100, 100),
+        "one row too many": saved(Image.new("1", (4096, 4097))),
+        "text bomb": _text_bomb(),
+        "animated png": saved(frames[0], "PNG", save_all=True, append_images=frames[1:]),
+        "animated webp": saved(frames[0], "WEBP", save_all=True, append_images=frames[1:]),
+        "gif": saved(frames[0], "GIF"),
+        "tiff": saved(frames[0], "TIFF"),
+        "bmp": saved(frames[0], "BMP"),
+        "icon": saved(frames[0], "ICO"),
+        "svg": b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
+        "eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n(/etc/passwd) run\n",
+        "pdf": b"%PDF-1.4\n1 0 obj<</Type/Catalog>>endobj\ntrailer<</Root 1 0 R>>\n%%EOF",
+        "zip": b"PK\x03\x04" + bytes(26),
+    }
+
+
+@functools.cache
+def too_large_image() -> bytes:
+    """A good picture with too many bytes behind it."""
+    return saved(_picture()).ljust(_TOO_MANY_BYTES, b"\0")
+
+
+def saved(image: Image.Image, name: str = "PNG", **options: object) -> bytes:
+    """The image as a file of that format."""
+    out = io.BytesIO()
+    image.save(out, name, **options)
+    return out.getvalue()
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """A PNG that claims to be of that size, with next to no pixels in it."""
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", zlib.compress(bytes(99))) + _chunk(b"IEND", b"")
+
+
+def _picture() -> Image.Image:
+    return Image.frombytes("RGB", (_SIDE, _SIDE), random.Random(3).randbytes(_SIDE * _SIDE * 3))
+
+
+def _text_bomb() -> bytes:
+    text = PngInfo()
+    text.add_text("comment", "x" * _TEXT_BYTES, zip=True)
+    return saved(_picture(), pnginfo=text)
+
+
+def _chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))

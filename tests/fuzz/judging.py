@@ -1,0 +1,51 @@
+"""What is wrong with an answer: a status that no request may get, or words that give away what runs inside.
+
+Knows answers, not requests.
+"""
+
+from __future__ import annotations
+
+import re
+
+import grpc
+
+from tests.fuzz.calls import Outcome
+from tests.fuzz.cases import Case
+
+_S = grpc.StatusCode
+
+_ALWAYS = frozenset({_S.OK, _S.INVALID_ARGUMENT, _S.NOT_FOUND, _S.RESOURCE_EXHAUSTED})
+_ALSO = {
+    "Generate": {_S.ALREADY_EXISTS, _S.UNIMPLEMENTED, _S.CANCELLED},
+    "SubmitJob": {_S.ALREADY_EXISTS, _S.UNIMPLEMENTED},
+    "GetImage": {_S.FAILED_PRECONDITION},
+    "Join": {_S.FAILED_PRECONDITION},
+    "RunAttempt": {_S.FAILED_PRECONDITION, _S.CANCELLED, _S.ABORTED},
+}
+# Paths, addresses of hosts and of memory, and what libraries of ours say.
+_GIVEN_AWAY = re.compile(
+    r"/(?:home|usr|opt|etc|var|tmp|proc|srv|work|root)/|site-packages|\.py\b|0x[0-9a-f]{6,}|\b\d+\.\d+\.\d+\.\d+:\d+"
+    r"|Traceback|Exception|Error\b\(|\b(?:PIL|Pillow|protobuf|pydantic|sqlite|torch|safetensors|diffusers|tokenizer|asyncio)\b"
+    r"|NoneType|codec can't|object has no|google\.",
+    re.IGNORECASE,
+)
+
+
+def fault(method: str, raw: tuple[bytes, ...], outcome: Outcome) -> str:
+    """What is wrong with the answer; empty when nothing is."""
+    if outcome.code not in _ALWAYS | _ALSO.get(method, set()):
+        return f"{outcome.code.name}: {outcome.text[:300]}"
+    for match in _GIVEN_AWAY.finditer(outcome.text):
+        # A caller's own words are no secret to it.
+        if not any(match.group().encode() in part for part in raw):
+            return f"gives away {match.group()!r}: {outcome.text[:300]}"
+    return ""
+
+
+def mismatch(case: Case, outcome: Outcome) -> str:
+    """How the answer differs from the one that the case must get; empty when it does not."""
+    if outcome.code is not case.code:
+        return f"{outcome.code.name} instead of {case.code.name}: {outcome.text[:300]}"
+    if outcome.fields != case.fields:
+        return f"names {sorted(outcome.fields)} instead of {sorted(case.fields)}"
+    return ""

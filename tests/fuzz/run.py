@@ -1,0 +1,110 @@
+"""`make fuzz`: the fixed corpus and thousands of mutated requests to every method of a real gateway and worker.
+
+Prints a table and, as its last line, one JSON object. Ends with status 1 when anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.fuzz.calls import SERVICES
+from tests.fuzz.cases import corpus
+from tests.fuzz.fuzzing import Tally, fuzz
+from tests.fuzz.house import House, running_house
+from tests.fuzz.judging import fault, mismatch
+from tests.running import Services
+
+# Requests before memory is looked at for the first time.
+_WARM_UP = 1000
+# For what was cancelled to be over, and what is swept to be swept.
+_SETTLE_S = 3.0
+_MOST_GROWTH_BYTES = 4 << 20
+_MOST_GROWTH = 0.01
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(prog="tests.fuzz.run", description="Sends bad requests to every method.")
+    parser.add_argument("--requests", type=int, default=10_000, help="of each method (default 10000)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--methods", nargs="*", choices=sorted(SERVICES), default=list(SERVICES))
+    chosen = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="bottega-fuzz-") as folder,
+        Services(Path(folder)) as services,
+        running_house(services) as house,
+    ):
+        return _run(house, chosen.methods, chosen.requests, chosen.seed)
+
+
+def _run(house: House, methods: list[str], requests: int, seed: int) -> int:
+    wrong = replay(house)
+    for method in methods:
+        fuzz(house, method, _WARM_UP // len(methods) + 1, seed - 1)
+    before = _settled(house)
+    print(f"{'method':<18}{'requests':>9}{'accepted':>9}{'refused':>9}{'internal':>9}{'found':>7}{'seconds':>9}")
+    tallies = {}
+    for method in methods:
+        began = time.monotonic()
+        tally = tallies[method] = fuzz(house, method, requests, seed)
+        refused = tally.requests - tally.accepted
+        print(
+            f"{method:<18}{tally.requests:>9}{tally.accepted:>9}{refused:>9}{tally.internal:>9}{len(tally.found):>7}"
+            f"{time.monotonic() - began:>9.1f}",
+            flush=True,
+        )
+    growth = _growth(before, _settled(house)) if not house.dead() else {}
+    return _report(house, tallies, wrong, growth)
+
+
+def replay(house: House) -> list[str]:
+    """Sends the fixed corpus; what was answered otherwise than it must be."""
+    wrong = []
+    for case in corpus(house.draw()):
+        outcome = house.caller.call(case.method, case.raw)
+        problem = fault(case.method, case.raw, outcome) or mismatch(case, outcome)
+        if problem:
+            wrong.append(f"{case.method}, {case.name}: {problem}")
+    return wrong
+
+
+def _settled(house: House) -> Mapping[str, int]:
+    time.sleep(_SETTLE_S)
+    return house.memory_bytes()
+
+
+def _growth(before: Mapping[str, int], after: Mapping[str, int]) -> Mapping[str, tuple[int, int]]:
+    """Bytes before, and bytes more now, of every process that was there all the time."""
+    return {name: (before[name], after[name] - before[name]) for name in before if name in after}
+
+
+def _report(house: House, tallies: Mapping[str, Tally], wrong: list[str], growth: Mapping[str, tuple[int, int]]) -> int:
+    print(f"\n{'process':<32}{'MiB':>9}{'grown':>9}")
+    for name, (size, more) in growth.items():
+        print(f"{name:<32}{size / 2**20:>9.1f}{more / 2**20:>9.1f}")
+    found = [*wrong, *(line for tally in tallies.values() for line in tally.found), *house.errors()]
+    for line in found:
+        print(f"\nFOUND {line}")
+    grown = max((more for _, more in growth.values()), default=0)
+    too_much = any(more > max(_MOST_GROWTH_BYTES, _MOST_GROWTH * size) for size, more in growth.values())
+    crashes = len(house.dead()) + house.engines_lost()
+    result = {
+        "rpcs": len(tallies),
+        "requests": sum(tally.requests for tally in tallies.values()),
+        "crashes": crashes,
+        "internal": sum(tally.internal for tally in tallies.values()) + len(house.errors()),
+        "growth_mib": round(grown / 2**20, 2),
+        "found": len(found),
+    }
+    print(json.dumps(result))
+    return 1 if crashes or found or too_much else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Bad input of every kind gets an exact answer, hurts nobody and gives nothing away. `make fuzz` is the long run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz.calls import SERVICES, Outcome
+from tests.fuzz.cases import Case, corpus
+from tests.fuzz.fuzzing import fuzz
+from tests.fuzz.house import House, running_house
+from tests.fuzz.judging import fault, mismatch
+from tests.running import Services
+
+REQUESTS = 150
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with Services(tmp_path_factory.mktemp("fuzz")) as services, running_house(services) as house:
+        yield house
+
+
+@pytest.fixture(scope="module")
+def answered(house: House) -> dict[str, list[tuple[Case, Outcome]]]:
+    """The fixed corpus and its answers, by method."""
+    found: dict[str, list[tuple[Case, Outcome]]] = defaultdict(list)
+    for case in corpus(house.draw()):
+        found[case.method].append((case, house.caller.call(case.method, case.raw)))
+    return found
+
+
+@pytest.mark.parametrize("method", SERVICES)
+def test_every_field_at_its_limits_and_past_them_gets_the_exact_answer(
+    answered: dict[str, list[tuple[Case, Outcome]]], method: str
+) -> None:
+    assert answered[method], "no case for this method"
+    wrong = [
+        f"{case.name}: {problem}"
+        for case, outcome in answered[method]
+        if (problem := fault(method, case.raw, outcome) or mismatch(case, outcome))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("method", SERVICES)
+def test_mutated_requests_are_answered_and_forgotten(house: House, method: str) -> None:
+    tally = fuzz(house, method, REQUESTS, seed=20)
+    assert not tally.found, "\n".join(tally.found)
+    assert tally.requests >= REQUESTS
+    assert 0 < tally.accepted < tally.requests, "requests that are all taken, or all refused, try nothing"
+    assert not house.dead()
+
+
+def test_nothing_was_an_error_of_ours(house: House) -> None:
+    assert house.errors() == []
+    assert house.engines_lost() == 0
