@@ -15,7 +15,7 @@ from bottega.miniature import WEIGHTS
 from bottega.miniature.training.attention import PlainAttention
 from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
 from bottega.miniature.training.loop import Budget, Stage, rate, run
-from bottega.miniature.training.parts import Parts, load_parts
+from bottega.miniature.training.parts import Parts, load_parts, save_parts
 from bottega.miniature.training.text import TextRecipe, TextStage
 from bottega.miniature.training.train import Training, export, train
 from bottega.miniature.training.unet import UnetRecipe, UnetStage, loss_weight
@@ -114,6 +114,9 @@ def test_the_encoder_learns_with_the_decoder_where_that_is_asked_for(
     with torch.no_grad():
         latent = vae.encode(corpus.pictures(torch.arange(PICTURES))).latent_dist.mode()
     assert float(latent.std()) * vae.config.scaling_factor == pytest.approx(1.0, abs=0.05)
+    save_parts(parts, tmp_path / "model")
+    kept = load_parts(tmp_path / "model")["vae"]
+    assert kept.config.scaling_factor == vae.config.scaling_factor != load_parts(WEIGHTS)["vae"].config.scaling_factor
 
 
 @pytest.mark.parametrize("name", ["text", "unet", "vae"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL, ConfigMixin, UNet2DConditionModel
 from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection, CLIPVisionModelWithProjection
 
 # Loaded and saved in this order; each is a folder of the model.
@@ -60,10 +60,16 @@ def save_parts(parts: Parts, folder: Path) -> None:
         elif source.is_file():
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, folder / source.name)
-    for name, kind in NETWORKS.items():
-        half = _load(kind, parts.folder / name, fresh=True)
+    for name in NETWORKS:
+        half = _like(parts[name])
         half.load_state_dict(parts[name].state_dict())
         half.half().save_pretrained(folder / name, safe_serialization=True)
+
+
+def _like(network: Any) -> Any:
+    """Another one of its kind and sizes."""
+    kind = type(network)
+    return kind.from_config(network.config) if isinstance(network, ConfigMixin) else kind(network.config)
 
 
 def _load(kind: Any, folder: Path, *, fresh: bool) -> Any:
