@@ -54,7 +54,7 @@ async def main() -> None:
     keep_freed_memory(at_once_bytes=IMAGE_AT_WORK_BYTES)
     spare_the_collector()
     config = WorkerConfig(name="measured", gateway=sys.argv[1])
-    engine = EngineFront(config.engine, start_s=20, hang_s=10, module="scripted_engine")
+    engine = EngineFront(config.engine, start_s=20, hang_s=10, stall_s=10, module="scripted_engine")
     pool = CodecPool(max_waiting=9 * config.max_attempts)  # as a worker has it
     await engine.spawn()
     await pool.start()

@@ -23,7 +23,7 @@ from bottega.worker.config import WorkerConfig
 from bottega.worker.engine_front import EngineFront
 from bottega.worker.worker import Worker
 
-CONFIG = WorkerConfig(name="w", gateway="", hang_s=1.0, start_s=20.0)
+CONFIG = WorkerConfig(name="w", gateway="", hang_s=1.0, stall_s=1.5, start_s=20.0)
 
 
 class Running:
@@ -65,7 +65,13 @@ async def running_workers() -> AsyncIterator[Start]:
     running: list[Running] = []
 
     async def start(config: WorkerConfig = CONFIG) -> Running:
-        engine = EngineFront(config.engine, start_s=config.start_s, hang_s=config.hang_s, module="scripted_engine")
+        engine = EngineFront(
+            config.engine,
+            start_s=config.start_s,
+            hang_s=config.hang_s,
+            stall_s=config.stall_s,
+            module="scripted_engine",
+        )
         await engine.spawn()
         pool = CodecPool()
         await pool.start()

@@ -1,7 +1,8 @@
 """An engine process without a model: speaks the engine's frames and does what the prompt says.
 
-Words of a prompt: "slow" takes 20 ms a step, "hang" falls silent for ever, "die" exits, "nan" fails. A
-picture is its input image, or one flat colour by seed and index.
+Words of a prompt: "slow" takes 20 ms a step, "hang" falls silent for ever, "stall" makes no step any more but says
+that it lives, "die" exits at once and "dies" at its third step, "nan" fails. A picture is its input image, or one flat
+colour by seed and index.
 """
 
 from __future__ import annotations
@@ -68,9 +69,12 @@ class Engine:
                     self.drawings[command.preview.attempt.job_id].start.preview = True
 
     def turn(self) -> None:
+        if any("stall" in drawing.words for drawing in self.drawings.values()):
+            time.sleep(0.02)
+            return
         self.turns += 1
         for drawing in list(self.drawings.values()):
-            if "die" in drawing.words:
+            if "die" in drawing.words or ("dies" in drawing.words and drawing.done >= 3):
                 os._exit(9)
             while "hang" in drawing.words:
                 time.sleep(1)
@@ -122,7 +126,10 @@ class Engine:
         ]
         # What it was told is reported back as fixed_s, for tests to see: the backlog, and 100 for each cancel.
         fixed_s = 100.0 * self.cancels + self.backlog
-        times = [fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=2, seconds=0.02)]
+        times = [
+            fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=rows, seconds=0.02 + rows / 1e5)
+            for rows in (2, 16)
+        ]
         self.say(beat=engine_pb2.EngineBeat(turns=self.turns, running=running, step_times=times, fixed_s=fixed_s))
 
 

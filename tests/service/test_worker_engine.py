@@ -121,7 +121,7 @@ def stderr_in(path: Path) -> Iterator[None]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningEngine]:
-    front = EngineFront(CONFIG, start_s=START_S, hang_s=ANSWER_S)
+    front = EngineFront(CONFIG, start_s=START_S, hang_s=ANSWER_S, stall_s=ANSWER_S)
     log = tmp_path_factory.mktemp("engine") / "stderr"
     with stderr_in(log):
         await front.spawn()

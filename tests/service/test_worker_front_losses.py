@@ -26,7 +26,7 @@ async def start() -> AsyncIterator[Start]:
         yield start
 
 
-@pytest.mark.parametrize("prompt", ["die", "hang"])
+@pytest.mark.parametrize("prompt", ["die", "hang", "stall"])
 async def test_a_lost_engine_fails_what_it_held_and_is_replaced(start: Start, prompt: str) -> None:
     running = await start()
     before = running.engine.pid
@@ -37,7 +37,7 @@ async def test_a_lost_engine_fails_what_it_held_and_is_replaced(start: Start, pr
     events = await running.events(request(prompt))
     for lost in (events[-1].failed, (await beside)[-1].failed):
         assert (lost.reason, lost.code) == (error_pb2.ERROR_REASON_WORKER_LOST, Code.UNAVAILABLE)
-        assert lost.metadata["held_together"] == "2"
+        assert (lost.metadata["died"], lost.metadata["held_together"]) == ("engine", "2")
     await eventually(lambda: running.engine.pid not in {None, before})
     await eventually(running.is_serving)
     assert kinds(await running.events(request(number=2)))[-1] == "completed"

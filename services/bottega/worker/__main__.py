@@ -56,7 +56,7 @@ async def _serve(settings: WorkerConfig, *, stop_with_stdin: bool) -> None:
     keep_freed_memory(at_once_bytes=IMAGE_AT_WORK_BYTES)
     spare_the_collector()
     # Processes first: the engine loads its model while the rest starts.
-    engine = EngineFront(settings.engine, start_s=settings.start_s, hang_s=settings.hang_s)
+    engine = EngineFront(settings.engine, start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
     pool = CodecPool(
         processes=settings.codec_processes,
         deadline_s=settings.codec_deadline_s,

@@ -52,9 +52,10 @@ class WorkerConfig:
     """What a worker may be told.
 
     name: unique in the fleet; empty is "worker-" and the process's id. gateway: its host:port; empty joins no fleet.
-    start_s: that the engine may take to load its model. hang_s: without a word of the engine, after which
-    it is taken for hung and replaced. result_grace_s and result_bytes: for how long, and how much, finished
-    results are kept for a gateway that was cut off. max_attempts: held at once.
+    start_s: that the engine may take to load its model. hang_s: without a word of the engine, and stall_s: without a
+    step though it has work, after which it is taken for hung and replaced; stall_s must be above the longest turn of
+    the largest picture, and the longest encoding and decoding. result_grace_s and result_bytes: for how long, and how
+    much, finished results are kept for a gateway that was cut off. max_attempts: held at once.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -67,6 +68,7 @@ class WorkerConfig:
     codec_deadline_s: Seconds = 20.0
     start_s: Seconds = 600.0
     hang_s: Seconds = 30.0
+    stall_s: Seconds = 120.0
     result_grace_s: Seconds = 120.0
     result_bytes: AtLeastOne = 256 * 2**20
     max_attempts: AtLeastOne = 64

@@ -2,7 +2,8 @@
 
 The engine owns the device and the model; a crash, a hang or a flood of memory there costs the attempts
 that it held and nothing else. Every word of the engine is a sign of life; after `hang_s` without one it
-is killed. A new one is started with a growing pause. This module does not know what an attempt is.
+is killed, and so is one that lives on and makes no step for `stall_s` while it has work. A new one is started
+with a growing pause. This module does not know what an attempt is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import time
 from collections.abc import Awaitable
 from typing import Protocol
 
@@ -54,10 +56,13 @@ class EngineFront:
     module: what is run; another one speaks the same frames.
     """
 
-    def __init__(self, config: EngineConfig, *, start_s: float, hang_s: float, module: str = ENGINE_MODULE) -> None:
+    def __init__(
+        self, config: EngineConfig, *, start_s: float, hang_s: float, stall_s: float, module: str = ENGINE_MODULE
+    ) -> None:
         self._config = config
         self._start_s = start_s
         self._hang_s = hang_s
+        self._stall_s = stall_s
         self._module = module
         self._child: Child | None = None
         self._commands: asyncio.Queue[_Command] | None = None
@@ -122,12 +127,20 @@ class EngineFront:
         sending = asyncio.create_task(_send_all(child, commands))
         try:
             await listener.engine_ready(event.ready)
-            while isinstance(event := await self._hear(child, self._hang_s), EngineEvent):
-                await _told(listener.engine_said(event))
-            return True, event
+            return True, await self._listen(child, listener)
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
+
+    async def _listen(self, child: Child, listener: EngineListener) -> str:
+        """Passes on what the engine says until it is gone; why it is."""
+        steps = _Steps()
+        while isinstance(event := await self._hear(child, self._hang_s), EngineEvent):
+            if steps.idle_s(event) > self._stall_s:
+                child.kill()
+                return f"it made no step for {self._stall_s:g} s"
+            await _told(listener.engine_said(event))
+        return event
 
     async def _hear(self, child: Child, patience_s: float) -> EngineEvent | str:
         """The next event, or why there is none."""
@@ -145,6 +158,21 @@ class EngineFront:
             return await copied(len(frame), lambda: EngineEvent.FromString(frame))
         except DecodeError:
             return "it said what is no event"
+
+
+class _Steps:
+    """Whether an engine that says something also does something."""
+
+    def __init__(self) -> None:
+        self._turns = -1
+        self._moved_s = time.monotonic()
+
+    def idle_s(self, event: EngineEvent) -> float:
+        """Seconds for which it has had work and has neither made a turn nor begun or ended anything."""
+        turns = event.beat.turns if event.HasField("beat") else -1
+        if turns != self._turns or not event.beat.running:
+            self._turns, self._moved_s = turns, time.monotonic()
+        return time.monotonic() - self._moved_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
