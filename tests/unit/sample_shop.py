@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
-from bottega.errors import BottegaError
+from bottega.errors import BottegaError, WorkerLost
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Fleet, Member
 from bottega.gateway.foreman import Foreman
@@ -94,17 +94,52 @@ class Shop:
         self.report(member, seconds=seconds)
         return member
 
-    def report(self, member: Member, *, seconds: float = 0.1, draining: bool = False) -> None:
-        """A worker reports its load."""
+    def report(self, member: Member, *, seconds: float = 0.1, fixed_s: float = 0.0, draining: bool = False) -> None:
+        """A worker reports its load. seconds: of one row, beside fixed_s of each turn."""
         times = [
-            fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=rows, seconds=rows * seconds) for rows in (1, 2)
+            fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=rows, seconds=fixed_s + rows * seconds)
+            for rows in (1, 2)
         ]
-        self.fleet.report(member, fleet_pb2.Load(step_times=times, max_rows=16, draining=draining))
+        running = [
+            fleet_pb2.RunningAttempt(
+                attempt=worker_pb2.AttemptId(job_id=job.job_id, number=job.attempts),
+                steps_left=job.steps_total - job.steps_done,
+            )
+            for job in self.running(member)
+        ]
+        load = fleet_pb2.Load(step_times=times, max_rows=16, draining=draining, running=running)
+        self.fleet.report(member, load)
+
+    def running(self, member: Member) -> list[Job]:
+        """Jobs that are with a worker."""
+        return [job for job in self.log.live() if job.worker == member.name]
+
+    def member(self, name: str) -> Member:
+        """A worker that has joined."""
+        (member,) = (member for member in self.fleet.members() if member.name == name)
+        return member
+
+    async def step(self, member: Member) -> None:
+        """Everything with a worker makes a step; what has made its last one is completed."""
+        for job in self.running(member):
+            if job.steps_done < job.steps_total:
+                await self.advance(job, job.steps_done + 1)
+            else:
+                await self.complete(job)
+
+    async def kill(self, member: Member) -> None:
+        """A worker's engine dies, and all its calls say so, one after the other; the worker has another one at once."""
+        running = self.running(member)
+        facts = {"died": "engine", "held_together": str(len(running))}
+        calls = [self.client(member.name).answers[job.job_id] for job in running]
+        for answers in calls:
+            answers.put_nowait(WorkerLost("the engine died", metadata=facts))
+        for _ in range(6):
+            await asyncio.sleep(0)
 
     def client(self, name: str = "w1") -> FakeClient:
         """The calls to a worker."""
-        (member,) = (member for member in self.fleet.members() if member.name == name)
-        return self.clients[member.registration.address]
+        return self.clients[self.member(name).registration.address]
 
     def submit(self) -> Job:
         """A job comes in."""

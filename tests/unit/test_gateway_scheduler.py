@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -96,6 +97,38 @@ def test_the_worker_that_was_lost_with_a_job_does_not_get_it() -> None:
     assert _pairs([job], [_seat("w1"), _seat("w2", times=_times(0, 5))]) == [("j0", "w2")]
     other = Waiting(job_id="j1", demand=_demand())
     assert _pairs([job, other], [_seat("w1")]) == [("j1", "w1")]
+
+
+def _suspects(count: int, *, avoid: str = "") -> list[Waiting]:
+    return [Waiting(job_id=f"s{i}", demand=_demand(), avoid=avoid, alone=True) for i in range(count)]
+
+
+def test_a_suspect_takes_an_idle_worker_and_nobody_joins_it() -> None:
+    waiting = [*_suspects(2), *_line(2)]
+    assert _pairs(waiting, [_seat("w1", times=GAINING)]) == [("s0", "w1")]
+    assert _pairs(waiting, [replace(_seat("w1", _demand(20), times=GAINING), closed=True)]) == []
+
+
+def test_a_suspect_does_not_join_a_group_nor_one_that_is_finishing() -> None:
+    assert _pairs(_suspects(1), [_seat("w1", _demand(1), times=GAINING)]) == []
+    assert _pairs(_suspects(1), [replace(_seat("w1"), finishing=1)]) == []
+
+
+def test_one_worker_is_cleared_for_suspects_and_the_others_go_on() -> None:
+    busy = [_seat("w1", _demand(20), times=GAINING), _seat("w2", _demand(2), times=GAINING)]
+    assert _pairs([*_suspects(2), *_line(2)], busy) == [("j0", "w1"), ("j1", "w1")]
+    alone = [_seat("w1", _demand(20), times=GAINING), replace(_seat("w2", _demand(2), times=GAINING), closed=True)]
+    assert _pairs([*_suspects(2), *_line(2)], alone) == [("j0", "w1"), ("j1", "w1")]
+
+
+def test_no_worker_is_cleared_for_a_suspect_that_must_not_get_it() -> None:
+    seats = [_seat("w1", _demand(20), times=GAINING)]
+    assert _pairs([*_suspects(1, avoid="w1"), *_line(1)], seats) == [("j0", "w1")]
+
+
+def test_an_assignment_says_whether_it_has_the_worker_for_itself() -> None:
+    assert [a.alone for a in assign(_line(2), [_seat("w1", times=GAINING)])] == [True, False]
+    assert [a.alone for a in assign(_line(1), [replace(_seat("w1"), finishing=1)])] == [False]
 
 
 def test_without_measurements_every_worker_gets_one_job_and_no_estimate() -> None:
