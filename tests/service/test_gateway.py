@@ -296,8 +296,17 @@ async def test_jobs_are_listed_newest_first_in_pages(house: Running) -> None:
         assert isinstance(error, errors.InvalidRequest)
 
 
-async def test_a_queued_job_past_its_deadline_is_dropped(house: Running) -> None:
+async def test_what_cannot_be_done_in_time_is_refused_with_the_estimate(house: Running) -> None:
     worker = await house.worker(step_s={2: 0.1, 4: 0.2})
+    error = await refusal(lambda: house.generate(timeout=2.0, prompt="a star", num_inference_steps=30))
+    assert isinstance(error, errors.DeadlineUnmeetable)
+    assert float(error.metadata["estimate_s"]) == pytest.approx(3.0)
+    assert worker.requests == []
+    assert await house.draw(prompt="a star", num_inference_steps=10)
+
+
+async def test_a_queued_job_past_its_deadline_is_dropped(house: Running) -> None:
+    worker = await house.worker()
     worker.script.hold_at = 1
     await house.submit(prompt="first")
     await asyncio.wait_for(worker.arrived.wait(), 2)

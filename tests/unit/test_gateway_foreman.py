@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bottega.errors import Draining, NoWorker, QueueFull, Unavailable, WorkerLost
-from bottega.v1 import image_pb2
+from bottega.errors import DeadlineUnmeetable, Draining, NoWorker, Poisoned, QueueFull, Unavailable, WorkerLost
+from bottega.gateway.jobs import Job
+from bottega.v1 import fleet_pb2, image_pb2
 from tests.unit.sample_jobs import sample_job
 from tests.unit.sample_shop import Shop
 
@@ -131,6 +132,58 @@ async def test_a_job_whose_caller_goes_is_cancelled_before_its_deadline_and_fail
         assert job.state == state
 
 
+def _due(shop: Shop, in_s: float) -> Job:
+    job = sample_job(shop.time)
+    job.deadline = shop.time.now + in_s
+    return job
+
+
+async def test_a_job_that_cannot_end_before_its_deadline_is_refused_with_the_estimate(shop: Shop) -> None:
+    shop.worker()  # .1 s a turn, ten of them
+    shop.foreman.refuse_unmeetable(_due(shop, 1.1))
+    with pytest.raises(DeadlineUnmeetable) as refused:
+        shop.foreman.refuse_unmeetable(_due(shop, 0.8))
+    assert float(refused.value.metadata["estimate_s"]) == pytest.approx(1.0)
+    assert refused.value.retry_after_s is None  # alone it would be too late as well
+    for _ in range(3):
+        shop.submit()
+    shop.time.now += 0.1
+    with pytest.raises(DeadlineUnmeetable) as refused:
+        shop.foreman.refuse_unmeetable(_due(shop, 3.0))
+    assert float(refused.value.metadata["estimate_s"]) == pytest.approx(4.0)
+    assert refused.value.retry_after_s
+    shop.foreman.refuse_unmeetable(_due(shop, 4.6))
+
+
+async def test_nobody_is_refused_for_those_who_have_gone(shop: Shop) -> None:
+    shop.worker()
+    jobs = [shop.submit() for _ in range(3)]
+    for job in jobs:
+        shop.foreman.cancel(job)
+    shop.time.now += 0.1
+    shop.foreman.refuse_unmeetable(_due(shop, 1.2))
+
+
+async def test_nobody_is_refused_while_nothing_was_measured(shop: Shop) -> None:
+    shop.foreman.refuse_unmeetable(_due(shop, 0.1))
+    shop.fleet.report(shop.worker(), fleet_pb2.Load())
+    shop.time.now += 1
+    shop.foreman.refuse_unmeetable(_due(shop, 0.1))
+
+
+async def test_a_job_that_waits_too_long_to_be_done_in_time_is_dropped_before_its_deadline(shop: Shop) -> None:
+    shop.worker()
+    runs = shop.submit()
+    late, other = _due(shop, 5.0), shop.submit()
+    shop.foreman.submit(late)
+    shop.foreman.start()
+    shop.time.now += 4.3
+    shop.report(shop.member("w1"))
+    await asyncio.wait_for(late.ended.wait(), 3)
+    assert isinstance(late.error, DeadlineUnmeetable)
+    assert (runs.live, other.live) == (True, True)
+
+
 async def test_workers_that_stop_or_are_full_are_not_counted_as_lost_with_a_job() -> None:
     shop = Shop(max_attempts=1)
     job = shop.submit()
@@ -149,6 +202,48 @@ async def test_workers_that_stop_or_are_full_are_not_counted_as_lost_with_a_job(
     assert (job.state, job.attempts) == (image_pb2.JOB_STATE_FAILED, 7)
     assert isinstance(job.error, WorkerLost)
     await shop.foreman.stop()
+
+
+async def test_a_poisonous_job_fails_alone_and_none_of_its_neighbours(shop: Shop) -> None:
+    """A worker that dies whenever the poison has come to its fourth step."""
+    worker = shop.worker(seconds=0.1)
+    shop.report(worker, seconds=0.1, fixed_s=10.0)  # turns that are nearly free to share: all run together
+    jobs = [shop.submit() for _ in range(8)]
+    poison = jobs[3]
+    assert len(shop.running(worker)) == 8
+    company: list[int] = []
+    for _ in range(200):
+        if not any(job.live for job in jobs):
+            break
+        shop.time.now += 0.3
+        shop.report(worker, seconds=0.1, fixed_s=10.0)
+        await shop.step(worker)
+        if poison.state == image_pb2.JOB_STATE_RUNNING and poison.steps_done >= 4:
+            company.append(len(shop.running(worker)))
+            await shop.kill(worker)
+    assert isinstance(poison.error, Poisoned)
+    assert company == [8, 1, 1]
+    assert [job.state for job in jobs if job is not poison] == [image_pb2.JOB_STATE_COMPLETED] * 7
+
+
+async def test_suspects_hold_up_nobody_at_another_worker(shop: Shop) -> None:
+    first = shop.worker("w1")
+    dies = shop.submit()
+    assert dies.worker == "w1"
+    shop.worker("w2")
+    runs = shop.submit()
+    await shop.kill(first)
+    assert (dies.state, dies.suspect) == (image_pb2.JOB_STATE_QUEUED, True)
+    later = shop.submit()
+    assert (later.worker, dies.state) == ("w1", image_pb2.JOB_STATE_QUEUED)
+    await shop.complete(runs)
+    shop.report(shop.member("w2"))
+    assert (dies.worker, dies.alone) == ("w2", True)
+    waits = shop.submit()
+    assert waits.state == image_pb2.JOB_STATE_QUEUED
+    await shop.complete(dies)
+    shop.report(shop.member("w2"))
+    assert waits.worker == "w2"
 
 
 async def test_a_worker_that_did_not_take_a_job_is_not_asked_again_at_once(shop: Shop) -> None:

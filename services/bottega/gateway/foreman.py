@@ -65,7 +65,7 @@ class Foreman:
         self._matching = Matching(
             fleet=fleet, dispatcher=dispatcher, queue=queue, log=log, seating=self._seating, clock=clock
         )
-        self._standings = Standings(fleet=fleet, queue=queue, seating=self._seating)
+        self._standings = Standings(fleet=fleet, queue=queue, seating=self._seating, clock=clock)
         self._queue = queue
         self._jobs = log
         self._results = results
@@ -103,6 +103,10 @@ class Foreman:
             deadline.cancel()
         self._matching.close()
         await self._dispatcher.close()
+
+    def refuse_unmeetable(self, job: Job) -> None:
+        """Raises DeadlineUnmeetable for a job whose deadline is before its end, by what was measured."""
+        self._standings.refuse_unmeetable(job)
 
     def submit(self, job: Job) -> None:
         """Takes a job: it is remembered, and waits or runs. The queue's bounds were checked."""
@@ -264,6 +268,8 @@ class Foreman:
         for model in self._queue.models():
             if self._fleet.expected(model):
                 self._matching.at_once(model)
+                for job, error in list(self._standings.unmeetable(model)):
+                    self.fail(job, error)
                 continue
             for job in list(self._queue.line(model)):
                 self.fail(job, NoWorker("no worker came back for the model", retry_after_s=self._queue.retry_after_s()))

@@ -16,6 +16,7 @@ from bottega.errors import (
     BadImage,
     BottegaError,
     DeadlinePassed,
+    DeadlineUnmeetable,
     Draining,
     InvalidRequest,
     RequestIdReused,
@@ -37,6 +38,8 @@ from bottega.v1.generation_pb2 import GenerationSpec
 
 # image, mask_image and as many ControlNets as a request may have.
 _MAX_INPUT_IMAGES = 2 + validation.MAX_ADAPTERS
+# Failures that ask for the same order again; it is then drawn as a new job.
+_WORTH_A_RETRY = (Unavailable, DeadlinePassed, DeadlineUnmeetable)
 
 
 class Inspector(Protocol):
@@ -78,7 +81,7 @@ class Intake:
         """The order's job, and whether it is new: a known request_id attaches to its first run.
 
         Raises RequestIdReused, InvalidRequest or BadImage, FieldNotServed, Draining, ModelNotFound or NoWorker,
-        QueueFull, in this order; except that without room no image is decoded.
+        QueueFull, DeadlineUnmeetable, in this order; except that without room no image is decoded.
         """
         try:
             return await self._accept(order)
@@ -105,6 +108,7 @@ class Intake:
         job.image_digest, job.size_bytes = image_digest, size_bytes
         self._refuse_if_draining()  # which may have begun meanwhile
         self._queue.check_room(size_bytes)
+        self._foreman.refuse_unmeetable(job)
         self._foreman.submit(job)
         return job, True
 
@@ -114,7 +118,7 @@ class Intake:
             return None
         if job.fingerprint != fingerprint:
             raise RequestIdReused("this request_id was used for another request")
-        if job.state == image_pb2.JOB_STATE_FAILED and isinstance(job.error, Unavailable | DeadlinePassed):
+        if job.state == image_pb2.JOB_STATE_FAILED and isinstance(job.error, _WORTH_A_RETRY):
             return None  # The same order again is a retry, which is what those failures ask for.
         if any(self._results.get(picture.digest) is None for picture in job.pictures):
             return None  # Its pictures have expired before it has: nobody is helped by the news that it was done.

@@ -138,6 +138,11 @@ class Prospect:
         self._lines: list[list[int]] = [[] for _ in self._benches]
         self._size = 0
 
+    @property
+    def waiting(self) -> int:
+        """How many line up."""
+        return self._size
+
     def add(self, demand: Demand) -> None:
         """One more lines up, last."""
         if self._benches:
@@ -148,10 +153,17 @@ class Prospect:
         self._size += 1
 
     def end_s(self, demand: Demand) -> float | None:
-        """Expected seconds until one that lines up now completes; it is added. None while nothing was measured."""
-        bench = self._benches[self._least()] if self._benches else None
-        self.add(demand)
-        return bench.ends()[-1] + bench.seat.fixed_s if bench else None
+        """Expected seconds until one that lined up now would complete. None while nothing was measured."""
+        if not self._benches:
+            return None
+        bench = self._benches[self._least()]
+        return bench.ends(demand)[-1] + bench.seat.fixed_s
+
+    def least_s(self, demand: Demand) -> float | None:
+        """Seconds that it takes at the least, on the fastest worker and alone. None while that is not measured."""
+        if not self._benches or any(bench.unmeasured(demand) for bench in self._benches):
+            return None
+        return min(bench.alone_s(demand) + bench.seat.fixed_s for bench in self._benches)
 
     def ends(self) -> list[float | None]:
         """Expected seconds until each of those who were added completes."""
@@ -216,12 +228,17 @@ class _Bench:
         self._planned.append(demand)
         self._promised = self._promised or not bound
 
-    def ends(self) -> list[float]:
-        """When each of the jobs here ends, first come first."""
-        if not self._planned:
+    def unmeasured(self, demand: Demand) -> bool:
+        """Whether nothing is known of turns of that shape."""
+        return self.seat.times.seconds(demand.shape, demand.rows) is None
+
+    def ends(self, *more: Demand) -> list[float]:
+        """When each of the jobs here ends, first come first, and then each of `more`, if they came as well."""
+        planned = [*self._planned, *more]
+        if not planned:
             return []
-        shape = self._planned[-1].shape
-        works, seconds = _works(self._planned, shape), cache(_turns(self.seat.times, shape))
+        shape = planned[-1].shape
+        works, seconds = _works(planned, shape), cache(_turns(self.seat.times, shape))
         width = best_width(works[: 2 * _LOOK_AHEAD], seconds, max_rows=self._max_rows)
         return completion_times(works, seconds, max(1, width))
 

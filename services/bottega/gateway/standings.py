@@ -1,4 +1,4 @@
-"""Tells those who wait where they stand, and by when they may expect their picture.
+"""Tells those who wait where they stand, and by when they may expect their picture; and whose deadline is too soon.
 
 Decides nothing. A queue and a fleet may be large: everybody's estimate is made once a second, beside the event loop.
 """
@@ -6,38 +6,52 @@ Decides nothing. A queue and a fleet may be large: everybody's estimate is made 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+from bottega.errors import DeadlineUnmeetable
+from bottega.gateway.clock import Clock
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.jobs import Job, Standing
 from bottega.gateway.queueing import JobQueue
-from bottega.gateway.scheduler import Prospect, Seat, Waiting, estimates
+from bottega.gateway.scheduler import Demand, Prospect, Seat, Waiting, estimates
 from bottega.gateway.seating import Seating
+
+# Nobody is refused by an older look: jobs that have ended since are still in it. A new one costs some milliseconds.
+_FRESH_S = 0.05
+# How well estimates are known, as a share. One that is too late by less gets its chance, unless it would wait for
+# others: those who are refused at once can go elsewhere, and a queue of those who will be late helps nobody.
+_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    prospect: Prospect
+    at: float
 
 
 class Standings:
     """Call `tell_all` about once a second, and `tell_last` whenever a job has lined up."""
 
-    def __init__(self, *, fleet: Fleet, queue: JobQueue, seating: Seating) -> None:
+    def __init__(self, *, fleet: Fleet, queue: JobQueue, seating: Seating, clock: Clock) -> None:
         self._fleet = fleet
         self._queue = queue
         self._seating = seating
-        self._prospects: dict[str, Prospect] = {}
+        self._clock = clock
+        self._looks: dict[str, _Look] = {}
 
     def tell_last(self, job: Job) -> None:
         """To a job that has lined up last. Of the others it is known for up to a second how they stood."""
         model = job.bare.model
-        if model not in self._prospects:
-            waiting, seats = self._view(model)
-            prospect = self._prospects[model] = Prospect(seats)
-            for other in waiting[:-1]:
-                prospect.add(other.demand)
+        line = self._queue.line(model)
+        look = self._looks.get(model) or self._look(model, but=job)
         demand = self._seating.waiting(job, {}).demand
-        place = len(self._queue.line(model)) - 1
-        job.stand(Standing(place=place, estimate_s=self._prospects[model].end_s(demand)))
+        job.stand(Standing(place=len(line) - 1, estimate_s=look.prospect.end_s(demand)))
+        look.prospect.add(demand)
 
     async def tell_all(self) -> None:
         """To everybody who waits."""
-        self._prospects.clear()
+        self._looks.clear()
         for model in self._queue.models():
             waiting, seats = self._view(model)
             ends = await asyncio.to_thread(estimates, waiting, seats)
@@ -46,7 +60,72 @@ class Standings:
                 if job.job_id in by_job:  # one that came meanwhile has been told
                     job.stand(Standing(place=place, estimate_s=by_job[job.job_id]))
 
+    def refuse_unmeetable(self, job: Job) -> None:
+        """Raises DeadlineUnmeetable for a job that, lined up last, would end after its deadline.
+
+        By what was measured; where nothing was, every job may try.
+        """
+        if job.deadline is None:
+            return
+        model, demand = job.bare.model, self._seating.waiting(job, {}).demand
+        left_s = job.deadline - self._clock.monotonic()
+        look = self._looks.get(model) or self._look(model)
+        estimate_s = _late_s(look.prospect, demand, left_s)
+        if estimate_s is not None and look.at < self._clock.monotonic() - _FRESH_S:
+            look = self._look(model)
+            estimate_s = _late_s(look.prospect, demand, left_s)
+        if estimate_s is not None:
+            # Coming back helps where others are in the way, and does not where its own steps take too long.
+            alone_s = look.prospect.least_s(demand)
+            retry_after_s = None if _beyond(alone_s, left_s) else self._queue.retry_after_s()
+            raise _unmeetable(estimate_s, left_s, retry_after_s=retry_after_s)
+
+    def unmeetable(self, model: str) -> Iterator[tuple[Job, DeadlineUnmeetable]]:
+        """Jobs that wait and would be too late even if they ran now and alone, and why they are dropped."""
+        jobs = [job for job in self._queue.line(model) if job.deadline is not None]
+        if not jobs:
+            return
+        prospect = Prospect(self._seats(model))
+        for job in jobs:
+            assert job.deadline is not None
+            least_s = prospect.least_s(self._seating.waiting(job, {}).demand)
+            left_s = job.deadline - self._clock.monotonic()
+            if least_s is not None and _beyond(least_s, left_s):
+                yield job, _unmeetable(least_s, left_s, retry_after_s=None)
+
+    def _look(self, model: str, *, but: Job | None = None) -> _Look:
+        """How it stands now, with everybody who waits, but one."""
+        waiting, seats = self._view(model)
+        prospect = Prospect(seats)
+        for other in waiting:
+            if but is None or other.job_id != but.job_id:
+                prospect.add(other.demand)
+        look = self._looks[model] = _Look(prospect=prospect, at=self._clock.monotonic())
+        return look
+
     def _view(self, model: str) -> tuple[list[Waiting], list[Seat]]:
         members = {member.name: member for member in self._fleet.workers(model)}
         waiting = [self._seating.waiting(job, members) for job in self._queue.line(model)]
         return waiting, self._seating.seats(members.values())
+
+    def _seats(self, model: str) -> list[Seat]:
+        return self._seating.seats(self._fleet.workers(model))
+
+
+def _late_s(prospect: Prospect, demand: Demand, left_s: float) -> float | None:
+    """When a job would end that has `left_s` and would be too late, as far as can be known."""
+    estimate_s = prospect.end_s(demand)
+    allowed_s = left_s * (1 - _TOLERANCE) if prospect.waiting else left_s * (1 + _TOLERANCE)
+    return estimate_s if estimate_s is not None and estimate_s > allowed_s else None
+
+
+def _beyond(seconds: float | None, left_s: float) -> bool:
+    return seconds is not None and seconds > left_s * (1 + _TOLERANCE)
+
+
+def _unmeetable(estimate_s: float, left_s: float, *, retry_after_s: float | None) -> DeadlineUnmeetable:
+    return DeadlineUnmeetable(
+        f"it would be done in about {estimate_s:.1f} s, and the deadline is in {left_s:.1f} s",
+        metadata={"estimate_s": f"{estimate_s:.3f}"},
+        retry_after_s=retry_after_s,
+    )
