@@ -1,0 +1,520 @@
+"""Whatever is lost, doubled, delayed, killed or frozen: every job ends once, and for a reason.
+
+The gateway's own rules, fleet, queue and dispatcher face simulated workers that hold their attempts as real ones do.
+Hypothesis chooses what happens on the wire and who dies; the clock is turned by hand. At the end messages flow
+again, and everything must come to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from bottega.errors import BottegaError, JobCancelled, Poisoned, StaleAttempt, Unavailable, WorkerLost
+from bottega.gateway.fleet import Member
+from bottega.gateway.jobs import Checkpoint, Job
+from bottega.rpc.status import to_job_error
+from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
+from bottega.v1.generation_pb2 import Provenance
+from bottega.worker.attempts import Attempt, AttemptKey, Attempts, Completed, Event, Failed, Picture, Progress, Started
+from tests.unit.sample_jobs import FakeTime, sample_job
+from tests.unit.sample_shop import Shop
+
+STEPS = 10
+MOST_JOBS = 6
+MOST_POISON = 2
+WORKERS = ("w1", "w2")
+# Rounds in which everything flows, until everything must have ended: each gives every job some steps.
+MOST_ROUNDS = 400
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One RunAttempt: what is under way to the worker, and back."""
+
+    process: Process
+    request: worker_pb2.RunAttemptRequest
+    arrived: bool = False
+    over: bool = False
+    pending: deque[worker_pb2.RunAttemptResponse | BottegaError] = field(default_factory=deque)
+    answers: asyncio.Queue[worker_pb2.RunAttemptResponse | BottegaError] = field(default_factory=asyncio.Queue)
+
+    @property
+    def key(self) -> AttemptKey:
+        return AttemptKey.of(self.request.attempt)
+
+
+class Process:
+    """One life of a worker: its attempts, and the steps that its engine has made at each."""
+
+    def __init__(self, name: str, address: str, time: FakeTime) -> None:
+        self.name, self.address = name, address
+        self.attempts = Attempts(max_attempts=8, result_grace_s=30, result_bytes=1 << 20, clock=lambda: time.now)
+        self.engine: dict[AttemptKey, int] = {}
+        self.member: Member | None = None
+        self.alive, self.frozen = True, False
+
+    @property
+    def works(self) -> bool:
+        return self.alive and not self.frozen
+
+    def registration(self) -> fleet_pb2.Registration:
+        model = image_pb2.Model(name="m", vae_scale_factor=4)
+        kind = fleet_pb2.SERVICE_KIND_WORKER
+        return fleet_pb2.Registration(kind=kind, name=self.name, address=self.address, models=[model])
+
+    def load(self) -> fleet_pb2.Load:
+        times = [fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=n, seconds=1 + n / 100) for n in (1, 2)]
+        running = [
+            fleet_pb2.RunningAttempt(attempt=attempt.key.message(), steps_left=STEPS - attempt.steps_done)
+            for attempt in self.attempts.active()
+        ]
+        return fleet_pb2.Load(step_times=times, max_rows=16, running=running)
+
+    def run(self, request: worker_pb2.RunAttemptRequest) -> Attempt:
+        """As Worker.run."""
+        key = AttemptKey.of(request.attempt)
+        known = self.attempts.find(key)
+        if known is not None:
+            return known
+        earlier = self.attempts.superseded(key)
+        if earlier is not None:
+            self.drop(earlier, StaleAttempt("superseded"))
+        attempt = self.attempts.add(key)
+        self.engine[key] = int(request.checkpoint or b"0")
+        attempt.begin(Started(steps_total=STEPS, steps_resumed=self.engine[key]))
+        return attempt
+
+    def drop(self, attempt: Attempt, error: BottegaError) -> None:
+        """As Worker._drop."""
+        self.engine.pop(attempt.key, None)
+        attempt.fail(error)
+        self.attempts.forget(attempt)
+
+    def lose_engine(self) -> list[AttemptKey]:
+        """As Worker.engine_lost; those that it had."""
+        held = list(self.engine)
+        self.engine.clear()
+        for key in held:
+            attempt = self.attempts.find(key)
+            assert attempt is not None
+            attempt.fail(WorkerLost("engine lost", metadata={"died": "engine", "held_together": str(len(held))}))
+        return held
+
+
+class Line:
+    """What the gateway calls a worker by. Nothing arrives before a rule says so."""
+
+    def __init__(self, wire: Wire, process: Process) -> None:
+        self._wire, self._process = wire, process
+
+    def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
+        call = Call(self._process, request)
+        self._wire.calls.append(call)
+        self._wire.numbers.setdefault(call.key.job_id, []).append(call.key.number)
+        return self._events(call)
+
+    async def _events(self, call: Call) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
+        try:
+            while True:
+                answer = await call.answers.get()
+                if isinstance(answer, BottegaError):
+                    raise answer
+                yield answer
+        finally:
+            call.over = True
+
+    async def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
+        await asyncio.Event().wait()
+        yield worker_pb2.WatchCheckpointsResponse()
+
+    async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
+        self._wire.cancels.append((self._process, AttemptKey.of(attempt)))
+
+    async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
+        """Nothing to show."""
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+class Wire(Shop):
+    """The gateway's side, and everything that is under way."""
+
+    def __init__(self) -> None:
+        super().__init__(max_attempts=10_000)  # cut-offs happen at will here
+        self.processes: dict[str, Process] = {}
+        self.by_address: dict[str, Process] = {}
+        self.calls: list[Call] = []
+        self.cancels: list[tuple[Process, AttemptKey]] = []
+        self.numbers: dict[str, list[int]] = {}
+        self.followers: set[asyncio.Task[None]] = set()
+
+    def boot(self, name: str) -> None:
+        """A worker's process starts and joins."""
+        address = f"127.0.0.1:{len(self.by_address) + 1}"
+        process = self.processes[name] = self.by_address[address] = Process(name, address, self.time)
+        self.speak(process)
+
+    def speak(self, process: Process) -> None:
+        """A worker reports, and joins where it has not."""
+        if process.member is None or not process.member.connected:
+            process.member = self.fleet.join(process.registration())
+        self.fleet.report(process.member, process.load())
+
+    def leave(self, process: Process) -> None:
+        """A worker's stream ends."""
+        if process.member is not None:
+            self.fleet.leave(process.member, process.member.stream)
+
+    def deliver(self, call: Call) -> None:
+        """What is next on a call arrives: the request, then one answer after the other, then the death."""
+        if not call.arrived:
+            call.arrived = True
+            if call.process.works:
+                self._arrive(call)
+            return
+        if call.pending:
+            call.answers.put_nowait(call.pending.popleft())
+        elif not call.process.alive:
+            call.answers.put_nowait(WorkerLost("connection broke", metadata={"died": "worker"}))
+
+    def _arrive(self, call: Call) -> None:
+        try:
+            attempt = call.process.run(call.request)
+        except StaleAttempt:
+            call.pending.append(WorkerLost("stale"))
+        except BottegaError as error:
+            call.pending.append(error)
+        else:
+            task = asyncio.create_task(_follow(attempt, call))
+            self.followers.add(task)
+            task.add_done_callback(self.followers.discard)
+
+    def _connect(self, address: str) -> Line:  # type: ignore[override]
+        return Line(self, self.by_address[address])
+
+
+async def _follow(attempt: Attempt, call: Call) -> None:
+    async for event in attempt.follow():
+        if not call.process.alive:
+            return
+        call.pending.extend(_responses(event))
+
+
+def _responses(event: Event) -> Iterator[worker_pb2.RunAttemptResponse]:
+    pb = worker_pb2
+    match event:
+        case Started(steps_total=total, steps_resumed=resumed):
+            yield pb.RunAttemptResponse(started=pb.AttemptStarted(steps_total=total, steps_resumed=resumed))
+        case Progress(steps_done=done):
+            yield pb.RunAttemptResponse(progress=pb.AttemptProgress(steps_done=done))
+        case Picture(index=index, data=data):
+            yield pb.RunAttemptResponse(image=pb.AttemptImageChunk(index=index, chunk=data, last=True))
+        case Completed(provenance=provenance):
+            yield pb.RunAttemptResponse(completed=pb.AttemptCompleted(provenance=provenance))
+        case Failed(error=error):
+            yield pb.RunAttemptResponse(failed=to_job_error(error))
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a job ended: it must stay so."""
+
+    state: int
+    error: BottegaError | None
+    pictures: object
+
+
+class Lifecycle(RuleBasedStateMachine):
+    """The rules are what may happen."""
+
+    workers: ClassVar[st.SearchStrategy[str]] = st.sampled_from(WORKERS)
+    places: ClassVar[st.SearchStrategy[int]] = st.integers(0, 50)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.wire = self.do(self._open())
+        self.jobs: list[Job] = []
+        self.poison: dict[str, int] = {}
+        self.blame: Counter[str] = Counter()
+        self.ends: dict[str, End] = {}
+
+    async def _open(self) -> Wire:
+        return Wire()
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Runs in the event loop until nothing moves by itself."""
+
+        async def settled() -> Any:
+            result = await work
+            for _ in range(12):
+                await asyncio.sleep(0)
+            return result
+
+        return self.runner.run(settled())
+
+    def pass_time(self, seconds: float = 0.02) -> None:
+        self.wire.time.now += seconds
+
+    # What may happen.
+
+    @initialize()
+    def begin(self) -> None:
+        for name in WORKERS:
+            self.do(self._boot(name))
+
+    @precondition(lambda self: len(self.jobs) < MOST_JOBS)
+    @rule(poison=st.none() | st.integers(1, STEPS))
+    def submit(self, poison: int | None) -> None:
+        job = sample_job(self.wire.time)
+        if poison is not None and len(self.poison) < MOST_POISON:
+            self.poison[job.job_id] = poison
+        self.jobs.append(job)
+        self.do(self._call(self.wire.foreman.submit, job))
+
+    @rule(place=places)
+    def deliver(self, place: int) -> None:
+        if self.wire.calls:
+            self.do(self._call(self.wire.deliver, self.wire.calls[place % len(self.wire.calls)]))
+
+    @rule(times=st.integers(1, 4))
+    def deliver_all(self, times: int) -> None:
+        for _ in range(times):
+            for call in list(self.wire.calls):
+                self.do(self._call(self.wire.deliver, call))
+
+    @rule(place=places)
+    def ask_twice(self, place: int) -> None:
+        """The same RunAttempt again: it attaches to what runs or has ended."""
+        if self.wire.calls:
+            call = self.wire.calls[place % len(self.wire.calls)]
+            if call.process.works:
+                with contextlib.suppress(BottegaError):
+                    self.do(self._call(call.process.run, call.request))
+
+    @rule(place=places)
+    def break_call(self, place: int) -> None:
+        """What is under way on a call is lost, and sooner or later its caller sees that."""
+        if self.wire.calls:
+            call = self.wire.calls[place % len(self.wire.calls)]
+            self.wire.calls.remove(call)
+            error: BottegaError = WorkerLost("broke off") if call.arrived else Unavailable("not reached")
+            self.do(self._call(call.answers.put_nowait, error))
+
+    @rule(lost=st.booleans())
+    def cancel_arrives(self, lost: bool) -> None:
+        if self.wire.cancels:
+            process, key = self.wire.cancels.pop(0)
+            attempt = process.attempts.find(key)
+            if attempt is not None and process.works and not lost:
+                self.do(self._call(process.drop, attempt, JobCancelled("cancelled")))
+
+    @rule(name=workers, times=st.integers(1, STEPS))
+    def step(self, name: str, times: int) -> None:
+        for _ in range(times):
+            self.do(self._step(self.wire.processes[name]))
+
+    @rule(name=workers)
+    def report(self, name: str) -> None:
+        process = self.wire.processes[name]
+        if process.works:
+            self.pass_time()
+            self.do(self._call(self.wire.speak, process))
+
+    @rule(name=workers)
+    def stream_ends(self, name: str) -> None:
+        self.do(self._call(self.wire.leave, self.wire.processes[name]))
+
+    @rule(name=workers, noticed=st.booleans())
+    def kill(self, name: str, noticed: bool) -> None:
+        process = self.wire.processes[name]
+        if process.alive:
+            self.blame.update({key.job_id for key in self._with(process)})
+            process.alive = False
+            if noticed:
+                self.do(self._call(self.wire.leave, process))
+
+    @rule(name=workers)
+    def restart(self, name: str) -> None:
+        if not self.wire.processes[name].alive:
+            self.do(self._boot(name))
+
+    @rule(name=workers, frozen=st.booleans())
+    def freeze(self, name: str, frozen: bool) -> None:
+        self.wire.processes[name].frozen = frozen
+
+    @rule(seconds=st.floats(0.05, 2.0))
+    def wait(self, seconds: float) -> None:
+        self.pass_time(seconds)
+        self.do(self._call(self.wire.fleet.expire))
+
+    @rule(place=places)
+    def cancel(self, place: int) -> None:
+        if self.jobs and place < 10:
+            self.do(self._call(self.wire.foreman.cancel, self.jobs[place % len(self.jobs)]))
+
+    @rule(place=places, back=st.integers(0, 3), steps=st.integers(1, STEPS - 1))
+    def checkpoint(self, place: int, back: int, steps: int) -> None:
+        """A checkpoint comes, perhaps of an earlier attempt; poison is not resumed beyond where it kills."""
+        if self.jobs:
+            job = self.jobs[place % len(self.jobs)]
+            steps = min(steps, job.steps_done, self.poison.get(job.job_id, STEPS) - 1)
+            job.keep(job.attempts - back, Checkpoint(steps_done=steps, data=b"%d" % steps))
+
+    @rule(place=places, back=st.integers(1, 5))
+    def late_answer(self, place: int, back: int) -> None:
+        """Whatever an abandoned attempt says."""
+        if not self.jobs:
+            return
+        job = self.jobs[place % len(self.jobs)]
+        number, before = job.attempts - back, _all_of(job)
+        foreman = self.wire.foreman
+        for call in (
+            lambda: job.resume(number, steps_total=99, steps_resumed=99),
+            lambda: job.advance(number, 99),
+            lambda: job.keep(number, Checkpoint(steps_done=99, data=b"99")),
+            lambda: foreman.attempt_completed(job, number, (), Provenance()),
+            lambda: foreman.attempt_failed(job, number, Unavailable("late")),
+            lambda: foreman.attempt_returned(job, number, Unavailable("late")),
+            lambda: foreman.attempt_lost(job, number, WorkerLost("late", metadata={"died": "worker"})),
+        ):
+            self.do(self._call(call))
+        assert _all_of(job) == before
+
+    # What must hold.
+
+    @invariant()
+    def an_end_is_an_end(self) -> None:
+        outcomes: Counter[str] = Counter()
+        for job in self.jobs:
+            if not job.live:
+                end = End(job.state, job.error, job.pictures)
+                assert self.ends.setdefault(job.job_id, end) == end
+                outcomes[image_pb2.JobState.Name(job.state).removeprefix("JOB_STATE_").lower()] += 1
+        for outcome in ("completed", "failed", "cancelled"):
+            told = self.wire.registry.get_sample_value("bottega_jobs_total", {"outcome": outcome}) or 0
+            assert told == outcomes[outcome]
+
+    @invariant()
+    def numbers_rise(self) -> None:
+        for numbers in self.wire.numbers.values():
+            assert numbers == sorted(set(numbers))
+
+    @invariant()
+    def the_queue_holds_what_waits(self) -> None:
+        assert {job.job_id for job in self.wire.queue.line("m")} == {
+            job.job_id for job in self.jobs if job.state == image_pb2.JOB_STATE_QUEUED
+        }
+
+    @invariant()
+    def suspects_are_alone(self) -> None:
+        running = [job for job in self.jobs if job.state == image_pb2.JOB_STATE_RUNNING]
+        for job in running:
+            if job.suspect:
+                assert [other for other in running if other.worker == job.worker] == [job]
+
+    @invariant()
+    def only_deaths_alone_count_and_two_are_poison(self) -> None:
+        for job in self.jobs:
+            assert job.deaths <= self.blame[job.job_id]
+            assert isinstance(job.error, Poisoned) == (job.deaths >= 2)
+
+    def teardown(self) -> None:
+        """Messages flow again: everything ends, the innocent well."""
+        try:
+            for _ in range(MOST_ROUNDS):
+                if not any(job.live for job in self.jobs):
+                    break
+                self._flow()
+            for job in self.jobs:
+                assert not job.live, f"{job.job_id} did not end: {_all_of(job)}"
+                self._check_end(job)
+            self.an_end_is_an_end()
+        finally:
+            self.do(self.wire.foreman.stop())
+            self.do(self._drop_followers())
+            self.runner.close()
+
+    def _check_end(self, job: Job) -> None:
+        if job.state == image_pb2.JOB_STATE_CANCELLED:
+            return
+        if job.job_id in self.poison or self.blame[job.job_id] >= 2:
+            assert job.state == image_pb2.JOB_STATE_COMPLETED or isinstance(job.error, Poisoned)
+        else:
+            assert job.state == image_pb2.JOB_STATE_COMPLETED, repr(job.error)
+        if job.job_id in self.poison:
+            assert isinstance(job.error, Poisoned)
+
+    def _flow(self) -> None:
+        for name, process in list(self.wire.processes.items()):
+            process.frozen = False
+            if not process.alive:
+                self.do(self._boot(name))
+        for process in self.wire.processes.values():
+            self.do(self._step(process))
+            self.pass_time(0.1)
+            self.do(self._call(self.wire.speak, process))
+        for call in list(self.wire.calls):
+            for _ in range(1 + len(call.pending)):
+                self.do(self._call(self.wire.deliver, call))
+        while self.wire.cancels:
+            self.cancel_arrives(lost=False)
+        self.do(self._call(self.wire.fleet.expire))
+        self.wire.calls = [call for call in self.wire.calls if not call.over]
+
+    def _with(self, process: Process) -> list[AttemptKey]:
+        """Attempts that are at a worker, or under way to it."""
+        called = [call.key for call in self.wire.calls if call.process is process]
+        return [*process.engine, *called]
+
+    async def _boot(self, name: str) -> None:
+        self.pass_time()
+        self.wire.boot(name)
+
+    async def _call(self, function: Any, *arguments: Any) -> Any:
+        self.pass_time()
+        return function(*arguments)
+
+    async def _step(self, process: Process) -> None:
+        if not process.works:
+            return
+        for key in list(process.engine):
+            attempt = process.attempts.find(key)
+            assert attempt is not None
+            steps = process.engine[key] = process.engine[key] + 1
+            if self.poison.get(key.job_id) == steps:
+                held = process.lose_engine()
+                if len(held) == 1:
+                    self.blame[key.job_id] += 1
+                self.wire.leave(process)
+                return
+            attempt.advance(Progress(steps_done=steps))
+            if steps >= STEPS:
+                del process.engine[key]
+                attempt.add_picture(Picture(index=0, data=b"picture"))
+                attempt.complete(Provenance(worker=process.name))
+
+    async def _drop_followers(self) -> None:
+        for task in self.wire.followers:
+            task.cancel()
+        await asyncio.gather(*self.wire.followers, return_exceptions=True)
+
+
+def _all_of(job: Job) -> tuple[object, ...]:
+    return (job.state, job.attempts, job.worker, job.steps_done, job.checkpoint, job.deaths, job.losses, job.error)
+
+
+Lifecycle.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestLifecycle = Lifecycle.TestCase
