@@ -42,6 +42,8 @@ protos: .venv/.ready ## Write the stubs of the contract again, after an edit of 
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
 	@touch .venv/.stubs
 
+# Transformers warns of each image processor for which torchvision, which nothing here uses, is missing.
+bench-%: export TRANSFORMERS_VERBOSITY = error
 bench-%: .venv/.ready .venv/.stubs ## Run one comparison of load/bench (ARGS goes to it): make bench-overhead
 	@test -f load/bench/$*.py || { echo "no bench '$*'; there are: $$(cd load/bench && ls *.py | sed 's/\.py$$//' | xargs)"; exit 2; }
 	$(BIN)/python -m load.bench.$* $(ARGS)
