@@ -147,7 +147,7 @@ class Machine(RuleBasedStateMachine):
         holder = self.known.get(job_id)
         if holder is None and request_id in self.requests:
             holder = self.known[self.requests[request_id]]
-            if holder.job_id == replaces and holder.state == JOB_STATE_FAILED:
+            if holder.job_id == replaces and holder.state in (JOB_STATE_FAILED, JOB_STATE_COMPLETED):
                 holder = None
         if holder is None:
             self.added += 1

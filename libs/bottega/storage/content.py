@@ -146,6 +146,15 @@ class ContentStore:
         """
         return await self._reader.run(lambda: self._read(digest))
 
+    def holds(self, digest: str) -> bool:
+        """Whether the image is there, as far as is known without a look at the disk."""
+        entry = self._entries.get(digest)
+        return entry is not None and entry.time + self._ttl_s > self._clock()
+
+    async def probe(self) -> None:
+        """Returns when something could be written, and was taken away again."""
+        await self._writer.run(self._probe)
+
     async def sweep(self) -> bool:
         """Drops what has expired, oldest first, for a few milliseconds at most. Whether there is more to drop."""
         return await self._writer.run(self._sweep)
@@ -198,6 +207,11 @@ class ContentStore:
                 entry.trusted = False
                 raise
             return reader
+
+    def _probe(self) -> None:
+        self._check_opened()
+        with faults.translated():
+            self._folder.probe()
 
     def _sweep(self) -> bool:
         self._check_opened()

@@ -25,6 +25,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _INCOMING = "incoming"
 _BLOCK_BYTES = 1 << 20
+# Of the size of a small picture.
+_PROBE, _PROBE_BYTES = "probe", 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,14 @@ class ContentFolder:
         except (FileNotFoundError, DataLoss):
             return False
         return True
+
+    def probe(self) -> None:
+        """Writes something and takes it away again. Raises OSError where a file could not be written."""
+        path = self._path / _INCOMING / _PROBE
+        try:
+            _write(path, bytes(_PROBE_BYTES), time=0.0)
+        finally:
+            _discard(path)
 
     def remove(self, digest: str) -> None:
         """Harmless when it has gone."""

@@ -10,6 +10,8 @@ from bottega.errors import StorageUnavailable
 
 # Long enough for an operator, or a sweep, to have made room; short enough to notice it.
 RETRY_AFTER_S = 5.0
+# The cause of what is no fault of a disk: more waits for it than it can take at once.
+BUSY = "EAGAIN"
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})

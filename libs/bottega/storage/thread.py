@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from bottega.storage.faults import unavailable
+from bottega.storage.faults import BUSY, unavailable
 
 ResultT = TypeVar("ResultT")
 
@@ -74,6 +74,11 @@ class StorageThread:
         self._wait_s = wait_s
         self._started = self._closed = False
 
+    @property
+    def waiting(self) -> int:
+        """Pieces of work that wait."""
+        return self._queue.qsize()
+
     async def run(self, do: Callable[[], ResultT], *, size_bytes: int = 0) -> ResultT:
         """What `do` returns or raises.
 
@@ -104,7 +109,7 @@ class StorageThread:
         try:
             self._queue.put_nowait(work)
         except queue.Full:
-            raise unavailable("more waits for the disk than it can take", cause="EAGAIN") from None
+            raise unavailable("more waits for the disk than it can take", cause=BUSY) from None
 
     def _serve_all(self) -> None:
         while (first := self._queue.get()) is not None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -25,18 +26,27 @@ _MAX_WAITING = 4096
 _log = logging.getLogger(__name__)
 
 
+def _ignore(_: float) -> None:
+    """For those who do not measure."""
+
+
 class GroupCommit:
     """Runs operations in the order in which they came; each is durable when its caller hears of it.
 
     connect: opens a connection without implicit transactions; called in the thread, and again after a failure.
     typed: what to raise for an error of SQLite, or None for one that is a fault of ours.
+    on_commit: told in the thread how many seconds each group took.
     """
 
     def __init__(
-        self, connect: Callable[[], sqlite3.Connection], typed: Callable[[sqlite3.Error], Exception | None]
+        self,
+        connect: Callable[[], sqlite3.Connection],
+        typed: Callable[[sqlite3.Error], Exception | None],
+        on_commit: Callable[[float], None] = _ignore,
     ) -> None:
         self._connect = connect
         self._typed = typed
+        self._on_commit = on_commit
         self._thread = StorageThread(
             "job-writer",
             serve=self._serve,
@@ -47,6 +57,11 @@ class GroupCommit:
         self._connection: sqlite3.Connection | None = None
         self._failing = False
         self.commits = 0
+
+    @property
+    def waiting(self) -> int:
+        """Operations that wait for the next group."""
+        return self._thread.waiting
 
     async def run(self, operation: Callable[[sqlite3.Connection], ResultT], *, size_bytes: int = 0) -> ResultT:
         """What `operation` returns, once it is durable. size_bytes: about what it writes, where that is much.
@@ -65,12 +80,14 @@ class GroupCommit:
         wanted = [work for work in group if work.begin()]
         if not wanted:
             return
+        began = time.perf_counter()
         try:
             finish = self._transact(wanted)
         except BaseException as error:  # noqa: BLE001 - it is raised where the operations are awaited
             self._fail(wanted, error)
             return
         self.commits += 1
+        self._on_commit(time.perf_counter() - began)
         self._tell(failing=False)
         for tell in finish:
             tell()

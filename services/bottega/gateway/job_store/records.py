@@ -11,6 +11,8 @@ from bottega.v1 import image_pb2
 from bottega.v1.image_pb2 import JobState
 
 _LIVE = frozenset({image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING})
+# A cancelled job stays what its request_id means: nobody wanted it.
+_REPLACEABLE = frozenset({image_pb2.JOB_STATE_FAILED, image_pb2.JOB_STATE_COMPLETED})
 _UNHAPPY = frozenset({image_pb2.JOB_STATE_FAILED, image_pb2.JOB_STATE_CANCELLED})
 
 
@@ -103,5 +105,5 @@ class JobRecord:
         return replace(self, state=state, error=error, ended_wall=ended_wall)
 
     def gives_way_to(self, other: JobRecord, *, replaces: str) -> bool:
-        """Whether `other`, which comes with the same request_id, is a retry of this one and not the same again."""
-        return self.state == image_pb2.JOB_STATE_FAILED and replaces == self.job_id != other.job_id
+        """Whether `other`, which comes with the same request_id, shall be drawn and is not the same again."""
+        return self.state in _REPLACEABLE and replaces == self.job_id != other.job_id

@@ -26,12 +26,17 @@ ResultT = TypeVar("ResultT")
 _log = logging.getLogger(__name__)
 
 
+def _ignore(_: float) -> None:
+    """For those who do not measure."""
+
+
 class SqliteJobStore:
     """See JobStore. Several stores, in one process or several, may have the same file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, on_commit: Callable[[float], None] = _ignore) -> None:
+        """on_commit: told, in a thread of the store, how many seconds each commit took."""
         self._path = path
-        self._writer = GroupCommit(self._connect, self._typed)
+        self._writer = GroupCommit(self._connect, self._typed, on_commit)
         self._reader = StorageThread("job-reader")
         self._reading: sqlite3.Connection | None = None
         self._readable = self._writable = False
@@ -47,6 +52,11 @@ class SqliteJobStore:
     def commits(self) -> int:
         """Transactions so far, each of a group of operations."""
         return self._writer.commits
+
+    @property
+    def waiting(self) -> int:
+        """Operations that wait to be written."""
+        return self._writer.waiting
 
     async def open(self) -> None:
         """See JobStore."""
@@ -141,6 +151,10 @@ class SqliteJobStore:
                 connection, ended_before=ended_before, max_jobs=max_jobs, max_bytes=max_bytes, limit=limit
             )
         )
+
+    async def probe(self) -> None:
+        """See JobStore."""
+        await self._write(sqlite_statements.probe)
 
     async def _change(self, job_id: str, follow: Callable[[JobRecord], JobRecord | None]) -> bool:
         return await self._write(lambda connection: sqlite_statements.change(connection, job_id, follow))

@@ -121,6 +121,11 @@ def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int
     return forgotten
 
 
+def probe(connection: sqlite3.Connection) -> None:
+    """See JobStore.probe: a page is written though nothing changes."""
+    connection.execute("UPDATE generation SET number = number")
+
+
 def _records(connection: sqlite3.Connection, query: str, *parameters: Value) -> list[JobRecord]:
     # All rows at once: a statement that is not read to its end holds the others to what was there when it began.
     return [from_row(row) for row in connection.execute(query, parameters).fetchall()]

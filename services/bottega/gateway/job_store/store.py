@@ -47,7 +47,8 @@ class JobStore(Protocol):
         When its job_id or its request_id is known and not forgotten, nothing is taken, and the known job is returned:
         compare its job_id, and its fingerprint.
         inputs: what it needs beside its spec while it is live: its complete GenerationSpec where it has input images.
-        replaces: job_id of a failed job that this one, a retry, takes the request_id from.
+        replaces: job_id of a failed job that this one, a retry, takes the request_id from; or of a completed one
+        whose images have gone.
         """
         ...
 
@@ -110,4 +111,8 @@ class JobStore(Protocol):
         Forgotten are ended jobs that ended before that time, and as many more as it takes until at most max_jobs are
         remembered, live ones included, with specs and results of at most max_bytes.
         """
+        ...
+
+    async def probe(self) -> None:
+        """Writes what is there already: returns when something could be written."""
         ...
