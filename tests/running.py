@@ -68,7 +68,10 @@ class Services:
         self.stop()
 
     def start(self, module: str, config: Mapping[str, object], *, name: str = "") -> Service:
-        """Starts `python -m MODULE --config FILE` and returns when it serves."""
+        """Starts `python -m MODULE --config FILE` and returns when it serves.
+
+        name: of its files; one of the same name, started later, has the same state.
+        """
         self._started += 1
         name = name or f"{module.rpartition('.')[2]}-{self._started}"
         path = self._folder / f"{name}.yaml"
@@ -80,7 +83,7 @@ class Services:
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,
-                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "BOTTEGA_STATE": str(self._folder / f"{name}.state")},
             )
         try:
             serving = _wait_until_serving(process, log)

@@ -7,11 +7,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 from bottega.gateway.job_store import JobRecord, JobStore, SqliteJobStore
+from tests.memory_storehouse import MemoryJobStore, Shelf
+
+_SHELVES: dict[Path, Shelf] = {}
 
 # Each makes one more store, not open yet, of the jobs that belong to a folder.
 BACKENDS: Mapping[str, Callable[[Path], JobStore]] = MappingProxyType(
     {
         "sqlite": lambda folder: SqliteJobStore(folder / "jobs.sqlite"),
+        "memory": lambda folder: MemoryJobStore(_SHELVES.setdefault(folder, Shelf())),
     }
 )
 

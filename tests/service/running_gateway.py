@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,9 +72,22 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running_gateway(*, codec_processes: int = 0, **config: Any) -> AsyncIterator[Running]:
-    """Serves until the block ends. Most tests send no images and need no codec process."""
+    """Serves until the block ends. Most tests send no images and need no codec process.
+
+    state: of an earlier one that shall go on; else it has one of its own.
+    """
+    with contextlib.ExitStack() as stack:
+        config.setdefault("state", stack.enter_context(tempfile.TemporaryDirectory(prefix="bottega-test-")))
+        async with _serving(codec_processes=codec_processes, **config) as running:
+            yield running
+
+
+@contextlib.asynccontextmanager
+async def _serving(*, codec_processes: int, **config: Any) -> AsyncIterator[Running]:
     server = GatewayServerConfig(
-        listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", drain_grace_s=config.pop("drain_grace_s", 5.0)
+        listen=config.pop("listen", "127.0.0.1:0"),
+        metrics_listen="127.0.0.1:0",
+        drain_grace_s=config.pop("drain_grace_s", 5.0),
     )
     gateway = Gateway(GatewayConfig(server=server, codec_processes=codec_processes, **config))
     await gateway.server.start()

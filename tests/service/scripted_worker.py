@@ -1,6 +1,7 @@
 """A worker that speaks the real wire protocol and does what a test tells it: hold, die, answer late, go silent.
 
-It draws nothing; its images are the bytes b"picture 0", b"picture 1", ... It knows no gateway but by the wire.
+It draws nothing; its images are the bytes b"picture 0", b"picture 1", ... An attempt whose call breaks stays where it
+is until the same attempt is asked for again. It knows no gateway but by the wire.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._model = model
         self._step_s = step_s or {}
         self._running: dict[tuple[str, int], int] = {}
+        self._left_at: dict[tuple[str, int], int] = {}
+        self.begun: list[tuple[str, int]] = []
         self.previewed: set[tuple[str, int]] = set()
         self._server = Server(name, ServerConfig(drain_grace_s=0.1))
         self.membership: FleetMembership | None = None
@@ -130,6 +133,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         key = (request.attempt.job_id, request.attempt.number)
         spec, script = request.spec, self.script
         self.requests.append(request)
+        if key not in self._left_at:
+            self.begun.append(key)
         if request.preview:
             self.previewed.add(key)
         self.arrived.set()
@@ -138,8 +143,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         started = worker_pb2.AttemptStarted(steps_total=total, steps_resumed=resumed)
         yield worker_pb2.RunAttemptResponse(started=started)
         try:
-            for step in range(resumed + 1, total + 1):
+            for step in range(self._left_at.get(key, resumed) + 1, total + 1):
                 self._running[key] = total - step
+                self._left_at[key] = step - 1
                 preview = script.preview if key in self.previewed else b""
                 yield worker_pb2.RunAttemptResponse(
                     progress=worker_pb2.AttemptProgress(steps_done=step, preview_jpeg=preview)
@@ -149,6 +155,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 await asyncio.sleep(script.pace_s)
             for answer in self._answers(request, script):
                 yield answer
+            self._left_at.pop(key, None)
         finally:
             self._running.pop(key, None)
 
@@ -171,6 +178,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.CancelAttemptResponse:
         """See the contract."""
         await self.cancelled.put(request.attempt)
+        self._left_at.pop((request.attempt.job_id, request.attempt.number), None)
         return worker_pb2.CancelAttemptResponse(known=True)
 
     async def PreviewAttempt(
@@ -185,7 +193,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.ListAttemptsRequest, context: object
     ) -> worker_pb2.ListAttemptsResponse:
         """See the contract."""
-        return worker_pb2.ListAttemptsResponse()
+        names = [worker_pb2.AttemptId(job_id=job_id, number=number) for job_id, number in self._running | self._left_at]
+        return worker_pb2.ListAttemptsResponse(attempts=[worker_pb2.AttemptSummary(attempt=name) for name in names])
 
     async def WatchCheckpoints(
         self, request: worker_pb2.WatchCheckpointsRequest, context: object

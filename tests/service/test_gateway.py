@@ -323,7 +323,7 @@ async def test_a_running_job_past_its_deadline_is_taken_from_its_worker(house: R
     call = house.generate(timeout=0.3, prompt="a star")
     job_id = (await told(call)).job_id
     assert (await asyncio.wait_for(worker.cancelled.get(), 2)).job_id == job_id
-    assert (await house.job(job_id)).error.code == errors.Code.DEADLINE_EXCEEDED
+    assert (await house.ended(job_id)).error.code == errors.Code.DEADLINE_EXCEEDED
 
 
 async def test_those_who_wait_are_told_their_place_and_again_when_it_changes(house: Running) -> None:

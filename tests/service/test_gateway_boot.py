@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -21,7 +22,8 @@ async def _start(tmp_path: Path, config: str, *options: str) -> asyncio.subproce
     file.write_text(config)
     command = [sys.executable, "-m", "bottega.gateway", "--config", str(file), *options]
     pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(*command, stdin=pipe, stderr=pipe)
+    env = {**os.environ, "BOTTEGA_STATE": str(tmp_path / "state")}
+    return await asyncio.create_subprocess_exec(*command, stdin=pipe, stderr=pipe, env=env)
 
 
 async def test_a_gateway_serves_and_ends_on_sigterm_with_its_codec_processes(tmp_path: Path) -> None:

@@ -19,6 +19,12 @@ class FakeTime:
         return Clock(monotonic=lambda: self.now, wall=lambda: self.now + 1e9)
 
 
+def tell(job: Job) -> None:
+    """What was decided of the job is durable: it has ended."""
+    assert job.outcome is not None
+    job.end(job.outcome)
+
+
 def sample_job(time: FakeTime | None = None, *, request_id: str = "", size_bytes: int = 0) -> Job:
     """A queued job of the model "m": one image, ten steps, with an input image."""
     bare = GenerationSpec(model="m", num_inference_steps=10, num_images=1)

@@ -6,7 +6,7 @@ Its workers are calls that wait for what the test says.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -19,9 +19,9 @@ from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.queueing import JobQueue
-from bottega.gateway.results import ResultStore
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import Provenance
+from tests.memory_storehouse import at_once, memory_storehouse
 from tests.unit.sample_jobs import FakeTime, sample_job
 
 Answer = worker_pb2.RunAttemptResponse | BottegaError
@@ -55,6 +55,10 @@ class FakeClient:
     async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
         """Nothing to stop."""
 
+    async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
+        """It has nothing that nobody follows."""
+        return ()
+
     async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
         """Nothing to show."""
 
@@ -71,19 +75,21 @@ class Shop:
         self.clients: dict[str, FakeClient] = {}
         clock = self.time.clock()
         self.fleet = Fleet(lease_s=1.5, model_grace_s=30, clock=clock)
-        self.log = JobLog(max_jobs=1000, budget_bytes=1 << 24, ttl_s=60, clock=clock)
+        self.storehouse = memory_storehouse(clock)
+        self.log = JobLog(storehouse=self.storehouse, clock=clock)
         self.queue = JobQueue(max_jobs=1000, budget_bytes=1 << 24, clock=clock)
-        results = ResultStore(budget_bytes=1 << 20, ttl_s=60, clock=clock)
         self.foreman = Foreman(
             fleet=self.fleet,
-            dispatcher=Dispatcher(connect=self._connect, results=results, max_result_bytes=1 << 20),
+            dispatcher=Dispatcher(connect=self._connect, storehouse=self.storehouse, max_result_bytes=1 << 20),
             queue=self.queue,
             log=self.log,
-            results=results,
             metrics=GatewayMetrics(self.registry),
             max_attempts=max_attempts,
+            patience_s=30,
+            hold_s=3,
             clock=clock,
         )
+        self.foreman.restore(at_once(self.log.restore()))
 
     def worker(self, name: str = "w1", *, seconds: float = 0.1) -> Member:
         """A worker joins and reports turns whose time doubles with their rows. seconds: of one row."""
@@ -134,7 +140,7 @@ class Shop:
         calls = [self.client(member.name).answers[job.job_id] for job in running]
         for answers in calls:
             answers.put_nowait(WorkerLost("the engine died", metadata=facts))
-        for _ in range(6):
+        for _ in range(12):
             await asyncio.sleep(0)
 
     def client(self, name: str = "w1") -> FakeClient:
@@ -143,7 +149,11 @@ class Shop:
 
     def submit(self) -> Job:
         """A job comes in."""
-        job = sample_job(self.time)
+        return self.take(sample_job(self.time))
+
+    def take(self, job: Job) -> Job:
+        """That job comes in."""
+        at_once(self.log.add(job))
         self.foreman.submit(job)
         return job
 
@@ -166,7 +176,7 @@ class Shop:
 
     async def _answer(self, job: Job, answer: Answer) -> None:
         self.client(job.worker).answers[job.job_id].put_nowait(answer)
-        for _ in range(3):  # the queue wakes its reader, which wakes the attempt
+        for _ in range(12):  # the queue wakes its reader, which wakes the attempt; what ends is written, and told then
             await asyncio.sleep(0)
 
     def _connect(self, address: str) -> FakeClient:

@@ -27,7 +27,9 @@ def record(*children: Child, ready: bool = True) -> Record:
 
 
 def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
-    plan = plan_suite(SuiteWish(workers=2, port=0, model="some/folder", dtype="bfloat16"), tmp_path)
+    plan = plan_suite(
+        SuiteWish(workers=2, port=0, model="some/folder", dtype="bfloat16"), tmp_path, kept=tmp_path / "kept"
+    )
     assert [service.name for service in plan.services] == ["gateway", "worker-0", "worker-1"]
     assert plan.threads == max(1, len(os.sched_getaffinity(0)) // 2)
     assert all(service.environment["OMP_WAIT_POLICY"] == "PASSIVE" for service in plan.services)
@@ -40,12 +42,12 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
 
 
 def test_threads_can_be_chosen(tmp_path: Path) -> None:
-    assert plan_suite(SuiteWish(workers=2, port=0, threads=5), tmp_path).threads == 5
+    assert plan_suite(SuiteWish(workers=2, port=0, threads=5), tmp_path, kept=tmp_path).threads == 5
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortTaken):
-        plan_suite(SuiteWish(port=taken.getsockname()[1]), tmp_path)
+        plan_suite(SuiteWish(port=taken.getsockname()[1]), tmp_path, kept=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

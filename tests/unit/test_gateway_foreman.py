@@ -126,9 +126,10 @@ async def test_a_job_whose_caller_goes_is_cancelled_before_its_deadline_and_fail
     for after_s, state in ((1.0, image_pb2.JOB_STATE_CANCELLED), (1.95, image_pb2.JOB_STATE_FAILED)):
         job = sample_job(shop.time)
         job.deadline = shop.time.now + 2
-        shop.foreman.submit(job)
+        shop.take(job)
         shop.time.now += after_s
         shop.foreman.abandon(job)
+        await asyncio.wait_for(job.ended.wait(), 1)
         assert job.state == state
 
 
@@ -175,7 +176,7 @@ async def test_a_job_that_waits_too_long_to_be_done_in_time_is_dropped_before_it
     shop.worker()
     runs = shop.submit()
     late, other = _due(shop, 5.0), shop.submit()
-    shop.foreman.submit(late)
+    shop.take(late)
     shop.foreman.start()
     shop.time.now += 4.3
     shop.report(shop.member("w1"))

@@ -1,91 +1,244 @@
-"""The bounded log that remembers jobs: its pages, its filters and what it forgets."""
+"""The jobs of a gateway, in memory and in a real store: what is found, listed, written and told."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 
-from bottega.errors import InvalidRequest, JobNotFound
+from bottega.errors import InternalError, InvalidRequest, JobNotFound, StorageUnavailable
 from bottega.gateway.job_log import Filter, JobLog
-from bottega.gateway.jobs import Job
+from bottega.gateway.job_store import JobRecord, SqliteJobStore
+from bottega.gateway.jobs import Job, Picture
+from bottega.gateway.storehouse import Storehouse
+from bottega.storage import ContentStore, faults
 from bottega.v1 import image_pb2
+from bottega.v1.generation_pb2 import Provenance
 from tests.unit.sample_jobs import FakeTime, sample_job
 
-
-def _log(time: FakeTime, *, max_jobs: int = 100, budget_bytes: int = 1 << 30, ttl_s: float = 60) -> JobLog:
-    return JobLog(max_jobs=max_jobs, budget_bytes=budget_bytes, ttl_s=ttl_s, clock=time.clock())
+PICTURES = (Picture(digest="a" * 64, size_bytes=3),)
 
 
-def _ended(log: JobLog, time: FakeTime, request_id: str = "") -> Job:
-    job = sample_job(time, request_id=request_id)
-    log.add(job)
-    job.cancel()
-    log.ended(job)
-    return job
+class FailingStore(SqliteJobStore):
+    """A store whose disk is full while `full`; afterwards it says what it did all the same, where `lies`."""
+
+    full = False
+    lies = False
+
+    async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
+        if self.lies:
+            await super().add(record, inputs=inputs, replaces=replaces)
+        self._check()
+        return await super().add(record, inputs=inputs, replaces=replaces)
+
+    async def complete(self, *args: object, **kwargs: object) -> bool:
+        if self.lies:
+            await super().complete(*args, **kwargs)  # type: ignore[arg-type]
+        self._check()
+        return await super().complete(*args, **kwargs)  # type: ignore[arg-type]
+
+    async def begin(self, job_id: str, attempt: int, *, started_wall: float) -> bool:
+        self._check()
+        return await super().begin(job_id, attempt, started_wall=started_wall)
+
+    async def probe(self) -> None:
+        self._check()
+        await super().probe()
+
+    def _check(self) -> None:
+        if self.full or self.lies:
+            raise faults.unavailable("the disk is full", cause="ENOSPC")
 
 
-def test_the_log_pages_newest_first_even_while_jobs_come_in() -> None:
-    time = FakeTime()
-    log = _log(time)
-    jobs = [_ended(log, time) for _ in range(5)]
-    first, token = log.page(Filter(), size=2, token="")
-    _ended(log, time)
-    second, token = log.page(Filter(), size=2, token=token)
-    third, end = log.page(Filter(), size=2, token=token)
-    assert [*first, *second, *third] == list(reversed(jobs))
+@dataclass
+class Life:
+    """One life of a gateway, as far as its jobs go."""
+
+    time: FakeTime
+    store: FailingStore
+    storehouse: Storehouse
+    log: JobLog
+    restored: list[Job]
+
+    @classmethod
+    async def begin(cls, folder: Path, time: FakeTime) -> Life:
+        store = FailingStore(folder / "jobs.sqlite")
+        storehouse = Storehouse(
+            jobs=store,
+            images=ContentStore(folder / "images", budget_bytes=1 << 20, ttl_s=60),
+            max_jobs=100,
+            jobs_bytes=1 << 20,
+            jobs_ttl_s=60,
+            waiting_bytes=1 << 20,
+            clock=time.clock(),
+        )
+        log = JobLog(storehouse=storehouse, clock=time.clock())
+        await storehouse.open()
+        return cls(time=time, store=store, storehouse=storehouse, log=log, restored=await log.restore())
+
+    async def end(self) -> None:
+        await self.log.close()
+        await self.storehouse.close()
+
+    async def job(self, request_id: str = "") -> Job:
+        job = sample_job(self.time, request_id=request_id)
+        job.life = self.log.life
+        assert await self.log.add(job) is job
+        return job
+
+    async def ended(self, request_id: str = "") -> Job:
+        job = await self.job(request_id)
+        job.cancel()
+        await self.log.end(job)
+        return job
+
+
+@pytest.fixture
+def time() -> FakeTime:
+    return FakeTime()
+
+
+@pytest.fixture
+async def life(tmp_path: Path, time: FakeTime) -> AsyncIterator[Life]:
+    life = await Life.begin(tmp_path, time)
+    yield life
+    await life.end()
+
+
+def _ids(jobs: list[Job]) -> list[str]:
+    return [job.job_id for job in jobs]
+
+
+async def test_the_log_pages_newest_first_even_while_jobs_come_in(life: Life) -> None:
+    jobs = [await life.ended() for _ in range(5)]
+    first, token = await life.log.page(Filter(), size=2, token="")
+    await life.ended()
+    second, token = await life.log.page(Filter(), size=2, token=token)
+    third, end = await life.log.page(Filter(), size=2, token=token)
+    assert _ids([*first, *second, *third]) == _ids(jobs[::-1])
     assert end == ""
 
 
-def test_the_log_filters_by_state_and_time() -> None:
-    time = FakeTime()
-    log = _log(time)
-    old = _ended(log, time)
-    time.now += 10
-    live = sample_job(time)
-    log.add(live)
-    assert log.page(Filter(states={image_pb2.JOB_STATE_QUEUED}), size=9, token="")[0] == [live]
-    assert log.page(Filter(before=live.created_wall), size=9, token="")[0] == [old]
-    assert log.page(Filter(after=live.created_wall), size=9, token="")[0] == [live]
+async def test_the_log_filters_by_state_and_time(life: Life) -> None:
+    old = await life.ended()
+    life.time.now += 10
+    live = await life.job()
+    assert (await life.log.page(Filter(states={image_pb2.JOB_STATE_QUEUED}), size=9, token=""))[0] == [live]
+    assert _ids((await life.log.page(Filter(before=live.created_wall), size=9, token=""))[0]) == [old.job_id]
+    assert (await life.log.page(Filter(after=live.created_wall), size=9, token=""))[0] == [live]
 
 
-@pytest.mark.parametrize("token", ["x", "AAAA", "%%%", "ü", "A" * 1000])
-def test_a_made_up_token_is_refused(token: str) -> None:
+@pytest.mark.parametrize("token", ["x", "AAAA", "%%%", "ü", "A" * 1000, "_" * 11 + "="])
+async def test_a_made_up_token_is_refused(life: Life, token: str) -> None:
     with pytest.raises(InvalidRequest):
-        _log(FakeTime()).page(Filter(), size=1, token=token)
+        await life.log.page(Filter(), size=1, token=token)
 
 
-def test_ended_jobs_are_forgotten_after_their_time_and_live_ones_never() -> None:
-    time = FakeTime()
-    log = _log(time, ttl_s=60)
-    live = sample_job(time)
-    log.add(live)
-    job = _ended(log, time, request_id="r")
-    time.now += 59
-    log.sweep()
-    assert log.of_request("r") is job
-    time.now += 2
-    log.sweep()
-    assert log.of_request("r") is None
+async def test_an_unknown_job_is_not_found(life: Life) -> None:
     with pytest.raises(JobNotFound):
-        log.get(job.job_id)
-    assert log.get(live.job_id) is live
+        await life.log.get("nobody")
 
 
-def test_the_log_is_bounded_in_number_and_bytes() -> None:
-    time = FakeTime()
-    by_number = _log(time, max_jobs=3)
-    jobs = [_ended(by_number, time) for _ in range(5)]
-    assert [by_number.find(job.job_id) is not None for job in jobs] == [False, False, True, True, True]
-    by_bytes = _log(time, budget_bytes=10_000)
-    for _ in range(10):
-        _ended(by_bytes, time)
-    assert by_bytes.size_bytes <= 10_000
+async def test_an_ended_job_is_read_as_it_was_and_is_in_memory_no_more(life: Life) -> None:
+    job = await life.job("r")
+    job.begin("w1")
+    life.log.begun(job)
+    assert job.complete(job.number, PICTURES, Provenance(worker="w1"))
+    assert job.state == image_pb2.JOB_STATE_RUNNING, "nobody hears of it before it is written"
+    await life.log.end(job)
+    assert life.log.find(job.job_id) is None
+    for read in (await life.log.get(job.job_id), await life.log.of_request("r")):
+        assert read is not None
+        assert (read.state, read.pictures, read.provenance) == (job.state, PICTURES, job.provenance)
+        assert (read.steps_done, read.ended_wall, read.fingerprint) == (10, job.ended_wall, "f")
+        assert read.ended.is_set()
 
 
-def test_a_forgotten_job_does_not_take_a_newer_one_of_its_request_id_along() -> None:
-    time = FakeTime()
-    log = _log(time, max_jobs=1)
-    _ended(log, time, request_id="r")
-    newer = sample_job(time, request_id="r")
-    log.add(newer)
-    log.sweep()
-    assert log.of_request("r") is newer
+async def test_a_later_life_knows_the_jobs_their_inputs_and_their_deadlines(tmp_path: Path, time: FakeTime) -> None:
+    first = await Life.begin(tmp_path, time)
+    queued, running = await first.job("q"), sample_job(time)
+    running.deadline = time.now + 30
+    await first.log.add(running)
+    running.begin("w1")
+    first.log.begun(running)
+    await first.ended()
+    await first.end()
+    time.now += 10
+    later = await Life.begin(tmp_path, time)
+    one, other = later.restored
+    assert (one.job_id, one.state, one.spec.image) == (queued.job_id, image_pb2.JOB_STATE_QUEUED, b"input")
+    assert (other.job_id, other.state, other.number) == (running.job_id, image_pb2.JOB_STATE_RUNNING, running.number)
+    assert other.deadline == pytest.approx(time.now + 20)
+    assert one.age_s == pytest.approx(10)
+    assert await later.log.of_request("q") is one
+    assert other.take_back(other.number)
+    assert other.begin("w2") > running.number
+    assert other.attempts == 2
+    await later.end()
+
+
+async def test_an_end_is_told_when_the_disk_takes_it(life: Life) -> None:
+    job = await life.job()
+    life.store.full = True
+    job.begin("w1")
+    life.log.begun(job)
+    job.complete(job.number, PICTURES, Provenance())
+    ending = asyncio.create_task(life.log.end(job))
+    await asyncio.sleep(0.1)
+    assert job.live
+    assert isinstance(life.storehouse.trouble, StorageUnavailable)
+    life.store.full = False
+    await asyncio.wait_for(ending, 2)
+    assert job.state == image_pb2.JOB_STATE_COMPLETED
+    record = await life.store.get(job.job_id)
+    assert record is not None
+    assert record.state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_an_end_that_was_written_though_that_failed_is_told_once(life: Life) -> None:
+    job = await life.job()
+    job.begin("w1")
+    life.log.begun(job)
+    job.complete(job.number, PICTURES, Provenance())
+    await asyncio.sleep(0.05)
+    life.store.lies = True
+    ending = asyncio.create_task(life.log.end(job))
+    await asyncio.sleep(0.05)
+    life.store.lies = False
+    await asyncio.wait_for(ending, 2)
+    assert (job.state, job.pictures) == (image_pb2.JOB_STATE_COMPLETED, PICTURES)
+
+
+async def test_an_end_that_the_store_does_not_know_of_is_no_success(life: Life) -> None:
+    job = await life.job()
+    job.begin("w1")  # and nothing is written of it
+    job.complete(job.number, PICTURES, Provenance())
+    await life.log.end(job)
+    assert job.state == image_pb2.JOB_STATE_FAILED
+    assert isinstance(job.error, InternalError)
+
+
+async def test_a_job_that_was_written_though_that_failed_goes_on_when_somebody_may_ask_for_it(life: Life) -> None:
+    found: list[Job] = []
+    life.log.on_found = found.append
+    named, nameless = sample_job(life.time, request_id="r"), sample_job(life.time)
+    life.store.lies = True
+    for job in (named, nameless):
+        with pytest.raises(StorageUnavailable):
+            await life.log.add(job)
+    assert life.log.find(named.job_id) is None
+    life.store.lies = False
+    await life.log.settle_doubts()
+    assert _ids(found) == [named.job_id]
+    assert await life.log.of_request("r") is found[0]
+    assert (await life.log.get(nameless.job_id)).state == image_pb2.JOB_STATE_CANCELLED
+
+
+async def test_the_same_request_at_once_gives_one_job(life: Life) -> None:
+    jobs = [sample_job(life.time, request_id="r") for _ in range(10)]
+    added = await asyncio.gather(*(life.log.add(job) for job in jobs))
+    assert len({id(job) for job in added}) == 1
+    assert len((await life.log.page(Filter(), size=9, token=""))[0]) == 1

@@ -8,7 +8,7 @@ from bottega.errors import InternalError, JobCancelled
 from bottega.gateway.jobs import Checkpoint, Picture
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import Provenance
-from tests.unit.sample_jobs import FakeTime, sample_job
+from tests.unit.sample_jobs import FakeTime, sample_job, tell
 
 
 def test_a_job_runs_from_the_queue_to_its_pictures() -> None:
@@ -22,6 +22,8 @@ def test_a_job_runs_from_the_queue_to_its_pictures() -> None:
     assert job.advance(1, 4)
     time.now += 3
     assert job.complete(1, (Picture(digest="d", size_bytes=1),), Provenance())
+    assert job.state == image_pb2.JOB_STATE_RUNNING
+    tell(job)
     assert (job.state, job.steps_done, job.ended_wall) == (image_pb2.JOB_STATE_COMPLETED, 10, time.now + 1e9)
     assert job.ended.is_set()
 
@@ -76,12 +78,15 @@ def test_an_ended_job_stays_as_it_is(end: str) -> None:
             job.fail(InternalError("x"))
         case _:
             job.cancel()
-    state, error = job.state, job.error
-    assert not job.cancel()
-    assert not job.fail(InternalError("y"))
-    assert not job.complete(1, (), Provenance())
-    assert not job.requeue(1)
-    assert (job.state, job.error) == (state, error)
+    outcome = job.outcome
+    for told in (False, True):
+        assert not job.cancel()
+        assert not job.fail(InternalError("y"))
+        assert not job.complete(1, (), Provenance())
+        assert not job.requeue(1)
+        assert not job.adopt("w2", 7)
+        assert (job.outcome, job.live) == (outcome, not told)
+        tell(job)
 
 
 def test_a_death_counts_against_a_job_only_where_it_was_alone() -> None:
@@ -124,6 +129,7 @@ def test_a_job_is_a_suspect_until_it_is_further_than_it_was_and_the_second_time_
 def test_a_cancelled_job_says_so() -> None:
     job = sample_job()
     job.cancel()
+    tell(job)
     assert job.state == image_pb2.JOB_STATE_CANCELLED
     assert isinstance(job.error, JobCancelled)
 
@@ -133,3 +139,22 @@ def test_previews_of_no_image_of_the_job_are_ignored() -> None:
     job.begin("w1")
     assert not job.look(1, 1, b"x")
     assert not job.look(1, -1, b"x")
+
+
+def test_an_attempt_of_a_later_life_has_a_higher_number_whatever_was_not_written() -> None:
+    job = sample_job()
+    for _ in range(5):
+        job.take_back(job.begin("w1"))
+    later = sample_job()
+    later.life, later.number = 1, 2  # the store knows of two attempts
+    assert later.begin("w1") > job.number
+    assert later.attempts == 3
+    assert job.attempts == 5
+
+
+def test_a_worker_brings_an_attempt_back_unless_a_later_one_is_known() -> None:
+    job = sample_job()
+    number = job.begin("w1")
+    assert not job.adopt("w2", number - 1)
+    assert job.adopt("w2", number)
+    assert (job.worker, job.is_current(number), job.attempts) == ("w2", True, 1)

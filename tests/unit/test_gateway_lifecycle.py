@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -138,6 +138,9 @@ class Line:
 
     async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
         self._wire.cancels.append((self._process, AttemptKey.of(attempt)))
+
+    async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
+        return [worker_pb2.AttemptSummary(attempt=attempt.key.message()) for attempt in self._process.attempts]
 
     async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
         """Nothing to show."""
@@ -280,7 +283,7 @@ class Lifecycle(RuleBasedStateMachine):
         if poison is not None and len(self.poison) < MOST_POISON:
             self.poison[job.job_id] = poison
         self.jobs.append(job)
-        self.do(self._call(self.wire.foreman.submit, job))
+        self.do(self._call(self.wire.take, job))
 
     @rule(place=places)
     def deliver(self, place: int) -> None:

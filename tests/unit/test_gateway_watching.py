@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import pytest
+
+from bottega.errors import Draining
 from bottega.gateway.jobs import Standing
 from bottega.gateway.watching import Drawing, Ended, Event, Watch
 from bottega.v1.generation_pb2 import Provenance
-from tests.unit.sample_jobs import sample_job
+from tests.unit.sample_jobs import sample_job, tell
 
 
 async def _next(watch: object) -> Event:
@@ -25,6 +28,7 @@ async def test_a_watch_begins_with_the_current_state_and_ends_with_thesample_job
     job.advance(1, 2)
     assert await _next(watch) == Drawing(steps_done=2, steps_total=10, previews={})
     job.cancel()
+    tell(job)
     assert isinstance(await _next(watch), Ended)
     await watch.aclose()
     assert [event async for event in Watch(job).events()] == [Ended()]
@@ -54,6 +58,7 @@ async def test_progress_comes_at_most_ten_times_a_second_and_the_end_at_once() -
             job.advance(1, step)
             await asyncio.sleep(0.03)
         job.complete(1, (), Provenance())
+        tell(job)
         return clock()
 
     drawing = asyncio.create_task(draw())
@@ -70,3 +75,14 @@ async def test_previews_go_only_to_those_who_asked() -> None:
     job.look(1, 0, b"jpeg")
     event = await _next(Watch(job).events())
     assert event == Drawing(steps_done=0, steps_total=10, previews={})
+
+
+async def test_those_who_follow_a_job_that_goes_on_elsewhere_are_sent_away() -> None:
+    job = sample_job()
+    watch = Watch(job).events()
+    waiting = asyncio.create_task(_next(watch))
+    await asyncio.sleep(0)
+    job.leave(Draining("the gateway is stopping"))
+    with pytest.raises(Draining):
+        await waiting
+    assert job.live

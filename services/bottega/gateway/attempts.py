@@ -5,7 +5,7 @@ They know no wire and no rules.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from bottega.errors import BottegaError, WorkerLost
@@ -42,6 +42,9 @@ class WorkerClient(Protocol):
     async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
         """Stops an attempt and forgets it."""
 
+    async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
+        """What it runs, and what is finished and was not forgotten yet."""
+
     async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
         """Asks for previews of an attempt from now on."""
 
@@ -68,4 +71,4 @@ class AttemptObserver(Protocol):
         """The worker says that the job cannot be drawn."""
 
     def attempt_completed(self, job: Job, number: int, pictures: tuple[Picture, ...], provenance: Provenance) -> None:
-        """All images are in the result store."""
+        """All images are on the disk."""

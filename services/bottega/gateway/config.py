@@ -30,9 +30,12 @@ class GatewayConfig:
     """Everything about one gateway.
 
     max_queued, max_queued_bytes: bounds on the jobs that wait for a worker, in number and in request bytes.
+    state: folder of its jobs and images, which nobody else may use; empty is "gateway" in $BOTTEGA_STATE, else in
+        bottega in $XDG_STATE_HOME, else in ~/.local/state/bottega.
     max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered after they ended; also the
-        window in which a request_id attaches to its first run.
-    results_bytes, results_ttl_s: bounds on finished images.
+        window in which a request_id attaches to its first run, over restarts too.
+    hold_s: how long, after a restart, a job that was running waits for its worker to come back with it.
+    results_bytes, results_ttl_s: bounds on finished images on the disk.
     max_result_bytes: of one job's images together; at most results_bytes, so that a job has all of them when it ends.
     lease_s: silence after which a service has left; with a sweep every tenth of a second a silent one
         is out within 2 s.
@@ -45,12 +48,14 @@ class GatewayConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: Annotated[str, Field(min_length=1, max_length=128)] = "gateway"
+    state: str = ""
     server: GatewayServerConfig = field(default_factory=GatewayServerConfig)
     max_queued: AtLeastOne = 256
     max_queued_bytes: AtLeastOne = 512 << 20
     max_jobs: AtLeastOne = 10_000
     jobs_bytes: AtLeastOne = 128 << 20
     jobs_ttl_s: Seconds = 3600.0
+    hold_s: Seconds = 3.0
     results_bytes: AtLeastOne = 512 << 20
     results_ttl_s: Seconds = 3600.0
     max_result_bytes: AtLeastOne = 128 << 20

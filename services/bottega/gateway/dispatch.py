@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +17,16 @@ from bottega.errors import BottegaError, InternalError, QueueFull, TooLarge, Una
 from bottega.gateway import log_lines
 from bottega.gateway.attempts import AttemptEvents, AttemptObserver, WorkerClient
 from bottega.gateway.fleet import Member
-from bottega.gateway.jobs import Checkpoint, Job, Picture
+from bottega.gateway.jobs import Checkpoint, Job
 from bottega.gateway.provenance import completed_provenance
-from bottega.gateway.results import ResultStore, digest
+from bottega.gateway.storehouse import Storehouse
 from bottega.rpc.status import from_job_error
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 
 _CANCEL_DEADLINE_S = 2.0
 _PREVIEW_DEADLINE_S = 2.0
+_LIST_DEADLINE_S = 2.0
 # design.md: under 1 MiB a picture.
 _MAX_CHECKPOINT_BYTES = 16 << 20
 _WATCH_PAUSE_S = 0.5
@@ -63,23 +64,23 @@ class Dispatcher:
         self,
         *,
         connect: Callable[[str], WorkerClient],
-        results: ResultStore,
+        storehouse: Storehouse,
         max_result_bytes: int,
     ) -> None:
         self._connect = connect
-        self._results = results
+        self._storehouse = storehouse
         self._max_result_bytes = max_result_bytes
         self._lines: dict[Member, _Line] = {}
         self._attempts: dict[str, _Attempt] = {}
         self._chores: set[asyncio.Task[None]] = set()
+        self._keeping: set[asyncio.Task[None]] = set()
         self.observer: AttemptObserver | None = None
 
     def open(self, member: Member) -> None:
         """Makes ready to call a worker. Harmless when ready."""
         if member not in self._lines:
             client = self._connect(member.registration.address)
-            watching = asyncio.create_task(self._gather_checkpoints(member, client))
-            self._lines[member] = _Line(client=client, checkpoints=watching)
+            self._lines[member] = _Line(client=client, checkpoints=self._watch_checkpoints(member, client))
 
     def running_on(self, member: Member) -> Sequence[Job]:
         """Jobs whose attempt is with that worker, first come first."""
@@ -99,15 +100,23 @@ class Dispatcher:
         line = self._lines[member]
         for other in line.attempts.values():
             other.job.meet()
-        attempt = _Attempt(job=job, number=job.begin(member.name, free_at=free_at, alone=alone), member=member)
-        self._attempts[job.job_id] = line.attempts[job.job_id] = attempt
-        line.moves += 1
-        request = _request(attempt)
-        attempt.previewed = request.preview
-        events = line.client.run_attempt(request)
+        job.begin(member.name, free_at=free_at, alone=alone)
+        self._call(job, member, line)
         if self.observer:
             self.observer.attempt_sent(job)
-        attempt.task = asyncio.create_task(self._run(attempt, events))
+
+    async def attempts_at(self, member: Member) -> Sequence[worker_pb2.AttemptSummary]:
+        """The attempts that a worker has, of earlier lives of the gateway too. Raises BottegaError."""
+        line = self._lines.get(member)
+        return await line.client.list_attempts(deadline_s=_LIST_DEADLINE_S) if line else ()
+
+    def adopt(self, job: Job, member: Member) -> None:
+        """Follows the attempt that a worker has brought along, which the job counts as its current one."""
+        line = self._lines[member]
+        self._call(job, member, line)
+        # Its newest checkpoint came when nobody knew of the attempt; who watches anew is told it again.
+        line.checkpoints.cancel()
+        line.checkpoints = self._watch_checkpoints(member, line.client)
 
     def show(self, job: Job) -> None:
         """Previews of the job are wanted from now on, of an attempt that runs as well."""
@@ -120,7 +129,7 @@ class Dispatcher:
         """Stops the attempt at a job that has ended some other way, and tells its worker."""
         attempt = self._forget(job.job_id)
         if attempt is not None:
-            self.stop_attempt(attempt.member, attempt.number, job)
+            self.stop_attempt(attempt.member, _name(attempt))
 
     def lose(self, member: Member) -> None:
         """A worker is lost, and all its attempts with it."""
@@ -133,19 +142,34 @@ class Dispatcher:
             self._lost(attempt, WorkerLost("the worker was cut off"))
         self._chore(line.client.close())
 
-    def stop_attempt(self, member: Member, number: int, job: Job) -> None:
+    def stop_attempt(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
         """Tells a worker, as far as it can be reached, that nobody waits for an attempt."""
         line = self._lines.get(member)
         if line is not None:
-            self._chore(self._stop_attempt(line.client, number, job))
+            self._chore(self._stop_attempt(line.client, attempt))
 
-    async def close(self) -> None:
-        """Stops every attempt and ends every call."""
+    def let_go(self) -> None:
+        """Follows no attempt any more, and stops none: a later life of the gateway takes them up."""
         for attempt in list(self._attempts.values()):
             self._forget(attempt.job.job_id)
+        for task in self._keeping:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Follows nothing and ends every call."""
+        self.let_go()
         for member in list(self._lines):
             self.lose(member)
-        await asyncio.gather(*self._chores, return_exceptions=True)
+        await asyncio.gather(*self._chores, *self._keeping, return_exceptions=True)
+
+    def _call(self, job: Job, member: Member, line: _Line) -> None:
+        attempt = _Attempt(job=job, number=job.number, member=member)
+        self._attempts[job.job_id] = line.attempts[job.job_id] = attempt
+        line.moves += 1
+        request = _request(attempt)
+        attempt.previewed = request.preview
+        events = line.client.run_attempt(request)
+        attempt.task = asyncio.create_task(self._run(attempt, events))
 
     async def _run(self, attempt: _Attempt, events: AttemptEvents) -> None:
         try:
@@ -210,15 +234,26 @@ class Dispatcher:
         assert provenance is not None
         if sorted(attempt.images) != list(range(job.spec.num_images)):
             raise WorkerLost("the worker did not send every image")
-        encoded = [bytes(attempt.images[index]) for index in range(job.spec.num_images)]
-        pictures = tuple([Picture(digest=await digest(data), size_bytes=len(data)) for data in encoded])
-        if not job.is_current(number):
-            return
-        for picture, data in zip(pictures, encoded, strict=True):
-            self._results.put(picture.digest, data)
+        encoded = [bytes(attempt.images[index]) for index in range(job.num_images)]
+        # The worker has done its part: what becomes of it is of no matter from here on.
         self._over(attempt)
+        with self._kept_going(attempt):
+            pictures = await self._storehouse.keep(encoded)
         if self.observer:
             self.observer.attempt_completed(job, number, pictures, completed_provenance(job, provenance))
+
+    @contextlib.contextmanager
+    def _kept_going(self, attempt: _Attempt) -> Iterator[None]:
+        """In the block, the attempt's task is not one that runs with a worker, and is ended with us at the latest."""
+        assert attempt.task is not None
+        self._keeping.add(attempt.task)
+        try:
+            yield
+        finally:
+            self._keeping.discard(attempt.task)
+
+    def _watch_checkpoints(self, member: Member, client: WorkerClient) -> asyncio.Task[None]:
+        return asyncio.create_task(self._gather_checkpoints(member, client))
 
     async def _gather_checkpoints(self, member: Member, client: WorkerClient) -> None:
         while True:
@@ -241,20 +276,18 @@ class Dispatcher:
             self._chore(self._preview_attempt(self._lines[attempt.member].client, attempt))
 
     async def _preview_attempt(self, client: WorkerClient, attempt: _Attempt) -> None:
-        name = worker_pb2.AttemptId(job_id=attempt.job.job_id, number=attempt.number)
         try:
-            await client.preview_attempt(name, deadline_s=_PREVIEW_DEADLINE_S)
+            await client.preview_attempt(_name(attempt), deadline_s=_PREVIEW_DEADLINE_S)
         except BottegaError as error:
             # It goes on without previews, unless it is lost; then the next attempt has them.
             _log.warning("no previews", extra={**log_lines.names(attempt.job), "text": error.message})
 
-    async def _stop_attempt(self, client: WorkerClient, number: int, job: Job) -> None:
-        attempt = worker_pb2.AttemptId(job_id=job.job_id, number=number)
+    async def _stop_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
         try:
             await client.cancel_attempt(attempt, deadline_s=_CANCEL_DEADLINE_S)
         except BottegaError as error:
             # The worker gives the attempt up by itself once its deadline or grace is over.
-            _log.info("attempt could not be cancelled", extra={**log_lines.names(job), "text": error.message})
+            _log.info("attempt could not be cancelled", extra={"job_id": attempt.job_id, "text": error.message})
 
     def _lost(self, attempt: _Attempt, error: BottegaError) -> None:
         if not self.observer:
@@ -297,10 +330,14 @@ class Dispatcher:
         task.add_done_callback(self._chores.discard)
 
 
+def _name(attempt: _Attempt) -> worker_pb2.AttemptId:
+    return worker_pb2.AttemptId(job_id=attempt.job.job_id, number=attempt.number)
+
+
 def _request(attempt: _Attempt) -> worker_pb2.RunAttemptRequest:
     job = attempt.job
     request = worker_pb2.RunAttemptRequest(
-        attempt=worker_pb2.AttemptId(job_id=job.job_id, number=attempt.number),
+        attempt=_name(attempt),
         spec=job.spec,
         checkpoint=job.checkpoint.data if job.checkpoint else b"",
         preview=job.preview,

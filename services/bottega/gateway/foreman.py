@@ -9,20 +9,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
 
 from bottega.errors import BottegaError, DeadlinePassed, Draining, NoWorker, Poisoned, WorkerLost
 from bottega.gateway import log_lines
+from bottega.gateway.adoption import Adoption
 from bottega.gateway.attempts import died_alone, is_death
 from bottega.gateway.clock import Clock
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Fleet, Member
 from bottega.gateway.job_log import JobLog
-from bottega.gateway.jobs import Job, Picture, Standing
+from bottega.gateway.jobs import MOST_ATTEMPTS, Job, Picture, Standing
 from bottega.gateway.matching import Matching
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.queueing import JobQueue
-from bottega.gateway.results import ResultStore
 from bottega.gateway.seating import Seating
 from bottega.gateway.standings import Standings
 from bottega.v1 import image_pb2
@@ -38,6 +39,8 @@ _TICKS_PER_SECOND = 10
 _AT_DEADLINE_S = 0.1
 # How often each worker of a model may not take a job, or give it back: with its rests that is half a minute.
 _MOST_RETURNS = 60
+# Attempts that have just completed, which reports on their way may still tell of.
+_JUST_COMPLETED = 256
 # design.md: two workers that died of a job, each running it alone, make it poison.
 _POISONOUS = 2
 
@@ -45,7 +48,11 @@ _log = logging.getLogger(__name__)
 
 
 class Foreman:
-    """Observes fleet and dispatcher; `start` before the first job, `stop` after the last."""
+    """Observes fleet and dispatcher; `start` before the first job, `stop` after the last.
+
+    patience_s: how long the jobs of an earlier life wait for a worker of their model to join at all.
+    hold_s: how long those of them that were running wait for the worker that had them.
+    """
 
     def __init__(
         self,
@@ -54,9 +61,10 @@ class Foreman:
         dispatcher: Dispatcher,
         queue: JobQueue,
         log: JobLog,
-        results: ResultStore,
         metrics: GatewayMetrics,
         max_attempts: int,
+        patience_s: float,
+        hold_s: float,
         clock: Clock,
     ) -> None:
         self._fleet = fleet
@@ -66,32 +74,73 @@ class Foreman:
             fleet=fleet, dispatcher=dispatcher, queue=queue, log=log, seating=self._seating, clock=clock
         )
         self._standings = Standings(fleet=fleet, queue=queue, seating=self._seating, clock=clock)
+        self._adoption = Adoption(
+            dispatcher=dispatcher, queue=queue, log=log, hold_s=hold_s, line_up=self._line_up_again
+        )
         self._queue = queue
         self._jobs = log
-        self._results = results
         self._metrics = metrics
         self._max_attempts = max_attempts
+        self._patience_s = patience_s
+        self._patient_until = 0.0
         self._clock = clock
+        self._ending: set[asyncio.Task[None]] = set()
+        self._completed: deque[tuple[str, int]] = deque(maxlen=_JUST_COMPLETED)
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._ticking: asyncio.Task[None] | None = None
         self.draining = False
         fleet.observer = self
         dispatcher.observer = self
+        log.on_found = self.submit
         metrics.watch_queue(lambda: len(queue))
 
     def start(self) -> None:
         """Begins to watch leases and the queue."""
         self._ticking = asyncio.create_task(self._tick())
 
+    def restore(self, jobs: Sequence[Job], *, seconds: float = 0.0) -> None:
+        """Goes on with the jobs of an earlier life: the queue as it was, and what was running when its worker is back.
+
+        seconds: that it took to read them, for the log.
+        """
+        running = [job for job in jobs if job.state == image_pb2.JOB_STATE_RUNNING]
+        for job in jobs:
+            self._set_deadline(job)
+            if job.state == image_pb2.JOB_STATE_QUEUED:
+                self._queue.add(job)
+        self._adoption.hold(running)
+        self._patient_until = self._clock.monotonic() + self._patience_s
+        if jobs:
+            log_lines.restored(len(jobs), len(running), seconds)
+        for member in self._fleet.members():
+            if member.is_worker:
+                self._adoption.ask(member, then=self._matching.welcome)
+
+    def pause(self, paused: bool) -> None:
+        """Hands nothing out, or goes on: what cannot be stored afterwards shall not be drawn."""
+        self._matching.paused = paused or self.draining
+        if not self._matching.paused:
+            for model in self._queue.models():
+                self._matching.at_once(model)
+
     async def finish(self) -> None:
-        """Takes no new jobs and returns when the others have ended; when cancelled, fails those that have not."""
-        self.draining = True
+        """Takes no new jobs and returns when those that run have ended; the others are for a later life.
+
+        Whoever follows one of those is sent away, and may follow it there. So is, when this is cancelled, whoever
+        follows one that still runs; its worker goes on with it.
+        """
+        self.draining = self._matching.paused = True
+        why = Draining("the gateway is stopping; ask again", retry_after_s=1.0)
         try:
             for job in list(self._jobs.live()):
-                await job.ended.wait()
+                if not self._adoption.holds(job):
+                    await _out_of_hand(job)
+                if job.live:
+                    job.leave(why)
         finally:
             for job in list(self._jobs.live()):
-                self.fail(job, Draining("the gateway is stopping; ask again", retry_after_s=1.0))
+                job.leave(why)
+            self._dispatcher.let_go()
             self._fleet.close()
 
     async def stop(self) -> None:
@@ -102,16 +151,21 @@ class Foreman:
         for deadline in self._deadlines.values():
             deadline.cancel()
         self._matching.close()
+        await self._adoption.close()
         await self._dispatcher.close()
+        await self._jobs.close()
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
     def refuse_unmeetable(self, job: Job) -> None:
         """Raises DeadlineUnmeetable for a job whose deadline is before its end, by what was measured."""
         self._standings.refuse_unmeetable(job)
 
     def submit(self, job: Job) -> None:
-        """Takes a job: it is remembered, and waits or runs. The queue's bounds were checked."""
-        self._jobs.add(job)
+        """Takes a job, which is durable: it waits or runs. The queue's bounds were checked."""
         log_lines.accepted(job)
+        if self.draining:
+            job.leave(Draining("the gateway is stopping; ask again", retry_after_s=1.0))
+            return
         self._queue.add(job)
         self._set_deadline(job)
         self._matching.at_once(job.spec.model, free_at=job.queued_at)
@@ -127,7 +181,12 @@ class Foreman:
         """Cancels a job; one that has ended stays as it is."""
         if job.cancel():
             self._dispatcher.drop(job)
-            self._ended(job)
+            self._decided(job)
+
+    async def cancel_for_good(self, job: Job) -> None:
+        """The same; returns when it is written. Raises StorageUnavailable when the disk cannot take it now."""
+        self.cancel(job)
+        await self._jobs.written(job)
 
     def abandon(self, job: Job) -> None:
         """The only caller has gone, which by the deadline is its passing; a job that has ended stays as it is."""
@@ -140,7 +199,7 @@ class Foreman:
         """Fails a job; one that has ended stays as it is."""
         if job.fail(error):
             self._dispatcher.drop(job)
-            self._ended(job)
+            self._decided(job)
 
     # What the fleet tells.
 
@@ -148,8 +207,8 @@ class Foreman:
         """See FleetObserver."""
         if member.is_worker:
             self._dispatcher.open(member)
+            self._adoption.ask(member, then=self._matching.welcome)
         self._count_members()
-        self._matching.welcome(member)
 
     def member_changed(self, member: Member) -> None:
         """See FleetObserver."""
@@ -170,6 +229,7 @@ class Foreman:
     def attempt_sent(self, job: Job) -> None:
         """See AttemptObserver."""
         self._metrics.routed(queue_s=job.routed_at - job.queued_at, route_s=job.sent())
+        self._jobs.begun(job)
 
     def attempt_advanced(self, job: Job) -> None:
         """See AttemptObserver."""
@@ -187,6 +247,7 @@ class Foreman:
         elif job.losses >= self._max_attempts:
             self.fail(job, WorkerLost(f"{job.losses} workers were lost with this job", retry_after_s=1.0))
         else:
+            self._jobs.waits_again(job)
             self._line_up_again(job)
 
     def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
@@ -197,21 +258,24 @@ class Foreman:
         log_lines.attempt_lost(job, error)
         self._fleet.let_rest(job.worker)
         job.take_back(number)
-        if job.returns >= _MOST_RETURNS * max(1, len(self._fleet.serving(job.spec.model))):
+        most = min(_MOST_RETURNS * max(1, len(self._fleet.serving(job.spec.model))), MOST_ATTEMPTS)
+        if job.returns >= most or job.attempts >= MOST_ATTEMPTS:
             self.fail(job, NoWorker(f"no worker took the job: {error.message}", retry_after_s=1.0))
             return
+        self._jobs.waits_again(job)
         self._line_up_again(job)
 
     def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
         """See AttemptObserver."""
         if job.fail(error, number):
-            self._ended(job)
+            self._decided(job)
 
     def attempt_completed(self, job: Job, number: int, pictures: tuple[Picture, ...], provenance: Provenance) -> None:
         """See AttemptObserver."""
         if job.complete(number, pictures, provenance):
             self._queue.one_done()
-            self._ended(job)
+            self._completed.append((job.job_id, number))
+            self._decided(job)
 
     # What follows.
 
@@ -225,21 +289,30 @@ class Foreman:
         """Frees a worker of attempts that count no more, such as after it was frozen for a while."""
         for running in member.load.running:
             job = self._jobs.find(running.attempt.job_id)
-            if job is None or job.is_current(running.attempt.number):
-                continue
-            # One that has just completed is still in the last report.
-            if job.state != image_pb2.JOB_STATE_COMPLETED or running.attempt.number != job.attempts:
-                self._dispatcher.stop_attempt(member, running.attempt.number, job)
+            number = running.attempt.number
+            if job is not None:
+                stale = number < job.number  # a later one than ours is for the adoption to judge
+            else:
+                stale = self._jobs.restored and (running.attempt.job_id, number) not in self._completed
+            if stale:
+                self._dispatcher.stop_attempt(member, running.attempt)
 
-    def _ended(self, job: Job) -> None:
+    def _decided(self, job: Job) -> None:
+        """How the job ends is decided: that is written, and told then."""
         self._queue.remove(job)
+        self._adoption.let_go(job)
         deadline = self._deadlines.pop(job.job_id, None)
         if deadline is not None:
             deadline.cancel()
-        self._jobs.ended(job)
+        task = asyncio.create_task(self._end(job))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        self._matching.at_once(job.bare.model)
+
+    async def _end(self, job: Job) -> None:
+        await self._jobs.end(job)
         log_lines.ended(job)
         self._metrics.job_ended(JobState.Name(job.state).removeprefix("JOB_STATE_").lower())
-        self._matching.at_once(job.bare.model)
 
     def _set_deadline(self, job: Job) -> None:
         if job.deadline is not None:
@@ -261,12 +334,11 @@ class Foreman:
                 self._fleet.expire()
             if tick % _TICKS_PER_SECOND == 0:
                 await self._look_after_queue()
-                self._jobs.sweep()
-                self._results.sweep()
 
     async def _look_after_queue(self) -> None:
+        patient = self._clock.monotonic() < self._patient_until
         for model in self._queue.models():
-            if self._fleet.expected(model):
+            if patient or self._fleet.expected(model):
                 self._matching.at_once(model)
                 for job, error in list(self._standings.unmeetable(model)):
                     self.fail(job, error)
@@ -279,3 +351,15 @@ class Foreman:
         counts = Counter(member.registration.kind for member in self._fleet.members())
         for kind in ServiceKind.values()[1:]:
             self._metrics.members(ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower(), counts[kind])
+
+
+async def _out_of_hand(job: Job) -> None:
+    """Returns when the job is with no worker and nothing of it has to be written."""
+    changed = asyncio.Event()
+    job.listeners.add(changed.set)
+    try:
+        while job.live and (job.state == image_pb2.JOB_STATE_RUNNING or not job.open):
+            changed.clear()
+            await changed.wait()
+    finally:
+        job.listeners.discard(changed.set)

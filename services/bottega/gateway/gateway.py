@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
 from bottega.codec import CodecPool
+from bottega.config import state_folder
+from bottega.errors import DataLoss, StorageUnavailable
 from bottega.gateway.clock import Clock
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.dispatch import Dispatcher
@@ -11,14 +18,19 @@ from bottega.gateway.fleet_service import FleetService
 from bottega.gateway.foreman import Foreman
 from bottega.gateway.intake import Intake
 from bottega.gateway.job_log import JobLog
+from bottega.gateway.job_store import SqliteJobStore
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.provenance import version
 from bottega.gateway.queueing import JobQueue
-from bottega.gateway.results import ResultStore
 from bottega.gateway.service import ImageService
+from bottega.gateway.storehouse import Storehouse
 from bottega.gateway.worker_client import GrpcWorkerClient
 from bottega.rpc.server import Server
+from bottega.storage import ContentStore
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
+
+# How often health is told anew, beside whenever it changes.
+_HEALTH_S = 1.0
 
 
 class Gateway:
@@ -26,22 +38,27 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         clock = Clock()
+        self._changed = asyncio.Event()
+        self._telling: asyncio.Task[None] | None = None
         self.server = Server("gateway", config.server)
         self._this = fleet_pb2.Registration(kind=fleet_pb2.SERVICE_KIND_GATEWAY, name=config.name, version=version())
         metrics = GatewayMetrics(self.server.registry)
         fleet = Fleet(lease_s=config.lease_s, model_grace_s=config.model_grace_s, clock=clock)
-        log = JobLog(max_jobs=config.max_jobs, budget_bytes=config.jobs_bytes, ttl_s=config.jobs_ttl_s, clock=clock)
+        self._storehouse = storehouse = _storehouse(config, metrics, clock)
+        self._jobs = log = JobLog(storehouse=storehouse, clock=clock)
         queue = JobQueue(max_jobs=config.max_queued, budget_bytes=config.max_queued_bytes, clock=clock)
-        results = ResultStore(budget_bytes=config.results_bytes, ttl_s=config.results_ttl_s, clock=clock)
         self._codec = CodecPool(processes=config.codec_processes)
         self._foreman = Foreman(
             fleet=fleet,
-            dispatcher=Dispatcher(connect=GrpcWorkerClient, results=results, max_result_bytes=config.max_result_bytes),
+            dispatcher=Dispatcher(
+                connect=GrpcWorkerClient, storehouse=storehouse, max_result_bytes=config.max_result_bytes
+            ),
             queue=queue,
             log=log,
-            results=results,
             metrics=metrics,
             max_attempts=config.max_attempts,
+            patience_s=config.model_grace_s,
+            hold_s=config.hold_s,
             clock=clock,
         )
         intake = Intake(
@@ -49,14 +66,14 @@ class Gateway:
             foreman=self._foreman,
             queue=queue,
             log=log,
-            results=results,
+            storehouse=storehouse,
             inspector=self._codec,
             metrics=metrics,
             max_image_bytes=config.max_image_bytes,
             max_image_pixels=config.max_image_pixels,
             clock=clock,
         )
-        images = ImageService(intake=intake, foreman=self._foreman, log=log, results=results, fleet=fleet)
+        images = ImageService(intake=intake, foreman=self._foreman, log=log, images=storehouse.images, fleet=fleet)
         image_pb2_grpc.add_ImageServiceServicer_to_server(images, self.server.grpc)
         members = FleetService(fleet=fleet, queue=queue, this=self._this, clock=clock)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.server.grpc)
@@ -68,16 +85,71 @@ class Gateway:
         )
 
     async def warm_up(self) -> None:
-        """Starts what the gateway needs; its health says SERVING afterwards, whether or not workers are here."""
+        """Starts what the gateway needs; its health says SERVING afterwards, whether or not workers are here.
+
+        While its disk cannot be used it is not over, and what can be read is: whoever asks for more hears why.
+        """
         self._this.address = self.server.address
+        self._storehouse.on_change = self._storage_changed
+        starting = asyncio.create_task(self._codec.start())
+        try:
+            await self._storehouse.open(on_failure=self._jobs.read_only)
+            began = time.perf_counter()
+            self._foreman.restore(await self._jobs.restore(), seconds=time.perf_counter() - began)
+        finally:
+            await starting
+        self._storehouse.start()
         self._foreman.start()
-        await self._codec.start()
+        self._telling = asyncio.create_task(self._tell_health())
 
     async def finish(self) -> None:
-        """Takes no new jobs, waits for the others, sends the fleet away."""
+        """Takes no new jobs, waits for those that run, sends the fleet away."""
+        await self._stop_telling()
         await self._foreman.finish()
 
     async def shut_down(self) -> None:
         """Ends whatever is left."""
+        await self._stop_telling()
         await self._foreman.stop()
+        await self._storehouse.close()
         await self._codec.stop()
+
+    def _storage_changed(self) -> None:
+        well = self._storehouse.trouble is None
+        self._foreman.pause(not well)
+        self._changed.set()
+
+    async def _tell_health(self) -> None:
+        """The gateway serves while it can take jobs. What was doubtful is looked at when it can again."""
+        while True:
+            self._changed.clear()
+            well = self._storehouse.trouble is None
+            await self.server.set_serving(well)
+            with contextlib.suppress(StorageUnavailable, DataLoss):  # then it has changed again, or will
+                if well:
+                    await self._jobs.settle_doubts()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _HEALTH_S)
+
+    async def _stop_telling(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.gather(self._telling, return_exceptions=True)
+            self._telling = None
+
+
+def _storehouse(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Storehouse:
+    folder = Path(config.state) if config.state else state_folder() / "gateway"
+    jobs = SqliteJobStore(folder / "jobs.sqlite", on_commit=metrics.committed)
+    metrics.watch_store(lambda: jobs.waiting)
+    return Storehouse(
+        jobs=jobs,
+        images=ContentStore(
+            folder / "images", budget_bytes=config.results_bytes, ttl_s=config.results_ttl_s, clock=clock.wall
+        ),
+        max_jobs=config.max_jobs,
+        jobs_bytes=config.jobs_bytes,
+        jobs_ttl_s=config.jobs_ttl_s,
+        waiting_bytes=2 * config.max_result_bytes,
+        clock=clock,
+    )

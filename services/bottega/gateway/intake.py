@@ -25,6 +25,7 @@ from bottega.errors import (
 )
 from bottega.gateway import defaults, validation, work
 from bottega.gateway.clock import Clock
+from bottega.gateway.digests import digest
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.foreman import Foreman
 from bottega.gateway.input_images import has_images, input_images, without_images
@@ -32,7 +33,7 @@ from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job, Order
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.queueing import JobQueue
-from bottega.gateway.results import ResultStore, digest
+from bottega.gateway.storehouse import Storehouse
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -59,7 +60,7 @@ class Intake:
         foreman: Foreman,
         queue: JobQueue,
         log: JobLog,
-        results: ResultStore,
+        storehouse: Storehouse,
         inspector: Inspector,
         metrics: GatewayMetrics,
         max_image_bytes: int,
@@ -70,18 +71,20 @@ class Intake:
         self._foreman = foreman
         self._queue = queue
         self._jobs = log
-        self._results = results
+        self._storehouse = storehouse
         self._inspector = inspector
         self._metrics = metrics
         self._max_image_bytes = max_image_bytes
         self._max_image_pixels = max_image_pixels
         self._clock = clock
+        self._taking: set[asyncio.Task[tuple[Job, bool]]] = set()
 
     async def accept(self, order: Order) -> tuple[Job, bool]:
-        """The order's job, and whether it is new: a known request_id attaches to its first run.
+        """The order's job, and whether it is new: a known request_id attaches to its first run. A new one is durable.
 
         Raises RequestIdReused, InvalidRequest or BadImage, FieldNotServed, Draining, ModelNotFound or NoWorker,
-        QueueFull, DeadlineUnmeetable, in this order; except that without room no image is decoded.
+        QueueFull, DeadlineUnmeetable, StorageUnavailable, in this order; except that without room no image is decoded,
+        and that a request_id cannot be looked for where the disk cannot be read.
         """
         try:
             return await self._accept(order)
@@ -95,36 +98,66 @@ class Intake:
         packed = await _packed(spec)
         fingerprint, size_bytes = await digest(packed), len(packed)
         del packed
-        job = self._attach(order, fingerprint)
-        if job is not None:
-            return job, False
+        known, replaces = await self._known(order, fingerprint)
+        if known is not None:
+            return known, False
         model = await self._check(order, size_bytes)
         image_digest = await digest(spec.image) if spec.HasField("image") else ""
-        # The same order may have come twice while its image was looked at.
-        job = self._attach(order, fingerprint)
-        if job is not None:
-            return job, False
         job = self._job(order, model, fingerprint, began)
         job.image_digest, job.size_bytes = image_digest, size_bytes
         self._refuse_if_draining()  # which may have begun meanwhile
-        self._queue.check_room(size_bytes)
-        self._foreman.refuse_unmeetable(job)
-        self._foreman.submit(job)
-        return job, True
+        return await self._take_whatever_happens(order, job, replaces)
 
-    def _attach(self, order: Order, fingerprint: str) -> Job | None:
-        job = self._jobs.of_request(order.request_id) if order.request_id else None
-        if job is None:
-            return None
+    async def _take_whatever_happens(self, order: Order, job: Job, replaces: str) -> tuple[Job, bool]:
+        """A caller that goes meanwhile stops nothing half way: a job that nobody can ask for is given up afterwards."""
+        taking = asyncio.create_task(self._take(order, job, replaces))
+        self._taking.add(taking)
+        taking.add_done_callback(self._taking.discard)
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            taking.add_done_callback(self._give_up)
+            raise
+
+    async def _take(self, order: Order, job: Job, replaces: str) -> tuple[Job, bool]:
+        self._queue.reserve(job)
+        try:
+            self._foreman.refuse_unmeetable(job)
+            self._storehouse.check()
+            taken = await self._jobs.add(job, replaces=replaces)
+            if taken is job:
+                self._metrics.acknowledged()
+                self._foreman.submit(job)
+                return job, True
+        finally:
+            if job.sequence == 0:
+                self._queue.remove(job)  # only the room that was reserved
+        # The same order has come twice at once.
+        known, replaces = self._judge(order, job.fingerprint, taken)
+        return (known, False) if known is not None else await self._take(order, job, replaces)
+
+    def _give_up(self, taking: asyncio.Task[tuple[Job, bool]]) -> None:
+        if taking.cancelled() or taking.exception() is not None:
+            return
+        job, new = taking.result()
+        if new and not job.request_id:
+            self._foreman.abandon(job)
+
+    async def _known(self, order: Order, fingerprint: str) -> tuple[Job | None, str]:
+        """The job to attach to; else None, and the job_id of one that this order replaces, where there is one."""
+        job = await self._jobs.of_request(order.request_id) if order.request_id else None
+        return self._judge(order, fingerprint, job) if job is not None else (None, "")
+
+    def _judge(self, order: Order, fingerprint: str, job: Job) -> tuple[Job | None, str]:
         if job.fingerprint != fingerprint:
             raise RequestIdReused("this request_id was used for another request")
         if job.state == image_pb2.JOB_STATE_FAILED and isinstance(job.error, _WORTH_A_RETRY):
-            return None  # The same order again is a retry, which is what those failures ask for.
-        if any(self._results.get(picture.digest) is None for picture in job.pictures):
-            return None  # Its pictures have expired before it has: nobody is helped by the news that it was done.
+            return None, job.job_id  # The same order again is a retry, which is what those failures ask for.
+        if not all(self._storehouse.images.holds(picture.digest) for picture in job.pictures):
+            return None, job.job_id  # Its pictures have expired before it has: the news that it was done helps nobody.
         if order.preview:
             self._foreman.show(job)
-        return job
+        return job, ""
 
     async def _check(self, order: Order, size_bytes: int) -> image_pb2.Model:
         """Every rule; the model. Raises all violations at once."""
@@ -193,6 +226,7 @@ class Intake:
             fingerprint=fingerprint,
             request_id=order.request_id,
             log_id=order.log_id,
+            life=self._jobs.life,
             deadline=None if order.deadline_s is None else began + order.deadline_s,
             preview=order.preview,
             validate_s=self._clock.monotonic() - began,

@@ -1,21 +1,45 @@
-"""The jobs that the gateway remembers, in memory, within bounds. Knows nothing of how jobs are drawn."""
+"""The jobs of this gateway: those that have not ended in memory, all of them in the store.
+
+What anybody is told of an end, or of being accepted, was written before; where a running job stands is only known
+here. Knows nothing of how jobs are drawn.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
-import itertools
-from collections import deque
-from collections.abc import Collection, Iterator
+import logging
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from bottega.errors import InvalidRequest, JobNotFound, Violation
+from bottega.errors import (
+    BottegaError,
+    DataLoss,
+    InternalError,
+    InvalidRequest,
+    JobCancelled,
+    JobNotFound,
+    StorageUnavailable,
+    Violation,
+)
 from bottega.gateway.clock import Clock
-from bottega.gateway.jobs import Job
+from bottega.gateway.job_records import error_of, inputs_of, outcome_of, pictures_of, provenance_of, to_job, to_record
+from bottega.gateway.job_store import JobRecord
+from bottega.gateway.jobs import Job, Outcome
+from bottega.gateway.storehouse import Storehouse
+from bottega.gateway.trails import Trails
+from bottega.storage import faults
+from bottega.v1 import image_pb2
 from bottega.v1.image_pb2 import JobState
 
-# Of a job beside its spec and provenance: Python objects, measured.
-_JOB_BYTES = 4096
+# A gateway that starts has read its jobs in less; a caller that came too early need not hear of it.
+_READY_S = 5.0
+
+# Of an end that was decided; a healthy disk takes milliseconds.
+_WRITTEN_S = 2.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,100 +50,250 @@ class Filter:
     after: float | None = None
     before: float | None = None
 
-    def admits(self, job: Job) -> bool:
-        """Whether the list holds the job."""
-        return (
-            (not self.states or job.state in self.states)
-            and (self.after is None or job.created_wall >= self.after)
-            and (self.before is None or job.created_wall < self.before)
-        )
+
+def _ignore(_: Job) -> None:
+    """For those who do not care."""
 
 
 class JobLog:
-    """Live jobs are always remembered; ended ones until their time is over or the log is full.
+    """`restore` it when the storehouse is open. on_found: told of a live job that nobody here knew of.
 
-    ttl_s: seconds after its end that a job, and its request_id, is remembered.
-    max_jobs, budget_bytes: bounds on what is remembered.
+    Every method that reads may raise StorageUnavailable and DataLoss.
     """
 
-    def __init__(self, *, max_jobs: int, budget_bytes: int, ttl_s: float, clock: Clock) -> None:
-        self._max_jobs = max_jobs
-        self._budget_bytes = budget_bytes
-        self._ttl_s = ttl_s
+    def __init__(self, *, storehouse: Storehouse, clock: Clock) -> None:
+        self._storehouse = storehouse
+        self._store = storehouse.jobs
+        self._trails = Trails(storehouse)
         self._clock = clock
-        self._jobs: dict[str, Job] = {}
+        self._live: dict[str, Job] = {}
+        self._adding: dict[str, Job] = {}
         self._by_request_id: dict[str, Job] = {}
-        self._ended: deque[Job] = deque()
-        self._sequence = itertools.count(1)
-        self._sizes: dict[str, int] = {}
-        self.size_bytes = 0
+        self._doubtful: set[str] = set()
+        self._readable = asyncio.Event()
+        self._restored = False
+        self.on_found: Callable[[Job], None] = _ignore
 
-    def add(self, job: Job) -> None:
-        """Remembers a new job; its request_id from now on means this one."""
-        job.sequence = next(self._sequence)
-        self._jobs[job.job_id] = job
-        if job.request_id:
-            self._by_request_id[job.request_id] = job
-        self._account(job)
+    @property
+    def restored(self) -> bool:
+        """Whether the jobs of earlier lives are known, so that an unknown one is one that has ended."""
+        return self._restored
 
-    def ended(self, job: Job) -> None:
-        """Says that a job has ended, so that it may be forgotten one day."""
-        self._account(job)
-        self._ended.append(job)
-        self.sweep()
+    @property
+    def life(self) -> int:
+        """Lives of the gateway before this one."""
+        return max(0, self._store.generation - 1)
 
-    def get(self, job_id: str) -> Job:
+    async def restore(self) -> list[Job]:
+        """The jobs that an earlier life left, in their order. Line them up before anything else happens."""
+        jobs = []
+        for record in await self._store.live():
+            inputs = await self._store.inputs(record.job_id)
+            jobs.append(to_job(record, inputs=inputs, life=self.life, clock=self._clock))
+        for job in jobs:
+            self._remember(job)
+        self._restored = True
+        self._readable.set()
+        return jobs
+
+    def read_only(self) -> None:
+        """The store cannot be opened now: what can be read of it may be."""
+        self._readable.set()
+
+    async def ready(self) -> None:
+        """Returns when the jobs are there. Raises StorageUnavailable when that takes too long."""
+        if self._readable.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._readable.wait(), _READY_S)
+        except TimeoutError:
+            raise StorageUnavailable("the gateway is still starting", retry_after_s=1.0) from None
+
+    async def close(self) -> None:
+        """Writes what waits to be written, as far as the disk lets it."""
+        await self._trails.close()
+
+    async def add(self, job: Job, *, replaces: str = "") -> Job:
+        """Makes a new job durable, and returns it; or the one that has its request_id already.
+
+        replaces: job_id of the ended job that this one takes the request_id from.
+        """
+        await self.ready()
+        self._adding[job.job_id] = job
+        try:
+            record = await self._store.add(to_record(job), inputs=await inputs_of(job), replaces=replaces)
+        except (StorageUnavailable, DataLoss) as error:
+            self._doubtful.add(job.job_id)
+            self._storehouse.failed(error)
+            raise
+        finally:
+            del self._adding[job.job_id]
+        if record.job_id != job.job_id:
+            return await self._recalled(record)
+        job.sequence = record.sequence
+        job.acknowledged()
+        self._remember(job)
+        return job
+
+    def begun(self, job: Job) -> None:
+        """A worker has the job; it is not kept waiting until that is written."""
+        job_id, number, started_wall = job.job_id, job.number, job.started_wall or self._clock.wall()
+        self._trails.note(job_id, lambda: self._store.begin(job_id, number, started_wall=started_wall))
+
+    def waits_again(self, job: Job) -> None:
+        """The attempt is lost, or was given back."""
+        job_id, number, deaths = job.job_id, job.number, job.deaths
+        self._trails.note(job_id, lambda: self._store.requeue(job_id, number, deaths=deaths))
+
+    async def end(self, job: Job) -> None:
+        """Writes how the job ends, and tells it then; while the disk cannot take it, it is not told."""
+        decided = job.outcome
+        assert decided is not None
+        try:
+            outcome = await self._trails.written(job.job_id, lambda: self._write(job.job_id, job.number, decided))
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody shall wait for ever
+            # What is not durable has not happened, and this will never be.
+            _log.exception("the end of a job could not be written", extra={"job_id": job.job_id})
+            why = error if isinstance(error, BottegaError) else InternalError("an internal fault")
+            outcome = Outcome(state=image_pb2.JOB_STATE_FAILED, ended_wall=decided.ended_wall, error=why)
+        self._live.pop(job.job_id, None)
+        if self._by_request_id.get(job.request_id) is job:
+            del self._by_request_id[job.request_id]
+        job.end(outcome)
+
+    async def written(self, job: Job) -> None:
+        """Returns when a job whose end was decided has ended. Raises StorageUnavailable when that takes too long."""
+        if job.live and self._live.get(job.job_id) is not job:
+            raise job.left or StorageUnavailable("the job cannot be changed now")
+        try:
+            await asyncio.wait_for(job.ended.wait(), _WRITTEN_S)
+        except TimeoutError:
+            self._storehouse.check()
+            raise StorageUnavailable("the disk takes long", retry_after_s=faults.RETRY_AFTER_S) from None
+
+    async def get(self, job_id: str) -> Job:
         """The job. Raises JobNotFound."""
-        job = self._jobs.get(job_id)
+        await self.ready()
+        job = self._live.get(job_id)
+        if job is None:
+            record = await self._store.get(job_id)
+            job = await self._recalled(record) if record else None
         if job is None:
             raise JobNotFound("no such job; it may have expired")
         return job
 
     def find(self, job_id: str) -> Job | None:
-        """The job, or None."""
-        return self._jobs.get(job_id)
+        """The job, if it has not ended."""
+        return self._live.get(job_id)
 
-    def of_request(self, request_id: str) -> Job | None:
+    async def of_request(self, request_id: str) -> Job | None:
         """The newest job of an idempotency key, or None."""
-        return self._by_request_id.get(request_id)
+        await self.ready()
+        job = self._by_request_id.get(request_id)
+        if job is None:
+            record = await self._store.of_request(request_id)
+            job = await self._recalled(record) if record else None
+        return job
 
     def live(self) -> Iterator[Job]:
         """Jobs that have not ended."""
-        return (job for job in self._jobs.values() if job.live)
+        return iter(self._live.values())
 
-    def page(self, filter_: Filter, *, size: int, token: str) -> tuple[list[Job], str]:
+    async def page(self, wanted: Filter, *, size: int, token: str) -> tuple[list[Job], str]:
         """Up to `size` jobs, newest first, and the token of the next page ("" on the last).
 
         Raises InvalidRequest for a token that was not given out.
         """
         newest = _sequence_of(token) if token else None
-        jobs = (job for job in reversed(self._jobs.values()) if newest is None or job.sequence < newest)
-        found = list(itertools.islice((job for job in jobs if filter_.admits(job)), size + 1))
-        return found[:size], _token_of(found[size - 1]) if len(found) > size else ""
+        await self.ready()
+        records = await self._store.page(
+            size=size + 1,
+            states=wanted.states,
+            created_after=wanted.after,
+            created_before=wanted.before,
+            before_sequence=newest,
+        )
+        jobs = [self._live.get(record.job_id) or self._as_read(record) for record in records[:size]]
+        # What is written may be some milliseconds behind.
+        admitted = [job for job in jobs if not wanted.states or job.state in wanted.states]
+        return admitted, _token_of(records[size - 1].sequence) if len(records) > size else ""
 
-    def sweep(self) -> None:
-        """Forgets jobs whose time is over, and the oldest ones beyond the bounds."""
-        oldest = self._clock.monotonic() - self._ttl_s
-        while self._ended and (self._full() or (self._ended[0].ended_at or 0.0) <= oldest):
-            self._forget(self._ended.popleft())
+    async def settle_doubts(self) -> None:
+        """Looks for jobs that were written though that failed: one with a request_id goes on, another is cancelled.
 
-    def _full(self) -> bool:
-        return len(self._jobs) > self._max_jobs or self.size_bytes > self._budget_bytes
+        Its caller was refused; with a request_id it comes again and finds it.
+        """
+        for job_id in list(self._doubtful):
+            record = await self._store.get(job_id)
+            self._doubtful.discard(job_id)
+            if record is None or not record.live or job_id in self._live:
+                continue
+            if record.request_id:
+                await self._recalled(record)
+            else:
+                error = error_of(JobCancelled("its caller was told that it could not be stored"))
+                await self._store.fail(
+                    job_id, None, error=error, state=image_pb2.JOB_STATE_CANCELLED, ended_wall=self._clock.wall()
+                )
 
-    def _forget(self, job: Job) -> None:
-        del self._jobs[job.job_id]
-        self.size_bytes -= self._sizes.pop(job.job_id)
-        if self._by_request_id.get(job.request_id) is job:
-            del self._by_request_id[job.request_id]
+    async def _recalled(self, record: JobRecord) -> Job:
+        """The job of a record that was read: the one in memory where it is live."""
+        if not record.live or not self._restored:
+            return self._as_read(record)
+        inputs = b""
+        if record.job_id not in self._live and record.job_id not in self._adding:
+            inputs = await self._store.inputs(record.job_id)
+        job = self._live.get(record.job_id) or self._adding.get(record.job_id)
+        if job is None:
+            fresh = await self._store.get(record.job_id)  # it may have ended since it was read
+            job = self._live.get(record.job_id)
+            if job is None:
+                job = self._found(fresh or record, inputs)
+        return job
 
-    def _account(self, job: Job) -> None:
-        size = _JOB_BYTES + job.bare.ByteSize() + (job.provenance.ByteSize() if job.provenance else 0)
-        self.size_bytes += size - self._sizes.get(job.job_id, 0)
-        self._sizes[job.job_id] = size
+    def _found(self, record: JobRecord, inputs: bytes) -> Job:
+        job = to_job(record, inputs=inputs, life=self.life, clock=self._clock)
+        if job.live:
+            self._remember(job)
+            self.on_found(job)
+        return job
+
+    def _as_read(self, record: JobRecord) -> Job:
+        """The job as it was written, for looking at only."""
+        job = to_job(record, life=self.life, clock=self._clock)
+        if job.live:
+            job.leave(self._storehouse.trouble or StorageUnavailable("the job cannot be followed now"))
+        return job
+
+    async def _write(self, job_id: str, number: int, outcome: Outcome) -> Outcome:
+        """Writes an end; returns the one that holds, which another try may have written already."""
+        if outcome.state == image_pb2.JOB_STATE_COMPLETED:
+            wrote = await self._store.complete(
+                job_id,
+                number,
+                pictures=pictures_of(outcome),
+                provenance=provenance_of(outcome),
+                ended_wall=outcome.ended_wall,
+            )
+        else:
+            wrote = await self._store.fail(
+                job_id, None, error=error_of(outcome.error), state=outcome.state, ended_wall=outcome.ended_wall
+            )
+        if wrote:
+            return outcome
+        record = await self._store.get(job_id)
+        if record is None or record.live:
+            raise InternalError("the store does not know of this attempt")
+        return outcome_of(record)
+
+    def _remember(self, job: Job) -> None:
+        self._live[job.job_id] = job
+        if job.request_id:
+            self._by_request_id[job.request_id] = job
 
 
-def _token_of(job: Job) -> str:
-    return base64.urlsafe_b64encode(job.sequence.to_bytes(8, "big")).decode()
+def _token_of(sequence: int) -> str:
+    return base64.urlsafe_b64encode(sequence.to_bytes(8, "big")).decode()
 
 
 def _sequence_of(token: str) -> int:
@@ -127,7 +301,8 @@ def _sequence_of(token: str) -> int:
         raw = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
         raw = b""
-    if len(raw) != 8:
+    sequence = int.from_bytes(raw, "big")
+    if len(raw) != 8 or sequence >= 1 << 63:
         rule = "must be the next_page_token of an earlier answer"
         raise InvalidRequest(f"page_token: {rule}", violations=[Violation(field="page_token", description=rule)])
-    return int.from_bytes(raw, "big")
+    return sequence

@@ -2,7 +2,8 @@
 a worker is lost.
 
 Every attempt has a number, and only the newest one is listened to: a late answer of an abandoned attempt
-changes nothing. Knows no queue, no worker and no wire.
+changes nothing. An end is decided first (`outcome`), which closes the job to everything else, and told (`end`) when
+it is durable. Knows no queue, no worker, no store and no wire.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.image_pb2 import JobState
 
 LIVE = frozenset({image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING})
+
+# The low bits of an attempt's number count the job's attempts, those above them the lives of the gateway: so a later
+# life outranks every earlier one, whatever of that was not written any more. An int32 has room for 500,000 lives.
+_COUNT_BITS = 12
+MOST_ATTEMPTS = (1 << _COUNT_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +70,21 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A finished image; its bytes are in the result store under its digest."""
+    """A finished image; its bytes are stored under its digest."""
 
     digest: str
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a job ends. state: JOB_STATE_COMPLETED, _FAILED or _CANCELLED. ended_wall: Unix seconds."""
+
+    state: JobState.ValueType
+    ended_wall: float
+    pictures: tuple[Picture, ...] = ()
+    provenance: Provenance | None = None
+    error: BottegaError | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -81,6 +98,8 @@ class Job:
     returns: attempts that workers did not take, or gave back. alone: nobody else has been at the worker since the
     current attempt began. suspect_until: steps within which a worker died of it, perhaps.
     log_id: the request_id of its log lines, here and at the workers; never empty.
+    life: lives of the gateway before this one. number: of the newest attempt. created_wall: 0 is now.
+    outcome: decided, and not to be told before it is durable. left: why nobody here follows the job any further.
     """
 
     clock: Clock
@@ -97,9 +116,10 @@ class Job:
     validate_s: float = 0.0
     job_id: str = field(default_factory=lambda: secrets.token_hex(12))
     sequence: int = 0
+    life: int = 0
 
     state: JobState.ValueType = image_pb2.JOB_STATE_QUEUED
-    attempts: int = 0
+    number: int = 0
     worker: str = ""
     alone: bool = False
     deaths: int = 0
@@ -117,12 +137,15 @@ class Job:
     pictures: tuple[Picture, ...] = ()
     provenance: Provenance | None = None
     error: BottegaError | None = None
+    outcome: Outcome | None = None
+    left: BottegaError | None = None
 
     created_at: float = 0.0
     created_wall: float = 0.0
     started_wall: float | None = None
     ended_wall: float | None = None
     ended_at: float | None = None
+    acknowledge_s: float = 0.0
     queued_at: float = 0.0
     queue_s: float = 0.0
     routed_at: float = 0.0
@@ -136,8 +159,9 @@ class Job:
 
     def __post_init__(self) -> None:
         self.log_id = self.request_id or self.log_id or self.job_id
-        self.created_wall = self.clock.wall()
-        self.created_at = self.queued_at = self.clock.monotonic()
+        self.queued_at, now_wall = self.clock.monotonic(), self.clock.wall()
+        self.created_wall = self.created_wall or now_wall
+        self.created_at = self.queued_at - max(0.0, now_wall - self.created_wall)
         # Asked for at every look of the scheduler, where a message would be too slow to ask.
         self.num_images, self.rows = self.spec.num_images, work.rows(self.spec)
         self.steps_total = work.steps_to_run(self.spec) * self.num_images
@@ -154,9 +178,24 @@ class Job:
         """Seconds from acceptance to its end, or until now."""
         return (self.clock.monotonic() if self.ended_at is None else self.ended_at) - self.created_at
 
+    @property
+    def attempts(self) -> int:
+        """How often it was given to a worker, in all lives of the gateway."""
+        return self.number & MOST_ATTEMPTS
+
+    @property
+    def open(self) -> bool:
+        """Whether nothing has decided yet how it ends."""
+        return self.live and self.outcome is None
+
     def is_current(self, number: int) -> bool:
         """Whether attempt `number` is the one that counts."""
-        return self.state == image_pb2.JOB_STATE_RUNNING and number == self.attempts
+        return self.open and self.state == image_pb2.JOB_STATE_RUNNING and number == self.number
+
+    def acknowledged(self) -> None:
+        """It is durable: from now on it waits for a worker."""
+        now = self.clock.monotonic()
+        self.acknowledge_s, self.queued_at = now - self.queued_at, now
 
     @property
     def suspect(self) -> bool:
@@ -169,15 +208,28 @@ class Job:
         free_at: when the worker could take it, on the monotonic clock (None: now). Until then the job queued, from
         then on it is routed. alone: whether the worker has nothing else.
         """
+        assert self.open
         assert self.state == image_pb2.JOB_STATE_QUEUED
         self.routed_at = max(self.queued_at, self.clock.monotonic() if free_at is None else free_at)
         self.queue_s += self.routed_at - self.queued_at
         if self.started_wall is None:
             self.started_wall = self.clock.wall()
         self.state, self.worker, self.alone = image_pb2.JOB_STATE_RUNNING, worker, alone
-        self.attempts += 1
+        self.number = self.life << _COUNT_BITS | (self.attempts + 1)
         self._tell()
-        return self.attempts
+        return self.number
+
+    def adopt(self, worker: str, number: int) -> bool:
+        """A worker brings an attempt of an earlier life along. Whether it is at least as new as what is known."""
+        if not self.open or number < self.number:
+            return False
+        if self.state == image_pb2.JOB_STATE_QUEUED:
+            self.queue_s += self.clock.monotonic() - self.queued_at
+        self.started_wall = self.started_wall or self.clock.wall()
+        self.state, self.worker, self.number = image_pb2.JOB_STATE_RUNNING, worker, number
+        self.routed_at = self.clock.monotonic()
+        self._tell()
+        return True
 
     def sent(self) -> float:
         """The worker has been called; returns the seconds that routing this attempt took."""
@@ -251,44 +303,63 @@ class Job:
 
     def stand(self, standing: Standing) -> None:
         """Says where the job stands in the queue."""
-        if self.state == image_pb2.JOB_STATE_QUEUED and standing != self.standing:
+        if self.open and self.state == image_pb2.JOB_STATE_QUEUED and standing != self.standing:
             self.standing = standing
             self._tell()
 
     def complete(self, number: int, pictures: tuple[Picture, ...], provenance: Provenance) -> bool:
-        """The attempt brought all images."""
+        """The attempt brought all images, and they are durable."""
         if not self.is_current(number):
             return False
-        self.pictures, self.provenance = pictures, provenance
-        self.steps_done = self.steps_total
-        self._end(image_pb2.JOB_STATE_COMPLETED)
+        self._decide(image_pb2.JOB_STATE_COMPLETED, pictures=pictures, provenance=provenance)
         return True
 
     def fail(self, error: BottegaError, number: int | None = None) -> bool:
         """Fails the job; with a number, only if that attempt still counts."""
-        if not self.live or (number is not None and not self.is_current(number)):
+        if not self.open or (number is not None and not self.is_current(number)):
             return False
-        self.error = error
-        self._end(image_pb2.JOB_STATE_FAILED)
+        self._decide(image_pb2.JOB_STATE_FAILED, error=error)
         return True
 
     def cancel(self) -> bool:
         """Somebody does not want it any more."""
-        if not self.live:
+        if not self.open:
             return False
-        self.error = JobCancelled("the job was cancelled")
-        self._end(image_pb2.JOB_STATE_CANCELLED)
+        self._decide(image_pb2.JOB_STATE_CANCELLED, error=JobCancelled("the job was cancelled"))
         return True
 
-    def _end(self, state: JobState.ValueType) -> None:
-        if self.state == image_pb2.JOB_STATE_QUEUED:
-            self.queue_s += self.clock.monotonic() - self.queued_at
-        self.state = state
-        self.ended_wall, self.ended_at = self.clock.wall(), self.clock.monotonic()
-        self.spec, self.checkpoint = self.bare, None
-        self.previews.clear()
+    def end(self, outcome: Outcome) -> None:
+        """Tells how it has ended: what was decided, or what is known to have been written."""
+        if not self.live:
+            return
+        self.state, self.error, self.ended_wall = outcome.state, outcome.error, outcome.ended_wall
+        self.pictures, self.provenance = outcome.pictures, outcome.provenance
+        # Of steps that led to no picture nothing is left, nor is it remembered.
+        self.steps_done = self.steps_total if self.state == image_pb2.JOB_STATE_COMPLETED else 0
         self.ended.set()
         self._tell()
+
+    def leave(self, why: BottegaError) -> None:
+        """Sends away who follows it here; the job itself goes on, or will."""
+        self.left = why
+        self._tell()
+
+    def _decide(
+        self,
+        state: JobState.ValueType,
+        *,
+        pictures: tuple[Picture, ...] = (),
+        provenance: Provenance | None = None,
+        error: BottegaError | None = None,
+    ) -> None:
+        self.ended_at = self.clock.monotonic()
+        if self.state == image_pb2.JOB_STATE_QUEUED:
+            self.queue_s += self.ended_at - self.queued_at
+        self.outcome = Outcome(
+            state=state, ended_wall=self.clock.wall(), pictures=pictures, provenance=provenance, error=error
+        )
+        self.spec, self.checkpoint = self.bare, None
+        self.previews.clear()
 
     def _wait_again(self) -> None:
         self.state, self.worker, self.alone = image_pb2.JOB_STATE_QUEUED, "", False

@@ -24,6 +24,11 @@ def accepted(job: Job) -> None:
     _log.info("job accepted", extra={**names(job), "model": job.bare.model})
 
 
+def restored(jobs: int, held: int, seconds: float) -> None:
+    """The jobs of an earlier life are there again."""
+    _log.info("jobs restored", extra={"jobs": jobs, "held": held, "seconds": round(seconds, 3)})
+
+
 def attempt_lost(job: Job, error: BottegaError) -> None:
     """The worker of the current attempt is lost, or has not taken it."""
     _log.warning("attempt lost", extra={**names(job), **_progress(job), "text": error.message})

@@ -22,7 +22,7 @@ _PAUSE_S = 0.015
 
 
 class Matching:
-    """The looks at the queue of each model."""
+    """The looks at the queue of each model. paused: nothing is handed out."""
 
     def __init__(
         self, *, fleet: Fleet, dispatcher: Dispatcher, queue: JobQueue, log: JobLog, seating: Seating, clock: Clock
@@ -37,6 +37,7 @@ class Matching:
         self._due: dict[str, asyncio.TimerHandle] = {}
         self._news_at: dict[str, float] = {}
         self._told: dict[str, int] = {}
+        self.paused = False
 
     def at_once(self, model: str, *, free_at: float | None = None) -> None:
         """Hands out what should run now. free_at: since when that is so, on the monotonic clock; None is now."""
@@ -45,7 +46,7 @@ class Matching:
             due.cancel()
         now = self._clock.monotonic()
         free_at = min(now if free_at is None else free_at, self._news_at.pop(model, now))
-        if self._queue.line(model):
+        if self._queue.line(model) and not self.paused:
             self._looked_at[model] = now
             self._look(model, free_at)
         else:
@@ -80,7 +81,8 @@ class Matching:
         members = {member.name: member for member in self._fleet.workers(model)}
         waiting = (self._seating.waiting(job, members) for job in self._queue.line(model))
         for assignment in assign(waiting, self._seating.seats(members.values())):
-            job = self._jobs.get(assignment.job_id)
+            job = self._jobs.find(assignment.job_id)
+            assert job is not None
             self._queue.remove(job)
             job.stand(Standing(place=0, estimate_s=assignment.estimate_s))
             self._dispatcher.run(job, members[assignment.worker], free_at=free_at, alone=assignment.alone)

@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 _QUEUE_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 # Routing shall take at most .6 ms.
 _ROUTE_BUCKETS = (0.0001, 0.0002, 0.0004, 0.0006, 0.001, 0.002, 0.005, 0.01, 0.05)
+# From a disk that lies to one that turns.
+_COMMIT_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5)
 
 
 class GatewayMetrics:
@@ -33,8 +35,30 @@ class GatewayMetrics:
             buckets=_ROUTE_BUCKETS,
             registry=registry,
         )
+        self._acknowledged = Counter("bottega_jobs_acknowledged", "Jobs that became durable.", registry=registry)
+        self._commit_s = Histogram(
+            "bottega_store_commit_seconds",
+            "Seconds of each commit of the job store, of a group of operations.",
+            buckets=_COMMIT_BUCKETS,
+            registry=registry,
+        )
+        self._store_waiting = Gauge(
+            "bottega_store_waiting", "Operations that wait for the next commit of the job store.", registry=registry
+        )
         self._queued = Gauge("bottega_queued_jobs", "Jobs that wait.", registry=registry)
         self._members = Gauge("bottega_members", "Services that have joined, by kind.", ("kind",), registry=registry)
+
+    def acknowledged(self) -> None:
+        """Counts a job that is durable."""
+        self._acknowledged.inc()
+
+    def committed(self, seconds: float) -> None:
+        """Takes in what a commit of the job store took; from any thread."""
+        self._commit_s.observe(seconds)
+
+    def watch_store(self, waiting: Callable[[], float]) -> None:
+        """Where to read how many operations wait for the job store."""
+        self._store_waiting.set_function(waiting)
 
     def watch_queue(self, length: Callable[[], float]) -> None:
         """Where to read the length of the queue."""

@@ -27,6 +27,11 @@ def completed_provenance(job: Job, told: Provenance) -> Provenance:
     full.repeated_steps = job.repeated_steps
     full.times.extend(
         StageTime(stage=stage, seconds=seconds)
-        for stage, seconds in (("validate", job.validate_s), ("queue", job.queue_s), ("route", job.route_s))
+        for stage, seconds in (
+            ("validate", job.validate_s),
+            ("acknowledge", job.acknowledge_s),
+            ("queue", job.queue_s),
+            ("route", job.route_s),
+        )
     )
     return full

@@ -32,6 +32,7 @@ class JobQueue:
         self._lines: dict[str, deque[Job]] = {}
         self._left: deque[float] = deque(maxlen=_RATE_JOBS)
         self._bytes: dict[str, int] = {}
+        self._reserved: dict[str, int] = {}
         self._size_bytes = 0
 
     def __len__(self) -> int:
@@ -39,11 +40,18 @@ class JobQueue:
 
     def check_room(self, size_bytes: int) -> None:
         """Raises QueueFull, with the time after which to ask again, when no job of that size fits."""
-        if len(self) >= self._max_jobs or self._size_bytes + size_bytes > self._budget_bytes:
+        if len(self) + len(self._reserved) >= self._max_jobs or self._size_bytes + size_bytes > self._budget_bytes:
             raise QueueFull(f"{len(self)} jobs wait already", retry_after_s=self.retry_after_s())
+
+    def reserve(self, job: Job) -> None:
+        """Keeps room for a job until it lines up or is removed. Raises QueueFull."""
+        self.check_room(job.size_bytes)
+        self._reserved[job.job_id] = job.size_bytes
+        self._size_bytes += job.size_bytes
 
     def add(self, job: Job, *, first: bool = False) -> None:
         """Lines a job up. first: before the others, for one that had its turn and was lost."""
+        self._size_bytes -= self._reserved.pop(job.job_id, 0)
         line = self._lines.setdefault(job.spec.model, deque())
         if first:
             line.appendleft(job)
@@ -53,7 +61,8 @@ class JobQueue:
         self._size_bytes += job.size_bytes
 
     def remove(self, job: Job) -> None:
-        """Takes a job out, if it is in."""
+        """Takes a job out, if it is in, and gives up the room that was reserved for it."""
+        self._size_bytes -= self._reserved.pop(job.job_id, 0)
         size = self._bytes.pop(job.job_id, None)
         if size is None:
             return

@@ -10,18 +10,18 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega import rules
-from bottega.errors import ImageNotFound, JobNotFinished
+from bottega.errors import BottegaError, ImageNotFound, JobNotFinished
 from bottega.gateway import validation
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.foreman import Foreman
 from bottega.gateway.intake import Intake
 from bottega.gateway.job_log import Filter, JobLog
-from bottega.gateway.jobs import Job, Order
-from bottega.gateway.results import ResultStore
-from bottega.gateway.watching import Ended, Watch
-from bottega.gateway.wire import event_to_wire, image_to_wire, job_to_wire
+from bottega.gateway.jobs import Job, Order, Picture
+from bottega.gateway.watching import Ended, Event, Watch
+from bottega.gateway.wire import event_to_wire, image_to_wire, job_to_wire, travels_inline
 from bottega.rpc import logs
 from bottega.rpc.boundary import MAX_REQUEST_ID_CHARACTERS
+from bottega.storage import ContentReader, ContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc
 
 _CHUNK_BYTES = 256 << 10
@@ -32,11 +32,11 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class ImageService(image_pb2_grpc.ImageServiceServicer):
     """What product backends call."""
 
-    def __init__(self, *, intake: Intake, foreman: Foreman, log: JobLog, results: ResultStore, fleet: Fleet) -> None:
+    def __init__(self, *, intake: Intake, foreman: Foreman, log: JobLog, images: ContentStore, fleet: Fleet) -> None:
         self._intake = intake
         self._foreman = foreman
         self._jobs = log
-        self._results = results
+        self._images = images
         self._fleet = fleet
 
     async def Generate(
@@ -58,7 +58,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
                 async for event in events:
                     if isinstance(event, Ended) and job.error is not None:
                         raise job.error.with_traceback(None)
-                    yield image_pb2.GenerateResponse(event=event_to_wire(job, event, self._results))
+                    yield image_pb2.GenerateResponse(event=await self._to_wire(job, event))
         finally:
             if not request.request_id:
                 self._foreman.abandon(job)
@@ -67,12 +67,12 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         self, request: image_pb2.GetImageRequest, context: _Context
     ) -> AsyncIterator[image_pb2.GetImageResponse]:
         """See the contract."""
-        job = self._job(request.job_id)
-        data = self._image_bytes(job, request.index)
-        first = image_to_wire(job, request.index)
-        yield image_pb2.GetImageResponse(image=first, chunk=data[:_CHUNK_BYTES])
-        for begin in range(_CHUNK_BYTES, len(data), _CHUNK_BYTES):
-            yield image_pb2.GetImageResponse(chunk=data[begin : begin + _CHUNK_BYTES])
+        job = await self._job(request.job_id)
+        async with await self._reader(job, request.index) as reader:
+            chunk = await reader.read(0, _CHUNK_BYTES)
+            yield image_pb2.GetImageResponse(image=image_to_wire(job, request.index), chunk=chunk)
+            for begin in range(_CHUNK_BYTES, reader.size_bytes, _CHUNK_BYTES):
+                yield image_pb2.GetImageResponse(chunk=await reader.read(begin, _CHUNK_BYTES))
 
     async def SubmitJob(self, request: image_pb2.SubmitJobRequest, context: _Context) -> image_pb2.SubmitJobResponse:
         """See the contract. The call's own deadline bounds the call, not the job."""
@@ -83,7 +83,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
 
     async def GetJob(self, request: image_pb2.GetJobRequest, context: _Context) -> image_pb2.GetJobResponse:
         """See the contract."""
-        return image_pb2.GetJobResponse(job=job_to_wire(self._job(request.job_id)))
+        return image_pb2.GetJobResponse(job=job_to_wire(await self._job(request.job_id)))
 
     async def ListJobs(self, request: image_pb2.ListJobsRequest, context: _Context) -> image_pb2.ListJobsResponse:
         """See the contract."""
@@ -93,44 +93,55 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             after=_unix_s(request.created_after) if request.HasField("created_after") else None,
             before=_unix_s(request.created_before) if request.HasField("created_before") else None,
         )
-        jobs, token = self._jobs.page(wanted, size=request.page_size or _DEFAULT_PAGE, token=request.page_token)
+        jobs, token = await self._jobs.page(wanted, size=request.page_size or _DEFAULT_PAGE, token=request.page_token)
         return image_pb2.ListJobsResponse(jobs=[job_to_wire(job) for job in jobs], next_page_token=token)
 
     async def WatchJob(
         self, request: image_pb2.WatchJobRequest, context: _Context
     ) -> AsyncIterator[image_pb2.WatchJobResponse]:
         """See the contract."""
-        job = self._job(request.job_id)
+        job = await self._job(request.job_id)
         if request.preview:
             self._foreman.show(job)
         async with contextlib.aclosing(Watch(job, preview=request.preview).events()) as events:
             async for event in events:
-                yield image_pb2.WatchJobResponse(event=event_to_wire(job, event, self._results))
+                yield image_pb2.WatchJobResponse(event=await self._to_wire(job, event))
 
     async def CancelJob(self, request: image_pb2.CancelJobRequest, context: _Context) -> image_pb2.CancelJobResponse:
         """See the contract."""
-        job = self._job(request.job_id)
-        self._foreman.cancel(job)
+        job = await self._job(request.job_id)
+        await self._foreman.cancel_for_good(job)
         return image_pb2.CancelJobResponse(job=job_to_wire(job))
 
     async def ListModels(self, request: image_pb2.ListModelsRequest, context: _Context) -> image_pb2.ListModelsResponse:
         """See the contract."""
         return image_pb2.ListModelsResponse(models=self._fleet.models())
 
-    def _job(self, job_id: str) -> Job:
-        job = self._jobs.get(job_id)
+    async def _job(self, job_id: str) -> Job:
+        job = await self._jobs.get(job_id)
         _bind(job)
         return job
 
-    def _image_bytes(self, job: Job, index: int) -> bytes:
+    async def _to_wire(self, job: Job, event: Event) -> image_pb2.JobEvent:
+        data = [await self._inline(picture) for picture in job.pictures] if travels_inline(job) else []
+        return event_to_wire(job, event, data)
+
+    async def _inline(self, picture: Picture) -> bytes:
+        """One that cannot be read is sent without its bytes, as a large one is; GetImage says why they do not come."""
+        try:
+            return await self._images.get(picture.digest) or b""
+        except BottegaError:
+            return b""
+
+    async def _reader(self, job: Job, index: int) -> ContentReader:
         if job.state != image_pb2.JOB_STATE_COMPLETED:
             raise JobNotFinished("the job has no images" if not job.live else "the job has no images yet")
         if not 0 <= index < len(job.pictures):
             raise ImageNotFound(f"the job has {len(job.pictures)} images, counted from 0")
-        data = self._results.get(job.pictures[index].digest)
-        if data is None:
+        reader = await self._images.reader(job.pictures[index].digest)
+        if reader is None:
             raise ImageNotFound("the image has expired")
-        return data
+        return reader
 
 
 def _log_id(request_id: str) -> str:

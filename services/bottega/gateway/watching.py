@@ -48,13 +48,15 @@ class Watch:
         self._seen_version = 0
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """The current state, then what changes; ends after Ended."""
+        """The current state, then what changes; ends after Ended. Raises why the job is followed here no further."""
         self._job.listeners.add(self._wake.set)
         try:
             if self._announce and self._job.standing is not None:
                 self._told = self._job.standing
                 yield self._job.standing
             while self._job.live:
+                if self._job.left is not None:
+                    raise self._job.left.with_traceback(None)
                 self._wake.clear()
                 event = self._news()
                 if event is not None:

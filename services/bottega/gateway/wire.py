@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega.gateway.jobs import Job, Standing
-from bottega.gateway.results import ResultStore
 from bottega.gateway.watching import Drawing, Event
 from bottega.rpc.status import to_job_error
 from bottega.v1 import image_pb2
@@ -47,8 +48,8 @@ def image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:
     )
 
 
-def event_to_wire(job: Job, event: Event, results: ResultStore) -> image_pb2.JobEvent:
-    """What happened to a job."""
+def event_to_wire(job: Job, event: Event, data: Sequence[bytes] = ()) -> image_pb2.JobEvent:
+    """What happened to a job. data: bytes of its images, where they are sent along."""
     if isinstance(event, Standing):
         return image_pb2.JobEvent(
             job_id=job.job_id, queued=image_pb2.Queued(place=event.place, estimate_s=event.estimate_s)
@@ -59,16 +60,17 @@ def event_to_wire(job: Job, event: Event, results: ResultStore) -> image_pb2.Job
         return image_pb2.JobEvent(job_id=job.job_id, progress=progress)
     if job.error is not None:
         return image_pb2.JobEvent(job_id=job.job_id, failed=to_job_error(job.error))
-    return image_pb2.JobEvent(job_id=job.job_id, completed=_completed(job, results))
+    return image_pb2.JobEvent(job_id=job.job_id, completed=_completed(job, data))
 
 
-def _completed(job: Job, results: ResultStore) -> image_pb2.Completed:
-    inline = sum(picture.size_bytes for picture in job.pictures) < MAX_INLINE_BYTES
-    # One that has expired is sent without its bytes, as a large one is; GetImage says why they do not come.
-    images = [
-        image_to_wire(job, index, (results.get(picture.digest) or b"") if inline else b"")
-        for index, picture in enumerate(job.pictures)
-    ]
+def travels_inline(job: Job) -> bool:
+    """Whether the images of a completed job are sent along with the news."""
+    return sum(picture.size_bytes for picture in job.pictures) < MAX_INLINE_BYTES
+
+
+def _completed(job: Job, data: Sequence[bytes]) -> image_pb2.Completed:
+    data = data or [b""] * len(job.pictures)
+    images = [image_to_wire(job, index, data[index]) for index in range(len(job.pictures))]
     return image_pb2.Completed(images=images, provenance=job.provenance)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import grpc
 
@@ -44,6 +44,13 @@ class GrpcWorkerClient:
         """Stops an attempt and forgets it."""
         try:
             await self._worker.CancelAttempt(worker_pb2.CancelAttemptRequest(attempt=attempt), timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            raise _typed(error) from None
+
+    async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
+        """What it runs, and what is finished and was not forgotten yet."""
+        try:
+            return (await self._worker.ListAttempts(worker_pb2.ListAttemptsRequest(), timeout=deadline_s)).attempts
         except grpc.aio.AioRpcError as error:
             raise _typed(error) from None
 

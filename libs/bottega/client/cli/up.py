@@ -71,7 +71,7 @@ def _foreground(wish: SuiteWish, state: StateFolder, *, in_background: bool) -> 
     with state.hold():
         for name in end_leftovers(state.read()):
             note(f"{name} was still running from an instance that was killed; ended it")
-        plan = plan_suite(wish, state.config)
+        plan = plan_suite(wish, state.config, kept=state.gateway)
         say(f"Bottega: {_described(plan, wish)}; logs in {state.logs}")
         if not in_background:
             say("Ctrl-C stops it.")

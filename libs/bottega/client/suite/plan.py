@@ -65,13 +65,16 @@ class SuitePlan:
     services: tuple[ServicePlan, ...]
 
 
-def plan_suite(wish: SuiteWish, config: Path) -> SuitePlan:
-    """Writes every service's configuration to the folder `config` and says how to start them."""
+def plan_suite(wish: SuiteWish, config: Path, *, kept: Path) -> SuitePlan:
+    """Writes every service's configuration to the folder `config` and says how to start them.
+
+    kept: folder of the gateway's jobs and images.
+    """
     port, metrics_port = _ports(wish.port)
     address = f"127.0.0.1:{port}"
     threads = wish.threads or max(1, len(os.sched_getaffinity(0)) // wish.workers)
     server = {"listen": address, "metrics_listen": f"127.0.0.1:{metrics_port}", "drain_grace_s": _DRAIN_GRACE_S}
-    gateway = _service(GATEWAY, "bottega.gateway", {"server": server}, config)
+    gateway = _service(GATEWAY, "bottega.gateway", {"server": server, "state": str(kept)}, config)
     workers = [_worker(f"worker-{n}", wish, address, threads, config) for n in range(wish.workers)]
     return SuitePlan(address=address, workers=wish.workers, threads=threads, services=(gateway, *workers))
 

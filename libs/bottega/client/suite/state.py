@@ -61,6 +61,11 @@ class StateFolder:
         """NAME.yaml of every service, as it was started."""
         return self.root / "config"
 
+    @property
+    def gateway(self) -> Path:
+        """The gateway's jobs and images, which outlive an instance."""
+        return self.root / "gateway"
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Makes the folder this process's own while the context lasts. Raises AlreadyHeld, or OSError."""

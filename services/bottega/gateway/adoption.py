@@ -1,0 +1,104 @@
+"""After a restart of the gateway: brings jobs that were running back together with the workers that still have them.
+
+Such a job is held for a moment, so that its worker can come back. Every worker that joins is asked what it has: what
+counts goes on there, the rest is stopped. Who is not claimed in time lines up again, before the others. Knows no wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from bottega.errors import BottegaError
+from bottega.gateway.dispatch import Dispatcher
+from bottega.gateway.fleet import Member
+from bottega.gateway.job_log import JobLog
+from bottega.gateway.jobs import Job
+from bottega.gateway.queueing import JobQueue
+from bottega.v1 import image_pb2, worker_pb2
+
+_log = logging.getLogger(__name__)
+
+
+def _ignore(_: Member) -> None:
+    """For a worker that has been seen to."""
+
+
+class Adoption:
+    """hold_s: how long a job waits for its worker. line_up: takes those that nobody has claimed, the oldest last."""
+
+    def __init__(
+        self, *, dispatcher: Dispatcher, queue: JobQueue, log: JobLog, hold_s: float, line_up: Callable[[Job], None]
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._queue = queue
+        self._jobs = log
+        self._hold_s = hold_s
+        self._line_up = line_up
+        self._held: dict[str, Job] = {}
+        self._expiry: asyncio.TimerHandle | None = None
+        self._asking: set[asyncio.Task[None]] = set()
+
+    def hold(self, jobs: Sequence[Job]) -> None:
+        """Jobs that were running when the gateway ended, the oldest first."""
+        self._held.update((job.job_id, job) for job in jobs)
+        if self._held:
+            self._expiry = asyncio.get_running_loop().call_later(self._hold_s, self._expire)
+
+    def holds(self, job: Job) -> bool:
+        """Whether the job waits for its worker."""
+        return job.job_id in self._held
+
+    def let_go(self, job: Job) -> None:
+        """The job has ended some other way."""
+        self._held.pop(job.job_id, None)
+
+    def ask(self, member: Member, *, then: Callable[[Member], None]) -> None:
+        """Asks a worker that has joined what it has. then: called with it, after that where it may matter."""
+        if not self._held:
+            then(member)
+        task = asyncio.create_task(self._ask(member, then if self._held else _ignore))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def close(self) -> None:
+        """Holds and asks no more."""
+        self._held.clear()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        for task in self._asking:
+            task.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+
+    async def _ask(self, member: Member, then: Callable[[Member], None]) -> None:
+        if not self._jobs.restored:
+            return  # everybody is asked when they are
+        try:
+            for summary in await self._dispatcher.attempts_at(member):
+                self._look(member, summary.attempt)
+        except BottegaError as error:
+            _log.warning("a worker does not say what it has", extra={"member": member.name, "text": error.message})
+        then(member)
+
+    def _look(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
+        job = self._jobs.find(attempt.job_id)
+        if job is not None and self._may_take(job, attempt.number) and job.adopt(member.name, attempt.number):
+            self.let_go(job)
+            self._queue.remove(job)
+            _log.info("attempt adopted", extra={"job_id": job.job_id, "request_id": job.log_id, "worker": job.worker})
+            self._dispatcher.adopt(job, member)
+            self._jobs.begun(job)
+        elif job is None or job.number != attempt.number:
+            self._dispatcher.stop_attempt(member, attempt)
+
+    def _may_take(self, job: Job, number: int) -> bool:
+        """A later number than is known is an attempt that began when that could not be written any more."""
+        return self.holds(job) or (job.state == image_pb2.JOB_STATE_QUEUED and number > job.number)
+
+    def _expire(self) -> None:
+        held, self._held = list(self._held.values()), {}
+        for job in reversed(held):
+            if job.take_back(job.number):
+                self._jobs.waits_again(job)
+                self._line_up(job)

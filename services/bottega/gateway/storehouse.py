@@ -1,0 +1,184 @@
+"""What the gateway keeps on its disk, jobs and finished images, and whether it can be written now.
+
+It opens both, again and again until it can; finds out when a disk that was full or gone is back; sweeps in slices.
+What must be written is tried until it is. Knows nothing of what is in a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from bottega.errors import BottegaError, DataLoss, StorageUnavailable
+from bottega.gateway.clock import Clock
+from bottega.gateway.digests import digest
+from bottega.gateway.job_store import JobStore
+from bottega.gateway.jobs import Picture
+from bottega.storage import ContentStore, faults
+
+ResultT = TypeVar("ResultT")
+
+# Between two tries: soon enough for whoever waits, seldom enough for a disk that is busy with being full.
+_RETRY_S = 0.5
+_SWEEP_S = 1.0
+# Jobs that are forgotten in one transaction: some milliseconds.
+_SWEEP_JOBS = 100
+
+_log = logging.getLogger(__name__)
+
+
+def _ignore() -> None:
+    """For those who do not care."""
+
+
+class Storehouse:
+    """The gateway's disk. Open it first, `start` it then, close it last.
+
+    trouble: why nothing can be written now; None while all is well. on_change: called whenever that changes.
+    max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered.
+    waiting_bytes: of images that may wait in memory for a disk that cannot take them.
+    """
+
+    def __init__(
+        self,
+        *,
+        jobs: JobStore,
+        images: ContentStore,
+        max_jobs: int,
+        jobs_bytes: int,
+        jobs_ttl_s: float,
+        waiting_bytes: int,
+        clock: Clock,
+    ) -> None:
+        self.jobs = jobs
+        self.images = images
+        self.trouble: BottegaError | None = None
+        self.on_change: Callable[[], None] = _ignore
+        self._max_jobs = max_jobs
+        self._jobs_bytes = jobs_bytes
+        self._jobs_ttl_s = jobs_ttl_s
+        self._room_bytes = waiting_bytes
+        self._clock = clock
+        self._unwritten = 0
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def open(self, *, on_failure: Callable[[], None] = _ignore) -> None:
+        """Returns when both are open. on_failure: called when they are not at once; reads may work even then.
+
+        Raises ConfigError for files that are not ours.
+        """
+        while True:
+            try:
+                await self.images.open()
+                await self.jobs.open()
+            except (StorageUnavailable, DataLoss) as error:
+                self.failed(error)
+                on_failure()
+                await asyncio.sleep(_RETRY_S)
+            else:
+                self._recovered()
+                return
+
+    def start(self) -> None:
+        """Begins to sweep, and to look after a disk that fails."""
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        """Ends after what was begun."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        for store in (self.jobs, self.images):
+            try:
+                await store.close()
+            except StorageUnavailable as error:
+                _log.warning("the disk did not end in time", extra={"text": error.message})
+
+    def check(self) -> None:
+        """Raises what keeps a job from being taken now."""
+        if self.trouble is not None:
+            raise self.trouble.with_traceback(None)
+
+    def failed(self, error: BottegaError) -> None:
+        """Something could not be written."""
+        if error.metadata.get("cause") == faults.BUSY:
+            return  # more than the disk can take at once, which is no fault of it
+        if self.trouble is None:
+            _log.error("the disk cannot be used; no job is taken", extra={"text": error.message, **error.metadata})
+        changed, self.trouble = self.trouble is None, error
+        if changed:
+            self.on_change()
+
+    async def insist(self, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """What `write` returns, tried until the disk takes it. Raises what else it raises."""
+        waits = False
+        try:
+            while True:
+                try:
+                    return await write()
+                except StorageUnavailable as error:
+                    self._unwritten += not waits
+                    waits = True
+                    self.failed(error)
+                    await asyncio.sleep(_RETRY_S)
+                except DataLoss as error:
+                    self.failed(error)
+                    raise
+        finally:
+            self._unwritten -= waits
+
+    async def keep(self, encoded: Sequence[bytes]) -> tuple[Picture, ...]:
+        """Keeps finished images: they are on the disk when this returns, which takes as long as the disk does.
+
+        Raises StorageUnavailable when too much waits for it already, TooLarge for what it never takes.
+        """
+        size_bytes = sum(map(len, encoded))
+        if size_bytes > self._room_bytes:
+            raise faults.unavailable("more images wait for the disk than memory has room for", cause=faults.BUSY)
+        self._room_bytes -= size_bytes
+        try:
+            return tuple([await self._keep_one(data) for data in encoded])
+        finally:
+            self._room_bytes += size_bytes
+
+    async def _keep_one(self, data: bytes) -> Picture:
+        picture = Picture(digest=await digest(data), size_bytes=len(data))
+        await self.insist(lambda: self.images.put(picture.digest, data))
+        return picture
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S if self.trouble is None else _RETRY_S)
+            try:
+                if self.trouble is None:
+                    await self._sweep()
+                else:
+                    await self._probe()
+            except (StorageUnavailable, DataLoss) as error:
+                self.failed(error)
+            except Exception:  # noqa: BLE001 - the boundary of the task: without it nothing is ever swept or healed
+                _log.exception("the disk could not be looked after")
+
+    async def _probe(self) -> None:
+        await self.images.probe()
+        await self.jobs.probe()
+        if not self._unwritten:  # what waits tries by itself, and is the better probe: it is larger
+            self._recovered()
+
+    async def _sweep(self) -> None:
+        while await self.images.sweep():
+            pass
+        ended_before = self._clock.wall() - self._jobs_ttl_s
+        forgotten = _SWEEP_JOBS
+        while forgotten == _SWEEP_JOBS:
+            forgotten = await self.jobs.forget(
+                ended_before=ended_before, max_jobs=self._max_jobs, max_bytes=self._jobs_bytes, limit=_SWEEP_JOBS
+            )
+
+    def _recovered(self) -> None:
+        changed, self.trouble = self.trouble is not None, None
+        if changed:
+            _log.info("the disk can be used again")
+            self.on_change()

@@ -1,0 +1,225 @@
+"""A storehouse in memory that answers at once, for tests of the gateway's rules on a clock that is turned by hand.
+
+Its job store keeps the rules of every store, and runs through the conformance tests as the others do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bottega.gateway.clock import Clock
+from bottega.gateway.job_store import JobRecord, StoredPicture
+from bottega.gateway.storehouse import Storehouse
+from bottega.storage import ContentStore, faults
+from bottega.v1.image_pb2 import JobState
+
+ResultT = TypeVar("ResultT")
+
+# About what a record takes beside its bytes.
+_RECORD_BYTES = 512
+
+
+@dataclass
+class Shelf:
+    """What is left of a store when it is closed: jobs by sequence, oldest first."""
+
+    jobs: dict[int, JobRecord] = field(default_factory=dict)
+    inputs: dict[str, bytes] = field(default_factory=dict)
+    newest: dict[str, int] = field(default_factory=dict)
+    sequence: int = 0
+    generation: int = 0
+
+
+class MemoryJobStore:
+    """See JobStore. Several stores may have the same shelf."""
+
+    def __init__(self, shelf: Shelf | None = None) -> None:
+        self._shelf = shelf or Shelf()
+        self._opened = False
+        self._generation = 0
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    async def open(self) -> None:
+        if not self._opened:
+            self._opened = True
+            self._shelf.generation += 1
+            self._generation = self._shelf.generation
+
+    async def close(self) -> None:
+        self._opened = False
+
+    async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
+        self._check()
+        known = await self.get(record.job_id)
+        if known is None and record.request_id:
+            known = await self.of_request(record.request_id)
+            if known is not None and known.gives_way_to(record, replaces=replaces):
+                known = None
+        if known is not None:
+            return known
+        self._shelf.sequence += 1
+        taken = self._shelf.jobs[self._shelf.sequence] = replace(record, sequence=self._shelf.sequence)
+        if record.request_id:
+            self._shelf.newest[record.request_id] = taken.sequence
+        if inputs:
+            self._shelf.inputs[record.job_id] = inputs
+        return taken
+
+    async def begin(self, job_id: str, attempt: int, *, started_wall: float) -> bool:
+        return await self._change(job_id, lambda record: record.begun(attempt, started_wall=started_wall))
+
+    async def requeue(self, job_id: str, attempt: int, *, deaths: int) -> bool:
+        return await self._change(job_id, lambda record: record.requeued(attempt, deaths=deaths))
+
+    async def extend(self, job_id: str, deadline_wall: float | None) -> bool:
+        return await self._change(job_id, lambda record: record.extended(deadline_wall))
+
+    async def complete(
+        self, job_id: str, attempt: int, *, pictures: tuple[StoredPicture, ...], provenance: bytes, ended_wall: float
+    ) -> bool:
+        return await self._change(
+            job_id,
+            lambda record: record.completed(attempt, pictures=pictures, provenance=provenance, ended_wall=ended_wall),
+        )
+
+    async def fail(
+        self, job_id: str, attempt: int | None, *, error: bytes, state: JobState.ValueType, ended_wall: float
+    ) -> bool:
+        return await self._change(
+            job_id, lambda record: record.failed(attempt, error=error, state=state, ended_wall=ended_wall)
+        )
+
+    async def get(self, job_id: str) -> JobRecord | None:
+        self._check()
+        return next((record for record in self._shelf.jobs.values() if record.job_id == job_id), None)
+
+    async def of_request(self, request_id: str) -> JobRecord | None:
+        self._check()
+        return self._shelf.jobs.get(self._shelf.newest.get(request_id, 0))
+
+    async def inputs(self, job_id: str) -> bytes:
+        self._check()
+        return self._shelf.inputs.get(job_id, b"")
+
+    async def live(self) -> list[JobRecord]:
+        self._check()
+        return [record for record in self._shelf.jobs.values() if record.live]
+
+    async def page(
+        self,
+        *,
+        size: int,
+        states: Collection[JobState.ValueType] = (),
+        created_after: float | None = None,
+        created_before: float | None = None,
+        before_sequence: int | None = None,
+    ) -> list[JobRecord]:
+        self._check()
+        found = [
+            record
+            for record in reversed(self._shelf.jobs.values())
+            if (not states or record.state in states)
+            and (created_after is None or record.created_wall >= created_after)
+            and (created_before is None or record.created_wall < created_before)
+            and (before_sequence is None or record.sequence < before_sequence)
+        ]
+        return found[:size]
+
+    async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
+        self._check()
+        jobs = self._shelf.jobs
+        ended = sorted(
+            (record for record in jobs.values() if not record.live), key=lambda r: (r.ended_wall, r.sequence)
+        )
+        forgotten = 0
+        for record in ended[:limit]:
+            size_bytes = sum(map(_size_bytes, jobs.values()))
+            if (record.ended_wall or 0.0) >= ended_before and len(jobs) <= max_jobs and size_bytes <= max_bytes:
+                break
+            del jobs[record.sequence]
+            if self._shelf.newest.get(record.request_id) == record.sequence:
+                del self._shelf.newest[record.request_id]
+            forgotten += 1
+        return forgotten
+
+    async def probe(self) -> None:
+        self._check()
+
+    async def _change(self, job_id: str, follow: Callable[[JobRecord], JobRecord | None]) -> bool:
+        record = await self.get(job_id)
+        after = follow(record) if record else None
+        if after is None:
+            return False
+        self._shelf.jobs[after.sequence] = after
+        if not after.live:
+            self._shelf.inputs.pop(job_id, None)
+        return True
+
+    def _check(self) -> None:
+        if not self._opened:
+            raise faults.unavailable("the job store is not open", cause="EBADF")
+
+
+class MemoryImages(ContentStore):
+    """Images in a dictionary, without bounds."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("/nowhere"), budget_bytes=1, ttl_s=1)
+        self._data: dict[str, bytes] = {}
+
+    async def open(self) -> None:
+        """Nothing to open."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def put(self, digest: str, data: bytes) -> None:
+        self._data[digest] = data
+
+    async def get(self, digest: str) -> bytes | None:
+        return self._data.get(digest)
+
+    def holds(self, digest: str) -> bool:
+        return digest in self._data
+
+    async def probe(self) -> None:
+        """It can always be written."""
+
+    async def sweep(self) -> bool:
+        return False
+
+
+def memory_storehouse(clock: Clock, shelf: Shelf | None = None) -> Storehouse:
+    """One that is open."""
+    storehouse = Storehouse(
+        jobs=MemoryJobStore(shelf),
+        images=MemoryImages(),
+        max_jobs=1000,
+        jobs_bytes=1 << 24,
+        jobs_ttl_s=60,
+        waiting_bytes=1 << 20,
+        clock=clock,
+    )
+    at_once(storehouse.open())
+    return storehouse
+
+
+def at_once(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """What work returns that never has to wait."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        result: ResultT = done.value
+        return result
+    raise AssertionError("it had to wait")
+
+
+def _size_bytes(record: JobRecord) -> int:
+    pictures = sum(len(picture.digest) for picture in record.pictures)
+    return _RECORD_BYTES + len(record.spec) + pictures + len(record.provenance) + len(record.error)

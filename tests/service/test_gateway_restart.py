@@ -1,0 +1,223 @@
+"""What a later life of a gateway knows of an earlier one: jobs, pictures, attempts at workers; and disks that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from bottega import errors
+from bottega.v1 import image_pb2, image_pb2_grpc
+from tests import full_disk
+from tests.service.running_gateway import Running, refusal, running_gateway, told
+
+MIB = 1 << 20
+
+
+def _address() -> str:
+    """One that is free now: a later life listens where the earlier one did."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+async def _is_serving(channel: grpc.aio.Channel) -> bool:
+    check = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    answer = await check(health_pb2.HealthCheckRequest(), timeout=5)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def _serves(channel: grpc.aio.Channel, serving: bool) -> None:
+    async with asyncio.timeout(10):
+        while await _is_serving(channel) is not serving:  # noqa: ASYNC110 - health has no event
+            await asyncio.sleep(0.05)
+
+
+async def _image(house: Running, job_id: str) -> bytes:
+    chunks = [answer.chunk async for answer in house.images.GetImage(image_pb2.GetImageRequest(job_id=job_id))]
+    return b"".join(chunks)
+
+
+async def test_the_same_request_gives_the_same_bytes_after_a_restart_and_another_one_is_refused(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        await house.worker()
+        first = await house.draw("order-1", prompt="a star")
+    async with running_gateway(state=str(tmp_path)) as house:
+        again = await house.draw("order-1", prompt="a star")  # nobody is here who could draw it
+        assert list(again.images) == list(first.images)
+        assert again.provenance == first.provenance
+        error = await refusal(lambda: house.generate("order-1", prompt="a square"))
+        assert isinstance(error, errors.RequestIdReused)
+        (job,) = (await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs
+        assert (job.state, job.request_id) == (image_pb2.JOB_STATE_COMPLETED, "order-1")
+        assert await _image(house, job.job_id) == b"picture 0"
+
+
+async def test_a_request_id_is_remembered_for_as_long_as_its_job(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path), jobs_ttl_s=0.5) as house:
+        worker = await house.worker()
+        await house.draw("order-1", prompt="a star")
+        await asyncio.sleep(2.2)
+        await house.draw("order-1", prompt="another")
+        assert len(worker.begun) == 2
+
+
+async def test_a_stopping_gateway_leaves_what_it_cannot_finish_to_a_later_life(tmp_path: Path) -> None:
+    address = _address()
+    async with running_gateway(state=str(tmp_path), listen=address, drain_grace_s=0.5) as house:
+        worker = await house.worker()
+        worker.script.hold_at = 5
+        runs = house.generate("order-1", prompt="a star")
+        job_id = (await told(runs)).job_id
+        await asyncio.wait_for(worker.arrived.wait(), 2)
+        waits = house.generate("order-2", prompt="a square")
+        await told(waits)
+        house.workers.clear()
+        await house.gateway.server.drain(house.gateway.finish)
+        for call in (runs, waits):
+            assert isinstance(await refusal(lambda call=call: call), errors.Draining)  # type: ignore[misc]
+    worker.script.release.set()
+    async with running_gateway(state=str(tmp_path), listen=address) as house:
+        house.workers.append(worker)
+        done = await house.draw("order-1", prompt="a star")
+        assert done.provenance.attempts == 1
+        await house.draw("order-2", prompt="a square")
+        assert [job_id for job_id, _ in worker.begun].count(job_id) == 1
+        assert len(worker.begun) == 2
+
+
+async def test_what_nobody_claims_after_a_restart_lines_up_again_before_the_others(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path), drain_grace_s=0.2) as house:
+        worker = await house.worker()
+        worker.script.hold_at = 5
+        runs = await house.submit(prompt="a star")
+        await asyncio.wait_for(worker.arrived.wait(), 2)
+        waits = await house.submit(prompt="a square")
+        await house.gateway.server.drain(house.gateway.finish)
+    async with running_gateway(state=str(tmp_path), hold_s=0.5, model_grace_s=10) as house:
+        began = time.monotonic()
+        await asyncio.sleep(0.6)
+        other = await house.worker("w2")
+        assert (await house.ended(waits.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+        ended = await house.ended(runs.job_id)
+        assert (ended.state, ended.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 2)
+        assert [job_id for job_id, _ in other.begun] == [runs.job_id, waits.job_id]
+        assert time.monotonic() - began < 5
+
+
+async def test_a_worker_that_joins_is_freed_of_what_counts_no_more() -> None:
+    async with running_gateway() as house:
+        worker = await house.worker()
+        await worker.leave()
+        worker.still_running("forgotten", 3)
+        assert worker.membership is not None
+        worker.membership.start()
+        stopped = await asyncio.wait_for(worker.cancelled.get(), 3)
+        assert (stopped.job_id, stopped.number) == ("forgotten", 3)
+
+
+async def test_a_deadline_passes_by_the_wall_clock_while_there_is_no_gateway(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path), drain_grace_s=0.2) as house:
+        worker = await house.worker()
+        worker.script.hold_at = 5
+        call = house.generate(prompt="a star", timeout=1.5)
+        job_id = (await told(call)).job_id
+        # As at a crash, its caller is not there to cancel it.
+        house.gateway._foreman.abandon = lambda job: None  # type: ignore[method-assign]
+        await house.gateway.server.drain(house.gateway.finish)
+    await asyncio.sleep(1.0)
+    async with running_gateway(state=str(tmp_path)) as house:
+        ended = await house.ended(job_id)
+        assert ended.state == image_pb2.JOB_STATE_FAILED
+        assert ended.error.reason == errors.DeadlinePassed.reason
+
+
+async def test_a_full_disk_refuses_jobs_keeps_what_was_drawn_and_heals(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=4 * MIB) as disk:
+        async with running_gateway(state=str(disk / "state")) as house:
+            worker = await house.worker()
+            worker.script.picture = lambda index: bytes(300_000)
+            done = await house.submit(prompt="done")
+            await house.ended(done.job_id)
+            worker.script.hold_at = 5
+            worker.script.picture = lambda index: b"x" * 300_000
+            call = house.generate("order-1", prompt="a star")
+            job_id = (await told(call)).job_id
+            ballast = full_disk.fill(disk)
+            worker.script.release.set()
+            await _serves(house.channel, False)
+            error = await refusal(lambda: house.generate("order-2", prompt="a square"))
+            assert isinstance(error, errors.StorageUnavailable)
+            assert error.retry_after_s
+            assert (await house.job(job_id)).state == image_pb2.JOB_STATE_RUNNING
+            assert await _image(house, done.job_id) == bytes(300_000), "what is there can be read"
+            assert len((await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs) == 2
+            ballast.unlink()
+            events = [answer.event async for answer in call]
+            assert events[-1].completed.images[0].data == b"x" * 300_000
+            assert events[-1].completed.provenance.attempts == 1
+            await _serves(house.channel, True)
+            worker.script.picture = lambda index: b"small"
+            await house.draw("order-2", prompt="a square")
+
+
+async def test_a_disk_that_cannot_be_written_at_the_start_is_waited_for(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=4 * MIB) as disk:
+        async with running_gateway(state=str(disk / "state")) as house:
+            await house.worker()
+            done = await house.submit(prompt="done")
+            await house.ended(done.job_id)
+        with full_disk.read_only(disk):
+            starting = asyncio.create_task(_started_there(str(disk / "state"), done.job_id))
+            await asyncio.sleep(1.0)
+            assert not starting.done()
+        await asyncio.wait_for(starting, 5)
+
+
+async def _started_there(state: str, job_id: str) -> None:
+    async with running_gateway(state=state) as house:
+        assert (await house.job(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path / "state")) as house:
+        await house.worker()
+        done = await house.submit("order-1", prompt="done")
+        await house.ended(done.job_id)
+    whole = tmp_path / "state" / "jobs.sqlite"
+    shutil.copy(whole, tmp_path / "copy")
+    whole.write_bytes(bytes(4096) + whole.read_bytes()[4096:])
+    address = _address()
+    life = asyncio.create_task(_live(tmp_path / "state", address))
+    async with grpc.aio.insecure_channel(address) as channel:
+        await channel.channel_ready()
+        images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
+        for call in (
+            lambda: images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=10),
+            lambda: images.ListJobs(image_pb2.ListJobsRequest(), timeout=10),
+            lambda: images.SubmitJob(image_pb2.SubmitJobRequest(request_id="order-1"), timeout=10),
+        ):
+            assert isinstance(await refusal(call), errors.DataLoss)
+        assert not await _is_serving(channel)
+        assert not life.done()
+        for beside in (tmp_path / "state").glob("jobs.sqlite*"):
+            beside.unlink()
+        shutil.copy(tmp_path / "copy", whole)
+        await _serves(channel, True)
+        found = (await images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=5)).job
+        assert found.state == image_pb2.JOB_STATE_COMPLETED
+    life.cancel()
+    await asyncio.gather(life, return_exceptions=True)
+
+
+async def _live(state: Path, address: str) -> None:
+    async with running_gateway(state=str(state), listen=address):
+        await asyncio.Event().wait()
