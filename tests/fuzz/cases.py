@@ -17,7 +17,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
-from tests.fuzz.images import bad_images, good_images, png_of_size, too_large_image
+from tests.fuzz.images import bad_images, good_images, largest_image, png_of_size, too_large_image
 
 OK = grpc.StatusCode.OK
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -161,7 +161,7 @@ def _ranges(case: Any) -> Iterator[Case]:
 
 def _pictures(case: Any) -> Iterator[Case]:
     png = good_images()["png"]
-    for name, image in good_images().items():
+    for name, image in {**good_images(), "the largest": largest_image()}.items():
         yield case(f"good image: {name}", image=image)
     for name, image in {**bad_images(), "too large": too_large_image()}.items():
         yield case(f"bad image: {name}", INVALID, "spec.image", image=image)
@@ -316,7 +316,14 @@ def _attempts() -> Iterator[Case]:
     for deadline_s in (1e308, INF):
         yield case(f"deadline_s {deadline_s}", whole={"deadline_s": deadline_s})
     yield case("request_id of 129", INVALID, "request_id", whole={"request_id": "x" * 129})
-    yield case("a checkpoint of noise", whole={"checkpoint": bad_images()["noise"]})
+    for name, image in {**good_images(), "the largest": largest_image()}.items():
+        yield case(f"good image: {name}", image=image, strength=0.5)
+    for name, image in {"empty": b"", "too large": too_large_image()}.items():
+        yield case(f"bad image: {name}", INVALID, "spec.image", image=image, strength=0.5)
+    for size in (500, 20 << 20):
+        yield case(
+            f"a checkpoint of {size} bytes of noise", whole={"checkpoint": bad_images()["noise"] * (size // 500)}
+        )
     nothing = ("attempt.job_id", "attempt.number", *(f"spec.{name}" for name in FILLED))
     yield _case("RunAttempt", "nothing at all", worker_pb2.RunAttemptRequest(), INVALID, *nothing)
     for method in ("RunAttempt", "CancelAttempt", "PreviewAttempt"):

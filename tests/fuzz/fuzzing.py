@@ -125,11 +125,11 @@ def _valid(method: str, job_id: str) -> Sequence[Message]:
 
 def _specs() -> Sequence[GenerationSpec]:
     """One with nothing but a prompt, one with all that is served, one with what is not served yet."""
-    return [GenerationSpec(prompt="a big red star"), *_whole_specs(), _unserved()]
+    return [GenerationSpec(model="miniature", prompt="a big red star"), *_whole_specs(), _unserved()]
 
 
 def _whole_specs() -> Sequence[GenerationSpec]:
-    plain = GenerationSpec(prompt="a big red star", **FILLED)
+    plain = GenerationSpec(model="miniature", prompt="a big red star", **FILLED)
     edit = GenerationSpec(
         image=good_images()["png"], strength=0.5, negative_prompt="", quality=70, use_karras_sigmas=True
     )

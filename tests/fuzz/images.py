@@ -16,8 +16,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 _SIDE = 64
-# One past what the gateway takes by default.
-_TOO_MANY_BYTES = (8 << 20) + 1
+# What the gateway takes by default.
+_MOST_BYTES = 8 << 20
 # Inflates to far more than a picture of this size may carry beside its pixels.
 _TEXT_BYTES = 64 << 20
 
@@ -72,9 +72,14 @@ def bad_images() -> Mapping[str, bytes]:
 
 
 @functools.cache
+def largest_image() -> bytes:
+    """A good picture with as many bytes behind it as may be."""
+    return saved(_picture()).ljust(_MOST_BYTES, b"\0")
+
+
 def too_large_image() -> bytes:
-    """A good picture with too many bytes behind it."""
-    return saved(_picture()).ljust(_TOO_MANY_BYTES, b"\0")
+    """The same with one byte more."""
+    return largest_image() + b"\0"
 
 
 def saved(image: Image.Image, name: str = "PNG", **options: object) -> bytes:

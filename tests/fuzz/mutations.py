@@ -12,10 +12,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import strategies as st
 
-from tests.fuzz.images import bad_images, good_images, too_large_image
+from tests.fuzz.images import bad_images, good_images, largest_image, too_large_image
 
-# Of fields at once; and of messages in messages.
-_MOST_CHANGES = 4
+# Fields at once: one that is nasty among many that are fine is looked at the longest.
+_CHANGES = (0, 1, 1, 1, 2, 2, 4)
+# Messages in messages.
 _MOST_DEEP = 5
 # One request of so many has damaged bytes.
 _DAMAGED = 8
@@ -66,6 +67,8 @@ _NUMBERS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
 }
 _UNKNOWN_ENUMS = (99, -1, 2**31 - 1)
+# Numbers of fields that no message of ours has.
+_FIRST_UNKNOWN, _LAST_UNKNOWN = 100, 15_000
 _COPIES = (1, 8, 9, 1000)
 
 
@@ -75,7 +78,7 @@ def mutated(draw: st.DrawFn, valid: Sequence[Message], words: Sequence[str]) -> 
     message = type(valid[0])()
     message.CopyFrom(draw(st.sampled_from(valid)))
     texts = st.sampled_from((*words, *TEXTS)) | st.text(max_size=40)
-    for _ in range(draw(st.integers(0, _MOST_CHANGES))):
+    for _ in range(draw(st.sampled_from(_CHANGES))):
         _change(draw, message, texts)
     raw = message.SerializeToString()
     return draw(_damaged(raw)) if draw(st.integers(1, _DAMAGED)) == _DAMAGED else raw
@@ -120,16 +123,31 @@ def _value(field: FieldDescriptor, texts: st.SearchStrategy[str]) -> st.SearchSt
     if field.type != FieldDescriptor.TYPE_BYTES:
         return texts
     files = [*good_images().values(), *bad_images().values()]
-    # The large one is one of many: it takes a thousand times as long as the others.
-    return st.sampled_from([*files, *files, too_large_image()]) | st.binary(max_size=200)
+    # The large ones are two of many: they take a thousand times as long as the others.
+    return st.sampled_from([*files, *files, largest_image(), too_large_image()]) | st.binary(max_size=200)
 
 
 def _damaged(raw: bytes) -> st.SearchStrategy[bytes]:
     """Cut, with something put in, with a byte changed, or with fields behind that nobody knows."""
     place = st.integers(0, len(raw))
+    number = st.integers(_FIRST_UNKNOWN, _LAST_UNKNOWN)
     return (
         place.map(lambda at: raw[:at])
         | st.tuples(place, st.binary(min_size=1, max_size=12)).map(lambda put: raw[: put[0]] + put[1] + raw[put[0] :])
         | st.tuples(place, st.integers(0, 255)).map(lambda put: raw[: put[0]] + bytes([put[1]]) + raw[put[0] + 1 :])
         | st.binary(min_size=1, max_size=60).map(lambda more: raw + more)
+        | st.tuples(number, st.binary(max_size=60)).map(lambda more: raw + _unknown(*more))
     )
+
+
+def _unknown(number: int, data: bytes) -> bytes:
+    """A field of bytes, as a newer client may send it."""
+    return b"".join(_varint(part) for part in (number << 3 | 2, len(data))) + data
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])

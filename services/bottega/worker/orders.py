@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from google.protobuf.message import DecodeError
 
 from bottega import rules
+from bottega.codec.limits import MAX_IMAGE_BYTES
 from bottega.errors import InvalidRequest, Violation
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -68,7 +69,9 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
             yield Violation(field=f"spec.{name}", description="must be filled in")
     yield from rules.check_texts(spec)
     yield from rules.check_ranges(spec)
-    if spec.HasField("strength") != bool(spec.image):
+    if spec.HasField("image") and not 0 < len(spec.image) <= MAX_IMAGE_BYTES:
+        yield Violation(field="spec.image", description=f"must be 1 to {MAX_IMAGE_BYTES} bytes")
+    if spec.HasField("strength") != spec.HasField("image"):
         yield Violation(field="spec.strength", description="must be filled in with an image, and only with one")
     elif spec.HasField("strength"):
         yield from rules.check_steps_left(spec.num_inference_steps, spec.strength)
