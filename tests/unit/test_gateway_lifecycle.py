@@ -43,6 +43,7 @@ class Call:
     process: Process
     request: worker_pb2.RunAttemptRequest
     arrived: bool = False
+    heard: bool = False
     over: bool = False
     pending: deque[worker_pb2.RunAttemptResponse | BottegaError] = field(default_factory=deque)
     answers: asyncio.Queue[worker_pb2.RunAttemptResponse | BottegaError] = field(default_factory=asyncio.Queue)
@@ -181,14 +182,18 @@ class Wire(Shop):
     def deliver(self, call: Call) -> None:
         """What is next on a call arrives: the request, then one answer after the other, then the death."""
         if not call.arrived:
+            if call.process.alive and call.process.frozen:
+                return  # it is kept until somebody reads it
             call.arrived = True
-            if call.process.works:
+            if call.process.alive:
                 self._arrive(call)
             return
         if call.pending:
+            call.heard = True
             call.answers.put_nowait(call.pending.popleft())
         elif not call.process.alive:
-            call.answers.put_nowait(WorkerLost("connection broke", metadata={"died": "worker"}))
+            facts = {"died": "worker"} if call.heard else None
+            call.answers.put_nowait(WorkerLost("connection broke", metadata=facts))
 
     def _arrive(self, call: Call) -> None:
         try:
@@ -271,10 +276,15 @@ class Lifecycle(RuleBasedStateMachine):
 
     # What may happen.
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(both=st.booleans(), poison=st.integers(1, STEPS))
+    def begin(self, both: bool, poison: int) -> None:
+        """Three jobs, one of them poison, and one worker or two."""
         for name in WORKERS:
             self.do(self._boot(name))
+        if not both:
+            self.kill(WORKERS[0], noticed=True)
+        for each in (None, poison, None):
+            self.submit(each)
 
     @precondition(lambda self: len(self.jobs) < MOST_JOBS)
     @rule(poison=st.none() | st.integers(1, STEPS))
@@ -518,6 +528,10 @@ def _all_of(job: Job) -> tuple[object, ...]:
 
 
 Lifecycle.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=50,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
 )
 TestLifecycle = Lifecycle.TestCase

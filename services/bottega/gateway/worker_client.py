@@ -74,15 +74,17 @@ class GrpcWorkerClient:
         except grpc.aio.AioRpcError as error:
             if not heard and self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 raise Unavailable("the worker cannot be reached") from None
-            raise _typed(error) from None
+            raise _typed(error, heard=heard) from None
         finally:
             call.cancel()
 
 
-def _typed(failure: grpc.aio.AioRpcError) -> BottegaError:
+def _typed(failure: grpc.aio.AioRpcError, *, heard: bool = False) -> BottegaError:
+    """heard: whether the worker had begun to answer."""
     error = from_rpc_error(failure)
-    if type(error) is Unavailable:  # the connection broke, which is how the death of a process is noticed
-        return WorkerLost("the connection to the worker broke", metadata={"died": "worker"})
+    if type(error) is Unavailable:
+        # A broken connection is how the death of a process is noticed. Before its first word it may have been dead.
+        return WorkerLost("the connection to the worker broke", metadata={"died": "worker"} if heard else None)
     if isinstance(error, _OF_THE_WORKER):
         return WorkerLost(f"the call to the worker failed: {failure.code().name}")
     return error
