@@ -114,6 +114,24 @@ async def test_a_retry_takes_the_request_id_of_the_failed_job_that_it_names(stor
     assert await store.of_request("r") == second, "the forgotten one does not take the newer one's request along"
 
 
+async def test_a_request_whose_images_have_gone_is_drawn_again_and_a_cancelled_one_is_not(store: JobStore) -> None:
+    await _running(store, "j1", request_id="r")
+    await _complete(store, "j1", 1)
+    assert (await store.add(record("j2", request_id="r"))).job_id == "j1"
+    assert (await store.add(record("j2", request_id="r"), replaces="j1")).job_id == "j2"
+    assert await store.fail("j2", None, error=b"", state=JOB_STATE_CANCELLED, ended_wall=130.0)
+    assert (await store.add(record("j3", request_id="r"), replaces="j2")).job_id == "j2"
+
+
+async def test_a_probe_writes_and_changes_nothing(store: JobStore) -> None:
+    added = await store.add(record("j1"))
+    await store.probe()
+    assert (await store.get("j1"), store.generation) == (added, 1)
+    await store.close()
+    with pytest.raises(StorageUnavailable):
+        await store.probe()
+
+
 async def test_only_the_newest_attempt_counts(store: JobStore) -> None:
     await _running(store)
     assert not await store.begin("j1", 1, started_wall=102.0), "numbers only rise"

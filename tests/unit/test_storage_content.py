@@ -311,3 +311,26 @@ async def test_a_time_from_the_future_does_not_keep_an_image_for_ever(tmp_path: 
     async with _store(tmp_path, clock=clock) as store:
         clock.now += 61
         assert await store.get(digest) is None
+
+
+async def test_what_it_holds_is_known_without_a_look_at_the_disk(tmp_path: Path) -> None:
+    clock = FakeClock()
+    digest, data = _picture(1)
+    async with _store(tmp_path, clock=clock) as store:
+        await store.put(digest, data)
+        assert store.holds(digest)
+        assert not store.holds("0" * 64)
+        clock.now += 61
+        assert not store.holds(digest)
+
+
+async def test_a_probe_tells_whether_the_disk_can_be_written_and_leaves_nothing(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=MIB) as disk:
+        async with _store(disk) as store:
+            await store.probe()
+            ballast = full_disk.fill(disk)
+            with pytest.raises(StorageUnavailable):
+                await store.probe()
+            ballast.unlink()
+            await store.probe()
+            assert _everything(disk) == set()
