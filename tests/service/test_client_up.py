@@ -107,6 +107,20 @@ def test_a_killed_worker_is_started_again(up: Up, tmp_path: Path) -> None:
     assert drawn.returncode == 0, drawn.stderr
 
 
+def test_a_killed_gateway_is_started_again_and_knows_its_jobs(up: Up, tmp_path: Path) -> None:
+    drawn = bottega(up, "generate", "a star", "-o", "star.png", "--steps", "2", cwd=tmp_path)
+    assert drawn.returncode == 0, drawn.stderr
+    listed = bottega(up, "jobs").stdout.splitlines()
+    served = up.printed.read_text().count("gateway    serves")
+    os.kill({child.name: child.pid for child in up.record().children}["gateway"], signal.SIGKILL)
+    until(lambda: up.printed.read_text().count("gateway    serves") > served, START_S, up.printed)
+    again = bottega(up, "jobs").stdout.splitlines()
+    assert [line.split()[0] for line in again] == [line.split()[0] for line in listed]
+    assert len(listed) >= 2
+    drawn = bottega(up, "generate", "a star", "-o", "other.png", "--steps", "2", cwd=tmp_path)
+    assert drawn.returncode == 0, drawn.stderr
+
+
 def test_ctrl_c_leaves_nothing(up: Up) -> None:
     family = up.family()
     assert len(family) >= 3
