@@ -198,6 +198,7 @@ class MemoryImages(ContentStore):
 def memory_storehouse(clock: Clock, shelf: Shelf | None = None) -> Storehouse:
     """One that is open."""
     storehouse = Storehouse(
+        folder=Path("/nowhere"),
         jobs=MemoryJobStore(shelf),
         images=MemoryImages(),
         max_jobs=1000,

@@ -67,6 +67,7 @@ class Life:
     async def begin(cls, folder: Path, time: FakeTime) -> Life:
         store = FailingStore(folder / "jobs.sqlite")
         storehouse = Storehouse(
+            folder=folder,
             jobs=store,
             images=ContentStore(folder / "images", budget_bytes=1 << 20, ttl_s=60),
             max_jobs=100,

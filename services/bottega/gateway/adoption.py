@@ -75,7 +75,8 @@ class Adoption:
         if not self._jobs.restored:
             return  # everybody is asked when they are
         try:
-            for summary in await self._dispatcher.attempts_at(member):
+            summaries = await self._dispatcher.attempts_at(member)
+            for summary in summaries if self._dispatcher.reaches(member) else ():
                 self._look(member, summary.attempt)
         except BottegaError as error:
             _log.warning("a worker does not say what it has", extra={"member": member.name, "text": error.message})

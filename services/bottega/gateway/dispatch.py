@@ -105,6 +105,10 @@ class Dispatcher:
         if self.observer:
             self.observer.attempt_sent(job)
 
+    def reaches(self, member: Member) -> bool:
+        """Whether there is a way to a worker: from its joining until it is lost."""
+        return member in self._lines
+
     async def attempts_at(self, member: Member) -> Sequence[worker_pb2.AttemptSummary]:
         """The attempts that a worker has, of earlier lives of the gateway too. Raises BottegaError."""
         line = self._lines.get(member)

@@ -143,6 +143,7 @@ def _storehouse(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) ->
     jobs = SqliteJobStore(folder / "jobs.sqlite", on_commit=metrics.committed)
     metrics.watch_store(lambda: jobs.waiting)
     return Storehouse(
+        folder=folder,
         jobs=jobs,
         images=ContentStore(
             folder / "images", budget_bytes=config.results_bytes, ttl_s=config.results_ttl_s, clock=clock.wall

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
@@ -36,7 +37,8 @@ def _ignore() -> None:
 class Storehouse:
     """The gateway's disk. Open it first, `start` it then, close it last.
 
-    trouble: why nothing can be written now; None while all is well. on_change: called whenever that changes.
+    folder: of both, for the log. trouble: why nothing can be written now, as callers may hear it; None while all is
+    well. on_change: called whenever that changes.
     max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered.
     waiting_bytes: of images that may wait in memory for a disk that cannot take them.
     """
@@ -44,6 +46,7 @@ class Storehouse:
     def __init__(
         self,
         *,
+        folder: Path,
         jobs: JobStore,
         images: ContentStore,
         max_jobs: int,
@@ -52,6 +55,7 @@ class Storehouse:
         waiting_bytes: int,
         clock: Clock,
     ) -> None:
+        self._folder = folder
         self.jobs = jobs
         self.images = images
         self.trouble: BottegaError | None = None
@@ -106,8 +110,15 @@ class Storehouse:
         if error.metadata.get("cause") == faults.BUSY:
             return  # more than the disk can take at once, which is no fault of it
         if self.trouble is None:
-            _log.error("the disk cannot be used; no job is taken", extra={"text": error.message, **error.metadata})
-        changed, self.trouble = self.trouble is None, error
+            facts = {"folder": str(self._folder), "text": error.message, **error.metadata}
+            _log.error("the disk cannot be used; no job is taken", extra=facts)
+        # What damage there is, and where, is for the log.
+        told = (
+            DataLoss("the store is damaged; its operator has to look after it")
+            if isinstance(error, DataLoss)
+            else error
+        )
+        changed, self.trouble = self.trouble is None, told
         if changed:
             self.on_change()
 

@@ -1,0 +1,113 @@
+"""The gateway's disk: what must be written is tried until it is, within bounds; a disk that is back is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import DataLoss, StorageUnavailable
+from bottega.gateway.clock import Clock
+from bottega.gateway.job_store import SqliteJobStore
+from bottega.gateway.storehouse import Storehouse
+from bottega.storage import ContentStore, faults
+from bottega.v1.image_pb2 import JOB_STATE_FAILED
+from tests.service.job_store_backends import record
+
+
+class FailingImages(ContentStore):
+    """Images on a disk that is full while `full`; probes find room all the same where `small`."""
+
+    full = small = False
+
+    async def put(self, digest: str, data: bytes) -> None:
+        if self.full:
+            raise faults.unavailable("the disk is full", cause="ENOSPC")
+        await super().put(digest, data)
+
+    async def probe(self) -> None:
+        if self.full and not self.small:
+            raise faults.unavailable("the disk is full", cause="ENOSPC")
+        await super().probe()
+
+
+@pytest.fixture
+async def storehouse(tmp_path: Path) -> AsyncIterator[Storehouse]:
+    storehouse = Storehouse(
+        folder=tmp_path,
+        jobs=SqliteJobStore(tmp_path / "jobs.sqlite"),
+        images=FailingImages(tmp_path / "images", budget_bytes=1 << 20, ttl_s=0.5),
+        max_jobs=3,
+        jobs_bytes=1 << 20,
+        jobs_ttl_s=60,
+        waiting_bytes=100,
+        clock=Clock(),
+    )
+    await storehouse.open()
+    storehouse.start()
+    yield storehouse
+    await storehouse.close()
+
+
+def _images(storehouse: Storehouse) -> FailingImages:
+    assert isinstance(storehouse.images, FailingImages)
+    return storehouse.images
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(4):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
+
+
+async def test_images_wait_for_a_full_disk_within_bounds(storehouse: Storehouse) -> None:
+    images, changes = _images(storehouse), []
+    storehouse.on_change = lambda: changes.append(storehouse.trouble is None)
+    images.full = True
+    waiting = asyncio.create_task(storehouse.keep([b"x" * 60]))
+    await _until(lambda: storehouse.trouble is not None)
+    with pytest.raises(StorageUnavailable):
+        storehouse.check()
+    with pytest.raises(StorageUnavailable):
+        await storehouse.keep([b"y" * 60])
+    images.full = False
+    (picture,) = await asyncio.wait_for(waiting, 2)
+    assert await images.get(picture.digest) == b"x" * 60
+    await _until(lambda: storehouse.trouble is None)
+    assert changes == [False, True]
+    await storehouse.keep([b"y" * 60])  # the room is free again
+
+
+async def test_a_disk_with_room_for_a_probe_only_is_still_full(storehouse: Storehouse) -> None:
+    images = _images(storehouse)
+    images.full = images.small = True
+    waiting = asyncio.create_task(storehouse.keep([b"x"]))
+    await _until(lambda: storehouse.trouble is not None)
+    await asyncio.sleep(1.2)
+    assert storehouse.trouble is not None
+    images.full = False
+    await asyncio.wait_for(waiting, 2)
+
+
+async def test_a_busy_disk_is_no_broken_one(storehouse: Storehouse) -> None:
+    storehouse.failed(faults.unavailable("more waits than it can take", cause=faults.BUSY))
+    storehouse.check()
+
+
+async def test_damage_is_told_without_saying_where(storehouse: Storehouse, tmp_path: Path) -> None:
+    storehouse.failed(DataLoss(f"{tmp_path} is damaged"))
+    with pytest.raises(DataLoss) as caught:
+        storehouse.check()
+    assert str(tmp_path) not in caught.value.message
+
+
+async def test_jobs_and_images_are_swept(storehouse: Storehouse) -> None:
+    await storehouse.keep([b"x"])
+    for number in range(5):
+        await storehouse.jobs.add(record(f"j{number}"))
+        await storehouse.jobs.fail(f"j{number}", None, error=b"", state=JOB_STATE_FAILED, ended_wall=9e9)
+    await asyncio.sleep(2.2)
+    assert [kept.job_id for kept in await storehouse.jobs.page(size=9)] == ["j4", "j3", "j2"]
+    assert len(storehouse.images) == 0
