@@ -6,6 +6,7 @@ Knows the contract's methods, and how to tell that one has accepted its request;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,8 +21,6 @@ from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 ANSWER_S = 20.0
 # A stream that has nothing to say is open when it has not been refused for so long.
 _SILENT_S = 0.01
-# Between two looks whether an order has come in.
-_MOST_CANCELS = 2000
 
 SERVICES: Mapping[str, str] = MappingProxyType(
     {
@@ -53,6 +52,7 @@ class Caller:
     """Calls the methods of a gateway and of a worker, with bytes as they are."""
 
     def __init__(self, gateway: grpc.Channel, worker: grpc.Channel) -> None:
+        self._reader = ThreadPoolExecutor(1)
         self._channels = {"ImageService": gateway, "FleetService": gateway, "WorkerService": worker}
         self._special: Mapping[str, Callable[[tuple[bytes, ...]], Outcome]] = {
             "Generate": self._generate,
@@ -63,6 +63,10 @@ class Caller:
             "RunAttempt": self._run_attempt,
             "WatchCheckpoints": self._watch_checkpoints,
         }
+
+    def close(self) -> None:
+        """Ends what reads along; the channels are not its own."""
+        self._reader.shutdown()
 
     def call(self, method: str, raw: tuple[bytes, ...]) -> Outcome:
         """Calls, and ends what that began."""
@@ -123,15 +127,15 @@ class Caller:
     def _run_attempt(self, raw: tuple[bytes, ...]) -> Outcome:
         """Nothing is said before the engine begins, which may be late: so it is cancelled until it was there."""
         call = self._stream("RunAttempt", raw[0])
+        cancel = _cancel_of(raw[0])
         try:
-            cancel = _cancel_of(raw[0])
-            for _ in range(_MOST_CANCELS):
-                if cancel is None or call.done():
+            # Read meanwhile: a call is not done before its last word has been heard. The gateway, too, may have
+            # ended it by now: to it such an attempt is none of its own.
+            reading = self._reader.submit(lambda: [*call])
+            while cancel and not reading.done():
+                if worker_pb2.CancelAttemptResponse.FromString(self._unary("CancelAttempt", cancel)).known:
                     break
-                answer = self._unary("CancelAttempt", cancel)
-                if worker_pb2.CancelAttemptResponse.FromString(answer).known:
-                    break
-            said = [worker_pb2.RunAttemptResponse.FromString(response) for response in call]
+            said = [worker_pb2.RunAttemptResponse.FromString(response) for response in reading.result(ANSWER_S)]
         finally:
             call.cancel()
         failed = [event.failed for event in said if event.HasField("failed")]

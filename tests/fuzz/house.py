@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -75,7 +75,8 @@ def running_house(services: Services) -> Iterator[House]:
         grpc.insecure_channel(worker.address, options=options) as to_worker,
     ):
         wait_until(lambda: bool(client.models()), _JOIN_S, "the worker to join")
-        yield House(gateway=gateway, worker=worker, caller=Caller(to_gateway, to_worker), client=client)
+        with closing(Caller(to_gateway, to_worker)) as caller:
+            yield House(gateway=gateway, worker=worker, caller=caller, client=client)
 
 
 def _module(process: psutil.Process) -> str:
