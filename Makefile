@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # A shell that already sits in another virtual environment must not leak into this one.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test test-gpu fuzz lint protos clean
+.PHONY: help demo test test-gpu fuzz chaos lint protos clean
 .PRECIOUS: .venv/.ready
 
 help: ## List the commands
@@ -30,6 +30,9 @@ test-gpu: .venv/.ready .venv/.stubs ## Run the tests that need a CUDA device
 
 fuzz: .venv/.ready .venv/.stubs ## Send thousands of bad requests to every method (ARGS goes to it)
 	$(BIN)/python -m tests.fuzz.run $(ARGS)
+
+chaos: .venv/.ready .venv/.stubs ## Kill, freeze, fill and restart real services under load (ARGS="--part kill-workers")
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 lint: .venv/.ready .venv/.stubs ## Run ruff, mypy, import-linter and buf
 	$(BIN)/ruff check

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from bottega.errors import BottegaError, JobCancelled, Poisoned, StaleAttempt, Unavailable, WorkerLost
 from bottega.gateway.fleet import Member
@@ -286,9 +286,10 @@ class Lifecycle(RuleBasedStateMachine):
         for each in (None, poison, None):
             self.submit(each)
 
-    @precondition(lambda self: len(self.jobs) < MOST_JOBS)
     @rule(poison=st.none() | st.integers(1, STEPS))
     def submit(self, poison: int | None) -> None:
+        if len(self.jobs) == MOST_JOBS:
+            return
         job = sample_job(self.wire.time)
         if poison is not None and len(self.poison) < MOST_POISON:
             self.poison[job.job_id] = poison

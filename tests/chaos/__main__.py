@@ -1,0 +1,92 @@
+"""`make chaos`: real processes are killed, frozen and restarted under load; what was promised is counted.
+
+The last line is JSON; lost, double, different_images and client_errors must be 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from load.bench.report import report
+from tests.chaos.gateways import fill_disks, kill_gateways
+from tests.chaos.restarts import roll
+from tests.chaos.scene import Scene
+from tests.chaos.tally import Tally
+from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_workers, kill_workers
+
+WORKERS = ("a", "b", "c")
+# A gateway that died is ready again within this time.
+READY_S = 3.0
+
+PARTS: Mapping[str, Callable[[Scene, argparse.Namespace, random.Random], None]] = {
+    "kill-workers": lambda scene, options, rng: kill_workers(scene, times=options.kills, rng=rng),
+    "freeze-workers": lambda scene, options, rng: freeze_workers(scene, times=options.freezes, rng=rng),
+    "freeze-engines": lambda scene, options, rng: freeze_engines(scene, times=options.engine_freezes, rng=rng),
+    "kill-gateways": lambda scene, options, rng: kill_gateways(
+        scene, times=options.gateway_kills, rng=rng, ready_s=READY_S
+    ),
+    "full-disks": lambda scene, options, rng: fill_disks(scene, times=options.full_disks, rng=rng),
+    "restarts": lambda scene, options, rng: roll(scene, cycles=options.cycles, workers=WORKERS[:2]),
+}
+
+
+def main() -> int:
+    """Runs the parts and reports; 1 when something was not as promised."""
+    options = _options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
+    whole = Tally()
+    for name in options.part or PARTS:
+        print(f"{name} ...", flush=True)
+        tally = _play(name, options)
+        _add(whole, tally)
+        print(f"{name}: {tally.zeros} {tally.figures}", *tally.faults, sep="\n  ", flush=True)
+    _report(whole)
+    return 0 if whole.well else 1
+
+
+def _play(name: str, options: argparse.Namespace) -> Tally:
+    workers = WORKERS[: 3 if name == "kill-workers" else 2]
+    with tempfile.TemporaryDirectory(prefix="bottega-chaos-") as folder, Scene(Path(folder), workers) as scene:
+        PARTS[name](scene, options, random.Random(options.seed))
+        scene.count_ends()
+        return scene.tally
+
+
+def _add(whole: Tally, part: Tally) -> None:
+    whole.lost += part.lost
+    whole.double += part.double
+    whole.different_images += part.different_images
+    whole.client_errors += part.client_errors
+    whole.figures.update(part.figures)
+    whole.faults += part.faults
+
+
+def _report(tally: Tally) -> None:
+    rows = [(name.replace("_", " "), str(count), "0") for name, count in tally.zeros.items()]
+    wanted = {"most_repeated_steps": f"at most {MOST_REPEATED}"}
+    rows += [(name.replace("_", " "), f"{value:g}", wanted.get(name, "")) for name, value in tally.figures.items()]
+    rows.append(("bounds that did not hold", str(len(tally.faults)), "0"))
+    report("chaos", rows, {**tally.zeros, **tally.figures, "faults": len(tally.faults)})
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", action="append", choices=[*PARTS], help="only this one; may be given again")
+    parser.add_argument("--kills", type=int, default=40, help="of workers, inside a request")
+    parser.add_argument("--freezes", type=int, default=10, help="of workers")
+    parser.add_argument("--engine-freezes", type=int, default=5, help="of engines")
+    parser.add_argument("--gateway-kills", type=int, default=60, help="around acknowledgement")
+    parser.add_argument("--full-disks", type=int, default=5, help="of the gateway")
+    parser.add_argument("--cycles", type=int, default=10, help="of the rolling restart")
+    parser.add_argument("--seed", type=int, default=1, help="of what happens when")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

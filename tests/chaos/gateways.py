@@ -1,0 +1,181 @@
+"""What is done to the gateway: killed around acknowledgement while it has work of all kinds, and kept from its disk."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import resource
+import secrets
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+import psutil
+
+from bottega.client import Picture
+from bottega.errors import BottegaError, JobNotFound, StorageUnavailable
+from bottega.rpc.channel import channel_options
+from bottega.rpc.status import from_rpc_error
+from bottega.v1.generation_pb2 import SAMPLER_EULER_ANCESTRAL, GenerationSpec
+from bottega.v1.image_pb2 import SubmitJobRequest
+from bottega.v1.image_pb2_grpc import ImageServiceStub
+from tests.chaos.scene import DRAW_TIMEOUT_S, OPTIONS, PROMPT, Scene
+from tests.running import wait_until
+
+STEPS = 4
+LONG_STEPS = 60
+SEEDS = (21, 22, 23, 24)
+# The gateway dies within this time after its callers have called: some of them have their answer then, some have not.
+AROUND_S = 0.04
+# A disk that is back is found out about within this time, and taken up.
+HEALED_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A job that was submitted. job_id: empty when that was not acknowledged."""
+
+    request_id: str
+    seed: int
+    job_id: str = ""
+    refusal: BottegaError | None = None
+
+
+def kill_gateways(scene: Scene, *, times: int, rng: random.Random, ready_s: float) -> None:
+    """kill -9 while jobs are submitted and one is drawn; then every order must end once, as the same job.
+
+    ready_s: within which the gateway must serve again.
+    """
+    _look_first(scene)
+    for _ in range(times):
+        scene.wait_for_workers(1)
+        drawing = scene.draw(seed=SEEDS[0], steps=LONG_STEPS)
+        drawing.wait_for_step(rng.randint(1, LONG_STEPS // 2))
+        with _submitting(scene) as submitting:
+            time.sleep(rng.uniform(0, AROUND_S))
+            scene.gateway.kill()
+            orders = [each.result() for each in submitting]
+        began = time.monotonic()
+        scene.start_gateway()
+        took_s = time.monotonic() - began
+        scene.tally.most("gateway_ready_s", took_s)
+        scene.tally.check("seconds until the gateway was ready again", took_s, ready_s)
+        for order in orders:
+            _check(scene, order)
+        scene.check(drawing)
+        scene.tally.count("gateway_kills")
+
+
+def fill_disks(scene: Scene, *, times: int, rng: random.Random) -> None:
+    """No file of the gateway can grow: nothing is taken, what was read can be read, and nothing is lost."""
+    _look_first(scene)
+    for _ in range(times):
+        drawing = scene.draw(seed=SEEDS[0], steps=LONG_STEPS)
+        status = drawing.wait_for_step(rng.randint(1, LONG_STEPS // 2))
+        with _full(scene):
+            time.sleep(0.2)
+            with _submitting(scene) as submitting:
+                orders = [each.result() for each in submitting]
+            for order in orders:
+                _expect_refusal(scene, order)
+            if status is not None:
+                scene.client.job(status.job_id).status()
+            time.sleep(1.0)  # the drawing comes to its end, which cannot be written
+        began = time.monotonic()
+        healed = Order(request_id=_new_id(), seed=SEEDS[1])
+        while not healed.job_id and time.monotonic() - began < DRAW_TIMEOUT_S:
+            healed = _submit(scene, healed)
+            time.sleep(0.05)
+        scene.tally.most("disk_healed_s", time.monotonic() - began)
+        scene.tally.check("seconds until jobs were taken again", time.monotonic() - began, HEALED_S)
+        for order in (*orders, healed):
+            _check(scene, order)
+        scene.check(drawing)
+        scene.tally.count("full_disks")
+
+
+def _look_first(scene: Scene) -> None:
+    for seed in SEEDS:
+        scene.undisturbed(seed, STEPS)
+    scene.undisturbed(SEEDS[0], LONG_STEPS)
+
+
+@contextlib.contextmanager
+def _submitting(scene: Scene) -> Iterator[list[Future[Order]]]:
+    """Callers that submit one job each, at the same time."""
+    with ThreadPoolExecutor(len(SEEDS)) as callers:
+        yield [callers.submit(_submit, scene, Order(request_id=_new_id(), seed=seed)) for seed in SEEDS]
+
+
+def _submit(scene: Scene, order: Order) -> Order:
+    """The order with what came of it, as the raw contract tells: nothing is retried."""
+    spec = GenerationSpec(
+        prompt=PROMPT,
+        seed=order.seed,
+        num_inference_steps=STEPS,
+        guidance_scale=OPTIONS["guidance_scale"],
+        sampler=SAMPLER_EULER_ANCESTRAL,
+    )
+    with grpc.insecure_channel(scene.address, options=channel_options()) as channel:
+        request = SubmitJobRequest(request_id=order.request_id, spec=spec)
+        try:
+            job = ImageServiceStub(channel).SubmitJob(request, timeout=10.0).job
+        except grpc.RpcError as error:
+            return Order(request_id=order.request_id, seed=order.seed, refusal=from_rpc_error(error))
+    return Order(request_id=order.request_id, seed=order.seed, job_id=job.job_id)
+
+
+def _check(scene: Scene, order: Order) -> None:
+    """An acknowledged job ends as that job; one that was not may be had by asking again. The picture is the same."""
+    tally = scene.tally
+    tally.count("acknowledged" if order.job_id else "unacknowledged")
+    try:
+        picture = _picture(scene, order)
+    except JobNotFound:
+        tally.lost += 1
+    except BottegaError as error:
+        tally.client_errors += 1
+        tally.faults.append(f"the client saw {error.reason_name}: {error.message}")
+    else:
+        if picture.data != scene.undisturbed(order.seed, STEPS):
+            tally.different_images += 1
+
+
+def _picture(scene: Scene, order: Order) -> Picture:
+    if order.job_id:
+        return scene.client.job(order.job_id).result(timeout_s=DRAW_TIMEOUT_S)[0]
+    return scene.client.generate(
+        PROMPT,
+        request_id=order.request_id,
+        seed=order.seed,
+        num_inference_steps=STEPS,
+        timeout_s=DRAW_TIMEOUT_S,
+        **OPTIONS,
+    )
+
+
+def _expect_refusal(scene: Scene, order: Order) -> None:
+    refusal = order.refusal
+    if isinstance(refusal, StorageUnavailable) and refusal.retry_after_s:
+        scene.tally.count("refused_while_full")
+    else:
+        scene.tally.faults.append(f"with a full disk a caller was told: {refusal.message if refusal else 'yes'}")
+
+
+@contextlib.contextmanager
+def _full(scene: Scene) -> Iterator[None]:
+    """In the block the gateway can write no byte to any file."""
+    gateway = psutil.Process(scene.gateway.process.pid)
+    _, hard = gateway.rlimit(psutil.RLIMIT_FSIZE)
+    gateway.rlimit(psutil.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        gateway.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
+        wait_until(gateway.is_running, 1.0, "the gateway to have survived")
+
+
+def _new_id() -> str:
+    return f"chaos-{secrets.token_hex(8)}"

@@ -1,0 +1,48 @@
+"""A rolling restart of every service while clients of the SDK draw: none of them may notice more than a pause."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from tests.chaos.scene import Scene
+from tests.running import STOP_TIMEOUT_S
+
+STEPS = 20
+SEEDS = (11, 12, 13, 14)
+
+
+def roll(scene: Scene, *, cycles: int, workers: Sequence[str], clients: int = 3) -> None:
+    """SIGTERM, wait, start again: one worker after the other and then the gateway, so many times."""
+    for seed in SEEDS:
+        scene.undisturbed(seed, STEPS)
+    done = threading.Event()
+    drawing = [threading.Thread(target=_draw_on, args=(scene, done, place), daemon=True) for place in range(clients)]
+    for thread in drawing:
+        thread.start()
+    try:
+        for _ in range(cycles):
+            for name in workers:
+                _expect_clean(scene, name, scene.worker(name).stop())
+                scene.start_worker(name)
+            _expect_clean(scene, "the gateway", scene.gateway.stop())
+            scene.start_gateway()
+            scene.wait_for_workers(len(workers))
+            scene.tally.count("restart_cycles")
+    finally:
+        done.set()
+        for thread in drawing:
+            thread.join(4 * STOP_TIMEOUT_S)
+
+
+def _draw_on(scene: Scene, done: threading.Event, place: int) -> None:
+    number = place
+    while not done.is_set():
+        number += 1
+        if scene.check(scene.draw(seed=SEEDS[number % len(SEEDS)], steps=STEPS)) is not None:
+            scene.tally.count("pictures_during_restarts")
+
+
+def _expect_clean(scene: Scene, who: str, exit_code: int) -> None:
+    if exit_code != 0:
+        scene.tally.faults.append(f"{who} ended with {exit_code} when it was told to stop")

@@ -1,0 +1,231 @@
+"""A suite of real processes to be killed, frozen and restarted: one gateway, which keeps its port, and some workers.
+
+It knows how to draw, to find who draws, and what an undisturbed picture looks like; not what is done to whom.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from bottega.client import Client, JobState, JobStatus, Picture
+from bottega.errors import BottegaError
+from bottega.v1 import fleet_pb2
+from tests.chaos.tally import Tally
+from tests.running import Service, Services, gateway_config, wait_until, worker_config
+
+PROMPT = "a big yellow square on a black background"
+# A sampler that draws noise at every step: going on needs its generator, not only the latent.
+OPTIONS: Mapping[str, Any] = {"guidance_scale": 4.0, "sampler": "euler_ancestral"}
+# Groups are padded, so that a picture is the same byte for byte whoever is drawn beside it. Checkpoints are made by
+# steps: every tenth of a request.
+ENGINE = {"model": "miniature", "threads": 1, "fixed_rows": 4, "checkpoint_interval_s": 60.0}
+HANG_S = 3.0
+# design.md: a service that joins or leaves is noticed within this time; asking takes some of it on busy cores.
+NOTICED_S = 2.0
+ASKING_S = 0.5
+# Booting takes 7 s with free cores; here several boot at once beside those who draw.
+JOIN_TIMEOUT_S = 90.0
+DRAW_TIMEOUT_S = 120.0
+
+
+class Drawing:
+    """A picture that is being drawn while something happens to the suite."""
+
+    def __init__(self, client: Client, *, seed: int, steps: int) -> None:
+        self.request_id = f"chaos-{secrets.token_hex(8)}"
+        self.seed, self.steps = seed, steps
+        self._client = client
+        self._picture: Picture | None = None
+        self._error: BottegaError | None = None
+        self._thread = threading.Thread(target=self._draw, daemon=True)
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, however."""
+        return not self._thread.is_alive()
+
+    def status(self) -> JobStatus | None:
+        """How the gateway says it stands."""
+        for job in self._client.list_jobs(page_size=20).jobs:
+            if job.request_id == self.request_id:
+                return job
+        return None
+
+    def wait_for_step(self, step: int) -> JobStatus | None:
+        """Waits until so many steps are done; None when it has ended before."""
+        status: JobStatus | None = None
+
+        def reached() -> bool:
+            nonlocal status
+            status = self.status()
+            return self.over or (status is not None and status.steps_done >= step)
+
+        wait_until(reached, DRAW_TIMEOUT_S, f"{step} steps")
+        return status if status is not None and status.state is JobState.RUNNING else None
+
+    def picture(self, tally: Tally) -> Picture | None:
+        """The picture; what went wrong instead is counted."""
+        self._thread.join(DRAW_TIMEOUT_S + 10)
+        if self._error is not None:
+            tally.client_errors += 1
+            tally.faults.append(f"the client saw {self._error.reason_name}: {self._error.message}")
+        elif self._picture is None:
+            tally.lost += 1
+        return self._picture
+
+    def _draw(self) -> None:
+        try:
+            self._picture = self._client.generate(
+                PROMPT,
+                seed=self.seed,
+                num_inference_steps=self.steps,
+                request_id=self.request_id,
+                timeout_s=DRAW_TIMEOUT_S,
+                **OPTIONS,
+            )
+        except BottegaError as error:
+            self._error = error
+
+
+class Scene:
+    """The suite. Use it in a `with` block."""
+
+    def __init__(self, folder: Path, workers: tuple[str, ...]) -> None:
+        self.folder = folder
+        self.tally = Tally()
+        self._services = Services(folder)
+        self._port = _free_port()
+        self._started = 0
+        self._gateways: list[Service] = []
+        self._workers: dict[str, Service] = {}
+        self._booting = ThreadPoolExecutor(max_workers=2)
+        self._undisturbed: dict[tuple[int, int], bytes] = {}
+        self._names = workers
+        self.client = Client(self.address, timeout_s=DRAW_TIMEOUT_S)
+
+    @property
+    def address(self) -> str:
+        """host:port of the gateway, the same for all its lives."""
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def gateway(self) -> Service:
+        """The gateway's newest life."""
+        return self._gateways[-1]
+
+    def __enter__(self) -> Scene:
+        try:
+            self.start_gateway()
+            for booting in [self.boot(name) for name in self._names]:
+                booting.result(JOIN_TIMEOUT_S)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stop()
+
+    def start_gateway(self) -> Service:
+        """Starts the gateway where it was; returns when it serves."""
+        server = {"listen": self.address, "metrics_listen": "127.0.0.1:0"}
+        config = gateway_config(server=server, state=str(self.folder / "state"))
+        service = self._services.start("bottega.gateway", config, name=self._name("gateway"))
+        self._gateways.append(service)
+        return service
+
+    def start_worker(self, name: str) -> Service:
+        """Starts a worker; returns when it has joined."""
+        config = worker_config(self.address, name=name, engine=ENGINE, hang_s=HANG_S)
+        service = self._services.start("bottega.worker", config, name=self._name(name))
+        self._workers[name] = service
+        wait_until(lambda: name in self.joined(), JOIN_TIMEOUT_S, f"{name} to join")
+        return service
+
+    def boot(self, name: str) -> Future[Service]:
+        """Starts a worker while other things go on."""
+        return self._booting.submit(self.start_worker, name)
+
+    def worker(self, name: str) -> Service:
+        """A worker's newest life."""
+        return self._workers[name]
+
+    def engine_of(self, name: str) -> psutil.Process:
+        """The engine process of a worker."""
+        front = psutil.Process(self.worker(name).process.pid)
+        (engine,) = [child for child in front.children() if any("worker.engine" in part for part in child.cmdline())]
+        return engine
+
+    def members(self) -> list[fleet_pb2.Member]:
+        """The workers that the gateway knows."""
+        return [m for m in self.client.fleet().members if m.registration.kind == fleet_pb2.SERVICE_KIND_WORKER]
+
+    def joined(self) -> set[str]:
+        """Names of the workers that the gateway knows."""
+        return {member.registration.name for member in self.members()}
+
+    def wait_for_workers(self, count: int) -> None:
+        """Waits until so many have joined."""
+        wait_until(lambda: len(self.joined()) >= count, JOIN_TIMEOUT_S, f"{count} workers")
+
+    def who_draws(self, job_id: str) -> str:
+        """The worker that has a job; empty when none says so."""
+        for member in self.members():
+            if any(running.attempt.job_id == job_id for running in member.load.running):
+                return member.registration.name
+        return ""
+
+    def draw(self, *, seed: int, steps: int) -> Drawing:
+        """Begins a picture."""
+        return Drawing(self.client, seed=seed, steps=steps)
+
+    def undisturbed(self, seed: int, steps: int) -> bytes:
+        """The picture as it is when nothing happens."""
+        if (seed, steps) not in self._undisturbed:
+            picture = self.draw(seed=seed, steps=steps).picture(self.tally)
+            assert picture is not None, self.tally.faults
+            self._undisturbed[seed, steps] = picture.data
+        return self._undisturbed[seed, steps]
+
+    def check(self, drawing: Drawing) -> Picture | None:
+        """The finished picture, compared with the undisturbed one, which must have been drawn before."""
+        picture = drawing.picture(self.tally)
+        if picture is not None and picture.data != self._undisturbed[drawing.seed, drawing.steps]:
+            self.tally.different_images += 1
+        return picture
+
+    def count_ends(self) -> None:
+        """Looks into the gateways' logs for requests that were completed twice. Call it once, at the end."""
+        lines = [line for gateway in self._gateways for line in gateway.events()]
+        self.tally.ended(line["request_id"] for line in lines if line.get("event") == "job completed")
+
+    def _name(self, name: str) -> str:
+        self._started += 1
+        return f"{name}-{self._started}"
+
+    def _stop(self) -> None:
+        self._booting.shutdown(wait=True, cancel_futures=True)
+        for service in (*self._workers.values(), *self._gateways):
+            if service.process.poll() is None:
+                service.process.send_signal(signal.SIGCONT)  # a frozen one cannot end
+        try:
+            self._services.stop()
+        finally:
+            self.client.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -1,0 +1,66 @@
+"""Some of everything that `make chaos` does; what waits for engines to load is not in the default run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.gateways import fill_disks, kill_gateways
+from tests.chaos.restarts import roll
+from tests.chaos.scene import Scene
+from tests.chaos.tally import Tally
+from tests.chaos.workers import freeze_engines, freeze_workers, kill_workers
+
+RNG = random.Random(7)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with Scene(tmp_path_factory.mktemp("chaos"), ("a", "b")) as scene:
+        yield scene
+
+
+@pytest.fixture
+def scene(shared: Scene) -> Scene:
+    shared.tally = Tally()
+    return shared
+
+
+def _well(scene: Scene) -> None:
+    scene.count_ends()
+    assert scene.tally.well, (scene.tally.zeros, scene.tally.faults)
+
+
+def test_a_worker_killed_at_a_random_step_leaves_the_same_picture(scene: Scene) -> None:
+    kill_workers(scene, times=1, rng=RNG)
+    _well(scene)
+
+
+def test_a_frozen_worker_is_out_in_time_and_leaves_the_same_picture(scene: Scene) -> None:
+    freeze_workers(scene, times=1, rng=RNG)
+    _well(scene)
+
+
+@pytest.mark.slow
+def test_a_frozen_engine_is_replaced_in_time_and_leaves_the_same_picture(scene: Scene) -> None:
+    freeze_engines(scene, times=1, rng=RNG)
+    _well(scene)
+
+
+def test_a_gateway_killed_around_acknowledgement_loses_nothing(scene: Scene) -> None:
+    kill_gateways(scene, times=2, rng=RNG, ready_s=10.0)
+    _well(scene)
+
+
+def test_a_full_disk_loses_nothing_and_heals(scene: Scene) -> None:
+    fill_disks(scene, times=1, rng=RNG)
+    _well(scene)
+
+
+@pytest.mark.slow
+def test_clients_notice_no_rolling_restart(scene: Scene) -> None:
+    scene.wait_for_workers(2)
+    roll(scene, cycles=1, workers=("a", "b"), clients=2)
+    _well(scene)

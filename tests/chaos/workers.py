@@ -1,0 +1,85 @@
+"""What is done to workers: killed, frozen, and their engines frozen, each inside a request at a random step."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+from tests.chaos.scene import ASKING_S, HANG_S, JOIN_TIMEOUT_S, NOTICED_S, Drawing, Scene
+from tests.running import wait_until
+
+STEPS = 120
+SEEDS = (1, 2, 3)
+# A checkpoint is made every tenth of the steps.
+MOST_REPEATED = STEPS // 10 + 1
+
+
+def kill_workers(scene: Scene, *, times: int, rng: random.Random) -> None:
+    """kill -9 at a random step, until so many kills have landed inside a request. Needs two workers, better three."""
+    landed = 0
+    while landed < times:
+        scene.wait_for_workers(2)
+        drawing, name = _caught(scene, rng)
+        scene.worker(name).kill()
+        picture = scene.check(drawing)
+        scene.boot(name)
+        if picture is None or picture.provenance.attempts < 2:
+            continue
+        landed = scene.tally.count("kills")
+        scene.tally.most("most_repeated_steps", picture.provenance.repeated_steps)
+        scene.tally.check("steps that ran again", picture.provenance.repeated_steps, MOST_REPEATED)
+
+
+def freeze_workers(scene: Scene, *, times: int, rng: random.Random) -> None:
+    """SIGSTOP: noticed within the lease, and drawn elsewhere."""
+    landed = 0
+    while landed < times:
+        scene.wait_for_workers(2)
+        drawing, name = _caught(scene, rng)
+        process = scene.worker(name).process
+        began = time.monotonic()
+        process.send_signal(signal.SIGSTOP)
+        try:
+            wait_until(lambda name=name: name not in scene.joined(), 30.0, "the silence to be noticed")  # type: ignore[misc]
+            noticed_s = time.monotonic() - began
+            picture = scene.check(drawing)
+        finally:
+            process.send_signal(signal.SIGCONT)
+        wait_until(lambda name=name: name in scene.joined(), JOIN_TIMEOUT_S, f"{name} to come back")  # type: ignore[misc]
+        if picture is not None and picture.provenance.attempts >= 2:
+            landed = scene.tally.count("frozen_workers")
+            scene.tally.most("frozen_worker_noticed_s", noticed_s)
+            scene.tally.check("seconds until a frozen worker was out", noticed_s, NOTICED_S + ASKING_S)
+
+
+def freeze_engines(scene: Scene, *, times: int, rng: random.Random) -> None:
+    """SIGSTOP of the engine process: noticed by its front, which has another one then."""
+    landed = 0
+    while landed < times:
+        scene.wait_for_workers(2)
+        drawing, name = _caught(scene, rng)
+        engine = scene.engine_of(name)
+        began = time.monotonic()
+        engine.suspend()
+        wait_until(lambda name=name: name not in scene.joined(), 60.0, "the hang to be noticed")  # type: ignore[misc]
+        noticed_s = time.monotonic() - began
+        picture = scene.check(drawing)
+        wait_until(lambda name=name: name in scene.joined(), JOIN_TIMEOUT_S, f"{name} with a new engine")  # type: ignore[misc]
+        if picture is not None and picture.provenance.attempts >= 2:
+            landed = scene.tally.count("frozen_engines")
+            scene.tally.most("frozen_engine_noticed_s", noticed_s)
+            scene.tally.check("seconds until a frozen engine was replaced", noticed_s, HANG_S + NOTICED_S)
+
+
+def _caught(scene: Scene, rng: random.Random) -> tuple[Drawing, str]:
+    """A picture that is being drawn, at a random step, and the worker that draws it."""
+    while True:
+        seed = rng.choice(SEEDS)
+        scene.undisturbed(seed, STEPS)
+        drawing = scene.draw(seed=seed, steps=STEPS)
+        status = drawing.wait_for_step(rng.randint(1, STEPS - 15))
+        name = scene.who_draws(status.job_id) if status is not None else ""
+        if name:
+            return drawing, name
+        scene.check(drawing)
