@@ -51,7 +51,12 @@ def test_a_service_tells_systemd_when_it_is_ready_that_it_lives_and_when_it_stop
         process = subprocess.Popen(
             [sys.executable, "-m", "bottega.gateway", "--config", str(tmp_path / "gateway.yaml")],
             stderr=log,
-            env={**os.environ, "NOTIFY_SOCKET": address, "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6))},
+            env={
+                **os.environ,
+                "NOTIFY_SOCKET": address,
+                "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6)),
+                "BOTTEGA_STATE": str(tmp_path / "state"),
+            },
         )
     try:
         heard_until(listener, "READY=1")
