@@ -15,6 +15,7 @@ from bottega.v1.generation_pb2 import Fidelity, GenerationSpec, ImageFormat, Sam
 MAX_IMAGES = 8
 MAX_STEPS = 200
 MAX_SIDE = 1 << 14
+MAX_GUIDANCE_SCALE = 50
 # Seeds of all images stay exactly representable in a JSON number.
 MAX_SEED = 2**53 - MAX_IMAGES
 
@@ -25,7 +26,7 @@ _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
 _RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "num_inference_steps": (1, MAX_STEPS),
-        "guidance_scale": (0, 50),
+        "guidance_scale": (0, MAX_GUIDANCE_SCALE),
         "guidance_rescale": (0, 1),
         "width": (1, MAX_SIDE),
         "height": (1, MAX_SIDE),

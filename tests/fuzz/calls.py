@@ -5,6 +5,7 @@ Knows the contract's methods, and how to tell that one has accepted its request;
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
 
 # A service answers any single request in far less, or it hangs.
 ANSWER_S = 20.0
@@ -45,6 +47,9 @@ class Outcome:
     fields: frozenset[str] = frozenset()
 
 
+# Whose fault these are.
+_OURS = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
+_ORDER = image_pb2.SubmitJobRequest(spec=GenerationSpec(model="other", prompt="a star")).SerializeToString()
 _FINE = Outcome(code=grpc.StatusCode.OK)
 
 
@@ -108,10 +113,22 @@ class Caller:
         return _FINE
 
     def _join(self, raw: tuple[bytes, ...]) -> Outcome:
+        """While the newcomer is there, something is ordered from it; how that ends is what is told."""
+        answered, ordered = threading.Event(), list[Outcome]()
+
+        def said() -> Iterator[bytes]:
+            yield from raw
+            if raw and answered.wait(ANSWER_S) and ordered:
+                ordered[0] = self.call("SubmitJob", (_ORDER,))
+
         method: Any = self._channels["FleetService"].stream_stream(_path("Join"))
-        for _ in method(iter(raw), timeout=ANSWER_S):
-            pass
-        return _FINE
+        try:
+            for _ in method(said(), timeout=ANSWER_S):
+                ordered[:] = ordered or [_FINE]
+                answered.set()
+        finally:
+            answered.set()
+        return ordered[0] if ordered and ordered[0].code in _OURS else _FINE
 
     def _watch_checkpoints(self, raw: tuple[bytes, ...]) -> Outcome:
         call = self._stream("WatchCheckpoints", raw[0], timeout_s=_SILENT_S)

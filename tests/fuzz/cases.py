@@ -92,6 +92,14 @@ _REQUEST_IDS = _Bounds(
     field="request_id", good=("", "x", "A-Z_0.9:x"), bad=("x" * 129, "a b", "ü", "a\n", "\0", "../etc", "x" * (1 << 20))
 )
 _JOB_IDS = ("", "x", "\0", "../../etc/passwd", "x" * 129, "x" * (1 << 20), "\U0001f469\u200d\U0001f467")
+# Of a model, none of which a request could be drawn with.
+_MODEL_FACTS = {
+    **dict.fromkeys(("default_width", "default_height", "size_multiple", "vae_scale_factor"), (-1, 16_385)),
+    "default_steps": (-1, 201),
+    "default_guidance_scale": (-0.1, 50.1, NAN, INF),
+    "default_sampler": (99,),
+    "max_pixels": (-1,),
+}
 
 
 def corpus(job_id: str) -> Iterator[Case]:
@@ -269,6 +277,11 @@ def _fleet() -> Iterator[Case]:
     for name in ("", "x" * 201, "x" * (1 << 20)):
         yield case(f"model {_shown(name)}", INVALID, "models", models=[image_pb2.Model(name=name)])
     yield case("model_hash of 129", INVALID, "models", models=[image_pb2.Model(name="x", model_hash="x" * 129)])
+    for field, values in _MODEL_FACTS.items():
+        for value in values:
+            odd = image_pb2.Model(name="x")
+            setattr(odd, field, value)
+            yield case(f"model's {field} {value}", INVALID, "models", models=[odd])
     yield case("one model twice", INVALID, "models", models=[model, model])
     yield case("257 models", INVALID, "models", models=[image_pb2.Model(name=f"m{n}") for n in range(257)])
     yield case(

@@ -9,9 +9,11 @@ import math
 import re
 from collections.abc import Iterator
 
+from bottega import rules
 from bottega.errors import ConfigError, Violation
 from bottega.rpc.address import split
 from bottega.v1 import fleet_pb2, image_pb2
+from bottega.v1.generation_pb2 import Sampler
 
 MAX_MODELS = 256
 """Of one service, and names that are remembered after their last worker has left."""
@@ -61,11 +63,25 @@ def _models(registration: fleet_pb2.Registration) -> Iterator[Violation]:
     elif not all(_is_bounded(model) for model in registration.models):
         rule = f"names are at most {_MAX_MODEL_CHARACTERS} characters, hashes and dtypes {_MAX_CHARACTERS}"
         yield _violation("models", rule)
+    elif not all(_can_be_drawn_with(model) for model in registration.models):
+        yield _violation("models", "their defaults and limits must be such as a request may have, or absent")
 
 
 def _is_bounded(model: image_pb2.Model) -> bool:
     facts = (model.model_hash, model.dtype)
     return len(model.name) <= _MAX_MODEL_CHARACTERS and all(len(fact) <= _MAX_CHARACTERS for fact in facts)
+
+
+def _can_be_drawn_with(model: image_pb2.Model) -> bool:
+    """What a request leaves open is filled in from these, and no rule looks at it again."""
+    sides = (model.default_width, model.default_height, model.size_multiple, model.vae_scale_factor)
+    return (
+        all(0 <= side <= rules.MAX_SIDE for side in sides)
+        and 0 <= model.default_steps <= rules.MAX_STEPS
+        and 0 <= model.default_guidance_scale <= rules.MAX_GUIDANCE_SCALE
+        and model.default_sampler in Sampler.values()
+        and model.max_pixels >= 0
+    )
 
 
 def _is_address(address: str) -> bool:
