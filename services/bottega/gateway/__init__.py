@@ -42,7 +42,8 @@ A worker, as the gateway sees it (fleet.py). Its lease is renewed by every repor
     here       it says that it drains                           finishing: it keeps what runs and gets nothing
                its stream ends                                  away: it keeps what runs and gets nothing
                silence for the lease                            lost: what ran there is cut off
-               a call of it breaks                              that attempt's worker died
+               a call of it breaks that it had begun to answer  that attempt's worker died
+               a call of it breaks before                       that attempt was cut off, or not taken
     away       Join with the same registration                  here
                silence for the lease                            lost
     lost       Join                                             here, as a new one
@@ -55,6 +56,10 @@ The gateway (gateway.py). A tick that is late renews all leases: whoever was its
     starting   the store is open                                serving
     serving    SIGTERM                                          draining: nothing new, what runs may end in the grace
     draining   the rest has ended, or the grace is over         stopped; what is left is in the store
-    dead       started again                                    live jobs are queued again; an attempt that a worker
-                                                                still holds, under a number that counts, goes on
+    dead       started again                                    starting; live jobs are queued again, and those that ran
+                                                                are held a moment for the worker that still has them
+                                                                (adoption.py); numbers carry the life, so that those of
+                                                                an earlier one are never given again
+    serving    the disk cannot be written                       paused: nothing is taken or handed out; what was drawn
+                                                                is kept, and written when it is back (storehouse.py)
 """
