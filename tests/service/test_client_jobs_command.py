@@ -229,7 +229,9 @@ def test_a_full_disk_is_waited_for_and_then_said(gateway: ScriptedGateway, addre
     assert "disk" in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["list", "--since", "noon"], ["get"], ["paint", "job-1"], ["-n", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["list", "--since", "noon"], ["--since", "999999d"], ["get"], ["paint", "job-1"], ["-n", "0"]]
+)
 def test_a_wrong_command_line_ends_with_status_2(gateway: ScriptedGateway, address: str, arguments: list[str]) -> None:
     assert run("jobs", *arguments, address=address).exit_code == 2
     assert not gateway.listed

@@ -31,9 +31,9 @@ class _Moment(click.ParamType[datetime]):
     name = "time"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
-        if ago := _AGO.fullmatch(value):
-            return datetime.now(UTC) - timedelta(**{_UNITS[ago[2]]: int(ago[1])})
         try:
+            if ago := _AGO.fullmatch(value):
+                return datetime.now(UTC) - timedelta(**{_UNITS[ago[2]]: int(ago[1])})
             return datetime.fromisoformat(value).astimezone(UTC)
         except (ValueError, OverflowError):
             self.fail(f"{value!r} is no time: 2h (s, m, h, d ago), 2026-11-21 or 2026-11-21T10:30", param, ctx)
