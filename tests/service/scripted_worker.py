@@ -58,6 +58,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.arrived = asyncio.Event()
         self.cancelled: asyncio.Queue[worker_pb2.AttemptId] = asyncio.Queue()
         self.checkpoints: asyncio.Queue[worker_pb2.WatchCheckpointsResponse] = asyncio.Queue()
+        self._told_checkpoints: dict[str, worker_pb2.WatchCheckpointsResponse] = {}
         self.backlogs: list[int] = []
         self.draining = False
         self._gateway = gateway
@@ -200,5 +201,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.WatchCheckpointsRequest, context: object
     ) -> AsyncIterator[worker_pb2.WatchCheckpointsResponse]:
         """See the contract."""
+        for newest in self._told_checkpoints.values():
+            yield newest
         while True:
-            yield await self.checkpoints.get()
+            checkpoint = await self.checkpoints.get()
+            self._told_checkpoints[checkpoint.attempt.job_id] = checkpoint
+            yield checkpoint

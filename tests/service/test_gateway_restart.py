@@ -12,7 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from bottega import errors
-from bottega.v1 import image_pb2, image_pb2_grpc
+from bottega.v1 import image_pb2, image_pb2_grpc, worker_pb2
 from tests import full_disk
 from tests.service.running_gateway import Running, refusal, running_gateway, told
 
@@ -50,6 +50,9 @@ async def test_the_same_request_gives_the_same_bytes_after_a_restart_and_another
     async with running_gateway(state=str(tmp_path)) as house:
         await house.worker()
         first = await house.draw("order-1", prompt="a star")
+        read = house.gateway.server.registry.get_sample_value
+        assert read("bottega_jobs_acknowledged_total") == 1
+        assert (read("bottega_store_commit_seconds_count") or 0) >= 3  # opened, taken, ended
     async with running_gateway(state=str(tmp_path)) as house:
         again = await house.draw("order-1", prompt="a star")  # nobody is here who could draw it
         assert list(again.images) == list(first.images)
@@ -92,6 +95,30 @@ async def test_a_stopping_gateway_leaves_what_it_cannot_finish_to_a_later_life(t
         await house.draw("order-2", prompt="a square")
         assert [job_id for job_id, _ in worker.begun].count(job_id) == 1
         assert len(worker.begun) == 2
+
+
+async def test_an_adopted_attempt_brings_its_checkpoint_along(tmp_path: Path) -> None:
+    address = _address()
+    async with running_gateway(state=str(tmp_path), listen=address, drain_grace_s=0.2) as house:
+        worker = await house.worker()
+        worker.script.hold_at = 20
+        job = await house.submit(prompt="a star")
+        await asyncio.wait_for(worker.arrived.wait(), 2)
+        attempt = worker_pb2.AttemptId(job_id=job.job_id, number=1)
+        checkpoint = worker_pb2.WatchCheckpointsResponse(attempt=attempt, steps_done=15, checkpoint=b"15")
+        await worker.checkpoints.put(checkpoint)
+        await asyncio.sleep(0.2)  # it crosses the wire
+        house.workers.clear()
+        await house.gateway.server.drain(house.gateway.finish)
+    async with running_gateway(state=str(tmp_path), listen=address) as house:
+        async with asyncio.timeout(5):
+            while len(worker.requests) < 2:  # noqa: ASYNC110 - until it is adopted
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        other = await house.worker("w2")
+        await worker.die()
+        assert (await house.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+        assert [request.checkpoint for request in other.requests] == [b"15"]
 
 
 async def test_what_nobody_claims_after_a_restart_lines_up_again_before_the_others(tmp_path: Path) -> None:
