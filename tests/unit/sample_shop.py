@@ -21,7 +21,7 @@ from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.queueing import JobQueue
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import Provenance
-from tests.memory_storehouse import at_once, memory_storehouse
+from tests.memory_storehouse import Shelf, at_once, memory_storehouse
 from tests.unit.sample_jobs import FakeTime, sample_job
 
 Answer = worker_pb2.RunAttemptResponse | BottegaError
@@ -69,13 +69,20 @@ class FakeClient:
 class Shop:
     """A foreman of the model "m" and everything that it looks at. Made in a running event loop."""
 
-    def __init__(self, *, max_attempts: int = 3) -> None:
+    def __init__(self, *, max_attempts: int = 3, hold_s: float = 3) -> None:
         self.time = FakeTime()
-        self.registry = CollectorRegistry()
         self.clients: dict[str, FakeClient] = {}
+        self.shelf = Shelf()
+        self._max_attempts = max_attempts
+        self._hold_s = hold_s
+        self.open()
+
+    def open(self) -> None:
+        """A life of the gateway begins, with what the one before has left."""
         clock = self.time.clock()
+        self.registry = CollectorRegistry()
         self.fleet = Fleet(lease_s=1.5, model_grace_s=30, clock=clock)
-        self.storehouse = memory_storehouse(clock)
+        self.storehouse = memory_storehouse(clock, self.shelf)
         self.log = JobLog(storehouse=self.storehouse, clock=clock)
         self.queue = JobQueue(max_jobs=1000, budget_bytes=1 << 24, clock=clock)
         self.foreman = Foreman(
@@ -84,9 +91,9 @@ class Shop:
             queue=self.queue,
             log=self.log,
             metrics=GatewayMetrics(self.registry),
-            max_attempts=max_attempts,
+            max_attempts=self._max_attempts,
             patience_s=30,
-            hold_s=3,
+            hold_s=self._hold_s,
             clock=clock,
         )
         self.foreman.restore(at_once(self.log.restore()))
