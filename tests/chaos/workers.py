@@ -24,7 +24,9 @@ def kill_workers(scene: Scene, *, times: int, rng: random.Random) -> None:
         scene.worker(name).kill()
         picture = scene.check(drawing)
         scene.boot(name)
-        if picture is None or picture.provenance.attempts < 2:
+        if picture is None:
+            return  # as counted: more of the same says no more
+        if picture.provenance.attempts < 2:
             continue
         landed = scene.tally.count("kills")
         scene.tally.most("most_repeated_steps", picture.provenance.repeated_steps)
@@ -47,7 +49,9 @@ def freeze_workers(scene: Scene, *, times: int, rng: random.Random) -> None:
         finally:
             process.send_signal(signal.SIGCONT)
         wait_until(lambda name=name: name in scene.joined(), JOIN_TIMEOUT_S, f"{name} to come back")  # type: ignore[misc]
-        if picture is not None and picture.provenance.attempts >= 2:
+        if picture is None:
+            return
+        if picture.provenance.attempts >= 2:
             landed = scene.tally.count("frozen_workers")
             scene.tally.most("frozen_worker_noticed_s", noticed_s)
             scene.tally.check("seconds until a frozen worker was out", noticed_s, NOTICED_S + ASKING_S)
@@ -66,7 +70,9 @@ def freeze_engines(scene: Scene, *, times: int, rng: random.Random) -> None:
         noticed_s = time.monotonic() - began
         picture = scene.check(drawing)
         wait_until(lambda name=name: name in scene.joined(), JOIN_TIMEOUT_S, f"{name} with a new engine")  # type: ignore[misc]
-        if picture is not None and picture.provenance.attempts >= 2:
+        if picture is None:
+            return
+        if picture.provenance.attempts >= 2:
             landed = scene.tally.count("frozen_engines")
             scene.tally.most("frozen_engine_noticed_s", noticed_s)
             scene.tally.check("seconds until a frozen engine was replaced", noticed_s, HANG_S + NOTICED_S)
