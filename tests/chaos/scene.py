@@ -35,7 +35,7 @@ NOTICED_S = 2.0
 ASKING_S = 0.5
 # Booting takes 7 s with free cores; here several boot at once beside those who draw.
 JOIN_TIMEOUT_S = 90.0
-DRAW_TIMEOUT_S = 120.0
+DRAW_TIMEOUT_S = 60.0
 
 
 class Drawing:
