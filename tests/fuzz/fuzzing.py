@@ -57,9 +57,9 @@ class Tally:
         return sum(self.codes[code] for code in _INTERNAL)
 
 
-def fuzz(house: House, method: str, requests: int, seed: int) -> Tally:
-    """Sends so many mutated requests, unless too much is found on the way."""
-    tally = Tally()
+def fuzz(house: House, method: str, requests: int, seed: int, tally: Tally | None = None) -> Tally:
+    """Sends so many mutated requests, unless too much is found on the way. tally: of those that were sent before."""
+    tally = tally or Tally()
     strategy = _requests(method, house.draw())
 
     @hypothesis.given(strategy)

@@ -20,7 +20,7 @@ from tests.fuzz.house import House, running_house
 from tests.fuzz.judging import fault, mismatch
 from tests.running import Services
 
-# Requests before memory is looked at for the first time.
+# Of the requests of each method, before memory is looked at for the first time; of fewer, a tenth.
 _WARM_UP = 1000
 # For what was cancelled to be over, and what is swept to be swept.
 _SETTLE_S = 3.0
@@ -31,7 +31,9 @@ _MOST_GROWTH = 0.01
 def main() -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(prog="tests.fuzz.run", description="Sends bad requests to every method.")
-    parser.add_argument("--requests", type=int, default=10_000, help="of each method (default 10000)")
+    parser.add_argument(
+        "--requests", type=int, default=10_000, help="of each method, the first of them to warm up (default 10000)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--methods", nargs="*", choices=sorted(SERVICES), default=list(SERVICES))
     chosen = parser.parse_args()
@@ -45,14 +47,13 @@ def main() -> int:
 
 def _run(house: House, methods: list[str], requests: int, seed: int) -> int:
     wrong = replay(house)
-    for method in methods:
-        fuzz(house, method, _WARM_UP // len(methods) + 1, seed - 1)
+    warm_up = min(_WARM_UP, requests // 10)
+    tallies = {method: fuzz(house, method, warm_up, seed) for method in methods}
     before = _settled(house)
     print(f"{'method':<18}{'requests':>9}{'accepted':>9}{'refused':>9}{'internal':>9}{'found':>7}{'seconds':>9}")
-    tallies = {}
     for method in methods:
         began = time.monotonic()
-        tally = tallies[method] = fuzz(house, method, requests, seed)
+        tally = tallies[method] = fuzz(house, method, requests, seed + 1, tallies[method])
         refused = tally.requests - tally.accepted
         print(
             f"{method:<18}{tally.requests:>9}{tally.accepted:>9}{refused:>9}{tally.internal:>9}{len(tally.found):>7}"
