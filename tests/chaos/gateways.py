@@ -82,7 +82,9 @@ def fill_disks(scene: Scene, *, times: int, rng: random.Random) -> None:
                 _expect_refusal(scene, order)
             if status is not None:
                 scene.client.job(status.job_id).status()
-            time.sleep(1.0)  # the drawing comes to its end, which cannot be written
+                wait_until(lambda job=status: not scene.who_draws(job.job_id), DRAW_TIMEOUT_S, "the last step")  # type: ignore[misc]
+                time.sleep(1.0)  # it has come to its end, which cannot be written
+                scene.tally.count("ended_while_full")
         began = time.monotonic()
         healed = Order(request_id=_new_id(), seed=SEEDS[1])
         while not healed.job_id and time.monotonic() - began < DRAW_TIMEOUT_S:
