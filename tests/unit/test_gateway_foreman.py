@@ -153,7 +153,9 @@ async def test_a_job_that_cannot_end_before_its_deadline_is_refused_with_the_est
         shop.foreman.refuse_unmeetable(_due(shop, 3.0))
     assert float(refused.value.metadata["estimate_s"]) == pytest.approx(4.0)
     assert refused.value.retry_after_s
-    shop.foreman.refuse_unmeetable(_due(shop, 4.6))
+    with pytest.raises(DeadlineUnmeetable):
+        shop.foreman.refuse_unmeetable(_due(shop, 4.6))  # nothing to spare, behind others
+    shop.foreman.refuse_unmeetable(_due(shop, 6.0))
 
 
 async def test_nobody_is_refused_for_those_who_have_gone(shop: Shop) -> None:
@@ -183,6 +185,19 @@ async def test_a_job_that_waits_too_long_to_be_done_in_time_is_dropped_before_it
     await asyncio.wait_for(late.ended.wait(), 3)
     assert isinstance(late.error, DeadlineUnmeetable)
     assert (runs.live, other.live) == (True, True)
+
+
+async def test_a_job_whose_turn_comes_too_late_is_not_begun_while_others_wait(shop: Shop) -> None:
+    shop.worker()
+    runs = shop.submit()
+    late = shop.take(_due(shop, 5.0))
+    waits = shop.submit()
+    shop.time.now += 4.1  # a second is left, which is what it takes alone, and nobody knows who joins it
+    shop.report(shop.member("w1"))
+    await shop.complete(runs)
+    await asyncio.wait_for(late.ended.wait(), 2)
+    assert isinstance(late.error, DeadlineUnmeetable)
+    assert waits.worker == "w1"
 
 
 async def test_workers_that_stop_or_are_full_are_not_counted_as_lost_with_a_job() -> None:

@@ -25,7 +25,7 @@ from bottega.gateway.matching import Matching
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.queueing import JobQueue
 from bottega.gateway.seating import Seating
-from bottega.gateway.standings import Standings
+from bottega.gateway.standings import Standings, unmeetable
 from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import ServiceKind
 from bottega.v1.generation_pb2 import Provenance
@@ -73,6 +73,7 @@ class Foreman:
         self._matching = Matching(
             fleet=fleet, dispatcher=dispatcher, queue=queue, log=log, seating=self._seating, clock=clock
         )
+        self._matching.on_late = self._drop_late
         self._standings = Standings(fleet=fleet, queue=queue, seating=self._seating, clock=clock)
         self._adoption = Adoption(
             dispatcher=dispatcher, queue=queue, log=log, hold_s=hold_s, line_up=self._line_up_again
@@ -318,6 +319,10 @@ class Foreman:
         if job.deadline is not None:
             left_s = max(0.0, job.deadline - self._clock.monotonic())
             self._deadlines[job.job_id] = asyncio.get_running_loop().call_later(left_s, self._pass_deadline, job)
+
+    def _drop_late(self, job: Job, estimate_s: float) -> None:
+        assert job.deadline is not None
+        self.fail(job, unmeetable(estimate_s, job.deadline - self._clock.monotonic()))
 
     def _pass_deadline(self, job: Job) -> None:
         where = "in the queue" if job.state == image_pb2.JOB_STATE_QUEUED else "while it was drawn"

@@ -6,12 +6,13 @@ Who goes where is the scheduler's matter, and what follows from an attempt's end
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from bottega.gateway.clock import Clock
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Fleet, Member
 from bottega.gateway.job_log import JobLog
-from bottega.gateway.jobs import Standing
+from bottega.gateway.jobs import Job, Standing
 from bottega.gateway.queueing import JobQueue
 from bottega.gateway.scheduler import assign
 from bottega.gateway.seating import Seating
@@ -19,10 +20,20 @@ from bottega.gateway.seating import Seating
 # Between two looks for the sake of progress: a fraction of a turn, which is all that such news can move.
 # Every worker tells progress up to ten times a second, and a look costs what the number of workers is.
 _PAUSE_S = 0.015
+# Those who join a group later hold up those who are in it, by about this factor on what they were expected to take.
+_HELD_UP = 1.2
+
+
+def _ignore(_job: Job, _estimate_s: float) -> None:
+    """Until somebody wants to know."""
 
 
 class Matching:
-    """The looks at the queue of each model. paused: nothing is handed out."""
+    """The looks at the queue of each model.
+
+    paused: nothing is handed out. on_late: called with a job whose turn it is and that would end, so many seconds from
+    now, after its deadline; it is still in the queue, and should leave it.
+    """
 
     def __init__(
         self, *, fleet: Fleet, dispatcher: Dispatcher, queue: JobQueue, log: JobLog, seating: Seating, clock: Clock
@@ -38,6 +49,7 @@ class Matching:
         self._news_at: dict[str, float] = {}
         self._told: dict[str, int] = {}
         self.paused = False
+        self.on_late: Callable[[Job, float], None] = _ignore
 
     def at_once(self, model: str, *, free_at: float | None = None) -> None:
         """Hands out what should run now. free_at: since when that is so, on the monotonic clock; None is now."""
@@ -80,12 +92,24 @@ class Matching:
     def _look(self, model: str, free_at: float) -> None:
         members = {member.name: member for member in self._fleet.workers(model)}
         waiting = (self._seating.waiting(job, members) for job in self._queue.line(model))
+        late: list[tuple[Job, float]] = []
         for assignment in assign(waiting, self._seating.seats(members.values())):
             job = self._jobs.find(assignment.job_id)
             assert job is not None
+            if assignment.estimate_s is not None and self._late(job, assignment.estimate_s):
+                late.append((job, assignment.estimate_s))
+                continue
             self._queue.remove(job)
             job.stand(Standing(place=0, estimate_s=assignment.estimate_s))
             self._dispatcher.run(job, members[assignment.worker], free_at=free_at, alone=assignment.alone)
+        for job, estimate_s in late:
+            self.on_late(job, estimate_s)
+
+    def _late(self, job: Job, estimate_s: float) -> bool:
+        """Whether to begin it would be in vain, while others wait to whom the time may be worth something."""
+        if job.deadline is None or len(self._queue.line(job.bare.model)) < 2:
+            return False
+        return estimate_s * _HELD_UP > job.deadline - self._clock.monotonic()
 
     def _tell_backlog(self, model: str) -> None:
         backlog = len(self._queue.line(model))

@@ -19,9 +19,11 @@ from bottega.gateway.seating import Seating
 
 # Nobody is refused by an older look: jobs that have ended since are still in it. A new one costs some milliseconds.
 _FRESH_S = 0.05
-# How well estimates are known, as a share. One that is too late by less gets its chance, unless it would wait for
-# others: those who are refused at once can go elsewhere, and a queue of those who will be late helps nobody.
+# One that is too late by less than this share gets its chance: so well is it known how long steps take.
 _TOLERANCE = 0.1
+# Who would wait for others is taken only with this share of its time to spare. In a queue as long as deadlines allow
+# everybody ends at the last moment, and whatever takes longer than expected makes all of them late.
+_SPARE = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class Standings:
             # Coming back helps where others are in the way, and does not where its own steps take too long.
             alone_s = look.prospect.least_s(demand)
             retry_after_s = None if _beyond(alone_s, left_s) else self._queue.retry_after_s()
-            raise _unmeetable(estimate_s, left_s, retry_after_s=retry_after_s)
+            raise unmeetable(estimate_s, left_s, retry_after_s=retry_after_s)
 
     def unmeetable(self, model: str) -> Iterator[tuple[Job, DeadlineUnmeetable]]:
         """Jobs that wait and would be too late even if they ran now and alone, and why they are dropped."""
@@ -91,7 +93,7 @@ class Standings:
             least_s = prospect.least_s(self._seating.waiting(job, {}).demand)
             left_s = job.deadline - self._clock.monotonic()
             if least_s is not None and _beyond(least_s, left_s):
-                yield job, _unmeetable(least_s, left_s, retry_after_s=None)
+                yield job, unmeetable(least_s, left_s)
 
     def _look(self, model: str, *, but: Job | None = None) -> _Look:
         """How it stands now, with everybody who waits, but one."""
@@ -115,7 +117,7 @@ class Standings:
 def _late_s(prospect: Prospect, demand: Demand, left_s: float) -> float | None:
     """When a job would end that has `left_s` and would be too late, as far as can be known."""
     estimate_s = prospect.end_s(demand)
-    allowed_s = left_s * (1 - _TOLERANCE) if prospect.waiting else left_s * (1 + _TOLERANCE)
+    allowed_s = left_s * (1 - _SPARE) if prospect.waiting else left_s * (1 + _TOLERANCE)
     return estimate_s if estimate_s is not None and estimate_s > allowed_s else None
 
 
@@ -123,7 +125,8 @@ def _beyond(seconds: float | None, left_s: float) -> bool:
     return seconds is not None and seconds > left_s * (1 + _TOLERANCE)
 
 
-def _unmeetable(estimate_s: float, left_s: float, *, retry_after_s: float | None) -> DeadlineUnmeetable:
+def unmeetable(estimate_s: float, left_s: float, *, retry_after_s: float | None = None) -> DeadlineUnmeetable:
+    """The error of a job that would end so many seconds from now, and has so many."""
     return DeadlineUnmeetable(
         f"it would be done in about {estimate_s:.1f} s, and the deadline is in {left_s:.1f} s",
         metadata={"estimate_s": f"{estimate_s:.3f}"},
