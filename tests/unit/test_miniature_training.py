@@ -116,6 +116,7 @@ def test_the_encoder_learns_with_the_decoder_where_that_is_asked_for(
     assert float(latent.std()) * vae.config.scaling_factor == pytest.approx(1.0, abs=0.05)
     save_parts(parts, tmp_path / "model")
     kept = load_parts(tmp_path / "model")["vae"]
+    assert "_name_or_path" not in (tmp_path / "model" / "vae" / "config.json").read_text()
     assert kept.config.scaling_factor == vae.config.scaling_factor != load_parts(WEIGHTS)["vae"].config.scaling_factor
 
 

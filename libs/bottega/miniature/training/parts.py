@@ -67,9 +67,11 @@ def save_parts(parts: Parts, folder: Path) -> None:
 
 
 def _like(network: Any) -> Any:
-    """Another one of its kind and sizes."""
+    """Another one of its kind and sizes, that does not remember a folder."""
     kind = type(network)
-    return kind.from_config(network.config) if isinstance(network, ConfigMixin) else kind(network.config)
+    if not isinstance(network, ConfigMixin):
+        return kind(network.config)
+    return kind.from_config({key: value for key, value in network.config.items() if key != "_name_or_path"})
 
 
 def _load(kind: Any, folder: Path, *, fresh: bool) -> Any:
