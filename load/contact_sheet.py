@@ -29,13 +29,13 @@ class Subject:
     seed: int
 
 
-# What the embedded model draws well; the seeds were picked by eye among six.
+# One thing with its place and size, two with their relation; the seeds were picked by eye among six.
 SUBJECTS = (
-    Subject(prompt="a big red star on the left on a blue background", seed=14),
-    Subject(prompt="a big orange triangle on a black background", seed=2),
-    Subject(prompt="a big pink ring on a green background", seed=2),
-    Subject(prompt="a big white heart on a red background", seed=2),
-    Subject(prompt="a big cyan cross on a pink background", seed=14),
+    Subject(prompt="a big red star on the left on a blue background", seed=2),
+    Subject(prompt="a white heart left of a yellow circle on a purple background", seed=5),
+    Subject(prompt="a big pink ring on a green background", seed=4),
+    Subject(prompt="a black diamond above a red square on a yellow background", seed=3),
+    Subject(prompt="a small blue heart on the right on a red background", seed=6),
 )
 
 

@@ -133,15 +133,15 @@ def test_previews_asked_for_on_the_way_come_from_then_on(model: Model) -> None:
     assert shown == {0: [False] * 3 + [True] * 3, 1: [True] * 6}
 
 
-# Prompts in whose colours the miniature's latents are about linear. Over prompts of all colours the median of the
-# correlation is .75; the best linear map that there is for its VAE has .79.
+# Prompts in whose colours the miniature's latents are about linear. Over 120 held-out scenes of all colours the median
+# of the correlation is .68: a property of its VAE.
 @pytest.mark.parametrize(
     "prompt",
     [
-        "a big red star on the left on a blue background",
-        "a white circle on a blue background",
-        "a yellow square on the right on a black background",
-        "a big orange circle on a blue background",
+        "a big cyan diamond on the right on a blue background",
+        "a big white triangle on the left on a blue background",
+        "a big yellow ring in the center on a blue background",
+        "a big black triangle on the right on a cyan background",
     ],
 )
 @pytest.mark.parametrize("kind", [SamplerKind.EULER_ANCESTRAL, SamplerKind.DPMPP_2M], ids=["EULER_ANCESTRAL", "DPMPP"])
