@@ -138,7 +138,7 @@ def test_previews_asked_for_on_the_way_come_from_then_on(model: Model) -> None:
 @pytest.mark.parametrize(
     "prompt",
     [
-        "a big cyan diamond on the right on a blue background",
+        "a small blue triangle on the left on a cyan background",
         "a big white triangle on the left on a blue background",
         "a big yellow ring in the center on a blue background",
         "a big black triangle on the right on a cyan background",
