@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 
 from bottega.miniature import WEIGHTS
+from bottega.miniature.scenes import caption, held_out_scenes
 from bottega.miniature.training.attention import PlainAttention
 from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
 from bottega.miniature.training.loop import Budget, Stage, rate, run
@@ -45,9 +47,12 @@ def latents(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Latents
 
 
 def _stage(name: str, corpus: Corpus, latents: Latents) -> tuple[Stage, Parts]:
-    """With fresh networks, so that there is something to learn."""
+    """With fresh networks, or a worn decoder, so that there is something to learn."""
     torch.manual_seed(0)
     parts = load_parts(WEIGHTS, fresh=("text_encoder", "text_encoder_2", "clip_vision", "unet"))
+    with torch.no_grad():
+        for parameter in parts["vae"].decoder.parameters() if name.endswith("vae") else ():
+            parameter.mul_(1.0 + 0.1 * torch.randn_like(parameter))
     if name == "unet":
         return UnetStage(parts, corpus, latents, UnetRecipe(rows=4)), parts
     if name == "vae":
@@ -163,6 +168,30 @@ def test_latents_are_kept_for_the_next_run(corpus: Corpus, latents: Latents, tmp
     assert file.stat().st_mtime_ns == written
     assert torch.equal(first.mean, again.mean)
     assert torch.equal(first.mean, latents.mean)
+
+
+def test_near_misses_tell_nothing_of_held_out_scenes(corpus: Corpus) -> None:
+    held_out = {caption(scene) for things in (1, 2) for scene in held_out_scenes(600, things=things)}
+    rng = random.Random(0)
+
+    misses = {miss for _ in range(150) for miss in corpus.near_misses(torch.arange(PICTURES), rng)}
+
+    assert len(misses) > 500
+    assert not held_out & misses
+
+
+def test_the_vision_stage_leaves_text_encoders_that_were_trained_on_since(
+    corpus: Corpus, latents: Latents, tmp_path: Path
+) -> None:
+    run(_stage("vision", corpus, latents)[0], Budget(steps=1), tmp_path)
+    stage, parts = _stage("vision", corpus, latents)
+    with torch.no_grad():
+        for parameter in parts["text_encoder"].parameters():
+            parameter.fill_(0.5)
+
+    run(stage, Budget(steps=2), tmp_path)
+
+    assert all(bool((parameter == 0.5).all()) for parameter in parts["text_encoder"].parameters())
 
 
 def test_plain_attention_is_stock_attention() -> None:

@@ -15,7 +15,10 @@ _NICE = 19
 
 def main() -> None:
     """Reads the command line and runs it."""
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    if options.command == "train" and options.encoder and options.stage != "vae":
+        parser.error("--encoder belongs to the stage vae: train vae --encoder")
     os.nice(_NICE - os.nice(0))
     if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":
         # Read when the library is loaded: too late to be set by a process that has begun with another.

@@ -48,8 +48,8 @@ class Corpus:
         return [any_caption(self.scenes[row], rng) for row in rows.tolist()]
 
     def near_misses(self, rows: torch.Tensor, rng: random.Random) -> list[str]:
-        """For each a full caption that is wrong in one thing."""
-        return [caption(near_miss(self.scenes[row], rng)) for row in rows.tolist()]
+        """For each a full caption that is wrong in one thing; none of a scene that is held out."""
+        return [caption(_trained_near_miss(self.scenes[row], rng)) for row in rows.tolist()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,13 @@ def foreground(corpus: Corpus, scale: int) -> torch.Tensor:
         differs = (images.short() - ground.short()).abs().amax(dim=1, keepdim=True) > 16
         shares.append(torch.nn.functional.avg_pool2d(differs.float(), scale))
     return torch.cat(shares)
+
+
+def _trained_near_miss(scene: Scene, rng: random.Random) -> Scene:
+    while True:
+        other = near_miss(scene, rng)
+        if not other.held_out:
+            return other
 
 
 @torch.no_grad()

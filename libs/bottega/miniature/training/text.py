@@ -57,7 +57,8 @@ class TextStage:
         frozen = TRAINED[:2] if recipe.vision_only else ()
         for name in TRAINED:
             parts[name].requires_grad_(name not in frozen).train()
-        modules = [parts[name] for name in TRAINED if name not in frozen] + [self._heads]
+        self._trained = tuple(name for name in TRAINED if name not in frozen)
+        modules = [parts[name] for name in self._trained] + [self._heads]
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=recipe.rate, weight_decay=0.01, fused=True)
         self._targets = torch.tensor([_answers(scene) for scene in corpus.scenes])
@@ -82,12 +83,12 @@ class TextStage:
 
     def state(self) -> dict[str, Any]:
         """Weights, heads, and the optimizer's moments."""
-        networks = {name: self._parts[name].state_dict() for name in TRAINED}
+        networks = {name: self._parts[name].state_dict() for name in self._trained}
         return {"networks": networks, "heads": self._heads.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """The reverse."""
-        for name in TRAINED:
+        for name in self._trained:  # never a frozen one: it may have been trained on elsewhere since
             self._parts[name].load_state_dict(state["networks"][name])
         self._heads.load_state_dict(state["heads"])
         self._optimizer.load_state_dict(state["optimizer"])
