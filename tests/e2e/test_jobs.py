@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import time
 import uuid
 from typing import Any
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 import pytest
+from PIL import Image
 
 from bottega.client import Client, Completed, JobState, Progress
 from bottega.errors import ImageNotFound, JobCancelled, JobNotFinished, RequestIdReused
@@ -22,6 +26,13 @@ PROMPT = "a small green circle on a white background"
 QUICK: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 4.0}
 # Long enough to be looked at while it runs.
 LONG: dict[str, Any] = {"num_inference_steps": 200, "guidance_scale": 4.0}
+# The same image drawn beside others and alone: shapes of the forward differ, and so may the last bit of a value.
+SHAPES_APART = 1
+
+
+def _pixels(data: bytes) -> npt.NDArray[np.int16]:
+    with Image.open(io.BytesIO(data)) as picture:
+        return np.asarray(picture, dtype=np.int16)
 
 
 def _ended(client: Client, job_id: str) -> JobState:
@@ -41,7 +52,8 @@ def test_a_submitted_job_runs_to_its_end_and_keeps_its_picture(client: Client) -
     assert done.ended is not None
     assert done.created <= done.started <= done.ended
     assert done.provenance is not None
-    assert job.image(1).data == client.generate(PROMPT, seed=5, **QUICK).data
+    alone = client.generate(PROMPT, seed=5, **QUICK)
+    assert np.abs(_pixels(job.image(1).data) - _pixels(alone.data)).max() <= SHAPES_APART
     with pytest.raises(ImageNotFound):
         job.image(2)
 

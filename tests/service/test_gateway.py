@@ -160,7 +160,7 @@ async def test_a_job_without_request_id_ends_when_its_caller_goes(house: Running
     call.cancel()
     cancelled = await asyncio.wait_for(worker.cancelled.get(), 2)
     assert (cancelled.job_id, cancelled.number) == (job_id, 1)
-    assert (await house.job(job_id)).state == image_pb2.JOB_STATE_CANCELLED
+    assert (await house.ended(job_id)).state == image_pb2.JOB_STATE_CANCELLED
 
 
 async def test_a_job_with_request_id_continues_and_is_attached_to(house: Running) -> None:

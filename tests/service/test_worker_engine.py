@@ -157,7 +157,7 @@ async def test_an_idle_engine_beats_every_second_and_says_what_its_turns_take(en
 
 
 async def test_the_events_of_an_attempt_come_in_order(engine: RunningEngine) -> None:
-    engine.start("whole", spec(prompt=" ".join(["star"] * 300)))
+    engine.start("whole", spec(prompt=" ".join(["a big red star on a blue background"] * 50)))
     await engine.until(lambda: "done" in engine.kinds_of("whole"))
     said = [(kind, event) for kind, event in engine.said_of("whole") if kind != "checkpoint"]
     steps = [event.progress.steps_done for kind, event in said if kind == "progress"]
@@ -168,14 +168,13 @@ async def test_the_events_of_an_attempt_come_in_order(engine: RunningEngine) -> 
     picture = said[-2][1].picture
     assert (picture.index, picture.pixels.data_type) == (0, tensor_pb2.DATA_TYPE_UINT8)
     assert (tuple(picture.pixels.shape), len(picture.pixels.data)) == ((64, 64, 3), 64 * 64 * 3)
-    data = picture.pixels.data
-    assert len({data[at : at + 3] for at in range(0, len(data), 3)}) > 50
+    assert len(set(picture.pixels.data)) > 50
     assert 0 < time.monotonic() - picture.handed_over_s < ANSWER_S
     provenance = said[-1][1].done.provenance
     assert engine.ready is not None
     assert provenance.model_hash == engine.ready.model.model_hash
     assert [stage.stage for stage in provenance.times] == ["encode", "denoise", "batch", "decode"]
-    assert [(cut.field, len(cut.text.split())) for cut in provenance.truncations] == [("prompt", 278)]
+    assert [(cut.field, len(cut.text.split())) for cut in provenance.truncations] == [("prompt", 378)]
     assert provenance.mean_group_requests == 1
 
 

@@ -110,12 +110,14 @@ def test_the_encoder_learns_with_the_decoder_where_that_is_asked_for(
 ) -> None:
     stage, parts = _stage("whole vae", corpus, latents)
     vae, pictures = parts["vae"], corpus.pictures(torch.arange(8))
+    encoder = {name: parameter.detach().clone() for name, parameter in vae.encoder.named_parameters()}
     before = _round_trip_error(vae, pictures)
 
     run(stage, Budget(steps=STEPS), tmp_path)
     stage.finish()
 
     assert _round_trip_error(vae, pictures) < before
+    assert all(not torch.equal(encoder[name], parameter) for name, parameter in vae.encoder.named_parameters())
     with torch.no_grad():
         latent = vae.encode(corpus.pictures(torch.arange(PICTURES))).latent_dist.mode()
     assert float(latent.std()) * vae.config.scaling_factor == pytest.approx(1.0, abs=0.05)
