@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, enco
 from bottega.miniature.training.loop import Budget, Stage, rate, run
 from bottega.miniature.training.parts import Parts, load_parts, save_parts
 from bottega.miniature.training.text import TextRecipe, TextStage
-from bottega.miniature.training.train import Training, export, train
+from bottega.miniature.training.train import RECIPE, Training, export, train, train_all
 from bottega.miniature.training.unet import UnetRecipe, UnetStage, loss_weight
 from bottega.miniature.training.vae import VaeRecipe, VaeStage
 
@@ -51,14 +53,12 @@ def _stage(name: str, corpus: Corpus, latents: Latents) -> tuple[Stage, Parts]:
     torch.manual_seed(0)
     parts = load_parts(WEIGHTS, fresh=("text_encoder", "text_encoder_2", "clip_vision", "unet"))
     with torch.no_grad():
-        for parameter in parts["vae"].decoder.parameters() if name.endswith("vae") else ():
+        for parameter in parts["vae"].decoder.parameters() if name in {"vae", "decoder"} else ():
             parameter.mul_(1.0 + 0.1 * torch.randn_like(parameter))
     if name == "unet":
         return UnetStage(parts, corpus, latents, UnetRecipe(rows=4)), parts
-    if name == "vae":
-        return VaeStage(parts, corpus, latents, VaeRecipe(rows=2)), parts
-    if name == "whole vae":
-        return VaeStage(parts, corpus, latents, VaeRecipe(rows=2, encoder=True)), parts
+    if name in {"vae", "decoder"}:
+        return VaeStage(parts, corpus, latents, VaeRecipe(rows=2, decoder_only=name == "decoder")), parts
     return TextStage(parts, corpus, TextRecipe(rows=8, vision_only=name == "vision")), parts
 
 
@@ -93,7 +93,7 @@ def test_a_stage_learns_within_fifty_steps(name: str, corpus: Corpus, latents: L
 
 
 def test_the_decoder_learns_and_the_encoder_stays(corpus: Corpus, latents: Latents, tmp_path: Path) -> None:
-    stage, parts = _stage("vae", corpus, latents)
+    stage, parts = _stage("decoder", corpus, latents)
     encoder = {name: tensor.clone() for name, tensor in parts["vae"].encoder.state_dict().items()}
     rows = torch.arange(8)
     before = _decoding_error(parts, corpus, latents, rows)
@@ -105,10 +105,8 @@ def test_the_decoder_learns_and_the_encoder_stays(corpus: Corpus, latents: Laten
     assert all(torch.equal(encoder[name], tensor) for name, tensor in parts["vae"].encoder.state_dict().items())
 
 
-def test_the_encoder_learns_with_the_decoder_where_that_is_asked_for(
-    corpus: Corpus, latents: Latents, tmp_path: Path
-) -> None:
-    stage, parts = _stage("whole vae", corpus, latents)
+def test_the_vae_learns_as_a_whole(corpus: Corpus, latents: Latents, tmp_path: Path) -> None:
+    stage, parts = _stage("vae", corpus, latents)
     vae, pictures = parts["vae"], corpus.pictures(torch.arange(8))
     encoder = {name: parameter.detach().clone() for name, parameter in vae.encoder.named_parameters()}
     before = _round_trip_error(vae, pictures)
@@ -221,8 +219,7 @@ def test_noisy_steps_count_most_and_clean_ones_least() -> None:
 
 def test_training_leaves_a_model_that_the_stock_pipeline_draws_with(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    for stage in ("text", "unet", "vae", "vision"):
-        assert train(Training(stage=stage, folder=state, steps=1, rows=2, pictures=4)) == 1
+    assert list(train_all(Training(folder=state, steps=1, rows=2, pictures=4))) == [(name, 1) for name in RECIPE]
     shutil.copytree(state / "model", tmp_path / "model")
 
     pipeline = StableDiffusionXLPipeline.from_pretrained(
@@ -236,11 +233,22 @@ def test_training_leaves_a_model_that_the_stock_pipeline_draws_with(tmp_path: Pa
     assert weights < 12e6
 
 
+def test_the_recipe_trains_the_vae_before_what_learns_its_latents_and_vision_last() -> None:
+    assert list(RECIPE) == ["vae", "text", "unet", "vision"]
+
+
+def test_a_stage_that_minutes_cut_short_is_the_last_one_of_a_run(tmp_path: Path) -> None:
+    training = Training(folder=tmp_path, steps=2, rows=2, pictures=4, minutes=0.0)
+
+    assert list(train_all(training)) == [("vae", 0)]
+    assert list(train_all(replace(training, minutes=math.inf))) == [(name, 2) for name in RECIPE]
+
+
 def test_a_running_stage_can_be_exported(tmp_path: Path) -> None:
-    train(Training(stage="unet", folder=tmp_path / "state", steps=2, rows=2, pictures=4))
+    train("unet", Training(folder=tmp_path / "state", steps=2, rows=2, pictures=4))
     shutil.rmtree(tmp_path / "state" / "model")  # as if it were still running
 
-    assert export(tmp_path / "state", "unet", tmp_path / "out") == 2
+    assert export("unet", tmp_path / "state", tmp_path / "out") == 2
     assert (tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors").exists()
 
 

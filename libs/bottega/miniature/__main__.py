@@ -15,10 +15,7 @@ _NICE = 19
 
 def main() -> None:
     """Reads the command line and runs it."""
-    parser = _parser()
-    options = parser.parse_args()
-    if options.command == "train" and options.encoder and options.stage != "vae":
-        parser.error("--encoder belongs to the stage vae: train vae --encoder")
+    options = _parser().parse_args()
     os.nice(_NICE - os.nice(0))
     if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":
         # Read when the library is loaded: too late to be set by a process that has begun with another.
@@ -31,29 +28,27 @@ def main() -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from bottega.miniature.training.train import STEPS, Training, train
+    from bottega.miniature.training.train import Training, train, train_all
 
-    stages = [options.stage] if options.stage else list(STEPS)
-    for stage in stages:
-        training = Training(
-            stage=stage,
-            folder=options.folder,
-            steps=options.steps,
-            minutes=options.minutes,
-            pictures=options.pictures,
-            rows=options.rows,
-            start=options.start,
-            fresh=options.fresh,
-            compiled=options.compile,
-            encoder=options.encoder,
-        )
-        print(f"{stage}: {train(training)} steps; the model is in {options.folder / 'model'}")
+    training = Training(
+        folder=options.folder,
+        steps=options.steps,
+        minutes=options.minutes,
+        pictures=options.pictures,
+        rows=options.rows,
+        start=options.start,
+        fresh=options.fresh,
+        compiled=options.compile,
+    )
+    done = ((name, train(name, training)) for name in [options.stage]) if options.stage else train_all(training)
+    for name, steps in done:
+        print(f"{name}: {steps} steps; the model is in {options.folder / 'model'}")
 
 
 def _export(options: argparse.Namespace) -> None:
     from bottega.miniature.training.train import export
 
-    print(f"{options.stage}: {export(options.folder, options.stage, options.target)} steps; {options.target}")
+    print(f"{options.stage}: {export(options.stage, options.folder, options.target)} steps; {options.target}")
 
 
 def _state() -> Path:
@@ -64,20 +59,18 @@ def _state() -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bottega.miniature", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    stages = ("text", "unet", "vae", "vision")
+    stages = ("vae", "text", "unet", "vision", "decoder")
 
-    train = commands.add_parser("train", help="run one stage, or all; goes on where the last run ended")
-    train.add_argument("stage", nargs="?", choices=stages)
+    train = commands.add_parser("train", help="run one stage, or the recipe; goes on where the last run ended")
+    train.add_argument("stage", nargs="?", choices=stages, help="without one: vae, text, unet, vision in this order")
     _add_folder(train)
     train.add_argument("--steps", type=int, default=0, help="of the stage over all its runs; 0 is its own number")
-    train.add_argument("--minutes", type=float, default=math.inf, help="of this run of each stage")
+    train.add_argument("--minutes", type=float, default=math.inf, help="of this run; the next one goes on")
     train.add_argument("--pictures", type=int, default=48_000, help="rendered for training")
     train.add_argument("--rows", type=int, default=0, help="of a batch; 0 is the stage's own number")
     train.add_argument("--start", type=Path, default=WEIGHTS, help="model that a new training begins with")
     train.add_argument("--fresh", action="store_true", help="begin with random weights")
     train.add_argument("--compile", action="store_true", help="compile the UNet: minutes once, then quicker steps")
-
-    train.add_argument("--encoder", action="store_true", help="of the VAE learns too; train the UNet on afterwards")
 
     export = commands.add_parser("export", help="write a model with what a stage's checkpoint holds by now")
     export.add_argument("target", type=Path)

@@ -1,5 +1,5 @@
-"""The VAE's stage: it learns sharper edges. Its decoder alone, so that latents and all that was trained on them
-stay; or the encoder with it, after which the UNet must be trained on.
+"""The VAE's stages: it learns sharper edges. As a whole, after which the UNet must be trained on; or its decoder
+alone, so that latents and all that was trained on them stay.
 
 It knows no UNet and no text.
 """
@@ -25,8 +25,8 @@ class VaeRecipe:
     """edge_weight: of an error where the picture changes at once, beside 1 elsewhere.
 
     blur: standard deviation of noise added to the latents, in their own units after scaling: what the UNet
-    leaves is never as clean as what the encoder gives. encoder: whether it learns too. kl_weight: of the divergence of
-    its latents from a normal distribution, each element's, beside 1 of a pixel's error.
+    leaves is never as clean as what the encoder gives. decoder_only: leaves the encoder as it is. kl_weight: of the
+    divergence of the encoder's latents from a normal distribution, each element's, beside 1 of a pixel's error.
     """
 
     rows: int = 16
@@ -34,7 +34,7 @@ class VaeRecipe:
     edge_weight: float = 4.0
     blur: float = 0.05
     decay: float = 0.995
-    encoder: bool = False
+    decoder_only: bool = False
     kl_weight: float = 1e-4
     seed: int = 0
 
@@ -42,9 +42,8 @@ class VaeRecipe:
 class VaeStage:
     """Stage of training.loop."""
 
-    name = "vae"
-
     def __init__(self, parts: Parts, corpus: Corpus, latents: Latents, recipe: VaeRecipe) -> None:
+        self.name = "decoder" if recipe.decoder_only else "vae"
         self._vae, self._corpus, self._latents, self._recipe = parts["vae"], corpus, latents, recipe
         self._vae.requires_grad_(False).to(memory_format=torch.channels_last)
         modules = [getattr(self._vae, name).requires_grad_(True).train() for name in _trained(recipe)]
@@ -76,7 +75,7 @@ class VaeStage:
     def finish(self) -> None:
         """Leaves the averaged weights in the network, and the factor by which its latents' deviation is 1."""
         self._average.apply()
-        if self._recipe.encoder:
+        if not self._recipe.decoder_only:
             self._vae.register_to_config(scaling_factor=1.0 / self._deviation())
 
     def state(self) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class VaeStage:
         self, rows: torch.Tensor, pictures: torch.Tensor, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents of the pictures, and how far they diverge; for a decoder that learns alone, as they are kept."""
-        if not self._recipe.encoder:
+        if self._recipe.decoder_only:
             return self._latents.sample(rows, generator), torch.zeros(())
         seen = self._vae.encode(pictures.contiguous(memory_format=torch.channels_last)).latent_dist
         mean, std = seen.mean.float(), seen.std.float()
@@ -113,7 +112,7 @@ class VaeStage:
 
 
 def _trained(recipe: VaeRecipe) -> tuple[str, ...]:
-    return (*_DECODER, *_ENCODER) if recipe.encoder else _DECODER
+    return _DECODER if recipe.decoder_only else (*_DECODER, *_ENCODER)
 
 
 def edges(pictures: torch.Tensor) -> torch.Tensor:
