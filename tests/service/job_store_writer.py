@@ -1,5 +1,7 @@
 """A process that adds and completes jobs as fast as it can, and says on stdout what was acknowledged: for kills.
 
+It never ends by itself.
+
 Lines are "added ID" and "completed ID", each written after the store has said so.
 """
 
@@ -9,6 +11,7 @@ import asyncio
 import itertools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from bottega.gateway.job_store import SqliteJobStore
@@ -18,18 +21,19 @@ _AT_ONCE = 16
 
 
 def main() -> None:
-    """Arguments: the file, and a prefix of the ids. Runs until it is killed."""
-    asyncio.run(_write(Path(sys.argv[1]), sys.argv[2]))
+    """Arguments: the file, a prefix of the ids, and how many jobs at most, 0 for no bound."""
+    asyncio.run(_write(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
 
 
-async def _write(path: Path, prefix: str) -> None:
+async def _write(path: Path, prefix: str, at_most: int) -> None:
     store = SqliteJobStore(path)
     await store.open()
-    numbers = itertools.count()
+    numbers = iter(range(at_most)) if at_most else itertools.count()
     await asyncio.gather(*(_fill(store, prefix, numbers) for _ in range(_AT_ONCE)))
+    await asyncio.Event().wait()
 
 
-async def _fill(store: SqliteJobStore, prefix: str, numbers: itertools.count[int]) -> None:
+async def _fill(store: SqliteJobStore, prefix: str, numbers: Iterator[int]) -> None:
     for number in numbers:
         job_id = f"{prefix}-{number}"
         await store.add(record(job_id, request_id=f"request of {job_id}"), inputs=b"i" * 2000)
