@@ -74,11 +74,18 @@ def draw_corpus(count: int, seed: int) -> Corpus:
 
 
 def encode(corpus: Corpus, parts: Parts, folder: Path) -> Latents:
-    """The corpus as latents; kept in `folder` for the next run with the same pictures and the same encoder."""
+    """The corpus as latents; kept in `folder` for the next run with the same pictures and the same encoder.
+
+    Only the last ones are kept: those of 48,000 pictures take 190 MiB.
+    """
     file = folder / f"latents-{_fingerprint(corpus, parts)}.safetensors"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(_encode(corpus, parts), file)
+        part = folder / "latents.part"
+        save_file(_encode(corpus, parts), part)
+        for other in folder.glob("latents-*.safetensors"):
+            other.unlink()
+        part.replace(file)
     tensors = load_file(file)
     return Latents(mean=tensors["mean"], std=tensors["std"])
 
