@@ -82,9 +82,10 @@ class VaeStage:
             self._vae.register_to_config(scaling_factor=1.0 / self._deviation())
 
     def state(self) -> dict[str, Any]:
-        """Weights, their average, and the optimizer's moments."""
+        """Weights, their average, the optimizer's moments, and the factor by which noise is measured in steps."""
         return {
             "vae": self._vae.state_dict(),
+            "scaling_factor": self._vae.config.scaling_factor,
             "average": self._average.state(),
             "optimizer": self._optimizer.state_dict(),
         }
@@ -92,6 +93,8 @@ class VaeStage:
     def load_state(self, state: dict[str, Any]) -> None:
         """The reverse."""
         self._vae.load_state_dict(state["vae"])
+        # A run that ended before the last step has left the folder's model another one.
+        self._vae.register_to_config(scaling_factor=state["scaling_factor"])
         self._average.load_state(state["average"])
         self._optimizer.load_state_dict(state["optimizer"])
 
@@ -100,7 +103,8 @@ class VaeStage:
         """Of the latents of the first pictures."""
         rows = torch.arange(min(len(self._corpus), _MEASURED_PICTURES))
         pictures = self._corpus.pictures(rows).contiguous(memory_format=torch.channels_last)
-        return float(self._vae.encode(pictures).latent_dist.sample().std())
+        generator = torch.Generator().manual_seed(self._recipe.seed)
+        return float(self._vae.encode(pictures).latent_dist.sample(generator).std())
 
     def _see(
         self, rows: torch.Tensor, pictures: torch.Tensor, generator: torch.Generator
