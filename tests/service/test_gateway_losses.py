@@ -255,6 +255,24 @@ async def test_a_worker_with_another_model_of_the_name_joins_once_the_others_hav
     await newcomer.die()
 
 
+async def test_a_second_worker_of_a_name_leaves_the_jobs_of_the_first_alone(
+    house: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = await house.worker("w1")
+    first.script.pace_s = 0.05
+    second = ScriptedWorker("w1", house.address)
+    with pytest.raises(TimeoutError):
+        await second.start(join_timeout_s=0.5)
+    (warning,) = (record for record in caplog.records if record.message == "the fleet refuses this service")
+    assert first.registration().address in warning.__dict__["text"]
+    job = await house.ended((await house.submit(prompt="a star", num_inference_steps=20)).job_id)
+    assert (job.state, len(first.requests), second.requests) == (image_pb2.JOB_STATE_COMPLETED, 1, [])
+    await first.die()
+    assert second.membership is not None
+    await asyncio.wait_for(second.membership.joined.wait(), 6)
+    await second.die()
+
+
 async def test_a_service_that_joins_and_says_nothing_is_sent_away() -> None:
     async with running_gateway(lease_s=0.3) as house:
         call = house.fleet.Join()
