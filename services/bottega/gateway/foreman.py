@@ -185,7 +185,11 @@ class Foreman:
             self._decided(job)
 
     async def cancel_for_good(self, job: Job) -> None:
-        """The same; returns when it is written. Raises StorageUnavailable when the disk cannot take it now."""
+        """The same; returns when it is written. Raises StorageUnavailable when the disk cannot take it now.
+
+        Where the job can only be looked at, nothing is decided: whoever hears no must not be obeyed later.
+        """
+        self._jobs.refuse_copy(job)
         self.cancel(job)
         await self._jobs.written(job)
 
