@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2
 
 from bottega import errors
+from bottega.gateway import foreman
 from bottega.v1 import image_pb2, image_pb2_grpc, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests import full_disk
 from tests.service.running_gateway import Running, refusal, running_gateway, told
 from tests.service.scripted_worker import ScriptedWorker
+from tests.unit.sample_jobs import sample_job
 
 MIB = 1 << 20
 
@@ -272,6 +275,21 @@ async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(tmp_path: 
         await _serves(starting.channel, True)
         found = (await images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=5)).job
         assert found.state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_a_gateway_that_cannot_look_after_its_queue_does_not_say_that_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(foreman, "_TICK_S", 0.01)
+    monkeypatch.setattr(foreman, "_FAULTS_S", 2.0)
+    async with running_gateway() as house:
+        await house.worker()
+        stranger = sample_job()
+        stranger.spec.model = stranger.bare.model = "miniature"
+        house.gateway._foreman._queue.add(stranger)  # nobody knows of it, which is a fault of ours
+        await _serves(house.channel, False)
+        house.gateway._foreman._queue.remove(stranger)
+        await _serves(house.channel, True)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -73,7 +73,14 @@ class Gateway:
             max_image_pixels=config.max_image_pixels,
             clock=clock,
         )
-        images = ImageService(intake=intake, foreman=self._foreman, log=log, images=storehouse.images, fleet=fleet)
+        images = ImageService(
+            intake=intake,
+            foreman=self._foreman,
+            log=log,
+            images=storehouse.images,
+            fleet=fleet,
+            default_deadline_s=config.server.default_deadline_s,
+        )
         image_pb2_grpc.add_ImageServiceServicer_to_server(images, self.server.grpc)
         members = FleetService(fleet=fleet, queue=queue, this=self._this, clock=clock)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.server.grpc)
@@ -120,11 +127,14 @@ class Gateway:
         self._changed.set()
 
     async def _tell_health(self) -> None:
-        """The gateway serves while it can take jobs. What was doubtful is looked at when it can again."""
+        """The gateway serves while it can take jobs, and looks after them.
+
+        What was doubtful is looked at when it can again.
+        """
         while True:
             self._changed.clear()
             well = self._storehouse.trouble is None
-            await self.server.set_serving(well)
+            await self.server.set_serving(well and self._foreman.sound)
             with contextlib.suppress(StorageUnavailable, DataLoss):  # then it has changed again, or will
                 if well:
                     await self._jobs.settle_doubts()
