@@ -134,13 +134,21 @@ class Server:
 
 
 async def run(
-    server: Server, *, warm_up: Step, finish: Step | None = None, shut_down: Step, stop_with_stdin: bool = False
+    server: Server,
+    *,
+    warm_up: Step,
+    finish: Step | None = None,
+    shut_down: Step,
+    answers_after_s: float | None = None,
+    stop_with_stdin: bool = False,
 ) -> None:
     """The life of a service: start, warm up, serve until SIGTERM or SIGINT, drain, shut down.
 
     warm_up: what must have happened before health says SERVING; a signal abandons it.
     finish: see `Server.drain`. shut_down: always called last, whatever happened. systemd, where it started the
         service, is told when it is warm, when it stops, and that it lives.
+    answers_after_s: of a service that answers while it warms up, if only that it cannot serve yet: systemd is told
+        after this time that it has started. None: only when it is warm.
     stop_with_stdin: the end of stdin, a pipe, is a signal too: whoever holds its other end has gone.
     """
     logs.configure(server.name, server.config.log_level)
@@ -149,7 +157,9 @@ async def run(
     async with manager.told_alive():
         try:
             await server.start()
-            if await _unless(stopping, warm_up()):
+            with manager.told_if_late(answers_after_s):
+                is_warm = await _unless(stopping, warm_up())
+            if is_warm:
                 await server.set_serving(True)
                 manager.ready()
                 _log.info("serving", extra={"address": server.address, "metrics": server.metrics_address})

@@ -14,6 +14,9 @@ from bottega.gateway.gateway import Gateway
 from bottega.process.memory import keep_freed_memory, spare_the_collector
 from bottega.rpc.server import run
 
+# Later than any start whose disk can be used: until then, whoever waits for the gateway waits for one that serves.
+_ANSWERS_AFTER_S = 5.0
+
 
 def main() -> int:
     """Serves until SIGTERM or SIGINT; the exit status."""
@@ -38,6 +41,7 @@ async def _serve(config: GatewayConfig, *, stop_with_stdin: bool) -> None:
         warm_up=gateway.warm_up,
         finish=gateway.finish,
         shut_down=gateway.shut_down,
+        answers_after_s=_ANSWERS_AFTER_S,
         stop_with_stdin=stop_with_stdin,
     )
 
