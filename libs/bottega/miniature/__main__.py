@@ -44,6 +44,7 @@ def _train(options: argparse.Namespace) -> None:
         start=options.start,
         fresh=options.fresh,
         compiled=options.compile,
+        device=options.device,
     )
     for outcome in [train(options.stage, training)] if options.stage else train_all(training):
         print(f"{outcome.stage}: {_said(outcome, options.folder / 'model')}")
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--rows", type=int, default=0, help="of a batch; 0 is the stage's own number")
     train.add_argument("--start", type=Path, default=WEIGHTS, help="model to begin a new training with")
     train.add_argument("--fresh", action="store_true", help="begin a new training, or a new stage, with random weights")
+    train.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     train.add_argument("--compile", action="store_true", help="compile the UNet: minutes once, then quicker steps")
 
     export = commands.add_parser("export", help="write a model with what a stage's checkpoint holds by now")

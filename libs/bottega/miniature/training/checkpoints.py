@@ -60,5 +60,5 @@ def _numbers(folder: Path) -> dict[str, int]:
 
 def _read(file: Path, *, mmap: bool = False) -> Checkpoint:
     """mmap: reads no tensor before it is looked at."""
-    kept = torch.load(file, weights_only=True, mmap=mmap)
+    kept = torch.load(file, weights_only=True, mmap=mmap, map_location="cpu")
     return Checkpoint(step=kept["step"], number=kept["number"], state=kept["stage"])

@@ -114,9 +114,10 @@ def _trained_near_miss(scene: Scene, rng: random.Random) -> Scene:
 def _encode(corpus: Corpus, parts: Parts) -> dict[str, torch.Tensor]:
     means, stds = [], []
     for rows in tqdm(torch.split(torch.arange(len(corpus)), _ENCODE_ROWS), "latents", unit="batch"):
-        given = parts["vae"].encode(corpus.pictures(rows).contiguous(memory_format=torch.channels_last)).latent_dist
-        means.append(given.mean.half())
-        stds.append(given.std.half())
+        pictures = corpus.pictures(rows).to(parts.device, memory_format=torch.channels_last)
+        given = parts["vae"].encode(pictures).latent_dist
+        means.append(given.mean.half().cpu())
+        stds.append(given.std.half().cpu())
     return {"mean": torch.cat(means).contiguous(), "std": torch.cat(stds).contiguous()}
 
 
@@ -126,5 +127,5 @@ def _fingerprint(corpus: Corpus, parts: Parts) -> str:
     digest.update(corpus.images[:64].numpy().tobytes())
     for name, tensor in sorted(parts["vae"].state_dict().items()):
         if name.startswith(("encoder.", "quant_conv.")):
-            digest.update(tensor.contiguous().numpy().tobytes())
+            digest.update(tensor.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -18,6 +18,7 @@ from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
 from bottega.miniature.training.checkpoints import began_after, checkpoint_file, load_checkpoint
 from bottega.miniature.training.corpus import draw_corpus
+from bottega.miniature.training.device import pick_device
 from bottega.miniature.training.loop import Budget, resume, run
 from bottega.miniature.training.model_folder import begin_model, replace_model
 from bottega.miniature.training.parts import NETWORKS, load_parts, save_parts
@@ -33,6 +34,7 @@ class Training:
     rows: of a batch; 0 is the stage's own choice. minutes: of this run, over all its stages.
 
     start: a model folder whose networks a new training begins with. fresh: begin with random weights instead.
+    device: auto, cpu or cuda.
     """
 
     folder: Path
@@ -43,6 +45,7 @@ class Training:
     start: Path = WEIGHTS
     fresh: bool = False
     compiled: bool = False
+    device: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,7 @@ def train(name: str, training: Training) -> Outcome:
 
     ConfigError when the stage cannot go on as it is told to.
     """
+    device = pick_device(training.device)
     if training.fresh:
         _refuse_fresh(name, training.folder)
     kept = load_checkpoint(name, training.folder)
@@ -90,7 +94,7 @@ def train(name: str, training: Training) -> Outcome:
         return Outcome(stage=name, steps=kept.step, used_by=used_by)
     begin_model(training.folder, training.start, FRESH[name] if training.fresh else ())
     torch.manual_seed(0)
-    parts = load_parts(training.folder / "model")
+    parts = load_parts(training.folder / "model", device=device)
     corpus = draw_corpus(training.pictures, CORPUS_SEED)
     stage = build_stage(name, parts, corpus, training.folder, rows=training.rows, compiled=training.compiled)
     step = run(stage, Budget(steps=_steps(name, training), minutes=training.minutes), training.folder)

@@ -13,6 +13,7 @@ import torch
 
 from bottega.miniature.training.average import Average
 from bottega.miniature.training.corpus import Corpus, Latents
+from bottega.miniature.training.device import half_precision
 from bottega.miniature.training.parts import Parts
 
 _DECODER = ("decoder", "post_quant_conv")
@@ -47,6 +48,7 @@ class VaeStage:
 
     def __init__(self, parts: Parts, corpus: Corpus, latents: Latents | None, recipe: VaeRecipe) -> None:
         self.name = "vae" if latents is None else "decoder"
+        self._device = parts.device
         self._vae, self._corpus, self._latents, self._recipe = parts["vae"], corpus, latents, recipe
         self._vae.requires_grad_(False).to(memory_format=torch.channels_last)
         modules = [getattr(self._vae, name).requires_grad_(True).train() for name in _LEARN[self.name]]
@@ -60,11 +62,11 @@ class VaeStage:
         for group in self._optimizer.param_groups:
             group["lr"] = self._recipe.rate * rate
         rows = torch.randint(len(self._corpus), (self._recipe.rows,), generator=generator)
-        pictures = self._corpus.pictures(rows)
-        with torch.autocast("cpu", torch.bfloat16):
+        pictures = self._corpus.pictures(rows).to(self._device)
+        with half_precision(self._device):
             latents, divergence = self._see(rows, pictures, generator)
             blur = self._recipe.blur / self._vae.config.scaling_factor
-            latents = latents + blur * torch.randn(latents.shape, generator=generator)
+            latents = latents + blur * torch.randn(latents.shape, generator=generator).to(self._device)
             drawn = self._vae.decode(latents.contiguous(memory_format=torch.channels_last)).sample
         weight = 1.0 + self._recipe.edge_weight * edges(pictures)
         loss = (weight * (drawn.float() - pictures).abs()).mean() + self._recipe.kl_weight * divergence
@@ -102,7 +104,7 @@ class VaeStage:
     def _deviation(self) -> float:
         """Of the latents of the first pictures."""
         rows = torch.arange(min(len(self._corpus), _MEASURED_PICTURES))
-        pictures = self._corpus.pictures(rows).contiguous(memory_format=torch.channels_last)
+        pictures = self._corpus.pictures(rows).to(self._device, memory_format=torch.channels_last)
         generator = torch.Generator().manual_seed(self._recipe.seed)
         return float(self._vae.encode(pictures).latent_dist.sample(generator).std())
 
@@ -111,11 +113,11 @@ class VaeStage:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents of the pictures, and how far they diverge; for a decoder that learns alone, as they are kept."""
         if self._latents is not None:
-            return self._latents.sample(rows, generator), torch.zeros(())
+            return self._latents.sample(rows, generator).to(self._device), torch.zeros((), device=self._device)
         seen = self._vae.encode(pictures.contiguous(memory_format=torch.channels_last)).latent_dist
         mean, std = seen.mean.float(), seen.std.float()
         divergence = 0.5 * (mean.square() + std.square() - 1.0 - seen.logvar.float()).mean()
-        return mean + std * torch.randn(mean.shape, generator=generator), divergence
+        return mean + std * torch.randn(mean.shape, generator=generator).to(self._device), divergence
 
 
 def edges(pictures: torch.Tensor) -> torch.Tensor:
