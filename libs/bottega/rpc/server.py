@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ConfigDict, Field
 
 from bottega.config import STRICT
-from bottega.errors import ConfigError
+from bottega.errors import Unavailable
 from bottega.rpc import logs
 from bottega.rpc.address import split
 from bottega.rpc.boundary import CallBoundary
@@ -90,7 +90,7 @@ class Server:
         self._services.extend(names)
 
     async def start(self) -> None:
-        """Listens; health says NOT_SERVING until `set_serving`. Raises ConfigError when a port is taken."""
+        """Listens; health says NOT_SERVING until `set_serving`. Raises Unavailable when a port is taken."""
         host, _ = split(self.config.listen)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         own = [health.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -99,7 +99,7 @@ class Server:
         try:
             port = self.grpc.add_insecure_port(self.config.listen)
         except RuntimeError:
-            raise ConfigError(f"listen {self.config.listen} cannot be used: is another instance running?") from None
+            raise Unavailable(f"listen {self.config.listen} cannot be used: is another instance running?") from None
         self._metrics.start()
         await self.grpc.start()
         self.address = f"{host}:{port}"
