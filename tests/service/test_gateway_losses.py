@@ -10,6 +10,7 @@ import pytest
 
 from bottega import errors
 from bottega.rpc.channel import open_channel
+from bottega.rpc.fleet import FleetMembership
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, worker_pb2
 from tests.service.running_gateway import Running, refusal, running_gateway, told
 from tests.service.scripted_worker import MODEL, ScriptedWorker
@@ -271,6 +272,19 @@ async def test_a_second_worker_of_a_name_leaves_the_jobs_of_the_first_alone(
     assert second.membership is not None
     await asyncio.wait_for(second.membership.joined.wait(), 6)
     await second.die()
+
+
+async def test_a_worker_that_does_not_answer_as_one_is_lost_and_no_word_of_its_library_is_told() -> None:
+    async with running_gateway(max_attempts=2) as house:
+        registration = ScriptedWorker("odd", house.address).registration()
+        registration.address = house.address  # a service, but no worker: gRPC itself answers there
+        membership = FleetMembership(house.address, registration, load=lambda: fleet_pb2.Load(max_rows=16))
+        membership.start()
+        await asyncio.wait_for(membership.joined.wait(), 5)
+        error = await refusal(lambda: house.generate(prompt="a star"))
+        assert isinstance(error, errors.WorkerLost)
+        assert error.message == "2 workers were lost with this job"
+        await membership.stop()
 
 
 async def test_a_service_that_joins_and_says_nothing_is_sent_away() -> None:
