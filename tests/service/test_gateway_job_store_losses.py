@@ -273,17 +273,27 @@ async def test_damage_that_shows_while_it_runs_stops_writing(tmp_path: Path, cap
         assert [line.levelname for line in caplog.records] == ["ERROR"]
 
 
-async def test_one_damaged_job_does_not_stop_the_others(tmp_path: Path) -> None:
+async def test_one_damaged_job_does_not_stop_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "jobs.sqlite"
     jobs = await _filled(path)
-    path.write_bytes(path.read_bytes().replace(b"spec\x00" + b"j30", b"spec\x00" + b"j31"))
+    good = [job for job in jobs if job.job_id not in ("j30", "j40")]
+    damage = path.read_bytes()
+    for name in (b"j30", b"j40"):
+        damage = damage.replace(b"spec\x00" + name, b"spec\x00" + b"j31")
+    path.write_bytes(damage)
     async with _open(path) as store:
         assert await store.get("j31") == jobs[31]
-        for hurt in (store.get("j30"), store.begin("j30", 1, started_wall=1.0), store.live()):
+        for hurt in (store.get("j30"), store.of_request("r30"), store.begin("j30", 1, started_wall=1.0)):
             with pytest.raises(DataLoss):
                 await hurt
+        for _ in range(2):
+            assert await store.live() == good
+            assert await store.page(size=100) == good[::-1]
+        assert await store.page(size=3, before_sequence=jobs[41].sequence) == [jobs[39], jobs[38], jobs[37]]
         assert await store.begin("j31", 1, started_wall=1.0)
         assert (await store.add(record("new"))).sequence > jobs[-1].sequence
+    told = [line.__dict__["sequence"] for line in caplog.records if line.levelname == "ERROR"]
+    assert sorted(told) == [jobs[30].sequence, jobs[40].sequence], "of each once"
 
 
 async def test_the_file_of_a_later_version_or_of_somebody_else_is_left_alone(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import socket
+import sqlite3
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from bottega.gateway import foreman
 from bottega.v1 import image_pb2, image_pb2_grpc, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests import full_disk
+from tests.service.running_front import png
 from tests.service.running_gateway import Running, refusal, running_gateway, told
 from tests.service.scripted_worker import ScriptedWorker
 from tests.unit.sample_jobs import sample_job
@@ -275,6 +277,31 @@ async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(tmp_path: 
         await _serves(starting.channel, True)
         found = (await images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=5)).job
         assert found.state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_one_damaged_job_keeps_neither_the_gateway_from_starting_nor_the_others_from_their_callers(
+    tmp_path: Path,
+) -> None:
+    async with running_gateway(state=str(tmp_path), codec_processes=1) as house:
+        await (await house.worker()).die()
+        hurt = await house.submit("order-1", prompt="hurt")
+        unfed = await house.submit("order-2", prompt="unfed", image=png(64, 64), strength=0.5)
+        well = await house.submit("order-3", prompt="well")
+        await house.gateway.server.drain(house.gateway.finish)
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite")) as store, store:
+        store.execute("UPDATE jobs SET deaths = deaths + 1 WHERE job_id = ?", [hurt.job_id])
+        store.execute("UPDATE inputs SET data = x'00'")
+    async with running_gateway(state=str(tmp_path)) as house:
+        ended = await house.ended(unfed.job_id)
+        assert (ended.state, ended.error.reason) == (image_pb2.JOB_STATE_FAILED, errors.DataLoss.reason)
+        await house.worker()
+        assert (await house.ended(well.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+        assert isinstance(await refusal(lambda: house.job(hurt.job_id)), errors.DataLoss)
+        assert isinstance(await refusal(lambda: house.submit("order-1", prompt="hurt")), errors.DataLoss)
+        listed = (await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs
+        assert [job.job_id for job in listed] == [well.job_id, unfed.job_id]
+        assert await _is_serving(house.channel)
+        await house.draw("order-4", prompt="new")
 
 
 async def test_a_gateway_that_cannot_look_after_its_queue_does_not_say_that_it_serves(

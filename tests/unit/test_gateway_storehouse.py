@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import DataLoss, StorageUnavailable
+from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.gateway.clock import Clock
 from bottega.gateway.job_store import SqliteJobStore
 from bottega.gateway.storehouse import Storehouse
@@ -111,3 +111,20 @@ async def test_jobs_and_images_are_swept(storehouse: Storehouse) -> None:
     await asyncio.sleep(2.2)
     assert [kept.job_id for kept in await storehouse.jobs.page(size=9)] == ["j4", "j3", "j2"]
     assert len(storehouse.images) == 0
+
+
+async def test_what_is_read_first_is_tried_until_it_can_be(storehouse: Storehouse) -> None:
+    answers: list[BottegaError | None] = [
+        faults.unavailable("it does not answer", cause="EIO"),
+        DataLoss("damaged"),
+        None,
+    ]
+
+    async def read() -> None:
+        error = answers.pop(0)
+        if error is not None:
+            raise error
+
+    failures: list[int] = []
+    await asyncio.wait_for(storehouse.open(first=read, on_failure=lambda: failures.append(1)), 4)
+    assert (answers, failures, storehouse.trouble) == ([], [1, 1], None)

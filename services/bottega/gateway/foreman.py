@@ -109,8 +109,11 @@ class Foreman:
 
         seconds: that it took to read them, for the log.
         """
-        running = [job for job in jobs if job.state == image_pb2.JOB_STATE_RUNNING]
+        running = [job for job in jobs if job.open and job.state == image_pb2.JOB_STATE_RUNNING]
         for job in jobs:
+            if not job.open:
+                self._decided(job)  # it cannot be drawn any more
+                continue
             self._set_deadline(job)
             if job.state == image_pb2.JOB_STATE_QUEUED:
                 self._queue.add(job)

@@ -93,9 +93,7 @@ class Gateway:
         self._storehouse.on_change = self._storage_changed
         starting = asyncio.create_task(self._codec.start())
         try:
-            await self._storehouse.open(on_failure=self._jobs.read_only)
-            began = time.perf_counter()
-            self._foreman.restore(await self._jobs.restore(), seconds=time.perf_counter() - began)
+            await self._storehouse.open(first=self._restore, on_failure=self._jobs.read_only)
         finally:
             await starting
         self._storehouse.start()
@@ -113,6 +111,10 @@ class Gateway:
         await self._foreman.stop()
         await self._storehouse.close()
         await self._codec.stop()
+
+    async def _restore(self) -> None:
+        began = time.perf_counter()
+        self._foreman.restore(await self._jobs.restore(), seconds=time.perf_counter() - began)
 
     def _storage_changed(self) -> None:
         well = self._storehouse.trouble is None

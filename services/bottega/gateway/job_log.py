@@ -85,11 +85,11 @@ class JobLog:
         return max(0, self._store.generation - 1)
 
     async def restore(self) -> list[Job]:
-        """The jobs that an earlier life left, in their order. Line them up before anything else happens."""
-        jobs = []
-        for record in await self._store.live():
-            inputs = await self._store.inputs(record.job_id)
-            jobs.append(to_job(record, inputs=inputs, life=self.life, clock=self._clock))
+        """The jobs that an earlier life left, in their order. Line them up before anything else happens.
+
+        Of one whose input images are damaged it is decided already that it fails; that is for the caller to `end`.
+        """
+        jobs = [await self._brought_back(record) for record in await self._store.live()]
         for job in jobs:
             self._remember(job)
         self._restored = True
@@ -239,6 +239,15 @@ class JobLog:
                 await self._store.fail(
                     job_id, None, error=error, state=image_pb2.JOB_STATE_CANCELLED, ended_wall=self._clock.wall()
                 )
+
+    async def _brought_back(self, record: JobRecord) -> Job:
+        try:
+            inputs = await self._store.inputs(record.job_id)
+        except DataLoss:
+            job = to_job(record, life=self.life, clock=self._clock)
+            job.fail(DataLoss("the job's input images are damaged; send it again, with another request_id"))
+            return job
+        return to_job(record, inputs=inputs, life=self.life, clock=self._clock)
 
     async def _recalled(self, record: JobRecord) -> Job:
         """The job of a record that was read: the one in memory where it is live."""

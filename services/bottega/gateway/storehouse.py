@@ -34,6 +34,10 @@ def _ignore() -> None:
     """For those who do not care."""
 
 
+async def _nothing() -> None:
+    """For those who read nothing yet."""
+
+
 class Storehouse:
     """The gateway's disk. Open it first, `start` it then, close it last.
 
@@ -68,15 +72,19 @@ class Storehouse:
         self._unwritten = 0
         self._keeping: asyncio.Task[None] | None = None
 
-    async def open(self, *, on_failure: Callable[[], None] = _ignore) -> None:
-        """Returns when both are open. on_failure: called when they are not at once; reads may work even then.
+    async def open(
+        self, *, first: Callable[[], Awaitable[None]] = _nothing, on_failure: Callable[[], None] = _ignore
+    ) -> None:
+        """Returns when both are open and `first`, what is read before anything else, was done.
 
-        Raises ConfigError for files that are not ours.
+        on_failure: called when that is not so at once; reads may work even then. Raises ConfigError for files that are
+        not ours.
         """
         while True:
             try:
                 await self.images.open()
                 await self.jobs.open()
+                await first()
             except (StorageUnavailable, DataLoss) as error:
                 self.failed(error)
                 on_failure()

@@ -17,7 +17,7 @@ from bottega.errors import BottegaError, DataLoss
 from bottega.gateway.job_store import sqlite_errors, sqlite_schema, sqlite_statements
 from bottega.gateway.job_store.group_commit import GroupCommit
 from bottega.gateway.job_store.records import JobRecord, StoredPicture
-from bottega.gateway.job_store.sqlite_statements import Page
+from bottega.gateway.job_store.sqlite_statements import Listing, Page
 from bottega.storage import StorageThread, faults
 from bottega.v1.image_pb2 import JobState
 
@@ -41,6 +41,7 @@ class SqliteJobStore:
         self._reading: sqlite3.Connection | None = None
         self._readable = self._writable = False
         self._sound = True
+        self._damaged: set[int] = set()  # as far as somebody came across them: for the log
         self._generation = 0
 
     @property
@@ -172,11 +173,14 @@ class SqliteJobStore:
             raise sqlite_errors.damaged()  # it may have been there
         return found
 
-    async def _list(self, query: Callable[[sqlite3.Connection], list[ResultT]]) -> list[ResultT]:
+    async def _list(self, query: Callable[[sqlite3.Connection], Listing]) -> list[JobRecord]:
         found = await self._reader.run(lambda: self._read(query))
         if not self._sound:
             raise sqlite_errors.damaged()  # some may be missing
-        return found
+        for sequence in set(found.damaged) - self._damaged:
+            self._damaged.add(sequence)
+            _log.error("a job is damaged; it is left alone", extra={"file": str(self._path), "sequence": sequence})
+        return found.records
 
     def _read(self, query: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
         if not self._readable:

@@ -21,6 +21,8 @@ class JobStore(Protocol):
       acknowledged, though it may have happened, and it may be tried again. Reads go on where they can.
     - Every method may raise DataLoss, of damage, and then gives no answer. Once the whole was seen to be damaged,
       nothing is written; a job that is found is still good, one that is not is DataLoss, as every list is.
+    - While the whole is sound, a single job that is damaged stands in the way of no other: lists leave it out, the log
+      tells of it, and it is left as it is. Whoever asks for that one hears DataLoss.
     - A cancelled call may have happened. Whoever must know awaits it to its end (asyncio.shield).
     """
 
