@@ -112,6 +112,8 @@ def test_a_broken_stream_attaches_again_with_the_same_request_id(gateway: Script
         events = list(client.stream("a star", seed=7))
     assert [type(event) for event in events] == [Queued, Progress, Interrupted, Progress, Completed]
     first, second = gateway.requests
+    assert second.deadline_s < first.deadline_s  # the same moment, and less time to it
+    second.deadline_s = first.deadline_s
     assert first == second
     assert len(first.request_id) == 32
     assert gateway.cancelled == []
@@ -211,6 +213,41 @@ def test_the_deadline_travels_to_the_gateway(gateway: ScriptedGateway, address: 
         assert 590 < gateway.seconds_left < 601
         client.generate("a star", timeout_s=20)
         assert 15 < gateway.seconds_left < 21
+    assert [round(request.deadline_s, -1) for request in gateway.requests] == [600, 20]
+
+
+def test_a_request_of_the_callers_own_has_a_deadline_where_the_caller_says_so(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    gateway.scripts = [[completed()], [completed()]]
+    with Client(address, retry=HURRIED) as client:
+        client.generate("a star", request_id="mine")
+        client.generate("a star", request_id="yours", deadline_s=8)
+        client.submit("a star")
+        client.submit("a star", deadline_s=9)
+        rule = "deadline_s must be a number of seconds above 0"
+        for none in (0, float("nan")):
+            with pytest.raises(InvalidRequest, match=rule):
+                client.generate("a star", deadline_s=none)
+            with pytest.raises(InvalidRequest, match=rule):
+                client.submit("a star", deadline_s=none)
+    mine, yours = gateway.requests
+    endless, bounded = gateway.submitted
+    assert not mine.HasField("deadline_s")
+    assert not endless.HasField("deadline_s")
+    assert (round(yours.deadline_s), bounded.deadline_s) == (8, 9)
+
+
+def test_a_job_whose_own_time_is_over_is_not_said_to_go_on(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [
+        [queued(), DeadlinePassed("the deadline passed in the queue")],
+        [image_pb2.JobEvent(job_id="job-1", failed=to_job_error(DeadlinePassed("the deadline passed in the queue")))],
+    ]
+    with Client(address, retry=HURRIED) as client:
+        with pytest.raises(DeadlinePassed, match=r"^the deadline passed in the queue$"):
+            client.generate("a star", request_id="mine", deadline_s=8)
+        with pytest.raises(DeadlinePassed, match=r"^the deadline passed in the queue$"):
+            client.job("job-1").result()
 
 
 def test_running_out_of_time_cancels_the_job(gateway: ScriptedGateway, address: str) -> None:

@@ -73,7 +73,14 @@ class Gateway:
             max_image_pixels=config.max_image_pixels,
             clock=clock,
         )
-        images = ImageService(intake=intake, foreman=self._foreman, log=log, images=storehouse.images, fleet=fleet)
+        images = ImageService(
+            intake=intake,
+            foreman=self._foreman,
+            log=log,
+            images=storehouse.images,
+            fleet=fleet,
+            default_deadline_s=config.server.default_deadline_s,
+        )
         image_pb2_grpc.add_ImageServiceServicer_to_server(images, self.server.grpc)
         members = FleetService(fleet=fleet, queue=queue, this=self._this, clock=clock)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.server.grpc)

@@ -155,6 +155,8 @@ class Intake:
             return None, job.job_id  # The same order again is a retry, which is what those failures ask for.
         if not all(self._storehouse.images.holds(picture.digest) for picture in job.pictures):
             return None, job.job_id  # Its pictures have expired before it has: the news that it was done helps nobody.
+        rules.refuse(list(validation.check_deadline(order.deadline_s)))
+        self._foreman.extend(job, order.deadline(self._clock.monotonic()))
         if order.preview:
             self._foreman.show(job)
         return job, ""
@@ -165,6 +167,7 @@ class Intake:
         model, unknown = self._resolve(spec)
         found = [
             *validation.check_request_id(order.request_id),
+            *validation.check_deadline(order.deadline_s),
             *validation.check_spec(spec, max_image_bytes=self._max_image_bytes),
             *(unknown.violations if unknown else ()),
             *(validation.check_model(spec, model) if model else ()),
@@ -227,7 +230,7 @@ class Intake:
             request_id=order.request_id,
             log_id=order.log_id,
             life=self._jobs.life,
-            deadline=None if order.deadline_s is None else began + order.deadline_s,
+            deadline=order.deadline(began),
             preview=order.preview,
             validate_s=self._clock.monotonic() - began,
         )

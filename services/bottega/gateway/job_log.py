@@ -24,7 +24,16 @@ from bottega.errors import (
     Violation,
 )
 from bottega.gateway.clock import Clock
-from bottega.gateway.job_records import error_of, inputs_of, outcome_of, pictures_of, provenance_of, to_job, to_record
+from bottega.gateway.job_records import (
+    deadline_wall,
+    error_of,
+    inputs_of,
+    outcome_of,
+    pictures_of,
+    provenance_of,
+    to_job,
+    to_record,
+)
 from bottega.gateway.job_store import JobRecord
 from bottega.gateway.jobs import Job, Outcome
 from bottega.gateway.storehouse import Storehouse
@@ -144,6 +153,11 @@ class JobLog:
         """The attempt is lost, or was given back."""
         job_id, number, deaths = job.job_id, job.number, job.deaths
         self._trails.note(job_id, lambda: self._store.requeue(job_id, number, deaths=deaths))
+
+    def extended(self, job: Job) -> None:
+        """The job has more time; nobody is kept waiting until that is written."""
+        job_id, until_wall = job.job_id, deadline_wall(job)
+        self._trails.note(job_id, lambda: self._store.extend(job_id, until_wall))
 
     async def end(self, job: Job) -> None:
         """Writes how the job ends, and tells it then; while the disk cannot take it, it is not told."""

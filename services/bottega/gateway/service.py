@@ -30,14 +30,27 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ImageService(image_pb2_grpc.ImageServiceServicer):
-    """What product backends call."""
+    """What product backends call.
 
-    def __init__(self, *, intake: Intake, foreman: Foreman, log: JobLog, images: ContentStore, fleet: Fleet) -> None:
+    default_deadline_s: of Generate calls that end with their caller, where that caller set no deadline.
+    """
+
+    def __init__(
+        self,
+        *,
+        intake: Intake,
+        foreman: Foreman,
+        log: JobLog,
+        images: ContentStore,
+        fleet: Fleet,
+        default_deadline_s: float,
+    ) -> None:
         self._intake = intake
         self._foreman = foreman
         self._jobs = log
         self._images = images
         self._fleet = fleet
+        self._default_deadline_s = default_deadline_s
 
     async def Generate(
         self, request: image_pb2.GenerateRequest, context: _Context
@@ -46,7 +59,8 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         order = Order(
             spec=request.spec,
             request_id=request.request_id,
-            deadline_s=None if request.request_id else context.time_remaining(),
+            deadline_s=_deadline_s(request),
+            caller_s=None if request.request_id else self._caller_s(context),
             preview=request.preview,
             log_id=_log_id(request.request_id),
         )
@@ -76,8 +90,13 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
 
     async def SubmitJob(self, request: image_pb2.SubmitJobRequest, context: _Context) -> image_pb2.SubmitJobResponse:
         """See the contract. The call's own deadline bounds the call, not the job."""
-        log_id = _log_id(request.request_id)
-        job, _ = await self._intake.accept(Order(spec=request.spec, request_id=request.request_id, log_id=log_id))
+        order = Order(
+            spec=request.spec,
+            request_id=request.request_id,
+            deadline_s=_deadline_s(request),
+            log_id=_log_id(request.request_id),
+        )
+        job, _ = await self._intake.accept(order)
         _bind(job)
         return image_pb2.SubmitJobResponse(job=job_to_wire(job))
 
@@ -117,6 +136,9 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         """See the contract."""
         return image_pb2.ListModelsResponse(models=self._fleet.models())
 
+    def _caller_s(self, context: _Context) -> float:
+        return self._default_deadline_s if context.time_remaining() is None else context.time_remaining()
+
     async def _job(self, job_id: str) -> Job:
         job = await self._jobs.get(job_id)
         _bind(job)
@@ -149,6 +171,10 @@ def _log_id(request_id: str) -> str:
     if request_id:
         logs.bind(request_id=request_id[:MAX_REQUEST_ID_CHARACTERS])
     return logs.bound().get("request_id", "")
+
+
+def _deadline_s(request: image_pb2.GenerateRequest | image_pb2.SubmitJobRequest) -> float | None:
+    return request.deadline_s if request.HasField("deadline_s") else None
 
 
 def _bind(job: Job) -> None:
