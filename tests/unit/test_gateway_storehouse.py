@@ -33,6 +33,22 @@ class FailingImages(ContentStore):
         await super().probe()
 
 
+class SlowImages(ContentStore):
+    """Takes one image only when it may."""
+
+    slow = b"slow"
+
+    def __init__(self, folder: Path, *, budget_bytes: int, ttl_s: float) -> None:
+        super().__init__(folder, budget_bytes=budget_bytes, ttl_s=ttl_s)
+        self.reached, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def put(self, digest: str, data: bytes) -> None:
+        if data == self.slow:
+            self.reached.set()
+            await self.go_on.wait()
+        await super().put(digest, data)
+
+
 @pytest.fixture
 async def storehouse(tmp_path: Path) -> AsyncIterator[Storehouse]:
     storehouse = Storehouse(
@@ -78,6 +94,32 @@ async def test_images_wait_for_a_full_disk_within_bounds(storehouse: Storehouse)
     await _until(lambda: storehouse.trouble is None)
     assert changes == [False, True]
     await storehouse.keep([b"y" * 60])  # the room is free again
+
+
+async def test_images_of_one_job_stay_together_while_others_are_kept(tmp_path: Path) -> None:
+    images = SlowImages(tmp_path / "images", budget_bytes=100, ttl_s=60)
+    house = Storehouse(
+        folder=tmp_path,
+        jobs=SqliteJobStore(tmp_path / "jobs.sqlite"),
+        images=images,
+        max_jobs=3,
+        jobs_bytes=1 << 20,
+        jobs_ttl_s=60,
+        waiting_bytes=1000,
+        clock=Clock(),
+    )
+    await house.open()
+    try:
+        keeping = asyncio.create_task(house.keep([b"1" * 20, images.slow]))
+        await asyncio.wait_for(images.reached.wait(), 2)
+        for other in (b"2", b"3"):  # each needs what the other had
+            await house.keep([other * 60])
+        with pytest.raises(StorageUnavailable):
+            await house.keep([b"4" * 81])  # more than can be pinned beside the first
+        images.go_on.set()
+        assert all([await images.get(picture.digest) for picture in await keeping])
+    finally:
+        await house.close()
 
 
 async def test_a_disk_with_room_for_a_probe_only_is_still_full(storehouse: Storehouse) -> None:

@@ -7,6 +7,7 @@ What must be written is tried until it is. Knows nothing of what is in a job.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -67,7 +68,8 @@ class Storehouse:
         self._max_jobs = max_jobs
         self._jobs_bytes = jobs_bytes
         self._jobs_ttl_s = jobs_ttl_s
-        self._room_bytes = waiting_bytes
+        # All that is being kept at once has room in the budget, so that no job's first image goes for another's last.
+        self._room_bytes = min(waiting_bytes, images.budget_bytes)
         self._clock = clock
         self._unwritten = 0
         self._keeping: asyncio.Task[None] | None = None
@@ -158,14 +160,13 @@ class Storehouse:
             raise faults.unavailable("more images wait for the disk than memory has room for", cause=faults.BUSY)
         self._room_bytes -= size_bytes
         try:
-            return tuple([await self._keep_one(data) for data in encoded])
+            pictures = [Picture(digest=await digest(data), size_bytes=len(data)) for data in encoded]
+            with self.images.pinned([picture.digest for picture in pictures]):
+                for picture, data in zip(pictures, encoded, strict=True):
+                    await self.insist(functools.partial(self.images.put, picture.digest, data))
+            return tuple(pictures)
         finally:
             self._room_bytes += size_bytes
-
-    async def _keep_one(self, data: bytes) -> Picture:
-        picture = Picture(digest=await digest(data), size_bytes=len(data))
-        await self.insist(lambda: self.images.put(picture.digest, data))
-        return picture
 
     async def _keep(self) -> None:
         while True:
