@@ -163,7 +163,7 @@ class MemoryJobStore:
 
     def _check(self) -> None:
         if not self._opened:
-            raise faults.unavailable("the job store is not open", cause="EBADF")
+            raise faults.unavailable("the job store is not open", cause=faults.NOT_OPEN)
 
 
 class MemoryImages(ContentStore):

@@ -114,6 +114,42 @@ async def test_a_start_on_a_full_disk_reads_and_heals(tmp_path: Path) -> None:
             await store.close()
 
 
+async def test_a_start_on_a_full_disk_after_a_clean_end_reads_and_heals(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    jobs = await _filled(path)
+    store = SqliteJobStore(path)
+    try:
+        with full_disk.files_at_most(0):  # no room even for what the readers of a file share
+            for _ in range(2):
+                with pytest.raises(StorageUnavailable, match="full"):
+                    await store.open()
+                assert await store.get("j30") == jobs[30]
+                assert await store.live() == jobs
+                with pytest.raises(StorageUnavailable):
+                    await store.add(record("new"))
+        await store.open()
+        added = await store.add(record("new"))
+        assert await store.live() == [*jobs, added], "what was read while it was full is not what is read now"
+    finally:
+        await store.close()
+
+
+async def test_a_full_disk_shows_no_file_without_the_log_that_belongs_to_it(tmp_path: Path) -> None:
+    path, killed = tmp_path / "jobs.sqlite", tmp_path / "killed" / "jobs.sqlite"
+    killed.parent.mkdir()
+    async with _open(path) as store:
+        await store.add(record("j1"))
+        for name in ("jobs.sqlite", "jobs.sqlite-wal"):
+            shutil.copy(path.with_name(name), killed.with_name(name))
+    with full_disk.files_at_most(0):
+        store = SqliteJobStore(killed)
+        with pytest.raises(StorageUnavailable):
+            await store.open()
+        with pytest.raises(StorageUnavailable):
+            await store.get("j1")
+        await store.close()
+
+
 async def test_a_disk_that_forbids_writing_is_said_and_read_where_it_can_be(tmp_path: Path) -> None:
     with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
         path = disk / "jobs.sqlite"

@@ -18,6 +18,8 @@ from grpc_health.v1 import health_pb2
 
 from bottega import errors
 from bottega.gateway import foreman
+from bottega.gateway.config import GatewayConfig, GatewayServerConfig
+from bottega.gateway.gateway import Gateway
 from bottega.v1 import image_pb2, image_pb2_grpc, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests import full_disk
@@ -224,6 +226,32 @@ async def _started_there(state: str, job_id: str) -> None:
         assert (await house.job(job_id)).state == image_pb2.JOB_STATE_COMPLETED
 
 
+async def test_a_full_disk_at_the_start_after_a_clean_end_is_told_and_what_is_there_can_be_read(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        await house.worker()
+        done = await house.submit(prompt="done")
+        await house.ended(done.job_id)
+    with full_disk.files_at_most(0):
+        async with _starting(tmp_path, _address()) as starting:
+            found = await starting.images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=10)
+            assert found.job.state == image_pb2.JOB_STATE_COMPLETED
+            image = starting.images.GetImage(image_pb2.GetImageRequest(job_id=done.job_id), timeout=10)
+            assert b"".join([answer.chunk async for answer in image]) == b"picture 0"
+            cancel = image_pb2.CancelJobRequest(job_id="another")
+            assert isinstance(await refusal(lambda: starting.images.CancelJob(cancel, timeout=10)), errors.JobNotFound)
+
+
+async def test_who_asks_before_a_store_could_be_opened_hears_why(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=MIB) as disk:
+        ballast = full_disk.fill(disk)
+        async with _starting(disk / "state", _address()) as starting:
+            error = await refusal(lambda: starting.images.GetJob(image_pb2.GetJobRequest(job_id="j"), timeout=10))
+            assert isinstance(error, errors.StorageUnavailable)
+            assert error.message == "the disk is full"
+            ballast.unlink()
+            await _serves(starting.channel, True)
+
+
 async def test_a_cancel_that_is_refused_while_it_starts_on_a_full_disk_has_not_happened(tmp_path: Path) -> None:
     with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
         state, address = disk / "state", _address()
@@ -342,5 +370,13 @@ async def _starting(state: Path, address: str) -> AsyncIterator[Starting]:
 
 
 async def _live(state: Path, address: str) -> None:
-    async with running_gateway(state=str(state), listen=address):
+    server = GatewayServerConfig(listen=address, metrics_listen="127.0.0.1:0")
+    gateway = Gateway(GatewayConfig(server=server, codec_processes=0, state=str(state)))
+    try:
+        await gateway.server.start()
+        await gateway.warm_up()
+        await gateway.server.set_serving(True)
         await asyncio.Event().wait()
+    finally:
+        await gateway.server.stop()
+        await gateway.shut_down()

@@ -264,4 +264,4 @@ class ContentStore:
 
     def _check_opened(self) -> None:
         if not self._opened:
-            raise faults.unavailable("the storage is not open", cause="EBADF")
+            raise faults.unavailable("the storage is not open", cause=faults.NOT_OPEN)

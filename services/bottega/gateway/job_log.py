@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -194,7 +195,8 @@ class JobLog:
         await self.ready()
         job = self._live.get(job_id)
         if job is None:
-            record = await self._store.get(job_id)
+            with self._told_why():
+                record = await self._store.get(job_id)
             job = await self._recalled(record) if record else None
         if job is None:
             raise JobNotFound("no such job; it may have expired")
@@ -209,7 +211,8 @@ class JobLog:
         await self.ready()
         job = self._by_request_id.get(request_id)
         if job is None:
-            record = await self._store.of_request(request_id)
+            with self._told_why():
+                record = await self._store.of_request(request_id)
             job = await self._recalled(record) if record else None
         return job
 
@@ -224,13 +227,14 @@ class JobLog:
         """
         newest = _sequence_of(token) if token else None
         await self.ready()
-        records = await self._store.page(
-            size=size + 1,
-            states=wanted.states,
-            created_after=wanted.after,
-            created_before=wanted.before,
-            before_sequence=newest,
-        )
+        with self._told_why():
+            records = await self._store.page(
+                size=size + 1,
+                states=wanted.states,
+                created_after=wanted.after,
+                created_before=wanted.before,
+                before_sequence=newest,
+            )
         jobs = [self._live.get(record.job_id) or self._as_read(record) for record in records[:size]]
         # What is written may be some milliseconds behind.
         admitted = [job for job in jobs if not wanted.states or job.state in wanted.states]
@@ -253,6 +257,16 @@ class JobLog:
                 await self._store.fail(
                     job_id, None, error=error, state=image_pb2.JOB_STATE_CANCELLED, ended_wall=self._clock.wall()
                 )
+
+    @contextlib.contextmanager
+    def _told_why(self) -> Iterator[None]:
+        """In the block the store is read: a caller that comes before it is open hears what keeps it from that."""
+        try:
+            yield
+        except StorageUnavailable as error:
+            if error.metadata.get("cause") == faults.NOT_OPEN:
+                self._storehouse.check()
+            raise
 
     async def _brought_back(self, record: JobRecord) -> Job:
         try:
