@@ -228,7 +228,7 @@ def test_errors_say_what_to_do(
 
 
 def test_a_full_disk_is_waited_for_and_then_said(gateway: ScriptedGateway, address: str) -> None:
-    gateway.failures = [StorageUnavailable("jobs cannot be stored", retry_after_s=60.0)]
+    gateway.failures = [StorageUnavailable("jobs cannot be stored", metadata={"cause": "ENOSPC"}, retry_after_s=60.0)]
     result = run("generate", "a star", "--detach", address=address)
     assert result.exit_code == 1
     assert "jobs cannot be stored" in result.stderr
