@@ -152,6 +152,20 @@ async def test_what_nobody_claims_after_a_restart_lines_up_again_before_the_othe
         assert time.monotonic() - began < 5
 
 
+async def test_who_watches_a_job_that_waits_hears_at_once_after_a_restart_where_it_stands(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        await (await house.worker()).die()
+        jobs = [await house.submit(prompt=f"star {number}") for number in range(2)]
+        await house.gateway.server.drain(house.gateway.finish)
+    async with running_gateway(state=str(tmp_path)) as house:
+        for place, job in enumerate(jobs):
+            watch = house.images.WatchJob(image_pb2.WatchJobRequest(job_id=job.job_id), timeout=5)
+            event = await asyncio.wait_for(told(watch), 0.5)
+            assert event.WhichOneof("event") == "queued"
+            assert event.queued.place == place
+            watch.cancel()
+
+
 async def test_a_worker_that_joins_is_freed_of_what_counts_no_more() -> None:
     async with running_gateway() as house:
         worker = await house.worker()

@@ -117,6 +117,8 @@ class Foreman:
             self._set_deadline(job)
             if job.state == image_pb2.JOB_STATE_QUEUED:
                 self._queue.add(job)
+                # Who follows it hears at once where it stands; when it will be done is told to all in turn.
+                job.stand(Standing(place=len(self._queue.line(job.bare.model)) - 1, estimate_s=None))
         self._adoption.hold(running)
         self._patient_until = self._clock.monotonic() + self._patience_s
         if jobs:
