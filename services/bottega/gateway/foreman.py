@@ -143,16 +143,19 @@ class Foreman:
         self.draining = self._matching.paused = True
         why = Draining("the gateway is stopping; ask again", retry_after_s=1.0)
         try:
-            for job in list(self._jobs.live()):
-                if not self._adoption.holds(job):
-                    await _out_of_hand(job)
-                if job.live:
-                    job.leave(why)
+            await asyncio.gather(*(self._see_off(job, why) for job in self._jobs.live()))
         finally:
             for job in list(self._jobs.live()):
                 job.leave(why)
             self._dispatcher.let_go()
             self._fleet.close()
+
+    async def _see_off(self, job: Job, why: Draining) -> None:
+        """Sends away who follows the job, as soon as it cannot end here: at once where no worker has it."""
+        if not self._adoption.holds(job):
+            await _out_of_hand(job)
+        if job.live:
+            job.leave(why)
 
     async def stop(self) -> None:
         """Ends every attempt."""
