@@ -293,7 +293,10 @@ async def test_a_cancel_that_is_refused_while_it_starts_on_a_full_disk_has_not_h
                 await worker.die()
 
 
-async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(tmp_path: Path) -> None:
+async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.gateway.storehouse._DAMAGED_RETRY_S", 0.5)
     async with running_gateway(state=str(tmp_path / "state")) as house:
         await house.worker()
         done = await house.submit("order-1", prompt="done")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -155,7 +156,10 @@ async def test_jobs_and_images_are_swept(storehouse: Storehouse) -> None:
     assert len(storehouse.images) == 0
 
 
-async def test_what_is_read_first_is_tried_until_it_can_be(storehouse: Storehouse) -> None:
+async def test_what_is_read_first_is_tried_until_it_can_be(
+    storehouse: Storehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.gateway.storehouse._DAMAGED_RETRY_S", 0.1)
     answers: list[BottegaError | None] = [
         faults.unavailable("it does not answer", cause="EIO"),
         DataLoss("damaged"),
@@ -170,3 +174,18 @@ async def test_what_is_read_first_is_tried_until_it_can_be(storehouse: Storehous
     failures: list[int] = []
     await asyncio.wait_for(storehouse.open(first=read, on_failure=lambda: failures.append(1)), 4)
     assert (answers, failures, storehouse.trouble) == ([], [1, 1], None)
+
+
+async def test_a_damaged_store_is_looked_at_less_often_than_a_full_one(storehouse: Storehouse) -> None:
+    tries: list[float] = []
+
+    async def read() -> None:
+        tries.append(time.monotonic())
+        raise DataLoss("damaged") if len(tries) > 2 else faults.unavailable("full", cause="ENOSPC")
+
+    opening = asyncio.create_task(storehouse.open(first=read))
+    await asyncio.sleep(2.5)
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    assert len(tries) == 3
+    assert tries[2] - tries[0] < 2

@@ -133,7 +133,8 @@ class JobLog:
         try:
             record = await self._store.add(to_record(job), inputs=await inputs_of(job), replaces=replaces)
         except (StorageUnavailable, DataLoss) as error:
-            self._doubtful.add(job.job_id)
+            if error.metadata.get("cause") != faults.BUSY:  # which is said of what was not even lined up to be written
+                self._doubtful.add(job.job_id)
             self._storehouse.failed(error)
             raise
         finally:

@@ -24,6 +24,8 @@ ResultT = TypeVar("ResultT")
 
 # Between two tries: soon enough for whoever waits, seldom enough for a disk that is busy with being full.
 _RETRY_S = 0.5
+# The same for a damaged store, which only a person mends, and which takes a second of a core to look at.
+_DAMAGED_RETRY_S = 5.0
 _SWEEP_S = 1.0
 # Jobs that are forgotten in one transaction: some milliseconds.
 _SWEEP_JOBS = 100
@@ -90,7 +92,7 @@ class Storehouse:
             except (StorageUnavailable, DataLoss) as error:
                 self.failed(error)
                 on_failure()
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(_DAMAGED_RETRY_S if isinstance(error, DataLoss) else _RETRY_S)
             else:
                 self._recovered()
                 return
