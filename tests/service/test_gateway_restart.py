@@ -324,6 +324,19 @@ async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(
         assert found.state == image_pb2.JOB_STATE_COMPLETED
 
 
+async def test_a_picture_that_was_seen_damaged_does_not_keep_its_request_from_being_drawn_again(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        worker = await house.worker()
+        first = await house.submit("order-1", prompt="a star")
+        await house.ended(first.job_id)
+        (stored,) = (file for file in (tmp_path / "images").rglob("*") if file.is_file())
+        stored.write_bytes(b"no picture")
+        assert isinstance(await refusal(lambda: _image(house, first.job_id)), errors.DataLoss)
+        again = await house.draw("order-1", prompt="a star")
+        assert [image.data for image in again.images] == [b"picture 0"]
+        assert len(worker.begun) == 2
+
+
 async def test_one_damaged_job_keeps_neither_the_gateway_from_starting_nor_the_others_from_their_callers(
     tmp_path: Path,
 ) -> None:

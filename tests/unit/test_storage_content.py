@@ -200,7 +200,9 @@ async def test_a_damaged_image_is_data_loss_until_it_is_put_again(
                 with pytest.raises(DataLoss) as raised:
                     await store.get(digest)
                 assert str(tmp_path) not in raised.value.message
+        assert not store.holds(digest)
         await store.put(digest, data)
+        assert store.holds(digest)
         assert await store.get(digest) == data
         assert (store.size_bytes, len(store)) == (len(data), 1)
 

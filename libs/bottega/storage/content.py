@@ -33,11 +33,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """trusted: written, or checked, since the start, and not seen damaged."""
+    """trusted: written, or checked, since the start, and not seen damaged. damaged: seen so."""
 
     size_bytes: int
     time: float
     trusted: bool
+    damaged: bool = False
 
 
 class ContentReader:
@@ -162,9 +163,9 @@ class ContentStore:
         return await self._reader.run(lambda: self._read(digest))
 
     def holds(self, digest: str) -> bool:
-        """Whether the image is there, as far as is known without a look at the disk."""
+        """Whether the image is there and good, as far as is known without a look at the disk."""
         entry = self._entries.get(digest)
-        return entry is not None and entry.time + self._ttl_s > self._clock()
+        return entry is not None and not entry.damaged and entry.time + self._ttl_s > self._clock()
 
     async def probe(self) -> None:
         """Returns when something could be written, and was taken away again."""
@@ -213,13 +214,14 @@ class ContentStore:
                 descriptor = self._folder.open_file(digest)
             except FileNotFoundError:
                 if self._entries.get(digest) is entry:  # nobody of ours has removed it
+                    entry.trusted, entry.damaged = False, True
                     raise damaged(digest) from None
                 return None
             reader = ContentReader(self._reader, descriptor, digest, os.fstat(descriptor).st_size)
             try:
                 check(descriptor, digest)
             except DataLoss:
-                entry.trusted = False
+                entry.trusted, entry.damaged = False, True
                 raise
             return reader
 
