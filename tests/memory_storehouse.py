@@ -170,7 +170,7 @@ class MemoryImages(ContentStore):
     """Images in a dictionary, without bounds."""
 
     def __init__(self) -> None:
-        super().__init__(Path("/nowhere"), budget_bytes=1, ttl_s=1)
+        super().__init__(Path("/nowhere"), budget_bytes=1 << 30, ttl_s=1)
         self._data: dict[str, bytes] = {}
 
     async def open(self) -> None:
