@@ -53,6 +53,12 @@ async def _serves(channel: grpc.aio.Channel, serving: bool) -> None:
             await asyncio.sleep(0.05)
 
 
+async def _in_state(house: Running, job_id: str, state: image_pb2.JobState.ValueType) -> None:
+    async with asyncio.timeout(5):
+        while (await house.job(job_id)).state != state:  # noqa: ASYNC110 - GetJob is what is asked here
+            await asyncio.sleep(0.02)
+
+
 async def _image(house: Running, job_id: str) -> bytes:
     chunks = [answer.chunk async for answer in house.images.GetImage(image_pb2.GetImageRequest(job_id=job_id))]
     return b"".join(chunks)
@@ -150,6 +156,28 @@ async def test_what_nobody_claims_after_a_restart_lines_up_again_before_the_othe
         assert (ended.state, ended.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 2)
         assert [job_id for job_id, _ in other.begun] == [runs.job_id, waits.job_id]
         assert time.monotonic() - began < 5
+
+
+async def test_a_worker_that_is_back_after_the_hold_goes_on_with_what_it_has(tmp_path: Path) -> None:
+    address = _address()
+    async with running_gateway(state=str(tmp_path), listen=address, drain_grace_s=0.2) as house:
+        worker = await house.worker()
+        worker.script.hold_at = 20
+        job = await house.submit(prompt="a star")
+        await asyncio.wait_for(worker.arrived.wait(), 2)
+        await worker.leave()
+        house.workers.clear()
+        await house.gateway.server.drain(house.gateway.finish)
+    async with running_gateway(state=str(tmp_path), listen=address, hold_s=0.2) as house:
+        house.workers.append(worker)
+        await _in_state(house, job.job_id, image_pb2.JOB_STATE_QUEUED)
+        assert worker.membership is not None
+        worker.membership.start()
+        await _in_state(house, job.job_id, image_pb2.JOB_STATE_RUNNING)
+        worker.script.release.set()
+        ended = await house.ended(job.job_id)
+        assert (ended.state, ended.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 1)
+        assert worker.begun == [(job.job_id, 1)]
 
 
 async def test_who_watches_a_job_that_waits_hears_at_once_after_a_restart_where_it_stands(tmp_path: Path) -> None:

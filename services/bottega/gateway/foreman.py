@@ -82,6 +82,7 @@ class Foreman:
         self._adoption = Adoption(
             dispatcher=dispatcher, queue=queue, log=log, hold_s=hold_s, line_up=self._line_up_again
         )
+        self._matching.kept_back = self._adoption.awaits
         self._queue = queue
         self._jobs = log
         self._metrics = metrics

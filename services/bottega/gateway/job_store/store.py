@@ -55,7 +55,10 @@ class JobStore(Protocol):
         ...
 
     async def begin(self, job_id: str, attempt: int, *, started_wall: float) -> bool:
-        """A worker takes the job; `attempt` must be larger than every earlier one's. The first started_wall stays."""
+        """A worker takes the job. The first started_wall stays.
+
+        `attempt` must be larger than every earlier one's, or the newest one's again where that was lost.
+        """
         ...
 
     async def requeue(self, job_id: str, attempt: int, *, deaths: int) -> bool:
