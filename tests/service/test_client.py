@@ -33,6 +33,7 @@ from bottega.errors import (
     JobNotFound,
     ModelNotFound,
     NoWorker,
+    QueueFull,
     Unavailable,
     Violation,
     WorkerLost,
@@ -162,6 +163,23 @@ def test_errors_keep_their_class_and_facts_and_are_not_retried(
     assert caught.value.violations == error.violations
     assert len(gateway.requests) == 1
     assert gateway.cancelled == []
+
+
+def test_a_gateway_that_takes_in_as_much_as_it_can_is_asked_again(gateway: ScriptedGateway, address: str) -> None:
+    busy = QueueFull("its hands are full", metadata={"limit": "max_calls"}, retry_after_s=0.2)
+    gateway.scripts = [[busy], [queued(), completed()]]
+    gateway.failures = [busy]
+    with Client(address) as client:
+        assert [type(event) for event in client.stream("a star")] == [Interrupted, Queued, Completed]
+        assert client.submit("a star").id == "job-1"
+    assert len(gateway.submitted) == 2
+
+
+def test_a_full_queue_of_jobs_is_told_at_once(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[QueueFull("256 jobs wait already", retry_after_s=0.2)]]
+    with Client(address) as client, pytest.raises(QueueFull, match="256 jobs"):
+        client.generate("a star")
+    assert len(gateway.requests) == 1
 
 
 def test_no_worker_is_waited_for_as_long_as_the_gateway_says(gateway: ScriptedGateway, address: str) -> None:

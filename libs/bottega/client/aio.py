@@ -38,7 +38,7 @@ class AsyncClient:
 
     address: host:port; $BOTTEGA_ADDRESS or 127.0.0.1:8470 when absent.
     timeout_s: deadline of every picture that is given none; above 0.
-    retry: how to go on while the gateway is UNAVAILABLE; nothing else is retried.
+    retry: how to go on while the gateway is UNAVAILABLE, or serves as many calls as it can; nothing else is retried.
 
     Make it inside a running event loop, and close it (`async with` does): pictures that were begun here
     and left unfinished are cancelled then. Every method raises classes of bottega.errors.

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bottega.errors import DeadlinePassed, InvalidRequest, Unavailable, Violation
+from bottega.errors import BottegaError, DeadlinePassed, InvalidRequest, Unavailable, Violation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How to go on when the gateway is UNAVAILABLE; nothing else is ever retried.
+    """How to go on when the gateway is UNAVAILABLE, or serves as many calls as it can; nothing else is ever retried.
 
     patience_s: give up when it was unavailable for so long. A gateway and its workers are back within
         seconds of a restart; a backend that starts together with its gateway finds it, too.
@@ -87,7 +87,7 @@ class Backoff:
         self._tries = 0
         self._well_s = self._reached_s = self._clock()
 
-    def wait_s(self, error: Unavailable) -> float:
+    def wait_s(self, error: BottegaError) -> float:
         """Seconds to wait before the next try; at least what the gateway asked for.
 
         Raises `error` when patience or the deadline would end before that.

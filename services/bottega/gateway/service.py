@@ -64,17 +64,19 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             preview=request.preview,
             log_id=_log_id(request.request_id),
         )
+        goes_on, preview = bool(request.request_id), request.preview
         job, new = await self._intake.accept(order)
+        del order, request  # the job has what it needs of them; they are large where there are images
         _bind(job)
         try:
-            watch = Watch(job, preview=request.preview, announce=new)
+            watch = Watch(job, preview=preview, announce=new)
             async with contextlib.aclosing(watch.events()) as events:
                 async for event in events:
                     if isinstance(event, Ended) and job.error is not None:
                         raise job.error.with_traceback(None)
                     yield image_pb2.GenerateResponse(event=await self._to_wire(job, event))
         finally:
-            if not request.request_id:
+            if not goes_on:
                 self._foreman.abandon(job)
 
     async def GetImage(
