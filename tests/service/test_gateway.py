@@ -211,6 +211,28 @@ async def test_an_order_whose_picture_has_expired_is_drawn_again() -> None:
         assert isinstance(error, errors.TooLarge)
 
 
+async def test_what_is_drawn_again_for_a_request_id_is_drawn_with_the_seed_and_the_defaults_of_then() -> None:
+    async with running_gateway(results_bytes=100, max_result_bytes=100) as house:
+        worker = await house.worker()
+        worker.script.picture = lambda index: b"x" * 60
+        first = await house.submit("order-1", prompt="a star")
+        await house.ended(first.job_id)
+        worker.script.picture = lambda index: b"y" * 60
+        await house.draw(prompt="another that needs the room")
+        await worker.die()
+        other = image_pb2.Model()
+        other.CopyFrom(MODEL)
+        other.default_steps, other.default_guidance_scale = 12, 7.5
+        worker = await house.worker("w2", model=other)
+        again = await house.submit("order-1", prompt="a star")
+        assert again.job_id != first.job_id
+        assert again.spec == first.spec
+        await house.ended(again.job_id)
+        assert worker.requests[0].spec == first.spec
+        fresh = await house.submit("order-2", prompt="a star")
+        assert fresh.spec.num_inference_steps == 12
+
+
 async def test_large_images_are_fetched_in_chunks(house: Running) -> None:
     worker = await house.worker()
     data = bytes(range(256)) * 4096 * 3
