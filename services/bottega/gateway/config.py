@@ -36,8 +36,8 @@ class GatewayConfig:
         window in which a request_id attaches to its first run, over restarts too. More than max_jobs in jobs_ttl_s make
         it shorter.
     hold_s: how long, after a restart, a job that was running waits for its worker to come back with it.
-    results_bytes, results_ttl_s: bounds on finished images on the disk, which needs that room: 4 GiB are 2,400 of SDXL. What has gone
-        is drawn again for its request_id, with the same seed.
+    results_bytes, results_ttl_s: bounds on finished images on the disk, which needs that room: 4 GiB are 2,400 of
+        SDXL. What has gone is drawn again for its request_id, with the same seed.
     max_result_bytes: of one job's images together; at most results_bytes, so that a job has all of them when it ends.
     lease_s: silence after which a service has left; with a sweep every tenth of a second a silent one
         is out within 2 s.
