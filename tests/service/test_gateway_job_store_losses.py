@@ -37,15 +37,18 @@ async def _open(path: Path) -> AsyncIterator[SqliteJobStore]:
         await store.close()
 
 
-def _killed_writer(path: Path, prefix: str, *, after_s: float, at_most: int = 0) -> list[list[str]]:
-    """Starts a writer and kills it so long after its first word; what it said was acknowledged."""
-    command = [sys.executable, "-m", "tests.service.job_store_writer", str(path), prefix, str(at_most)]
+def _killed_writer(path: Path, prefix: str, *, after_s: float = 0.0, jobs: int = 0) -> list[list[str]]:
+    """Starts a writer and kills it so long after its first word, or after so many jobs, when it writes no more.
+
+    What it said was acknowledged.
+    """
+    command = [sys.executable, "-m", "tests.service.job_store_writer", str(path), prefix, str(jobs)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        first = process.stdout.readline()
+        said = b"".join(process.stdout.readline() for _ in range(2 * jobs or 1))
         time.sleep(after_s)
         process.kill()
-        said = first + process.stdout.read()
+        said += process.stdout.read()
     return [line.split() for line in said.decode().splitlines() if line.count(" ") == 1]
 
 
@@ -96,8 +99,9 @@ async def test_a_full_disk_is_said_reads_go_on_and_it_heals(tmp_path: Path, capl
 async def test_a_start_on_a_full_disk_reads_and_heals(tmp_path: Path) -> None:
     with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
         path = disk / "jobs.sqlite"
-        # So few that its log is not begun anew, after which what is written there would need no space.
-        said = await asyncio.to_thread(_killed_writer, path, "earlier", after_s=0.01, at_most=20)
+        # So few that its log is not begun anew, and all of them written: over what is there already, or was left half
+        # written, one can write without any space.
+        said = await asyncio.to_thread(_killed_writer, path, "earlier", jobs=20)
         ballast = full_disk.fill(disk)
         store = SqliteJobStore(path)
         try:
