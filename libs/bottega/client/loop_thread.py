@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 # After Ctrl-C: how long a call may take to let go, which needs no network.
 _LET_GO_S = 2.0
+# What did not hear of the interrupt is told once more, and has so long.
+_CLOSE_S = 2.0
 
 
 class LoopThread:
@@ -35,11 +37,12 @@ class LoopThread:
 
     def pull(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """The items, each run for when it is asked for; leaving closes `items`. None of them may be None."""
+        pulled = _Pulled(items)
         try:
-            while (item := self.run(_next(items))) is not None:
+            while (item := self.run(pulled.next())) is not None:
                 yield item
         finally:
-            self.run(items.aclose())
+            self.run(pulled.close())
 
     def stop(self) -> None:
         """Ends the loop and its thread."""
@@ -48,8 +51,28 @@ class LoopThread:
         self._loop.close()
 
 
-async def _next(items: AsyncGenerator[T, None]) -> T | None:
-    return await anext(items, None)
+class _Pulled(Generic[T]):
+    """A generator that is asked for one item at a time, and may be closed while it is asked."""
+
+    def __init__(self, items: AsyncGenerator[T, None]) -> None:
+        self._items = items
+        self._asking: asyncio.Task[Any] | None = None
+
+    async def next(self) -> T | None:
+        """The next item; None at the end."""
+        self._asking = asyncio.current_task()
+        try:
+            return await anext(self._items, None)
+        finally:
+            self._asking = None
+
+    async def close(self) -> None:
+        """Whoever was interrupted may have left before the asking had: a generator that runs cannot be closed."""
+        if self._asking is not None:
+            if not self._asking.cancelling():
+                self._asking.cancel()
+            await asyncio.wait({self._asking}, timeout=_CLOSE_S)
+        await self._items.aclose()
 
 
 async def _noting_end(coroutine: Coroutine[Any, Any, T], ended: threading.Event) -> T:
