@@ -50,4 +50,3 @@ def test_a_generator_that_lets_go_slowly_is_closed_after_it_has(
     with pytest.raises(KeyboardInterrupt):
         next(pulled)
     assert steps == ["closed"]
-
