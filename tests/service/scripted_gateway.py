@@ -18,7 +18,7 @@ from bottega.v1 import fleet_pb2, fleet_pb2_grpc, generation_pb2, image_pb2, ima
 
 SMALL = b"\x89PNG a small picture"
 
-Step = image_pb2.JobEvent | BottegaError | threading.Event
+Step = image_pb2.JobEvent | BottegaError | grpc.StatusCode | threading.Event
 
 
 @dataclass
@@ -112,6 +112,8 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
         for step in self.scripts.pop(0) if self.scripts else []:
             if isinstance(step, BottegaError):
                 fail(context, step)
+            elif isinstance(step, grpc.StatusCode):
+                context.abort(step, step.name)  # as gRPC itself ends a call
             elif isinstance(step, threading.Event):
                 context.add_callback(step.set)
                 step.wait(10)

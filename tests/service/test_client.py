@@ -12,6 +12,7 @@ from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
 
+import grpc
 import pytest
 
 from bottega.client import (
@@ -30,6 +31,7 @@ from bottega.errors import (
     Draining,
     InternalError,
     InvalidRequest,
+    JobCancelled,
     JobNotFound,
     ModelNotFound,
     NoWorker,
@@ -118,6 +120,19 @@ def test_a_broken_stream_attaches_again_with_the_same_request_id(gateway: Script
     assert first == second
     assert len(first.request_id) == 32
     assert gateway.cancelled == []
+
+
+def test_a_call_that_a_gateway_cut_off_at_its_end_is_no_cancelled_job(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), grpc.StatusCode.CANCELLED], [grpc.StatusCode.CANCELLED], [completed()]]
+    with Client(address, retry=HURRIED) as client:
+        assert client.generate("a star").data == SMALL
+    assert len(gateway.requests) == 3
+
+
+def test_a_job_that_was_cancelled_is_not_asked_for_again(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), JobCancelled("somebody cancelled the job")], [completed()]]
+    with Client(address, retry=HURRIED) as client, pytest.raises(JobCancelled, match="somebody"):
+        client.generate("a star")
 
 
 def test_a_stream_that_ends_without_a_last_event_attaches_again(gateway: ScriptedGateway, address: str) -> None:

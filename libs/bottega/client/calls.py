@@ -12,7 +12,16 @@ import grpc
 
 from bottega.client.events import Interrupted
 from bottega.client.retry import Backoff, Deadline, RetryPolicy
-from bottega.errors import BottegaError, DeadlinePassed, InternalError, NoWorker, QueueFull, Unavailable, WorkerLost
+from bottega.errors import (
+    BottegaError,
+    DeadlinePassed,
+    InternalError,
+    JobCancelled,
+    NoWorker,
+    QueueFull,
+    Unavailable,
+    WorkerLost,
+)
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1.image_pb2 import GetImageRequest, GetImageResponse, Image, JobEvent
 
@@ -125,10 +134,14 @@ async def _read_image(call: grpc.aio.UnaryStreamCall[GetImageRequest, GetImageRe
 
 def _worth_another_try(error: grpc.RpcError, terms: Terms, *, accepted: bool = False) -> Unavailable | QueueFull:
     """What the gateway meant, where asking again may help. Raises it where it does not."""
-    failure = from_rpc_error(error)
+    failure: BottegaError = from_rpc_error(error)
     answered = was_answered(error)
     if isinstance(failure, DeadlinePassed) and not answered:
         raise terms.deadline.passed() from error  # in our words; gRPC's name its own parts
+    if isinstance(failure, JobCancelled) and not answered:
+        failure = Unavailable(
+            "the gateway cut the call off"
+        )  # as at its end; of a job that is cancelled it tells itself
     if isinstance(failure, QueueFull) and "limit" in failure.metadata:
         return failure  # no queue of jobs is full: the gateway has as much in its hands as it can hold at this moment
     if not isinstance(failure, Unavailable) or _ends_job(failure, accepted=accepted):
