@@ -197,6 +197,19 @@ def test_credit_that_any_thread_gives_back_wakes_the_sender(ends: tuple[Link, Li
     assert near.counters.snapshot().credit_wait_s > 0.01
 
 
+def test_a_sender_can_wait_until_all_is_given_back(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    near.drain(soon())
+    for seed in range(2):
+        write(near, LAYOUT, content(LAYOUT, seed))
+    read(far, LAYOUT)
+    with pytest.raises(DeadlineExceeded, match="still holds 1"):
+        near.drain(soon())
+    end = _in_thread(lambda: near.drain(patience()))
+    read(far, LAYOUT)
+    assert end() is None
+
+
 def test_a_full_direction_does_not_hold_up_the_other(ends: tuple[Link, Link]) -> None:
     near, far = ends
     for seed in range(2):

@@ -39,8 +39,8 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent = Flow()
-        self._received = Flow()
+        self._sent = _Tally()
+        self._received = _Tally()
         self._credit_wait_s = 0.0
         self._no_credit = 0
         self._aborted = 0
@@ -49,12 +49,12 @@ class Counters:
     def sent(self, size_bytes: int, seconds: float) -> None:
         """Counts a message that was sent whole."""
         with self._lock:
-            self._sent = _more(self._sent, size_bytes, seconds)
+            self._sent.add(size_bytes, seconds)
 
     def received(self, size_bytes: int, seconds: float) -> None:
         """Counts a message that has arrived whole."""
         with self._lock:
-            self._received = _more(self._received, size_bytes, seconds)
+            self._received.add(size_bytes, seconds)
 
     def waited(self, seconds: float, *, in_vain: bool) -> None:
         """Counts a wait for credit."""
@@ -76,8 +76,8 @@ class Counters:
         """All counters, of one moment."""
         with self._lock:
             return Snapshot(
-                sent=self._sent,
-                received=self._received,
+                sent=self._sent.flow(),
+                received=self._received.flow(),
                 credit_wait_s=self._credit_wait_s,
                 no_credit=self._no_credit,
                 aborted=self._aborted,
@@ -85,10 +85,25 @@ class Counters:
             )
 
 
-def _more(flow: Flow, size_bytes: int, seconds: float) -> Flow:
-    return Flow(
-        messages=flow.messages + 1,
-        size_bytes=flow.size_bytes + size_bytes,
-        seconds=flow.seconds + seconds,
-        longest_s=max(flow.longest_s, seconds),
-    )
+class _Tally:
+    """A Flow in the making."""
+
+    __slots__ = ("_longest_s", "_messages", "_seconds", "_size_bytes")
+
+    def __init__(self) -> None:
+        self._messages = self._size_bytes = 0
+        self._seconds = self._longest_s = 0.0
+
+    def add(self, size_bytes: int, seconds: float) -> None:
+        self._messages += 1
+        self._size_bytes += size_bytes
+        self._seconds += seconds
+        self._longest_s = max(self._longest_s, seconds)
+
+    def flow(self) -> Flow:
+        return Flow(
+            messages=self._messages,
+            size_bytes=self._size_bytes,
+            seconds=self._seconds,
+            longest_s=self._longest_s,
+        )

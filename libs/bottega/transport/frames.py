@@ -64,9 +64,9 @@ def unpack(header: bytes | bytearray) -> Frame:
 
     Numbers of slots, layouts and messages are for those to check who know what there is.
     """
-    magic, *fields = _HEADER.unpack(header)
-    frame = Frame._make((*fields, b""))
-    if magic != _MAGIC or frame.kind not in _KINDS:
+    fields = _HEADER.unpack(header)
+    frame = Frame(*fields[1:])
+    if fields[0] != _MAGIC or frame.kind not in _KINDS:
         raise BadFrame("the peer sent bytes that are no notice of a link")
     if frame.kind == Kind.LAYOUT and frame.size > MAX_ENCODED_BYTES:
         raise BadFrame(f"the peer announces a layout's description of {frame.size} bytes; {MAX_ENCODED_BYTES} are read")

@@ -114,9 +114,8 @@ class Layout:
 
     def views(self, slot: memoryview) -> tuple[memoryview, ...]:
         """Each tensor's bytes in a slot."""
-        return tuple(
-            slot[offset : offset + spec.size_bytes] for offset, spec in zip(self.offsets, self.specs, strict=True)
-        )
+        sizes = (spec.size_bytes for spec in self.specs)
+        return tuple(slot[offset : offset + size] for offset, size in zip(self.offsets, sizes, strict=True))
 
     def encode(self) -> bytes:
         """The description that is registered with a peer."""

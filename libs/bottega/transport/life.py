@@ -19,26 +19,21 @@ class Life:
         self._ends = ends
         self._counters = counters
         self._lock = threading.Lock()
-        self._cause: LinkError | None = None
+        self.cause: LinkError | None = None  # what it died of, or None while it lives
         self._died_at = 0.0
-
-    @property
-    def cause(self) -> LinkError | None:
-        """What it died of, or None while it lives."""
-        return self._cause
 
     def check(self) -> None:
         """Raises what the link died of, if it did."""
-        if self._cause is not None:
-            raise _again(self._cause)
+        if self.cause is not None:
+            raise _again(self.cause)
 
     def end(self, cause: LinkError) -> None:
         """Ends the link; every call that waits on it wakes up. The first cause counts."""
         with self._lock:
-            if self._cause is not None:
+            if self.cause is not None:
                 return
             self._died_at = time.monotonic()
-            self._cause = cause
+            self.cause = cause
         self._counters.died(type(cause).__name__)
         for end in self._ends:
             end.shut(cause)
@@ -46,12 +41,12 @@ class Life:
     def fail(self, error: LinkError) -> NoReturn:
         """Ends the link with this error, and raises what it died of: that may have been something else before."""
         self.end(error)
-        assert self._cause is not None
-        raise _again(self._cause) from error
+        assert self.cause is not None
+        raise _again(self.cause) from error
 
     def dead_for_s(self) -> float:
         """Seconds since it died; 0 while it lives."""
-        return time.monotonic() - self._died_at if self._cause is not None else 0.0
+        return time.monotonic() - self._died_at if self.cause is not None else 0.0
 
 
 def _again(cause: LinkError) -> LinkError:

@@ -85,10 +85,17 @@ class Link:
     def send(self, layout: Layout, buffers: Sequence[Buffer], deadline: Deadline) -> None:
         """Sends a whole message from buffers of the caller's, one for each tensor.
 
-        They are handed over: within a process the receiver looks at them, so they must never be written again.
+        They are handed over: within a process the receiver looks at them, so they must not be written before `drain`.
         Raises as `begin` and Outgoing.finish do.
         """
         self._sender.send(layout, buffers, deadline)
+
+    def drain(self, deadline: Deadline) -> None:
+        """Returns when the receiver has given back every message: it is done with them, and with buffers handed over.
+
+        Raises DeadlineExceeded, after which the link lives; else what it died of.
+        """
+        self._sender.drain(deadline)
 
     def recv(self, deadline: Deadline, expected: Layout | None = None) -> Incoming:
         """The next message, as soon as it has begun; wait on it for its tensors.

@@ -15,7 +15,7 @@ from bottega.transport.deadline import Deadline
 from bottega.transport.frames import Frame, bye
 from bottega.transport.layout import Layout
 from bottega.transport.memory import copy
-from bottega.transport.slots import PrivateSlots
+from bottega.transport.slots import PrivateSlots, Slot
 
 # Of notices that nobody has read. Credit bounds messages, and nothing else bounds registrations.
 _UNREAD = 1024
@@ -83,16 +83,15 @@ class LocalOutlet:
     def hear(self, deadline: Deadline) -> Frame | None:
         return self._direction.back.get(deadline)
 
-    def slot(self, index: int, size_bytes: int, deadline: Deadline) -> memoryview:
+    def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
         self._direction.handed_over.pop(index, None)
         return self._direction.slots.get(index, size_bytes)
 
     def stage(self, index: int, layout: Layout, buffers: Sequence[memoryview], deadline: Deadline) -> list[memoryview]:
         if any(buffer.readonly for buffer in buffers):
             # torch warns of memory that cannot be written: only what can be is handed over.
-            for target, source in zip(
-                layout.views(self.slot(index, layout.size_bytes, deadline)), buffers, strict=True
-            ):
+            slot = self.slot(index, layout.size_bytes, deadline)
+            for target, source in zip(slot.views(layout), buffers, strict=True):
                 copy(target, source)
         else:
             self._direction.handed_over[index] = tuple(buffers)
@@ -123,7 +122,7 @@ class LocalInlet:
 
     def open(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
         handed_over = self._direction.handed_over.get(index)
-        return handed_over or layout.views(self._direction.slots.get(index, layout.size_bytes))
+        return handed_over or self._direction.slots.get(index, layout.size_bytes).views(layout)
 
     def fill(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
         return stop - start  # they are there

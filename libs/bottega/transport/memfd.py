@@ -7,7 +7,6 @@ write them. A slot's memory goes over once, when it is first used or has to grow
 from __future__ import annotations
 
 import array
-import mmap
 import os
 import socket
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from bottega.transport.frames import Frame, Kind
 from bottega.transport.layout import Layout
 from bottega.transport.limits import Limits
 from bottega.transport.memory import copy, received_slot, shared_slot
+from bottega.transport.slots import Slot
 from bottega.transport.streams import FrameStream, gone
 
 _DESCRIPTOR_BYTES = array.array("i").itemsize
@@ -28,23 +28,23 @@ class MemfdOutlet:
 
     def __init__(self, connection: socket.socket) -> None:
         self._stream = FrameStream(connection)
-        self._slots: dict[int, mmap.mmap] = {}
+        self._slots: dict[int, Slot] = {}
         self._largest_bytes = 0
 
     def hear(self, deadline: Deadline) -> Frame | None:
         return self._stream.hear(deadline)
 
-    def slot(self, index: int, size_bytes: int, deadline: Deadline) -> memoryview:
-        # Slots grow to the largest message at once: which slot the next large one gets is chance.
-        self._largest_bytes = max(self._largest_bytes, size_bytes)
+    def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
         found = self._slots.get(index)
         if found is None or len(found) < size_bytes:
+            # To the largest message at once: which slot the next large one gets is chance.
+            self._largest_bytes = max(self._largest_bytes, size_bytes)
             found = self._share(index, deadline)
-        return memoryview(found)
+        return found
 
     def stage(self, index: int, layout: Layout, buffers: Sequence[memoryview], deadline: Deadline) -> list[memoryview]:
         slot = self.slot(index, layout.size_bytes, deadline)
-        for target, source in zip(layout.views(slot), buffers, strict=True):
+        for target, source in zip(slot.views(layout), buffers, strict=True):
             copy(target, source)
         return []
 
@@ -62,17 +62,17 @@ class MemfdOutlet:
         self._stream.close()
         self._slots.clear()
 
-    def _share(self, index: int, deadline: Deadline) -> mmap.mmap:
+    def _share(self, index: int, deadline: Deadline) -> Slot:
         try:
-            descriptor, slot = shared_slot(self._largest_bytes)
+            descriptor, mapping = shared_slot(self._largest_bytes)
         except LinkError:
             self._largest_bytes = max((len(slot) for slot in self._slots.values()), default=0)
             raise
         try:
-            self._stream.tell_with_descriptor(Frame(Kind.SEGMENT, slot=index, size=len(slot)), descriptor, deadline)
+            self._stream.tell_with_descriptor(Frame(Kind.SEGMENT, slot=index, size=len(mapping)), descriptor, deadline)
         finally:
             os.close(descriptor)
-        self._slots[index] = slot
+        slot = self._slots[index] = Slot(mapping)
         return slot
 
 
@@ -82,7 +82,7 @@ class MemfdInlet:
     def __init__(self, connection: socket.socket, limits: Limits) -> None:
         self._stream = FrameStream(connection)
         self._limits = limits
-        self._slots: dict[int, mmap.mmap] = {}
+        self._slots: dict[int, Slot] = {}
         self._expected: Frame | None = None
 
     def hear(self, deadline: Deadline) -> Frame | None:
@@ -101,7 +101,7 @@ class MemfdInlet:
         slot = self._slots.get(index)
         if slot is None or len(slot) < layout.size_bytes:
             raise BadFrame("the peer sent a message that is larger than the memory that it shared for it")
-        return layout.views(memoryview(slot))
+        return slot.views(layout)
 
     def fill(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
         return stop - start  # they are there
@@ -123,7 +123,7 @@ class MemfdInlet:
             if announced.slot >= self._limits.slots or not 0 < announced.size <= self._limits.segment_bytes:
                 raise BadFrame(f"the peer shares slot {announced.slot} of {announced.size} bytes, beyond the limits")
             self._slots.pop(announced.slot, None)
-            self._slots[announced.slot] = received_slot(descriptor, announced.size)
+            self._slots[announced.slot] = Slot(received_slot(descriptor, announced.size))
         finally:
             os.close(descriptor)
 

@@ -34,7 +34,7 @@ class Receiver:
         self.lock = threading.RLock()
         self._inlet = inlet
         self._limits = limits
-        self._life = life
+        self.life = life
         self._counters = counters
         self._lease_s = lease_s
         self._layouts: dict[int, Layout] = {}
@@ -49,12 +49,12 @@ class Receiver:
         """The next message that has begun."""
         with self.lock:
             while not self._begun:
-                self._life.check()
+                self.life.check()
                 if not self.pump(deadline):
                     raise DeadlineExceeded("no message came in time; the peer may be slow, stopped or idle")
             incoming = self._begun.popleft()
             if expected is not None and incoming.layout.digest != expected.digest:
-                self._life.fail(LayoutMismatch(_difference(expected, incoming.layout)))
+                self.life.fail(LayoutMismatch(_difference(expected, incoming.layout)))
             return incoming
 
     def wait(self, incoming: Incoming, count: int, deadline: Deadline) -> None:
@@ -63,7 +63,7 @@ class Receiver:
             while incoming.arrived < count:
                 if incoming.aborted:
                     raise MessageAborted("the sender took the message back; what was received of it is void")
-                self._life.check()
+                self.life.check()
                 if not self.pump(deadline):
                     raise DeadlineExceeded(
                         f"{incoming.arrived} of {count} tensors came in time; the peer may be slow or stopped"
@@ -79,7 +79,7 @@ class Receiver:
                 return False
             self._take_in(frame)
         except LinkError as error:
-            self._life.fail(error)
+            self.life.fail(error)
         return True
 
     def release(self, incoming: Incoming) -> None:
@@ -93,7 +93,7 @@ class Receiver:
 
     def check_lease(self) -> None:
         """Raises LeaseExpired when the link has been dead for longer than messages may be kept."""
-        if self._life.dead_for_s() > self._lease_s:
+        if self.life.dead_for_s() > self._lease_s:
             raise LeaseExpired(f"the link died more than {self._lease_s:g} s ago; what it brought is given up")
 
     def close(self) -> None:
@@ -179,12 +179,12 @@ class Receiver:
 
     def _grant(self, incoming: Incoming) -> None:
         self._held.discard(incoming.index)
-        if self._life.cause is not None:
+        if self.life.cause is not None:
             return
         try:
             self._inlet.grant(Frame(Kind.CREDIT, slot=incoming.index, sequence=incoming.sequence))
         except LinkError as error:
-            self._life.end(error)  # whoever gives back wants nothing more of the link; the next call says it
+            self.life.end(error)  # whoever gives back wants nothing more of the link; the next call says it
 
 
 class Incoming:
@@ -197,6 +197,7 @@ class Incoming:
     """
 
     __slots__ = (
+        "_life",
         "_receiver",
         "_views",
         "aborted",
@@ -216,6 +217,7 @@ class Incoming:
         self, receiver: Receiver, layout: Layout, views: tuple[memoryview, ...], index: int, sequence: int
     ) -> None:
         self._receiver = receiver
+        self._life = receiver.life
         self._views = views
         self.layout = layout
         self.index = index
@@ -257,7 +259,8 @@ class Incoming:
             raise LeaseExpired("the message was given back; copy what is needed for longer before releasing it")
         if not 0 <= index < self.arrived:
             raise IndexError(f"tensor {index} has not arrived: wait for {index + 1} first")
-        self._receiver.check_lease()
+        if self._life.cause is not None:
+            self._receiver.check_lease()
         return self._views[index]
 
     def release(self) -> None:

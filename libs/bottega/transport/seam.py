@@ -14,6 +14,7 @@ from bottega.errors import LinkError
 from bottega.transport.deadline import Deadline
 from bottega.transport.frames import Frame
 from bottega.transport.layout import Layout
+from bottega.transport.slots import Slot
 
 
 class Backend(StrEnum):
@@ -50,7 +51,7 @@ class End(Protocol):
 class Outlet(End, Protocol):
     """The sender's end."""
 
-    def slot(self, index: int, size_bytes: int, deadline: Deadline) -> memoryview:
+    def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
         """Writable memory of at least that size, the same for an index as long as it is large enough.
 
         Raises NoSharedMemory, and DeadlineExceeded where the receiver has to be told.

@@ -20,6 +20,7 @@ from bottega.transport.layout import Layout
 from bottega.transport.life import Life
 from bottega.transport.limits import Limits
 from bottega.transport.seam import Outlet
+from bottega.transport.slots import Slot
 
 _NOW = Deadline(at=0.0)
 _TAKEN_BACK = 1
@@ -83,6 +84,14 @@ class Sender:
             self._move(self._data(index, number, count, layout.span(0, count)), staged, deadline)
             self._counters.sent(layout.size_bytes, time.monotonic() - began)
 
+    def drain(self, deadline: Deadline) -> None:
+        """Waits until every message has been given back."""
+        with self.lock:
+            while self._under_way:
+                self._life.check()
+                if not self._hear(deadline):
+                    raise DeadlineExceeded(f"the receiver still holds {len(self._under_way)} messages")
+
     def publish(self, outgoing: Outgoing, count: int) -> None:
         """Moves an open message's tensors up to `count`."""
         with self.lock:
@@ -90,7 +99,7 @@ class Sender:
             layout, index = outgoing.layout, outgoing.index
             start, stop = layout.span(outgoing.published, count)
             frame = self._data(index, outgoing.number, count, (start, stop))
-            self._move(frame, [outgoing.slot[start:stop]], outgoing.deadline)
+            self._move(frame, [outgoing.slot.memory[start:stop]], outgoing.deadline)
             if count == len(layout.specs):
                 self._open = None
                 self._counters.sent(layout.size_bytes, time.monotonic() - outgoing.began)
@@ -193,7 +202,7 @@ class Sender:
         del self._under_way[frame.slot]
         self._free.append(frame.slot)
 
-    def _slot(self, index: int, layout: Layout, deadline: Deadline) -> memoryview:
+    def _slot(self, index: int, layout: Layout, deadline: Deadline) -> Slot:
         try:
             return self._outlet.slot(index, layout.size_bytes, deadline)
         except NoSharedMemory:
@@ -235,7 +244,7 @@ class Outgoing:
     __slots__ = ("_sender", "began", "deadline", "index", "layout", "number", "published", "slot", "views")
 
     def __init__(
-        self, sender: Sender, layout: Layout, slot: memoryview, *, number: int, index: int, deadline: Deadline
+        self, sender: Sender, layout: Layout, slot: Slot, *, number: int, index: int, deadline: Deadline
     ) -> None:
         self._sender = sender
         self.layout = layout
@@ -243,7 +252,7 @@ class Outgoing:
         self.index = index
         self.slot = slot
         self.deadline = deadline
-        self.views = layout.views(slot)
+        self.views = slot.views(layout)
         self.published = 0
         self.began = time.monotonic()
 

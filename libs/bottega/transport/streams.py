@@ -43,9 +43,10 @@ class FrameStream:
     def hear(self, deadline: Deadline) -> Frame | None:
         """The next notice, or None by the deadline. Raises PeerDead, BadFrame."""
         if self._frame is None:
-            if not self._gather(self._header, deadline):
+            header = self._read_header(deadline)
+            if header is None:
                 return None
-            frame = unpack(self._header)
+            frame = unpack(header)
             if frame.kind != Kind.LAYOUT:
                 return frame
             self._frame, self._payload = frame, bytearray(frame.size)
@@ -56,7 +57,13 @@ class FrameStream:
 
     def tell(self, frame: Frame, deadline: Deadline) -> None:
         """Sends a notice with its payload. Raises DeadlineExceeded, PeerDead."""
-        self.write([memoryview(frame.pack() + frame.payload)], deadline)
+        said = frame.pack() + frame.payload
+        with self._writing:
+            sent = self._send_at_once(said)
+            if sent < len(said):
+                self._torn = True
+                self._write([memoryview(said)[sent:]], deadline)
+                self._torn = False
 
     def write(self, pieces: Sequence[memoryview], deadline: Deadline) -> None:
         """Sends bytes, gathered from the pieces. Raises DeadlineExceeded (the stream is then torn), PeerDead."""
@@ -82,13 +89,7 @@ class FrameStream:
         What a peer may have unread here is bounded by its credit; only one that breaks the rules fills the pipe.
         """
         with self._writing:
-            try:
-                sent = self.socket.send(frame.pack(), socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                sent = 0
-            except OSError as error:
-                raise gone(error) from error
-            if sent < HEADER_BYTES:
+            if self._send_at_once(frame.pack()) < HEADER_BYTES:
                 self._torn = True
                 raise BadFrame("the peer takes messages and never reads its credit")
 
@@ -128,6 +129,25 @@ class FrameStream:
         """Whether there is something to read before the deadline, the connection's end included."""
         return bool(self._readable.poll(deadline.left_s() * 1e3))
 
+    def _read_header(self, deadline: Deadline) -> bytes | bytearray | None:
+        """A whole header: nearly always in one piece, else going on where it stopped; None by the deadline."""
+        if self._have == 0:
+            if not self._readable.poll(deadline.left_s() * 1e3):
+                return None
+            try:
+                header = self.socket.recv(HEADER_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return self._header if self._gather(self._header, deadline) else None
+            except OSError as error:
+                raise gone(error) from error
+            if len(header) == HEADER_BYTES:
+                return header
+            if not header:
+                raise gone()
+            self._header[: len(header)] = header
+            self._have = len(header)
+        return self._header if self._gather(self._header, deadline) else None
+
     def _gather(self, target: bytearray, deadline: Deadline) -> bool:
         """Fills `target`, going on where it stopped; False by the deadline."""
         while self._have < len(target):
@@ -144,6 +164,15 @@ class FrameStream:
             self._have += got
         self._have = 0
         return True
+
+    def _send_at_once(self, said: bytes) -> int:
+        """Sends what the system takes without waiting; returns how many bytes that is."""
+        try:
+            return self.socket.send(said, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise gone(error) from error
 
     def _write(self, pieces: list[memoryview], deadline: Deadline, *rights: _Rights) -> None:
         flags: int = socket.MSG_DONTWAIT  # the first time, so that what has room needs no limits set

@@ -14,7 +14,7 @@ from bottega.errors import LinkError
 from bottega.transport.deadline import Deadline
 from bottega.transport.frames import Frame
 from bottega.transport.layout import Layout
-from bottega.transport.slots import PrivateSlots
+from bottega.transport.slots import PrivateSlots, Slot
 from bottega.transport.streams import FrameStream
 
 # A host that vanished without a word is noticed after about 10 + 3 x 3 seconds.
@@ -44,7 +44,7 @@ class TcpOutlet:
     def hear(self, deadline: Deadline) -> Frame | None:
         return self._stream.hear(deadline)
 
-    def slot(self, index: int, size_bytes: int, deadline: Deadline) -> memoryview:
+    def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
         return self._slots.get(index, size_bytes)
 
     def stage(self, index: int, layout: Layout, buffers: Sequence[memoryview], deadline: Deadline) -> list[memoryview]:
@@ -76,17 +76,17 @@ class TcpInlet:
     def __init__(self, connection: socket.socket) -> None:
         self._stream = FrameStream(connection)
         self._slots = PrivateSlots()
-        self._open: dict[int, memoryview] = {}
+        self._open: dict[int, Slot] = {}
 
     def hear(self, deadline: Deadline) -> Frame | None:
         return self._stream.hear(deadline)
 
     def open(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
         slot = self._open[index] = self._slots.get(index, layout.size_bytes)
-        return layout.views(slot)
+        return slot.views(layout)
 
     def fill(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
-        return self._stream.read_bulk(self._open[index][start:stop], deadline)
+        return self._stream.read_bulk(self._open[index].memory[start:stop], deadline)
 
     def grant(self, frame: Frame) -> None:
         self._stream.tell_at_once(frame)
