@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import threading
@@ -270,6 +271,18 @@ def test_slots_grow_with_the_messages(ends: tuple[Link, Link]) -> None:
         for seed in range(3):
             write(near, layout, content(layout, seed))
             assert read(far, layout) == content(layout, seed)
+
+
+def test_large_messages_arrive_whole(backend: Backend, tmp_path: Path) -> None:
+    with linked(backend, tmp_path, limits=Limits(slots=2, slot_bytes=8 << 20)) as (near, far):
+        for size_bytes in ((1 << 18) - 1, (1 << 18) + 1, (1 << 19) + 5, (5 << 20) + 17, 8 << 20):
+            layout = Layout.of(
+                TensorSpec(name="large", dtype=DType.UINT8, shape=(size_bytes - 64,)),
+                TensorSpec(name="small", dtype=DType.UINT8, shape=(3,)),
+            )
+            end = _in_thread(functools.partial(near.send, layout, content(layout, 1), patience()))
+            assert read(far, layout) == content(layout, 1)
+            assert end() is None
 
 
 def test_a_message_beyond_the_limit_is_refused_and_the_link_lives(ends: tuple[Link, Link]) -> None:

@@ -21,6 +21,8 @@ from bottega.transport.frames import HEADER_BYTES, Frame, Kind, bye, unpack
 _PIECES = 512
 _TIMEVAL = struct.Struct("@ll")
 _SHORTEST_S = 1e-4
+# A reader of bulk bytes sleeps until that many are there: woken for each segment, it takes a third longer.
+_COARSE_BYTES = 256 << 10
 
 _Rights = tuple[int, int, "array.array[int]"]
 
@@ -94,17 +96,23 @@ class FrameStream:
                 raise BadFrame("the peer takes messages and never reads its credit")
 
     def read_bulk(self, target: memoryview, deadline: Deadline) -> int:
-        """Reads into `target` as far as bytes come before the deadline; returns how many. Raises PeerDead."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(deadline))
+        """Reads into `target` as far as bytes come before the deadline; returns how many. Raises PeerDead.
+
+        It is woken for large pieces only, by poll: a recv that sleeps for more than it has would sleep through the end.
+        """
+        done, asked = 0, 1
         try:
-            got = self.socket.recv_into(target, len(target), socket.MSG_WAITALL)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise gone(error) from error
-        if got == 0:
-            raise gone()
-        return got
+            while done < len(target):
+                if asked != (wanted := min(len(target) - done, _COARSE_BYTES)):
+                    self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+                    asked = wanted
+                if not self.wait_readable(deadline):
+                    break
+                done += self._receive(target[done:])
+        finally:
+            if asked != 1:
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        return done
 
     def shut(self, cause: LinkError) -> None:
         """Says BYE if nothing is in the way, and ends the connection both ways; waiting threads wake up."""
@@ -153,17 +161,21 @@ class FrameStream:
         while self._have < len(target):
             if not self.wait_readable(deadline):
                 return False
-            try:
-                got = self.socket.recv_into(memoryview(target)[self._have :], 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise gone(error) from error
-            if got == 0:
-                raise gone()
-            self._have += got
+            self._have += self._receive(memoryview(target)[self._have :])
         self._have = 0
         return True
+
+    def _receive(self, target: memoryview) -> int:
+        """Reads what is there; returns how many bytes that was."""
+        try:
+            got = self.socket.recv_into(target, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise gone(error) from error
+        if got == 0:
+            raise gone()
+        return got
 
     def _send_at_once(self, said: bytes) -> int:
         """Sends what the system takes without waiting; returns how many bytes that is."""
