@@ -346,6 +346,21 @@ def test_a_close_in_mid_message_leaves_it_unfinished(ends: tuple[Link, Link]) ->
     assert far.counters.snapshot().received.messages == 0
 
 
+def test_a_sender_in_mid_message_is_told_why_the_peer_left(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    outgoing = near.begin(LAYOUT, patience())
+    far.close()
+
+    def go_on() -> None:
+        for count in range(1, LAST + 2):
+            outgoing.ready(count)
+            time.sleep(0.01)  # TCP takes a little before it learns that nobody is there
+        near.drain(patience())
+
+    with pytest.raises(LinkClosed):
+        go_on()
+
+
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_monitor_can_end_a_link_whose_threads_wait(ends: tuple[Link, Link], end: int) -> None:
     near, far = ends

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,20 @@ def test_a_full_tmpfs_is_an_error_of_the_message_and_the_link_lives(tmp_path: Pa
         assert read(other_far, LAYOUT) == content(LAYOUT, 3)
         write(near, LARGE, content(LARGE, 4))
         assert read(far, LARGE) == content(LARGE, 4)
+
+
+def test_every_page_is_reserved_before_one_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with linked(Backend.MEMFD, tmp_path, limits=LIMITS) as (near, far):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", no_room)
+            with pytest.raises(NoSharedMemory) as raised:
+                near.begin(LAYOUT, patience())
+            assert raised.value.metadata == {"cause": "ENOSPC"}
+        write(near, LAYOUT, content(LAYOUT, 1))
+        assert read(far, LAYOUT) == content(LAYOUT, 1)
 
 
 def test_slots_begin_at_pages(tmp_path: Path) -> None:

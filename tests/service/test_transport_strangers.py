@@ -190,6 +190,13 @@ def test_a_listener_binds_only_what_it_is_told(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_listener_can_be_closed_at_any_moment(tmp_path: Path) -> None:
+    before = len(list(DESCRIPTORS.iterdir()))
+    for _ in range(100):
+        Listener(Doors(unix_path=tmp_path / "links.sock")).close()
+    assert len(list(DESCRIPTORS.iterdir())) == before
+
+
 def test_the_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "links.sock"
     with socket.socket(socket.AF_UNIX) as dead:

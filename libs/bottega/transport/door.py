@@ -65,19 +65,17 @@ class Door:
         self._open = False
         self._rope.send(b"\0")
         self._thread.join()
+        for stranger in list(self._strangers.values()):
+            self._forget(stranger).close()
+        for closing in (self._bell, self._rope, *(listening for _, listening in self._sockets)):
+            closing.close()
+        self._selector.close()
 
     def _serve(self) -> None:
-        try:
-            while self._open:
-                for key, _ in self._selector.select(self._patience_s()):
-                    self._handle(key)
-                self._turn_out()
-        finally:
-            for stranger in list(self._strangers.values()):
-                self._forget(stranger).close()
-            for closing in (self._bell, self._rope, *(listening for _, listening in self._sockets)):
-                closing.close()
-            self._selector.close()
+        while self._open:
+            for key, _ in self._selector.select(self._patience_s()):
+                self._handle(key)
+            self._turn_out()
 
     def _handle(self, key: selectors.SelectorKey) -> None:
         if isinstance(key.data, Backend):
