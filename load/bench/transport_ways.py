@@ -155,12 +155,16 @@ class ByGrpc:
         ack = self._runner.run(self._stream(message) if self._streamed else self._unary(message))
         assert ack == ACK
 
+    def close(self) -> None:
+        """Ends the connection."""
+        self._runner.run(self._channel.close())
+
     async def _open(self, port: int) -> None:
         import grpc
 
-        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=GRPC_OPTIONS)
-        self._stream_call: Any = channel.stream_unary(f"/{SERVICE}/Stream")
-        self._unary_call: Any = channel.unary_unary(f"/{SERVICE}/Unary")
+        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=GRPC_OPTIONS)
+        self._stream_call: Any = self._channel.stream_unary(f"/{SERVICE}/Stream")
+        self._unary_call: Any = self._channel.unary_unary(f"/{SERVICE}/Unary")
 
     async def _stream(self, message: Message) -> bytes:
         async def chunks() -> AsyncIterator[bytes]:
@@ -196,6 +200,9 @@ def all_ways() -> Iterator[dict[str, Way]]:
         runner = stack.enter_context(asyncio.Runner())
         grpc_peer = stack.enter_context(_peer("grpc"))
         port = int(_answer(grpc_peer)["port"])
+        streamed, unary = ByGrpc(runner, port, streamed=True), ByGrpc(runner, port, streamed=False)
+        stack.callback(streamed.close)
+        stack.callback(unary.close)
         yield {
             "memcpy": Memcpy(),
             "process": ByLink(process, in_place=False),
@@ -203,8 +210,8 @@ def all_ways() -> Iterator[dict[str, Way]]:
             "memfd, copied in": ByLink(memfd, in_place=False),
             "TCP": ByLink(tcp, in_place=False),
             "Gloo pair": ByGloo(gloo),
-            "grpc.aio, streamed": ByGrpc(runner, port, streamed=True),
-            "grpc.aio, unary": ByGrpc(runner, port, streamed=False),
+            "grpc.aio, streamed": streamed,
+            "grpc.aio, unary": unary,
         }
 
 

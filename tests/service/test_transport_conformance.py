@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -326,6 +327,30 @@ def test_a_close_is_told_to_the_peer(ends: tuple[Link, Link]) -> None:
             call()
     near.close()
     assert far.counters.snapshot().deaths == {"LinkClosed": 1}
+
+
+def test_what_is_given_back_before_a_close_has_arrived(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    received: list[list[bytes]] = []
+    end = _in_thread(lambda: received.append(read(far, LAYOUT)))
+    near.send(LAYOUT, content(LAYOUT, 4), patience())
+    near.drain(patience())
+    near.close()
+    assert end() is None
+    assert received == [content(LAYOUT, 4)]
+
+
+@pytest.mark.parametrize("send", [write, lambda link, layout, parts: link.send(layout, parts, patience())])
+def test_what_a_close_overtakes_arrives_right_or_not_at_all(
+    ends: tuple[Link, Link], send: Callable[[Link, Layout, list[bytes]], None]
+) -> None:
+    near, far = ends
+    send(near, LAYOUT, content(LAYOUT, 4))
+    near.close()
+    received = []
+    with contextlib.suppress(LinkError):
+        received.append(read(far, LAYOUT))
+    assert received in ([], [content(LAYOUT, 4)])
 
 
 def test_a_close_in_mid_message_leaves_it_unfinished(ends: tuple[Link, Link]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import time
@@ -15,11 +14,10 @@ import pytest
 from bottega.errors import DeadlineExceeded, LinkError, NoCredit, PeerDead
 from bottega.transport import Backend, Link, Listener
 from tests.service.link_peer import LIMITS, Peers, end, peers
-from tests.service.transport_backends import LAYOUT, content, listening, patience, read, soon, write
+from tests.service.transport_backends import LAYOUT, content, listening, open_descriptors, patience, read, soon, write
 
 WAYS = (Backend.MEMFD, Backend.TCP)
 AT_ONCE_S = 2.0
-DESCRIPTORS = Path("/proc/self/fd")
 
 pytestmark = pytest.mark.parametrize("way", WAYS, ids=str)
 
@@ -179,8 +177,7 @@ def _kill_many(others: Peers, listener: Listener, way: Backend, kills: int) -> t
 
 
 def _use() -> tuple[float, int]:
-    gc.collect()
-    return psutil.Process().memory_info().rss / 2**20, len(list(DESCRIPTORS.iterdir()))
+    return psutil.Process().memory_info().rss / 2**20, open_descriptors()
 
 
 def _wait_until_gone(pid: int) -> None:

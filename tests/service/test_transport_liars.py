@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,12 +26,11 @@ from bottega.transport.link import Terms
 from bottega.transport.memfd import MemfdInlet, MemfdOutlet
 from bottega.transport.memory import shared_slot
 from bottega.transport.tcp import TcpInlet, TcpOutlet
-from tests.service.transport_backends import LAYOUT, content, patience
+from tests.service.transport_backends import LAYOUT, content, open_descriptors, patience
 
 LIMITS = Limits(slots=2, slot_bytes=1 << 20, layouts=4)
 SPAN = LAYOUT.span(0, len(LAYOUT.specs))[1]
 COUNT = len(LAYOUT.specs)
-DESCRIPTORS = Path("/proc/self/fd")
 WAYS = (Backend.MEMFD, Backend.TCP)
 
 
@@ -306,7 +304,7 @@ def test_a_message_in_memory_that_was_never_shared_is_refused(liar: Liar) -> Non
 
 @_memfd
 def test_descriptors_that_nobody_asked_for_are_not_kept(liar: Liar) -> None:
-    before = len(list(DESCRIPTORS.iterdir()))
+    before = open_descriptors()
     descriptor, ours = shared_slot(1 << 16)
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor] * 20))
     liar.sends.sendmsg([Frame(Kind.SEGMENT, size=1 << 16).pack()], [rights])
@@ -314,7 +312,7 @@ def test_descriptors_that_nobody_asked_for_are_not_kept(liar: Liar) -> None:
     os.close(descriptor)
     with pytest.raises(DeadlineExceeded):
         liar.link.recv(Deadline.after(0.02))
-    assert len(list(DESCRIPTORS.iterdir())) == before + 2  # the mappings here and there
+    assert open_descriptors() == before + 2  # the mappings here and there
     assert len(ours) == 1 << 16
 
 

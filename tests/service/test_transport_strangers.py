@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import AuthFailed, ConfigError, LinkClosed, PeerDead, TooLarge
+from bottega.errors import AuthFailed, ConfigError, DeadlineExceeded, LinkClosed, PeerDead, TooLarge
 from bottega.transport import Backend, Deadline, Doors, Limits, Listener, MemfdEndpoint, Offer, TcpEndpoint, connect
 from bottega.transport import hello as greeting
 from bottega.transport.door import MAX_STRANGERS, STRANGER_S
 from bottega.transport.hello import CHALLENGE_BYTES, HELLO_BYTES, Direction, Verdict
 from bottega.transport.listener import MAX_OFFERS
-from tests.service.transport_backends import LAYOUT, content, listening, opened, patience, read, write
+from tests.service.transport_backends import LAYOUT, content, listening, open_descriptors, opened, patience, read, write
 
 WAYS = (Backend.MEMFD, Backend.TCP)
-DESCRIPTORS = Path("/proc/self/fd")
 
 
 @pytest.fixture
@@ -127,14 +126,14 @@ def test_a_listener_that_does_not_know_the_token_is_found_out(tmp_path: Path) ->
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_silent_strangers_are_few_and_do_not_keep_others_out(listener: Listener, way: Backend) -> None:
-    before = len(list(DESCRIPTORS.iterdir()))
+    before = open_descriptors()
     offer = listener.offer()
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(_dial(offer, way)) for _ in range(MAX_STRANGERS * 3)]
         began = time.monotonic()
         with connect(offer, patience(), ways=(way,)) as near, listener.accept(offer, patience()) as far:
             assert time.monotonic() - began < 1
-            held = len(list(DESCRIPTORS.iterdir())) - before - len(silent) - 4
+            held = open_descriptors() - before - len(silent) - 4
             assert held <= MAX_STRANGERS
             write(near, LAYOUT, content(LAYOUT, 1))
             assert read(far, LAYOUT) == content(LAYOUT, 1)
@@ -168,6 +167,15 @@ def test_the_probe_tries_the_next_way_and_says_why(listener: Listener, tmp_path:
         assert near.answer.backend == Backend.MEMFD
 
 
+def test_a_listener_that_says_nothing_costs_the_deadline(listener: Listener) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tcp = TcpEndpoint(host="127.0.0.1", port=silent.getsockname()[1])
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            connect(replace(listener.offer(), tcp=tcp), Deadline.after(0.1), ways=(Backend.TCP,))
+        assert time.monotonic() - began < 2
+
+
 def test_where_no_way_leads_every_one_is_named(tmp_path: Path) -> None:
     with listening(tmp_path) as gone:
         offer = gone.offer()
@@ -191,10 +199,10 @@ def test_a_listener_binds_only_what_it_is_told(tmp_path: Path) -> None:
 
 
 def test_a_listener_can_be_closed_at_any_moment(tmp_path: Path) -> None:
-    before = len(list(DESCRIPTORS.iterdir()))
+    before = open_descriptors()
     for _ in range(100):
         Listener(Doors(unix_path=tmp_path / "links.sock")).close()
-    assert len(list(DESCRIPTORS.iterdir())) == before
+    assert open_descriptors() == before
 
 
 def test_the_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class Frame(NamedTuple):
 
     def pack(self) -> bytes:
         """The header."""
-        return _HEADER.pack(_MAGIC, self.kind, self.flag, self.slot, self.ready, self.layout, self.sequence, self.size)
+        return _HEADER.pack(_MAGIC, *self[:-1])
 
 
 def unpack(header: bytes | bytearray) -> Frame:

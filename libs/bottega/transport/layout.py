@@ -74,13 +74,14 @@ class TensorSpec:
 class Layout:
     """Tensors in the order in which they are sent: those that are needed first come first.
 
-    offsets: where each begins in the slot, in bytes. size_bytes: of the whole slot, a multiple of 64.
+    offsets, ends: where each begins in the slot, and the first byte behind it. size_bytes: of all, a multiple of 64.
     digest: SHA-256 of the encoding; equal digests are equal layouts.
     Raises ValueError when there is no tensor, too many, or two of one name.
     """
 
     specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...] = field(init=False)
+    ends: tuple[int, ...] = field(init=False)
     size_bytes: int = field(init=False)
     digest: bytes = field(init=False)
 
@@ -89,13 +90,15 @@ class Layout:
             raise ValueError(f"a layout has 1 to {MAX_TENSORS} tensors, not {len(self.specs)}")
         if len({spec.name for spec in self.specs}) < len(self.specs):
             raise ValueError("two tensors of a layout have the same name")
-        offsets, end = [], 0
+        offsets, ends, end = [], [], 0
         for spec in self.specs:
             offsets.append(end)
-            end += math.ceil(spec.size_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            ends.append(end + spec.size_bytes)
+            end += -(-spec.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if end > MAX_LAYOUT_BYTES:
             raise ValueError(f"a layout has {end} bytes; at most {MAX_LAYOUT_BYTES} can be sent")
         object.__setattr__(self, "offsets", tuple(offsets))
+        object.__setattr__(self, "ends", tuple(ends))
         object.__setattr__(self, "size_bytes", end)
         encoded = self.encode()
         if len(encoded) > MAX_ENCODED_BYTES:
@@ -109,13 +112,11 @@ class Layout:
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
         """Where the tensors `start` to `stop` - 1 lie in the slot: first byte, and first byte behind the last."""
-        last = self.specs[stop - 1]
-        return self.offsets[start], self.offsets[stop - 1] + last.size_bytes
+        return self.offsets[start], self.ends[stop - 1]
 
     def views(self, slot: memoryview) -> tuple[memoryview, ...]:
         """Each tensor's bytes in a slot."""
-        sizes = (spec.size_bytes for spec in self.specs)
-        return tuple(slot[offset : offset + size] for offset, size in zip(self.offsets, sizes, strict=True))
+        return tuple(slot[offset:end] for offset, end in zip(self.offsets, self.ends, strict=True))
 
     def encode(self) -> bytes:
         """The description that is registered with a peer."""

@@ -111,7 +111,10 @@ class Link:
         self._life.end(cause)
 
     def close(self) -> None:
-        """Ends the link if it lives, and gives everything back; the peer is told LinkClosed."""
+        """Ends the link if it lives, and gives everything back; the peer is told LinkClosed.
+
+        What is under way then may arrive or not: `drain` first where it matters.
+        """
         self._life.end(LinkClosed("the link was closed here"))
         self._sender.close()
         self._receiver.close()

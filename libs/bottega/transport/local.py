@@ -107,8 +107,7 @@ class LocalOutlet:
         self._direction.end(cause)
 
     def close(self) -> None:
-        self._direction.slots.clear()
-        self._direction.handed_over.clear()
+        """Nothing: what was sent before the close may still be received, from the slots that both ends share."""
 
 
 class LocalInlet:

@@ -21,6 +21,8 @@ from bottega.transport.frames import HEADER_BYTES, Frame, Kind, bye, unpack
 _PIECES = 512
 _TIMEVAL = struct.Struct("@ll")
 _SHORTEST_S = 1e-4
+# The most that poll takes: 24 days.
+_LONGEST_MS = 2**31 - 1
 # A reader of bulk bytes sleeps until that many are there: woken for each segment, it takes a third longer.
 _COARSE_BYTES = 256 << 10
 
@@ -135,12 +137,12 @@ class FrameStream:
 
     def wait_readable(self, deadline: Deadline) -> bool:
         """Whether there is something to read before the deadline, the connection's end included."""
-        return bool(self._readable.poll(deadline.left_s() * 1e3))
+        return bool(self._readable.poll(_milliseconds(deadline)))
 
     def _read_header(self, deadline: Deadline) -> bytes | bytearray | None:
         """A whole header: nearly always in one piece, else going on where it stopped; None by the deadline."""
         if self._have == 0:
-            if not self._readable.poll(deadline.left_s() * 1e3):
+            if not self._readable.poll(_milliseconds(deadline)):
                 return None
             try:
                 header = self.socket.recv(HEADER_BYTES, socket.MSG_DONTWAIT)
@@ -198,7 +200,7 @@ class FrameStream:
             _drop(pieces, sent)
             if not pieces:
                 return
-            if not self._writable.poll(deadline.left_s() * 1e3):
+            if not self._writable.poll(_milliseconds(deadline)):
                 raise DeadlineExceeded("the peer did not take a message in time; it may be stopped or overloaded")
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(deadline))
             flags = 0
@@ -214,6 +216,10 @@ def _poll(connection: socket.socket, events: int) -> select.poll:
     poll = select.poll()
     poll.register(connection, events)
     return poll
+
+
+def _milliseconds(deadline: Deadline) -> float:
+    return min(deadline.left_s() * 1e3, _LONGEST_MS)
 
 
 def _timeval(deadline: Deadline) -> bytes:
