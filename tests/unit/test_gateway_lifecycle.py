@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from bottega.errors import BottegaError, JobCancelled, Poisoned, StaleAttempt, Unavailable, WorkerLost
-from bottega.gateway.fleet import Member
 from bottega.gateway.jobs import MOST_ATTEMPTS, Checkpoint, Job
+from bottega.gateway.members import Member
 from bottega.rpc.status import to_job_error
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import Provenance

@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 from bottega.gateway.clock import Clock
 from bottega.gateway.dispatch import Dispatcher
-from bottega.gateway.fleet import Fleet, Member
+from bottega.gateway.fleet import Fleet
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job, Standing
+from bottega.gateway.members import Member
 from bottega.gateway.queueing import JobQueue
 from bottega.gateway.scheduler import assign
 from bottega.gateway.seating import Seating
@@ -91,7 +92,9 @@ class Matching:
 
     def _look(self, model: str, free_at: float) -> None:
         members = {member.name: member for member in self._fleet.workers(model)}
-        waiting = (self._seating.waiting(job, members) for job in self._queue.line(model))
+        everybody = (self._seating.waiting(job, members) for job in self._queue.line(model))
+        # Those that nobody may get, as their ControlNets are gone for now, are not in the way of the others.
+        waiting = (job for job in everybody if job.takers is None or job.takers)
         late: list[tuple[Job, float]] = []
         for assignment in assign(waiting, self._seating.seats(members.values())):
             job = self._jobs.find(assignment.job_id)

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from bottega.gateway.dispatch import Dispatcher
-from bottega.gateway.fleet import Member
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job
+from bottega.gateway.members import Member
+from bottega.gateway.placement import Placement
 from bottega.gateway.scheduler import Demand, Seat, Waiting
 from bottega.v1 import fleet_pb2
 
@@ -35,8 +36,9 @@ class _Kept:
 class Seating:
     """Translates for the scheduler."""
 
-    def __init__(self, dispatcher: Dispatcher, log: JobLog) -> None:
+    def __init__(self, dispatcher: Dispatcher, placement: Placement, log: JobLog) -> None:
         self._dispatcher = dispatcher
+        self._placement = placement
         self._jobs = log
         self._kept: dict[Member, _Kept] = {}
 
@@ -55,6 +57,7 @@ class Seating:
             demand=_demand(job, job.steps_total - (job.checkpoint.steps_done if job.checkpoint else 0)),
             avoid=job.lost_worker if _must_avoid(job, members) else "",
             alone=job.suspect,
+            takers=self._placement.takers(job) if job.controlnets else None,
         )
 
     def _seat(self, member: Member) -> Seat:
