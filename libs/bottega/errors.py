@@ -33,6 +33,18 @@ BottegaError
 ├── JobCancelled            CANCELLED
 ├── NotFinite               ABORTED
 ├── InternalError           INTERNAL             a fault of ours
+├── LinkError               UNAVAILABLE          a tensor link failed, and nothing else with it
+│   ├── PeerDead            UNAVAILABLE          the process at the other end is gone
+│   ├── LinkClosed          UNAVAILABLE          one of the ends closed it
+│   ├── DeadlineExceeded    DEADLINE_EXCEEDED    bytes or a message did not come in time
+│   ├── NoCredit            RESOURCE_EXHAUSTED   every slot is full and none was given back in time
+│   ├── NoSharedMemory      RESOURCE_EXHAUSTED   the system has no memory for a slot
+│   ├── AuthFailed          UNAUTHENTICATED      a token that is wrong, used or too old
+│   ├── StaleEpoch          FAILED_PRECONDITION  the link has been opened anew
+│   ├── LayoutMismatch      FAILED_PRECONDITION  a message that is not what the receiver expects
+│   ├── LeaseExpired        FAILED_PRECONDITION  a received message that was given back or kept too long
+│   ├── MessageAborted      ABORTED              the sender took a message back
+│   └── BadFrame            DATA_LOSS            the peer broke the link's rules
 └── ConfigError             (never on the wire)  a configuration file that cannot be used
 """
 
@@ -308,6 +320,90 @@ class InternalError(BottegaError):
 
     code = Code.INTERNAL
     reason = error_pb2.ERROR_REASON_INTERNAL
+
+
+class LinkError(BottegaError):
+    """A tensor link failed; it alone. Subclasses say how."""
+
+    code = Code.UNAVAILABLE
+
+
+class PeerDead(LinkError):
+    """The process at the other end is gone, or the connection to it is. What was received of a message is void."""
+
+    reason = error_pb2.ERROR_REASON_PEER_DEAD
+
+
+class LinkClosed(LinkError):
+    """One of the ends closed the link."""
+
+    reason = error_pb2.ERROR_REASON_LINK_CLOSED
+
+
+class DeadlineExceeded(LinkError):
+    """A link's message, or a part of one, did not move before the deadline. DeadlinePassed is that of a job."""
+
+    code = Code.DEADLINE_EXCEEDED
+    reason = error_pb2.ERROR_REASON_LINK_DEADLINE_EXCEEDED
+
+
+class NoCredit(LinkError):
+    """The receiver holds every slot and gave none back before the deadline. The link lives."""
+
+    code = Code.RESOURCE_EXHAUSTED
+    reason = error_pb2.ERROR_REASON_NO_CREDIT
+
+
+class NoSharedMemory(LinkError):
+    """The system has no memory for a slot, or allows no file of its size. The link lives.
+
+    metadata["cause"] is the system's name for it, such as ENOSPC.
+    """
+
+    code = Code.RESOURCE_EXHAUSTED
+    reason = error_pb2.ERROR_REASON_NO_SHARED_MEMORY
+
+
+class AuthFailed(LinkError):
+    """The token of a link's offer is wrong, was used or is too old. A new offer helps."""
+
+    code = Code.UNAUTHENTICATED
+    reason = error_pb2.ERROR_REASON_LINK_AUTH_FAILED
+
+
+class StaleEpoch(LinkError):
+    """The link has been opened anew since; only the newest epoch is served."""
+
+    code = Code.FAILED_PRECONDITION
+    reason = error_pb2.ERROR_REASON_STALE_EPOCH
+
+
+class LayoutMismatch(LinkError):
+    """A message has another layout than its receiver expects; none of its bytes were taken."""
+
+    code = Code.FAILED_PRECONDITION
+    reason = error_pb2.ERROR_REASON_LAYOUT_MISMATCH
+
+
+class LeaseExpired(LinkError):
+    """A received message was given back, or was kept too long after its link had died."""
+
+    code = Code.FAILED_PRECONDITION
+    reason = error_pb2.ERROR_REASON_LEASE_EXPIRED
+
+
+class MessageAborted(LinkError):
+    """The sender took a message back before it was whole. The link lives."""
+
+    code = Code.ABORTED
+    reason = error_pb2.ERROR_REASON_MESSAGE_ABORTED
+
+
+class BadFrame(LinkError):
+    """The peer broke the link's rules: a header that lies, a size beyond a limit, memory that is not sealed."""
+
+    code = Code.DATA_LOSS
+    reason = error_pb2.ERROR_REASON_BAD_FRAME
 
 
 class ConfigError(BottegaError):

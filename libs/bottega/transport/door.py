@@ -1,0 +1,175 @@
+"""Where connections come in: strangers until they have proved that they know an offer's token.
+
+One thread serves them all. What they may cost before that is capped: bytes by the fixed lengths of the hello, time, and
+number, the oldest stranger making room for the newest. It knows no link; it hands proven connections over.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from bottega.errors import BadFrame
+from bottega.transport.hello import HELLO_BYTES, PROOF_BYTES, Hello, Verdict, challenge, read_hello, refusal
+from bottega.transport.seam import Backend
+
+MAX_STRANGERS = 16
+STRANGER_S = 2.0
+# Out of descriptors: waiting a little costs less than asking again at once.
+_FULL_PAUSE_S = 0.05
+
+_log = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """Who decides about strangers. All calls come from the door's thread."""
+
+    def token_for(self, hello: Hello) -> bytes | Verdict:
+        """The token that this claim has to prove, or why it is not taken."""
+        ...
+
+    def enter(self, hello: Hello, connection: socket.socket) -> bool:
+        """Takes a connection whose proof was right; False when the offer is used up meanwhile."""
+        ...
+
+
+class Door:
+    """Listening sockets and the thread that serves them."""
+
+    def __init__(self, host: Host, sockets: Sequence[tuple[Backend, socket.socket]]) -> None:
+        self._host = host
+        self._sockets = sockets
+        self._selector = selectors.DefaultSelector()
+        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._bell, self._rope = socket.socketpair()
+        self._open = True
+        self._thread = threading.Thread(target=self._serve, name="links", daemon=True)
+
+    def start(self) -> None:
+        """Begins to serve."""
+        for backend, listening in self._sockets:
+            listening.setblocking(False)
+            self._selector.register(listening, selectors.EVENT_READ, backend)
+        self._selector.register(self._bell, selectors.EVENT_READ, None)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Lets nobody in any more, and waits for the thread, which waits for nobody."""
+        self._open = False
+        self._rope.send(b"\0")
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while self._open:
+                for key, _ in self._selector.select(self._patience_s()):
+                    self._handle(key)
+                self._turn_out()
+        finally:
+            for stranger in list(self._strangers.values()):
+                self._forget(stranger).close()
+            for closing in (self._bell, self._rope, *(listening for _, listening in self._sockets)):
+                closing.close()
+            self._selector.close()
+
+    def _handle(self, key: selectors.SelectorKey) -> None:
+        if isinstance(key.data, Backend):
+            assert isinstance(key.fileobj, socket.socket)
+            self._admit(key.data, key.fileobj)
+        elif isinstance(key.data, _Stranger) and key.data.connection in self._strangers:
+            self._attend(key.data)
+
+    def _admit(self, backend: Backend, listening: socket.socket) -> None:
+        try:
+            connection, _ = listening.accept()
+        except BlockingIOError:
+            return  # who came has left again
+        except OSError as error:
+            _log.warning("a link's connection cannot be taken", extra={"why": error.strerror})
+            time.sleep(_FULL_PAUSE_S)
+            return
+        connection.setblocking(False)
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._forget(next(iter(self._strangers.values()))).close()
+        stranger = self._strangers[connection] = _Stranger(self._host, backend, connection)
+        self._selector.register(connection, selectors.EVENT_READ, stranger)
+
+    def _attend(self, stranger: _Stranger) -> None:
+        try:
+            proven = stranger.listen()
+        except (BadFrame, OSError) as error:
+            _log.info("a stranger at a link's door was turned away", extra={"why": str(error)})
+            self._forget(stranger).close()
+            return
+        if proven is not None:
+            connection = self._forget(stranger)
+            if not self._host.enter(proven, connection):
+                with suppress(OSError):
+                    connection.send(bytes([Verdict.REFUSED]))
+                connection.close()
+
+    def _turn_out(self) -> None:
+        now = time.monotonic()
+        for stranger in [stranger for stranger in self._strangers.values() if stranger.until <= now]:
+            self._forget(stranger).close()
+
+    def _forget(self, stranger: _Stranger) -> socket.socket:
+        del self._strangers[stranger.connection]
+        self._selector.unregister(stranger.connection)
+        return stranger.connection
+
+    def _patience_s(self) -> float | None:
+        if not self._strangers:
+            return None
+        return max(min(stranger.until for stranger in self._strangers.values()) - time.monotonic(), 0.0)
+
+
+class _Stranger:
+    """One connection before its proof: first its HELLO is read, then its proof, and never a byte more."""
+
+    def __init__(self, host: Host, backend: Backend, connection: socket.socket) -> None:
+        self.connection = connection
+        self.until = time.monotonic() + STRANGER_S
+        self._host = host
+        self._backend = backend
+        self._bytes = b""
+        self._hello: Hello | None = None
+        self._wanted = b""
+        self._next: Callable[[bytes], Hello | None] = self._greeted
+        self._length = HELLO_BYTES
+
+    def listen(self) -> Hello | None:
+        """Reads what has come; returns the claim when it is proven. Raises BadFrame or OSError to be rid of it."""
+        got = self.connection.recv(self._length - len(self._bytes))
+        if not got:
+            raise BadFrame("it left in the middle of its greeting")
+        self._bytes += got
+        if len(self._bytes) < self._length:
+            return None
+        whole, self._bytes = self._bytes, b""
+        return self._next(whole)
+
+    def _greeted(self, encoded: bytes) -> None:
+        hello = read_hello(encoded)
+        if hello.backend != self._backend:
+            raise BadFrame("its greeting is for another kind of connection")
+        token = self._host.token_for(hello)
+        if isinstance(token, Verdict):
+            self.connection.send(refusal(token))
+            raise BadFrame(f"its offer is not taken ({token.name.lower()})")
+        answer, self._wanted = challenge(token, encoded)
+        self.connection.send(answer)
+        self._hello, self._next, self._length = hello, self._proven, PROOF_BYTES
+
+    def _proven(self, proof: bytes) -> Hello | None:
+        if not hmac.compare_digest(proof, self._wanted):
+            self.connection.send(bytes([Verdict.REFUSED]))
+            raise BadFrame("its proof is wrong")
+        return self._hello

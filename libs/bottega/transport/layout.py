@@ -1,0 +1,139 @@
+"""What one message consists of: named tensors, and where each of them lies in a slot.
+
+A layout is registered once for a link and reused for every message. Offsets are computed, never transmitted, so that
+they cannot lie. It knows no torch: an element type is a name and a number of bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import MappingProxyType
+
+from bottega.transport.layout_codec import MAX_ENCODED_BYTES, decode_fields, encode_fields
+
+# Tensors begin at multiples of this: the widest vector registers and a cache line.
+ALIGNMENT_BYTES = 64
+# A LoRA of SDXL has about 2,200 tensors with its alphas.
+MAX_TENSORS = 4096
+MAX_RANK = 8
+MAX_NAME_BYTES = 200
+# Far above any device's memory, far below where 64-bit sums could overflow.
+MAX_LAYOUT_BYTES = 1 << 40
+
+
+class DType(IntEnum):
+    """Element types, with the numbers of bottega.v1.DataType."""
+
+    FLOAT32 = 1
+    FLOAT16 = 2
+    BFLOAT16 = 3
+    UINT8 = 4
+    INT64 = 5
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ITEM_BYTES[self]
+
+
+_ITEM_BYTES = MappingProxyType({DType.FLOAT32: 4, DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.UINT8: 1, DType.INT64: 8})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a layout, row-major without gaps.
+
+    shape: extents, outermost first, each at least 1; () is a single element.
+    Raises ValueError when a field is out of bounds.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not (0 < len(self.name.encode()) <= MAX_NAME_BYTES and self.name.isprintable()):
+            raise ValueError(f"a tensor's name has 1 to {MAX_NAME_BYTES} printable bytes, not {self.name[:80]!r}")
+        if len(self.shape) > MAX_RANK:
+            raise ValueError(f"tensor {self.name} has {len(self.shape)} dimensions; at most {MAX_RANK} can be sent")
+        if any(extent < 1 for extent in self.shape):
+            raise ValueError(f"tensor {self.name} has an extent below 1: {self.shape}")
+        if self.size_bytes > MAX_LAYOUT_BYTES:
+            raise ValueError(f"tensor {self.name} has {self.size_bytes} bytes; at most {MAX_LAYOUT_BYTES} can be sent")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.dtype.item_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Tensors in the order in which they are sent: those that are needed first come first.
+
+    offsets: where each begins in the slot, in bytes. size_bytes: of the whole slot, a multiple of 64.
+    digest: SHA-256 of the encoding; equal digests are equal layouts.
+    Raises ValueError when there is no tensor, too many, or two of one name.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...] = field(init=False)
+    size_bytes: int = field(init=False)
+    digest: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.specs) <= MAX_TENSORS:
+            raise ValueError(f"a layout has 1 to {MAX_TENSORS} tensors, not {len(self.specs)}")
+        if len({spec.name for spec in self.specs}) < len(self.specs):
+            raise ValueError("two tensors of a layout have the same name")
+        offsets, end = [], 0
+        for spec in self.specs:
+            offsets.append(end)
+            end += math.ceil(spec.size_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if end > MAX_LAYOUT_BYTES:
+            raise ValueError(f"a layout has {end} bytes; at most {MAX_LAYOUT_BYTES} can be sent")
+        object.__setattr__(self, "offsets", tuple(offsets))
+        object.__setattr__(self, "size_bytes", end)
+        encoded = self.encode()
+        if len(encoded) > MAX_ENCODED_BYTES:
+            raise ValueError(f"a layout's description of {len(encoded)} bytes is over {MAX_ENCODED_BYTES}")
+        object.__setattr__(self, "digest", hashlib.sha256(encoded).digest())
+
+    @classmethod
+    def of(cls, *specs: TensorSpec) -> Layout:
+        """The layout of these tensors, in this order."""
+        return cls(specs=specs)
+
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """Where the tensors `start` to `stop` - 1 lie in the slot: first byte, and first byte behind the last."""
+        last = self.specs[stop - 1]
+        return self.offsets[start], self.offsets[stop - 1] + last.size_bytes
+
+    def views(self, slot: memoryview) -> tuple[memoryview, ...]:
+        """Each tensor's bytes in a slot."""
+        return tuple(
+            slot[offset : offset + spec.size_bytes] for offset, spec in zip(self.offsets, self.specs, strict=True)
+        )
+
+    def encode(self) -> bytes:
+        """The description that is registered with a peer."""
+        return encode_fields([(spec.name, int(spec.dtype), spec.shape) for spec in self.specs])
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Layout:
+        """What `encode` was given. Raises ValueError naming the rule that the bytes break.
+
+        encoded: bytes of our own, not memory that the peer may still change.
+        """
+        specs = []
+        for name, dtype, shape in decode_fields(encoded, max_tensors=MAX_TENSORS, max_rank=MAX_RANK):
+            if dtype not in _KNOWN:
+                raise ValueError(f"tensor {name[:80]!r} has the unknown element type {dtype}")
+            specs.append(TensorSpec(name=name, dtype=DType(dtype), shape=shape))
+        return cls(specs=tuple(specs))
+
+
+_KNOWN = frozenset(int(dtype) for dtype in DType)

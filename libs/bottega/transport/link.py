@@ -1,0 +1,110 @@
+"""A link: a pairwise, ordered connection for tensors, with two directions that do not wait for each other.
+
+What carries it, its backend knows; how it came to be, listener and connector do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from bottega.errors import LinkClosed, LinkError
+from bottega.transport.counters import Counters
+from bottega.transport.deadline import Deadline
+from bottega.transport.layout import Layout
+from bottega.transport.life import Life
+from bottega.transport.limits import Limits
+from bottega.transport.offer import Answer
+from bottega.transport.receiving import Incoming, Receiver
+from bottega.transport.seam import Inlet, Outlet
+from bottega.transport.sending import Buffer, Outgoing, Sender
+
+# After a link's death, for how long what it brought may still be looked at.
+LEASE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What both ends agreed on. ours, theirs: what each takes in. lease_s: how long messages outlive the link here."""
+
+    link_id: str
+    epoch: int
+    answer: Answer
+    ours: Limits
+    theirs: Limits
+    counters: Counters
+    lease_s: float = LEASE_S
+
+
+class Link:
+    """One thread may send while another receives; `close`, `end`, `cause` and an Incoming's `release` are for any.
+
+    A link dies alone, once, and of one cause; from then on every call raises that. Nothing is sent again by itself:
+    open a new epoch and decide. Use it as a context, or close it: that gives descriptors and memory back.
+
+    A peer that dies is noticed at once, by whoever waits or by the next call. One that only stops (a debugger, SIGSTOP,
+    an endless loop) cannot be told from a slow one: calls end at their deadlines, and the caller may end the link.
+    """
+
+    def __init__(self, terms: Terms, outlet: Outlet, inlet: Inlet) -> None:
+        self.link_id = terms.link_id
+        self.epoch = terms.epoch
+        self.answer = terms.answer
+        self.counters = terms.counters
+        self._life = Life((outlet, inlet), terms.counters)
+        self._sender = Sender(outlet, terms.theirs, self._life, terms.counters)
+        self._receiver = Receiver(inlet, terms.ours, self._life, terms.counters, terms.lease_s)
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def cause(self) -> LinkError | None:
+        """What it died of, as far as anybody has noticed; None while it lives."""
+        return self._life.cause
+
+    def prepare(self, layout: Layout, deadline: Deadline) -> None:
+        """Registers a layout and makes memory for it, so that its first message is as quick as the others.
+
+        Raises as `begin` does, except NoCredit.
+        """
+        self._sender.prepare(layout, deadline)
+
+    def begin(self, layout: Layout, deadline: Deadline) -> Outgoing:
+        """Takes a credit; the message's views are then to be written in place, and to be said ready.
+
+        deadline: for the credit, and for all of the message.
+        Raises NoCredit, NoSharedMemory and TooLarge, after which the link lives; else what it died of.
+        """
+        return self._sender.begin(layout, deadline)
+
+    def send(self, layout: Layout, buffers: Sequence[Buffer], deadline: Deadline) -> None:
+        """Sends a whole message from buffers of the caller's, one for each tensor.
+
+        They are handed over: within a process the receiver looks at them, so they must never be written again.
+        Raises as `begin` and Outgoing.finish do.
+        """
+        self._sender.send(layout, buffers, deadline)
+
+    def recv(self, deadline: Deadline, expected: Layout | None = None) -> Incoming:
+        """The next message, as soon as it has begun; wait on it for its tensors.
+
+        expected: the only layout that is taken. It is checked before the first byte moves; another one ends the link
+        with LayoutMismatch, at both ends.
+        Raises DeadlineExceeded, after which the link lives; else what it died of.
+        """
+        return self._receiver.recv(deadline, expected)
+
+    def end(self, cause: LinkError) -> None:
+        """Ends the link, from any thread, without waiting; whoever waits in a call wakes up. Close it too."""
+        self._life.end(cause)
+
+    def close(self) -> None:
+        """Ends the link if it lives, and gives everything back; the peer is told LinkClosed."""
+        self._life.end(LinkClosed("the link was closed here"))
+        self._sender.close()
+        self._receiver.close()

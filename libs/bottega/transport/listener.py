@@ -1,0 +1,279 @@
+"""The listening side of links: makes offers, and turns those who come with one into links.
+
+It binds only the address and the path that it is given. It knows no gRPC: somebody else carries the offers.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from bottega.errors import AuthFailed, ConfigError, DeadlineExceeded, LinkClosed, StaleEpoch, TooLarge
+from bottega.transport import registry
+from bottega.transport.binding import Doors, bind_tcp, bind_unix
+from bottega.transport.counters import Counters
+from bottega.transport.deadline import Deadline
+from bottega.transport.door import Door
+from bottega.transport.hello import Direction, Hello, Verdict
+from bottega.transport.identity import host_identity, process_identity
+from bottega.transport.limits import Limits
+from bottega.transport.link import LEASE_S, Link, Terms
+from bottega.transport.local import LocalDirection, LocalInlet, LocalOutlet
+from bottega.transport.memfd import MemfdInlet, MemfdOutlet
+from bottega.transport.memory import sharing_works
+from bottega.transport.offer import TOKEN_BYTES, Answer, MemfdEndpoint, Offer, TcpEndpoint, is_link_id, new_link_id
+from bottega.transport.seam import Backend
+from bottega.transport.tcp import TcpInlet, TcpOutlet, tune
+
+# Of offers that nobody has taken up yet.
+MAX_OFFERS = 256
+# Of links whose newest epoch is remembered; what is forgotten can only be refused.
+_MAX_REMEMBERED = 4096
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An offer that was made."""
+
+    offer: Offer
+    until: float
+    # Proven connections by direction, with what the connecting end takes in.
+    connections: dict[Direction, socket.socket] = field(default_factory=dict)
+    hello: Hello | None = None
+    local: Link | None = None
+
+
+class Listener:
+    """Offers links and accepts them. Any thread may call it. Close it: its links live on."""
+
+    def __init__(
+        self,
+        doors: Doors,
+        *,
+        limits: Limits | None = None,
+        counters: Counters | None = None,
+        token_s: float = 30.0,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """token_s: for how long an offer may be taken up. Raises ConfigError when an address cannot be bound."""
+        self._doors = doors
+        self._limits = limits or Limits()
+        self._counters = counters
+        self._token_s = token_s
+        self._lease_s = lease_s
+        self._changed = threading.Condition()
+        self._pending: dict[str, _Pending] = {}
+        self._epochs: OrderedDict[str, int] = OrderedDict()
+        self._links: weakref.WeakValueDictionary[str, Link] = weakref.WeakValueDictionary()
+        self._closed = False
+        self._process = f"{process_identity()}/{secrets.token_hex(8)}"
+        self._memfd: MemfdEndpoint | None = None
+        self._tcp: TcpEndpoint | None = None
+        self._door = Door(self, self._bind())
+        self._door.start()
+        registry.add(self._process, self)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def offer(self, link_id: str | None = None) -> Offer:
+        """An offer for one other process, to be used once. With the link_id of an earlier one it is of the next epoch:
+        the link that there was ends with StaleEpoch.
+
+        Raises TooLarge when too many offers wait, ValueError for what is no link_id.
+        """
+        link_id = link_id or new_link_id()
+        if not is_link_id(link_id):
+            raise ValueError(f"{link_id!r} is no name of a link")
+        with self._changed:
+            if self._closed:
+                raise LinkClosed("this process takes no links any more")
+            self._expire()
+            epoch = self._epochs.pop(link_id, 0) + 1
+            self._epochs[link_id] = epoch
+            while len(self._epochs) > _MAX_REMEMBERED:
+                self._epochs.popitem(last=False)
+            self._drop(self._pending.pop(link_id, None))
+            if len(self._pending) >= MAX_OFFERS:
+                raise TooLarge(f"{MAX_OFFERS} offers of links wait to be taken up", metadata={"limit": "offers"})
+            offer = self._new_offer(link_id, epoch)
+            self._pending[link_id] = _Pending(offer=offer, until=time.monotonic() + self._token_s)
+            older = self._links.pop(link_id, None)
+        if older is not None:
+            older.end(StaleEpoch("the link was opened anew here; this one is of an older epoch"))
+        return offer
+
+    def accept(self, offer: Offer, deadline: Deadline) -> Link:
+        """The link, when the other end has connected.
+
+        Raises DeadlineExceeded, after which one may wait again; AuthFailed when the offer has expired; StaleEpoch when
+        there is a newer one.
+        """
+        with self._changed:
+            while True:
+                link = self._taken_up(offer)
+                if link is not None:
+                    self._links[offer.link_id] = link
+                    return link
+                left_s = min(deadline.left_s(), max(self._pending[offer.link_id].until - time.monotonic(), 0.0))
+                if not self._changed.wait(left_s) and deadline.left_s() == 0:
+                    raise DeadlineExceeded("nobody took up the offer of a link in time")
+
+    def close(self) -> None:
+        """Takes no links any more; those that there are live on."""
+        registry.remove(self._process)
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            for pending in self._pending.values():
+                self._drop(pending)
+            self._pending.clear()
+            self._changed.notify_all()
+        self._door.stop()
+        if self._memfd is not None:
+            Path(self._memfd.path).unlink(missing_ok=True)
+
+    def token_for(self, hello: Hello) -> bytes | Verdict:
+        """The token that this claim has to prove, or why it is not taken."""
+        with self._changed:
+            self._expire()
+            if hello.epoch < self._epochs.get(hello.link_id, 0):
+                return Verdict.STALE
+            pending = self._pending.get(hello.link_id)
+            if pending is None or pending.offer.epoch != hello.epoch or hello.direction in pending.connections:
+                return Verdict.REFUSED
+            return pending.offer.token
+
+    def enter(self, hello: Hello, connection: socket.socket) -> bool:
+        """Takes a connection whose proof was right; False when the offer is used up meanwhile."""
+        with self._changed:
+            if isinstance(self.token_for(hello), Verdict) or self._closed:
+                return False
+            pending = self._pending[hello.link_id]
+            try:
+                if hello.backend == Backend.TCP:
+                    tune(connection)
+                connection.send(bytes([Verdict.WELCOME]))
+            except OSError:
+                return False
+            pending.connections[hello.direction] = connection
+            pending.hello = hello
+            self._changed.notify_all()
+            return True
+
+    def enter_local(self, offer: Offer, limits: Limits, counters: Counters, lease_s: float) -> Link:
+        """The connecting end of a link within this process. Raises AuthFailed, StaleEpoch."""
+        with self._changed:
+            self._expire()
+            if offer.epoch < self._epochs.get(offer.link_id, 0):
+                raise StaleEpoch("the link has been opened anew since this offer was made; ask for a new one")
+            pending = self._pending.get(offer.link_id)
+            known = pending is not None and hmac.compare_digest(pending.offer.token, offer.token)
+            if pending is None or not known or pending.local or pending.connections:
+                raise AuthFailed("the listener does not take the offer: it was used or has expired; ask for a new one")
+            forth, back = LocalDirection(), LocalDirection()
+            reason = "both ends are in one process"
+            terms = self._terms(offer, Answer(backend=Backend.PROCESS, reason=reason), limits)
+            pending.local = Link(terms, LocalOutlet(back), LocalInlet(forth))
+            self._changed.notify_all()
+        theirs = Terms(
+            link_id=offer.link_id,
+            epoch=offer.epoch,
+            answer=terms.answer,
+            ours=limits,
+            theirs=self._limits,
+            counters=counters,
+            lease_s=lease_s,
+        )
+        return Link(theirs, LocalOutlet(forth), LocalInlet(back))
+
+    def _taken_up(self, offer: Offer) -> Link | None:
+        """The link if both directions are there; under the lock."""
+        if self._closed:
+            raise LinkClosed("this process takes no links any more")
+        if offer.epoch < self._epochs.get(offer.link_id, 0):
+            raise StaleEpoch("there is a newer offer for this link")
+        self._expire()
+        pending = self._pending.get(offer.link_id)
+        if pending is None:
+            raise AuthFailed(f"nobody took up the offer of a link within its {self._token_s:g} s")
+        if pending.local is not None:
+            del self._pending[offer.link_id]
+            return pending.local
+        if len(pending.connections) < len(Direction) or pending.hello is None:
+            return None
+        del self._pending[offer.link_id]
+        return self._link(pending, pending.hello)
+
+    def _link(self, pending: _Pending, hello: Hello) -> Link:
+        sending = pending.connections[Direction.LISTENER_SENDS]
+        receiving = pending.connections[Direction.CONNECTOR_SENDS]
+        answer = Answer(backend=hello.backend, reason=f"the other end came by {hello.backend}")
+        terms = self._terms(pending.offer, answer, hello.limits)
+        if hello.backend == Backend.MEMFD:
+            return Link(terms, MemfdOutlet(sending), MemfdInlet(receiving, self._limits))
+        return Link(terms, TcpOutlet(sending), TcpInlet(receiving))
+
+    def _terms(self, offer: Offer, answer: Answer, theirs: Limits) -> Terms:
+        return Terms(
+            link_id=offer.link_id,
+            epoch=offer.epoch,
+            answer=answer,
+            ours=self._limits,
+            theirs=theirs,
+            counters=self._counters or Counters(),
+            lease_s=self._lease_s,
+        )
+
+    def _new_offer(self, link_id: str, epoch: int) -> Offer:
+        return Offer(
+            link_id=link_id,
+            token=secrets.token_bytes(TOKEN_BYTES),
+            epoch=epoch,
+            limits=self._limits,
+            process=self._process,
+            memfd=self._memfd,
+            tcp=self._tcp,
+        )
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for link_id in [link_id for link_id, pending in self._pending.items() if pending.until <= now]:
+            self._drop(self._pending.pop(link_id))
+
+    def _drop(self, pending: _Pending | None) -> None:
+        """Gives up what came of an offer, and wakes whoever waits for it."""
+        if pending is None:
+            return
+        for connection in pending.connections.values():
+            connection.close()
+        if pending.local is not None:
+            pending.local.close()
+        self._changed.notify_all()
+
+    def _bind(self) -> list[tuple[Backend, socket.socket]]:
+        sockets: list[tuple[Backend, socket.socket]] = []
+        try:
+            if self._doors.unix_path is not None and not sharing_works():
+                sockets.append((Backend.MEMFD, bind_unix(self._doors.unix_path, self._doors.unix_mode)))
+                self._memfd = MemfdEndpoint(path=str(self._doors.unix_path), host=host_identity())
+            if self._doors.tcp is not None:
+                sockets.append((Backend.TCP, bind_tcp(*self._doors.tcp)))
+                self._tcp = TcpEndpoint(host=self._doors.tcp[0], port=sockets[-1][1].getsockname()[1])
+        except ConfigError:
+            for _, bound in sockets:
+                bound.close()
+            raise
+        return sockets

@@ -1,0 +1,144 @@
+"""Links within one process: notices go through two queues, and what was sent is looked at where it lies.
+
+A sender's own buffers are handed over by reference, unless they are read-only; slots are for those who write in place.
+It knows no message.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from bottega.errors import DeadlineExceeded, LinkError, PeerDead
+from bottega.transport.deadline import Deadline
+from bottega.transport.frames import Frame, bye
+from bottega.transport.layout import Layout
+from bottega.transport.memory import copy
+from bottega.transport.slots import PrivateSlots
+
+# Of notices that nobody has read. Credit bounds messages, and nothing else bounds registrations.
+_UNREAD = 1024
+_NOW = Deadline(at=0.0)
+
+
+class _Queue:
+    """Notices from one end to the other."""
+
+    def __init__(self) -> None:
+        self._frames: deque[Frame] = deque()
+        self._changed = threading.Condition()
+        self._ended = False
+
+    def put(self, frame: Frame, deadline: Deadline) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._frames) < _UNREAD or self._ended, deadline.left_s())
+            if self._ended:
+                raise _gone()
+            if len(self._frames) >= _UNREAD:
+                raise DeadlineExceeded("the receiver reads nothing")
+            self._frames.append(frame)
+            self._changed.notify_all()
+
+    def get(self, deadline: Deadline) -> Frame | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._frames or self._ended, deadline.left_s())
+            if self._frames:
+                self._changed.notify_all()
+                return self._frames.popleft()
+            if self._ended:
+                raise _gone()
+            return None
+
+    def end(self, last: Frame) -> None:
+        with self._changed:
+            if not self._ended:
+                self._frames.append(last)
+                self._ended = True
+            self._changed.notify_all()
+
+
+class LocalDirection:
+    """What both ends of a direction share."""
+
+    def __init__(self) -> None:
+        self.forth = _Queue()
+        self.back = _Queue()
+        self.slots = PrivateSlots()
+        # By slot, where the message in it lies in buffers of the sender's own.
+        self.handed_over: dict[int, tuple[memoryview, ...]] = {}
+
+    def end(self, cause: LinkError) -> None:
+        """Ends both queues; what is in them can still be read."""
+        self.forth.end(bye(cause))
+        self.back.end(bye(cause))
+
+
+class LocalOutlet:
+    """The sender's end."""
+
+    def __init__(self, direction: LocalDirection) -> None:
+        self._direction = direction
+
+    def hear(self, deadline: Deadline) -> Frame | None:
+        return self._direction.back.get(deadline)
+
+    def slot(self, index: int, size_bytes: int, deadline: Deadline) -> memoryview:
+        self._direction.handed_over.pop(index, None)
+        return self._direction.slots.get(index, size_bytes)
+
+    def stage(self, index: int, layout: Layout, buffers: Sequence[memoryview], deadline: Deadline) -> list[memoryview]:
+        if any(buffer.readonly for buffer in buffers):
+            # torch warns of memory that cannot be written: only what can be is handed over.
+            for target, source in zip(
+                layout.views(self.slot(index, layout.size_bytes, deadline)), buffers, strict=True
+            ):
+                copy(target, source)
+        else:
+            self._direction.handed_over[index] = tuple(buffers)
+        return []
+
+    def tell(self, frame: Frame, deadline: Deadline) -> None:
+        self._direction.forth.put(frame, deadline)
+
+    def move(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
+        self._direction.forth.put(frame, deadline)
+
+    def shut(self, cause: LinkError) -> None:
+        self._direction.end(cause)
+
+    def close(self) -> None:
+        self._direction.slots.clear()
+        self._direction.handed_over.clear()
+
+
+class LocalInlet:
+    """The receiver's end."""
+
+    def __init__(self, direction: LocalDirection) -> None:
+        self._direction = direction
+
+    def hear(self, deadline: Deadline) -> Frame | None:
+        return self._direction.forth.get(deadline)
+
+    def open(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
+        handed_over = self._direction.handed_over.get(index)
+        return handed_over or layout.views(self._direction.slots.get(index, layout.size_bytes))
+
+    def fill(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
+        return stop - start  # they are there
+
+    def grant(self, frame: Frame) -> None:
+        self._direction.handed_over.pop(frame.slot, None)
+        self._direction.back.put(frame, _NOW)
+
+    def shut(self, cause: LinkError) -> None:
+        self._direction.end(cause)
+
+    def close(self) -> None:
+        self._direction.slots.clear()
+        self._direction.handed_over.clear()
+
+
+def _gone() -> PeerDead:
+    return PeerDead("the other end of the link is gone")

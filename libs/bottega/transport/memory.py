@@ -1,0 +1,169 @@
+"""Memory that messages lie in: slots of this process, sealed slots that two processes share, and copies between them.
+
+A mapping is never closed, only dropped: closing it under a tensor that still looks into it would end the process. The
+system unmaps it when nobody refers to it any more. It knows no link.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import functools
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from bottega.errors import BadFrame, NoSharedMemory
+
+# <linux/fcntl.h>; Python's fcntl has all but the last.
+_F_SEAL_FUTURE_WRITE = 0x0010
+# The size can never change and no page can be taken out, so that reading never faults; receivers cannot write.
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+# <linux/mman.h>, since Linux 5.14.
+_MADV_POPULATE_READ = 22
+# Below this, a plain assignment is quicker than leaving and taking the interpreter's lock.
+_SMALL_COPY_BYTES = 64 << 10
+
+
+def private_slot(size_bytes: int) -> mmap.mmap:
+    """Page-aligned memory of this process, its pages there already. Raises NoSharedMemory."""
+    with _no_memory(size_bytes):
+        return mmap.mmap(-1, _pages(size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+
+
+def shared_slot(size_bytes: int) -> tuple[int, mmap.mmap]:
+    """Memory to write and to share: the file descriptor for the peer, which the caller closes, and our mapping.
+
+    Every page is reserved before anybody touches one, so that a system without room says so here, instead of
+    by SIGBUS later. Raises NoSharedMemory.
+    """
+    size = _pages(size_bytes)
+    with _no_memory(size):
+        descriptor = os.memfd_create("bottega-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    return descriptor, mapping
+
+
+def received_slot(descriptor: int, size_bytes: int) -> mmap.mmap:
+    """The peer's memory, to read. Raises BadFrame unless it is sealed, all there and as large as was said.
+
+    Python and torch take the mapping for writable (torch warns of memory that is not), but the system does not:
+    writing ends the process with SIGSEGV. A private copy of the page, the other choice, would silently hide every
+    later message in it.
+    """
+    _check_slot(descriptor, size_bytes)
+    with _no_memory(size_bytes):
+        mapping = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    if _libc().mprotect(address(mapping), size_bytes, mmap.PROT_READ) != 0:
+        raise NoSharedMemory("a received slot cannot be protected from being written")
+    with suppress(OSError):  # an older system maps the pages one by one, at the first touch
+        mapping.madvise(_MADV_POPULATE_READ)
+    return mapping
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copies all of `source` to the front of `target`; both are flat bytes. Large copies let other threads run."""
+    size = len(source)
+    if size <= _SMALL_COPY_BYTES:
+        target[:size] = source
+    elif size <= len(target):
+        ctypes.memmove(address(target), address(source), size)
+    else:
+        raise ValueError(f"{size} bytes do not fit into {len(target)}")
+
+
+def address(buffer: object) -> int:
+    """Where a buffer's bytes are, also of one that is read-only. The caller keeps the buffer alive."""
+    view = _PyBuffer()
+    _get_buffer()(buffer, ctypes.byref(view), 0)
+    found = int(view.buf or 0)
+    _release_buffer()(ctypes.byref(view))
+    return found
+
+
+def sharing_works() -> str:
+    """Tries on one page what sharing slots takes; returns why it does not work, or nothing."""
+    try:
+        descriptor, _ = shared_slot(mmap.PAGESIZE)
+        try:
+            received_slot(descriptor, mmap.PAGESIZE)
+        finally:
+            os.close(descriptor)
+    except (AttributeError, BadFrame, NoSharedMemory) as error:
+        return f"this process cannot share memory: {error}"
+    return ""
+
+
+def _check_slot(descriptor: int, size_bytes: int) -> None:
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        raise BadFrame("the peer sent a file that is no shared memory") from None
+    status = os.fstat(descriptor)
+    if seals & _SEALS != _SEALS:
+        raise BadFrame("the peer sent memory that is not sealed: it could be taken away while we read it")
+    if status.st_size != size_bytes or size_bytes % mmap.PAGESIZE or status.st_blocks * 512 < size_bytes:
+        raise BadFrame(f"the peer announced a slot of {size_bytes} bytes and sent one of {status.st_size}")
+
+
+@contextmanager
+def _no_memory(size_bytes: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        cause = errno.errorcode.get(error.errno or 0, "unknown")
+        message = f"no memory for a slot of {size_bytes} bytes ({cause}): free memory, or lower the link's slot_bytes"
+        raise NoSharedMemory(message, metadata={"cause": cause}) from error
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class _PyBuffer(ctypes.Structure):
+    """Py_buffer of the stable ABI (PEP 3118); ctypes itself gives addresses of writable buffers only."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+@functools.cache
+def _get_buffer() -> Any:
+    function = ctypes.pythonapi.PyObject_GetBuffer
+    function.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
+    return function
+
+
+@functools.cache
+def _release_buffer() -> Any:
+    function = ctypes.pythonapi.PyBuffer_Release
+    function.argtypes = (ctypes.c_void_p,)
+    function.restype = None
+    return function
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc

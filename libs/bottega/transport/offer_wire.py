@@ -1,0 +1,67 @@
+"""Offers and answers as messages of the contract, and back, every field checked."""
+
+from __future__ import annotations
+
+from bottega.errors import InvalidRequest, Violation
+from bottega.transport.limits import Limits
+from bottega.transport.offer import Answer, MemfdEndpoint, Offer, TcpEndpoint
+from bottega.transport.seam import Backend
+from bottega.v1 import link_pb2
+
+_TO_WIRE = {
+    Backend.PROCESS: link_pb2.LINK_BACKEND_PROCESS,
+    Backend.MEMFD: link_pb2.LINK_BACKEND_MEMFD,
+    Backend.TCP: link_pb2.LINK_BACKEND_TCP,
+}
+_FROM_WIRE = {wire: backend for backend, wire in _TO_WIRE.items()}
+
+
+def offer_to_wire(offer: Offer) -> link_pb2.LinkOffer:
+    """The message; it holds the token, so it goes to the one who shall connect and into no log."""
+    limits = offer.limits
+    message = link_pb2.LinkOffer(
+        link_id=offer.link_id,
+        token=offer.token,
+        epoch=offer.epoch,
+        limits=link_pb2.LinkLimits(slots=limits.slots, slot_bytes=limits.slot_bytes, layouts=limits.layouts),
+        process=link_pb2.LinkProcessEndpoint(process=offer.process),
+    )
+    if offer.memfd is not None:
+        message.memfd.path, message.memfd.host = offer.memfd.path, offer.memfd.host
+    if offer.tcp is not None:
+        message.tcp.host, message.tcp.port = offer.tcp.host, offer.tcp.port
+    return message
+
+
+def offer_from_wire(message: link_pb2.LinkOffer) -> Offer:
+    """The offer. Raises InvalidRequest naming what is wrong."""
+    wire, memfd, tcp = message.limits, message.memfd, message.tcp
+    try:
+        return Offer(
+            link_id=message.link_id,
+            token=message.token,
+            epoch=message.epoch,
+            limits=Limits(slots=wire.slots, slot_bytes=wire.slot_bytes, layouts=wire.layouts),
+            process=message.process.process,
+            memfd=MemfdEndpoint(path=memfd.path, host=memfd.host) if message.HasField("memfd") else None,
+            tcp=TcpEndpoint(host=tcp.host, port=tcp.port) if message.HasField("tcp") else None,
+        )
+    except ValueError as error:
+        violation = Violation(field="offer", description=str(error))
+        raise InvalidRequest(f"offer: {error}", violations=[violation]) from error
+
+
+def answer_to_wire(answer: Answer) -> link_pb2.LinkAnswer:
+    """The message."""
+    return link_pb2.LinkAnswer(backend=_TO_WIRE[answer.backend], reason=answer.reason)
+
+
+def answer_from_wire(message: link_pb2.LinkAnswer) -> Answer:
+    """The answer. Raises InvalidRequest for a backend that this version does not know."""
+    backend = _FROM_WIRE.get(message.backend)
+    if backend is None:
+        rule = f"unknown value {int(message.backend)}"
+        raise InvalidRequest(
+            f"answer.backend: {rule}", violations=[Violation(field="answer.backend", description=rule)]
+        )
+    return Answer(backend=backend, reason=message.reason)
