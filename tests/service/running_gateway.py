@@ -118,8 +118,8 @@ async def _serving(*, codec_processes: int, **config: Any) -> AsyncIterator[Runn
     finally:
         for worker in running.workers:
             await worker.die()
-        for server in running.servers:
-            await server.die()
+        for host in running.servers:
+            await host.die()
         await channel.close()
         await gateway.server.stop()
         await gateway.shut_down()

@@ -12,7 +12,7 @@ import grpc
 
 from bottega.client.events import Interrupted
 from bottega.client.retry import Backoff, Deadline, RetryPolicy
-from bottega.errors import BottegaError, DeadlinePassed, InternalError, NoWorker, Unavailable, WorkerLost
+from bottega.errors import BottegaError, DeadlinePassed, InternalError, NoControlNet, NoWorker, Unavailable, WorkerLost
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1.image_pb2 import GetImageRequest, GetImageResponse, Image, JobEvent
 
@@ -139,6 +139,6 @@ def _worth_another_try(error: grpc.RpcError, terms: Terms, *, accepted: bool = F
 
 
 def _ends_job(failure: BottegaError, *, accepted: bool) -> bool:
-    # A job that ended so stays ended: attaching to it would only tell the same again. A call that was refused
-    # at the door for want of a worker may be let in later, such as when the gateway has just restarted.
-    return isinstance(failure, WorkerLost) or (accepted and isinstance(failure, NoWorker))
+    # A job that ended so stays ended: attaching to it would only tell the same again. A call that was refused at the
+    # door for want of a worker or a ControlNet may be let in later, such as when the gateway has just restarted.
+    return isinstance(failure, WorkerLost) or (accepted and isinstance(failure, NoWorker | NoControlNet))
