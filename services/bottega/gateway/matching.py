@@ -92,9 +92,7 @@ class Matching:
 
     def _look(self, model: str, free_at: float) -> None:
         members = {member.name: member for member in self._fleet.workers(model)}
-        everybody = (self._seating.waiting(job, members) for job in self._queue.line(model))
-        # Those that nobody may get, as their ControlNets are gone for now, are not in the way of the others.
-        waiting = (job for job in everybody if job.takers is None or job.takers)
+        waiting = self._seating.candidates(self._queue.line(model), members)
         late: list[tuple[Job, float]] = []
         for assignment in assign(waiting, self._seating.seats(members.values())):
             job = self._jobs.find(assignment.job_id)
