@@ -191,6 +191,7 @@ def test_a_fleet_that_is_full_takes_no_newcomer_but_those_who_come_back(house: H
     with pytest.raises(FleetFull):
         house.server(name="s9")  # it may come back within its lease
     assert house.fleet.join(members[0].registration).connected
+    house.fleet.leave(members[1], members[1].stream)
     assert house.fleet.join(server("s1", port=999)).connected, "one of the same name replaces it"
     house.time.now += 2
     house.fleet.expire()
