@@ -102,8 +102,9 @@ class Placement:
         before: Counter[str] = Counter()
         versions = dict(job.versions)
         for name in job.controlnets:
-            servers = {member.name: member for member, _ in self._servers(job, name)}
-            candidates = [self._candidate(member, net, before) for member, net in self._servers(job, name)]
+            hosts = list(self._servers(job, name))
+            servers = {member.name: member for member, _ in hosts}
+            candidates = [self._candidate(member, net, before) for member, net in hosts]
             ranked = best_first(candidates, name=name, job_id=job.job_id, digest=versions.get(name, ""))
             if ranked:
                 before[ranked[0].server] += 1
