@@ -8,6 +8,7 @@ BottegaError
 ├── InvalidRequest          INVALID_ARGUMENT     a field breaks a rule; lists every violation
 │   └── BadImage            INVALID_ARGUMENT     an input image cannot be decoded
 ├── ModelNotFound           NOT_FOUND
+├── ControlNetNotFound      NOT_FOUND
 ├── JobNotFound             NOT_FOUND
 ├── ImageNotFound           NOT_FOUND
 ├── RequestIdReused         ALREADY_EXISTS
@@ -15,12 +16,15 @@ BottegaError
 ├── JobNotFinished          FAILED_PRECONDITION
 ├── StaleAttempt            FAILED_PRECONDITION
 ├── ModelMismatch           FAILED_PRECONDITION  two models under one name
+├── ControlNetUnusable      FAILED_PRECONDITION  it cannot be loaded, or does not fit the model
 ├── Poisoned                FAILED_PRECONDITION  workers die of the request
 ├── QueueFull               RESOURCE_EXHAUSTED   retry later
 ├── DeadlineUnmeetable      RESOURCE_EXHAUSTED
 ├── TooLarge                RESOURCE_EXHAUSTED
+├── FleetFull               RESOURCE_EXHAUSTED   no room for another service
 ├── Unavailable             UNAVAILABLE          the service cannot be reached
 │   ├── NoWorker            UNAVAILABLE          retry later
+│   ├── NoControlNet        UNAVAILABLE          nobody has it at hand; retry later
 │   ├── Draining            UNAVAILABLE          retry now, elsewhere or soon
 │   ├── WorkerLost          UNAVAILABLE
 │   └── StorageUnavailable  UNAVAILABLE          the disk is full or cannot be written; retry later
@@ -138,6 +142,13 @@ class ModelNotFound(BottegaError):
     reason = error_pb2.ERROR_REASON_MODEL_NOT_FOUND
 
 
+class ControlNetNotFound(BottegaError):
+    """No ControlNet of that name; metadata["served"] lists those that are."""
+
+    code = Code.NOT_FOUND
+    reason = error_pb2.ERROR_REASON_CONTROLNET_NOT_FOUND
+
+
 class JobNotFound(BottegaError):
     """No such job, or it has expired."""
 
@@ -187,6 +198,13 @@ class ModelMismatch(BottegaError):
     reason = error_pb2.ERROR_REASON_MODEL_MISMATCH
 
 
+class ControlNetUnusable(BottegaError):
+    """A ControlNet's files cannot be used, or it does not fit the model; the message says what does not."""
+
+    code = Code.FAILED_PRECONDITION
+    reason = error_pb2.ERROR_REASON_CONTROLNET_UNUSABLE
+
+
 class Poisoned(BottegaError):
     """Workers died whenever they ran the request, alone. Asking again would only end more of them."""
 
@@ -215,6 +233,13 @@ class TooLarge(BottegaError):
     reason = error_pb2.ERROR_REASON_TOO_LARGE
 
 
+class FleetFull(BottegaError):
+    """The fleet has as many members as it may have; metadata["max_members"] says how many."""
+
+    code = Code.RESOURCE_EXHAUSTED
+    reason = error_pb2.ERROR_REASON_FLEET_FULL
+
+
 class Unavailable(BottegaError):
     """The service cannot be reached."""
 
@@ -225,6 +250,15 @@ class NoWorker(Unavailable):
     """No worker serves the model now."""
 
     reason = error_pb2.ERROR_REASON_NO_WORKER
+
+
+class NoControlNet(Unavailable):
+    """Nobody has a ControlNet at hand now, or nobody who has it can be reached.
+
+    metadata["controlnets"] names them; metadata["servers"] those that failed; several with commas between.
+    """
+
+    reason = error_pb2.ERROR_REASON_NO_CONTROLNET
 
 
 class Draining(Unavailable):

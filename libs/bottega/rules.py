@@ -5,13 +5,16 @@ Knows no model, no image and no defaults.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from bottega.errors import InvalidRequest, Violation
 from bottega.planning import steps_to_run
-from bottega.v1.generation_pb2 import Fidelity, GenerationSpec, ImageFormat, Sampler
+from bottega.v1.generation_pb2 import ControlNet, Fidelity, GenerationSpec, ImageFormat, Sampler
 
+MAX_ADAPTERS = 8
 MAX_IMAGES = 8
 MAX_STEPS = 200
 MAX_SIDE = 1 << 14
@@ -21,6 +24,8 @@ MAX_SEED = 2**53 - MAX_IMAGES
 
 MAX_PROMPT_BYTES = 16 << 10
 
+# Of a LoRA or a ControlNet. A slash is as in hub names; no name ever becomes a path.
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
 _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
 # Lowest and highest value of every number whose range has both ends.
 _RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -72,9 +77,34 @@ def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:
         yield Violation(field="spec.strength", description=rule)
 
 
+def is_adapter_name(name: str) -> bool:
+    """Whether a LoRA or a ControlNet may be called so."""
+    return _ADAPTER_NAME.fullmatch(name) is not None
+
+
+def check_controlnets(spec: GenerationSpec) -> Iterator[Violation]:
+    """What is wrong with the ControlNets of a spec, their images aside."""
+    if len(spec.controlnets) > MAX_ADAPTERS:
+        yield Violation(field="spec.controlnets", description=f"at most {MAX_ADAPTERS}")
+    for index, net in enumerate(spec.controlnets[:MAX_ADAPTERS]):
+        yield from _check_controlnet(f"spec.controlnets[{index}]", net)
+
+
 def refuse(violations: Sequence[Violation], kind: type[InvalidRequest] = InvalidRequest) -> None:
     """Raises InvalidRequest, or a kind of it, with all of them, if there are any."""
     if violations:
         first = f"{violations[0].field}: {violations[0].description}"
         more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
         raise kind(first + more, violations=violations)
+
+
+def _check_controlnet(path: str, net: ControlNet) -> Iterator[Violation]:
+    if not is_adapter_name(net.name):
+        yield Violation(field=f"{path}.name", description="must be the name of a ControlNet")
+    if net.HasField("controlnet_conditioning_scale") and not math.isfinite(net.controlnet_conditioning_scale):
+        yield Violation(field=f"{path}.controlnet_conditioning_scale", description="must be a finite number")
+    start = net.control_guidance_start
+    end = net.control_guidance_end if net.HasField("control_guidance_end") else 1.0
+    # Written so that NaN breaks the rule.
+    if not 0 <= start < end <= 1:
+        yield Violation(field=f"{path}.control_guidance_start", description="0 <= start < end <= 1 must hold")

@@ -16,8 +16,10 @@ from bottega.gateway.config import GatewayConfig, GatewayServerConfig
 from bottega.gateway.gateway import Gateway
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import fleet_pb2_grpc, image_pb2, image_pb2_grpc
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
+from bottega.v1.controlnet_pb2 import HostedControlNet
 from bottega.v1.generation_pb2 import GenerationSpec
+from tests.service.scripted_controlnet import ScriptedControlNetServer
 from tests.service.scripted_worker import ScriptedWorker
 
 
@@ -30,6 +32,7 @@ class Running:
     images: image_pb2_grpc.ImageServiceAsyncStub
     fleet: fleet_pb2_grpc.FleetServiceAsyncStub
     workers: list[ScriptedWorker] = field(default_factory=list)
+    servers: list[ScriptedControlNetServer] = field(default_factory=list)
 
     @property
     def address(self) -> str:
@@ -41,6 +44,19 @@ class Running:
         worker = await ScriptedWorker(name, self.address, **kwargs).start()
         self.workers.append(worker)
         return worker
+
+    async def controlnets(self, name: str, *nets: HostedControlNet) -> ScriptedControlNetServer:
+        """Adds a scripted ControlNet server, whose first report is heard; it goes when the gateway goes."""
+        server = await ScriptedControlNetServer(name, self.address, nets).start()
+        self.servers.append(server)
+        async with asyncio.timeout(5):
+            while not await self._hosts(name, len(nets)):  # noqa: ASYNC110 - a report has no event
+                await asyncio.sleep(0.01)
+        return server
+
+    async def _hosts(self, name: str, count: int) -> bool:
+        members = (await self.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
+        return any(member.registration.name == name and len(member.load.controlnets) == count for member in members)
 
     def generate(
         self, request_id: str = "", *, preview: bool = False, timeout: float | None = 20, **spec: Any
@@ -103,6 +119,8 @@ async def _serving(*, codec_processes: int, **config: Any) -> AsyncIterator[Runn
     finally:
         for worker in running.workers:
             await worker.die()
+        for host in running.servers:
+            await host.die()
         await channel.close()
         await gateway.server.stop()
         await gateway.shut_down()

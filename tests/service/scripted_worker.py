@@ -7,7 +7,7 @@ is until the same attempt is asked for again. It knows no gateway but by the wir
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from bottega.errors import BottegaError
@@ -28,6 +28,7 @@ MODEL = image_pb2.Model(
     default_guidance_scale=4.0,
     default_sampler=generation_pb2.SAMPLER_EULER,
     vae_scale_factor=4,
+    base="base of the miniature",
 )
 
 
@@ -170,7 +171,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             for part, last in ((data[:half], False), (data[half:], True)):
                 chunk = worker_pb2.AttemptImageChunk(index=index, chunk=part, last=last)
                 chunks.append(worker_pb2.RunAttemptResponse(image=chunk))
-        provenance = generation_pb2.Provenance(worker=self.name, exact=True)
+        provenance = generation_pb2.Provenance(worker=self.name, exact=True, controlnets=_uses(request))
         completed = worker_pb2.AttemptCompleted(provenance=provenance)
         return [*chunks, worker_pb2.RunAttemptResponse(completed=completed)]
 
@@ -207,3 +208,16 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             checkpoint = await self.checkpoints.get()
             self._told_checkpoints[checkpoint.attempt.job_id] = checkpoint
             yield checkpoint
+
+
+def _uses(request: worker_pb2.RunAttemptRequest) -> Iterator[generation_pb2.ControlNetUse]:
+    """Of each ControlNet its best server, as if nothing had happened on the way."""
+    for net, hosts in zip(request.spec.controlnets, request.controlnets, strict=True):
+        yield generation_pb2.ControlNetUse(
+            name=net.name,
+            digest=hosts.digest,
+            scale=net.controlnet_conditioning_scale,
+            servers=[server.name for server in hosts.servers[:1]],
+            mode=generation_pb2.RESIDUAL_MODE_SYNCHRONOUS,
+            waited_s=0.25,
+        )

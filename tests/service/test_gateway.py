@@ -101,7 +101,7 @@ async def test_what_is_not_served_yet_is_unimplemented_and_named(house: Running)
     error = await refusal(lambda: house.generate(loras=[Lora(name="pastel")]))
     assert isinstance(error, errors.FieldNotServed)
     assert error.metadata == {"field": "spec.loras"}
-    techniques = Techniques(stale_residuals=True)
+    techniques = Techniques(masked_blocks=True)
     error = await refusal(lambda: house.generate(loras=[Lora(name="pastel")], techniques=techniques, model="no-such"))
     assert isinstance(error, errors.FieldNotServed)
     assert error.metadata == {"field": "spec.loras,spec.techniques"}

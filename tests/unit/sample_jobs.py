@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bottega.gateway.clock import Clock
 from bottega.gateway.jobs import Job
-from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
 
 
 @dataclass
@@ -25,10 +26,13 @@ def tell(job: Job) -> None:
     job.end(job.outcome)
 
 
-def sample_job(time: FakeTime | None = None, *, request_id: str = "", size_bytes: int = 0) -> Job:
-    """A queued job of the model "m": one image, ten steps, with an input image."""
-    bare = GenerationSpec(model="m", num_inference_steps=10, num_images=1)
-    spec = GenerationSpec(model="m", num_inference_steps=10, num_images=1, image=b"input")
+def sample_job(
+    time: FakeTime | None = None, *, request_id: str = "", size_bytes: int = 0, controlnets: Sequence[str] = ()
+) -> Job:
+    """A queued job of the model "m": one image, ten steps, with an input image and ControlNets of these names."""
+    nets = [ControlNet(name=name) for name in controlnets]
+    bare = GenerationSpec(model="m", num_inference_steps=10, num_images=1, controlnets=nets)
+    spec = GenerationSpec(model="m", num_inference_steps=10, num_images=1, image=b"input", controlnets=nets)
     clock = (time or FakeTime()).clock()
     return Job(
         clock=clock,

@@ -13,13 +13,17 @@ from prometheus_client import CollectorRegistry
 
 from bottega.errors import BottegaError, WorkerLost
 from bottega.gateway.dispatch import Dispatcher
-from bottega.gateway.fleet import Fleet, Member
+from bottega.gateway.fleet import Fleet
 from bottega.gateway.foreman import Foreman
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job
+from bottega.gateway.members import Member
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.placement import Placement
+from bottega.gateway.prefetch import Prefetcher
 from bottega.gateway.queueing import JobQueue
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
+from bottega.v1.controlnet_pb2 import HostedControlNet
 from bottega.v1.generation_pb2 import Provenance
 from tests.memory_storehouse import Shelf, at_once, memory_storehouse
 from tests.unit.sample_jobs import FakeTime, sample_job
@@ -36,12 +40,14 @@ class FakeClient:
 
     on_call: Callable[[], None] = lambda: None
     called: list[str] = field(default_factory=list)
+    requests: list[worker_pb2.RunAttemptRequest] = field(default_factory=list)
     answers: dict[str, asyncio.Queue[Answer]] = field(default_factory=dict)
     news: asyncio.Queue[worker_pb2.WatchCheckpointsResponse | None] = field(default_factory=asyncio.Queue)
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
         self.on_call()
         self.called.append(request.attempt.job_id)
+        self.requests.append(request)
         answers = self.answers[request.attempt.job_id] = asyncio.Queue()
         return self._events(answers)
 
@@ -71,12 +77,30 @@ class FakeClient:
         """Nothing to end."""
 
 
+@dataclass(slots=True)
+class FakeServer:
+    """A ControlNet server: what it was asked to load, request by request. failure: what it answers instead."""
+
+    prefetched: list[list[str]] = field(default_factory=list)
+    failure: BottegaError | None = None
+    closed: bool = False
+
+    async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
+        self.prefetched.append(list(names))
+        if self.failure is not None:
+            raise self.failure
+
+    async def close(self) -> None:
+        self.closed = True
+
+
 class Shop:
     """A foreman of the model "m" and everything that it looks at. Made in a running event loop."""
 
     def __init__(self, *, max_attempts: int = 3, hold_s: float = 3) -> None:
         self.time = FakeTime()
         self.clients: dict[str, FakeClient] = {}
+        self.servers: dict[str, FakeServer] = {}
         self.shelf = Shelf()
         self._max_attempts = max_attempts
         self._hold_s = hold_s
@@ -86,16 +110,25 @@ class Shop:
         """A life of the gateway begins, with what the one before has left; without room it waits for `heal`."""
         clock = self.time.clock()
         self.registry = CollectorRegistry()
-        self.fleet = Fleet(lease_s=1.5, model_grace_s=30, clock=clock)
+        metrics = GatewayMetrics(self.registry)
+        self.fleet = Fleet(lease_s=1.5, model_grace_s=30, max_members=256, clock=clock)
+        self.placement = Placement(fleet=self.fleet, clock=clock)
         self.storehouse = memory_storehouse(clock, self.shelf)
         self.log = JobLog(storehouse=self.storehouse, clock=clock)
         self.queue = JobQueue(max_jobs=1000, budget_bytes=1 << 24, clock=clock)
         self.foreman = Foreman(
             fleet=self.fleet,
-            dispatcher=Dispatcher(connect=self._connect, storehouse=self.storehouse, max_result_bytes=1 << 20),
+            dispatcher=Dispatcher(
+                connect=self._connect,
+                placement=self.placement,
+                storehouse=self.storehouse,
+                max_result_bytes=1 << 20,
+            ),
+            placement=self.placement,
+            prefetcher=Prefetcher(connect=self._connect_server, placement=self.placement, metrics=metrics),
             queue=self.queue,
             log=self.log,
-            metrics=GatewayMetrics(self.registry),
+            metrics=metrics,
             max_attempts=self._max_attempts,
             patience_s=30,
             hold_s=self._hold_s,
@@ -125,8 +158,16 @@ class Shop:
         self.report(member, seconds=seconds)
         return member
 
-    def report(self, member: Member, *, seconds: float = 0.1, fixed_s: float = 0.0, draining: bool = False) -> None:
-        """A worker reports its load. seconds: of one row, beside fixed_s of each turn."""
+    def report(
+        self,
+        member: Member,
+        *,
+        seconds: float = 0.1,
+        fixed_s: float = 0.0,
+        draining: bool = False,
+        controlnets: Sequence[HostedControlNet] = (),
+    ) -> None:
+        """A worker reports its load. seconds: of one row, beside fixed_s of each turn. controlnets: at hand there."""
         times = [
             fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=rows, seconds=fixed_s + rows * seconds)
             for rows in (1, 2)
@@ -138,7 +179,9 @@ class Shop:
             )
             for job in self.running(member)
         ]
-        load = fleet_pb2.Load(step_times=times, max_rows=16, draining=draining, running=running)
+        load = fleet_pb2.Load(
+            step_times=times, max_rows=16, draining=draining, running=running, controlnets=controlnets
+        )
         self.fleet.report(member, load)
 
     def running(self, member: Member) -> list[Job]:
@@ -203,6 +246,9 @@ class Shop:
         self.client(job.worker).answers[job.job_id].put_nowait(answer)
         for _ in range(12):  # the queue wakes its reader, which wakes the attempt; what ends is written, and told then
             await asyncio.sleep(0)
+
+    def _connect_server(self, address: str) -> FakeServer:
+        return self.servers.setdefault(address, FakeServer())
 
     def _connect(self, address: str) -> FakeClient:
         return self.clients.setdefault(address, FakeClient())

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from bottega.config import load
 from bottega.gateway.config import GatewayConfig
@@ -92,7 +93,9 @@ def test_a_machine_with_workers_only_gets_no_gateway_with_them() -> None:
     assert [setting(unit, "WantedBy") for unit in SERVICES] == ["bottega.target"] * len(SERVICES)
 
 
-@pytest.mark.parametrize(("module", "unit"), [("gateway", SERVICES[0]), ("worker", SERVICES[1])])
+@pytest.mark.parametrize(
+    ("module", "unit"), [("gateway", "bottega-gateway.service"), ("worker", "bottega-worker@.service")]
+)
 def test_a_configuration_that_cannot_be_used_is_not_tried_again(module: str, unit: str, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("colour: red")
@@ -123,9 +126,17 @@ def test_a_port_that_is_taken_may_be_free_later(tmp_path: Path) -> None:
     assert "cannot be used" in done.stderr
 
 
-def test_workers_do_not_spin() -> None:
-    unit = (DEPLOY / "systemd" / "bottega-worker@.service").read_text()
-    assert "\nEnvironment=OMP_WAIT_POLICY=PASSIVE\n" in unit
+@pytest.mark.parametrize("unit", ["bottega-worker@.service", "bottega-controlnet@.service"])
+def test_what_computes_does_not_spin_and_downloads_nothing(unit: str) -> None:
+    text = (DEPLOY / "systemd" / unit).read_text()
+    assert "\nEnvironment=OMP_WAIT_POLICY=PASSIVE\n" in text
+    assert "\nEnvironment=HF_HUB_OFFLINE=1\n" in text
+
+
+def test_workers_of_the_machine_may_reach_the_socket_of_a_controlnet_servers_links() -> None:
+    unit = "bottega-controlnet@.service"
+    assert setting(unit, "RuntimeDirectory") == "bottega-controlnet/%i"
+    assert int(setting(unit, "RuntimeDirectoryMode"), 8) & 0o005 == 0o005, "each is a user of its own"
 
 
 def test_the_services_take_their_configurations() -> None:
@@ -133,5 +144,8 @@ def test_the_services_take_their_configurations() -> None:
     assert gateway == GatewayConfig(), "the file shows the defaults"
     worker = load(WorkerConfig, DEPLOY / "config" / "workers" / "miniature.yaml")
     assert (worker.name, worker.gateway) == ("miniature", gateway.server.listen)
+    net = yaml.safe_load((DEPLOY / "config" / "controlnets" / "miniature.yaml").read_text())
+    assert net["gateway"] == gateway.server.listen
+    assert float(setting("bottega-controlnet@.service", "TimeoutStopSec")) > net["server"]["drain_grace_s"]
     for unit, server in (("bottega-gateway.service", gateway.server), ("bottega-worker@.service", worker.server)):
         assert float(setting(unit, "TimeoutStopSec")) > server.drain_grace_s

@@ -9,7 +9,8 @@ import pytest
 
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker
 from bottega.gateway.clock import Clock
-from bottega.gateway.fleet import Fleet, Member
+from bottega.gateway.fleet import Fleet
+from bottega.gateway.members import Member
 from bottega.v1 import fleet_pb2, image_pb2
 
 
@@ -35,7 +36,7 @@ class Watcher:
 
 def _fleet() -> tuple[Fleet, Watcher]:
     watcher = Watcher()
-    fleet = Fleet(lease_s=1.5, model_grace_s=30, clock=watcher.clock())
+    fleet = Fleet(lease_s=1.5, model_grace_s=30, max_members=4, clock=watcher.clock())
     fleet.observer = watcher
     return fleet, watcher
 

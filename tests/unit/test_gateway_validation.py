@@ -118,6 +118,54 @@ def test_karras_sigmas_go_with_two_samplers_only(
     assert _fields(spec, model) == ([] if good else ["use_karras_sigmas"])
 
 
+def _net(**facts: Any) -> GenerationSpec:
+    return GenerationSpec(controlnets=[ControlNet(**{"name": "edges", "image": PNG, **facts})])
+
+
+def test_as_many_controlnets_as_allowed_are_taken_and_one_more_is_not() -> None:
+    nets = [ControlNet(name=f"net-{index}", image=PNG) for index in range(9)]
+    assert _fields(GenerationSpec(controlnets=nets[:8])) == []
+    assert _fields(GenerationSpec(controlnets=nets)) == ["controlnets"]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"name": "x" * 200},
+        {"name": "lllyasviel/control_v11p+sd15-canny.2"},
+        {"image": b"x" * 100},
+        {"controlnet_conditioning_scale": -1e300},
+        {"controlnet_conditioning_scale": 0.0},
+        {"control_guidance_start": 0.0, "control_guidance_end": 1.0},
+        {"control_guidance_start": 0.999},
+        {"control_guidance_end": 0.001},
+        {"guess_mode": True},
+    ],
+)
+def test_a_controlnet_at_its_limits_is_taken(facts: dict[str, Any]) -> None:
+    assert _fields(_net(**facts)) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "field"),
+    [
+        *(({"name": name}, "name") for name in ("", "x" * 201, "a b", "a:b", "../up", "/etc", "ü", "a\n")),
+        ({"image": b""}, "image"),
+        ({"image": b"x" * 101}, "image"),
+        *(({"controlnet_conditioning_scale": scale}, "controlnet_conditioning_scale") for scale in (NAN, INF, -INF)),
+        ({"control_guidance_start": 1.0}, "control_guidance_start"),
+        ({"control_guidance_start": -0.001}, "control_guidance_start"),
+        ({"control_guidance_start": NAN}, "control_guidance_start"),
+        ({"control_guidance_end": 0.0}, "control_guidance_start"),
+        ({"control_guidance_end": 1.001}, "control_guidance_start"),
+        ({"control_guidance_end": NAN}, "control_guidance_start"),
+        ({"control_guidance_start": 0.5, "control_guidance_end": 0.5}, "control_guidance_start"),
+    ],
+)
+def test_a_controlnet_past_its_limits_is_named(facts: dict[str, Any], field: str) -> None:
+    assert _fields(_net(**facts)) == [f"controlnets[0].{field}"]
+
+
 def test_adapters_are_checked_before_they_are_served() -> None:
     spec = GenerationSpec(
         loras=[Lora(name="", scale=NAN, from_step=-1)],
@@ -155,9 +203,9 @@ def test_a_request_id_of_another_kind_is_refused(request_id: str) -> None:
     ("spec", "field"),
     [
         (GenerationSpec(loras=[Lora(name="pastel")]), "spec.loras"),
-        (GenerationSpec(controlnets=[ControlNet(name="edges", image=PNG)]), "spec.controlnets"),
         (GenerationSpec(image=PNG, mask_image=PNG), "spec.mask_image"),
         (GenerationSpec(techniques=Techniques(approximate_cache=True)), "spec.techniques"),
+        (GenerationSpec(techniques=Techniques(stale_residuals=True, masked_blocks=False)), "spec.techniques"),
     ],
 )
 def test_what_is_not_served_yet_is_named(spec: GenerationSpec, field: str) -> None:
@@ -168,3 +216,8 @@ def test_what_is_not_served_yet_is_named(spec: GenerationSpec, field: str) -> No
 
 def test_an_empty_switchboard_switches_nothing() -> None:
     validation.refuse_unserved(GenerationSpec(techniques=Techniques()))
+
+
+def test_controlnets_and_stale_residuals_are_served() -> None:
+    nets = [ControlNet(name="edges", image=PNG)]
+    validation.refuse_unserved(GenerationSpec(controlnets=nets, techniques=Techniques(stale_residuals=False)))

@@ -21,6 +21,7 @@ from bottega.client.aio_job import AsyncJob
 from bottega.client.connection import Connection
 from bottega.client.events import Completed, Event
 from bottega.client.farewell import Farewells, is_over
+from bottega.client.hosting import AddedControlNet, ServedControlNet, add_to_servers, controlnets_of
 from bottega.client.jobs import JobPage, JobState, state_number, status_from
 from bottega.client.late import Heard, late
 from bottega.client.options import GenerationOptions, spec_from
@@ -216,3 +217,14 @@ class AsyncClient:
     async def fleet(self) -> ListMembersResponse:
         """The services that have joined and how busy they are, as the contract describes them."""
         return await self._connection.ask(self._connection.fleet.ListMembers, ListMembersRequest())
+
+    async def controlnets(self) -> tuple[ServedControlNet, ...]:
+        """The ControlNets that are served now, by name, and who has them."""
+        return controlnets_of(await self.fleet())
+
+    async def add_controlnet(self, name: str, folder: str, *, server: str | None = None) -> tuple[AddedControlNet, ...]:
+        """Has every ControlNet server host one more, or one of them by its name; says what each made of it.
+
+        folder: in Diffusers' layout on the servers' machines, below the root that their configuration allows.
+        """
+        return await add_to_servers(await self.fleet(), name, folder, server=server)

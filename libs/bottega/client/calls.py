@@ -17,6 +17,7 @@ from bottega.errors import (
     DeadlinePassed,
     InternalError,
     JobCancelled,
+    NoControlNet,
     NoWorker,
     QueueFull,
     Unavailable,
@@ -154,6 +155,6 @@ def _worth_another_try(error: grpc.RpcError, terms: Terms, *, accepted: bool = F
 
 
 def _ends_job(failure: BottegaError, *, accepted: bool) -> bool:
-    # A job that ended so stays ended: attaching to it would only tell the same again. A call that was refused
-    # at the door for want of a worker may be let in later, such as when the gateway has just restarted.
-    return isinstance(failure, WorkerLost) or (accepted and isinstance(failure, NoWorker))
+    # A job that ended so stays ended: attaching to it would only tell the same again. A call that was refused at the
+    # door for want of a worker or a ControlNet may be let in later, such as when the gateway has just restarted.
+    return isinstance(failure, WorkerLost) or (accepted and isinstance(failure, NoWorker | NoControlNet))

@@ -11,6 +11,7 @@ from typing import Self, Unpack
 from bottega.client.aio import AsyncClient
 from bottega.client.aio_job import AsyncJob
 from bottega.client.events import Event
+from bottega.client.hosting import AddedControlNet, ServedControlNet
 from bottega.client.jobs import JobPage, JobState, JobStatus
 from bottega.client.loop_thread import LoopThread
 from bottega.client.options import GenerationOptions
@@ -155,6 +156,14 @@ class Client:
     def fleet(self) -> ListMembersResponse:
         """The services that have joined, and how busy they are."""
         return self._loop.run(self._client.fleet())
+
+    def controlnets(self) -> tuple[ServedControlNet, ...]:
+        """The ControlNets that are served now, and who has them."""
+        return self._loop.run(self._client.controlnets())
+
+    def add_controlnet(self, name: str, folder: str, *, server: str | None = None) -> tuple[AddedControlNet, ...]:
+        """Has every ControlNet server host one more, or one of them by its name."""
+        return self._loop.run(self._client.add_controlnet(name, folder, server=server))
 
 
 class Job:

@@ -10,10 +10,12 @@ A job (jobs.py; durable: job_store/records.py). A number fences every attempt; o
     queued     a worker is free for it (scheduler.py)           running, with the next number
                its deadline passes, or cannot be met any more   failed (foreman.py, standings.py)
                no worker of its model within the grace          failed: NO_WORKER
+               nobody hosts a ControlNet of it, for the grace   failed: NO_CONTROLNET
     running    progress, checkpoint of the newest attempt       running
                all images of it came, and are stored            completed
                the worker says that it cannot be drawn          failed
                the worker did not take it, or gives it back     queued, first; the worker rests; 60 times a worker
+               the worker reaches no server of a ControlNet     queued, first; these servers rest; as often
                the worker is cut off                            queued, first; max_attempts times
                the worker died, others beside it                queued, first; a suspect
                the worker died, and it was alone there          queued, first; a suspect; the second time

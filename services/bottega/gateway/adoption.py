@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from bottega.errors import BottegaError
 from bottega.gateway.dispatch import Dispatcher
-from bottega.gateway.fleet import Member
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job
+from bottega.gateway.members import Member
 from bottega.gateway.queueing import JobQueue
 from bottega.v1 import image_pb2, worker_pb2
 

@@ -41,7 +41,8 @@ class GatewayConfig:
     max_result_bytes: of one job's images together; at most results_bytes, so that a job has all of them when it ends.
     lease_s: silence after which a service has left; with a sweep every tenth of a second a silent one
         is out within 2 s.
-    model_grace_s: how long jobs of a model are taken and kept while no worker serves it.
+    model_grace_s: how long jobs of a model, or with a ControlNet, are taken and kept while nobody serves it.
+    max_members: services that may be in the fleet at once, of all kinds.
     max_attempts: workers that are cut off with one job, or die with it and others, before it fails; one that is
         stopping or full is none of them. Two that die with it alone make it poison, whatever is said here.
     codec_processes, max_image_bytes, max_image_pixels: for input images.
@@ -63,6 +64,7 @@ class GatewayConfig:
     max_result_bytes: AtLeastOne = 128 << 20
     lease_s: Seconds = 1.5
     model_grace_s: Seconds = 30.0
+    max_members: AtLeastOne = 256
     max_attempts: AtLeastOne = 8
     codec_processes: AtLeastOne = 1
     max_image_bytes: AtLeastOne = 8 << 20

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from bottega.v1 import generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
 
 # Drawn seeds are short enough to be read out, and leave room for the other images.
 _DRAWN_SEED_BITS = 32
 STRENGTH = 0.3
 _QUALITY = 90
+# Diffusers'.
+_CONTROLNET: Mapping[str, float] = MappingProxyType(
+    {"controlnet_conditioning_scale": 1.0, "control_guidance_start": 0.0, "control_guidance_end": 1.0}
+)
 
 
 def complete(spec: GenerationSpec, model: image_pb2.Model) -> GenerationSpec:
@@ -31,6 +37,8 @@ def complete(spec: GenerationSpec, model: image_pb2.Model) -> GenerationSpec:
     full.num_images = spec.num_images if spec.HasField("num_images") else 1
     full.quality = spec.quality if spec.HasField("quality") else _QUALITY
     _complete_denoising(full, spec, model)
+    for net in full.controlnets:
+        _complete_controlnet(net)
     return full
 
 
@@ -53,3 +61,9 @@ def _complete_denoising(full: GenerationSpec, spec: GenerationSpec, model: image
     full.guidance_rescale = spec.guidance_rescale
     if spec.HasField("image"):
         full.strength = spec.strength if spec.HasField("strength") else STRENGTH
+
+
+def _complete_controlnet(net: ControlNet) -> None:
+    for name, value in _CONTROLNET.items():
+        if not net.HasField(name):  # type: ignore[arg-type]
+            setattr(net, name, value)

@@ -16,8 +16,9 @@ from typing import Any
 from bottega.errors import BottegaError, InternalError, QueueFull, TooLarge, Unavailable, WorkerLost
 from bottega.gateway import log_lines
 from bottega.gateway.attempts import AttemptEvents, AttemptObserver, WorkerClient
-from bottega.gateway.fleet import Member
 from bottega.gateway.jobs import Checkpoint, Job
+from bottega.gateway.members import Member
+from bottega.gateway.placement import Placement
 from bottega.gateway.provenance import completed_provenance
 from bottega.gateway.storehouse import Storehouse
 from bottega.rpc.status import from_job_error
@@ -64,10 +65,12 @@ class Dispatcher:
         self,
         *,
         connect: Callable[[str], WorkerClient],
+        placement: Placement,
         storehouse: Storehouse,
         max_result_bytes: int,
     ) -> None:
         self._connect = connect
+        self._placement = placement
         self._storehouse = storehouse
         self._max_result_bytes = max_result_bytes
         self._lines: dict[Member, _Line] = {}
@@ -170,7 +173,8 @@ class Dispatcher:
         attempt = _Attempt(job=job, number=job.number, member=member)
         self._attempts[job.job_id] = line.attempts[job.job_id] = attempt
         line.moves += 1
-        request = _request(attempt)
+        hosts = self._placement.place(job, member)  # first: the checkpoint may be of no use with them
+        request = _request(attempt, hosts)
         attempt.previewed = request.preview
         events = line.client.run_attempt(request)
         attempt.task = asyncio.create_task(self._run(attempt, events))
@@ -320,6 +324,7 @@ class Dispatcher:
 
     def _take_out(self, attempt: _Attempt) -> None:
         del self._attempts[attempt.job.job_id]
+        self._placement.release(attempt.job)
         line = self._lines.get(attempt.member)
         if line is not None:
             del line.attempts[attempt.job.job_id]
@@ -340,7 +345,7 @@ def _name(attempt: _Attempt) -> worker_pb2.AttemptId:
     return worker_pb2.AttemptId(job_id=attempt.job.job_id, number=attempt.number)
 
 
-def _request(attempt: _Attempt) -> worker_pb2.RunAttemptRequest:
+def _request(attempt: _Attempt, hosts: Sequence[worker_pb2.ControlNetHosts]) -> worker_pb2.RunAttemptRequest:
     job = attempt.job
     request = worker_pb2.RunAttemptRequest(
         attempt=_name(attempt),
@@ -348,6 +353,7 @@ def _request(attempt: _Attempt) -> worker_pb2.RunAttemptRequest:
         checkpoint=job.checkpoint.data if job.checkpoint else b"",
         preview=job.preview,
         request_id=job.log_id,
+        controlnets=hosts,
     )
     if job.deadline is not None:
         request.deadline_s = max(0.0, job.deadline - job.clock.monotonic())

@@ -1,7 +1,7 @@
 """Which services have joined, how busy they are, and which models that makes.
 
-A member whose stream ends takes no new work at once; it is lost when it has not come back within the lease.
-Knows no jobs and no wire.
+A member whose stream ends takes no new work at once; it is lost when it has not come back within the lease. What
+ControlNets they host is kept in `hosting`. Knows no jobs and no wire.
 """
 
 from __future__ import annotations
@@ -9,87 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from bottega import rules
-from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Violation
+from bottega.errors import Draining, FleetFull, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Violation
 from bottega.gateway.clock import Clock
+from bottega.gateway.hosting import Hosting
+from bottega.gateway.members import FleetObserver, Member
 from bottega.gateway.registrations import MAX_MODELS, check_load, check_registration
 from bottega.planning import StepTimes
 from bottega.v1 import fleet_pb2, image_pb2
 
 # A worker of the miniature restarts in about 7 s (facts.md); half of that is a fair guess.
 _RETRY_AFTER_S = 3.0
-# Between two jobs that a worker does not take: one report of its load.
+# Between two jobs, or sessions, that a service does not take: one report of its load.
 _REST_S = 0.5
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Member:
-    """A service that has joined.
-
-    load, steps_left, times: as it last reported; steps_left is of the attempts that it runs, by job.
-    name: unique in the fleet.
-    stream: counts its Join streams; only the newest one speaks for it.
-    rests_until: on the monotonic clock; until then it gets nothing new.
-    wake: set when that stream has something to say or shall end; every stream has one of its own.
-    """
-
-    registration: fleet_pb2.Registration
-    joined_at: float
-    heard_at: float
-    load: fleet_pb2.Load = field(default_factory=fleet_pb2.Load)
-    steps_left: dict[str, int] = field(default_factory=dict)
-    times: StepTimes = field(default_factory=StepTimes)
-    connected: bool = True
-    stream: int = 1
-    backlog: int = 0
-    rests_until: float = 0.0
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    # Asked for of every member at every look of the scheduler, where a message would be too slow to ask.
-    name: str = field(init=False)
-    _served: frozenset[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.name = self.registration.name
-        self._served = frozenset(model.name for model in self.models)
-
-    @property
-    def is_worker(self) -> bool:
-        """Whether it draws pictures."""
-        return self.registration.kind == fleet_pb2.SERVICE_KIND_WORKER
-
-    @property
-    def models(self) -> Sequence[image_pb2.Model]:
-        """Models that it draws with; what other kinds of services list is none of them."""
-        return self.registration.models if self.is_worker else ()
-
-    def serves(self, model: str) -> bool:
-        """Whether it is a worker of that model."""
-        return model in self._served
-
-    def tell_backlog(self, backlog: int) -> None:
-        """Lets its stream say how many jobs wait for it, if that is news."""
-        if backlog != self.backlog:
-            self.backlog = backlog
-            self.wake.set()
-
-
-class FleetObserver(Protocol):
-    """Who wants to know. Called in the event loop; must not block."""
-
-    def member_joined(self, member: Member) -> None:
-        """A member has joined, or is back within its lease."""
-
-    def member_changed(self, member: Member) -> None:
-        """A member reported its load, or has left for now."""
-
-    def member_lost(self, member: Member) -> None:
-        """A member will not come back: what it ran is lost."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,21 +38,26 @@ class _Seen:
 
 
 class Fleet:
-    """The registry. lease_s: silence after which a member is lost. closed: set when nobody may join any more."""
+    """The registry.
 
-    def __init__(self, *, lease_s: float, model_grace_s: float, clock: Clock) -> None:
+    lease_s: silence after which a member is lost. max_members: of all kinds. closed: set when nobody may join any more.
+    """
+
+    def __init__(self, *, lease_s: float, model_grace_s: float, max_members: int, clock: Clock) -> None:
         self.lease_s = lease_s
+        self._max_members = max_members
         self._model_grace_s = model_grace_s
         self._clock = clock
         self._members: dict[tuple[int, str], Member] = {}
         self._seen: dict[str, _Seen] = {}
+        self.hosting = Hosting(grace_s=model_grace_s, clock=clock)
         self.closed = asyncio.Event()
         self.observer: FleetObserver | None = None
 
     def join(self, registration: fleet_pb2.Registration) -> Member:
         """A newcomer; it replaces an older member of its name that has gone, or that was at its address.
 
-        Raises InvalidRequest, also when the name is in use, ModelMismatch, Draining.
+        Raises InvalidRequest, also when the name is in use, ModelMismatch, FleetFull, Draining.
         """
         rules.refuse(list(check_registration(registration)))
         if self.closed.is_set():
@@ -125,6 +67,11 @@ class Fleet:
         member = self._members.get(key)
         if member is not None:
             self._check_name(registration, member, now)
+        elif len(self._members) >= self._max_members:
+            raise FleetFull(
+                f"the fleet has {self._max_members} members, and max_members of the gateway allows no more",
+                metadata={"max_members": str(self._max_members)},
+            )
         self._check_models(registration, [other for other in self._members.values() if other is not member])
         if member is not None and member.registration == registration:
             member.connected, member.heard_at = True, now
@@ -152,6 +99,7 @@ class Fleet:
             for time in load.step_times
             if math.isfinite(time.seconds) and time.seconds > 0
         )
+        self.hosting.take(member)
         if self.observer:
             self.observer.member_changed(member)
 
@@ -160,6 +108,7 @@ class Fleet:
         if not member.connected or member.stream != stream:
             return
         member.connected = False
+        self.hosting.leave(member)
         self._see(member, self._clock.monotonic())
         _log.info("member left", extra={"member": member.name})
         if self.observer:
@@ -197,9 +146,9 @@ class Fleet:
         now = self._clock.monotonic()
         return [m for m in self.serving(model) if not m.load.draining and m.rests_until <= now]
 
-    def let_rest(self, worker: str) -> None:
-        """A worker has just not taken a job, whatever it reports: it is given none for a moment."""
-        member = self._members.get((fleet_pb2.SERVICE_KIND_WORKER, worker))
+    def let_rest(self, name: str, *, kind: fleet_pb2.ServiceKind.ValueType = fleet_pb2.SERVICE_KIND_WORKER) -> None:
+        """A service has just not taken what it was given, whatever it reports: it is given nothing for a moment."""
+        member = self._members.get((kind, name))
         if member is not None:
             member.rests_until = self._clock.monotonic() + _REST_S
 
@@ -233,6 +182,11 @@ class Fleet:
             return False
         return bool(self.serving(model)) or seen.at > self._clock.monotonic() - self._model_grace_s
 
+    def base(self, model: str) -> str:
+        """What the ControlNets of a model must have been made for; empty where that is not known."""
+        seen = self._seen.get(model)
+        return seen.model.base if seen else ""
+
     def _check_name(self, registration: fleet_pb2.Registration, member: Member, now: float) -> None:
         """Two services of one name would push each other out for ever, and lose each other's attempts."""
         elsewhere = member.registration.address != registration.address
@@ -263,6 +217,7 @@ class Fleet:
         if member.connected:
             self._see(member, member.heard_at)
         member.connected = False
+        self.hosting.leave(member)
         member.stream += 1
         member.wake.set()
         if self.observer:

@@ -11,7 +11,8 @@ import psutil
 
 from bottega.errors import DeadlinePassed, Draining, InvalidRequest, Violation
 from bottega.gateway.clock import Clock
-from bottega.gateway.fleet import Fleet, Member
+from bottega.gateway.fleet import Fleet
+from bottega.gateway.members import Member
 from bottega.gateway.queueing import JobQueue
 from bottega.process.memory import resident_bytes
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc

@@ -12,17 +12,20 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from bottega.errors import BottegaError, DeadlinePassed, Draining, NoWorker, Poisoned, WorkerLost
+from bottega.errors import BottegaError, DeadlinePassed, Draining, NoControlNet, NoWorker, Poisoned, WorkerLost
 from bottega.gateway import log_lines
 from bottega.gateway.adoption import Adoption
 from bottega.gateway.attempts import died_alone, is_death
 from bottega.gateway.clock import Clock
 from bottega.gateway.dispatch import Dispatcher
-from bottega.gateway.fleet import Fleet, Member
+from bottega.gateway.fleet import Fleet
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import MOST_ATTEMPTS, Job, Picture, Standing
 from bottega.gateway.matching import Matching
+from bottega.gateway.members import Member
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.placement import Placement
+from bottega.gateway.prefetch import Prefetcher
 from bottega.gateway.queueing import JobQueue
 from bottega.gateway.seating import Seating
 from bottega.gateway.standings import Standings, unmeetable
@@ -45,6 +48,8 @@ _AT_DEADLINE_S = 0.1
 _MOST_RETURNS = 60
 # Attempts that have just completed, which reports on their way may still tell of.
 _JUST_COMPLETED = 256
+# The first jobs of a line, whose ControlNets are loaded ahead: those behind them would drive these out again.
+_AHEAD = 8
 # design.md: two workers that died of a job, each running it alone, make it poison.
 _POISONOUS = 2
 
@@ -63,6 +68,8 @@ class Foreman:
         *,
         fleet: Fleet,
         dispatcher: Dispatcher,
+        placement: Placement,
+        prefetcher: Prefetcher,
         queue: JobQueue,
         log: JobLog,
         metrics: GatewayMetrics,
@@ -73,7 +80,9 @@ class Foreman:
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
-        self._seating = Seating(dispatcher, log)
+        self._placement = placement
+        self._prefetcher = prefetcher
+        self._seating = Seating(dispatcher, placement, log)
         self._matching = Matching(
             fleet=fleet, dispatcher=dispatcher, queue=queue, log=log, seating=self._seating, clock=clock
         )
@@ -167,6 +176,7 @@ class Foreman:
             deadline.cancel()
         self._matching.close()
         await self._adoption.close()
+        await self._prefetcher.close()
         await self._dispatcher.close()
         await self._jobs.close()
         await asyncio.gather(*self._ending, return_exceptions=True)
@@ -192,6 +202,8 @@ class Foreman:
         self._matching.at_once(job.spec.model, free_at=job.queued_at)
         if job.state == image_pb2.JOB_STATE_QUEUED:
             self._standings.tell_last(job)
+            if len(self._queue.line(job.bare.model)) <= _AHEAD:
+                self._prefetcher.ahead([job])
 
     def show(self, job: Job) -> None:
         """Somebody wants previews of the job."""
@@ -247,13 +259,14 @@ class Foreman:
         if not member.connected:
             self._count_members()
         self._stop_stale_attempts(member)
-        for model in member.models:
-            self._matching.soon(model.name)
+        for model in self._queue.models() if member.is_controlnet_server else [model.name for model in member.models]:
+            self._matching.soon(model)
 
     def member_lost(self, member: Member) -> None:
         """See FleetObserver."""
         self._count_members()
         self._dispatcher.lose(member)
+        self._prefetcher.lose(member)
         self._seating.forget(member)
 
     # What the dispatcher tells.
@@ -288,11 +301,14 @@ class Foreman:
             return
         self._metrics.attempt_returned()
         log_lines.attempt_lost(job, error)
-        self._fleet.let_rest(job.worker)
+        if isinstance(error, NoControlNet):
+            self._placement.let_rest(job, error)
+        else:
+            self._fleet.let_rest(job.worker)
         job.take_back(number)
         most = min(_MOST_RETURNS * max(1, len(self._fleet.serving(job.spec.model))), MOST_ATTEMPTS)
         if job.returns >= most or job.attempts >= MOST_ATTEMPTS:
-            self.fail(job, NoWorker(f"no worker took the job: {error.message}", retry_after_s=1.0))
+            self.fail(job, _not_taken(error))
             return
         self._jobs.waits_again(job)
         self._line_up_again(job)
@@ -394,15 +410,33 @@ class Foreman:
                 self._matching.at_once(model)
                 for job, error in list(self._standings.unmeetable(model)):
                     self.fail(job, error)
+                self._look_after_controlnets(model, patient=patient)
                 continue
             for job in list(self._queue.line(model)):
                 self.fail(job, NoWorker("no worker came back for the model", retry_after_s=self._queue.retry_after_s()))
         await self._standings.tell_all()
 
+    def _look_after_controlnets(self, model: str, *, patient: bool) -> None:
+        line = self._queue.line(model)
+        self._prefetcher.ahead(itertools.islice(line, _AHEAD))
+        if patient:
+            return
+        for job in [job for job in line if job.controlnets]:
+            gone = self._placement.missing(job)
+            if gone is not None:
+                self.fail(job, gone)
+
     def _count_members(self) -> None:
         counts = Counter(member.registration.kind for member in self._fleet.members())
         for kind in ServiceKind.values()[1:]:
             self._metrics.members(ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower(), counts[kind])
+
+
+def _not_taken(error: BottegaError) -> BottegaError:
+    """Why a job fails that nobody takes, however often it is offered."""
+    if isinstance(error, NoControlNet):
+        return error
+    return NoWorker(f"no worker took the job: {error.message}", retry_after_s=1.0)
 
 
 async def _out_of_hand(job: Job) -> None:

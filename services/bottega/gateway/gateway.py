@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from bottega.config import state_folder
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.gateway.clock import Clock
 from bottega.gateway.config import GatewayConfig
+from bottega.gateway.controlnet_client import GrpcControlNetClient
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.fleet_service import FleetService
@@ -20,6 +22,8 @@ from bottega.gateway.intake import Intake
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.job_store import SqliteJobStore
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.placement import Placement
+from bottega.gateway.prefetch import Prefetcher
 from bottega.gateway.provenance import version
 from bottega.gateway.queueing import JobQueue
 from bottega.gateway.service import ImageService
@@ -28,6 +32,7 @@ from bottega.gateway.worker_client import GrpcWorkerClient
 from bottega.rpc.server import Server
 from bottega.storage import ContentStore
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
+from bottega.v1.controlnet_pb2 import HostedState
 
 # How often health is told anew, beside whenever it changes.
 _HEALTH_S = 1.0
@@ -43,7 +48,14 @@ class Gateway:
         self.server = Server("gateway", config.server)
         self._this = fleet_pb2.Registration(kind=fleet_pb2.SERVICE_KIND_GATEWAY, name=config.name, version=version())
         metrics = GatewayMetrics(self.server.registry)
-        fleet = Fleet(lease_s=config.lease_s, model_grace_s=config.model_grace_s, clock=clock)
+        fleet = Fleet(
+            lease_s=config.lease_s,
+            model_grace_s=config.model_grace_s,
+            max_members=config.max_members,
+            clock=clock,
+        )
+        placement = Placement(fleet=fleet, clock=clock)
+        _watch_controlnets(fleet, metrics)
         self._storehouse = storehouse = _storehouse(config, metrics, clock)
         self._jobs = log = JobLog(storehouse=storehouse, clock=clock)
         queue = JobQueue(max_jobs=config.max_queued, budget_bytes=config.max_queued_bytes, clock=clock)
@@ -51,8 +63,13 @@ class Gateway:
         self._foreman = Foreman(
             fleet=fleet,
             dispatcher=Dispatcher(
-                connect=GrpcWorkerClient, storehouse=storehouse, max_result_bytes=config.max_result_bytes
+                connect=GrpcWorkerClient,
+                placement=placement,
+                storehouse=storehouse,
+                max_result_bytes=config.max_result_bytes,
             ),
+            placement=placement,
+            prefetcher=Prefetcher(connect=GrpcControlNetClient, placement=placement, metrics=metrics),
             queue=queue,
             log=log,
             metrics=metrics,
@@ -148,6 +165,12 @@ class Gateway:
             self._telling.cancel()
             await asyncio.gather(self._telling, return_exceptions=True)
             self._telling = None
+
+
+def _watch_controlnets(fleet: Fleet, metrics: GatewayMetrics) -> None:
+    for state, number in HostedState.items()[1:]:
+        name = state.removeprefix("HOSTED_STATE_").lower()
+        metrics.watch_controlnets(name, functools.partial(fleet.hosting.count, number))
 
 
 def _storehouse(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Storehouse:

@@ -38,7 +38,7 @@ from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
 # image, mask_image and as many ControlNets as a request may have.
-_MAX_INPUT_IMAGES = 2 + validation.MAX_ADAPTERS
+_MAX_INPUT_IMAGES = 2 + rules.MAX_ADAPTERS
 # Failures that ask for the same order again; it is then drawn as a new job.
 _WORTH_A_RETRY = (Unavailable, DeadlinePassed, DeadlineUnmeetable)
 
@@ -83,8 +83,9 @@ class Intake:
         """The order's job, and whether it is new: a known request_id attaches to its first run. A new one is durable.
 
         Raises RequestIdReused, InvalidRequest or BadImage, FieldNotServed, Draining, ModelNotFound or NoWorker,
-        QueueFull, DeadlineUnmeetable, StorageUnavailable, in this order; except that without room no image is decoded,
-        and that a request_id cannot be looked for where the disk cannot be read.
+        ControlNetNotFound or ControlNetUnusable or NoControlNet, QueueFull, DeadlineUnmeetable, StorageUnavailable, in
+        this order; except that without room no image is decoded, and that a request_id cannot be looked for where the
+        disk cannot be read.
         """
         try:
             return await self._accept(order)
@@ -181,6 +182,7 @@ class Intake:
         if model is None:
             assert unknown is not None
             raise unknown
+        self._fleet.hosting.resolve((net.name for net in spec.controlnets), model)
         return model
 
     def _resolve(self, spec: GenerationSpec) -> tuple[image_pb2.Model | None, BottegaError | None]:

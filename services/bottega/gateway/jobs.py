@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from bottega.errors import BottegaError, JobCancelled
@@ -106,6 +106,8 @@ class Job:
     returns: attempts that workers did not take, or gave back. alone: nobody else has been at the worker since the
     current attempt began. suspect_until: steps within which a worker died of it, perhaps.
     log_id: the request_id of its log lines, here and at the workers; never empty.
+    controlnets: their names, one for each in the spec. versions: their hashes, by name, that the newest attempt uses;
+    servers: those that it was given for them.
     life: lives of the gateway before this one. number: of the newest attempt. created_wall: 0 is now.
     outcome: decided, and not to be told before it is durable. left: why nobody here follows the job any further.
     """
@@ -142,6 +144,8 @@ class Job:
     repeated_steps: int = 0
     previews: dict[int, Preview] = field(default_factory=dict)
     checkpoint: Checkpoint | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    servers: tuple[str, ...] = ()
     pictures: tuple[Picture, ...] = ()
     provenance: Provenance | None = None
     error: BottegaError | None = None
@@ -161,6 +165,7 @@ class Job:
 
     num_images: int = field(init=False)
     rows: int = field(init=False)
+    controlnets: tuple[str, ...] = field(init=False)
 
     listeners: set[Callable[[], None]] = field(default_factory=set)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -172,6 +177,7 @@ class Job:
         self.created_at = self.queued_at - max(0.0, now_wall - self.created_wall)
         # Asked for at every look of the scheduler, where a message would be too slow to ask.
         self.num_images, self.rows = self.spec.num_images, work.rows(self.spec)
+        self.controlnets = tuple(net.name for net in self.bare.controlnets)
         self.steps_total = work.steps_to_run(self.spec) * self.num_images
         if self.deaths and self.suspect_until is None:
             self.suspect_until = self.steps_total  # how far it was is not remembered over a restart
@@ -277,6 +283,12 @@ class Job:
             return False
         self.checkpoint = checkpoint
         return True
+
+    def use(self, versions: Mapping[str, str], *, servers: tuple[str, ...]) -> None:
+        """The attempt that begins uses ControlNets in these versions: what others had a part in is drawn again."""
+        if any(digest != versions.get(name, digest) for name, digest in self.versions.items()):
+            self.checkpoint = None
+        self.versions, self.servers = versions, servers
 
     def meet(self) -> None:
         """Another job goes to the same worker: from now on its death would not surely be this one's doing."""

@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 from bottega.gateway.clock import Clock
 from bottega.gateway.dispatch import Dispatcher
-from bottega.gateway.fleet import Fleet, Member
+from bottega.gateway.fleet import Fleet
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job, Standing
+from bottega.gateway.members import Member
 from bottega.gateway.queueing import JobQueue
 from bottega.gateway.scheduler import assign
 from bottega.gateway.seating import Seating
@@ -98,7 +99,7 @@ class Matching:
 
     def _look(self, model: str, free_at: float) -> None:
         members = {member.name: member for member in self._fleet.workers(model) if not self.kept_back(member)}
-        waiting = (self._seating.waiting(job, members) for job in self._queue.line(model))
+        waiting = self._seating.candidates(self._queue.line(model), members)
         late: list[tuple[Job, float]] = []
         for assignment in assign(waiting, self._seating.seats(members.values())):
             job = self._jobs.find(assignment.job_id)

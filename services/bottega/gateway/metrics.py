@@ -46,6 +46,18 @@ class GatewayMetrics:
             "bottega_store_waiting", "Operations that wait for the next commit of the job store.", registry=registry
         )
         self._queued = Gauge("bottega_queued_jobs", "Jobs that wait.", registry=registry)
+        self._prefetches = Counter(
+            "bottega_controlnet_prefetches",
+            "Requests to ControlNet servers to load what queued jobs will need, by outcome.",
+            ("outcome",),
+            registry=registry,
+        )
+        self._controlnets = Gauge(
+            "bottega_controlnets",
+            "ControlNets that servers host, by state; each counts for each of its servers.",
+            ("state",),
+            registry=registry,
+        )
         self._members = Gauge("bottega_members", "Services that have joined, by kind.", ("kind",), registry=registry)
 
     def acknowledged(self) -> None:
@@ -63,6 +75,14 @@ class GatewayMetrics:
     def watch_queue(self, length: Callable[[], float]) -> None:
         """Where to read the length of the queue."""
         self._queued.set_function(length)
+
+    def watch_controlnets(self, state: str, count: Callable[[], float]) -> None:
+        """Where to read how many ControlNets are in a state."""
+        self._controlnets.labels(state).set_function(count)
+
+    def prefetched(self, outcome: str) -> None:
+        """Counts a request to load ahead."""
+        self._prefetches.labels(outcome).inc()
 
     def job_ended(self, outcome: str) -> None:
         """Counts a job that ended."""

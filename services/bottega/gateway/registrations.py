@@ -13,10 +13,14 @@ from bottega import rules
 from bottega.errors import ConfigError, Violation
 from bottega.rpc.address import split
 from bottega.v1 import fleet_pb2, image_pb2
+from bottega.v1.controlnet_pb2 import HostedControlNet, HostedState
 from bottega.v1.generation_pb2 import Sampler
 
 MAX_MODELS = 256
 """Of one service, and names that are remembered after their last worker has left."""
+
+MAX_CONTROLNETS = 1024
+"""Of one service."""
 
 _MAX_CHARACTERS = 128
 _MAX_MODEL_CHARACTERS = 200
@@ -54,6 +58,26 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
     for name in ("max_rows", "memory_bytes"):
         if getattr(load, name) < 0:
             yield Violation(field=f"load.{name}", description="must not be negative")
+    yield from _controlnets(load)
+
+
+def _controlnets(load: fleet_pb2.Load) -> Iterator[Violation]:
+    names = {net.name for net in load.controlnets}
+    if not len(names) == len(load.controlnets) <= MAX_CONTROLNETS:
+        rule = f"at most {MAX_CONTROLNETS}, each with a name of its own"
+        yield Violation(field="load.controlnets", description=rule)
+    elif not all(map(_can_be_hosted, load.controlnets)):
+        rule = f"names must be such as a request may have, hashes and bases of {_MAX_CHARACTERS} characters at most"
+        yield Violation(field="load.controlnets", description=f"{rule}, numbers not negative, states known")
+
+
+def _can_be_hosted(net: HostedControlNet) -> bool:
+    return (
+        rules.is_adapter_name(net.name)
+        and max(len(net.digest), len(net.base)) <= _MAX_CHARACTERS
+        and min(net.size_bytes, net.popularity, net.sessions) >= 0
+        and net.state in HostedState.values()
+    )
 
 
 def _models(registration: fleet_pb2.Registration) -> Iterator[Violation]:
@@ -61,14 +85,14 @@ def _models(registration: fleet_pb2.Registration) -> Iterator[Violation]:
     if not len(names) == len(registration.models) <= MAX_MODELS:
         yield _violation("models", f"at most {MAX_MODELS}, each with a name of its own")
     elif not all(_is_bounded(model) for model in registration.models):
-        rule = f"names are at most {_MAX_MODEL_CHARACTERS} characters, hashes and dtypes {_MAX_CHARACTERS}"
+        rule = f"names are at most {_MAX_MODEL_CHARACTERS} characters, hashes, dtypes and bases {_MAX_CHARACTERS}"
         yield _violation("models", rule)
     elif not all(_can_be_drawn_with(model) for model in registration.models):
         yield _violation("models", "their defaults and limits must be such as a request may have, or absent")
 
 
 def _is_bounded(model: image_pb2.Model) -> bool:
-    facts = (model.model_hash, model.dtype)
+    facts = (model.model_hash, model.dtype, model.base)
     return len(model.name) <= _MAX_MODEL_CHARACTERS and all(len(fact) <= _MAX_CHARACTERS for fact in facts)
 
 

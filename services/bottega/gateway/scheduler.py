@@ -7,7 +7,7 @@ model. Knows no clock, no jobs' contents and no wire.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -42,13 +42,23 @@ class Waiting:
     """A job that waits.
 
     avoid: a worker that must not get it, because it was just lost with it. alone: it may only run by itself, because
-    a worker may have died of it.
+    a worker may have died of it. takers: the only workers that may get it, with the seconds that each needs beside it
+    for something to load; None is all of them.
     """
 
     job_id: str
     demand: Demand
     avoid: str = ""
     alone: bool = False
+    takers: Mapping[str, float] | None = None
+
+    def may_go_to(self, worker: str) -> bool:
+        """Whether that worker may get it."""
+        return worker != self.avoid and (self.takers is None or worker in self.takers)
+
+    def load_s(self, worker: str) -> float:
+        """Seconds that something takes to load there."""
+        return self.takers[worker] if self.takers is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +99,8 @@ def assign(waiting: Iterable[Waiting], seats: Sequence[Seat]) -> list[Assignment
 
     A job goes where it is expected to complete first. If that is a worker that should not take it yet, it
     stays in the queue, and the jobs behind it reckon with it. One that must run alone takes an idle worker, else it has
-    one cleared for it: never more than one at a time, so that the others go on.
+    one cleared for it: never more than one at a time, so that the others go on. One that few workers may get waits for
+    those without holding up the ones behind it elsewhere.
     """
     benches = [_Bench(seat) for seat in seats]
     assignments: list[Assignment] = []
@@ -101,20 +112,24 @@ def assign(waiting: Iterable[Waiting], seats: Sequence[Seat]) -> list[Assignment
         job = line.popleft()
         behind = tuple(other.demand for other in line if not other.alone)
         line.extend(islice(rest, 1))
-        eligible = [bench for bench in benches if bench.seat.worker != job.avoid]
+        eligible = [bench for bench in benches if job.may_go_to(bench.seat.worker)]
         if job.alone:
             eligible = _room_alone(eligible, benches)
         offers = [bench.offer(job.demand, behind) for bench in eligible if not bench.closed]
         if not offers:
             continue
-        if not any(offer.now for offer in offers):
+        if job.takers is None and not any(offer.now for offer in offers):
             break
-        best = min(offers, key=lambda offer: offer.completes_s)
+        best = _best(job, offers)
         if best.now:
             assignments.append(_assignment(job, best))
         best.bench.take(job.demand, bound=best.now)
         best.bench.closed = job.alone
     return assignments
+
+
+def _best(job: Waiting, offers: Iterable[_Offer]) -> _Offer:
+    return min(offers, key=lambda offer: offer.completes_s + job.load_s(offer.bench.seat.worker))
 
 
 def _room_alone(eligible: list[_Bench], benches: Sequence[_Bench]) -> list[_Bench]:

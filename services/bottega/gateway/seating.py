@@ -7,13 +7,14 @@ changed: a look at the queue is due at every step of every job, and from one to 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from bottega.gateway.dispatch import Dispatcher
-from bottega.gateway.fleet import Member
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job
+from bottega.gateway.members import Member
+from bottega.gateway.placement import Placement
 from bottega.gateway.scheduler import Demand, Seat, Waiting
 from bottega.v1 import fleet_pb2
 
@@ -35,8 +36,9 @@ class _Kept:
 class Seating:
     """Translates for the scheduler."""
 
-    def __init__(self, dispatcher: Dispatcher, log: JobLog) -> None:
+    def __init__(self, dispatcher: Dispatcher, placement: Placement, log: JobLog) -> None:
         self._dispatcher = dispatcher
+        self._placement = placement
         self._jobs = log
         self._kept: dict[Member, _Kept] = {}
 
@@ -48,13 +50,27 @@ class Seating:
         """The worker is lost."""
         self._kept.pop(member, None)
 
-    def waiting(self, job: Job, members: Mapping[str, Member]) -> Waiting:
+    def candidates(self, line: Iterable[Job], members: Mapping[str, Member]) -> Iterator[Waiting]:
+        """Those of a model's line that somebody may get now, made one by one as they are asked for.
+
+        Others wait for a ControlNet that is away, and are not in the way of those behind them.
+        """
+        known: dict[tuple[str, ...], Mapping[str, float] | None] = {(): None}
+        for job in line:
+            if job.controlnets not in known:
+                known[job.controlnets] = self._placement.takers(job)
+            takers = known[job.controlnets]
+            if takers is None or takers:
+                yield self.waiting(job, members, takers)
+
+    def waiting(self, job: Job, members: Mapping[str, Member], takers: Mapping[str, float] | None = None) -> Waiting:
         """A job that waits, by what it asks for; a checkpoint saves it steps."""
         return Waiting(
             job_id=job.job_id,
             demand=_demand(job, job.steps_total - (job.checkpoint.steps_done if job.checkpoint else 0)),
             avoid=job.lost_worker if _must_avoid(job, members) else "",
             alone=job.suspect,
+            takers=takers,
         )
 
     def _seat(self, member: Member) -> Seat:

@@ -13,14 +13,20 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega.errors import FieldNotServed, Violation
 from bottega.gateway.defaults import STRENGTH
-from bottega.rules import MAX_SIDE, MAX_STEPS, check_ranges, check_steps_left, check_texts
+from bottega.rules import (
+    MAX_ADAPTERS,
+    MAX_SIDE,
+    MAX_STEPS,
+    check_controlnets,
+    check_ranges,
+    check_steps_left,
+    check_texts,
+    is_adapter_name,
+)
 from bottega.v1 import generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Sampler
-
-MAX_ADAPTERS = 8
+from bottega.v1.generation_pb2 import GenerationSpec, Lora, Sampler
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
 _MAX_MODEL_CHARACTERS = 200
 _KARRAS_SAMPLERS = frozenset({generation_pb2.SAMPLER_EULER, generation_pb2.SAMPLER_DPMPP_2M})
 # Of ListJobs; see its comment.
@@ -29,8 +35,9 @@ _MAX_STATES = 16
 # What a Timestamp may say, by its own definition.
 _FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
 
-# Fields that are designed and not served yet, in the order in which they are named.
-_UNSERVED = ("loras", "controlnets", "mask_image", "techniques")
+# Fields that are designed and not served yet, in the order in which they are named; and the techniques that are.
+_UNSERVED = ("loras", "mask_image", "techniques")
+_SERVED_TECHNIQUES = frozenset({"stale_residuals"})
 
 
 def check_request_id(request_id: str) -> Iterator[Violation]:
@@ -112,34 +119,22 @@ def _images(spec: GenerationSpec, max_bytes: int) -> Iterator[Violation]:
 
 
 def _adapters(spec: GenerationSpec, max_bytes: int) -> Iterator[Violation]:
-    for name in ("loras", "controlnets"):
-        if len(getattr(spec, name)) > MAX_ADAPTERS:
-            yield _violation(name, f"at most {MAX_ADAPTERS}")
+    if len(spec.loras) > MAX_ADAPTERS:
+        yield _violation("loras", f"at most {MAX_ADAPTERS}")
     for index, lora in enumerate(spec.loras[:MAX_ADAPTERS]):
         yield from _lora(f"spec.loras[{index}]", lora)
+    yield from check_controlnets(spec)
     for index, net in enumerate(spec.controlnets[:MAX_ADAPTERS]):
-        yield from _controlnet(f"spec.controlnets[{index}]", net, max_bytes)
+        yield from _encoded(f"spec.controlnets[{index}].image", net.image, max_bytes)
 
 
 def _lora(path: str, lora: Lora) -> Iterator[Violation]:
-    if not _NAME.fullmatch(lora.name):
+    if not is_adapter_name(lora.name):
         yield Violation(field=f"{path}.name", description="must be the name of a LoRA")
     if lora.HasField("scale") and not math.isfinite(lora.scale):
         yield Violation(field=f"{path}.scale", description="must be a finite number")
     if lora.HasField("from_step") and not 0 <= lora.from_step <= MAX_STEPS:
         yield Violation(field=f"{path}.from_step", description=f"must be 0 to {MAX_STEPS}")
-
-
-def _controlnet(path: str, net: ControlNet, max_bytes: int) -> Iterator[Violation]:
-    if not _NAME.fullmatch(net.name):
-        yield Violation(field=f"{path}.name", description="must be the name of a ControlNet")
-    yield from _encoded(f"{path}.image", net.image, max_bytes)
-    if net.HasField("controlnet_conditioning_scale") and not math.isfinite(net.controlnet_conditioning_scale):
-        yield Violation(field=f"{path}.controlnet_conditioning_scale", description="must be a finite number")
-    start = net.control_guidance_start
-    end = net.control_guidance_end if net.HasField("control_guidance_end") else 1.0
-    if not 0 <= start < end <= 1:
-        yield Violation(field=f"{path}.control_guidance_start", description="0 <= start < end <= 1 must hold")
 
 
 def _img2img_steps(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violation]:
@@ -157,7 +152,7 @@ def _encoded(path: str, image: bytes, max_bytes: int) -> Iterator[Violation]:
 
 def _uses(spec: GenerationSpec, name: str) -> bool:
     if name == "techniques":
-        return bool(spec.techniques.ListFields())
+        return bool({field.name for field, _ in spec.techniques.ListFields()} - _SERVED_TECHNIQUES)
     return spec.HasField("mask_image") if name == "mask_image" else bool(getattr(spec, name))
 
 

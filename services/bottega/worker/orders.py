@@ -69,6 +69,7 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
             yield Violation(field=f"spec.{name}", description="must be filled in")
     yield from rules.check_texts(spec)
     yield from rules.check_ranges(spec)
+    yield from rules.check_controlnets(spec)
     if spec.HasField("image") and not 0 < len(spec.image) <= MAX_IMAGE_BYTES:
         yield Violation(field="spec.image", description=f"must be 1 to {MAX_IMAGE_BYTES} bytes")
     if spec.HasField("strength") != spec.HasField("image"):

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from bottega.codec import CodecPool
-from bottega.errors import BottegaError, Draining, InternalError, JobCancelled, StaleAttempt, WorkerLost
+from bottega.errors import BottegaError, Draining, FieldNotServed, InternalError, JobCancelled, StaleAttempt, WorkerLost
 from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet import FleetMembership
 from bottega.rpc.status import from_job_error
@@ -85,11 +85,14 @@ class Worker:
     def run(self, order: Order) -> Attempt:
         """Starts the order's attempt, or finds it where it is held already.
 
-        Raises StaleAttempt when a later attempt at the job is held, Draining, QueueFull.
+        Raises FieldNotServed, StaleAttempt when a later attempt at the job is held, Draining, QueueFull.
         """
         known = self.attempts.find(order.key)
         if known is not None:
             return known
+        if order.spec.controlnets:
+            # A picture without the control that was asked for is no answer.
+            raise FieldNotServed("this worker runs no ControlNets", metadata={"field": "spec.controlnets"})
         earlier = self.attempts.superseded(order.key)
         if self._draining:
             raise Draining("the worker is stopping")

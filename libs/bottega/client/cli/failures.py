@@ -18,18 +18,22 @@ _FORBIDDEN = ("EROFS", "EACCES", "EPERM", "SQLITE_READONLY", "SQLITE_PERM")
 _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
     {
         errors.ModelNotFound: "bottega models lists what is served.",
+        errors.ControlNetNotFound: "bottega controlnets lists what is served.",
+        errors.ControlNetUnusable: "bottega controlnets lists which model each is for; bottega models what is served.",
         errors.JobNotFound: "bottega jobs lists those that are remembered.",
         errors.ImageNotFound: "bottega generate with the same seed draws the same picture again.",
         errors.JobNotFinished: "bottega jobs watch ID follows it.",
         errors.JobCancelled: "bottega generate begins another one.",
         errors.NotFinite: "Try another seed, a lower guidance scale or another sampler.",
         errors.NoWorker: "bottega fleet shows who has joined; bottega logs says why a worker has not.",
+        errors.NoControlNet: "bottega controlnets says who hosts what; bottega logs why a server is not there.",
         errors.Draining: "Try again in a moment.",
         errors.WorkerLost: "Try again; if it happens every time, bottega logs -n 50 says why.",
         errors.Poisoned: "Do not try it as it is; bottega logs -n 50 says how its workers ended.",
         errors.DataLoss: "Asking again does not help; bottega logs gateway -n 50 says what is damaged.",
         errors.DeadlineUnmeetable: _MORE_TIME,
         errors.DeadlinePassed: _MORE_TIME,
+        errors.FleetFull: "Stop a service that is not needed, or raise max_members in the gateway's configuration.",
         errors.TooLarge: "Ask for a smaller picture or for fewer at once.",
         PortTaken: "bottega doctor says by whom; another one: bottega up --port PORT (0: any).",
     }

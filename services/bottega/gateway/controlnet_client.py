@@ -1,0 +1,32 @@
+"""Calls to one ControlNet server over gRPC; every failure comes out as a BottegaError. Knows no jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+
+from bottega.rpc.channel import open_channel
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc
+
+
+class GrpcControlNetClient:
+    """See prefetch.ControlNetClient. Connects by itself and reconnects."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self._server: controlnet_pb2_grpc.ControlNetServiceAsyncStub = controlnet_pb2_grpc.ControlNetServiceStub(
+            self._channel
+        )
+
+    async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
+        """Has it load these, the most wanted first."""
+        try:
+            await self._server.Prefetch(controlnet_pb2.PrefetchRequest(names=names), timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def close(self) -> None:
+        """Ends every call."""
+        await self._channel.close()
