@@ -8,6 +8,7 @@ BottegaError
 ├── InvalidRequest          INVALID_ARGUMENT     a field breaks a rule; lists every violation
 │   └── BadImage            INVALID_ARGUMENT     an input image cannot be decoded
 ├── ModelNotFound           NOT_FOUND
+├── ControlNetNotFound      NOT_FOUND
 ├── JobNotFound             NOT_FOUND
 ├── ImageNotFound           NOT_FOUND
 ├── RequestIdReused         ALREADY_EXISTS
@@ -15,6 +16,7 @@ BottegaError
 ├── JobNotFinished          FAILED_PRECONDITION
 ├── StaleAttempt            FAILED_PRECONDITION
 ├── ModelMismatch           FAILED_PRECONDITION  two models under one name
+├── ControlNetUnusable      FAILED_PRECONDITION  it cannot be loaded, or does not fit the model
 ├── Poisoned                FAILED_PRECONDITION  workers die of the request
 ├── QueueFull               RESOURCE_EXHAUSTED   retry later
 ├── DeadlineUnmeetable      RESOURCE_EXHAUSTED
@@ -126,6 +128,13 @@ class ModelNotFound(BottegaError):
     reason = error_pb2.ERROR_REASON_MODEL_NOT_FOUND
 
 
+class ControlNetNotFound(BottegaError):
+    """No ControlNet of that name; metadata["served"] lists those that are."""
+
+    code = Code.NOT_FOUND
+    reason = error_pb2.ERROR_REASON_CONTROLNET_NOT_FOUND
+
+
 class JobNotFound(BottegaError):
     """No such job, or it has expired."""
 
@@ -173,6 +182,13 @@ class ModelMismatch(BottegaError):
 
     code = Code.FAILED_PRECONDITION
     reason = error_pb2.ERROR_REASON_MODEL_MISMATCH
+
+
+class ControlNetUnusable(BottegaError):
+    """A ControlNet's files cannot be used, or it does not fit the model; the message says what does not."""
+
+    code = Code.FAILED_PRECONDITION
+    reason = error_pb2.ERROR_REASON_CONTROLNET_UNUSABLE
 
 
 class Poisoned(BottegaError):
