@@ -1,0 +1,116 @@
+"""The ControlNet sessions of one job: begun when its prompt has been encoded, ended with it.
+
+Knows the job's spec and whoever holds sessions; knows no forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bottega.diffusion.controls import Control, ControlNets, ControlRecord
+from bottega.diffusion.encode import Conditions
+from bottega.diffusion.events import ControlUse
+from bottega.diffusion.request import ActiveControl
+from bottega.diffusion.row import Half
+from bottega.diffusion.spec import ControlSpec, DrawingSpec
+from bottega.errors import InternalError, Unavailable
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ControlSessions:
+    """Those of one job; without a provider there are none.
+
+    active: by session, what the job's requests are told of it. places: of its ControlNet in the spec.
+    """
+
+    provider: ControlNets | None = None
+    active: tuple[ActiveControl, ...] = ()
+    places: tuple[int, ...] = ()
+    records: tuple[ControlRecord, ...] | None = None
+
+    @property
+    def handles(self) -> list[Hashable]:
+        """Of the provider."""
+        return [control.handle for control in self.active]
+
+    @property
+    def opened(self) -> bool:
+        """Whether every session can be asked. Raises the BottegaError that one of them failed with."""
+        return self.provider is None or self.provider.opened(self.handles)
+
+    def close(self) -> None:
+        """Ends them. Harmless the second time."""
+        if self.provider is not None and self.records is None:
+            self.records = self.provider.close(self.handles)
+
+    def uses(self, spec: DrawingSpec) -> tuple[ControlUse, ...]:
+        """What the job's ControlNets came to, in the spec's order; those that took no part included."""
+        records = dict(zip(self.places, self.records or (), strict=False))
+        return tuple(
+            _use(spec, control, records.get(place, ControlRecord())) for place, control in enumerate(spec.controlnets)
+        )
+
+
+def open_controls(
+    provider: ControlNets | None,
+    spec: DrawingSpec,
+    images: Sequence[Tensor],
+    conditions: Conditions,
+    *,
+    from_step: int,
+) -> ControlSessions:
+    """Begins the sessions that the steps from `from_step` on need.
+
+    images: one for each of the spec's ControlNets. Raises BottegaError where one can never be opened.
+    """
+    if len(images) != len(spec.controlnets):
+        raise InternalError(f"{len(images)} control images came for {len(spec.controlnets)} ControlNets")
+    needed = [
+        (place, control) for place, control in enumerate(spec.controlnets) if spec.control_steps(control)[1] > from_step
+    ]
+    if not needed:
+        return ControlSessions()
+    if provider is None:
+        raise Unavailable("this worker has no ControlNets")
+    controls = [_control(spec, control, images[place], conditions) for place, control in needed]
+    handles = provider.open(controls)
+    active = [
+        ActiveControl(
+            handle=handle,
+            first=spec.control_steps(control)[0],
+            last=spec.control_steps(control)[1],
+            halves=frozenset(begun.halves),
+        )
+        for handle, begun, (_, control) in zip(handles, controls, needed, strict=True)
+    ]
+    return ControlSessions(provider=provider, active=tuple(active), places=tuple(place for place, _ in needed))
+
+
+def _control(spec: DrawingSpec, control: ControlSpec, image: Tensor, conditions: Conditions) -> Control:
+    halves = {Half.CONDITIONAL: conditions.conditional}
+    if conditions.unconditional is not None and not control.guess_mode:
+        halves = {Half.UNCONDITIONAL: conditions.unconditional, **halves}
+    return Control(
+        name=control.name,
+        image=image,
+        height=spec.height,
+        width=spec.width,
+        halves=halves,
+        scale=control.controlnet_conditioning_scale,
+        guess_mode=control.guess_mode,
+    )
+
+
+def _use(spec: DrawingSpec, control: ControlSpec, record: ControlRecord) -> ControlUse:
+    begin, end = spec.control_steps(control)
+    return ControlUse(
+        name=control.name,
+        image_digest=control.image_digest,
+        begin_step=begin,
+        end_step=end,
+        waited_s=record.waited_s,
+        stale_steps=record.stale_steps,
+    )
