@@ -95,8 +95,8 @@ class ControlNet:
         return [*skips, middle]
 
 
-def find_controlnet(name: str, folder: Path, *, base: ControlLayout, dtype: torch.dtype) -> ControlNetSource:
-    """Reads configuration and headers, no weights.
+def find_controlnet(name: str, folder: Path, *, base: ControlLayout | None, dtype: torch.dtype) -> ControlNetSource:
+    """Reads configuration and headers, no weights. base: what it must fit; None where that is not known yet.
 
     Raises ControlNetUnusable, naming what, where it is no ControlNet that can be served or does not fit the base.
     """
@@ -110,7 +110,7 @@ def find_controlnet(name: str, folder: Path, *, base: ControlLayout, dtype: torc
         raise ControlNetUnusable(
             f"ControlNet {name} cannot be used: {folder / 'config.json'} has no valid {error}"
         ) from error
-    if misfits := list(layout.misfits(base)):
+    if base is not None and (misfits := list(layout.misfits(base))):
         raise ControlNetUnusable(f"ControlNet {name} does not fit the model: {'; '.join(misfits)}")
     return ControlNetSource(
         name=name, folder=folder, dtype=dtype, size_bytes=_size_bytes(name, folder, dtype), layout=layout
