@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,22 @@ import torch
 from diffusers import ControlNetModel, UNet2DConditionModel
 from torch import Tensor
 
-from bottega.diffusion.controlnets import ControlLayout, ControlNetShelf, ControlNetSource, base_layout, find_controlnet
+from bottega.diffusion.controlnets import (
+    ControlLayout,
+    ControlNet,
+    ControlNetShelf,
+    ControlNetSource,
+    base_layout,
+    find_controlnet,
+    load_controlnet,
+)
 from bottega.diffusion.model import Model
 from bottega.diffusion.spec import ControlSpec
+from bottega.errors import Unavailable
 
 # Room for any number of the miniature's.
 ROOM_BYTES = 1 << 30
+GATE_S = 30.0
 
 
 def random_controlnet(unet: UNet2DConditionModel, seed: int, **options: Any) -> ControlNetModel:
@@ -52,9 +64,35 @@ def sources(model: Model, folders: Mapping[str, Path]) -> dict[str, ControlNetSo
     return {name: find_controlnet(name, folder, base=base, dtype=model.dtype) for name, folder in folders.items()}
 
 
-def shelf_of(model: Model, folders: Mapping[str, Path], *, budget_bytes: int = ROOM_BYTES) -> ControlNetShelf:
-    """A shelf of these, to be closed."""
-    return ControlNetShelf(sources(model, folders), budget_bytes=budget_bytes, device=model.device)
+@contextmanager
+def shelf_of(
+    model: Model, folders: Mapping[str, Path], *, budget_bytes: int = ROOM_BYTES, **options: Any
+) -> Iterator[ControlNetShelf]:
+    """A shelf of these for the block."""
+    shelf = ControlNetShelf(sources(model, folders), budget_bytes=budget_bytes, device=model.device, **options)
+    try:
+        yield shelf
+    finally:
+        shelf.close()
+
+
+class Gate:
+    """Loads when it is open; `waiting` says that a load stands before it."""
+
+    def __init__(self) -> None:
+        self.waiting = threading.Event()
+        self._open = threading.Event()
+
+    def open(self) -> None:
+        """From now on."""
+        self._open.set()
+
+    def __call__(self, source: ControlNetSource, device: torch.device) -> ControlNet:
+        """Loads as a shelf does."""
+        self.waiting.set()
+        if not self._open.wait(GATE_S):
+            raise Unavailable("the test did not open its gate")
+        return load_controlnet(source, device)
 
 
 def control_image(seed: int, height: int = 64, width: int = 64) -> Tensor:

@@ -7,9 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 import torch
-from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
+from diffusers import (
+    ControlNetModel,
+    StableDiffusionXLControlNetImg2ImgPipeline,
+    StableDiffusionXLControlNetPipeline,
+)
 from torch import Tensor
 
 from bottega.diffusion.checkpoint import CheckpointMismatch, read_checkpoint, write_checkpoint
@@ -65,9 +70,8 @@ def folders(nets: dict[str, ControlNetModel], tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def shelf(model: Model, folders: Mapping[str, Path]) -> Iterator[ControlNetShelf]:
-    shelf = shelf_of(model, folders)
-    yield shelf
-    shelf.close()
+    with shelf_of(model, folders) as shelf:
+        yield shelf
 
 
 @pytest.fixture(scope="module")
@@ -245,3 +249,31 @@ def test_a_controlnet_that_is_in_no_step_is_not_even_asked_for(easel: Easel, she
     assert use.begin_step == use.end_step
     assert shelf.counts == before
     assert torch.equal(drawing.latents[0], easel.draw(Order(key="plain", spec=PLAIN)).latents[0])
+
+
+def test_from_a_picture_it_is_active_in_shares_of_the_steps_that_run(
+    easel: Easel, stock: Any, nets: Mapping[str, ControlNetModel]
+) -> None:
+    spec = replace(PLAIN, num_inference_steps=8, strength=0.5)
+    order = replace(controlled((0, 1.0), control_guidance_start=0.5, spec=spec), image=IMAGES[1])
+    drawing = easel.draw(order)
+    (use,) = drawing.record.controlnets
+    assert (use.begin_step, use.end_step) == (6, 8)
+    pipeline = variant(stock, StableDiffusionXLControlNetImg2ImgPipeline, controlnet=nets["edges"])
+    options = stock_options(order.spec.controlnets, order.control_images)
+    options |= {"control_image": options["image"], "image": PIL.Image.fromarray(IMAGES[1].numpy()), "strength": 0.5}
+    assert_close(drawing.latents[0], latent_of(pipeline, order.spec, width=64, height=64, **options))
+
+
+def test_in_bfloat16_it_ends_as_the_stock_pipeline_does(folders: Mapping[str, Path]) -> None:
+    model, stock = load(torch.bfloat16), load_stock(torch.bfloat16)
+    nets = {
+        name: ControlNetModel.from_pretrained(folder, dtype=torch.bfloat16, use_safetensors=True)
+        for name, folder in folders.items()
+    }
+    order = controlled((0, 0.8), (2, 1.1))
+    guessing = controlled((1, 1.2), guess_mode=True)
+    with shelf_of(model, folders) as shelf:
+        easel = Easel(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
+        for each in (order, guessing):
+            assert torch.equal(easel.draw(each).latents[0], Reference(stock, nets).latent(each))

@@ -39,7 +39,11 @@ class ControlSessions:
     @property
     def opened(self) -> bool:
         """Whether every session can be asked. Raises the BottegaError that one of them failed with."""
-        return self.provider is None or self.provider.opened(self.handles)
+        return self.provider is None or self.records is not None or self.provider.opened(self.handles)
+
+    def over(self, step: int) -> bool:
+        """Whether none of them is needed at this step or later."""
+        return all(control.last <= step for control in self.active)
 
     def close(self) -> None:
         """Ends them. Harmless the second time."""

@@ -208,7 +208,7 @@ class Engine:
         self._opening[job] = self._clock()
 
     def _begin(self) -> Iterator[Event]:
-        """Lets jobs be denoised whose ControlNets are there, and fails those whose ControlNets never will be."""
+        """Lets jobs be denoised whose ControlNets are there; fails those whose never will be; ends what is over."""
         now_s = self._clock()
         for job in list(self._jobs.values()):
             waited_s = now_s - self._opening.get(job, now_s)
@@ -219,6 +219,8 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
                 yield self._fail(job, error)
                 continue
+            if job.controls.over(min(request.step for request in job.requests)):
+                job.controls.close()  # before the job's end: others may wait for the room
             if opened and job in self._opening:
                 del self._opening[job]
                 job.opened(waited_s)

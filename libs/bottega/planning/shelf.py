@@ -215,11 +215,16 @@ class Shelf:
         """What to load though nobody waits for it: what is expected, then what is worth it."""
         if self._waiting:
             return None  # room will be needed for those
-        absent = [name for name, known in self._known.items() if name not in self._places and not known.broken]
-        idle = self._idle()
-        unexpected = [name for name in idle if not self._expected(name)]
+        absent = [
+            name
+            for name, known in self._known.items()
+            if name not in self._places
+            and not known.broken
+            and (self._expected(name) or self._order.worth_replacing(name, ()))
+        ]
+        idle = [name for name in self._idle() if not self._expected(name)]
         for name in sorted(absent, key=lambda name: (self._expected(name), self._order.value(name)), reverse=True):
-            victims = self._victims(name, unexpected)
+            victims = self._victims(name, idle)
             if victims is not None and (self._expected(name) or self._order.worth_replacing(name, victims)):
                 return self._begin(name, victims)
         return None

@@ -31,6 +31,11 @@ class _Seat:
     session: ControlSession | None = None
     waited_s: float = 0.0
 
+    @property
+    def failed(self) -> bool:
+        """Whether its ControlNet can never be here."""
+        return self.hold.nets.done() and self.hold.nets.exception() is not None
+
 
 class LocalControlNets:
     """Runs the ControlNets of a shelf in the thread that asks. A ControlNets, see there.
@@ -80,6 +85,8 @@ class LocalControlNets:
         """See ResidualProvider; what it waits for are loads."""
         began_s = perf_counter()
         missing = [handle for row in rows for handle in row.controls if (row, handle) not in self._answers]
+        if not _pending(missing):
+            self.opened(missing)  # raises: none of them will ever be here
         self.settle(missing, timeout_s)
         for handle in dict.fromkeys(missing):
             _seat(handle).waited_s += perf_counter() - began_s
@@ -95,7 +102,7 @@ class LocalControlNets:
         for row in self._rows:
             for handle in row.controls:
                 seat = _seat(handle)
-                session = self._session(seat)
+                session = None if seat.failed else self._session(seat)
                 if session is not None and (row, handle) not in self._answers:
                     key = (session.net, row.sample.shape, row.embeds.prompt.shape)
                     groups.setdefault(key, []).append((row, seat, session))

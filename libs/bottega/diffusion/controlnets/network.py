@@ -48,8 +48,8 @@ class ControlNetSource:
 class ControlNet:
     """A loaded ControlNet; to be run in inference mode.
 
-    Its forward is Diffusers' own, but for the embedding of the control image, which is the same at every step and
-    is computed once, by `embed`.
+    network: Diffusers' own, but for `embedding`, that of the control image, which is the same at every step and is
+    computed once, by `embed`.
     """
 
     def __init__(self, source: ControlNetSource, network: ControlNetModel) -> None:
@@ -57,8 +57,8 @@ class ControlNet:
         self.layout = source.layout
         self.device = network.device
         self.dtype = source.dtype
-        self._network = network
-        self._embedding = network.controlnet_cond_embedding
+        self.network = network
+        self.embedding = network.controlnet_cond_embedding
         self._flipped = network.config.controlnet_conditioning_channel_order == "bgr"
         network.controlnet_cond_embedding = nn.Identity()
         # Else the forward would flip the embedding as if it were the image.
@@ -75,7 +75,7 @@ class ControlNet:
         batch = image.to(self.device, self.dtype).expand(min(rows, 2), *image.shape).contiguous()
         if self._flipped:
             batch = batch.flip(1)
-        embedded: Tensor = self._embedding(batch)[0]
+        embedded: Tensor = self.embedding(batch)[0]
         return embedded
 
     @torch.inference_mode()
@@ -84,7 +84,7 @@ class ControlNet:
 
         embedded: [rows, channels, latent height, latent width], see embed.
         """
-        skips, middle = self._network(
+        skips, middle = self.network(
             inputs.sample,
             inputs.timestep,
             encoder_hidden_states=inputs.prompt_embeds,
@@ -108,7 +108,7 @@ def find_controlnet(name: str, folder: Path, *, base: ControlLayout | None, dtyp
         layout = controlnet_layout(config)
     except (KeyError, TypeError, ValueError) as error:
         raise ControlNetUnusable(
-            f"ControlNet {name} cannot be used: {folder / 'config.json'} has no valid {error}"
+            f"ControlNet {name} cannot be used: {folder / 'config.json'} is not a ControlNet's: {error!r}"
         ) from error
     if base is not None and (misfits := list(layout.misfits(base))):
         raise ControlNetUnusable(f"ControlNet {name} does not fit the model: {'; '.join(misfits)}")

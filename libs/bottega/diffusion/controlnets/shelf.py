@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -39,6 +39,7 @@ class ControlNetShelf:
     """Loads ControlNets within `budget_bytes` and lets them go; any thread may call it, and no call waits for a load.
 
     sources: by name; may grow while the shelf is open. popularity: in what order they are let go.
+    load: makes a ControlNet of a source, in the shelf's own thread; raises BottegaError saying why not.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class ControlNetShelf:
         budget_bytes: int,
         device: torch.device,
         popularity: Popularity | None = None,
+        load: Callable[[ControlNetSource, torch.device], ControlNet] = load_controlnet,
     ) -> None:
         self._sources = sources
         self._device = device
+        self._load = load
         self._popularity = popularity or Popularity()
         self._shelf = Shelf(budget_bytes, self._popularity)
         self._nets: dict[str, ControlNet] = {}
@@ -137,7 +140,7 @@ class ControlNetShelf:
     def _serve(self) -> None:
         while (load := self._next()) is not None:
             try:
-                net = load_controlnet(self._source(load.name), self._device)
+                net = self._load(self._source(load.name), self._device)
             except Exception as error:  # noqa: BLE001 - the boundary of a load: its failure is told to those who wait
                 self._missed(load.name, named(error))
             else:
