@@ -254,9 +254,13 @@ def read_refusal(layout: Layout, views: Sequence[memoryview]) -> Refusal:
 
 
 def tensor_at(layout: Layout, views: Sequence[memoryview], index: int) -> Tensor:
-    """One tensor of a message, where it lies. Not to be written to."""
-    spec = layout.specs[index]
-    return torch.frombuffer(views[index], dtype=_TORCH[spec.dtype]).reshape(spec.shape)
+    """One tensor of a message, where it lies."""
+    return tensor_of(layout.specs[index], views[index])
+
+
+def tensor_of(spec: TensorSpec, view: memoryview) -> Tensor:
+    """One tensor of a message, where it lies. Received, it is not to be written to."""
+    return torch.frombuffer(view, dtype=_TORCH[spec.dtype]).reshape(spec.shape)
 
 
 def _conditions(header: _Header, parts: Mapping[str, Tensor]) -> dict[Half, Embeds]:

@@ -15,12 +15,29 @@ from bottega.diffusion.residuals import ResidualProvider
 from bottega.diffusion.row import Embeds, Half
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlServer:
+    """A ControlNet server. name: in the fleet; address: host:port."""
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlHosts:
+    """Where a ControlNet is. digest: of the version meant, hex; empty is any. servers: the best first."""
+
+    digest: str = ""
+    servers: tuple[ControlServer, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Control:
     """What a session with one ControlNet begins with; latents and timesteps follow step by step.
 
     image: the control image, uint8 [its height, its width, 3]. height, width: of the picture that is drawn, pixels.
     halves: those that it controls, with their conditions: guess mode leaves the unconditional one alone.
+    hosts: where it is, beside here. may_be_stale: whether its residuals may be one step old.
     """
 
     name: str
@@ -30,17 +47,22 @@ class Control:
     halves: Mapping[Half, Embeds]
     scale: float = 1.0
     guess_mode: bool = False
+    hosts: ControlHosts = ControlHosts()
+    may_be_stale: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlRecord:
     """What a session came to.
 
-    waited_s: seconds that forwards waited for it. stale_steps: that used residuals one step old.
+    waited_s: seconds that forwards waited for it. stale_steps: that used residuals one step old. pipelined: whether
+    it was meant to use such. servers: who ran it, in their order; an empty name is this process.
     """
 
     waited_s: float = 0.0
     stale_steps: int = 0
+    pipelined: bool = False
+    servers: tuple[str, ...] = ()
 
 
 class ControlNets(ResidualProvider, Protocol):

@@ -51,14 +51,21 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlUse:
-    """A ControlNet as a job used it: in the steps [begin_step, end_step). See ControlSpec and ControlRecord."""
+    """A ControlNet as a job used it: in the steps [begin_step, end_step).
+
+    See ControlSpec and ControlRecord. digest: see ControlHosts.
+    """
 
     name: str
     image_digest: str
     begin_step: int
     end_step: int
+    scale: float = 1.0
+    digest: str = ""
     waited_s: float = 0.0
     stale_steps: int = 0
+    pipelined: bool = False
+    servers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

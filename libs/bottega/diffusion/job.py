@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bottega.diffusion.checkpoint import read_checkpoint
 from bottega.diffusion.control_sessions import ControlSessions, open_controls
-from bottega.diffusion.controls import ControlNets
+from bottega.diffusion.controls import ControlHosts, ControlNets
 from bottega.diffusion.denoiser import Prediction
 from bottega.diffusion.encode import Conditions, encode_image, encode_prompts
 from bottega.diffusion.events import Record
@@ -41,6 +41,8 @@ class Order:
 
     key: unique among the jobs that it holds. image: source of image-to-image, uint8 [height, width, 3].
     control_images: one for each of the spec's ControlNets, uint8 [its height, its width, 3].
+    control_hosts: where each of those is, beside here; without them they are here.
+    stale_residuals: whether residuals may be one step old.
     checkpoint: of an earlier attempt; empty to begin at the beginning. preview: whether to show the way.
     """
 
@@ -48,6 +50,8 @@ class Order:
     spec: DrawingSpec
     image: Tensor | None = None
     control_images: tuple[Tensor, ...] = ()
+    control_hosts: tuple[ControlHosts, ...] = ()
+    stale_residuals: bool = False
     checkpoint: bytes = b""
     preview: bool = False
 
@@ -154,7 +158,15 @@ def open_job(model: Model, order: Order, controlnets: ControlNets | None = None)
     job = Job(order=order, requests=requests, truncations=conditions.truncations, checkpoint_steps=steps)
     if order.spec.controlnets:
         step = min(request.step for request in requests)
-        job.controls = open_controls(controlnets, order.spec, order.control_images, conditions, from_step=step)
+        job.controls = open_controls(
+            controlnets,
+            order.spec,
+            order.control_images,
+            conditions,
+            from_step=step,
+            hosts=order.control_hosts,
+            may_be_stale=order.stale_residuals,
+        )
         job.seconds[CONTROLNETS] = 0.0
         for request in requests:
             request.controls = job.controls.active

@@ -5,6 +5,7 @@ The gateway's scheduler and the worker's engine decide by the same functions, so
 
 from bottega.planning.cost import Shape, StepTimes
 from bottega.planning.popularity import EvictionOrder, Popularity
+from bottega.planning.residuals import pipelines
 from bottega.planning.shelf import Item, Load, Loan, Shelf, ShelfCounts
 from bottega.planning.width import best_width, completion_times
 from bottega.planning.work import Work, control_steps, rows_per_image, steps_to_run
@@ -23,6 +24,7 @@ __all__ = [
     "best_width",
     "completion_times",
     "control_steps",
+    "pipelines",
     "rows_per_image",
     "steps_to_run",
 ]
