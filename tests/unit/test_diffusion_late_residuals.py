@@ -13,7 +13,7 @@ from bottega.diffusion import denoiser
 from bottega.diffusion.denoiser import Denoiser
 from bottega.diffusion.encode import encode_prompts
 from bottega.diffusion.model import Model, load_model
-from bottega.diffusion.request import Request
+from bottega.diffusion.request import ActiveControl, Request
 from bottega.diffusion.row import Row
 from bottega.diffusion.side_path import SidePath
 from bottega.diffusion.spec import DrawingSpec
@@ -58,7 +58,12 @@ class Residuals:
 
 def request(model: Model, seed: int, *, controlled: bool) -> Request:
     spec = DrawingSpec(prompt="a star", num_inference_steps=4, width=64, height=64, seed=seed)
-    return Request(model, spec, encode_prompts(model, spec), controls={"net": (0, 4)} if controlled else None)
+    return Request(
+        model,
+        spec,
+        encode_prompts(model, spec),
+        controls=[ActiveControl(handle="net", first=0, last=4)] if controlled else (),
+    )
 
 
 def rows_of(*requests: Request) -> list[Row]:

@@ -28,7 +28,7 @@ from bottega.diffusion.denoiser import Denoiser
 from bottega.diffusion.encode import encode_prompts
 from bottega.diffusion.lora import LoraLayer, LoraUse
 from bottega.diffusion.model import Model, load_model
-from bottega.diffusion.request import Request
+from bottega.diffusion.request import ActiveControl, Request
 from bottega.diffusion.row import Half, Row
 from bottega.diffusion.samplers import SamplerKind
 from bottega.diffusion.side_path import SidePath
@@ -37,6 +37,7 @@ from bottega.miniature import WEIGHTS
 from tests.stock import assert_close, latent_of, load_stock, variant
 
 CPU = torch.device("cpu")
+CONTROLS = [ActiveControl(handle=net, first=0, last=10) for net in (0, 1)]
 LORA_FROM = 5
 SCALES = (0.8, 1.3)
 PLAIN = DrawingSpec(
@@ -208,7 +209,7 @@ def group(
     requests = {
         "plain": request(model, PLAIN),
         "unguided": request(model, UNGUIDED),
-        "controlled": request(model, CONTROLLED, controls={0: (0, 10), 1: (0, 10)}),
+        "controlled": request(model, CONTROLLED, controls=CONTROLS),
         "styled": request(model, STYLED, loras=(lora_of(styled_unet),), loras_from=LORA_FROM),
         "resumed": resumed_request(model, denoiser),
     }

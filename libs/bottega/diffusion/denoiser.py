@@ -7,7 +7,8 @@ samplers and no queues.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -20,8 +21,9 @@ from bottega.diffusion.row import Row
 from bottega.diffusion.side_path import SidePath
 from bottega.errors import Unavailable
 
-# How long a forward waits for residuals when nobody in it could go on without waiting.
-RESIDUAL_TIMEOUT_S = 10.0
+# How long a forward waits for residuals when nobody in it could go on without waiting: for a server that is busy, or
+# one that begins anew in place of another. A dead one is noticed sooner, by whoever is linked to it.
+RESIDUAL_TIMEOUT_S = 30.0
 # How long it waits at a later block for rows whose first residuals were in time: they are on their way, or their
 # ControlNet has died, and the others should not pay for that with more than a turn or two.
 STRAGGLER_S = 0.5
@@ -33,10 +35,13 @@ class Prediction:
 
     noise: [channels, height, width] of every row that was not late. A row that is missing is to be asked for
     again, with all rows of its owner. seconds: that the network took, without waiting for residuals.
+    waited_s: for residuals. encoder_s: what of `seconds` went by before the first of them was needed.
     """
 
     noise: dict[Row, Tensor]
     seconds: float
+    waited_s: float = 0.0
+    encoder_s: float = 0.0
 
 
 class Denoiser:
@@ -58,6 +63,7 @@ class Denoiser:
         self._residuals = residuals
         self._fixed_rows = fixed_rows
         self._waited_s = 0.0
+        self._encoder_s = 0.0
 
     @torch.inference_mode()
     def predict(self, rows: Sequence[Row]) -> Prediction:
@@ -67,22 +73,24 @@ class Denoiser:
         """
         group = self._padded(rows)
         inputs = stack(group)
-        began_s = perf_counter()
-        self._waited_s = 0.0
+        self._waited_s = self._encoder_s = 0.0
         controlled = [row for row in group if row.controls]
+        began_s = perf_counter()
         if controlled:
-            self._provider().ask(controlled)
+            with self._waiting():  # in this process, ControlNets run now
+                self._provider().ask(controlled)
         self._side_path.enter([row.loras for row in group])
         try:
             group, late, prediction = self._run(group, self._backbone.begin(inputs))
         finally:
             self._side_path.leave()
-        if prediction.device.type == "cuda":
-            torch.cuda.synchronize(prediction.device)  # else the time would be that of the launch
+        _finish(prediction)
         noise = {row: predicted for row, predicted in zip(group, prediction, strict=True) if row.owner not in late}
         return Prediction(
             noise={row: noise[row] for row in rows if row in noise},
             seconds=perf_counter() - began_s - self._waited_s,
+            waited_s=self._waited_s,
+            encoder_s=self._encoder_s,
         )
 
     def _padded(self, rows: Sequence[Row]) -> list[Row]:
@@ -95,8 +103,12 @@ class Denoiser:
         late: set[Hashable] = set()
         patience_s = 0.0
         controlled = any(row.controls for row in group)
+        began_s = perf_counter()
         for block in self._backbone.blocks:
             if block.needs and controlled:
+                if not self._encoder_s:
+                    _finish(activations.hidden)
+                    self._encoder_s = perf_counter() - began_s
                 late |= self._late(group, late, block.needs, patience_s)
                 patience_s = STRAGGLER_S
                 if late and not self._fixed_rows:
@@ -124,7 +136,8 @@ class Denoiser:
                 return late
             if left_s <= 0:
                 raise Unavailable(f"no ControlNet answered within {RESIDUAL_TIMEOUT_S:g} s")
-            self._wait(missing, points, left_s)
+            with self._waiting():
+                provider.wait(missing, points, left_s)
 
     def _leave(self, group: list[Row], late: set[Hashable], activations: Activations) -> list[Row]:
         """Takes the rows of these owners out of the forward; returns the others."""
@@ -134,9 +147,11 @@ class Denoiser:
         self._side_path.enter([row.loras for row in remaining])
         return remaining
 
-    def _wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Counts the time of the block to the waits."""
         began_s = perf_counter()
-        self._provider().wait(rows, points, timeout_s)
+        yield
         self._waited_s += perf_counter() - began_s
 
     def _add_residuals(
@@ -157,6 +172,12 @@ class Denoiser:
         if self._residuals is None:
             raise Unavailable("this engine has no ControlNets")
         return self._residuals
+
+
+def _finish(tensor: Tensor) -> None:
+    """Waits until the device has computed it: else a time would be that of the launch."""
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
 
 
 def stack(rows: Sequence[Row]) -> Inputs:

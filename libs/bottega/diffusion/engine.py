@@ -19,6 +19,7 @@ from torch import Tensor
 from bottega import rules
 from bottega.diffusion.batcher import Batcher
 from bottega.diffusion.checkpoint import write_checkpoint
+from bottega.diffusion.controls import ControlNets
 from bottega.diffusion.decode import decode_latent
 from bottega.diffusion.denoiser import Denoiser, Prediction
 from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, Progress, Started
@@ -28,11 +29,10 @@ from bottega.diffusion.model import Model
 from bottega.diffusion.preview import LatentPreview
 from bottega.diffusion.pulse import beat_in
 from bottega.diffusion.request import Request
-from bottega.diffusion.residuals import ResidualProvider
 from bottega.diffusion.row import Half, Row
 from bottega.diffusion.side_path import SidePath
 from bottega.diffusion.spec import DrawingSpec, undrawable
-from bottega.errors import NotFinite, TooLarge
+from bottega.errors import NotFinite, TooLarge, Unavailable
 from bottega.planning import StepTimes
 
 _log = logging.getLogger(__name__)
@@ -45,6 +45,11 @@ _LEAST_MAX_PIXELS = 512 * 512
 _WARM_UP_TURN_S = 1.0
 # Weight of a new measurement of the time beside the steps.
 _FIXED_WEIGHT = 0.2
+# How long a job waits for its ControlNets: the largest in use has 5 GB, a minute's reading from a slow disk, and
+# another one may have to be waited for first.
+OPENING_TIMEOUT_S = 120.0
+# How long a turn with nothing else to do waits for them: commands are heard between turns.
+_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +75,7 @@ class Engine:
     """Draws jobs on one device. One thread calls everything.
 
     turns: that ran a group. fixed_s: seconds that a job takes beside its steps: encoding, and decoding one image.
-    residuals: where ControlNet residuals come from.
+    controlnets: where its jobs' ControlNets are.
     """
 
     def __init__(
@@ -78,7 +83,7 @@ class Engine:
         model: Model,
         limits: EngineLimits,
         *,
-        residuals: ResidualProvider | None = None,
+        controlnets: ControlNets | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         _check_fixed_rows(limits.fixed_rows, model.device)
@@ -88,8 +93,9 @@ class Engine:
         self.step_times = StepTimes()
         self._limits = limits
         self._clock = clock
+        self._controlnets = controlnets
         self._denoiser = Denoiser(
-            model.backbone, SidePath(model.backbone.unet), residuals, fixed_rows=limits.fixed_rows
+            model.backbone, SidePath(model.backbone.unet), controlnets, fixed_rows=limits.fixed_rows
         )
         self._batcher: Batcher[Request] = Batcher(
             self.step_times, max_rows=limits.fixed_rows or limits.max_rows, max_wait_turns=limits.max_wait_turns
@@ -98,6 +104,7 @@ class Engine:
         self._orders: deque[Order] = deque()
         self._jobs: dict[Hashable, Job] = {}
         self._owners: dict[Request, Job] = {}
+        self._opening: dict[Job, float] = {}  # those whose ControlNets are not there yet, and since when
 
     @property
     def jobs(self) -> Mapping[Hashable, Job]:
@@ -181,24 +188,47 @@ class Engine:
         """One turn, and what there is to say about it, as it happens. Harmless when there is nothing to do."""
         if self._orders:
             yield from self._encode(self._orders.popleft())
+        yield from self._begin()
+        turns = self.turns
         yield from self._denoise()
         yield from self._decode()
+        if self._opening and self._controlnets is not None and self.turns == turns:
+            self._controlnets.settle([handle for job in self._opening for handle in job.controls.handles], _PAUSE_S)
 
     def _encode(self, order: Order) -> Iterator[Event]:
         began_s = perf_counter()
         try:
-            job = open_job(self.model, order)
+            job = open_job(self.model, order, self._controlnets)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
             yield Failed(key=order.key, error=named(error))
             return
         job.seconds["encode"] = perf_counter() - began_s
-        job.checkpoint_s = self._clock()
         self._jobs[job.key] = job
-        for request in job.requests:
-            self._owners[request] = job
-            if not request.done:
-                self._batcher.add(request)
-        yield Started(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)
+        self._owners |= dict.fromkeys(job.requests, job)
+        self._opening[job] = self._clock()
+
+    def _begin(self) -> Iterator[Event]:
+        """Lets jobs be denoised whose ControlNets are there; fails those whose never will be; ends what is over."""
+        now_s = self._clock()
+        for job in list(self._jobs.values()):
+            waited_s = now_s - self._opening.get(job, now_s)
+            try:
+                opened = job.controls.opened
+                if not opened and waited_s > OPENING_TIMEOUT_S:
+                    raise Unavailable(f"the ControlNets were not there within {OPENING_TIMEOUT_S:g} s")
+            except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
+                yield self._fail(job, error)
+                continue
+            if job.controls.over(min(request.step for request in job.requests)):
+                job.controls.close()  # before the job's end: others may wait for the room
+            if opened and job in self._opening:
+                del self._opening[job]
+                job.opened(waited_s)
+                job.checkpoint_s = now_s
+                for request in job.requests:
+                    if not request.done:
+                        self._batcher.add(request)
+                yield Started(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)
 
     def _denoise(self) -> Iterator[Event]:
         began_s = perf_counter()
@@ -214,10 +244,8 @@ class Engine:
             yield from self._blame(group, error)
             return
         failed, sampler_s = self._advance(group, prediction.noise)
-        denoise_s = prediction.seconds + sampler_s
         for job in jobs:
-            job.seconds["denoise"] += denoise_s
-            job.seconds["batch"] += perf_counter() - began_s - denoise_s
+            job.took(prediction, sampler_s=sampler_s, turn_s=perf_counter() - began_s)
         for job in jobs:
             if job in failed:
                 yield self._fail(job, failed[job])
@@ -311,6 +339,8 @@ class Engine:
 
     def _forget(self, job: Job) -> None:
         del self._jobs[job.key]
+        self._opening.pop(job, None)
+        job.controls.close()
         for request in job.requests:
             del self._owners[request]
             self._batcher.remove(request)

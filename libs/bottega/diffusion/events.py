@@ -50,17 +50,39 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ControlUse:
+    """A ControlNet as a job used it: in the steps [begin_step, end_step).
+
+    See ControlSpec and ControlRecord. digest: see ControlHosts.
+    """
+
+    name: str
+    image_digest: str
+    begin_step: int
+    end_step: int
+    scale: float = 1.0
+    digest: str = ""
+    waited_s: float = 0.0
+    stale_steps: int = 0
+    pipelined: bool = False
+    servers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """What really happened to a job.
 
-    seconds: by stage (encode, denoise, batch, decode); a turn that it shared counts in full.
+    seconds: by stage (encode, controlnets, denoise, batch, decode); a turn that it shared counts in full.
     mean_group_requests: images in the groups that its steps ran in, on average.
+    encoder_s: of the denoising steps with ControlNets, the time before the first residual was needed.
     """
 
     begin_step: int
     truncations: Mapping[str, str]
     seconds: Mapping[str, float]
     mean_group_requests: float
+    controlnets: tuple[ControlUse, ...] = ()
+    encoder_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

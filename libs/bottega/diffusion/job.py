@@ -15,6 +15,9 @@ from time import perf_counter
 from torch import Tensor
 
 from bottega.diffusion.checkpoint import read_checkpoint
+from bottega.diffusion.control_sessions import ControlSessions, open_controls
+from bottega.diffusion.controls import ControlHosts, ControlNets
+from bottega.diffusion.denoiser import Prediction
 from bottega.diffusion.encode import Conditions, encode_image, encode_prompts
 from bottega.diffusion.events import Record
 from bottega.diffusion.model import Model
@@ -28,6 +31,8 @@ _log = logging.getLogger(__name__)
 _CHECKPOINT_SHARE = 0.1
 
 STAGES = ("encode", "denoise", "batch", "decode")
+# Of jobs that use some: waiting for them, before the first step and in steps.
+CONTROLNETS = "controlnets"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,24 +40,32 @@ class Order:
     """What the engine is told to draw.
 
     key: unique among the jobs that it holds. image: source of image-to-image, uint8 [height, width, 3].
+    control_images: one for each of the spec's ControlNets, uint8 [its height, its width, 3].
+    control_hosts: where each of those is, beside here; without them they are here.
+    stale_residuals: whether residuals may be one step old.
     checkpoint: of an earlier attempt; empty to begin at the beginning. preview: whether to show the way.
     """
 
     key: Hashable
     spec: DrawingSpec
     image: Tensor | None = None
+    control_images: tuple[Tensor, ...] = ()
+    control_hosts: tuple[ControlHosts, ...] = ()
+    stale_residuals: bool = False
     checkpoint: bytes = b""
     preview: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A job whose prompt has been encoded. truncations: see Conditions."""
+    """A job whose prompt has been encoded. truncations: see Conditions. encoder_s: see Record."""
 
     order: Order
     requests: Sequence[Request]
     truncations: dict[str, str]
+    controls: ControlSessions = field(default_factory=ControlSessions)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    encoder_s: float = 0.0
     drawn: set[int] = field(default_factory=set)
     reported_s: float = -math.inf
     checkpoint_s: float = 0.0
@@ -91,6 +104,21 @@ class Job:
         share = max(1, math.ceil(_CHECKPOINT_SHARE * self.steps_total))
         return steps > 0 and (steps >= share or now_s - self.checkpoint_s >= interval_s)
 
+    def opened(self, waited_s: float) -> None:
+        """Its ControlNets, if it uses some, were there after so long."""
+        if self.order.spec.controlnets:
+            self.seconds[CONTROLNETS] += waited_s
+
+    def took(self, prediction: Prediction, *, sampler_s: float, turn_s: float) -> None:
+        """One of its steps ran in a turn of so many seconds; waiting for ControlNets is its own only if it has some."""
+        denoise_s = prediction.seconds + sampler_s
+        waited_s = prediction.waited_s if self.controls.active else 0.0
+        self.seconds["denoise"] += denoise_s
+        self.seconds["batch"] += turn_s - denoise_s - waited_s
+        if self.controls.active:
+            self.seconds[CONTROLNETS] += waited_s
+            self.encoder_s += prediction.encoder_s
+
     def shared(self, requests: int) -> None:
         """One of its steps ran in a group of so many requests."""
         self._steps += 1
@@ -107,6 +135,8 @@ class Job:
             truncations=self.truncations,
             seconds=self.seconds,
             mean_group_requests=self._group_requests / self._steps if self._steps else 0.0,
+            controlnets=self.controls.uses(self.order.spec),
+            encoder_s=self.encoder_s,
         )
 
     @contextmanager
@@ -117,12 +147,30 @@ class Job:
         self.seconds[name] += perf_counter() - began_s
 
 
-def open_job(model: Model, order: Order) -> Job:
-    """The first stage: encodes prompt and picture, and goes on from the checkpoint where there is one that fits."""
+def open_job(model: Model, order: Order, controlnets: ControlNets | None = None) -> Job:
+    """The first stage: encodes prompt and picture, and goes on from the checkpoint where there is one that fits.
+
+    Its ControlNet sessions are begun, and need not be open yet.
+    """
     conditions = encode_prompts(model, order.spec)
     requests = _resumed(model, order, conditions) or _begun(model, order, conditions)
     steps = sum(request.step - request.begin for request in requests)
-    return Job(order=order, requests=requests, truncations=conditions.truncations, checkpoint_steps=steps)
+    job = Job(order=order, requests=requests, truncations=conditions.truncations, checkpoint_steps=steps)
+    if order.spec.controlnets:
+        step = min(request.step for request in requests)
+        job.controls = open_controls(
+            controlnets,
+            order.spec,
+            order.control_images,
+            conditions,
+            from_step=step,
+            hosts=order.control_hosts,
+            may_be_stale=order.stale_residuals,
+        )
+        job.seconds[CONTROLNETS] = 0.0
+        for request in requests:
+            request.controls = job.controls.active
+    return job
 
 
 def _begun(model: Model, order: Order, conditions: Conditions) -> list[Request]:

@@ -6,7 +6,7 @@ any step and leaves it when done; it knows what a group must share, and nothing 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,13 +32,26 @@ class RequestState:
     sampler: SamplerState
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveControl:
+    """A ControlNet of a request. handle: of whoever provides its residuals. [first, last): the steps it is active in.
+
+    halves: those that it controls.
+    """
+
+    handle: Hashable
+    first: int
+    last: int
+    halves: frozenset[Half] = frozenset(Half)
+
+
 class Request:
     """One image of a job.
 
     step: the next step to run; done when it equals `end`. begin: the first one; image-to-image starts later
     than 0, from `image`. resume: goes on from there instead. resumed_from: where it went on; without, `begin`.
     latent: [1, channels, height, width]. estimate: of the finished latent, as the last step saw it.
-    controls: by handle, the steps [first, last) in which each ControlNet is active.
+    controls: its ControlNets, in the order in which their residuals are summed.
     loras: what the side path adds, from step `loras_from` on.
     """
 
@@ -50,7 +63,7 @@ class Request:
         *,
         index: int = 0,
         image: LatentDistribution | None = None,
-        controls: Mapping[Hashable, tuple[int, int]] | None = None,
+        controls: Sequence[ActiveControl] = (),
         loras: tuple[LoraUse, ...] = (),
         loras_from: int = 0,
         resume: RequestState | None = None,
@@ -58,7 +71,7 @@ class Request:
         self.index = index
         self.spec = spec
         self.begin = spec.begin_step
-        self.controls = dict(controls or {})
+        self.controls = tuple(controls)
         self.loras = loras
         self.loras_from = loras_from
         self._conditions = conditions
@@ -115,7 +128,7 @@ class Request:
         """The rows of the current step; asking again for the same step gives equal rows."""
         sample = self._sampler.model_input(self.latent, self.step)[0]
         halves = {Half.UNCONDITIONAL: self._conditions.unconditional, Half.CONDITIONAL: self._conditions.conditional}
-        controls = tuple(handle for handle, (first, last) in self.controls.items() if first <= self.step < last)
+        active = [control for control in self.controls if control.first <= self.step < control.last]
         loras = self.loras if self.step >= self.loras_from else ()
         return [
             Row(
@@ -125,7 +138,7 @@ class Request:
                 sample=sample,
                 timestep=self._sampler.timestep(self.step),
                 embeds=embeds,
-                controls=controls,
+                controls=tuple(control.handle for control in active if half in control.halves),
                 loras=loras,
             )
             for half, embeds in halves.items()

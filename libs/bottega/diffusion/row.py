@@ -56,7 +56,7 @@ class Row:
 
     owner: who the row belongs to; rows of one owner stay together.
     sample: the scaled latent [channels, height, width]; timestep: scalar.
-    controls: the request's ControlNets that are active at this step, in the request's order: handles
+    controls: the request's ControlNets that control this half at this step, in the request's order: handles
     of whoever provides the residuals.
     loras: what the side path adds for this row.
     """

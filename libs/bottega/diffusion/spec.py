@@ -7,7 +7,22 @@ from dataclasses import dataclass
 
 from bottega.diffusion.samplers import SamplerKind
 from bottega.errors import Violation
-from bottega.planning import rows_per_image, steps_to_run
+from bottega.planning import control_steps, rows_per_image, steps_to_run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlSpec:
+    """One ControlNet of a job. Names and meanings are Diffusers'.
+
+    image_digest: SHA-256 of its control image, hex: a checkpoint fits no other one.
+    """
+
+    name: str
+    image_digest: str
+    controlnet_conditioning_scale: float = 1.0
+    control_guidance_start: float = 0.0
+    control_guidance_end: float = 1.0
+    guess_mode: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +31,7 @@ class DrawingSpec:
 
     Names and meanings are Diffusers'. negative_prompt None and "" differ: None conditions on zeros
     where the model says so. strength makes it image-to-image, which needs an image; None is text-to-image.
+    controlnets: their residuals are summed in this order.
     """
 
     prompt: str
@@ -32,6 +48,7 @@ class DrawingSpec:
     sampler: SamplerKind = SamplerKind.EULER
     use_karras_sigmas: bool = False
     strength: float | None = None
+    controlnets: tuple[ControlSpec, ...] = ()
 
     @property
     def guided(self) -> bool:
@@ -53,6 +70,11 @@ class DrawingSpec:
         """The first step that runs: 0, or later for image-to-image."""
         return self.num_inference_steps - self.steps
 
+    def control_steps(self, control: ControlSpec) -> tuple[int, int]:
+        """The steps [first, last) in which one of its ControlNets is active; its fractions are of those that run."""
+        first, last = control_steps(control.control_guidance_start, control.control_guidance_end, self.steps)
+        return self.begin_step + first, self.begin_step + last
+
 
 def undrawable(spec: DrawingSpec, size_multiple: int) -> Iterator[Violation]:
     """Why nothing can be drawn of it: a job without work would never end.
@@ -63,6 +85,12 @@ def undrawable(spec: DrawingSpec, size_multiple: int) -> Iterator[Violation]:
         yield Violation(field="spec.num_images", description="must be at least 1")
     if spec.steps < 1:
         yield Violation(field="spec.num_inference_steps", description="leaves no denoising step")
+    for index, control in enumerate(spec.controlnets):
+        if not 0.0 <= control.control_guidance_start < control.control_guidance_end <= 1.0:
+            yield Violation(
+                field=f"spec.controlnets[{index}].control_guidance_end",
+                description="must be after control_guidance_start, both in 0 to 1",
+            )
     for name, side in (("width", spec.width), ("height", spec.height)):
         if side < 1 or side % size_multiple:
             yield Violation(field=f"spec.{name}", description=f"must be a multiple of {size_multiple} with this model")

@@ -4,7 +4,27 @@ The gateway's scheduler and the worker's engine decide by the same functions, so
 """
 
 from bottega.planning.cost import Shape, StepTimes
+from bottega.planning.popularity import EvictionOrder, Popularity
+from bottega.planning.residuals import pipelines
+from bottega.planning.shelf import Item, Load, Loan, Shelf, ShelfCounts
 from bottega.planning.width import best_width, completion_times
-from bottega.planning.work import Work, rows_per_image, steps_to_run
+from bottega.planning.work import Work, control_steps, rows_per_image, steps_to_run
 
-__all__ = ["Shape", "StepTimes", "Work", "best_width", "completion_times", "rows_per_image", "steps_to_run"]
+__all__ = [
+    "EvictionOrder",
+    "Item",
+    "Load",
+    "Loan",
+    "Popularity",
+    "Shape",
+    "Shelf",
+    "ShelfCounts",
+    "StepTimes",
+    "Work",
+    "best_width",
+    "completion_times",
+    "control_steps",
+    "pipelines",
+    "rows_per_image",
+    "steps_to_run",
+]

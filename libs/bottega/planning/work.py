@@ -1,4 +1,7 @@
-"""How much a request asks for: the one place that says what guidance and image-to-image cost. Knows no wire."""
+"""How much a request asks for: the one place that counts what guidance, image-to-image and ControlNets run.
+
+Knows no wire.
+"""
 
 from __future__ import annotations
 
@@ -30,3 +33,13 @@ def steps_to_run(num_inference_steps: int, strength: float | None) -> int:
     if strength is None:
         return num_inference_steps
     return min(int(num_inference_steps * strength), num_inference_steps)
+
+
+def control_steps(start: float, end: float, steps: int) -> tuple[int, int]:
+    """The steps [first, last) of `steps` in which a ControlNet is active; (0, 0) where it is in none.
+
+    start, end: control_guidance_start and control_guidance_end, fractions of the steps that run.
+    Source: controlnet_keep of Diffusers' StableDiffusionXLControlNetPipeline, with its very divisions.
+    """
+    active = [step for step in range(steps) if step / steps >= start and (step + 1) / steps <= end]
+    return (active[0], active[-1] + 1) if active else (0, 0)

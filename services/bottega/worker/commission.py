@@ -13,28 +13,43 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from bottega.errors import BottegaError, DeadlinePassed, InternalError
+from bottega.errors import BottegaError, DeadlinePassed, InternalError, TooLarge
 from bottega.planning import steps_to_run
+from bottega.process import MAX_FRAME_BYTES
 from bottega.v1 import engine_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
+from bottega.v1.worker_pb2 import ControlNetHosts
 from bottega.worker.attempts import Attempt, AttemptKey, Failed, Picture, Progress, Started
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.pictures import Pictures
 
 _log = logging.getLogger(__name__)
 
+# A frame to the engine, less what a spec and a checkpoint may add.
+_MAX_START_BYTES = MAX_FRAME_BYTES - 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderedControl:
+    """What an order says of one of the spec's ControlNets. image: encoded."""
+
+    image: bytes
+    hosts: ControlNetHosts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """An attempt as the gateway orders it.
 
-    spec: every default filled in, the seed drawn, input images removed. image: source of image-to-image,
-    encoded, or empty. checkpoint: to resume from, or empty. deadline_s: seconds from now. request_id: for logs.
+    spec: every default filled in, the seed drawn, input images removed. image: source of image-to-image, encoded, or
+    empty. controls: one for each of the spec's ControlNets. checkpoint: to resume from, or empty. deadline_s: seconds
+    from now. request_id: for logs.
     """
 
     key: AttemptKey
     spec: GenerationSpec
     image: bytes = b""
+    controls: tuple[OrderedControl, ...] = ()
     checkpoint: bytes = b""
     deadline_s: float | None = None
     preview: bool = False
@@ -68,8 +83,8 @@ class Commission:
         on_end: Callable[[Commission], None],
     ) -> None:
         self.attempt = attempt
-        self._order = replace(order, image=b"", checkpoint=b"")  # not kept while the engine works
-        self._image, self._checkpoint = order.image, order.checkpoint
+        self._order = replace(order, image=b"", controls=(), checkpoint=b"")  # not kept while the engine works
+        self._image, self._controls, self._checkpoint = order.image, order.controls, order.checkpoint
         self._engine = engine
         self._pictures = pictures
         self._metrics = metrics
@@ -157,10 +172,28 @@ class Commission:
             self._took("decode_image", "decode", source.seconds)
             await source.tensor_into(start.image)
             size_bytes += len(source.pixels.data)
+        size_bytes += await self._decode_controls(start)
         self._image = self._checkpoint = b""
+        self._controls = ()
+        if size_bytes > _MAX_START_BYTES:
+            raise TooLarge(
+                f"its images take {size_bytes} bytes once decoded; an attempt may have {_MAX_START_BYTES}",
+                metadata={"limit": "start_bytes", "start_bytes": str(_MAX_START_BYTES)},
+            )
         start.preview = self._order.preview  # which may have been asked for while the image was decoded
         self._engine.send(command, size_bytes)
         self._in_engine = True
+
+    async def _decode_controls(self, start: engine_pb2.EngineStart) -> int:
+        """Adds the control images; returns their bytes."""
+        size_bytes = 0
+        for ordered in self._controls:
+            source = await self._pictures.source(ordered.image, self._order.spec)
+            self._took("decode_image", "decode", source.seconds)
+            control = start.controls.add(image_digest=source.digest, hosts=ordered.hosts)
+            await source.tensor_into(control.image)
+            size_bytes += len(source.pixels.data)
+        return size_bytes
 
     def _advance(self, progress: engine_pb2.EngineProgress) -> None:
         self._metrics.steps_done(max(0, progress.steps_done - self.attempt.steps_done))
@@ -201,6 +234,8 @@ class Commission:
         provenance.worker = self._worker
         provenance.bottega_version = self._version
         provenance.image_digest = self._digest
+        for use in provenance.controlnets:
+            use.servers[:] = [server or self._worker for server in use.servers]
         provenance.times.extend(StageTime(stage=stage, seconds=seconds) for stage, seconds in self._seconds.items())
         return provenance
 

@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,13 +22,16 @@ import torch
 from bottega.diffusion.engine import Engine, EngineLimits
 from bottega.diffusion.faults import named
 from bottega.diffusion.model import DTYPES, load_model, pick_device
-from bottega.errors import Unavailable
+from bottega.errors import BottegaError, Unavailable
 from bottega.miniature import WEIGHTS
 from bottega.process import Channel
 from bottega.rpc import logs
 from bottega.v1.engine_pb2 import EngineCommand, EngineEvent
+from bottega.worker.at_hand import AtHand
 from bottega.worker.config import EngineConfig
+from bottega.worker.controlnets import LinkSettings, Pace, RemoteControlNets, read_profile
 from bottega.worker.engine_wire import beat_of, event_of, failed, key_of, order_of, ready_of
+from bottega.worker.link_desk import LinkDesk
 
 _log = logging.getLogger(__name__)
 
@@ -38,15 +42,18 @@ _IDLE_BEAT_S = 0.5
 class EngineProcess:
     """Reads commands, turns the engine, says what happened."""
 
-    def __init__(self, channel: Channel, engine: Engine) -> None:
+    def __init__(self, channel: Channel, studio: Studio, desk: LinkDesk) -> None:
         self._channel = channel
-        self._engine = engine
+        self._studio = studio
+        self._engine = studio.engine
+        self._desk = desk
         self._commands: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
         self._beaten_s = time.monotonic()
 
     def run(self) -> None:
         """Serves until the pipe closes, which ends the process."""
         self._engine.tell_alive(self._beat_if_due)
+        self._studio.controlnets.tell_alive(self._beat_if_due)
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         while True:
             self._obey_all()
@@ -56,7 +63,11 @@ class EngineProcess:
 
     def _listen(self) -> None:
         while (frame := self._channel.recv()) is not None:
-            self._commands.put(EngineCommand.FromString(frame))
+            command = EngineCommand.FromString(frame)
+            if command.HasField("link_offer"):
+                self._desk.answer(command.link_offer)  # at once: the loop may be waiting for the link
+            else:
+                self._commands.put(command)
         os._exit(0)  # the front is gone: there is nobody to finish for, and a turn may take long
 
     def _obey_all(self) -> None:
@@ -96,16 +107,25 @@ class EngineProcess:
 
     def _beat(self) -> None:
         self._beaten_s = time.monotonic()
-        self._say(beat_of(self._engine))
+        self._say(beat_of(self._engine, self._studio.controlnets, self._studio.at_hand))
 
     def _say(self, event: EngineEvent) -> None:
         self._channel.send(event.SerializeToString())
 
 
-def start(config: EngineConfig) -> Engine:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Studio:
+    """All that draws. at_hand: the ControlNets of this process; controlnets: those, and those on servers."""
+
+    engine: Engine
+    controlnets: RemoteControlNets
+    at_hand: AtHand
+
+
+def start(config: EngineConfig, desk: LinkDesk) -> Studio:
     """Loads the model and warms it up.
 
-    Raises OSError or ValueError with the reason when the model or the device cannot be used.
+    Raises OSError, ValueError or BottegaError with the reason when model, device or a ControlNet cannot be used.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -120,9 +140,20 @@ def start(config: EngineConfig) -> Engine:
         checkpoint_interval_s=config.checkpoint_interval_s,
         progress_interval_s=config.progress_interval_s,
     )
-    engine = Engine(model, limits)
+    at_hand = AtHand(model, config)
+    controlnets = RemoteControlNets(
+        base=at_hand.base,
+        dtype=model.dtype,
+        device=model.device,
+        offers=desk,
+        local=at_hand.controlnets,
+        digests=at_hand.digests,
+        settings=LinkSettings(silence_s=config.controlnet_silence_s),
+        pace=Pace(read_profile(Path(config.controlnet_profile)) if config.controlnet_profile else {}),
+    )
+    engine = Engine(model, limits, controlnets=controlnets)
     engine.warm_up()
-    return engine
+    return Studio(engine=engine, controlnets=controlnets, at_hand=at_hand)
 
 
 def main() -> int:
@@ -134,14 +165,15 @@ def main() -> int:
     logs.configure("engine", "info")
     channel = Channel.from_fd(arguments.fd)
     config = EngineConfig(**arguments.config_json)
+    desk = LinkDesk(lambda request: channel.send(EngineEvent(link_request=request).SerializeToString()))
     try:
-        engine = start(config)
-    except (OSError, ValueError) as error:
+        studio = start(config, desk)
+    except (BottegaError, OSError, ValueError) as error:
         _log.error("the engine cannot start", extra={"model": config.model, "why": str(error)})
         return 1
     try:
-        channel.send(ready_of(engine).SerializeToString())
-        EngineProcess(channel, engine).run()
+        channel.send(ready_of(studio.engine).SerializeToString())
+        EngineProcess(channel, studio, desk).run()
     except Unavailable:
         return 0  # the front is gone
     return 0

@@ -7,15 +7,19 @@ import time
 import torch
 from torch import Tensor
 
+from bottega.diffusion.controls import ControlHosts, ControlServer
 from bottega.diffusion.engine import Engine
-from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, Progress, Started
+from bottega.diffusion.events import Checkpointed, ControlUse, Drawn, Event, Failed, Finished, Progress, Started
 from bottega.diffusion.job import Order
 from bottega.diffusion.samplers import SamplerKind
-from bottega.diffusion.spec import DrawingSpec
+from bottega.diffusion.spec import ControlSpec, DrawingSpec
 from bottega.errors import BottegaError
+from bottega.rpc.link_counts import link_counts
 from bottega.rpc.status import to_job_error
-from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2
+from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2, worker_pb2
 from bottega.v1.worker_pb2 import AttemptId
+from bottega.worker.at_hand import AtHand
+from bottega.worker.controlnets import RemoteControlNets
 
 # A key of the engine: job and number, which is all that an AttemptId holds.
 Key = tuple[str, int]
@@ -33,6 +37,8 @@ _OPTIONAL = frozenset(
         "strength",
     }
 )
+
+_OPTIONAL_OF_CONTROL = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
 
 _SAMPLERS = {
     generation_pb2.SAMPLER_EULER: SamplerKind.EULER,
@@ -55,14 +61,13 @@ def attempt_of(key: object) -> AttemptId:
 
 def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Order:
     """The order that a start command means."""
-    image = None
-    if start.HasField("image"):
-        pixels = torch.frombuffer(bytearray(start.image.data), dtype=torch.uint8)
-        image = pixels.reshape(tuple(start.image.shape))
     return Order(
         key=key_of(start.attempt),
-        spec=_spec(start.spec, default_sampler),
-        image=image,
+        spec=_spec(start, default_sampler),
+        image=_tensor(start.image) if start.HasField("image") else None,
+        control_images=tuple(_tensor(control.image) for control in start.controls),
+        control_hosts=tuple(_hosts(control.hosts) for control in start.controls),
+        stale_residuals=_may_be_stale(start.spec),
         checkpoint=start.checkpoint,
         preview=start.preview,
     )
@@ -125,7 +130,7 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
     return engine_pb2.EngineEvent(ready=engine_pb2.EngineReady(model=said, device=str(model.device)))
 
 
-def beat_of(engine: Engine) -> engine_pb2.EngineEvent:
+def beat_of(engine: Engine, controlnets: RemoteControlNets, at_hand: AtHand) -> engine_pb2.EngineEvent:
     """The message that the engine is alive, and how busy."""
     beat = engine_pb2.EngineBeat(
         turns=engine.turns,
@@ -137,12 +142,15 @@ def beat_of(engine: Engine) -> engine_pb2.EngineEvent:
             for (height, width), rows, seconds in engine.step_times.entries()
         ],
         fixed_s=engine.fixed_s,
+        controlnets=at_hand.report(),
+        links=link_counts(controlnets.counters, open_links=controlnets.open_links),
     )
     return engine_pb2.EngineEvent(beat=beat)
 
 
-def _spec(spec: generation_pb2.GenerationSpec, default_sampler: SamplerKind) -> DrawingSpec:
+def _spec(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> DrawingSpec:
     """Every default has been filled in by the gateway, but for those that are absent on purpose."""
+    spec = start.spec
     said = {field.name: value for field, value in spec.ListFields() if field.name in _OPTIONAL}
     return DrawingSpec(
         prompt=spec.prompt,
@@ -151,8 +159,28 @@ def _spec(spec: generation_pb2.GenerationSpec, default_sampler: SamplerKind) -> 
         height=spec.height,
         sampler=_SAMPLERS.get(spec.sampler, default_sampler),
         use_karras_sigmas=spec.use_karras_sigmas,
+        controlnets=tuple(
+            _control(net, control.image_digest) for net, control in zip(spec.controlnets, start.controls, strict=True)
+        ),
         **said,
     )
+
+
+def _control(net: generation_pb2.ControlNet, image_digest: str) -> ControlSpec:
+    said = {name: getattr(net, name) for name in _OPTIONAL_OF_CONTROL if net.HasField(name)}
+    return ControlSpec(name=net.name, image_digest=image_digest, guess_mode=net.guess_mode, **said)
+
+
+def _hosts(hosts: worker_pb2.ControlNetHosts) -> ControlHosts:
+    servers = tuple(ControlServer(name=server.name, address=server.address) for server in hosts.servers)
+    return ControlHosts(digest=hosts.digest, servers=servers)
+
+
+def _may_be_stale(spec: generation_pb2.GenerationSpec) -> bool:
+    """Whether residuals may be one step old: as the request says, else as its fidelity does."""
+    if spec.techniques.HasField("stale_residuals"):
+        return spec.techniques.stale_residuals
+    return spec.fidelity in (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
 
 
 def _provenance(event: Finished, engine: Engine) -> generation_pb2.Provenance:
@@ -161,12 +189,34 @@ def _provenance(event: Finished, engine: Engine) -> generation_pb2.Provenance:
         model_hash=engine.model.digest,
         dtype=engine.model.dtype_name,
         device=str(engine.model.device),
-        exact=True,
+        exact=not any(use.stale_steps for use in record.controlnets),
         begin_step=record.begin_step,
         truncations=[generation_pb2.Truncation(field=name, text=text) for name, text in record.truncations.items()],
         times=[generation_pb2.StageTime(stage=name, seconds=seconds) for name, seconds in record.seconds.items()],
         mean_group_requests=record.mean_group_requests,
+        controlnets=[_use(use) for use in record.controlnets],
+        encoder_s=record.encoder_s,
     )
+
+
+def _use(use: ControlUse) -> generation_pb2.ControlNetUse:
+    pb = generation_pb2
+    return pb.ControlNetUse(
+        name=use.name,
+        stale_steps=use.stale_steps,
+        image_digest=use.image_digest,
+        begin_step=use.begin_step,
+        end_step=use.end_step,
+        waited_s=use.waited_s,
+        servers=use.servers,
+        mode=pb.RESIDUAL_MODE_PIPELINED if use.pipelined else pb.RESIDUAL_MODE_SYNCHRONOUS,
+        scale=use.scale,
+        digest=use.digest,
+    )
+
+
+def _tensor(message: tensor_pb2.Tensor) -> Tensor:
+    return torch.frombuffer(bytearray(message.data), dtype=torch.uint8).reshape(tuple(message.shape))
 
 
 def _pixels(pixels: Tensor) -> tensor_pb2.Tensor:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from bottega.rpc.link_counts import LinkMetrics
+from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import StepTime
 
 _CODEC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -40,6 +42,7 @@ class WorkerMetrics:
             ("latent", "rows"),
             registry=registry,
         )
+        self._links = LinkMetrics(registry)
         self._measured: set[tuple[str, str]] = set()
         self._restarts = Counter("bottega_worker_engine_restarts", "Engines that were lost.", registry=registry)
 
@@ -63,6 +66,11 @@ class WorkerMetrics:
     def codec_took(self, work: str, seconds: float) -> None:
         """A codec process worked on one image. work: decode or encode; previews are not counted."""
         self._codec.labels(work).observe(seconds)
+
+    def heard(self, beat: EngineBeat) -> None:
+        """The engine's newest word."""
+        self.step_times(beat.step_times)
+        self._links.counts = beat.links
 
     def step_times(self, times: Iterable[StepTime]) -> None:
         """The engine's newest measurements. What it has forgotten is forgotten here: callers choose the sizes."""

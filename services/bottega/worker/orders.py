@@ -16,13 +16,16 @@ from bottega.errors import InvalidRequest, Violation
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.worker.attempts import AttemptKey
-from bottega.worker.commission import Order
+from bottega.worker.commission import Order, OrderedControl
 
 # What has a default for callers and none here.
 _FILLED_IN = ("num_inference_steps", "guidance_scale", "width", "height", "seed", "num_images")
 
 # Of ids of jobs and of requests; the gateway makes the one, and checks the other.
 _MAX_ID_CHARACTERS = 128
+_MAX_ADDRESS_CHARACTERS = 300
+# That an attempt is told of for one ControlNet.
+_MAX_SERVERS = 64
 
 
 def order_from(raw: bytes) -> Order:
@@ -31,11 +34,19 @@ def order_from(raw: bytes) -> Order:
         request = worker_pb2.RunAttemptRequest.FromString(raw)
     except DecodeError:
         raise InvalidRequest("the request is not a RunAttemptRequest") from None
-    rules.refuse([*_check_attempt(request.attempt), *_check_spec(request.spec), *_check_call(request)])
+    rules.refuse(
+        [
+            *_check_attempt(request.attempt),
+            *_check_spec(request.spec),
+            *_check_call(request),
+            *_check_controls(request),
+        ]
+    )
     spec = request.spec
     image = spec.image
     spec.ClearField("image")
     spec.ClearField("mask_image")
+    images = [net.image for net in spec.controlnets]
     for net in spec.controlnets:
         net.ClearField("image")
     return Order(
@@ -43,6 +54,10 @@ def order_from(raw: bytes) -> Order:
         # A new message: one that was cleared of an image keeps its memory for as long as it lives.
         spec=GenerationSpec.FromString(spec.SerializeToString()),
         image=image,
+        controls=tuple(
+            OrderedControl(image=control, hosts=hosts)
+            for control, hosts in zip(images, request.controlnets, strict=True)
+        ),
         checkpoint=request.checkpoint,
         deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
         preview=request.preview,
@@ -76,6 +91,25 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
         yield Violation(field="spec.strength", description="must be filled in with an image, and only with one")
     elif spec.HasField("strength"):
         yield from rules.check_steps_left(spec.num_inference_steps, spec.strength)
+
+
+def _check_controls(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
+    if len(request.controlnets) != len(request.spec.controlnets):
+        yield Violation(field="controlnets", description="must be one for each of spec.controlnets")
+    for index, net in enumerate(request.spec.controlnets):
+        if not 0 < len(net.image) <= MAX_IMAGE_BYTES:
+            rule = f"must be 1 to {MAX_IMAGE_BYTES} bytes"
+            yield Violation(field=f"spec.controlnets[{index}].image", description=rule)
+    for index, hosts in enumerate(request.controlnets):
+        if len(hosts.digest) > _MAX_ID_CHARACTERS:
+            rule = f"must be at most {_MAX_ID_CHARACTERS} characters"
+            yield Violation(field=f"controlnets[{index}].digest", description=rule)
+        if len(hosts.servers) > _MAX_SERVERS or any(
+            not 0 < len(server.name) <= _MAX_ID_CHARACTERS or not 0 < len(server.address) <= _MAX_ADDRESS_CHARACTERS
+            for server in hosts.servers
+        ):
+            rule = f"must be at most {_MAX_SERVERS}, each with a name and an address"
+            yield Violation(field=f"controlnets[{index}].servers", description=rule)
 
 
 def _check_call(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from bottega.codec import CodecPool
-from bottega.errors import BottegaError, Draining, FieldNotServed, InternalError, JobCancelled, StaleAttempt, WorkerLost
+from bottega.errors import BottegaError, Draining, InternalError, JobCancelled, StaleAttempt, WorkerLost
 from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet import FleetMembership
 from bottega.rpc.status import from_job_error
@@ -25,6 +25,7 @@ from bottega.worker.checkpoints import Checkpoint, CheckpointBoard
 from bottega.worker.commission import Commission, Order
 from bottega.worker.config import WorkerConfig
 from bottega.worker.engine_front import EngineFront
+from bottega.worker.link_broker import LinkBroker
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.pictures import Pictures
 
@@ -63,6 +64,7 @@ class Worker:
         self._pool = pool
         self._pictures = Pictures(pool)
         self._metrics = metrics
+        self._links = LinkBroker(engine, worker=self.name)
         self._address = address
         self._set_serving = set_serving
         self._version = importlib.metadata.version("bottega-services")
@@ -85,14 +87,11 @@ class Worker:
     def run(self, order: Order) -> Attempt:
         """Starts the order's attempt, or finds it where it is held already.
 
-        Raises FieldNotServed, StaleAttempt when a later attempt at the job is held, Draining, QueueFull.
+        Raises StaleAttempt when a later attempt at the job is held, Draining, QueueFull.
         """
         known = self.attempts.find(order.key)
         if known is not None:
             return known
-        if order.spec.controlnets:
-            # A picture without the control that was asked for is no answer.
-            raise FieldNotServed("this worker runs no ControlNets", metadata={"field": "spec.controlnets"})
         earlier = self.attempts.superseded(order.key)
         if self._draining:
             raise Draining("the worker is stopping")
@@ -135,6 +134,7 @@ class Worker:
             draining=self._draining,
             max_rows=self._config.engine.group_rows,
             memory_bytes=self._memory_bytes,
+            controlnets=self._beat.controlnets,
         )
 
     async def drain(self) -> None:
@@ -153,7 +153,7 @@ class Worker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for commission in list(self._commissions.values()):
             commission.lose(Draining("the worker has stopped"))
-        await asyncio.gather(self._engine.stop(), self._pool.stop())
+        await asyncio.gather(self._engine.stop(), self._pool.stop(), self._links.stop())
 
     async def engine_ready(self, ready: engine_pb2.EngineReady) -> None:
         """See EngineListener."""
@@ -172,8 +172,11 @@ class Worker:
         kind = event.WhichOneof("event")
         if kind == "beat":
             self._beat = event.beat
-            self._metrics.step_times(event.beat.step_times)
+            self._metrics.heard(event.beat)
             self._report_load()
+            return
+        if kind == "link_request":
+            self._links.request(event.link_request)
             return
         if kind is None or kind == "ready":
             return

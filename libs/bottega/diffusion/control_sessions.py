@@ -1,0 +1,137 @@
+"""The ControlNet sessions of one job: begun when its prompt has been encoded, ended with it.
+
+Knows the job's spec and whoever holds sessions; knows no forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from bottega.diffusion.controls import Control, ControlHosts, ControlNets, ControlRecord
+from bottega.diffusion.encode import Conditions
+from bottega.diffusion.events import ControlUse
+from bottega.diffusion.request import ActiveControl
+from bottega.diffusion.row import Half
+from bottega.diffusion.spec import ControlSpec, DrawingSpec
+from bottega.errors import InternalError, Unavailable
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ControlSessions:
+    """Those of one job; without a provider there are none.
+
+    active: by session, what the job's requests are told of it. places: of its ControlNet in the spec.
+    digests: of the version of each of the spec's ControlNets, hex; empty where that is not known.
+    """
+
+    provider: ControlNets | None = None
+    active: tuple[ActiveControl, ...] = ()
+    places: tuple[int, ...] = ()
+    digests: tuple[str, ...] = ()
+    records: tuple[ControlRecord, ...] | None = None
+
+    @property
+    def handles(self) -> list[Hashable]:
+        """Of the provider."""
+        return [control.handle for control in self.active]
+
+    @property
+    def opened(self) -> bool:
+        """Whether every session can be asked. Raises the BottegaError that one of them failed with."""
+        return self.provider is None or self.records is not None or self.provider.opened(self.handles)
+
+    def over(self, step: int) -> bool:
+        """Whether none of them is needed at this step or later."""
+        return all(control.last <= step for control in self.active)
+
+    def close(self) -> None:
+        """Ends them. Harmless the second time."""
+        if self.provider is not None and self.records is None:
+            self.records = self.provider.close(self.handles)
+
+    def uses(self, spec: DrawingSpec) -> tuple[ControlUse, ...]:
+        """What the job's ControlNets came to, in the spec's order; those that took no part included."""
+        records = dict(zip(self.places, self.records or (), strict=False))
+        digests = self.digests or ("",) * len(spec.controlnets)
+        return tuple(
+            _use(spec, control, digests[place], records.get(place, ControlRecord()))
+            for place, control in enumerate(spec.controlnets)
+        )
+
+
+def open_controls(
+    provider: ControlNets | None,
+    spec: DrawingSpec,
+    images: Sequence[Tensor],
+    conditions: Conditions,
+    *,
+    from_step: int,
+    hosts: Sequence[ControlHosts] = (),
+    may_be_stale: bool = False,
+) -> ControlSessions:
+    """Begins the sessions that the steps from `from_step` on need.
+
+    images: one for each of the spec's ControlNets. hosts: for each, where it is beside here; none where all are here.
+    Raises BottegaError where one can never be opened.
+    """
+    hosts = hosts or [ControlHosts() for _ in images]
+    digests = tuple(each.digest for each in hosts)
+    if len(images) != len(spec.controlnets):
+        raise InternalError(f"{len(images)} control images came for {len(spec.controlnets)} ControlNets")
+    needed = [
+        (place, control) for place, control in enumerate(spec.controlnets) if spec.control_steps(control)[1] > from_step
+    ]
+    if not needed:
+        return ControlSessions(digests=digests)
+    if provider is None:
+        raise Unavailable("this worker has no ControlNets")
+    controls = [
+        replace(_control(spec, control, images[place], conditions), hosts=hosts[place], may_be_stale=may_be_stale)
+        for place, control in needed
+    ]
+    handles = provider.open(controls)
+    active = [
+        ActiveControl(
+            handle=handle,
+            first=spec.control_steps(control)[0],
+            last=spec.control_steps(control)[1],
+            halves=frozenset(begun.halves),
+        )
+        for handle, begun, (_, control) in zip(handles, controls, needed, strict=True)
+    ]
+    places = tuple(place for place, _ in needed)
+    return ControlSessions(provider=provider, active=tuple(active), places=places, digests=digests)
+
+
+def _control(spec: DrawingSpec, control: ControlSpec, image: Tensor, conditions: Conditions) -> Control:
+    halves = {Half.CONDITIONAL: conditions.conditional}
+    if conditions.unconditional is not None and not control.guess_mode:
+        halves = {Half.UNCONDITIONAL: conditions.unconditional, **halves}
+    return Control(
+        name=control.name,
+        image=image,
+        height=spec.height,
+        width=spec.width,
+        halves=halves,
+        scale=control.controlnet_conditioning_scale,
+        guess_mode=control.guess_mode,
+    )
+
+
+def _use(spec: DrawingSpec, control: ControlSpec, digest: str, record: ControlRecord) -> ControlUse:
+    begin, end = spec.control_steps(control)
+    return ControlUse(
+        name=control.name,
+        image_digest=control.image_digest,
+        begin_step=begin,
+        end_step=end,
+        scale=control.controlnet_conditioning_scale,
+        digest=digest,
+        waited_s=record.waited_s,
+        stale_steps=record.stale_steps,
+        pipelined=record.pipelined,
+        servers=record.servers,
+    )

@@ -1,0 +1,28 @@
+"""ControlNets: finding, loading and keeping them, and what a session with one computes.
+
+What a server's engine and a worker on its own both use. Knows rows and conditions; knows no wire and no links.
+"""
+
+from bottega.diffusion.controlnets.group import ControlRow, run_group, write_residuals
+from bottega.diffusion.controlnets.layout import ControlLayout, base_layout
+from bottega.diffusion.controlnets.local import LocalControlNets
+from bottega.diffusion.controlnets.network import ControlNet, ControlNetSource, find_controlnet, load_controlnet
+from bottega.diffusion.controlnets.session import ControlSession, process_image
+from bottega.diffusion.controlnets.shelf import ControlNetShelf, Hold
+
+__all__ = [
+    "ControlLayout",
+    "ControlNet",
+    "ControlNetShelf",
+    "ControlNetSource",
+    "ControlRow",
+    "ControlSession",
+    "Hold",
+    "LocalControlNets",
+    "base_layout",
+    "find_controlnet",
+    "load_controlnet",
+    "process_image",
+    "run_group",
+    "write_residuals",
+]

@@ -1,0 +1,90 @@
+"""What a ControlNet and a base model must have in common: the shapes that they exchange, read from configurations.
+
+Knows configurations as plain values; knows no weights and no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+# SDXL's original size, crop and target size: what time_ids are.
+_TIME_IDS = 6
+_ADDED = "text_time"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlLayout:
+    """The shapes that ControlNet and base model exchange.
+
+    latent_channels: of the latent. context_width: of the prompt embeddings; pooled_width: of the pooled ones, 0 where
+    the conditions are not SDXL's. latent_scale: pixels a side that one latent element stands for.
+    points: of every residual point, its channels and how often its latent has been halved; the middle is the last.
+    """
+
+    latent_channels: int
+    context_width: int
+    pooled_width: int
+    latent_scale: int
+    points: tuple[tuple[int, int], ...]
+
+    def misfits(self, base: ControlLayout) -> Iterator[str]:
+        """What a ControlNet of this layout does not have in common with its base model, each with both values."""
+        for name in ("latent_channels", "context_width", "pooled_width", "latent_scale"):
+            ours, theirs = getattr(self, name), getattr(base, name)
+            if ours != theirs:
+                yield f"its {name} is {ours}, the model's {theirs}"
+        if self.points != base.points:
+            yield f"its residual points are {_said(self.points)}, the model's {_said(base.points)}"
+
+    def shapes(self, height: int, width: int) -> list[tuple[int, int, int]]:
+        """[channels, height, width] of the residual at every point, for a latent of this height and width."""
+        return [(channels, _halved(height, halvings), _halved(width, halvings)) for channels, halvings in self.points]
+
+
+def base_layout(unet: Mapping[str, Any], latent_scale: int) -> ControlLayout:
+    """Of a base model. unet: its UNet's configuration; latent_scale: its VAE's."""
+    return _layout(unet, latent_scale)
+
+
+def controlnet_layout(config: Mapping[str, Any]) -> ControlLayout:
+    """Of a ControlNet, from its configuration."""
+    # The embedding of the control image halves it between each two of its widths.
+    return _layout(config, 2 ** (len(config["conditioning_embedding_out_channels"]) - 1))
+
+
+def _layout(config: Mapping[str, Any], latent_scale: int) -> ControlLayout:
+    pooled = 0
+    if config.get("addition_embed_type") == _ADDED:
+        pooled = config["projection_class_embeddings_input_dim"] - _TIME_IDS * config["addition_time_embed_dim"]
+    return ControlLayout(
+        latent_channels=config["in_channels"],
+        context_width=config["cross_attention_dim"],
+        pooled_width=pooled,
+        latent_scale=latent_scale,
+        points=tuple(_points(config)),
+    )
+
+
+def _points(config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    """In the order in which the encoder makes them: its input, every layer and every halving, and the middle."""
+    widths, layers = config["block_out_channels"], config["layers_per_block"]
+    counts = [layers] * len(widths) if isinstance(layers, int) else layers
+    yield widths[0], 0
+    for level, (width, count) in enumerate(zip(widths, counts, strict=True)):
+        yield from repeat((width, level), count)
+        if level < len(widths) - 1:
+            yield width, level + 1
+    yield widths[-1], len(widths) - 1
+
+
+def _halved(side: int, times: int) -> int:
+    for _ in range(times):
+        side = (side + 1) // 2  # a convolution of stride 2 and padding 1
+    return side
+
+
+def _said(points: tuple[tuple[int, int], ...]) -> str:
+    return " ".join(f"{channels}/{2**halvings}" for channels, halvings in points)

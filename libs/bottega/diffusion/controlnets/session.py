@@ -1,0 +1,63 @@
+"""One request's session with one ControlNet: what stays the same from step to step, computed once.
+
+Knows one ControlNet and one Control; knows no other sessions and no steps.
+"""
+
+from __future__ import annotations
+
+import PIL.Image
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from torch import Tensor
+
+from bottega.diffusion.controlnets.network import ControlNet
+from bottega.diffusion.controls import Control
+from bottega.diffusion.row import Embeds
+
+
+class ControlSession:
+    """A request's use of a ControlNet.
+
+    scales: by residual point, what its residuals are multiplied by. halves: those that it controls.
+    """
+
+    def __init__(self, net: ControlNet, control: Control) -> None:
+        self.net = net
+        self.halves = {half: _on(net, embeds) for half, embeds in control.halves.items()}
+        self.scales = _scales(net, control)
+        self._image = process_image(control.image, control.height, control.width, net.layout.latent_scale)
+        self._embedded: dict[bool, Tensor] = {}
+
+    def embedded(self, rows: int) -> Tensor:
+        """The embedded control image for a forward of so many rows: [channels, latent height, latent width]."""
+        alone = rows == 1
+        if alone not in self._embedded:
+            self._embedded[alone] = self.net.embed(self._image, rows=rows)
+        return self._embedded[alone]
+
+
+def process_image(pixels: Tensor, height: int, width: int, latent_scale: int) -> Tensor:
+    """A control image as Diffusers' ControlNet pipelines take it. pixels: uint8 [its height, its width, 3].
+
+    Returns float32 [3, height, width], 0 to 1.
+    """
+    processor = VaeImageProcessor(vae_scale_factor=latent_scale, do_convert_rgb=True, do_normalize=False)
+    image = PIL.Image.fromarray(pixels.cpu().numpy())
+    processed: Tensor = processor.preprocess(image, height=height, width=width)[0]
+    return processed.to(torch.float32)
+
+
+def _scales(net: ControlNet, control: Control) -> list[float | Tensor]:
+    points = len(net.layout.points)
+    if not control.guess_mode:
+        return [control.scale] * points
+    # Diffusers' own: .1 at the first point to 1 at the middle, as tensors, so that half precision rounds alike.
+    return list(torch.logspace(-1, 0, points, device=net.device) * control.scale)
+
+
+def _on(net: ControlNet, embeds: Embeds) -> Embeds:
+    return Embeds(
+        prompt=embeds.prompt.to(net.device, net.dtype),
+        pooled=embeds.pooled.to(net.device, net.dtype),
+        time_ids=embeds.time_ids.to(net.device),
+    )

@@ -1,0 +1,118 @@
+"""Which ControlNets a server hosts, by name and folder: those of the configuration, and those that callers have added.
+
+The latter are remembered in a file. Knows names and folders; knows nothing of what is in a folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from bottega import rules
+from bottega.errors import ConfigError, InvalidRequest, StorageUnavailable, TooLarge, Violation
+from bottega.storage import folders
+
+_log = logging.getLogger(__name__)
+
+# That a server reports of itself, by the contract of Load.
+_MOST = 1024
+_MAX_PATH_CHARACTERS = 4096
+
+
+class Catalogue:
+    """fixed: those of the configuration. root: below it are the folders that may be added; None allows none.
+
+    Its calls may wait for the disk. Raises ConfigError where the file cannot be used, or a fixed name is none.
+    """
+
+    def __init__(self, file: Path, *, root: Path | None, fixed: Mapping[str, str]) -> None:
+        for name in fixed:
+            if not rules.is_adapter_name(name):
+                raise ConfigError(f"controlnets: {name!r} cannot be the name of a ControlNet")
+        self._file = file
+        self._root = root.resolve() if root is not None else None
+        self._fixed = {name: Path(folder).absolute() for name, folder in fixed.items()}
+        self._added = self._read()
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The folder of each, by name."""
+        return {**self._fixed, **{name: Path(folder) for name, folder in self._added.items()}}
+
+    def checked(self, name: str, folder: str) -> Path:
+        """The folder that a caller may add under this name. Raises InvalidRequest, TooLarge when there are too many."""
+        violations = []
+        if not rules.is_adapter_name(name):
+            violations.append(Violation(field="name", description="cannot be the name of a ControlNet"))
+        if not 0 < len(folder) <= _MAX_PATH_CHARACTERS or "\0" in folder:
+            violations.append(Violation(field="folder", description="must be the path of a folder"))
+        rules.refuse(violations)
+        if name not in self.folders and len(self.folders) >= _MOST:
+            raise TooLarge(
+                f"the server hosts {_MOST} ControlNets, as many as it may", metadata={"limit": "controlnets"}
+            )
+        return self._below_root(folder)
+
+    def add(self, name: str, folder: Path) -> None:
+        """Remembers it. Raises StorageUnavailable, and then it is not remembered."""
+        added = {**self._added, name: str(folder)}
+        partial = self._file.with_suffix(".new")
+        try:
+            folders.make(self._file.parent)
+            with partial.open("w", encoding="utf-8") as file:
+                json.dump(added, file, indent=1, sort_keys=True)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self._file)
+            folders.sync(self._file.parent)
+        except OSError as error:
+            raise StorageUnavailable(
+                f"the catalogue {self._file} cannot be written: {error.strerror}",
+                metadata={"cause": _name_of(error)},
+            ) from None
+        self._added = added
+
+    def _below_root(self, folder: str) -> Path:
+        if self._root is None:
+            raise _refused("this server lets nobody add ControlNets: its configuration has no root")
+        path = (self._root / folder).resolve()
+        if not path.is_relative_to(self._root):
+            raise _refused(f"must be below {self._root}, links followed")
+        if not path.is_dir():
+            raise _refused("is no folder on the server's machine")
+        return path
+
+    def _read(self) -> dict[str, str]:
+        try:
+            added = json.loads(self._file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"catalogue {self._file} cannot be used: {error}; mend it or remove it") from None
+        if not isinstance(added, dict) or not all(isinstance(folder, str) for folder in added.values()):
+            raise ConfigError(f"catalogue {self._file} cannot be used: it is no object of names and folders")
+        kept = {}
+        for name, folder in added.items():
+            try:
+                kept[name] = str(self._checked_again(name, folder))
+            except InvalidRequest as error:
+                _log.warning("a ControlNet is not hosted any more", extra={"controlnet": name, "text": error.message})
+        return kept
+
+    def _checked_again(self, name: str, folder: str) -> Path:
+        """The folder of a remembered one: what is allowed may have changed. Raises InvalidRequest."""
+        if not rules.is_adapter_name(name):
+            raise _refused("cannot be the name of a ControlNet")
+        return self._below_root(folder)
+
+
+def _refused(rule: str) -> InvalidRequest:
+    return InvalidRequest(f"folder: {rule}", violations=[Violation(field="folder", description=rule)])
+
+
+def _name_of(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, "EIO")

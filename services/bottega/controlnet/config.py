@@ -1,0 +1,65 @@
+"""What a ControlNet server and its engine may be told. It knows no torch: the front reads it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from bottega.config import STRICT
+from bottega.rpc.server import ServerConfig
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine process may be told.
+
+    device: auto, cpu, cuda or cuda:N. dtype: that of the workers' models. threads: 0 leaves the number to torch.
+    budget_bytes: most bytes of weights that are loaded at once. max_rows: of one forward; a guided step has two for
+    each of its images. fixed_rows: pads every forward to so many rows, for images that are equal byte for byte
+    whatever runs beside them; 0 is off.
+    links_listen: host:port on which links of workers of other hosts come in; port 0 is any free one, empty is none.
+    links_socket: path of the unix socket for those of this host; empty is one in the folder for temporary files.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    threads: NotNegative = 0
+    budget_bytes: AtLeastOne = 8 << 30
+    max_rows: AtLeastOne = 16
+    fixed_rows: NotNegative = 0
+    links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
+    links_socket: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlNetConfig:
+    """What a ControlNet server may be told.
+
+    name: unique in the fleet; empty is "controlnet-" and the process's id. gateway: its host:port; empty joins no
+    fleet. controlnets: by name, the folders of ControlNets that it hosts, in Diffusers' layout. root: below it are the
+    folders that callers may add; empty is none. catalogue: the file that remembers those; empty is controlnets.json in
+    the folder for Bottega's state.
+    start_s: that the engine may take to start. hang_s: without a word of the engine, and stall_s: without a forward
+    though steps wait, after which it is taken for hung and replaced.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    name: Annotated[str, Field(max_length=128)] = ""
+    gateway: str = "127.0.0.1:8470"
+    server: ServerConfig = field(default_factory=ServerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    controlnets: dict[str, str] = field(default_factory=dict)
+    root: str = ""
+    catalogue: str = ""
+    start_s: Seconds = 600.0
+    hang_s: Seconds = 60.0
+    stall_s: Seconds = 120.0

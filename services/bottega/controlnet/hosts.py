@@ -1,0 +1,116 @@
+"""The ControlNets that the engine hosts: found in their folders, told apart by digest, loaded when they are borrowed.
+
+Knows folders and the shelf; knows no sessions and no links.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bottega.diffusion.controlnets import ControlLayout, ControlNetShelf, ControlNetSource, Hold, find_controlnet
+from bottega.diffusion.model import digest
+from bottega.errors import ControlNetNotFound, ControlNetUnusable
+from bottega.v1 import controlnet_pb2
+from bottega.v1.controlnet_pb2 import HostedControlNet
+
+# Characters of a digest that tell two versions of a name apart on the shelf.
+_VERSION_CHARACTERS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A ControlNet that somebody asks for. digest: of the one meant; empty is whatever has the name."""
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Host:
+    """source: its name is that of the shelf: one version of one name."""
+
+    source: ControlNetSource
+    digest: str
+
+
+class Hosts:
+    """Any thread may call it; `add` waits for the disk, and nothing else does."""
+
+    def __init__(self, *, budget_bytes: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._sources: dict[str, ControlNetSource] = {}
+        self._hosts: dict[str, _Host] = {}
+        self._lock = threading.Lock()
+        self.shelf = ControlNetShelf(self._sources, budget_bytes=budget_bytes, device=device)
+
+    def add(self, name: str, folder: Path) -> HostedControlNet:
+        """Hosts what is in the folder under that name, from now on. Raises ControlNetUnusable."""
+        try:
+            found_digest = digest(folder)
+        except OSError as error:
+            raise ControlNetUnusable(f"ControlNet {name} cannot be read: {folder}: {error.strerror}") from None
+        version = f"{name}@{found_digest[:_VERSION_CHARACTERS]}"
+        source = find_controlnet(version, folder, base=None, dtype=self._dtype)
+        with self._lock:
+            before = self._hosts.get(name)
+            if before is not None and before.source.name != version:
+                del self._sources[before.source.name]
+            self._sources[version] = source
+            host = self._hosts[name] = _Host(source=source, digest=found_digest)
+        return self._reported(name, host, {}, set())
+
+    def borrow(self, wanted: Sequence[Wanted], *, base: ControlLayout, dtype: torch.dtype) -> Hold:
+        """Borrows these together, for a worker's model of that layout and element type.
+
+        Raises ControlNetNotFound where one is not hosted in the version meant, ControlNetUnusable where one does not
+        fit, and as ControlNetShelf.borrow does.
+        """
+        if dtype != self._dtype:
+            raise ControlNetUnusable(
+                f"this server computes in {_said(self._dtype)} and the worker in {_said(dtype)}: pictures would not be "
+                "those of one process; give both the same dtype"
+            )
+        versions = []
+        for each in wanted:
+            host = self._hosts.get(each.name)
+            if host is None or each.digest not in ("", host.digest):
+                served = ", ".join(sorted(self._hosts))
+                which = f" with the digest {each.digest[:_VERSION_CHARACTERS]}" if host is not None else ""
+                raise ControlNetNotFound(f"{each.name}{which} is not hosted here", metadata={"served": served})
+            if misfits := list(host.source.layout.misfits(base)):
+                raise ControlNetUnusable(f"ControlNet {each.name} does not fit the model: {'; '.join(misfits)}")
+            versions.append(host.source.name)
+        return self.shelf.borrow(versions)
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Sessions with these will come."""
+        self.shelf.expect([host.source.name for name in names if (host := self._hosts.get(name))])
+
+    def report(self, sessions: dict[str, int]) -> list[HostedControlNet]:
+        """All of them, by name. sessions: that are open, by name."""
+        loaded, popularity = set(self.shelf.loaded), self.shelf.popularity
+        with self._lock:
+            hosts = sorted(self._hosts.items())
+        reports = [self._reported(name, host, popularity, loaded) for name, host in hosts]
+        for report in reports:
+            report.sessions = sessions.get(report.name, 0)
+        return reports
+
+    def _reported(self, name: str, host: _Host, popularity: dict[str, int], loaded: set[str]) -> HostedControlNet:
+        here = host.source.name in loaded
+        return HostedControlNet(
+            name=name,
+            digest=host.digest,
+            size_bytes=host.source.size_bytes,
+            state=controlnet_pb2.HOSTED_STATE_LOADED if here else controlnet_pb2.HOSTED_STATE_ON_DISK,
+            popularity=popularity.get(host.source.name, 0),
+        )
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,66 @@
+"""What a ControlNet server shows of itself: what is loaded and asked for, forwards, links. Knows only numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from bottega.rpc.link_counts import LinkMetrics
+from bottega.v1 import controlnet_pb2
+from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat
+
+
+class ControlNetMetrics(Collector):
+    """Registered once, on the server's registry. What the engine counts begins at 0 again with a new engine."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._beat = ControlNetEngineBeat()
+        self._links = LinkMetrics(registry)
+        self._restarts = Counter("bottega_controlnet_engine_restarts", "Engines that were lost.", registry=registry)
+        registry.register(self)
+
+    def heard(self, beat: ControlNetEngineBeat) -> None:
+        """The engine's newest word."""
+        self._beat = beat
+        self._links.counts = beat.links
+
+    def engine_lost(self) -> None:
+        """The engine died, hung or did not start."""
+        self._restarts.inc()
+        self.heard(ControlNetEngineBeat())
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        beat = self._beat
+        for name, text, value in (
+            ("hits", "Sessions that found their ControlNet loaded.", beat.hits),
+            ("misses", "Sessions that did not.", beat.misses),
+            ("loads", "ControlNets that were loaded.", beat.loads),
+            ("load_failures", "Loads that failed.", beat.failures),
+            ("evictions", "ControlNets that were let go.", beat.evictions),
+            ("forwards", "Forwards.", beat.turns),
+            ("rows", "Rows of forwards.", beat.rows),
+            ("forward_seconds", "Seconds of forwards.", beat.forward_s),
+        ):
+            yield CounterMetricFamily(f"bottega_controlnet_{name}", text, value=value)
+        yield GaugeMetricFamily(
+            "bottega_controlnet_weights_bytes", "Bytes of weights in memory.", value=beat.used_bytes
+        )
+        yield from self._by_name()
+
+    def _by_name(self) -> Iterator[Metric]:
+        names = ("controlnet",)
+        popularity = GaugeMetricFamily(
+            "bottega_controlnet_popularity", "Sessions among the newest ones that are remembered.", labels=names
+        )
+        sessions = GaugeMetricFamily("bottega_controlnet_sessions", "Sessions that are open.", labels=names)
+        loaded = GaugeMetricFamily("bottega_controlnet_loaded", "Whether the weights are in memory.", labels=names)
+        for net in self._beat.controlnets:
+            popularity.add_metric((net.name,), net.popularity)
+            sessions.add_metric((net.name,), net.sessions)
+            loaded.add_metric((net.name,), net.state == controlnet_pb2.HOSTED_STATE_LOADED)
+        yield from (popularity, sessions, loaded)

@@ -1,0 +1,205 @@
+"""The ControlNet server itself: hosts what its catalogue says, offers links, reports what it hosts.
+
+It owns the engine process and the place in the fleet. This module knows no gRPC server: `service.py` translates for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from bottega.controlnet.catalogue import Catalogue
+from bottega.controlnet.config import ControlNetConfig
+from bottega.controlnet.engine_front import EngineFront
+from bottega.controlnet.metrics import ControlNetMetrics
+from bottega.errors import BottegaError, Draining, InternalError, Unavailable
+from bottega.process.memory import resident_bytes
+from bottega.rpc.fleet import FleetMembership
+from bottega.v1 import fleet_pb2
+from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
+from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1.link_pb2 import LinkOffer
+
+_log = logging.getLogger(__name__)
+
+_MEMORY_INTERVAL_S = 1.0
+
+
+class ControlNetServer:
+    """Start it with `start`, end it with `drain` and `stop`.
+
+    engine: spawned. address: where the server itself listens, once it does. set_serving: tells its health.
+    """
+
+    def __init__(
+        self,
+        config: ControlNetConfig,
+        *,
+        catalogue: Catalogue,
+        engine: EngineFront,
+        metrics: ControlNetMetrics,
+        address: Callable[[], str],
+        set_serving: Callable[[bool], Awaitable[None]],
+    ) -> None:
+        self.name = config.name or f"controlnet-{os.getpid()}"
+        self.budget_bytes = config.engine.budget_bytes
+        self._config = config
+        self._catalogue = catalogue
+        self._engine = engine
+        self._metrics = metrics
+        self._address = address
+        self._set_serving = set_serving
+        self._version = importlib.metadata.version("bottega-services")
+        self._beat = ControlNetEngineBeat()
+        self._device = ""
+        self._membership: FleetMembership | None = None
+        self._first_hosting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._hosting: asyncio.Task[None] | None = None
+        self._adding = asyncio.Lock()
+        self._memory_bytes = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def hosted(self) -> list[HostedControlNet]:
+        """The ControlNets that it hosts, by name, as the engine last said."""
+        return list(self._beat.controlnets)
+
+    async def start(self) -> None:
+        """Returns when the engine hosts all that it can. Raises InternalError when the first one does not start."""
+        self._tasks = [asyncio.create_task(self._engine.watch(self)), asyncio.create_task(self._measure())]
+        await self._first_hosting
+
+    async def offer(self, worker: str, link_id: str) -> LinkOffer:
+        """A link's offer for a worker. Raises Draining, Unavailable, and what the engine refuses it with."""
+        if self._draining:
+            raise Draining("the ControlNet server is stopping")
+        return await self._engine.offer(worker, link_id)
+
+    def prefetch(self, names: list[str]) -> list[str]:
+        """Has those of the names loaded that it hosts, and says which. Raises Unavailable when there is no engine."""
+        hosted = {net.name for net in self._beat.controlnets}
+        accepted = [name for name in dict.fromkeys(names) if name in hosted]
+        if accepted and not self._draining:
+            self._engine.prefetch(accepted)
+        return accepted
+
+    async def add(self, name: str, folder: str) -> HostedControlNet:
+        """Hosts one more and remembers it.
+
+        Raises InvalidRequest, TooLarge, ControlNetUnusable, StorageUnavailable, Unavailable.
+        """
+        async with self._adding:
+            path = await asyncio.to_thread(self._catalogue.checked, name, folder)
+            hosted = await self._engine.host(name, path)
+            await asyncio.to_thread(self._catalogue.add, name, path)
+        _log.info("a ControlNet is hosted", extra={"controlnet": name, "folder": str(path)})
+        return hosted
+
+    def load(self) -> fleet_pb2.Load:
+        """What it hosts, and how busy it is."""
+        return fleet_pb2.Load(
+            controlnets=self._beat.controlnets, draining=self._draining, memory_bytes=self._memory_bytes
+        )
+
+    async def drain(self) -> None:
+        """Opens no sessions any more, and returns when those that are open have ended."""
+        self._draining = True
+        self._report()
+        try:
+            self._engine.drain()
+        except Unavailable:
+            return  # no engine, no sessions
+        await self._idle.wait()  # the server's drain has a grace
+
+    async def stop(self) -> None:
+        """Leaves the fleet and ends the engine; workers go on elsewhere."""
+        await self._leave()
+        for task in [*self._tasks, *([self._hosting] if self._hosting else [])]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._engine.stop()
+
+    async def engine_ready(self, ready: ControlNetEngineReady) -> None:
+        """See Listener."""
+        _log.info("engine ready", extra={"device": ready.device, "pid": self._engine.pid})
+        self._device = ready.device
+        self._hosting = asyncio.create_task(self._host_all())
+
+    async def engine_said(self, event: ControlNetEngineEvent) -> None:
+        """See Listener."""
+        if not event.HasField("beat"):
+            self._engine.hear(event)
+            return
+        before, self._beat = self._beat, event.beat
+        self._metrics.heard(event.beat)
+        if any(net.sessions for net in event.beat.controlnets):
+            self._idle.clear()
+        else:
+            self._idle.set()
+        if before.controlnets != event.beat.controlnets:
+            self._report()
+
+    async def engine_lost(self, why: str) -> None:
+        """See Listener."""
+        self._metrics.engine_lost()
+        self._engine.forget(Unavailable(f"the ControlNet server's engine was lost: {why}"))
+        if not self._first_hosting.done():
+            self._first_hosting.set_exception(InternalError(f"the engine could not be started: {why}"))
+            return
+        await self._set_serving(False)
+        await self._leave()
+        self._beat = ControlNetEngineBeat()
+        self._idle.set()
+
+    async def _host_all(self) -> None:
+        """Has a new engine host what the catalogue says, then joins the fleet."""
+        for name, folder in self._catalogue.folders.items():
+            try:
+                await self._engine.host(name, folder)
+            except BottegaError as error:
+                facts = {"controlnet": name, "folder": str(folder), "text": error.message}
+                _log.error("a ControlNet cannot be hosted", extra=facts)
+        if not self._first_hosting.done():
+            self._first_hosting.set_result(None)
+        else:
+            await self._set_serving(not self._draining)
+        if self._config.gateway and self._membership is None:
+            self._membership = self._join()
+            self._membership.start()
+
+    def _join(self) -> FleetMembership:
+        registration = fleet_pb2.Registration(
+            kind=fleet_pb2.SERVICE_KIND_CONTROLNET,
+            name=self.name,
+            address=self._address(),
+            version=self._version,
+            device=self._device,
+        )
+        return FleetMembership(self._config.gateway, registration, load=self.load)
+
+    async def _leave(self) -> None:
+        if self._membership:
+            membership, self._membership = self._membership, None
+            await membership.stop()
+
+    def _report(self) -> None:
+        if self._membership:
+            self._membership.changed()
+
+    async def _measure(self) -> None:
+        while True:
+            self._memory_bytes = resident_bytes([os.getpid(), *([self._engine.pid] if self._engine.pid else [])])
+            await asyncio.sleep(_MEMORY_INTERVAL_S)
+
+
+def open_catalogue(config: ControlNetConfig, state_folder: Path) -> Catalogue:
+    """The catalogue that the configuration means. Raises ConfigError."""
+    file = Path(config.catalogue) if config.catalogue else state_folder / "controlnets.json"
+    return Catalogue(file, root=Path(config.root) if config.root else None, fixed=config.controlnets)

@@ -1,0 +1,59 @@
+"""The ControlNet server on the wire: translates ControlNetService's messages to the server's words and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from bottega import rules
+from bottega.controlnet.server import ControlNetServer
+from bottega.errors import Violation
+from bottega.v1 import controlnet_pb2 as pb
+from bottega.v1 import controlnet_pb2_grpc
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ControlNetService"].full_name
+
+# By the contract.
+_MAX_WORKER_CHARACTERS = 128
+_MAX_NAMES = 256
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
+    """bottega.v1.ControlNetService."""
+
+    def __init__(self, server: ControlNetServer) -> None:
+        self._server = server
+
+    async def OpenLink(self, request: pb.OpenLinkRequest, _context: _Context) -> pb.OpenLinkResponse:
+        """OpenLink."""
+        if len(request.worker) > _MAX_WORKER_CHARACTERS:
+            rule = f"must be at most {_MAX_WORKER_CHARACTERS} characters"
+            rules.refuse([Violation(field="worker", description=rule)])
+        return pb.OpenLinkResponse(offer=await self._server.offer(request.worker, request.link_id))
+
+    async def Prefetch(self, request: pb.PrefetchRequest, _context: _Context) -> pb.PrefetchResponse:
+        """Prefetch."""
+        rules.refuse(list(_check_names(request)))
+        return pb.PrefetchResponse(accepted=self._server.prefetch(list(request.names)))
+
+    async def ListControlNets(
+        self, _request: pb.ListControlNetsRequest, _context: _Context
+    ) -> pb.ListControlNetsResponse:
+        """ListControlNets."""
+        return pb.ListControlNetsResponse(controlnets=self._server.hosted, budget_bytes=self._server.budget_bytes)
+
+    async def AddControlNet(self, request: pb.AddControlNetRequest, _context: _Context) -> pb.AddControlNetResponse:
+        """AddControlNet."""
+        return pb.AddControlNetResponse(controlnet=await self._server.add(request.name, request.folder))
+
+
+def _check_names(request: pb.PrefetchRequest) -> Iterator[Violation]:
+    if len(request.names) > _MAX_NAMES:
+        yield Violation(field="names", description=f"must be at most {_MAX_NAMES}")
+    for index, name in enumerate(request.names[:_MAX_NAMES]):
+        if not rules.is_adapter_name(name):
+            yield Violation(field=f"names[{index}]", description="cannot be the name of a ControlNet")

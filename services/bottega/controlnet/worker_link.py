@@ -1,0 +1,311 @@
+"""One worker's link: its sessions, what it asks for, and the answers. Everything of it ends with the link.
+
+Two threads: one receives and checks, one answers, so that a worker that does not take what it asked for delays nobody
+else. What breaks the rules of the messages ends the link, and no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from google.protobuf import json_format
+from torch import Tensor
+
+from bottega.controlnet.forwards import Forwards, Residuals, Work
+from bottega.controlnet.hosts import Hosts, Wanted
+from bottega.diffusion.control_messages import (
+    Kind,
+    Message,
+    Opening,
+    Refusal,
+    Session,
+    Step,
+    kind_of,
+    number_message,
+    read_number,
+    read_opening,
+    read_step,
+    refused_message,
+    residuals_layout,
+    tensor_at,
+)
+from bottega.diffusion.controlnets import ControlRow, ControlSession, Hold, write_residuals
+from bottega.diffusion.faults import named
+from bottega.errors import BadFrame, BottegaError, Draining, LinkError, PeerDead
+from bottega.rpc.status import to_job_error
+from bottega.transport import Deadline, Incoming, Link, Listener, Offer
+
+_log = logging.getLogger(__name__)
+
+# A worker takes up an offer at once, or not at all.
+_ACCEPT_S = 10.0
+# A worker says something every second.
+_SILENCE_S = 30.0
+# A message whose beginning is here must come to its end, and an answer must be taken.
+_MESSAGE_S = 20.0
+_CLOSED = None
+# Of one worker at a time; a worker runs some tens of requests, with at most eight ControlNets each.
+_MOST_SESSIONS = 512
+# Rows of one step; a step of sixteen rows with eight ControlNets has 128.
+_MOST_ROWS = 512
+# Pixels of the picture that is drawn, and of a control image.
+_MOST_PIXELS = 16 << 20
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Loan:
+    """What one request has borrowed."""
+
+    opening: Opening
+    hold: Hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Session:
+    """A session that can be asked. shape: of its samples, [channels, height, width]."""
+
+    control: ControlSession
+    shape: tuple[int, int, int]
+
+
+class WorkerLink:
+    """Serves one offer, from the worker's taking it up to the link's end. on_end: called once, when it has ended."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        offer: Offer,
+        *,
+        worker: str,
+        hosts: Hosts,
+        forwards: Forwards,
+        on_end: Callable[[WorkerLink], None],
+    ) -> None:
+        self.worker = worker
+        self.draining = False
+        self._listener = listener
+        self._offer = offer
+        self._hosts = hosts
+        self._forwards = forwards
+        self._on_end = on_end
+        self._loans: dict[int, _Loan] = {}
+        self._sessions: dict[int, _Session] = {}
+        self._changing = threading.Lock()  # of loans and sessions, by the two threads
+        self._answers: queue.SimpleQueue[Callable[[Link], None] | None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Serves it in the background."""
+        threading.Thread(target=self._live, name=f"link-{self._offer.link_id[:8]}", daemon=True).start()
+
+    @property
+    def sessions(self) -> Counter[str]:
+        """Sessions that are open or being opened, by ControlNet."""
+        loans = list(self._loans.values())
+        return Counter(control.name for loan in loans for control in loan.opening.controls)
+
+    def _live(self) -> None:
+        try:
+            link = self._listener.accept(self._offer, Deadline.after(_ACCEPT_S))
+        except LinkError as error:
+            _log.info("an offer of a link was not taken up", extra={"worker": self.worker, "text": error.message})
+            self._on_end(self)
+            return
+        _log.info("a worker is linked", extra={"worker": self.worker, "backend": link.answer.backend})
+        answering = threading.Thread(target=self._answer, args=(link,), name="answers", daemon=True)
+        answering.start()
+        try:
+            self._receive(link)
+        except LinkError as error:
+            link.end(error)
+        except ValueError as error:
+            link.end(BadFrame(f"the worker broke the rules of its messages: {error}"))
+        except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
+            _log.exception("a link could not be served", extra={"worker": self.worker})
+            link.end(PeerDead("the server could not serve the link"))
+        self._answers.put(_CLOSED)
+        answering.join()  # ends: the link is dead, and so is every wait in it
+        self._end(link)
+
+    def _end(self, link: Link) -> None:
+        self._forwards.drop(self)
+        for number in list(self._loans):
+            self._give_back(number)
+        link.close()
+        cause = link.cause
+        facts = {"worker": self.worker, "cause": type(cause).__name__, "text": cause.message if cause else ""}
+        _log.info("a worker's link has ended", extra=facts)
+        self._on_end(self)
+
+    def _receive(self, link: Link) -> None:
+        while True:
+            incoming = link.recv(Deadline.after(_SILENCE_S))
+            incoming.wait_all(Deadline.after(_MESSAGE_S))
+            views = [incoming.view(index) for index in range(len(incoming.layout.specs))]
+            kind = kind_of(incoming.layout)
+            if kind is Kind.STEP:
+                self._step(read_step(incoming.layout, views), incoming)
+                continue
+            with incoming:
+                match kind:
+                    case Kind.OPEN:
+                        self._open(read_opening(incoming.layout, views))
+                    case Kind.CLOSE:
+                        self._give_back(read_number(incoming.layout, views))
+                    case Kind.PING:
+                        self._say(number_message(Kind.PONG))
+                    case _:
+                        raise ValueError(f"a worker says no {kind}")
+
+    def _open(self, opening: Opening) -> None:
+        """Begins a loan. What is wrong with the message is raised; what cannot be served is answered."""
+        self._check(opening)
+        wanted = [Wanted(name=session.name, digest=session.digest) for session in opening.sessions]
+        try:
+            if self.draining:
+                raise Draining("the ControlNet server is stopping")
+            hold = self._hosts.borrow(wanted, base=opening.base, dtype=opening.dtype)
+        except BottegaError as error:
+            self._say(_refusal(error, loan=opening.loan))
+            return
+        self._loans[opening.loan] = _Loan(opening=opening, hold=hold)
+        # Called by whoever loads, under its lock: what is to be done is done by the thread that answers.
+        hold.nets.add_done_callback(lambda _: self._answers.put(lambda link: self._opened(link, opening.loan)))
+
+    def _check(self, opening: Opening) -> None:
+        numbers = {session.number for session in opening.sessions}
+        if opening.loan in self._loans or len(numbers) < len(opening.sessions) or numbers & self._sessions.keys():
+            raise ValueError("a loan or a session has the number of another one")
+        if sum(len(loan.opening.sessions) for loan in self._loans.values()) + len(numbers) > _MOST_SESSIONS:
+            raise ValueError(f"a worker has at most {_MOST_SESSIONS} sessions")
+        for session, control in zip(opening.sessions, opening.controls, strict=True):
+            if max(session.height * session.width, control.image.shape[0] * control.image.shape[1]) > _MOST_PIXELS:
+                raise ValueError(f"a picture has at most {_MOST_PIXELS} pixels")
+
+    def _opened(self, link: Link, number: int) -> None:
+        """A loan's ControlNets are there, or never will be. In the thread that answers."""
+        loan = self._loans.get(number)
+        if loan is None:
+            return  # closed meanwhile
+        try:
+            nets = loan.hold.nets.result(timeout=0)
+            sessions = [ControlSession(net, control) for net, control in zip(nets, loan.opening.controls, strict=True)]
+        except Exception as error:  # noqa: BLE001 - the boundary of a loan: its failure is not the others'
+            self._give_back(number)
+            _send(link, _refusal(named(error), loan=number))
+            return
+        with self._changing:
+            if number not in self._loans:
+                return
+            for opened, session in zip(loan.opening.sessions, sessions, strict=True):
+                self._sessions[opened.number] = _Session(control=session, shape=_latent_shape(opened, session))
+        _send(link, number_message(Kind.OPENED, number))
+
+    def _give_back(self, number: int) -> None:
+        """Ends a loan. Harmless when there is none: a refused one is closed too."""
+        with self._changing:
+            loan = self._loans.pop(number, None)
+            for session in loan.opening.sessions if loan is not None else ():
+                self._sessions.pop(session.number, None)
+        if loan is not None:
+            self._hosts.shelf.give_back(loan.hold)
+
+    def _step(self, step: Step, incoming: Incoming) -> None:
+        """Has a step computed. The message is given back with the answer, so that its slots bound what is held here."""
+        if len(step.entries) > _MOST_ROWS:
+            raise ValueError(f"a step has at most {_MOST_ROWS} rows")
+        rows = []
+        for entry in step.entries:
+            session = self._sessions.get(entry.session)
+            if session is None or entry.half not in session.control.halves:
+                raise ValueError(f"a step is for session {entry.session}, which is not open for it")
+            sample, timestep = step.samples[entry.sample], step.timesteps[entry.sample]
+            if tuple(sample.shape) != session.shape:
+                raise ValueError(f"a step's samples are {tuple(sample.shape)}, not {session.shape}")
+            rows.append(ControlRow(session=session.control, half=entry.half, sample=sample, timestep=timestep))
+
+        def done(outcome: Sequence[Residuals] | BottegaError) -> None:
+            self._answers.put(lambda link: self._hand_out(link, step.number, rows, outcome, incoming))
+
+        self._forwards.put(Work(owner=self, rows=rows, done=done))
+
+    def _hand_out(
+        self,
+        link: Link,
+        number: int,
+        rows: Sequence[ControlRow],
+        outcome: Sequence[Residuals] | BottegaError,
+        incoming: Incoming,
+    ) -> None:
+        with incoming:
+            if isinstance(outcome, BottegaError):
+                _send(link, _refusal(outcome, step=number))
+            else:
+                _send_residuals(link, number, rows, outcome)
+
+    def _answer(self, link: Link) -> None:
+        """The thread that sends."""
+        try:
+            while (answer := self._answers.get()) is not _CLOSED:
+                answer(link)
+        except LinkError as error:
+            link.end(error)
+        except BottegaError as error:
+            link.end(PeerDead(f"the server could not answer: {error.message}"))
+        except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
+            _log.exception("a link could not be answered", extra={"worker": self.worker})
+            link.end(PeerDead("the server could not answer"))
+
+    def _say(self, message: Message) -> None:
+        self._answers.put(lambda link: _send(link, message))
+
+
+def _send(link: Link, message: Message) -> None:
+    link.send(message.layout, message.buffers, Deadline.after(_MESSAGE_S))
+
+
+def _send_residuals(link: Link, number: int, rows: Sequence[ControlRow], residuals: Sequence[Residuals]) -> None:
+    """Writes the rows' residuals into a slot, scaled, deepest first, and says after each point that it is there."""
+    by_point = residuals[0].by_point
+    layout = residuals_layout(len(rows), tuple(_shape(tensor[0]) for tensor in by_point), by_point[0].dtype)
+    with link.begin(layout, Deadline.after(_MESSAGE_S)) as outgoing:
+        tensor_at(layout, outgoing.views, 0)[0] = number
+        # Behind the number the points come deepest first.
+        slots = [tensor_at(layout, outgoing.views, len(by_point) - point) for point in range(len(by_point))]
+        writing = [
+            _written(each, row, [slot[place] for slot in slots])
+            for place, (row, each) in enumerate(zip(rows, residuals, strict=True))
+        ]
+        for count, _ in enumerate(zip(*writing, strict=True), start=2):
+            outgoing.ready(count)
+
+
+def _written(residuals: Residuals, row: ControlRow, slots: Sequence[Tensor]) -> Iterator[None]:
+    """Writes one row's residuals point by point, deepest first."""
+    alone = [tensor[residuals.place : residuals.place + 1] for tensor in residuals.by_point]
+    on_cpu = alone[0].device.type == "cpu"
+    scaled = slots if on_cpu else [torch.empty_like(tensor[0]) for tensor in alone]
+    for point in write_residuals(alone, [row], [scaled]):
+        if not on_cpu:
+            slots[point].copy_(scaled[point])
+        yield
+
+
+def _latent_shape(opened: Session, session: ControlSession) -> tuple[int, int, int]:
+    layout = session.net.layout
+    return layout.latent_channels, opened.height // layout.latent_scale, opened.width // layout.latent_scale
+
+
+def _shape(tensor: Tensor) -> tuple[int, int, int]:
+    channels, height, width = tensor.shape
+    return channels, height, width
+
+
+def _refusal(error: BottegaError, *, loan: int | None = None, step: int | None = None) -> Message:
+    packed = json_format.MessageToJson(to_job_error(error), indent=None).encode()
+    return refused_message(Refusal(loan=loan, step=step, error=packed))

@@ -1,0 +1,285 @@
+"""One ControlNet server as a worker's engine sees it: a link, with a thread that sends and one that receives.
+
+It notices a server that is dead at once, and one that is silent within `silence_s`: a server answers pings whatever it
+computes. Knows loans and steps by number; knows no rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from google.protobuf import json_format
+
+from bottega.diffusion.control_messages import (
+    Kind,
+    Message,
+    kind_of,
+    number_message,
+    read_number,
+    read_refusal,
+    tensor_of,
+)
+from bottega.diffusion.controls import ControlServer
+from bottega.errors import (
+    BadFrame,
+    BottegaError,
+    DeadlineExceeded,
+    LayoutMismatch,
+    LeaseExpired,
+    LinkError,
+    PeerDead,
+    Unavailable,
+)
+from bottega.rpc.status import from_job_error
+from bottega.transport import Counters, Deadline, Incoming, Limits, Link, Offer, connect
+from bottega.v1.error_pb2 import JobError
+from bottega.worker.controlnets.news import News
+from bottega.worker.controlnets.reply import Reply
+
+_log = logging.getLogger(__name__)
+
+# Of offer and connection; a server that lives takes milliseconds.
+_CONNECT_S = 5.0
+# How often a quiet link is looked at.
+_LOOK_S = 0.25
+# Quiet for this share of silence_s, a server is asked whether it is there.
+_PING_SHARE = 0.2
+# Messages that wait to be sent; each request has a few.
+_MOST_WAITING = 1024
+_CLOSED = None
+
+
+class Offers(Protocol):
+    """Who brings offers of links."""
+
+    def ask(self, address: str, link_id: str) -> Future[Offer]:
+        """An offer of the ControlNet server at host:port. link_id: of the lost link that it replaces, or empty.
+
+        Its exception is a BottegaError.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """silence_s: after which a server is taken for dead. limits: of what comes in."""
+
+    silence_s: float = 5.0
+    limits: Limits = field(default_factory=lambda: Limits(slots=8, slot_bytes=1 << 30))
+
+
+class ServerLink:
+    """`start` it, use it at once: what is sent waits for the link. One thread uses it; when `lost`, it is over.
+
+    lost: why the link has ended, once it has. opened: loans that the server has opened. refused: those that it will
+    not, with its reasons. answer_s: seconds from a step to its whole answer, of late; 0 is not known.
+    """
+
+    def __init__(
+        self, server: ControlServer, *, offers: Offers, news: News, settings: LinkSettings, counters: Counters
+    ) -> None:
+        self.server = server
+        self.lost: BottegaError | None = None
+        self.opened: set[int] = set()
+        self.refused: dict[int, BottegaError] = {}
+        self.answer_s = 0.0
+        self.link_id = ""
+        self._offers = offers
+        self._news = news
+        self._settings = settings
+        self._counters = counters
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, Reply] = {}
+        self._outbox: queue.Queue[Message | None] = queue.Queue(_MOST_WAITING)
+        self._outstanding: list[Reply] = []
+        self._heard_s = 0.0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Most bytes of one answer."""
+        return self._settings.limits.slot_bytes
+
+    def start(self, before: str = "") -> None:
+        """Opens the link in the background. before: the id of the one that it replaces."""
+        threading.Thread(target=self._live, args=(before,), name=f"link-{self.server.name}", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Sends it in the background. Nothing comes of it when the link is lost."""
+        try:
+            self._outbox.put_nowait(message)
+        except queue.Full:
+            self._lose(Unavailable(f"ControlNet server {self.server.name} takes nothing"))
+
+    def number(self) -> int:
+        """A number that no other loan, session or step of the link has."""
+        return next(self._numbers)
+
+    def expect(self, number: int, reply: Reply) -> None:
+        """The answer to step `number`, which is sent next, goes there."""
+        self._replies[number] = reply
+        self._outstanding.append(reply)
+
+    def spare_slots(self) -> None:
+        """Copies answers where they hold half of the slots: the server must always have some to answer into.
+
+        To be called when nobody looks at what is in them.
+        """
+        self._outstanding = [reply for reply in self._outstanding if reply.holds_memory]
+        if len(self._outstanding) >= self._settings.limits.slots // 2:
+            for reply in self._outstanding:
+                if reply.whole:
+                    reply.keep_copy()
+
+    def end(self) -> None:
+        """Closes the link."""
+        self._lose(Unavailable("the worker is stopping"))
+
+    def _live(self, before: str) -> None:
+        try:
+            link = self._open(before)
+        except BottegaError as error:
+            self._lose(error)
+            return
+        except FutureTimeoutError:
+            self._lose(Unavailable(f"ControlNet server {self.server.name} made no offer within {_CONNECT_S:g} s"))
+            return
+        with link:
+            sending = threading.Thread(target=self._send_all, args=(link,), name="sends", daemon=True)
+            sending.start()
+            try:
+                self._receive(link)
+            except LinkError as error:
+                link.end(error)
+            except ValueError as error:
+                link.end(BadFrame(f"the ControlNet server broke the rules of its messages: {error}"))
+            except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
+                _log.exception("a link could not be served", extra={"server": self.server.name})
+                link.end(PeerDead("the worker could not serve the link"))
+            self._lose(link.cause or PeerDead("the link is gone"))
+            sending.join()  # ends: the link is dead, and so is every wait in it
+
+    def _open(self, before: str) -> Link:
+        deadline = Deadline.after(_CONNECT_S)
+        offer = self._offers.ask(self.server.address, before).result(_CONNECT_S)
+        link = connect(offer, deadline, limits=self._settings.limits, counters=self._counters)
+        self.link_id = link.link_id
+        self._heard_s = time.monotonic()
+        facts = {"server": self.server.name, "backend": link.answer.backend, "why": link.answer.reason}
+        _log.info("linked to a ControlNet server", extra=facts)
+        return link
+
+    def _lose(self, error: BottegaError) -> None:
+        if self.lost is None:
+            _log.warning("a ControlNet server is lost", extra={"server": self.server.name, "text": error.message})
+            self.lost = error
+        with contextlib.suppress(queue.Full):  # then the thread that sends finds the link dead
+            self._outbox.put_nowait(_CLOSED)
+        self._news.ring()
+
+    def _send_all(self, link: Link) -> None:
+        try:
+            while (message := self._outbox.get()) is not _CLOSED:
+                link.send(message.layout, message.buffers, Deadline.after(self._settings.silence_s))
+            link.end(PeerDead("the link is over"))
+        except LinkError as error:
+            link.end(error)
+        except BottegaError as error:
+            link.end(PeerDead(f"nothing more can be sent: {error.message}"))
+
+    def _receive(self, link: Link) -> None:
+        while True:
+            incoming = self._next(link)
+            self._heard_s = time.monotonic()
+            if kind_of(incoming.layout) is Kind.RESIDUALS:
+                self._take_residuals(link, incoming)
+                continue
+            with incoming:
+                self._wait(link, incoming, len(incoming.layout.specs))
+                self._take(incoming)
+            self._news.ring()
+
+    def _take(self, incoming: Incoming) -> None:
+        layout = incoming.layout
+        views = [incoming.view(index) for index in range(len(layout.specs))]
+        match kind_of(layout):
+            case Kind.PONG:
+                pass
+            case Kind.OPENED:
+                self.opened.add(read_number(layout, views))
+            case Kind.REFUSED:
+                refusal = read_refusal(layout, views)
+                error = from_job_error(json_format.Parse(refusal.error, JobError()))
+                if refusal.loan is not None:
+                    self.refused[refusal.loan] = error
+                elif refusal.step is not None and (reply := self._replies.pop(refusal.step, None)) is not None:
+                    _log.warning("a step was refused", extra={"server": self.server.name, "text": error.message})
+                    reply.refused = True
+            case kind:
+                raise ValueError(f"a server says no {kind}")
+
+    def _take_residuals(self, link: Link, incoming: Incoming) -> None:
+        self._wait(link, incoming, 1)
+        number = read_number(incoming.layout, [incoming.view(0)])
+        reply = self._replies.pop(number, None)
+        if reply is None:
+            raise ValueError(f"the answer to step {number}, which was not asked for")
+        if reply.layout.digest != incoming.layout.digest:
+            raise LayoutMismatch(f"the answer to step {number} has other residuals than the model takes")
+        reply.begin(incoming.release)
+        for index in range(1, len(incoming.layout.specs)):
+            self._wait(link, incoming, index + 1)
+            try:
+                view = incoming.view(index)
+            except LeaseExpired:
+                continue  # nobody reads it any more
+            reply.put(reply.points - index, tensor_of(incoming.layout.specs[index], view))
+            self._news.ring()
+        self.answer_s = _smoothed(self.answer_s, time.monotonic() - reply.asked_s)
+
+    def _next(self, link: Link) -> Incoming:
+        """The next message. Raises DeadlineExceeded when the server has been silent for too long."""
+        while True:
+            try:
+                return link.recv(Deadline.after(_LOOK_S))
+            except DeadlineExceeded as error:
+                self._look(link, error)
+
+    def _wait(self, link: Link, incoming: Incoming, count: int) -> None:
+        """Waits for tensors of a message, as long as bytes come."""
+        while True:
+            filled = incoming.filled
+            try:
+                incoming.wait(count, Deadline.after(_LOOK_S))
+            except DeadlineExceeded as error:
+                if incoming.filled == filled:
+                    self._look(link, error)
+                else:
+                    self._heard_s = time.monotonic()
+            else:
+                self._heard_s = time.monotonic()
+                return
+
+    def _look(self, link: Link, error: DeadlineExceeded) -> None:
+        """Nothing has come for a moment."""
+        if link.cause is not None:
+            raise link.cause
+        quiet_s = time.monotonic() - self._heard_s
+        if quiet_s > self._settings.silence_s:
+            raise DeadlineExceeded(
+                f"ControlNet server {self.server.name} was silent for {quiet_s:.1f} s; it is stopped, or cut off"
+            ) from error
+        if quiet_s > _PING_SHARE * self._settings.silence_s and self._outbox.empty():
+            self.send(number_message(Kind.PING))
+
+
+def _smoothed(before: float, now: float) -> float:
+    return now if before == 0.0 else before + 0.3 * (now - before)

@@ -1,0 +1,77 @@
+"""Brings offers of links from ControlNet servers to the engine, which speaks no gRPC. Tensors never come this way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import grpc
+
+from bottega.errors import BottegaError, Unavailable
+from bottega.rpc.channel import open_channel
+from bottega.rpc.status import from_rpc_error, to_job_error
+from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, engine_pb2
+
+# A server answers at once; the engine waits a little longer than this.
+_DEADLINE_S = 4.0
+# Servers of a fleet ask for a link each, once.
+_MOST_AT_ONCE = 256
+
+
+class Engine(Protocol):
+    """Where answers go; EngineFront is one."""
+
+    def send(self, command: engine_pb2.EngineCommand, size_bytes: int = 0) -> None:
+        """Raises WorkerLost when there is no engine."""
+
+
+class LinkBroker:
+    """worker: name that servers are told."""
+
+    def __init__(self, engine: Engine, *, worker: str) -> None:
+        self._engine = engine
+        self._worker = worker
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def request(self, request: engine_pb2.EngineLinkRequest) -> None:
+        """The engine needs a link; it is answered in any case."""
+        if len(self._tasks) >= _MOST_AT_ONCE:
+            self._answer(request.request, Unavailable("the worker asks too many servers for links at once"))
+            return
+        task = asyncio.create_task(self._bring(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """Asks no more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _bring(self, request: engine_pb2.EngineLinkRequest) -> None:
+        try:
+            response = await self._ask(request)
+        except grpc.aio.AioRpcError as error:
+            self._answer(request.request, from_rpc_error(error))
+        else:
+            self._answer(request.request, response)
+
+    async def _ask(self, request: engine_pb2.EngineLinkRequest) -> controlnet_pb2.OpenLinkResponse:
+        channel = open_channel(request.address)
+        try:
+            server: controlnet_pb2_grpc.ControlNetServiceAsyncStub = controlnet_pb2_grpc.ControlNetServiceStub(channel)
+            asked = controlnet_pb2.OpenLinkRequest(worker=self._worker, link_id=request.link_id)
+            return await server.OpenLink(asked, timeout=_DEADLINE_S)
+        finally:
+            await channel.close()
+
+    def _answer(self, number: int, outcome: controlnet_pb2.OpenLinkResponse | BottegaError) -> None:
+        answer = engine_pb2.EngineLinkOffer(request=number)
+        if isinstance(outcome, BottegaError):
+            answer.error.CopyFrom(to_job_error(outcome))
+        else:
+            answer.offer.CopyFrom(outcome.offer)
+        try:
+            self._engine.send(engine_pb2.EngineCommand(link_offer=answer))
+        except BottegaError:
+            return  # the engine that asked is gone
