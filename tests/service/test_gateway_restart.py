@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import socket
 import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2
 
 from bottega import errors
+from bottega.gateway import foreman
 from bottega.v1 import image_pb2, image_pb2_grpc, worker_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
 from tests import full_disk
 from tests.service.running_gateway import Running, refusal, running_gateway, told
+from tests.service.scripted_worker import ScriptedWorker
+from tests.unit.sample_jobs import sample_job
 
 MIB = 1 << 20
 
@@ -214,6 +222,33 @@ async def _started_there(state: str, job_id: str) -> None:
         assert (await house.job(job_id)).state == image_pb2.JOB_STATE_COMPLETED
 
 
+async def test_a_cancel_that_is_refused_while_it_starts_on_a_full_disk_has_not_happened(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
+        state, address = disk / "state", _address()
+        async with running_gateway(state=str(tmp_path / "killed")) as house:
+            await (await house.worker()).die()
+            job_id = (await house.submit("order-1", prompt="a star")).job_id
+            shutil.copytree(tmp_path / "killed", state)  # as it is left by one that is killed
+        ballast = full_disk.fill(disk)
+        async with _starting(state, address) as starting:
+            cancel = image_pb2.CancelJobRequest(job_id=job_id)
+            error = await refusal(lambda: starting.images.CancelJob(cancel, timeout=10))
+            assert isinstance(error, errors.StorageUnavailable)
+            assert not await _is_serving(starting.channel)
+            ballast.unlink()
+            await _serves(starting.channel, True)
+            await asyncio.sleep(0.7)  # what waited for the disk has been tried again
+            worker = await ScriptedWorker("w2", address).start()
+            try:
+                for request_id in ("order-1", "order-2"):
+                    request = image_pb2.GenerateRequest(request_id=request_id, spec=GenerationSpec(prompt="a star"))
+                    events = [answer.event async for answer in starting.images.Generate(request, timeout=10)]
+                    assert events[-1].WhichOneof("event") == "completed"
+                assert worker.begun[0][0] == job_id
+            finally:
+                await worker.die()
+
+
 async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(tmp_path: Path) -> None:
     async with running_gateway(state=str(tmp_path / "state")) as house:
         await house.worker()
@@ -223,10 +258,8 @@ async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(tmp_path: 
     shutil.copy(whole, tmp_path / "copy")
     whole.write_bytes(bytes(4096) + whole.read_bytes()[4096:])
     address = _address()
-    life = asyncio.create_task(_live(tmp_path / "state", address))
-    async with grpc.aio.insecure_channel(address) as channel:
-        await channel.channel_ready()
-        images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
+    async with _starting(tmp_path / "state", address) as starting:
+        images = starting.images
         for call in (
             lambda: images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=10),
             lambda: images.ListJobs(image_pb2.ListJobsRequest(), timeout=10),
@@ -235,16 +268,50 @@ async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(tmp_path: 
             error = await refusal(call)
             assert isinstance(error, errors.DataLoss)
             assert str(tmp_path) not in error.message
-        assert not await _is_serving(channel)
-        assert not life.done()
+        assert not await _is_serving(starting.channel)
         for beside in (tmp_path / "state").glob("jobs.sqlite*"):
             beside.unlink()
         shutil.copy(tmp_path / "copy", whole)
-        await _serves(channel, True)
+        await _serves(starting.channel, True)
         found = (await images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=5)).job
         assert found.state == image_pb2.JOB_STATE_COMPLETED
-    life.cancel()
-    await asyncio.gather(life, return_exceptions=True)
+
+
+async def test_a_gateway_that_cannot_look_after_its_queue_does_not_say_that_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(foreman, "_TICK_S", 0.01)
+    monkeypatch.setattr(foreman, "_FAULTS_S", 2.0)
+    async with running_gateway() as house:
+        await house.worker()
+        stranger = sample_job()
+        stranger.spec.model = stranger.bare.model = "miniature"
+        house.gateway._foreman._queue.add(stranger)  # nobody knows of it, which is a fault of ours
+        await _serves(house.channel, False)
+        house.gateway._foreman._queue.remove(stranger)
+        await _serves(house.channel, True)
+
+
+@dataclass(slots=True, kw_only=True)
+class Starting:
+    """A gateway that listens, and may not have begun to serve."""
+
+    channel: grpc.aio.Channel
+    images: image_pb2_grpc.ImageServiceAsyncStub
+
+
+@contextlib.asynccontextmanager
+async def _starting(state: Path, address: str) -> AsyncIterator[Starting]:
+    life = asyncio.create_task(_live(state, address))
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            await channel.channel_ready()
+            images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
+            yield Starting(channel=channel, images=images)
+            assert not life.done()
+    finally:
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
 
 
 async def _live(state: Path, address: str) -> None:

@@ -209,7 +209,7 @@ async def test_drain_lets_a_running_call_end_and_is_not_held_up_by_health_watche
 
 async def test_a_second_instance_on_the_same_port_refuses_to_start(served: Served) -> None:
     second = Server("second", ServerConfig(listen=served[0].address))
-    with pytest.raises(errors.ConfigError, match="another instance"):
+    with pytest.raises(errors.Unavailable, match="another instance"):
         await second.start()
     await second.stop()
 

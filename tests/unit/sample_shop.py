@@ -29,11 +29,15 @@ Answer = worker_pb2.RunAttemptResponse | BottegaError
 
 @dataclass(slots=True)
 class FakeClient:
-    """A worker: what it was asked to run, and by job what it answers. on_call: at every RunAttempt."""
+    """A worker: what it was asked to run, and by job what it answers. on_call: at every RunAttempt.
+
+    news: its checkpoints; None among them breaks the stream in a way that nobody thought of.
+    """
 
     on_call: Callable[[], None] = lambda: None
     called: list[str] = field(default_factory=list)
     answers: dict[str, asyncio.Queue[Answer]] = field(default_factory=dict)
+    news: asyncio.Queue[worker_pb2.WatchCheckpointsResponse | None] = field(default_factory=asyncio.Queue)
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
         self.on_call()
@@ -49,8 +53,9 @@ class FakeClient:
             yield answer
 
     async def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
-        await asyncio.Event().wait()
-        yield worker_pb2.WatchCheckpointsResponse()
+        while (checkpoint := await self.news.get()) is not None:
+            yield checkpoint
+        raise ValueError("what no client should raise")
 
     async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
         """Nothing to stop."""

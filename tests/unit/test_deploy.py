@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,43 @@ def test_a_drain_is_given_the_time_that_it_may_take(unit: str) -> None:
 
 def test_a_worker_is_given_the_time_to_load_its_model() -> None:
     assert float(setting("bottega-worker@.service", "TimeoutStartSec")) > WorkerConfig().start_s
+
+
+def test_a_machine_with_workers_only_gets_no_gateway_with_them() -> None:
+    target = (DEPLOY / "systemd" / "bottega.target").read_text()
+    assert not re.findall(r"^(?:Wants|Requires|BindsTo|After)=", target, re.MULTILINE)
+    assert [setting(unit, "WantedBy") for unit in SERVICES] == ["bottega.target"] * len(SERVICES)
+
+
+@pytest.mark.parametrize(("module", "unit"), [("gateway", SERVICES[0]), ("worker", SERVICES[1])])
+def test_a_configuration_that_cannot_be_used_is_not_tried_again(module: str, unit: str, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("colour: red")
+    done = subprocess.run(
+        [sys.executable, "-m", f"bottega.{module}", "--config", wrong],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == int(setting(unit, "RestartPreventExitStatus"))
+    assert f"bottega.{module}: " in done.stderr
+    assert "colour" in done.stderr
+
+
+def test_a_port_that_is_taken_may_be_free_later(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = tmp_path / "gateway.yaml"
+        config.write_text(f'{{"server": {{"listen": "127.0.0.1:{taken.getsockname()[1]}"}}, "state": "{tmp_path}"}}')
+        done = subprocess.run(
+            [sys.executable, "-m", "bottega.gateway", "--config", config],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert "cannot be used" in done.stderr
 
 
 def test_workers_do_not_spin() -> None:

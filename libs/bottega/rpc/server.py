@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ConfigDict, Field
 
 from bottega.config import STRICT
-from bottega.errors import ConfigError
+from bottega.errors import Unavailable
 from bottega.rpc import logs
 from bottega.rpc.address import split
 from bottega.rpc.boundary import CallBoundary
@@ -90,7 +90,7 @@ class Server:
         self._services.extend(names)
 
     async def start(self) -> None:
-        """Listens; health says NOT_SERVING until `set_serving`. Raises ConfigError when a port is taken."""
+        """Listens; health says NOT_SERVING until `set_serving`. Raises Unavailable when a port is taken."""
         host, _ = split(self.config.listen)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         own = [health.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -99,7 +99,7 @@ class Server:
         try:
             port = self.grpc.add_insecure_port(self.config.listen)
         except RuntimeError:
-            raise ConfigError(f"listen {self.config.listen} cannot be used: is another instance running?") from None
+            raise Unavailable(f"listen {self.config.listen} cannot be used: is another instance running?") from None
         self._metrics.start()
         await self.grpc.start()
         self.address = f"{host}:{port}"
@@ -134,13 +134,21 @@ class Server:
 
 
 async def run(
-    server: Server, *, warm_up: Step, finish: Step | None = None, shut_down: Step, stop_with_stdin: bool = False
+    server: Server,
+    *,
+    warm_up: Step,
+    finish: Step | None = None,
+    shut_down: Step,
+    answers_after_s: float | None = None,
+    stop_with_stdin: bool = False,
 ) -> None:
     """The life of a service: start, warm up, serve until SIGTERM or SIGINT, drain, shut down.
 
     warm_up: what must have happened before health says SERVING; a signal abandons it.
     finish: see `Server.drain`. shut_down: always called last, whatever happened. systemd, where it started the
         service, is told when it is warm, when it stops, and that it lives.
+    answers_after_s: of a service that answers while it warms up, if only that it cannot serve yet: systemd is told
+        after this time that it has started. None: only when it is warm.
     stop_with_stdin: the end of stdin, a pipe, is a signal too: whoever holds its other end has gone.
     """
     logs.configure(server.name, server.config.log_level)
@@ -149,7 +157,9 @@ async def run(
     async with manager.told_alive():
         try:
             await server.start()
-            if await _unless(stopping, warm_up()):
+            with manager.told_if_late(answers_after_s):
+                is_warm = await _unless(stopping, warm_up())
+            if is_warm:
                 await server.set_serving(True)
                 manager.ready()
                 _log.info("serving", extra={"address": server.address, "metrics": server.metrics_address})

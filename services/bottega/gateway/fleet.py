@@ -113,13 +113,18 @@ class Fleet:
         self.observer: FleetObserver | None = None
 
     def join(self, registration: fleet_pb2.Registration) -> Member:
-        """A newcomer; it replaces an older member of its name. Raises InvalidRequest, ModelMismatch, Draining."""
+        """A newcomer; it replaces an older member of its name that has gone, or that was at its address.
+
+        Raises InvalidRequest, also when the name is in use, ModelMismatch, Draining.
+        """
         rules.refuse(list(check_registration(registration)))
         if self.closed.is_set():
             raise Draining("the gateway is stopping")
         now = self._clock.monotonic()
         key = (registration.kind, registration.name)
         member = self._members.get(key)
+        if member is not None:
+            self._check_name(registration, member, now)
         self._check_models(registration, [other for other in self._members.values() if other is not member])
         if member is not None and member.registration == registration:
             member.connected, member.heard_at = True, now
@@ -227,6 +232,13 @@ class Fleet:
         if seen is None:
             return False
         return bool(self.serving(model)) or seen.at > self._clock.monotonic() - self._model_grace_s
+
+    def _check_name(self, registration: fleet_pb2.Registration, member: Member, now: float) -> None:
+        """Two services of one name would push each other out for ever, and lose each other's attempts."""
+        elsewhere = member.registration.address != registration.address
+        if elsewhere and member.connected and member.heard_at > now - self.lease_s:
+            rule = f"{registration.name} is in use by a service at {member.registration.address}; choose another name"
+            raise InvalidRequest(f"name: {rule}", violations=[Violation(field="registration.name", description=rule)])
 
     def _check_models(self, registration: fleet_pb2.Registration, others: Iterable[Member]) -> None:
         """A job may go to any worker of its model, and go on at any other: so they all must serve the same."""

@@ -120,11 +120,14 @@ class Gateway:
         self._changed.set()
 
     async def _tell_health(self) -> None:
-        """The gateway serves while it can take jobs. What was doubtful is looked at when it can again."""
+        """The gateway serves while it can take jobs, and looks after them.
+
+        What was doubtful is looked at when it can again.
+        """
         while True:
             self._changed.clear()
             well = self._storehouse.trouble is None
-            await self.server.set_serving(well)
+            await self.server.set_serving(well and self._foreman.sound)
             with contextlib.suppress(StorageUnavailable, DataLoss):  # then it has changed again, or will
                 if well:
                     await self._jobs.settle_doubts()

@@ -156,15 +156,19 @@ class JobLog:
             _log.exception("the end of a job could not be written", extra={"job_id": job.job_id})
             why = error if isinstance(error, BottegaError) else InternalError("an internal fault")
             outcome = Outcome(state=image_pb2.JOB_STATE_FAILED, ended_wall=decided.ended_wall, error=why)
-        self._live.pop(job.job_id, None)
+        if self._live.get(job.job_id) is job:
+            del self._live[job.job_id]
         if self._by_request_id.get(job.request_id) is job:
             del self._by_request_id[job.request_id]
         job.end(outcome)
 
+    def refuse_copy(self, job: Job) -> None:
+        """Raises StorageUnavailable for a live job that is here for looking at only: nothing can be decided of it."""
+        if job.live and self._live.get(job.job_id) is not job:
+            raise job.left or StorageUnavailable("the job cannot be changed now", retry_after_s=1.0)
+
     async def written(self, job: Job) -> None:
         """Returns when a job whose end was decided has ended. Raises StorageUnavailable when that takes too long."""
-        if job.live and self._live.get(job.job_id) is not job:
-            raise job.left or StorageUnavailable("the job cannot be changed now")
         try:
             await asyncio.wait_for(job.ended.wait(), _WRITTEN_S)
         except TimeoutError:
