@@ -47,9 +47,10 @@ protos: .venv/.ready ## Write the stubs of the contract again, after an edit of 
 
 # Transformers warns of each image processor for which torchvision, which nothing here uses, is missing.
 bench-%: export TRANSFORMERS_VERBOSITY = error
+bench-%: NAME = $(subst -,_,$*)
 bench-%: .venv/.ready .venv/.stubs ## Run one comparison of load/bench (ARGS goes to it): make bench-overhead
-	@test -f load/bench/$*.py || { echo "no bench '$*'; there are: $$(cd load/bench && ls *.py | sed 's/\.py$$//' | xargs)"; exit 2; }
-	$(BIN)/python -m load.bench.$* $(ARGS)
+	@test -f load/bench/$(NAME).py || { echo "no bench '$*'; there are: $$(cd load/bench && ls *.py | sed 's/\.py$$//;s/_/-/g' | xargs)"; exit 2; }
+	$(BIN)/python -m load.bench.$(NAME) $(ARGS)
 
 clean: ## Remove everything that the commands made
 	rm -rf .venv out build .mypy_cache .ruff_cache .pytest_cache .hypothesis .grimp_cache .import_linter_cache
