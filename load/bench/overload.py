@@ -15,6 +15,7 @@ import random
 import signal
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from bottega.rpc.channel import open_channel
 from bottega.v1.fleet_pb2 import ListMembersRequest
 from bottega.v1.fleet_pb2_grpc import FleetServiceStub
 from bottega.v1.generation_pb2 import GenerationSpec
-from bottega.v1.image_pb2 import GenerateRequest
+from bottega.v1.image_pb2 import CancelJobRequest, GenerateRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from load.bench.arrivals import poisson
 from load.bench.report import percentile, report
@@ -84,15 +85,23 @@ class Callers:
         self._seeds = itertools.count()
 
     async def draw(self, *, timeout_s: float = DEADLINE_S) -> float:
-        """One request; the seconds that it took. Raises Refused, and grpc.aio.AioRpcError."""
-        spec = GenerationSpec(prompt=PROMPT, seed=next(self._seeds), num_inference_steps=STEPS)
-        began, taken = time.perf_counter(), False
+        """One request; the seconds that it took. Raises Refused, and grpc.aio.AioRpcError.
+
+        Every second one comes as the SDK's do: its job is its own and would go on, so it says until when, and cancels.
+        """
+        seed = next(self._seeds)
+        request = GenerateRequest(spec=GenerationSpec(prompt=PROMPT, seed=seed, num_inference_steps=STEPS))
+        if seed % 2:
+            request.request_id, request.deadline_s = uuid.uuid4().hex, timeout_s
+        began, job_id = time.perf_counter(), ""
         try:
-            async for _ in self._images.Generate(GenerateRequest(spec=spec), timeout=timeout_s):
-                taken = True
+            async for answer in self._images.Generate(request, timeout=timeout_s):
+                job_id = answer.event.job_id
         except grpc.aio.AioRpcError as error:
-            if not taken and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            if not job_id and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise Refused(time.perf_counter() - began) from None
+            if job_id and request.request_id:
+                await self._images.CancelJob(CancelJobRequest(job_id=job_id), timeout=DEADLINE_S)
             raise
         return time.perf_counter() - began
 

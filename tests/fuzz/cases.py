@@ -120,8 +120,17 @@ def corpus(job_id: str) -> Iterator[Case]:
 
 
 def _drawing(method: str, request: Any) -> Iterator[Case]:
-    def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, request_id: str = "", **spec: Any) -> Case:
-        whole = request(request_id=request_id, spec=GenerationSpec(**{"prompt": "a star", **spec}))
+    def case(
+        name: str,
+        code: grpc.StatusCode = OK,
+        /,
+        *fields: str,
+        request_id: str = "",
+        deadline_s: float | None = None,
+        **spec: Any,
+    ) -> Case:
+        full = GenerationSpec(**{"prompt": "a star", **spec})
+        whole = request(request_id=request_id, spec=full, deadline_s=deadline_s)
         return _case(method, name, whole, code, *fields)
 
     yield case("nothing but a prompt")
@@ -131,6 +140,10 @@ def _drawing(method: str, request: Any) -> Iterator[Case]:
         yield case(f"request_id {_shown(request_id)}", request_id=f"{request_id}-{method}" if request_id else "")
     for request_id in _REQUEST_IDS.bad:
         yield case(f"request_id {_shown(request_id)}", INVALID, "request_id", request_id=request_id)
+    for deadline_s in (60.0, 1e308):
+        yield case(f"deadline_s {deadline_s:g}", deadline_s=deadline_s)
+    for deadline_s in (0.0, -1.0, NAN, INF, -INF):
+        yield case(f"deadline_s {deadline_s:g}", INVALID, "deadline_s", deadline_s=deadline_s)
     yield case("width 65", INVALID, "spec.width", width=65)
     yield case("more pixels than the model takes", INVALID, "spec.width", width=16_384, height=16_384)
     for model in ("nobody", "", "\0", "../../etc/passwd", "x" * 200):
@@ -150,13 +163,14 @@ def _drawing(method: str, request: Any) -> Iterator[Case]:
     fields = (
         *(f"spec.{name}" for name in wrong),
         "request_id",
+        "deadline_s",
         "spec.prompt",
         "spec.image",
         "spec.strength",
         "spec.model",
     )
-    texts = {"prompt": "x" * 20_000, "image": b"", "strength": INF, "model": "x" * 300}
-    yield case("everything at once", INVALID, *fields, request_id=" ", **{**wrong, **texts})
+    texts: dict[str, Any] = {"prompt": "x" * 20_000, "image": b"", "strength": INF, "model": "x" * 300}
+    yield case("everything at once", INVALID, *fields, request_id=" ", deadline_s=NAN, **wrong, **texts)
 
 
 def _ranges(case: Any) -> Iterator[Case]:

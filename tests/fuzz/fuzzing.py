@@ -98,7 +98,8 @@ def _valid(method: str, job_id: str) -> Sequence[Message]:
     match method:
         case "Generate" | "SubmitJob":
             kind = getattr(image_pb2, f"{method}Request")
-            return [kind(request_id=name, spec=spec) for spec in _specs() for name in ("", "fuzz")]
+            waits: Sequence[tuple[str, float | None]] = (("", None), ("fuzz", None), ("fuzz", 60.0))
+            return [kind(request_id=name, spec=spec, deadline_s=s) for spec in _specs() for name, s in waits]
         case "GetImage" | "GetJob" | "WatchJob" | "CancelJob":
             return [getattr(image_pb2, f"{method}Request")(job_id=job_id)]
         case "ListJobs":

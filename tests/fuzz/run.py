@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tests.fuzz.calls import SERVICES
 from tests.fuzz.cases import corpus
+from tests.fuzz.crowd import crowd
 from tests.fuzz.fuzzing import Tally, fuzz
 from tests.fuzz.house import House, running_house
 from tests.fuzz.judging import fault, mismatch
@@ -25,6 +26,8 @@ _WARM_UP = 1000
 # For what was cancelled to be over, and what is swept to be swept.
 _SETTLE_S = 3.0
 _MOST_GROWTH_BYTES = 4 << 20
+# Who send the fixed corpus at once.
+_CALLERS = 8
 _MOST_GROWTH = 0.01
 
 
@@ -61,6 +64,9 @@ def _run(house: House, methods: list[str], requests: int, seed: int) -> int:
             flush=True,
         )
     growth = _growth(before, _settled(house)) if not house.dead() else {}
+    # Last, because memory that many large requests at once have taken is given back during what comes after.
+    if not house.dead():
+        wrong += crowd(house, callers=_CALLERS, seed=seed)
     return _report(house, tallies, wrong, growth)
 
 

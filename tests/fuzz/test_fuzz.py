@@ -9,6 +9,7 @@ import pytest
 
 from tests.fuzz.calls import SERVICES, Outcome
 from tests.fuzz.cases import Case, corpus
+from tests.fuzz.crowd import crowd
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.house import House, running_house
 from tests.fuzz.judging import fault, mismatch
@@ -51,6 +52,12 @@ def test_mutated_requests_are_answered_and_forgotten(house: House, method: str) 
     assert not tally.found, "\n".join(tally.found)
     assert tally.requests >= REQUESTS
     assert 0 < tally.accepted < tally.requests, "requests that are all taken, or all refused, try nothing"
+    assert not house.dead()
+
+
+def test_bad_requests_of_several_callers_at_once_are_answered_as_any_may_be(house: House) -> None:
+    found = crowd(house, callers=4, seed=1)
+    assert not found, "\n".join(found)
     assert not house.dead()
 
 

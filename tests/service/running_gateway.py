@@ -88,6 +88,7 @@ async def _serving(*, codec_processes: int, **config: Any) -> AsyncIterator[Runn
         listen=config.pop("listen", "127.0.0.1:0"),
         metrics_listen="127.0.0.1:0",
         drain_grace_s=config.pop("drain_grace_s", 5.0),
+        default_deadline_s=config.pop("default_deadline_s", 600.0),
     )
     gateway = Gateway(GatewayConfig(server=server, codec_processes=codec_processes, **config))
     await gateway.server.start()

@@ -289,10 +289,11 @@ def test_logs_are_readable_and_raw_on_request(own_folder: Path) -> None:
     assert run("logs", "gateway").exit_code == 2
 
 
-def test_logs_without_a_suite_say_how_to_start_one() -> None:
+def test_logs_without_a_suite_say_how_to_start_one_and_where_else_to_look() -> None:
     result = run("logs")
     assert result.exit_code == 1
     assert "bottega up" in result.stderr
+    assert "journalctl -u 'bottega*'" in result.stderr
 
 
 def test_stopping_without_a_suite_is_no_error() -> None:

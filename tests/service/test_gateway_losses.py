@@ -326,6 +326,23 @@ async def test_a_stopping_gateway_finishes_what_it_has_and_takes_nothing_new() -
         await asyncio.wait_for(stopping, 3)
 
 
+async def test_a_stopping_gateway_sends_those_who_wait_away_at_once() -> None:
+    async with running_gateway() as house:
+        worker = await house.worker()
+        worker.script.hold_at = 5
+        runs = house.generate("order-1", prompt="a star")
+        await told(runs)
+        await asyncio.wait_for(worker.arrived.wait(), 2)
+        waits = house.generate("order-2", prompt="a square")
+        assert (await told(waits)).WhichOneof("event") == "queued"
+        stopping = asyncio.create_task(house.gateway.server.drain(house.gateway.finish))
+        assert isinstance(await asyncio.wait_for(refusal(lambda: waits), 2), errors.Draining)
+        assert not stopping.done()
+        worker.script.release.set()
+        assert [answer.event async for answer in runs][-1].WhichOneof("event") == "completed"
+        await asyncio.wait_for(stopping, 3)
+
+
 async def test_a_stopping_gateway_tells_those_it_cannot_finish() -> None:
     async with running_gateway(drain_grace_s=0.5) as house:
         worker = await house.worker()

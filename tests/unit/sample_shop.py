@@ -83,7 +83,7 @@ class Shop:
         self.open()
 
     def open(self) -> None:
-        """A life of the gateway begins, with what the one before has left."""
+        """A life of the gateway begins, with what the one before has left; without room it waits for `heal`."""
         clock = self.time.clock()
         self.registry = CollectorRegistry()
         self.fleet = Fleet(lease_s=1.5, model_grace_s=30, clock=clock)
@@ -101,7 +101,20 @@ class Shop:
             hold_s=self._hold_s,
             clock=clock,
         )
-        self.foreman.restore(at_once(self.log.restore()))
+        self.storehouse.on_change = lambda: self.foreman.pause(self.storehouse.trouble is not None)
+        if self.storehouse.trouble is None:
+            self.foreman.restore(at_once(self.log.restore()))
+        else:
+            self.log.read_only()
+
+    def heal(self) -> None:
+        """There is room on the disk again, and the gateway finds out."""
+        self.shelf.full = False
+        at_once(self.storehouse.open(first=self._begin))
+
+    async def _begin(self) -> None:
+        if not self.log.restored:
+            self.foreman.restore(await self.log.restore())
 
     def worker(self, name: str = "w1", *, seconds: float = 0.1) -> Member:
         """A worker joins and reports turns whose time doubles with their rows. seconds: of one row."""

@@ -14,11 +14,20 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from bottega.errors import BottegaError, JobCancelled, Poisoned, StaleAttempt, Unavailable, WorkerLost
+from bottega.errors import (
+    BottegaError,
+    JobCancelled,
+    Poisoned,
+    StaleAttempt,
+    StorageUnavailable,
+    Unavailable,
+    WorkerLost,
+)
 from bottega.gateway.fleet import Member
 from bottega.gateway.jobs import MOST_ATTEMPTS, Checkpoint, Job
 from bottega.rpc.status import to_job_error
@@ -250,6 +259,9 @@ class Lifecycle(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("bottega.gateway.storehouse._RETRY_S", 0)  # what waits for the disk asks at every turn
+        self.patch.setattr("bottega.gateway.trails._CLOSE_S", 0.001)
         self.runner = asyncio.Runner()
         self.wire = self.do(self._open())
         self.jobs: list[Job] = []
@@ -272,6 +284,11 @@ class Lifecycle(RuleBasedStateMachine):
 
         return self.runner.run(settled())
 
+    @property
+    def writable(self) -> bool:
+        """Whether the gateway has no reason to think that its disk cannot be written, and it can."""
+        return self.wire.storehouse.trouble is None and not self.wire.shelf.full
+
     def pass_time(self, seconds: float = 0.02) -> None:
         self.wire.time.now += seconds
 
@@ -289,7 +306,7 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule(poison=st.none() | st.integers(1, STEPS))
     def submit(self, poison: int | None) -> None:
-        if len(self.jobs) == MOST_JOBS:
+        if len(self.jobs) == MOST_JOBS or not self.writable:
             return
         job = sample_job(self.wire.time)
         if poison is not None and len(self.poison) < MOST_POISON:
@@ -376,11 +393,29 @@ class Lifecycle(RuleBasedStateMachine):
         self.wire.calls.clear()
         self.wire.cancels.clear()
         self.do(self._call(self.wire.open))
-        self.jobs = [self.wire.log.find(job.job_id) or job for job in self.jobs]
+        self._look_up()
         for process in self.wire.processes.values():
             process.member = None
             if noticed and process.works:
                 self.do(self._call(self.wire.speak, process))
+
+    @rule()
+    def disk_fills(self) -> None:
+        """From now on nothing can be written; a gateway that starts then only reads."""
+        self.wire.shelf.full = True
+
+    @rule()
+    def disk_heals(self) -> None:
+        self.do(self._call(self.wire.heal))
+        self._look_up()
+
+    @rule(place=places)
+    def cancel_for_good(self, place: int) -> None:
+        """By somebody who hears what becomes of it, while the gateway cannot write and perhaps is still starting."""
+        if not self.jobs or self.writable or self.wire.log.restored:
+            return
+        job_id = self.jobs[place % len(self.jobs)].job_id
+        self.do(self._refused(job_id))
 
     @rule(seconds=st.floats(0.05, 2.0))
     def wait(self, seconds: float) -> None:
@@ -389,7 +424,7 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule(place=places)
     def cancel(self, place: int) -> None:
-        if self.jobs and place < 10:
+        if self.jobs and place < 10 and self.wire.log.restored:
             self.do(self._call(self.wire.foreman.cancel, self.jobs[place % len(self.jobs)]))
 
     @rule(place=places, back=st.integers(0, 3), steps=st.integers(1, STEPS - 1))
@@ -440,8 +475,10 @@ class Lifecycle(RuleBasedStateMachine):
 
     @invariant()
     def the_queue_holds_what_waits(self) -> None:
+        if not self.wire.log.restored:
+            return
         assert {job.job_id for job in self.wire.queue.line("m")} == {
-            job.job_id for job in self.jobs if job.state == image_pb2.JOB_STATE_QUEUED
+            job.job_id for job in self.jobs if job.open and job.state == image_pb2.JOB_STATE_QUEUED
         }
 
     @invariant()
@@ -460,6 +497,7 @@ class Lifecycle(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Messages flow again: everything ends, the innocent well."""
         try:
+            self.disk_heals()
             for _ in range(MOST_ROUNDS):
                 if not any(job.live for job in self.jobs):
                     break
@@ -472,6 +510,7 @@ class Lifecycle(RuleBasedStateMachine):
             self.do(self.wire.foreman.stop())
             self.do(self._drop_followers())
             self.runner.close()
+            self.patch.undo()
 
     def _told(self) -> Counter[str]:
         """Ends that were counted, in all lives of the gateway."""
@@ -514,6 +553,15 @@ class Lifecycle(RuleBasedStateMachine):
         """Attempts that are at a worker, or under way to it."""
         called = [call.key for call in self.wire.calls if call.process is process]
         return [*process.engine, *called]
+
+    def _look_up(self) -> None:
+        self.jobs = [self.wire.log.find(job.job_id) or job for job in self.jobs]
+
+    async def _refused(self, job_id: str) -> None:
+        job = await self.wire.log.get(job_id)
+        if job.live:
+            with pytest.raises(StorageUnavailable):
+                await self.wire.foreman.cancel_for_good(job)
 
     async def _boot(self, name: str) -> None:
         self.pass_time()

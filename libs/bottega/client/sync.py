@@ -59,11 +59,14 @@ class Client:
         prompt: str,
         *,
         timeout_s: float | None = None,
+        deadline_s: float | None = None,
         request_id: str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Picture:
         """Draws one picture: `client.generate("a big red star", seed=7).save("star.png")`."""
-        return self._loop.run(self._client.generate(prompt, timeout_s=timeout_s, request_id=request_id, **options))
+        return self._loop.run(
+            self._client.generate(prompt, timeout_s=timeout_s, deadline_s=deadline_s, request_id=request_id, **options)
+        )
 
     def generate_many(
         self,
@@ -71,12 +74,15 @@ class Client:
         num_images: int,
         *,
         timeout_s: float | None = None,
+        deadline_s: float | None = None,
         request_id: str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> tuple[Picture, ...]:
         """Draws 1 to 8 pictures of one prompt together; picture i is drawn as a single one with seed + i."""
         return self._loop.run(
-            self._client.generate_many(prompt, num_images, timeout_s=timeout_s, request_id=request_id, **options)
+            self._client.generate_many(
+                prompt, num_images, timeout_s=timeout_s, deadline_s=deadline_s, request_id=request_id, **options
+            )
         )
 
     def stream(
@@ -86,21 +92,36 @@ class Client:
         num_images: int = 1,
         preview: bool = False,
         timeout_s: float | None = None,
+        deadline_s: float | None = None,
         request_id: str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Generator[Event, None, None]:
         """Draws, and tells what happens: Queued, Progress, Interrupted, and as the last one Completed."""
         return self._loop.pull(
             self._client.stream(
-                prompt, num_images=num_images, preview=preview, timeout_s=timeout_s, request_id=request_id, **options
+                prompt,
+                num_images=num_images,
+                preview=preview,
+                timeout_s=timeout_s,
+                deadline_s=deadline_s,
+                request_id=request_id,
+                **options,
             )
         )
 
     def submit(
-        self, prompt: str, *, num_images: int = 1, request_id: str | None = None, **options: Unpack[GenerationOptions]
+        self,
+        prompt: str,
+        *,
+        num_images: int = 1,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> Job:
         """Starts a job that outlives this connection: `job.result()` has its pictures, now or much later."""
-        job = self._loop.run(self._client.submit(prompt, num_images=num_images, request_id=request_id, **options))
+        job = self._loop.run(
+            self._client.submit(prompt, num_images=num_images, deadline_s=deadline_s, request_id=request_id, **options)
+        )
         return Job(job, self, self._loop)
 
     def job(self, job_id: str) -> Job:

@@ -27,7 +27,10 @@ def main() -> None:
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
         os.execve(sys.executable, [sys.executable, "-m", "bottega.miniature", *sys.argv[1:]], environment)
     try:
-        _export(options) if options.command == "export" else _train(options)
+        if options.command == "export":
+            _export(options)
+        else:
+            _train(options)
     except ConfigError as error:
         sys.exit(str(error))
 

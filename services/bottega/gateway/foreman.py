@@ -82,6 +82,7 @@ class Foreman:
         self._adoption = Adoption(
             dispatcher=dispatcher, queue=queue, log=log, hold_s=hold_s, line_up=self._line_up_again
         )
+        self._matching.kept_back = self._adoption.awaits
         self._queue = queue
         self._jobs = log
         self._metrics = metrics
@@ -109,11 +110,16 @@ class Foreman:
 
         seconds: that it took to read them, for the log.
         """
-        running = [job for job in jobs if job.state == image_pb2.JOB_STATE_RUNNING]
+        running = [job for job in jobs if job.open and job.state == image_pb2.JOB_STATE_RUNNING]
         for job in jobs:
+            if not job.open:
+                self._decided(job)  # it cannot be drawn any more
+                continue
             self._set_deadline(job)
             if job.state == image_pb2.JOB_STATE_QUEUED:
                 self._queue.add(job)
+                # Who follows it hears at once where it stands; when it will be done is told to all in turn.
+                job.stand(Standing(place=len(self._queue.line(job.bare.model)) - 1, estimate_s=None))
         self._adoption.hold(running)
         self._patient_until = self._clock.monotonic() + self._patience_s
         if jobs:
@@ -138,16 +144,19 @@ class Foreman:
         self.draining = self._matching.paused = True
         why = Draining("the gateway is stopping; ask again", retry_after_s=1.0)
         try:
-            for job in list(self._jobs.live()):
-                if not self._adoption.holds(job):
-                    await _out_of_hand(job)
-                if job.live:
-                    job.leave(why)
+            await asyncio.gather(*(self._see_off(job, why) for job in self._jobs.live()))
         finally:
             for job in list(self._jobs.live()):
                 job.leave(why)
             self._dispatcher.let_go()
             self._fleet.close()
+
+    async def _see_off(self, job: Job, why: Draining) -> None:
+        """Sends away who follows the job, as soon as it cannot end here: at once where no worker has it."""
+        if not self._adoption.holds(job):
+            await _out_of_hand(job)
+        if job.live:
+            job.leave(why)
 
     async def stop(self) -> None:
         """Ends every attempt."""

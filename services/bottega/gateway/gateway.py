@@ -73,7 +73,14 @@ class Gateway:
             max_image_pixels=config.max_image_pixels,
             clock=clock,
         )
-        images = ImageService(intake=intake, foreman=self._foreman, log=log, images=storehouse.images, fleet=fleet)
+        images = ImageService(
+            intake=intake,
+            foreman=self._foreman,
+            log=log,
+            images=storehouse.images,
+            fleet=fleet,
+            default_deadline_s=config.server.default_deadline_s,
+        )
         image_pb2_grpc.add_ImageServiceServicer_to_server(images, self.server.grpc)
         members = FleetService(fleet=fleet, queue=queue, this=self._this, clock=clock)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.server.grpc)
@@ -93,9 +100,7 @@ class Gateway:
         self._storehouse.on_change = self._storage_changed
         starting = asyncio.create_task(self._codec.start())
         try:
-            await self._storehouse.open(on_failure=self._jobs.read_only)
-            began = time.perf_counter()
-            self._foreman.restore(await self._jobs.restore(), seconds=time.perf_counter() - began)
+            await self._storehouse.open(first=self._restore, on_failure=self._jobs.read_only)
         finally:
             await starting
         self._storehouse.start()
@@ -113,6 +118,10 @@ class Gateway:
         await self._foreman.stop()
         await self._storehouse.close()
         await self._codec.stop()
+
+    async def _restore(self) -> None:
+        began = time.perf_counter()
+        self._foreman.restore(await self._jobs.restore(), seconds=time.perf_counter() - began)
 
     def _storage_changed(self) -> None:
         well = self._storehouse.trouble is None

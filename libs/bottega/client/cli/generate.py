@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from bottega.client.cli.connection import address_option, connect, timeout_option
+from bottega.client.cli.connection import DEFAULT_TIMEOUT_S, address_option, connect
 from bottega.client.cli.parameters import drawing_options
 from bottega.client.cli.terminal import fail, note, say
 
@@ -47,7 +47,13 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @drawing_options
 @click.option("--preview", type=_FILE, help="JPEG of the unfinished picture, rewritten as it goes.")
 @click.option("--detach", is_flag=True, help="Do not wait: print the job's ID, for bottega jobs.")
-@timeout_option
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0.0, min_open=True),
+    default=None,
+    help=f"Seconds in which it must be done, or it is given up; default: {DEFAULT_TIMEOUT_S:g}, with --detach none.",
+)
 @address_option
 def command(
     *,
@@ -57,7 +63,7 @@ def command(
     like: Path | None,
     preview: Path | None,
     detach: bool,
-    timeout_s: float,
+    timeout_s: float | None,
     address: str,
     **given: Any,
 ) -> None:
@@ -75,9 +81,10 @@ def command(
     options["format"] = target.format
     _check_preview(preview, detach=detach)
     began_s = time.monotonic()
-    with connect(address, timeout_s=timeout_s) as client:
+    with connect(address, timeout_s=timeout_s or DEFAULT_TIMEOUT_S) as client:
         if detach:
-            _say_detached(client.submit(prompt, num_images=num_images, **options).id, output)
+            job = client.submit(prompt, num_images=num_images, deadline_s=timeout_s, **options)
+            _say_detached(job.id, output)
             return
         try:
             completed = _draw(client, prompt, options, num_images=num_images, preview=preview)

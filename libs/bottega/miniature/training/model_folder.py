@@ -12,7 +12,7 @@ import torch
 
 from bottega.miniature.training.parts import Parts, load_parts, save_parts
 
-SEED = 0
+_SEED = 0
 
 
 def begin_model(folder: Path, start: Path, fresh: tuple[str, ...] = ()) -> None:
@@ -24,7 +24,7 @@ def begin_model(folder: Path, start: Path, fresh: tuple[str, ...] = ()) -> None:
     if not model.exists() and old.exists():  # the power went while it was replaced
         old.rename(model)
     if fresh or not model.exists():
-        torch.manual_seed(SEED)
+        torch.manual_seed(_SEED)
         replace_model(load_parts(model if model.exists() else start, fresh=fresh), folder)
 
 

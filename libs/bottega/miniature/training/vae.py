@@ -84,7 +84,7 @@ class VaeStage:
             self._vae.register_to_config(scaling_factor=1.0 / self._deviation())
 
     def state(self) -> dict[str, Any]:
-        """Weights, their average, the optimizer's moments, and the factor by which noise is measured in steps."""
+        """Weights, their average, the optimizer's moments, and the scaling factor that the steps' noise is given in."""
         return {
             "vae": self._vae.state_dict(),
             "scaling_factor": self._vae.config.scaling_factor,

@@ -1,0 +1,46 @@
+"""Several callers at once, each with the fixed corpus in an order of its own.
+
+What one of them does changes what another gets, so only what no answer may ever be is wrong.
+
+Knows the corpus and the judge; not what is in a request.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import chain
+
+import grpc
+
+from bottega.rpc.channel import channel_options
+from tests.fuzz.calls import Caller
+from tests.fuzz.cases import Case, corpus
+from tests.fuzz.house import House
+from tests.fuzz.judging import fault
+
+# Those of a gateway that draw or look after jobs; a worker has one caller, the gateway.
+_METHODS = frozenset({"Generate", "SubmitJob", "GetJob", "ListJobs", "WatchJob", "CancelJob", "GetImage"})
+
+
+def crowd(house: House, *, callers: int, seed: int) -> list[str]:
+    """What was wrong."""
+    cases = [case for case in corpus(house.draw()) if case.method in _METHODS]
+    orders = [random.Random(seed + number).sample(cases, len(cases)) for number in range(callers)]
+    with ThreadPoolExecutor(callers) as pool:
+        return [*chain.from_iterable(pool.map(lambda order: list(_wrong(house, order)), orders))]
+
+
+def _wrong(house: House, cases: Sequence[Case]) -> Iterator[str]:
+    options = channel_options()
+    with (
+        grpc.insecure_channel(house.gateway.address, options=options) as gateway,
+        grpc.insecure_channel(house.worker.address, options=options) as worker,
+        closing(Caller(gateway, worker)) as caller,
+    ):
+        for case in cases:
+            problem = fault(case.method, case.raw, caller.call(case.method, case.raw))
+            if problem:
+                yield f"{case.method}, {case.name}, among others: {problem}"
