@@ -97,7 +97,7 @@ def test_half_of_the_prompts_say_another_place_or_none(latents: Latents) -> None
 
 
 def test_trained_nets_are_kept_beside_each_other_and_the_stock_pipeline_draws_with_them(tmp_path: Path) -> None:
-    training = Training(folder=tmp_path / "state", steps=1, rows=2, pictures=4)
+    training = Training(folder=tmp_path / "state", steps=1, pictures=4)
     for kind in DRAWN:
         assert train(kind, training).steps == 1
 
