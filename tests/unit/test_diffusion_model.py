@@ -70,11 +70,14 @@ def test_a_folder_that_is_not_there_is_not_looked_for_anywhere_else(name: str) -
         load(Path(name))
 
 
-def test_the_hash_follows_weights_and_configuration_but_not_the_defaults(folder: Path) -> None:
+def test_the_hash_follows_weights_and_configuration_but_not_defaults_and_adapters(folder: Path) -> None:
     before = digest(folder)
     assert len(before) == 64
     assert before == digest(WEIGHTS)
     (folder / DEFAULTS_FILE).write_text('{"num_inference_steps": 7}')
+    adapter = folder / "controlnets" / "another"
+    adapter.mkdir(parents=True)
+    (adapter / "config.json").write_text("{}")
     assert digest(folder) == before
     weights = bytearray((folder / UNET).read_bytes())
     weights[-1] ^= 1

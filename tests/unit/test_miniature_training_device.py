@@ -11,6 +11,8 @@ import torch
 
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
+from bottega.miniature.scenes import DRAWN
+from bottega.miniature.training.controlnet import ControlNetRecipe, ControlNetStage
 from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
 from bottega.miniature.training.device import half_precision, pick_device
 from bottega.miniature.training.loop import Stage
@@ -33,6 +35,8 @@ def _plain_descent(parameters: Iterable[Any], **_: object) -> torch.optim.Optimi
 def _stage(name: str, parts: Parts, corpus: Corpus, latents: Latents) -> Stage:
     if name in {"text", "vision"}:
         return TextStage(parts, corpus, TextRecipe(rows=2, vision_only=name == "vision"))
+    if name in DRAWN:
+        return ControlNetStage(parts, corpus, latents, ControlNetRecipe(kind=name, rows=2))
     if name == "unet":
         return UnetStage(parts, corpus, latents, UnetRecipe(rows=2))
     return VaeStage(parts, corpus, None if name == "vae" else latents, VaeRecipe(rows=2))

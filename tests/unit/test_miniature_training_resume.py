@@ -12,6 +12,7 @@ import torch
 
 from bottega.miniature.training import loop
 from bottega.miniature.training.checkpoints import load_checkpoint
+from bottega.miniature.training.controlnet import ControlNetStage
 from bottega.miniature.training.stages import STEPS
 from bottega.miniature.training.text import TextStage
 from bottega.miniature.training.train import Training, train
@@ -24,6 +25,8 @@ CLASSES: dict[str, Any] = {
     "text": TextStage,
     "vision": TextStage,
     "unet": UnetStage,
+    "edges": ControlNetStage,
+    "layout": ControlNetStage,
 }
 
 

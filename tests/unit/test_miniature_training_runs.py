@@ -16,7 +16,7 @@ from diffusers import StableDiffusionXLPipeline
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
 from bottega.miniature.training.model_folder import begin_model, replace_model
-from bottega.miniature.training.parts import load_parts
+from bottega.miniature.training.parts import NETWORKS, load_parts
 from bottega.miniature.training.stages import RECIPE
 from bottega.miniature.training.train import Outcome, Training, export, train, train_all
 
@@ -40,8 +40,8 @@ def _weights(model: Path) -> dict[str, str]:
     return {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in model.rglob("*.safetensors")}
 
 
-def test_the_recipe_trains_the_vae_before_what_learns_its_latents_and_vision_last() -> None:
-    assert list(RECIPE) == ["vae", "text", "unet", "vision"]
+def test_the_recipe_trains_each_part_after_those_that_it_learns_from() -> None:
+    assert list(RECIPE) == ["vae", "text", "unet", "vision", "edges", "layout"]
 
 
 def test_the_recipe_leaves_a_model_that_the_stock_pipeline_draws_with(training: Training, tmp_path: Path) -> None:
@@ -55,7 +55,10 @@ def test_the_recipe_leaves_a_model_that_the_stock_pipeline_draws_with(training: 
     (picture,) = pipeline("a red star", height=64, width=64, num_inference_steps=2).images
 
     assert picture.size == (64, 64)
-    assert sum(file.stat().st_size for file in model.rglob("*.safetensors")) < 12e6
+    sizes = {file.relative_to(model).parts[0]: file.stat().st_size for file in model.glob("*/*.safetensors")}
+    assert sizes.keys() == NETWORKS.keys()
+    assert sum(sizes.values()) < 12e6
+    assert sum(file.stat().st_size for file in model.glob("controlnets/*/*.safetensors")) < 7e6
 
 
 def test_a_stage_that_minutes_cut_short_is_the_last_one_of_a_run(training: Training) -> None:
@@ -105,7 +108,7 @@ def test_random_weights_are_refused_where_a_checkpoint_would_take_their_place(tr
         train("vision", replace(training, fresh=True))
     with pytest.raises(ConfigError, match="holds a training"):
         next(train_all(replace(training, fresh=True)))
-    with pytest.raises(ConfigError, match="vae --fresh"):
+    with pytest.raises(ConfigError, match="decoder cannot begin with random weights"):
         train("decoder", replace(training, fresh=True))
 
 
@@ -119,7 +122,7 @@ def test_random_weights_are_of_the_stages_network_or_of_all(training: Training, 
     everything = replace(fresh, folder=tmp_path / "other")
     next(train_all(everything))
     begun = _weights(everything.folder / "model")
-    assert _changed(embedded, begun) == set(embedded)
+    assert _changed(embedded, begun) == set(NETWORKS)
 
     next(train_all(replace(everything, fresh=False)))
     assert _weights(everything.folder / "model")["unet"] == begun["unet"]

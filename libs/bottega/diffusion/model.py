@@ -129,10 +129,15 @@ def load_model(folder: Path, *, name: str, device: torch.device, dtype: torch.dt
 
 
 def digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of a model's files, hex."""
+    """SHA-256 over the names and contents of a model's files, hex: of the index and of the parts that it names.
+
+    What else lies in the folder (ControlNets, LoRAs, defaults) does not change what the model draws.
+    """
+    index = folder / "model_index.json"
+    parts = [folder / name for name in json.loads(index.read_text()) if (folder / name).is_dir()]
     total = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in {".json", ".safetensors", ".txt"} and path.name != DEFAULTS_FILE:
+    for path in sorted([index, *(path for part in parts for path in part.rglob("*"))]):
+        if path.suffix in {".json", ".safetensors", ".txt"}:
             with path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
             total.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())

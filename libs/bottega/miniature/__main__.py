@@ -73,10 +73,10 @@ def _state() -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bottega.miniature", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    stages = ("vae", "text", "unet", "vision", "decoder")
+    stages = ("vae", "text", "unet", "vision", "edges", "layout", "decoder")
 
     train = commands.add_parser("train", help="run one stage, or the recipe; goes on where the last run ended")
-    train.add_argument("stage", nargs="?", choices=stages, help="without one: vae, text, unet, vision in this order")
+    train.add_argument("stage", nargs="?", choices=stages, help="without one: all but decoder in this order")
     _add_folder(train)
     train.add_argument("--steps", type=int, default=0, help="of the stage over all its runs; 0 is its own number")
     train.add_argument("--minutes", type=float, default=math.inf, help="of this run; the next one goes on")

@@ -1,6 +1,7 @@
 """The world that the miniature draws: its grammar, its captions, its layouts and their pictures. No torch here."""
 
-from bottega.miniature.scenes.captions import any_caption, caption
+from bottega.miniature.scenes.captions import any_caption, caption, unplaced_caption
+from bottega.miniature.scenes.controls import DRAWN, draw_edges, draw_layout, find_edges
 from bottega.miniature.scenes.grammar import (
     COLOURS,
     PLACES,
@@ -9,6 +10,7 @@ from bottega.miniature.scenes.grammar import (
     SIZES,
     Scene,
     Thing,
+    elsewhere,
     held_out_scenes,
     near_miss,
     random_scene,
@@ -19,6 +21,7 @@ from bottega.miniature.scenes.render import SIDE, coverage, render
 
 __all__ = [
     "COLOURS",
+    "DRAWN",
     "PLACES",
     "RELATIONS",
     "SHAPES",
@@ -31,10 +34,15 @@ __all__ = [
     "any_caption",
     "caption",
     "coverage",
+    "draw_edges",
+    "draw_layout",
+    "elsewhere",
+    "find_edges",
     "held_out_scenes",
     "near_miss",
     "random_layout",
     "random_scene",
     "render",
     "training_scene",
+    "unplaced_caption",
 ]

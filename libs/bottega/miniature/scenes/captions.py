@@ -23,6 +23,14 @@ def caption(scene: Scene) -> str:
     return f"{first} {scene.relation} {second} on {_ground(scene)}"
 
 
+def unplaced_caption(scene: Scene) -> str:
+    """The sentence that says all of the scene but what is where: "a big red star on a blue background"."""
+    if len(scene.things) == 1:
+        return f"{_a(f'{scene.size} {_name(scene.things[0])}')} on {_ground(scene)}"
+    first, second = (_a(_name(thing)) for thing in scene.things)
+    return f"{first} and {second} on {_ground(scene)}"
+
+
 def any_caption(scene: Scene, rng: random.Random) -> str:
     """One of the scene's phrasings; nothing in it is wrong for the scene."""
     if len(scene.things) == 1:

@@ -76,6 +76,18 @@ def near_miss(scene: Scene, rng: random.Random) -> Scene:
             return changed
 
 
+def elsewhere(scene: Scene) -> list[Scene]:
+    """The scenes that show the same with its things in other places, and differ in nothing else.
+
+    Two things of one shape are only turned: silhouettes do not tell what their exchange changes.
+    """
+    if not scene.relation:
+        return [replace(scene, place=place) for place in PLACES if place != scene.place]
+    (turned,) = (replace(scene, relation=relation) for relation in RELATIONS if relation != scene.relation)
+    first, second = scene.things
+    return [turned] if first.shape == second.shape else [turned, replace(scene, things=(second, first))]
+
+
 def random_scene(rng: random.Random, *, things: int) -> Scene:
     """Any scene of one or two things, held out or not, all equally likely."""
     ground = rng.choice(tuple(COLOURS))

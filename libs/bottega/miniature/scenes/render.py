@@ -10,16 +10,16 @@ from bottega.miniature.scenes.layout import Layout, Placed
 from bottega.miniature.scenes.outlines import outline
 
 SIDE = 64
-# Pixels drawn for a pixel shown, a side.
-_FINE = 4
+FINE = 4
+"""Pixels drawn for a pixel shown, a side."""
 
 
 def render(layout: Layout, side: int = SIDE) -> PIL.Image.Image:
     """An RGB picture of `side` pixels a side."""
-    fine = PIL.Image.new("RGB", (side * _FINE, side * _FINE), COLOURS[layout.ground])
+    fine = PIL.Image.new("RGB", (side * FINE, side * FINE), COLOURS[layout.ground])
     pen = PIL.ImageDraw.Draw(fine)
     for placed in layout.placed:
-        filled, *holes = (_points(polygon, placed, side) for polygon in outline(placed.thing.shape))
+        filled, *holes = (points(polygon, placed, side) for polygon in outline(placed.thing.shape))
         pen.polygon(filled, fill=COLOURS[placed.thing.colour])
         for hole in holes:
             pen.polygon(hole, fill=COLOURS[layout.ground])
@@ -28,16 +28,17 @@ def render(layout: Layout, side: int = SIDE) -> PIL.Image.Image:
 
 def coverage(placed: Placed, side: int = SIDE) -> PIL.Image.Image:
     """How much of each pixel the thing covers: a grey picture, 255 is all of it."""
-    fine = PIL.Image.new("L", (side * _FINE, side * _FINE), 0)
+    fine = PIL.Image.new("L", (side * FINE, side * FINE), 0)
     pen = PIL.ImageDraw.Draw(fine)
     for polygon, value in zip(outline(placed.thing.shape), (255, 0), strict=False):
-        pen.polygon(_points(polygon, placed, side), fill=value)
+        pen.polygon(points(polygon, placed, side), fill=value)
     return fine.resize((side, side), PIL.Image.Resampling.BOX)
 
 
-def _points(polygon: tuple[tuple[float, float], ...], placed: Placed, side: int) -> list[tuple[float, float]]:
+def points(polygon: tuple[tuple[float, float], ...], placed: Placed, side: int) -> list[tuple[float, float]]:
+    """A thing's polygon in fine pixels."""
     # Pillow fills the pixels whose centres lie inside, with a centre at a whole number: half a fine pixel off.
-    scale = side * _FINE
+    scale = side * FINE
     return [
         ((placed.x + x * placed.radius) * scale - 0.5, (placed.y + y * placed.radius) * scale - 0.5) for x, y in polygon
     ]

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from bottega.miniature.scenes import (
     COLOURS,
+    Layout,
     Scene,
     any_caption,
     caption,
@@ -31,9 +32,10 @@ _ENCODE_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """scenes[i] is drawn by images[i], (3, side, side) of uint8."""
+    """scenes[i] is drawn as layouts[i] says by images[i], (3, side, side) of uint8."""
 
     scenes: list[Scene]
+    layouts: list[Layout]
     images: torch.Tensor
 
     def __len__(self) -> int:
@@ -69,8 +71,10 @@ def draw_corpus(count: int, seed: int) -> Corpus:
     """`count` pictures; takes about a third of a millisecond each."""
     rng = random.Random(seed)
     scenes = [training_scene(rng, things=1 + (rng.random() < TWO_SHARE)) for _ in range(count)]
-    images = np.stack([np.asarray(render(random_layout(scene, rng))) for scene in tqdm(scenes, "pictures", unit="")])
-    return Corpus(scenes=scenes, images=torch.from_numpy(images).permute(0, 3, 1, 2).contiguous())
+    layouts = [random_layout(scene, rng) for scene in scenes]
+    images = np.stack([np.asarray(render(layout)) for layout in tqdm(layouts, "pictures", unit="")])
+    tensor = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+    return Corpus(scenes=scenes, layouts=layouts, images=tensor)
 
 
 def encode(corpus: Corpus, parts: Parts, folder: Path) -> Latents:

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """networks: by folder name, in float32, all on one device. tokenizer: of both text encoders.
+    """networks: by folder, in float32, all on one device; a stage may add its own. tokenizer: of both text encoders.
 
     folder: where they came from.
     """
@@ -67,9 +67,9 @@ def save_parts(parts: Parts, folder: Path) -> None:
         elif source.is_file():
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, folder / source.name)
-    for name in NETWORKS:
-        half = _like(parts[name])
-        half.load_state_dict(parts[name].state_dict())
+    for name, network in parts.networks.items():
+        half = _like(network)
+        half.load_state_dict(network.state_dict())
         half.half().save_pretrained(folder / name, safe_serialization=True)
 
 

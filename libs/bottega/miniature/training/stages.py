@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from bottega.miniature.scenes import DRAWN
 from bottega.miniature.training import text, unet
+from bottega.miniature.training.controlnet import ControlNetRecipe, ControlNetStage, controlnet_folder
 from bottega.miniature.training.corpus import Corpus, encode
 from bottega.miniature.training.loop import Stage
 from bottega.miniature.training.parts import Parts
@@ -17,8 +19,9 @@ from bottega.miniature.training.unet import UnetRecipe, UnetStage
 from bottega.miniature.training.vae import VaeRecipe, VaeStage
 
 # The stages of a whole training in their order, with their steps: as many in all as the embedded weights had. The VAE
-# is first, because the UNet learns its latents; vision is last, because the UNet's stage trains the text encoders on.
-RECIPE = {"vae": 4500, "text": 500, "unet": 3800, "vision": 600}
+# is first, because the UNet learns its latents; vision follows the text encoders, which the UNet's stage trains on, and
+# the ControlNets follow the UNet.
+RECIPE = {"vae": 4500, "text": 500, "unet": 3800, "vision": 600, "edges": 700, "layout": 700}
 # A decoder alone is for later: it sharpens, and all that was trained on the latents stays as it is.
 STEPS = {**RECIPE, "decoder": 1500}
 # The networks that each stage changes.
@@ -28,8 +31,10 @@ CHANGED = {
     "unet": unet.TRAINED,
     "vision": ("clip_vision",),
     "decoder": ("vae",),
+    **{kind: (controlnet_folder(kind),) for kind in DRAWN},
 }
-# Those that it may begin with random weights; a decoder alone would learn the latents of an encoder without meaning.
+# Those that it may begin with random weights; a decoder alone would learn the latents of an encoder without meaning,
+# and a ControlNet begins as the UNet's encoder.
 FRESH = {"vae": ("vae",), "text": text.TRAINED, "unet": ("unet",), "vision": ("clip_vision",)}
 
 
@@ -45,4 +50,7 @@ def build_stage(
     latents = encode(corpus, parts, latents_folder)
     if name == "decoder":
         return VaeStage(parts, corpus, latents, VaeRecipe(rows=rows or VaeRecipe().rows))
+    if name in DRAWN:
+        control = ControlNetRecipe(kind=name)
+        return ControlNetStage(parts, corpus, latents, replace(control, rows=rows or control.rows))
     return UnetStage(parts, corpus, latents, UnetRecipe(rows=rows or UnetRecipe().rows, compiled=compiled))

@@ -135,7 +135,7 @@ def _refuse_fresh_all(folder: Path) -> None:
 def _refuse_fresh(name: str, folder: Path) -> None:
     """ConfigError where random weights would not be used, or be of no use."""
     if name not in FRESH:
-        raise ConfigError(f"--fresh: {name} cannot begin with random weights; train vae --fresh trains all of the VAE")
+        raise ConfigError(f"--fresh: {name} cannot begin with random weights; of {', '.join(FRESH)} each can")
     file = checkpoint_file(name, folder)
     if file.exists():
         raise ConfigError(

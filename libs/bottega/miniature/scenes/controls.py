@@ -1,0 +1,65 @@
+"""Control images: what a ControlNet is shown of a picture, as thin outlines or as a map of what stands where.
+
+Drawn from a layout, or found in any picture; RGB, white on black, so that people can draw them by hand too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import PIL.Image
+import PIL.ImageChops
+import PIL.ImageDraw
+
+from bottega.miniature.scenes.layout import Layout
+from bottega.miniature.scenes.outlines import outline
+from bottega.miniature.scenes.render import FINE, SIDE, coverage, points
+
+# Of an outline, in pixels shown.
+_THICK = 1.25
+# Levels by which neighbours differ: less is no edge, and from the second on an edge is white. Yellow and orange, the
+# colours of the grammar that are nearest to each other, differ by 72; a smooth edge between them does so in two halves.
+_NO_EDGE, _WHITE_EDGE = 12, 36
+
+
+def draw_edges(layout: Layout, side: int = SIDE) -> PIL.Image.Image:
+    """The outlines of all things, about a pixel thick."""
+    fine = PIL.Image.new("L", (side * FINE, side * FINE), 0)
+    pen = PIL.ImageDraw.Draw(fine)
+    for placed in layout.placed:
+        for polygon in outline(placed.thing.shape):
+            line = points(polygon, placed, side)
+            pen.line([*line, *line[:2]], fill=255, width=round(_THICK * FINE), joint="curve")
+    return fine.resize((side, side), PIL.Image.Resampling.BOX).convert("RGB")
+
+
+def draw_layout(layout: Layout, side: int = SIDE) -> PIL.Image.Image:
+    """The silhouettes of all things, filled."""
+    whole = PIL.Image.new("L", (side, side), 0)
+    for placed in layout.placed:
+        whole = PIL.ImageChops.lighter(whole, coverage(placed, side))
+    return whole.convert("RGB")
+
+
+def find_edges(picture: PIL.Image.Image, side: int = SIDE) -> PIL.Image.Image:
+    """The edges of any picture, one to two pixels thick.
+
+    A picture that is not square is stretched. Fine texture becomes edges as well: blur it before.
+    """
+    sized = picture.convert("RGB").resize((side, side), PIL.Image.Resampling.BOX)
+    steep = PIL.ImageChops.lighter(_differences(sized, 1, 0), _differences(sized, 0, 1))
+    red, green, blue = steep.split()
+    strongest = PIL.ImageChops.lighter(red, PIL.ImageChops.lighter(green, blue))
+    slope = 255 / (_WHITE_EDGE - _NO_EDGE)
+    return strongest.point([round(min(max((level - _NO_EDGE) * slope, 0), 255)) for level in range(256)]).convert("RGB")
+
+
+DRAWN: dict[str, Callable[[Layout], PIL.Image.Image]] = {"edges": draw_edges, "layout": draw_layout}
+"""What draws the control images of each of the miniature's ControlNets."""
+
+
+def _differences(picture: PIL.Image.Image, across: int, down: int) -> PIL.Image.Image:
+    """Of each pixel from its neighbour; none at the frame, where there is no neighbour."""
+    moved = picture.copy()
+    moved.paste(picture.crop((across, down, *picture.size)), (0, 0))
+    return PIL.ImageChops.difference(picture, moved)
