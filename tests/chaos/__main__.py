@@ -10,7 +10,8 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from load.bench.report import report
@@ -45,7 +46,7 @@ def main() -> int:
         print(f"{name} ...", flush=True)
         tally = _play(name, options)
         whole.add(name, tally)
-        print(f"{name}: {tally.zeros} {tally.figures}", *tally.faults, sep="\n  ", flush=True)
+        print(f"{name}: {tally.zeros} {tally.figures}", *_told(tally.faults), sep="\n  ", flush=True)
     _report(whole)
     return 0 if whole.well else 1
 
@@ -59,6 +60,11 @@ def _play(name: str, options: argparse.Namespace) -> Tally:
             scene.tally.faults.append(str(error))
         scene.count_ends()
         return scene.tally
+
+
+def _told(faults: Sequence[str]) -> list[str]:
+    """Each of them once, and how often it was."""
+    return [f"{fault} ({times} times)" if times > 1 else fault for fault, times in Counter(faults).items()]
 
 
 def _report(tally: Tally) -> None:
