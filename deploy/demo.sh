@@ -19,4 +19,5 @@ trap finish EXIT
 mkdir -p "$top/out"
 bottega up --detach --port 0
 echo "Drawing: $prompt"
+# A fixed seed, so that everybody gets the same picture; it was picked by hand for the prompt above.
 bottega generate "$prompt" --output "$picture" --seed 14

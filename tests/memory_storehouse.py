@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bottega.errors import StorageUnavailable
 from bottega.gateway.clock import Clock
 from bottega.gateway.job_store import JobRecord, StoredPicture
 from bottega.gateway.storehouse import Storehouse
@@ -24,13 +25,14 @@ _RECORD_BYTES = 512
 
 @dataclass
 class Shelf:
-    """What is left of a store when it is closed: jobs by sequence, oldest first."""
+    """What is left of a store when it is closed: jobs by sequence, oldest first. full: nothing can be written."""
 
     jobs: dict[int, JobRecord] = field(default_factory=dict)
     inputs: dict[str, bytes] = field(default_factory=dict)
     newest: dict[str, int] = field(default_factory=dict)
     sequence: int = 0
     generation: int = 0
+    full: bool = False
 
 
 class MemoryJobStore:
@@ -38,7 +40,7 @@ class MemoryJobStore:
 
     def __init__(self, shelf: Shelf | None = None) -> None:
         self._shelf = shelf or Shelf()
-        self._opened = False
+        self._opened = self._readable = False
         self._generation = 0
 
     @property
@@ -46,16 +48,18 @@ class MemoryJobStore:
         return self._generation
 
     async def open(self) -> None:
+        self._readable = True
         if not self._opened:
+            self._check_room()
             self._opened = True
             self._shelf.generation += 1
             self._generation = self._shelf.generation
 
     async def close(self) -> None:
-        self._opened = False
+        self._opened = self._readable = False
 
     async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
-        self._check()
+        self._check_room()
         known = await self.get(record.job_id)
         if known is None and record.request_id:
             known = await self.of_request(record.request_id)
@@ -149,9 +153,10 @@ class MemoryJobStore:
         return forgotten
 
     async def probe(self) -> None:
-        self._check()
+        self._check_room()
 
     async def _change(self, job_id: str, follow: Callable[[JobRecord], JobRecord | None]) -> bool:
+        self._check_room()
         record = await self.get(job_id)
         after = follow(record) if record else None
         if after is None:
@@ -161,16 +166,21 @@ class MemoryJobStore:
             self._shelf.inputs.pop(job_id, None)
         return True
 
+    def _check_room(self) -> None:
+        self._check()
+        if self._shelf.full:
+            raise faults.unavailable("the disk is full", cause="ENOSPC")
+
     def _check(self) -> None:
-        if not self._opened:
-            raise faults.unavailable("the job store is not open", cause="EBADF")
+        if not self._readable:
+            raise faults.unavailable("the job store is not open", cause=faults.NOT_OPEN)
 
 
 class MemoryImages(ContentStore):
     """Images in a dictionary, without bounds."""
 
     def __init__(self) -> None:
-        super().__init__(Path("/nowhere"), budget_bytes=1, ttl_s=1)
+        super().__init__(Path("/nowhere"), budget_bytes=1 << 30, ttl_s=1)
         self._data: dict[str, bytes] = {}
 
     async def open(self) -> None:
@@ -196,7 +206,7 @@ class MemoryImages(ContentStore):
 
 
 def memory_storehouse(clock: Clock, shelf: Shelf | None = None) -> Storehouse:
-    """One that is open."""
+    """One that is open, as far as there is room on the shelf."""
     storehouse = Storehouse(
         folder=Path("/nowhere"),
         jobs=MemoryJobStore(shelf),
@@ -207,7 +217,10 @@ def memory_storehouse(clock: Clock, shelf: Shelf | None = None) -> Storehouse:
         waiting_bytes=1 << 20,
         clock=clock,
     )
-    at_once(storehouse.open())
+    try:
+        at_once(storehouse.jobs.open())
+    except StorageUnavailable as error:
+        storehouse.failed(error)
     return storehouse
 
 

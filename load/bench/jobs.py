@@ -1,7 +1,8 @@
 """How many jobs a second the gateway acknowledges, each of them durable, and what sharing the disk's waits gains.
 
-A real gateway process with a worker that takes nothing, so that nothing but acceptance is measured. Many callers that
-each wait for their answer take turns with a single one, whose every job waits for an fsync of its own.
+A real gateway process with a worker that takes nothing, so that nothing but acceptance is measured. Many callers, each
+of which waits for its answer, take turns at two gateways: one that shares its commits, and one in which every job has a
+commit, and so an fsync, of its own. The same again with a disk that is made slower, to what many disks are.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import os
 import signal
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from bottega.gateway.job_store import JobRecord, SqliteJobStore
 from bottega.rpc.channel import open_channel
 from bottega.rpc.fleet import FleetMembership
 from bottega.v1 import fleet_pb2, image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
+from load.bench.jobs_gateway import GROUP_VARIABLE, SLOWER_VARIABLE, change
 from load.bench.report import percentile, report
 from tests.running import Services, gateway_config
 
@@ -38,6 +43,7 @@ MODEL = image_pb2.Model(
 MANY = 10_000_000
 FSYNCS = 200
 CHANNELS = 4
+SHARED, ALONE = 256, 1
 
 Stubs = Sequence["image_pb2_grpc.ImageServiceAsyncStub"]
 
@@ -49,42 +55,116 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each round, for each side")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: a temporary one")
+    parser.add_argument("--slow-fsync-ms", type=float, default=1.0, help="what one takes on the slower disk")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     with tempfile.TemporaryDirectory(prefix="bottega-bench-", dir=options.folder) as name:
-        asyncio.run(_measure(options, Path(name)))
+        folder = Path(name)
+        fsync_ms = _fsync_ms(folder)
+        slower_s = max(0.0, options.slow_fsync_ms - fsync_ms) / 1e3
+        sides = dict.fromkeys(Side(max_group=n, slower_s=s) for s in (0.0, slower_s) for n in (SHARED, ALONE))
+        waits: dict[Side, list[list[float]]] = defaultdict(list)
+        for turn in range(options.rounds):
+            for side in sides:
+                (folder / f"{turn}-{side}").mkdir()
+                waits[side].append(_measure(side, folder / f"{turn}-{side}", options))
+        store_gain = _store_gain(folder, options)
+    _report(waits, slower_s, fsync_ms, store_gain, options)
 
 
-async def _measure(options: argparse.Namespace, folder: Path) -> None:
-    fsync_ms = _fsync_ms(folder)
-    many: list[list[float]] = []
-    single: list[list[float]] = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """What is compared. max_group: jobs that share a commit. slower_s: of the disk, for each commit."""
+
+    max_group: int
+    slower_s: float
+
+    def __str__(self) -> str:
+        return f"{self.max_group}-{self.slower_s:g}"
+
+
+def _measure(side: Side, folder: Path, options: argparse.Namespace) -> list[float]:
+    """Seconds that each acknowledgement took, at a gateway of its own."""
+    os.environ[GROUP_VARIABLE], os.environ[SLOWER_VARIABLE] = str(side.max_group), str(side.slower_s)
+    config = gateway_config(max_queued=MANY, max_queued_bytes=1 << 40, max_jobs=MANY, codec_processes=1)
     with Services(folder) as services:
-        config = gateway_config(max_queued=MANY, max_queued_bytes=1 << 40, max_jobs=MANY, codec_processes=1)
-        gateway = services.start("bottega.gateway", config)
-        async with _stubs(gateway.address) as stubs, _idle_worker(gateway.address):
-            await _submit(stubs, callers=options.callers, seconds=1.0)
-            for _ in range(options.rounds):
-                many.append(await _submit(stubs, callers=options.callers, seconds=options.seconds))
-                single.append(await _submit(stubs, callers=1, seconds=options.seconds))
-    acks_per_s = median(len(waits) / options.seconds for waits in many)
-    single_acks_per_s = median(len(waits) / options.seconds for waits in single)
+        return asyncio.run(_called(services.start("load.bench.jobs_gateway", config).address, options))
+
+
+async def _called(address: str, options: argparse.Namespace) -> list[float]:
+    async with _stubs(address) as stubs, _idle_worker(address):
+        await _submit(stubs, callers=options.callers, seconds=1.0)
+        return await _submit(stubs, callers=options.callers, seconds=options.seconds)
+
+
+def _store_gain(folder: Path, options: argparse.Namespace) -> float:
+    """The same of the job store without the gateway around it, whose work for every call is what is left."""
+    rates = []
+    for max_group in (SHARED, ALONE):
+        change(max_group, 0.0)
+        rates.append(asyncio.run(_stored(folder / f"store-{max_group}.sqlite", options)))
+    return rates[0] / rates[1]
+
+
+async def _stored(path: Path, options: argparse.Namespace) -> int:
+    """Jobs that as many callers have stored in the time of a round."""
+    store = SqliteJobStore(path)
+    await store.open()
+    stored = 0
+    until = time.perf_counter() + options.seconds
+
+    async def call(caller: int) -> None:
+        nonlocal stored
+        number = 0
+        while time.perf_counter() < until:
+            number += 1
+            job_id = f"{caller:012x}{number:012x}"
+            await store.add(JobRecord(job_id=job_id, fingerprint="", spec=bytes(200), created_wall=time.time()))
+            stored += 1
+
+    async with asyncio.TaskGroup() as group:
+        for caller in range(options.callers):
+            group.create_task(call(caller))
+    await store.close()
+    return stored
+
+
+def _report(
+    waits: dict[Side, list[list[float]]],
+    slower_s: float,
+    fsync_ms: float,
+    store_gain: float,
+    options: argparse.Namespace,
+) -> None:
+    def rate(max_group: int, slower_s: float) -> float:
+        rounds = waits[Side(max_group=max_group, slower_s=slower_s)]
+        return float(median(len(each) / options.seconds for each in rounds))
+
+    here = waits[Side(max_group=SHARED, slower_s=0.0)]
     values = {
-        "acks_per_s": acks_per_s,
-        "ack_p99_ms": median(percentile(waits, 0.99) for waits in many) * 1e3,
-        "single_acks_per_s": single_acks_per_s,
-        "single_ack_p50_ms": median(median(waits) for waits in single) * 1e3,
-        "group_commit_gain": acks_per_s / single_acks_per_s,
+        "acks_per_s": rate(SHARED, 0.0),
+        "ack_p99_ms": median(percentile(each, 0.99) for each in here) * 1e3,
+        "alone_acks_per_s": rate(ALONE, 0.0),
+        "group_commit_gain": rate(SHARED, 0.0) / rate(ALONE, 0.0),
         "fsync_ms": fsync_ms,
+        "slow_acks_per_s": rate(SHARED, slower_s),
+        "slow_alone_acks_per_s": rate(ALONE, slower_s),
+        "slow_group_commit_gain": rate(SHARED, slower_s) / rate(ALONE, slower_s),
+        "slow_fsync_ms": fsync_ms + slower_s * 1e3,
+        "store_gain": store_gain,
         "callers": options.callers,
     }
-    rows = [
-        ("one fsync of this disk", f"{fsync_ms:.2f} ms", ""),
-        (f"acknowledged, {options.callers} callers (acks_per_s)", f"{acks_per_s:.0f} a second", "hundreds"),
-        ("  p99 of their waits (ack_p99_ms)", f"{values['ack_p99_ms']:.0f} ms", ""),
-        ("acknowledged, one caller", f"{single_acks_per_s:.0f} a second", ""),
-        ("many over one (group_commit_gain)", f"{values['group_commit_gain']:.2f}", "3 where an fsync takes 1 ms"),
-    ]
+    rows = []
+    here_only = [("", "hundreds", "3 where an fsync takes 1 ms")]
+    for name, wanted, gain in here_only if not slower_s else [*here_only, ("slow_", "", "3")]:
+        rows += [
+            (f"one fsync ({name}fsync_ms)", f"{values[f'{name}fsync_ms']:.2f} ms", ""),
+            (f"  acknowledged ({name}acks_per_s)", f"{values[f'{name}acks_per_s']:.0f} a second", wanted),
+            ("  with a commit for each", f"{values[f'{name}alone_acks_per_s']:.0f} a second", ""),
+            (f"  gain ({name}group_commit_gain)", f"{values[f'{name}group_commit_gain']:.2f}", gain),
+        ]
+    rows.append(("gain of the store alone (store_gain)", f"{store_gain:.1f}", ""))
+    rows.append(("p99 of the waits (ack_p99_ms)", f"{values['ack_p99_ms']:.0f} ms", ""))
     report("jobs", rows, values)
 
 

@@ -8,13 +8,13 @@ import resource
 import secrets
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import grpc
 import psutil
 
-from bottega.client import Picture
+from bottega.client import JobState, Picture
 from bottega.errors import BottegaError, JobNotFound, StorageUnavailable
 from bottega.rpc.channel import channel_options
 from bottega.rpc.status import from_rpc_error
@@ -29,6 +29,8 @@ LONG_STEPS = 60
 SEEDS = (21, 22, 23, 24)
 # The gateway dies within this time after its callers have called: some of them have their answer then, some have not.
 AROUND_S = 0.04
+# Of all orders, on each side of their acknowledgement.
+LEAST_SHARE = 0.1
 # A disk that is back is found out about within this time, and taken up.
 HEALED_S = 5.0
 
@@ -46,15 +48,16 @@ class Order:
 def kill_gateways(scene: Scene, *, times: int, rng: random.Random, ready_s: float) -> None:
     """kill -9 while jobs are submitted and one is drawn; then every order must end once, as the same job.
 
+    The worker goes on with what it draws, and is found with it: no step of that runs again.
     ready_s: within which the gateway must serve again.
     """
     _look_first(scene)
-    for _ in range(times):
+    for number in range(times):
         scene.wait_for_workers(1)
         drawing = scene.draw(seed=SEEDS[0], steps=LONG_STEPS)
         drawing.wait_for_step(rng.randint(1, LONG_STEPS // 2))
         with _submitting(scene) as submitting:
-            time.sleep(rng.uniform(0, AROUND_S))
+            _wait_for_the_moment(number, submitting, rng)
             scene.gateway.kill()
             orders = [each.result() for each in submitting]
         began = time.monotonic()
@@ -64,8 +67,10 @@ def kill_gateways(scene: Scene, *, times: int, rng: random.Random, ready_s: floa
         scene.tally.check("seconds until the gateway was ready again", took_s, ready_s)
         for order in orders:
             _check(scene, order)
-        scene.check(drawing)
-        scene.tally.count("gateway_kills")
+        _expect_adopted(scene, scene.check(drawing))
+        scene.tally.count("kills")
+    for side in ("acknowledged", "unacknowledged"):
+        scene.tally.reached(side, LEAST_SHARE * len(SEEDS) * times)
 
 
 def fill_disks(scene: Scene, *, times: int, rng: random.Random) -> None:
@@ -81,10 +86,9 @@ def fill_disks(scene: Scene, *, times: int, rng: random.Random) -> None:
             for order in orders:
                 _expect_refusal(scene, order)
             if status is not None:
-                scene.client.job(status.job_id).status()
                 wait_until(lambda job=status: not scene.who_draws(job.job_id), DRAW_TIMEOUT_S, "the last step")  # type: ignore[misc]
                 time.sleep(1.0)  # it has come to its end, which cannot be written
-                scene.tally.count("ended_while_full")
+                _expect_untold(scene, status.job_id)
         began = time.monotonic()
         healed = Order(request_id=_new_id(), seed=SEEDS[1])
         while not healed.job_id and time.monotonic() - began < DRAW_TIMEOUT_S:
@@ -95,7 +99,9 @@ def fill_disks(scene: Scene, *, times: int, rng: random.Random) -> None:
         for order in (*orders, healed):
             _check(scene, order)
         scene.check(drawing)
-        scene.tally.count("full_disks")
+        scene.tally.count("times")
+    scene.tally.reached("refused_while_full", len(SEEDS) * times)
+    scene.tally.reached("ended_while_full", times / 2)
 
 
 def _look_first(scene: Scene) -> None:
@@ -109,6 +115,14 @@ def _submitting(scene: Scene) -> Iterator[list[Future[Order]]]:
     """Callers that submit one job each, at the same time."""
     with ThreadPoolExecutor(len(SEEDS)) as callers:
         yield [callers.submit(_submit, scene, Order(request_id=_new_id(), seed=seed)) for seed in SEEDS]
+
+
+def _wait_for_the_moment(number: int, submitting: list[Future[Order]], rng: random.Random) -> None:
+    """By turns: the first acknowledgement, which must be durable already, and any moment, at first the earliest."""
+    if number % 2:
+        wait(submitting, return_when=FIRST_COMPLETED)
+    elif number:
+        time.sleep(rng.uniform(0, AROUND_S))
 
 
 def _submit(scene: Scene, order: Order) -> Order:
@@ -164,6 +178,22 @@ def _expect_refusal(scene: Scene, order: Order) -> None:
         scene.tally.count("refused_while_full")
     else:
         scene.tally.faults.append(f"with a full disk a caller was told: {refusal.message if refusal else 'yes'}")
+
+
+def _expect_untold(scene: Scene, job_id: str) -> None:
+    """A picture that could not be written is not said to be done, and can be asked about all the same."""
+    state = scene.client.job(job_id).status().state
+    if state is JobState.RUNNING:
+        scene.tally.count("ended_while_full")
+    else:
+        scene.tally.faults.append(f"with a full disk a job was told to be {state.name}")
+
+
+def _expect_adopted(scene: Scene, picture: Picture | None) -> None:
+    """None: as counted already."""
+    if picture is not None:
+        scene.tally.check("attempts at a picture whose gateway was killed", picture.provenance.attempts, 1)
+        scene.tally.check("steps of it that ran again", picture.provenance.repeated_steps, 0)
 
 
 @contextlib.contextmanager

@@ -27,8 +27,14 @@ PROMPT = "a big yellow square on a black background"
 # A sampler that draws noise at every step: going on needs its generator, not only the latent.
 OPTIONS: Mapping[str, Any] = {"guidance_scale": 4.0, "sampler": "euler_ancestral"}
 # Groups are padded, so that a picture is the same byte for byte whoever is drawn beside it. Checkpoints are made by
-# steps: every tenth of a request.
-ENGINE = {"model": "miniature", "threads": 1, "fixed_rows": 4, "checkpoint_interval_s": 60.0}
+# steps: every tenth of a request. Every step is told, so that one that runs again is known to have run before.
+ENGINE = {
+    "model": "miniature",
+    "threads": 1,
+    "fixed_rows": 4,
+    "checkpoint_interval_s": 60.0,
+    "progress_interval_s": 0.001,
+}
 HANG_S = 3.0
 # design.md: a service that joins or leaves is noticed within this time; asking takes some of it on busy cores.
 NOTICED_S = 2.0

@@ -51,6 +51,21 @@ class Tally:
         if value > at_most:
             self.faults.append(f"{what}: {value:g}, at most {at_most:g} was promised")
 
+    def reached(self, figure: str, at_least: float) -> None:
+        """What a part is about must have happened so often, or its zeros say nothing."""
+        if self.figures.get(figure, 0) < at_least:
+            self.faults.append(f"{figure}: {self.figures.get(figure, 0):g}, at least {at_least:g} were to be")
+
+    def add(self, part: str, tally: Tally) -> None:
+        """What a part has counted; its figures get its name, for another part may have counted the same."""
+        self.lost += tally.lost
+        self.double += tally.double
+        self.different_images += tally.different_images
+        self.client_errors += tally.client_errors
+        name = part.replace("-", "_")
+        self.figures |= {f"{name}_{figure}": value for figure, value in tally.figures.items()}
+        self.faults += [f"{part}: {fault}" for fault in tally.faults]
+
     def ended(self, requests: Iterable[str]) -> None:
         """Of every request that was seen to end, its name, as often as it did."""
         self.double += sum(times - 1 for times in Counter(requests).values())

@@ -12,7 +12,16 @@ import PIL.Image
 import pytest
 
 from bottega.client import Client
-from bottega.errors import BadImage, FieldNotServed, InvalidRequest, JobNotFound, ModelNotFound, TooLarge
+from bottega.errors import (
+    BadImage,
+    ControlNetNotFound,
+    FieldNotServed,
+    InvalidRequest,
+    JobNotFound,
+    ModelNotFound,
+    NoControlNet,
+    TooLarge,
+)
 from bottega.rpc.status import from_rpc_error
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from bottega.v1.image_pb2 import GenerateRequest, SubmitJobRequest
@@ -84,7 +93,6 @@ def test_every_violation_is_listed_at_once(client: Client) -> None:
     ("extra", "field"),
     [
         ({"loras": [Lora(name="ink")]}, "loras"),
-        ({"controlnets": [ControlNet(name="edges", image=_png())]}, "controlnets"),
         ({"image": _png(), "mask_image": _png()}, "mask_image"),
         ({"techniques": Techniques(approximate_cache=True)}, "techniques"),
     ],
@@ -101,6 +109,22 @@ def test_a_bad_value_is_told_before_a_field_that_is_not_served(images: ImageServ
 
     assert isinstance(error, InvalidRequest)
     assert "num_inference_steps" in error.violations[0].field
+
+
+@pytest.mark.parametrize("data", [b"no image", _png()[:60], _bomb()], ids=["text", "cut", "bomb"])
+def test_a_control_image_that_cannot_be_decoded_is_named(images: ImageServiceStub, data: bytes) -> None:
+    nets = [ControlNet(name="edges", image=_png()), ControlNet(name="edges", image=data)]
+    error = _refusal(images, GenerationSpec(prompt=PROMPT, controlnets=nets))
+
+    assert isinstance(error, BadImage)
+    assert [violation.field for violation in error.violations] == ["spec.controlnets[1].image"]
+
+
+def test_a_controlnet_that_nobody_hosts_is_no_picture_without_it(images: ImageServiceStub) -> None:
+    net = ControlNet(name="no-such", image=_png())
+    error = _refusal(images, GenerationSpec(prompt=PROMPT, controlnets=[net]))
+
+    assert isinstance(error, NoControlNet | ControlNetNotFound)
 
 
 @pytest.mark.parametrize("data", [b"no image", _png()[:60], _bomb()], ids=["text", "cut", "bomb"])

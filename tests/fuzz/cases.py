@@ -16,7 +16,9 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
+from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED, HostedControlNet
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
+from tests.fuzz.hosting import LONGEST_NAME
 from tests.fuzz.images import bad_images, good_images, largest_image, png_of_size, too_large_image
 
 OK = grpc.StatusCode.OK
@@ -202,14 +204,46 @@ def _adapters(case: Any) -> Iterator[Case]:
         nets = [ControlNet(name="edges", image=png, control_guidance_start=start, control_guidance_end=end)]
         field = "spec.controlnets[0].control_guidance_start"
         yield case(f"ControlNet from {start} to {end}", INVALID, field, controlnets=nets)
-    yield case("control image", INVALID, "spec.controlnets[0].image", controlnets=[ControlNet(name="edges")])
-    yield case(
-        "control bomb",
-        INVALID,
-        "spec.controlnets[0].image",
-        controlnets=[ControlNet(name="e", image=png_of_size(50_000, 50_000))],
-    )
+    yield from _control_images(case)
+    yield from _controlnets(case, png)
     yield case("techniques", UNSERVED, techniques=Techniques(cache_entry="x"))
+    for stale in (False, True):
+        yield case(f"stale residuals {stale}", techniques=Techniques(stale_residuals=stale))
+    both = Techniques(stale_residuals=True, latent_parallelism=True)
+    yield case("techniques of both kinds", UNSERVED, techniques=both)
+
+
+def _control_images(case: Any) -> Iterator[Case]:
+    field = "spec.controlnets[1].image"
+    png = good_images()["png"]
+    for name, image in {**good_images(), "the largest": largest_image()}.items():
+        yield case(f"control image: {name}", controlnets=[ControlNet(name="edges", image=image)])
+    bad = {**bad_images(), "too large": too_large_image(), "a bomb": png_of_size(50_000, 50_000)}
+    for name, image in bad.items():
+        nets = [ControlNet(name="edges", image=png), ControlNet(name="nobody", image=image)]
+        yield case(f"bad control image: {name}", INVALID, field, controlnets=nets)
+    yield case("no control image", INVALID, "spec.controlnets[0].image", controlnets=[ControlNet(name="edges")])
+
+
+def _controlnets(case: Any, png: bytes) -> Iterator[Case]:
+    def net(name: str = "edges", **facts: Any) -> ControlNet:
+        return ControlNet(name=name, image=png, **facts)
+
+    yield case("eight ControlNets", controlnets=[net()] * 8)
+    yield case("the longest name", controlnets=[net(LONGEST_NAME)])
+    for scale in (0.0, -1.0, 1e308, 5e-324):
+        yield case(f"ControlNet scaled {scale}", controlnets=[net(controlnet_conditioning_scale=scale)])
+    for start, end in ((0.0, 1.0), (0.0, 5e-324), (0.999, 1.0)):
+        nets = [net(control_guidance_start=start, control_guidance_end=end)]
+        yield case(f"ControlNet from {start} to {end}", controlnets=nets)
+    yield case("guess mode", controlnets=[net(guess_mode=True)])
+    yield case("a ControlNet that nobody hosts", NOT_FOUND, controlnets=[net(), net("nobody")])
+    yield case("neither ControlNet nor model", NOT_FOUND, model="nobody", controlnets=[net("nobody")])
+    yield case("a LoRA beside it", UNSERVED, loras=[Lora(name="ink")], controlnets=[net("nobody")])
+    wrong = [net("a b", controlnet_conditioning_scale=NAN, control_guidance_start=2.0), ControlNet()]
+    fields = ("[0].name", "[0].controlnet_conditioning_scale", "[0].control_guidance_start", "[1].name", "[1].image")
+    named = [f"spec.controlnets{field}" for field in fields]
+    yield case("everything wrong with ControlNets", INVALID, "spec.width", *named, width=0, controlnets=wrong)
 
 
 def _lists() -> Iterator[Case]:
@@ -282,6 +316,9 @@ def _fleet() -> Iterator[Case]:
             odd = image_pb2.Model(name="x")
             setattr(odd, field, value)
             yield case(f"model's {field} {value}", INVALID, "models", models=[odd])
+    for length, code in ((128, OK), (129, INVALID)):
+        based = [image_pb2.Model(name="x", base="x" * length)]
+        yield case(f"model's base of {length}", code, *(["models"] if code is INVALID else ()), models=based)
     yield case("one model twice", INVALID, "models", models=[model, model])
     yield case("257 models", INVALID, "models", models=[image_pb2.Model(name=f"m{n}") for n in range(257)])
     yield case(
@@ -302,11 +339,39 @@ def _fleet() -> Iterator[Case]:
     load = fleet_pb2.Load(running=[running] * 4097, step_times=[step] * 4097, fixed_s=INF, max_rows=-1, memory_bytes=-1)
     fields = frozenset({f"load.{name}" for name in ("running", "step_times", "fixed_s", "max_rows", "memory_bytes")})
     yield dataclasses.replace(case("a load of nonsense", load=load), code=INVALID, fields=fields)
+    yield from _hosted(case)
     yield Case(method="Join", name="nothing", raw=(), code=INVALID, fields=frozenset({"registration"}))
     no_registration = fleet_pb2.JoinRequest(load=fleet_pb2.Load()).SerializeToString()
     yield Case(
         method="Join", name="load first", raw=(no_registration,), code=INVALID, fields=frozenset({"registration"})
     )
+
+
+def _hosted(case: Any) -> Iterator[Case]:
+    def net(name: str = "lines", /, **facts: Any) -> HostedControlNet:
+        return HostedControlNet(**{"name": name, "digest": "ab", "state": HOSTED_STATE_LOADED, **facts})
+
+    good = {
+        "no": [],
+        "a nameful of": [net(LONGEST_NAME, digest="x" * 128, base="x" * 128, size_bytes=2**63 - 1)],
+        "1024": [net(f"n{number}") for number in range(1024)],
+        "a bare": [HostedControlNet(name="lines")],
+    }
+    for name, nets in good.items():
+        yield case(f"{name} ControlNets", kind=fleet_pb2.SERVICE_KIND_CONTROLNET, load=fleet_pb2.Load(controlnets=nets))
+    bad = {
+        "1025": [net(f"n{number}") for number in range(1025)],
+        "twice the same": [net(), net()],
+        "too long a hash": [net(digest="x" * 129)],
+        "too long a base": [net(base="x" * 129)],
+        **{f"called {_shown(name)}": [net(name)] for name in ("", "x" * 201, "a b", "../up", "\0", "ü")},
+        **{f"of negative {field}": [net(**{field: -1})] for field in ("size_bytes", "popularity", "sessions")},
+        **{f"in state {state}": [net(state=state)] for state in (4, 99, -1)},
+    }
+    for name, nets in bad.items():
+        for kind in (fleet_pb2.SERVICE_KIND_CONTROLNET, fleet_pb2.SERVICE_KIND_LORAS):
+            whole = case(f"ControlNets {name}, from {kind}", kind=kind, load=fleet_pb2.Load(controlnets=nets))
+            yield dataclasses.replace(whole, code=INVALID, fields=frozenset({"load.controlnets"}))
 
 
 def _attempts() -> Iterator[Case]:
@@ -333,6 +398,9 @@ def _attempts() -> Iterator[Case]:
         yield case(f"good image: {name}", image=image, strength=0.5)
     for name, image in {"empty": b"", "too large": too_large_image()}.items():
         yield case(f"bad image: {name}", INVALID, "spec.image", image=image, strength=0.5)
+    yield case("a ControlNet", UNSERVED, controlnets=[ControlNet(name="edges", image=good_images()["png"])])
+    yield case("a ControlNet without a name", INVALID, "spec.controlnets[0].name", controlnets=[ControlNet()])
+    yield case("nine ControlNets", INVALID, "spec.controlnets", controlnets=[ControlNet(name="edges")] * 9)
     for size in (500, 20 << 20):
         yield case(
             f"a checkpoint of {size} bytes of noise", whole={"checkpoint": bad_images()["noise"] * (size // 500)}

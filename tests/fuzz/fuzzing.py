@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, worker_pb2
+from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from tests.fuzz.cases import FILLED
 from tests.fuzz.house import House
@@ -125,7 +126,7 @@ def _valid(method: str, job_id: str) -> Sequence[Message]:
 
 def _specs() -> Sequence[GenerationSpec]:
     """One with nothing but a prompt, one with all that is served, one with what is not served yet."""
-    return [GenerationSpec(model="miniature", prompt="a big red star"), *_whole_specs(), _unserved()]
+    return [GenerationSpec(model="miniature", prompt="a big red star"), *_whole_specs(), _controlled(), _unserved()]
 
 
 def _whole_specs() -> Sequence[GenerationSpec]:
@@ -138,18 +139,24 @@ def _whole_specs() -> Sequence[GenerationSpec]:
     return [plain, edit]
 
 
+def _controlled() -> GenerationSpec:
+    image = good_images()["png"]
+    spec = GenerationSpec(model="miniature", prompt="a star", techniques=Techniques(stale_residuals=True))
+    spec.controlnets.add(name="edges", image=image, controlnet_conditioning_scale=0.5, guess_mode=True)
+    spec.controlnets.add(name="edges", image=image, control_guidance_start=0.25, control_guidance_end=0.5)
+    return spec
+
+
 def _unserved() -> GenerationSpec:
     png = good_images()["png"]
-    spec = GenerationSpec(
-        prompt="a big red star", image=png, mask_image=png, techniques=Techniques(stale_residuals=True)
-    )
+    spec = GenerationSpec(prompt="a big red star", image=png, mask_image=png, techniques=Techniques(masked_blocks=True))
     spec.loras.append(Lora(name="ink", scale=0.5, from_step=3))
     spec.controlnets.append(ControlNet(name="edges", image=png, control_guidance_end=0.5))
     return spec
 
 
 def _registrations() -> Sequence[fleet_pb2.Registration]:
-    """A worker of a model of its own, and a store: what takes jobs from the real worker is no bad input."""
+    """A worker of a model of its own, and two others: what takes jobs from the real worker is no bad input."""
     model = image_pb2.Model(name="other", model_hash="ab" * 32, dtype="float32", default_width=64, default_height=64)
     worker = fleet_pb2.Registration(
         kind=fleet_pb2.SERVICE_KIND_WORKER, name="other", address="127.0.0.1:1", models=[model], device="cpu"
@@ -157,13 +164,16 @@ def _registrations() -> Sequence[fleet_pb2.Registration]:
     store = fleet_pb2.Registration(
         kind=fleet_pb2.SERVICE_KIND_LORAS, name="loras", address="localhost:1", version="0.1.0"
     )
-    return [worker, store]
+    server = fleet_pb2.Registration(kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name="others", address="127.0.0.1:1")
+    return [worker, store, server]
 
 
 def _load() -> fleet_pb2.Load:
     load = fleet_pb2.Load(fixed_s=0.1, max_rows=16, memory_bytes=1 << 30)
     load.running.add(attempt=_attempt(), steps_left=7)
     load.step_times.add(latent_height=16, latent_width=16, rows=2, seconds=0.02)
+    net = load.controlnets.add(name="lines", digest="ab" * 32, base="other", size_bytes=1 << 20)
+    net.state, net.popularity, net.sessions = HOSTED_STATE_LOADED, 7, 2
     return load
 
 

@@ -1,5 +1,7 @@
 """What is fuzzed: a gateway and a worker of the embedded model as real processes, small enough to show growth.
 
+A ControlNet server has joined them in name only (hosting.py).
+
 Knows how they are set up and how much memory they have; sends nothing.
 """
 
@@ -16,6 +18,7 @@ import psutil
 from bottega.client import Client
 from bottega.rpc.channel import channel_options
 from tests.fuzz.calls import Caller
+from tests.fuzz.hosting import HOSTED, hosting
 from tests.running import Service, Services, gateway_config, wait_until, worker_config
 
 # Small bounds are full after the first requests: what grows later is a leak.
@@ -73,8 +76,10 @@ def running_house(services: Services) -> Iterator[House]:
         Client(gateway.address, timeout_s=60.0) as client,
         grpc.insecure_channel(gateway.address, options=options) as to_gateway,
         grpc.insecure_channel(worker.address, options=options) as to_worker,
+        hosting(to_gateway),
     ):
         wait_until(lambda: bool(client.models()), _JOIN_S, "the worker to join")
+        wait_until(lambda: len(client.controlnets()) == len(HOSTED), _JOIN_S, "the ControlNets to be reported")
         with closing(Caller(to_gateway, to_worker)) as caller:
             yield House(gateway=gateway, worker=worker, caller=caller, client=client)
 

@@ -21,14 +21,14 @@ _AT_ONCE = 16
 
 
 def main() -> None:
-    """Arguments: the file, a prefix of the ids, and how many jobs at most, 0 for no bound."""
+    """Arguments: the file, a prefix of the ids, and how many jobs, 0 for no end."""
     asyncio.run(_write(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
 
 
-async def _write(path: Path, prefix: str, at_most: int) -> None:
+async def _write(path: Path, prefix: str, jobs: int) -> None:
     store = SqliteJobStore(path)
     await store.open()
-    numbers = iter(range(at_most)) if at_most else itertools.count()
+    numbers = iter(range(jobs)) if jobs else itertools.count()
     await asyncio.gather(*(_fill(store, prefix, numbers) for _ in range(_AT_ONCE)))
     await asyncio.Event().wait()
 

@@ -104,6 +104,7 @@ async def _serving(*, codec_processes: int, **config: Any) -> AsyncIterator[Runn
         listen=config.pop("listen", "127.0.0.1:0"),
         metrics_listen="127.0.0.1:0",
         drain_grace_s=config.pop("drain_grace_s", 5.0),
+        default_deadline_s=config.pop("default_deadline_s", 600.0),
     )
     gateway = Gateway(GatewayConfig(server=server, codec_processes=codec_processes, **config))
     await gateway.server.start()
@@ -118,8 +119,8 @@ async def _serving(*, codec_processes: int, **config: Any) -> AsyncIterator[Runn
     finally:
         for worker in running.workers:
             await worker.die()
-        for server in running.servers:
-            await server.die()
+        for host in running.servers:
+            await host.die()
         await channel.close()
         await gateway.server.stop()
         await gateway.shut_down()

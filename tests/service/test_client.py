@@ -33,6 +33,7 @@ from bottega.errors import (
     JobNotFound,
     ModelNotFound,
     NoWorker,
+    QueueFull,
     Unavailable,
     Violation,
     WorkerLost,
@@ -112,6 +113,8 @@ def test_a_broken_stream_attaches_again_with_the_same_request_id(gateway: Script
         events = list(client.stream("a star", seed=7))
     assert [type(event) for event in events] == [Queued, Progress, Interrupted, Progress, Completed]
     first, second = gateway.requests
+    assert second.deadline_s < first.deadline_s  # the same moment, and less time to it
+    second.deadline_s = first.deadline_s
     assert first == second
     assert len(first.request_id) == 32
     assert gateway.cancelled == []
@@ -160,6 +163,23 @@ def test_errors_keep_their_class_and_facts_and_are_not_retried(
     assert caught.value.violations == error.violations
     assert len(gateway.requests) == 1
     assert gateway.cancelled == []
+
+
+def test_a_gateway_that_takes_in_as_much_as_it_can_is_asked_again(gateway: ScriptedGateway, address: str) -> None:
+    busy = QueueFull("its hands are full", metadata={"limit": "max_calls"}, retry_after_s=0.2)
+    gateway.scripts = [[busy], [queued(), completed()]]
+    gateway.failures = [busy]
+    with Client(address) as client:
+        assert [type(event) for event in client.stream("a star")] == [Interrupted, Queued, Completed]
+        assert client.submit("a star").id == "job-1"
+    assert len(gateway.submitted) == 2
+
+
+def test_a_full_queue_of_jobs_is_told_at_once(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[QueueFull("256 jobs wait already", retry_after_s=0.2)]]
+    with Client(address) as client, pytest.raises(QueueFull, match="256 jobs"):
+        client.generate("a star")
+    assert len(gateway.requests) == 1
 
 
 def test_no_worker_is_waited_for_as_long_as_the_gateway_says(gateway: ScriptedGateway, address: str) -> None:
@@ -211,6 +231,41 @@ def test_the_deadline_travels_to_the_gateway(gateway: ScriptedGateway, address: 
         assert 590 < gateway.seconds_left < 601
         client.generate("a star", timeout_s=20)
         assert 15 < gateway.seconds_left < 21
+    assert [round(request.deadline_s, -1) for request in gateway.requests] == [600, 20]
+
+
+def test_a_request_of_the_callers_own_has_a_deadline_where_the_caller_says_so(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    gateway.scripts = [[completed()], [completed()]]
+    with Client(address, retry=HURRIED) as client:
+        client.generate("a star", request_id="mine")
+        client.generate("a star", request_id="yours", deadline_s=8)
+        client.submit("a star")
+        client.submit("a star", deadline_s=9)
+        rule = "deadline_s must be a number of seconds above 0"
+        for none in (0, float("nan")):
+            with pytest.raises(InvalidRequest, match=rule):
+                client.generate("a star", deadline_s=none)
+            with pytest.raises(InvalidRequest, match=rule):
+                client.submit("a star", deadline_s=none)
+    mine, yours = gateway.requests
+    endless, bounded = gateway.submitted
+    assert not mine.HasField("deadline_s")
+    assert not endless.HasField("deadline_s")
+    assert (round(yours.deadline_s), bounded.deadline_s) == (8, 9)
+
+
+def test_a_job_whose_own_time_is_over_is_not_said_to_go_on(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [
+        [queued(), DeadlinePassed("the deadline passed in the queue")],
+        [image_pb2.JobEvent(job_id="job-1", failed=to_job_error(DeadlinePassed("the deadline passed in the queue")))],
+    ]
+    with Client(address, retry=HURRIED) as client:
+        with pytest.raises(DeadlinePassed, match=r"^the deadline passed in the queue$"):
+            client.generate("a star", request_id="mine", deadline_s=8)
+        with pytest.raises(DeadlinePassed, match=r"^the deadline passed in the queue$"):
+            client.job("job-1").result()
 
 
 def test_running_out_of_time_cancels_the_job(gateway: ScriptedGateway, address: str) -> None:

@@ -17,9 +17,19 @@ import PIL.Image
 import PIL.PngImagePlugin
 import pytest
 from click.testing import CliRunner, Result
+from google.protobuf import json_format
 
 from bottega.client.cli import main
-from bottega.errors import InvalidRequest, ModelNotFound, NoWorker, QueueFull, Violation
+from bottega.errors import (
+    ControlNetNotFound,
+    ControlNetUnusable,
+    InvalidRequest,
+    ModelNotFound,
+    NoControlNet,
+    NoWorker,
+    QueueFull,
+    Violation,
+)
 from bottega.v1 import generation_pb2
 from tests.service.scripted_gateway import ScriptedGateway, completed, image, progress, queued, serving
 
@@ -81,11 +91,12 @@ def test_a_timeout_of_nothing_is_a_wrong_option(gateway: ScriptedGateway, addres
 
 def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
     (own_folder / "source.png").write_bytes(b"source")
+    (own_folder / "edges.png").write_bytes(b"edges")
     gateway.scripts = [[completed()]]
     options = (
         "--negative-prompt= --guidance-scale=4.5 --guidance-rescale=0.5 --width=64 --height=128 --sampler=ddim --karras"
         " --image=source.png --strength=0.4 --prompt-2=two --negative-prompt-2=none --format=png --quality=70"
-        " --fidelity=fast --model=miniature"
+        " --fidelity=fast --model=miniature --control=edges=edges.png:0.8 --control=depth=source.png --stale-residuals"
     )
     assert run("generate", "a star", *options.split(), address=address).exit_code == 0
     expected = generation_pb2.GenerationSpec(
@@ -105,8 +116,108 @@ def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str
         quality=70,
         fidelity=generation_pb2.FIDELITY_FAST,
         model="miniature",
+        controlnets=[_control("edges", b"edges", 0.8), _control("depth", b"source", 1.0)],
+        techniques=generation_pb2.Techniques(stale_residuals=True),
     )
     assert gateway.requests[0].spec == expected
+
+
+def _control(name: str, data: bytes, scale: float) -> generation_pb2.ControlNet:
+    return generation_pb2.ControlNet(
+        name=name,
+        image=data,
+        controlnet_conditioning_scale=scale,
+        control_guidance_start=0.0,
+        control_guidance_end=1.0,
+        guess_mode=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("edges", "NAME=FILE"),
+        ("edges=", "NAME=FILE"),
+        ("=edges.png", "no name of a ControlNet"),
+        ("ed:ges=edges.png", "'ed:ges' is no name of a ControlNet"),
+        ("../up=edges.png", "no name of a ControlNet"),
+        ("edges=nothing.png", "edges: there is no file nothing.png"),
+        ("edges=nothing.png:0.8", "edges: there is no file nothing.png"),
+        ("edges=nothing.png:high", "edges: there is no file nothing.png:high"),
+        ("edges=.", "is a folder"),
+        ("edges=edges.png:", "edges: '' is no scale"),
+        ("edges=edges.png:0,8", "edges: '0,8' is no scale"),
+        ("edges=edges.png:nan", "edges: 'nan' is no scale"),
+        ("edges=edges.png:inf", "edges: 'inf' is no scale"),
+    ],
+)
+def test_a_control_that_cannot_be_is_said_to_be_so_before_anything_is_asked_for(
+    gateway: ScriptedGateway, address: str, own_folder: Path, value: str, said: str
+) -> None:
+    (own_folder / "edges.png").write_bytes(b"edges")
+    result = run("generate", "a star", "--control", value, address=address)
+    assert result.exit_code == 2
+    assert "--control" in result.stderr
+    assert said in " ".join(result.stderr.split())
+    assert not gateway.requests
+
+
+def test_a_control_image_may_have_colons_in_its_name(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    (own_folder / "a:0.5").write_bytes(b"colons")
+    gateway.scripts = [[completed()]]
+    controls = ("--control", "edges=a:0.5", "--control", "edges=a:0.5:0.25")
+    assert run("generate", "a star", *controls, address=address).exit_code == 0
+    sent = [(net.image, net.controlnet_conditioning_scale) for net in gateway.requests[0].spec.controlnets]
+    assert sent == [(b"colons", 1.0), (b"colons", 0.25)]
+
+
+def test_a_picture_that_had_controlnets_is_drawn_again_with_their_images_given(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    for name in ("edges", "depth"):
+        (own_folder / f"{name}.png").write_bytes(name.encode())
+    then = generation_pb2.ControlNet(
+        name="edges", controlnet_conditioning_scale=0.4, control_guidance_start=0.1, control_guidance_end=0.9
+    )
+    spec = generation_pb2.GenerationSpec(prompt="a star", seed=7, controlnets=[then])
+    _drawn(own_folder / "star.png", spec)
+    missing = run("generate", "--like", "star.png", address=address)
+    assert missing.exit_code == 2
+    assert "--control edges=FILE" in " ".join(missing.stderr.split())
+    gateway.scripts = [[completed()]]
+    controls = ("--control", "depth=depth.png:2", "--control", "edges=edges.png")
+    result = run("generate", "--like", "star.png", *controls, "-o", "b.png", address=address)
+    assert result.exit_code == 0, result.output
+    (request,) = gateway.requests
+    then.image = b"edges"
+    assert list(request.spec.controlnets) == [then, _control("depth", b"depth", 2.0)]
+
+
+def _drawn(path: Path, spec: generation_pb2.GenerationSpec) -> None:
+    info = PIL.PngImagePlugin.PngInfo()
+    info.add_itxt("bottega", json_format.MessageToJson(spec))
+    PIL.Image.new("RGB", (8, 8)).save(path, pnginfo=info)
+
+
+def test_it_is_said_which_controlnets_took_part_and_what_they_cost(gateway: ScriptedGateway, address: str) -> None:
+    done = completed()
+    provenance = done.completed.provenance
+    provenance.encoder_s = 1.5
+    provenance.times.add(stage="controlnets", seconds=0.75)
+    provenance.controlnets.add(name="edges", servers=["s1", "s2"], scale=0.8, waited_s=0.5, end_step=30)
+    provenance.controlnets.add(name="depth", servers=["worker-0"], scale=1, waited_s=0.25, end_step=9, stale_steps=8)
+    provenance.controlnets.add(name="pose", scale=1, begin_step=3, end_step=3)
+    gateway.scripts = [[done]]
+    result = run("generate", "a star", "-o", "star.png", address=address)
+    lines = result.stdout.splitlines()
+    assert lines[-5].endswith("(controlnets 0.750)")
+    stale = "8 steps with residuals one step old (approximate)"
+    assert lines[-4:] == [
+        "control edges: by s1, then s2, scale 0.8, waited 0.500 s for it",
+        f"control depth: by the worker itself, scale 1, waited 0.250 s for it, {stale}",
+        "control pose: scale 1, waited 0.000 s for it, active in no step",
+        "ControlNets ran beside 1.500 s of the model's encoder",
+    ]
 
 
 def test_several_pictures_get_numbers(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
@@ -248,6 +359,9 @@ def test_a_wrong_command_line_ends_with_status_2_before_anything_is_asked(
         ),
         (ModelNotFound("no model sdxl; served: miniature"), 1, ["no model sdxl", "bottega models"]),
         (NoWorker("no worker serves miniature", retry_after_s=60), 1, ["no worker", "bottega fleet"]),
+        (NoControlNet("nobody hosts edges now", retry_after_s=60), 1, ["nobody hosts edges", "bottega controlnets"]),
+        (ControlNetNotFound("no such ControlNet: x; hosted for m: edges"), 1, ["hosted for m: edges"]),
+        (ControlNetUnusable("edges was made for x, and m is y"), 1, ["made for x", "bottega models"]),
         (QueueFull("256 jobs wait", retry_after_s=12), 1, ["256 jobs wait", "in 12 s"]),
     ],
 )
@@ -289,10 +403,11 @@ def test_logs_are_readable_and_raw_on_request(own_folder: Path) -> None:
     assert run("logs", "gateway").exit_code == 2
 
 
-def test_logs_without_a_suite_say_how_to_start_one() -> None:
+def test_logs_without_a_suite_say_how_to_start_one_and_where_else_to_look() -> None:
     result = run("logs")
     assert result.exit_code == 1
     assert "bottega up" in result.stderr
+    assert "journalctl -u 'bottega*'" in result.stderr
 
 
 def test_stopping_without_a_suite_is_no_error() -> None:

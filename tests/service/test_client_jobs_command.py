@@ -73,7 +73,13 @@ def test_a_detached_drawing_prints_the_id_and_says_how_to_have_the_picture(
     assert "bottega jobs watch job-1" in result.stderr
     assert "bottega jobs get job-1 -o 'my star.png' --wait" in result.stderr
     assert gateway.submitted[0].spec.num_images == 2
+    assert not gateway.submitted[0].HasField("deadline_s")
     assert not gateway.requests
+
+
+def test_a_timeout_of_a_detached_drawing_is_the_jobs_own(gateway: ScriptedGateway, address: str) -> None:
+    assert run("generate", "a star", "--detach", "--timeout", "90", address=address).exit_code == 0
+    assert gateway.submitted[0].deadline_s == 90
 
 
 def test_previews_of_a_detached_drawing_are_a_wrong_command_line(gateway: ScriptedGateway, address: str) -> None:
@@ -222,7 +228,7 @@ def test_errors_say_what_to_do(
 
 
 def test_a_full_disk_is_waited_for_and_then_said(gateway: ScriptedGateway, address: str) -> None:
-    gateway.failures = [StorageUnavailable("jobs cannot be stored", retry_after_s=60.0)]
+    gateway.failures = [StorageUnavailable("jobs cannot be stored", metadata={"cause": "ENOSPC"}, retry_after_s=60.0)]
     result = run("generate", "a star", "--detach", address=address)
     assert result.exit_code == 1
     assert "jobs cannot be stored" in result.stderr

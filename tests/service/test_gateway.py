@@ -6,14 +6,16 @@ import asyncio
 import functools
 import hashlib
 import io
+import os
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from bottega import errors
-from bottega.v1 import fleet_pb2, generation_pb2, image_pb2
+from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import Lora, Techniques
 from tests.service.running_gateway import Running, refusal, running_gateway, told
 from tests.service.scripted_worker import MODEL
@@ -211,6 +213,28 @@ async def test_an_order_whose_picture_has_expired_is_drawn_again() -> None:
         assert isinstance(error, errors.TooLarge)
 
 
+async def test_what_is_drawn_again_for_a_request_id_is_drawn_with_the_seed_and_the_defaults_of_then() -> None:
+    async with running_gateway(results_bytes=100, max_result_bytes=100) as house:
+        worker = await house.worker()
+        worker.script.picture = lambda index: b"x" * 60
+        first = await house.submit("order-1", prompt="a star")
+        await house.ended(first.job_id)
+        worker.script.picture = lambda index: b"y" * 60
+        await house.draw(prompt="another that needs the room")
+        await worker.die()
+        other = image_pb2.Model()
+        other.CopyFrom(MODEL)
+        other.default_steps, other.default_guidance_scale = 12, 7.5
+        worker = await house.worker("w2", model=other)
+        again = await house.submit("order-1", prompt="a star")
+        assert again.job_id != first.job_id
+        assert again.spec == first.spec
+        await house.ended(again.job_id)
+        assert worker.requests[0].spec == first.spec
+        fresh = await house.submit("order-2", prompt="a star")
+        assert fresh.spec.num_inference_steps == 12
+
+
 async def test_large_images_are_fetched_in_chunks(house: Running) -> None:
     worker = await house.worker()
     data = bytes(range(256)) * 4096 * 3
@@ -294,6 +318,27 @@ async def test_jobs_are_listed_newest_first_in_pages(house: Running) -> None:
         request = image_pb2.ListJobsRequest(**bad)
         error = await refusal(functools.partial(house.images.ListJobs, request))
         assert isinstance(error, errors.InvalidRequest)
+
+
+async def test_a_page_of_large_jobs_ends_early_enough_for_any_client_and_goes_on_with_its_token(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.picture = lambda index: os.urandom(64)
+    long = "x" * (16 << 10)
+    texts = {"prompt": long, "prompt_2": long, "negative_prompt": long, "negative_prompt_2": long}
+    ids = [(await house.submit(num_inference_steps=1, **texts)).job_id for _ in range(50)]
+    for job_id in ids:
+        await house.ended(job_id)
+    listed: list[str] = []
+    token, pages = "", 0
+    async with grpc.aio.insecure_channel(house.address) as channel:  # with gRPC's own limits
+        images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
+        while token or not pages:
+            page = await images.ListJobs(image_pb2.ListJobsRequest(page_size=100, page_token=token))
+            assert page.ByteSize() < 3 << 20
+            listed += [job.job_id for job in page.jobs]
+            token, pages = page.next_page_token, pages + 1
+    assert listed == ids[::-1]
+    assert 1 < pages < 10
 
 
 async def test_what_cannot_be_done_in_time_is_refused_with_the_estimate(house: Running) -> None:

@@ -149,6 +149,16 @@ async def test_only_the_newest_attempt_counts(store: JobStore) -> None:
     assert await _complete(store, "j1", 3)
 
 
+async def test_the_newest_attempt_counts_again_when_it_turns_out_not_to_be_lost(store: JobStore) -> None:
+    await store.add(record("j0"))
+    assert not await store.begin("j0", 0, started_wall=1.0), "there was none"
+    await _running(store)
+    await store.requeue("j1", 1, deaths=0)
+    assert await store.begin("j1", 1, started_wall=102.0)
+    assert not await store.begin("j1", 1, started_wall=103.0), "it runs"
+    assert await _complete(store, "j1", 1)
+
+
 async def test_a_completed_job_keeps_what_came_of_it_and_changes_no_more(store: JobStore) -> None:
     added = await _running(store)
     assert await _complete(store, "j1", 1)

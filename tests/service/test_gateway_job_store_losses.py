@@ -37,15 +37,18 @@ async def _open(path: Path) -> AsyncIterator[SqliteJobStore]:
         await store.close()
 
 
-def _killed_writer(path: Path, prefix: str, *, after_s: float, at_most: int = 0) -> list[list[str]]:
-    """Starts a writer and kills it so long after its first word; what it said was acknowledged."""
-    command = [sys.executable, "-m", "tests.service.job_store_writer", str(path), prefix, str(at_most)]
+def _killed_writer(path: Path, prefix: str, *, after_s: float = 0.0, jobs: int = 0) -> list[list[str]]:
+    """Starts a writer and kills it so long after its first word, or after so many jobs, when it writes no more.
+
+    What it said was acknowledged.
+    """
+    command = [sys.executable, "-m", "tests.service.job_store_writer", str(path), prefix, str(jobs)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        first = process.stdout.readline()
+        said = b"".join(process.stdout.readline() for _ in range(2 * jobs or 1))
         time.sleep(after_s)
         process.kill()
-        said = first + process.stdout.read()
+        said += process.stdout.read()
     return [line.split() for line in said.decode().splitlines() if line.count(" ") == 1]
 
 
@@ -96,8 +99,9 @@ async def test_a_full_disk_is_said_reads_go_on_and_it_heals(tmp_path: Path, capl
 async def test_a_start_on_a_full_disk_reads_and_heals(tmp_path: Path) -> None:
     with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
         path = disk / "jobs.sqlite"
-        # So few that its log is not begun anew, after which what is written there would need no space.
-        said = await asyncio.to_thread(_killed_writer, path, "earlier", after_s=0.01, at_most=20)
+        # So few that its log is not begun anew, and all of them written: over what is there already, or was left half
+        # written, one can write without any space.
+        said = await asyncio.to_thread(_killed_writer, path, "earlier", jobs=20)
         ballast = full_disk.fill(disk)
         store = SqliteJobStore(path)
         try:
@@ -112,6 +116,42 @@ async def test_a_start_on_a_full_disk_reads_and_heals(tmp_path: Path) -> None:
             await store.add(record("j1"))
         finally:
             await store.close()
+
+
+async def test_a_start_on_a_full_disk_after_a_clean_end_reads_and_heals(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    jobs = await _filled(path)
+    store = SqliteJobStore(path)
+    try:
+        with full_disk.files_at_most(0):  # no room even for what the readers of a file share
+            for _ in range(2):
+                with pytest.raises(StorageUnavailable, match="full"):
+                    await store.open()
+                assert await store.get("j30") == jobs[30]
+                assert await store.live() == jobs
+                with pytest.raises(StorageUnavailable):
+                    await store.add(record("new"))
+        await store.open()
+        added = await store.add(record("new"))
+        assert await store.live() == [*jobs, added], "what was read while it was full is not what is read now"
+    finally:
+        await store.close()
+
+
+async def test_a_full_disk_shows_no_file_without_the_log_that_belongs_to_it(tmp_path: Path) -> None:
+    path, killed = tmp_path / "jobs.sqlite", tmp_path / "killed" / "jobs.sqlite"
+    killed.parent.mkdir()
+    async with _open(path) as store:
+        await store.add(record("j1"))
+        for name in ("jobs.sqlite", "jobs.sqlite-wal"):
+            shutil.copy(path.with_name(name), killed.with_name(name))
+    with full_disk.files_at_most(0):
+        store = SqliteJobStore(killed)
+        with pytest.raises(StorageUnavailable):
+            await store.open()
+        with pytest.raises(StorageUnavailable):
+            await store.get("j1")
+        await store.close()
 
 
 async def test_a_disk_that_forbids_writing_is_said_and_read_where_it_can_be(tmp_path: Path) -> None:
@@ -273,17 +313,27 @@ async def test_damage_that_shows_while_it_runs_stops_writing(tmp_path: Path, cap
         assert [line.levelname for line in caplog.records] == ["ERROR"]
 
 
-async def test_one_damaged_job_does_not_stop_the_others(tmp_path: Path) -> None:
+async def test_one_damaged_job_does_not_stop_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "jobs.sqlite"
     jobs = await _filled(path)
-    path.write_bytes(path.read_bytes().replace(b"spec\x00" + b"j30", b"spec\x00" + b"j31"))
+    good = [job for job in jobs if job.job_id not in ("j30", "j40")]
+    damage = path.read_bytes()
+    for name in (b"j30", b"j40"):
+        damage = damage.replace(b"spec\x00" + name, b"spec\x00" + b"j31")
+    path.write_bytes(damage)
     async with _open(path) as store:
         assert await store.get("j31") == jobs[31]
-        for hurt in (store.get("j30"), store.begin("j30", 1, started_wall=1.0), store.live()):
+        for hurt in (store.get("j30"), store.of_request("r30"), store.begin("j30", 1, started_wall=1.0)):
             with pytest.raises(DataLoss):
                 await hurt
+        for _ in range(2):
+            assert await store.live() == good
+            assert await store.page(size=100) == good[::-1]
+        assert await store.page(size=3, before_sequence=jobs[41].sequence) == [jobs[39], jobs[38], jobs[37]]
         assert await store.begin("j31", 1, started_wall=1.0)
         assert (await store.add(record("new"))).sequence > jobs[-1].sequence
+    told = [line.__dict__["sequence"] for line in caplog.records if line.levelname == "ERROR"]
+    assert sorted(told) == [jobs[30].sequence, jobs[40].sequence], "of each once"
 
 
 async def test_the_file_of_a_later_version_or_of_somebody_else_is_left_alone(tmp_path: Path) -> None:

@@ -163,6 +163,8 @@ class Machine(RuleBasedStateMachine):
     def begin(self, which: int, job_id: str, step: int, at: float) -> None:
         job, attempt = self.known.get(job_id), self._attempt(job_id, step)
         right = job is not None and job.state in LIVE and attempt > job.attempt
+        if job is not None and job.state == JOB_STATE_QUEUED and attempt == job.attempt > 0:
+            right = True  # it was given up, and turns out not to be lost
         assert self.runner.run(self.stores[which].begin(job_id, attempt, started_wall=at)) is right
         if job is not None and right:
             job.state, job.attempt = JOB_STATE_RUNNING, attempt

@@ -10,6 +10,7 @@ import pytest
 
 from bottega import errors
 from bottega.rpc.channel import open_channel
+from bottega.rpc.fleet import FleetMembership
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, worker_pb2
 from tests.service.running_gateway import Running, refusal, running_gateway, told
 from tests.service.scripted_worker import MODEL, ScriptedWorker
@@ -255,6 +256,37 @@ async def test_a_worker_with_another_model_of_the_name_joins_once_the_others_hav
     await newcomer.die()
 
 
+async def test_a_second_worker_of_a_name_leaves_the_jobs_of_the_first_alone(
+    house: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = await house.worker("w1")
+    first.script.pace_s = 0.05
+    second = ScriptedWorker("w1", house.address)
+    with pytest.raises(TimeoutError):
+        await second.start(join_timeout_s=0.5)
+    (warning,) = (record for record in caplog.records if record.message == "the fleet refuses this service")
+    assert first.registration().address in warning.__dict__["text"]
+    job = await house.ended((await house.submit(prompt="a star", num_inference_steps=20)).job_id)
+    assert (job.state, len(first.requests), second.requests) == (image_pb2.JOB_STATE_COMPLETED, 1, [])
+    await first.die()
+    assert second.membership is not None
+    await asyncio.wait_for(second.membership.joined.wait(), 6)
+    await second.die()
+
+
+async def test_a_worker_that_does_not_answer_as_one_is_lost_and_no_word_of_its_library_is_told() -> None:
+    async with running_gateway(max_attempts=2) as house:
+        registration = ScriptedWorker("odd", house.address).registration()
+        registration.address = house.address  # a service, but no worker: gRPC itself answers there
+        membership = FleetMembership(house.address, registration, load=lambda: fleet_pb2.Load(max_rows=16))
+        membership.start()
+        await asyncio.wait_for(membership.joined.wait(), 5)
+        error = await refusal(lambda: house.generate(prompt="a star"))
+        assert isinstance(error, errors.WorkerLost)
+        assert error.message == "2 workers were lost with this job"
+        await membership.stop()
+
+
 async def test_a_service_that_joins_and_says_nothing_is_sent_away() -> None:
     async with running_gateway(lease_s=0.3) as house:
         call = house.fleet.Join()
@@ -291,6 +323,23 @@ async def test_a_stopping_gateway_finishes_what_it_has_and_takes_nothing_new() -
         worker.script.release.set()
         events = [answer.event async for answer in call]
         assert events[-1].WhichOneof("event") == "completed"
+        await asyncio.wait_for(stopping, 3)
+
+
+async def test_a_stopping_gateway_sends_those_who_wait_away_at_once() -> None:
+    async with running_gateway() as house:
+        worker = await house.worker()
+        worker.script.hold_at = 5
+        runs = house.generate("order-1", prompt="a star")
+        await told(runs)
+        await asyncio.wait_for(worker.arrived.wait(), 2)
+        waits = house.generate("order-2", prompt="a square")
+        assert (await told(waits)).WhichOneof("event") == "queued"
+        stopping = asyncio.create_task(house.gateway.server.drain(house.gateway.finish))
+        assert isinstance(await asyncio.wait_for(refusal(lambda: waits), 2), errors.Draining)
+        assert not stopping.done()
+        worker.script.release.set()
+        assert [answer.event async for answer in runs][-1].WhichOneof("event") == "completed"
         await asyncio.wait_for(stopping, 3)
 
 

@@ -1,21 +1,34 @@
-"""What large images cost a gateway: it works in memory that it keeps, not in fresh pages each time."""
+"""What large images cost a gateway: it works in memory that it keeps, and in no more however many come at once."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
+import os
 import statistics
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
+import grpc
 import numpy as np
+import psutil
 from PIL import Image
 
+from bottega.errors import BadImage, BottegaError, QueueFull
 from bottega.rpc.channel import open_channel
+from bottega.rpc.status import from_rpc_error
 from bottega.v1 import image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.running import Services, gateway_config
 from tests.service.scripted_worker import ScriptedWorker
 
 ORDERS = 12
+CALLERS = 64
+# Eight times max_requests_mib. Without that bound they take 3.4 GiB.
+MOST_GROWTH_BYTES = 8 * 128 << 20
 
 
 def _large_png() -> bytes:
@@ -47,3 +60,50 @@ async def test_a_large_image_is_handled_in_memory_that_the_one_before_left(tmp_p
         await worker.die()
     # The image itself has 2000 pages, and some ten copies of it are made on its way.
     assert statistics.median(faults[ORDERS // 2 :]) < 6000, faults
+
+
+@contextlib.asynccontextmanager
+async def _most_memory(pid: int, seen: list[int]) -> AsyncIterator[None]:
+    """Appends the resident bytes of a process before the block, and the most within it."""
+    process = psutil.Process(pid)
+    seen.extend([process.memory_info().rss] * 2)
+
+    async def look() -> None:
+        while True:
+            seen[-1] = max(seen[-1], process.memory_info().rss)
+            await asyncio.sleep(0.01)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+
+async def test_many_large_requests_at_once_take_bounded_memory_and_the_others_hear_when_to_come_back(
+    tmp_path: Path,
+) -> None:
+    noise = os.urandom(8 << 20)
+    spec = GenerationSpec(prompt="a star", image=noise, mask_image=noise, strength=0.5)
+    raw = image_pb2.SubmitJobRequest(spec=spec).SerializeToString()
+
+    async def refused(channel: grpc.aio.Channel) -> BottegaError:
+        submit: Any = channel.unary_unary("/bottega.v1.ImageService/SubmitJob")
+        try:
+            await submit(raw, timeout=60)
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+        raise AssertionError("noise is no image")
+
+    memory: list[int] = []
+    async with AsyncExitStack() as stack:
+        services = stack.enter_context(Services(tmp_path))
+        gateway = services.start("bottega.gateway", gateway_config())
+        channels = [await stack.enter_async_context(open_channel(gateway.address)) for _ in range(CALLERS)]
+        async with _most_memory(gateway.process.pid, memory):
+            errors = await asyncio.gather(*map(refused, channels))
+    assert memory[1] - memory[0] < MOST_GROWTH_BYTES
+    assert {type(error) for error in errors} == {BadImage, QueueFull}
+    full = [error for error in errors if type(error) is QueueFull]
+    assert all(error.retry_after_s and error.metadata == {"limit": "max_requests_mib"} for error in full)

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import socket
+import sqlite3
 import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2
 
 from bottega import errors
+from bottega.gateway import foreman
+from bottega.gateway.config import GatewayConfig, GatewayServerConfig
+from bottega.gateway.gateway import Gateway
 from bottega.v1 import image_pb2, image_pb2_grpc, worker_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
 from tests import full_disk
+from tests.service.running_front import png
 from tests.service.running_gateway import Running, refusal, running_gateway, told
+from tests.service.scripted_worker import ScriptedWorker
+from tests.unit.sample_jobs import sample_job
 
 MIB = 1 << 20
 
@@ -39,6 +51,12 @@ async def _serves(channel: grpc.aio.Channel, serving: bool) -> None:
     async with asyncio.timeout(10):
         while await _is_serving(channel) is not serving:  # noqa: ASYNC110 - health has no event
             await asyncio.sleep(0.05)
+
+
+async def _in_state(house: Running, job_id: str, state: image_pb2.JobState.ValueType) -> None:
+    async with asyncio.timeout(5):
+        while (await house.job(job_id)).state != state:  # noqa: ASYNC110 - GetJob is what is asked here
+            await asyncio.sleep(0.02)
 
 
 async def _image(house: Running, job_id: str) -> bytes:
@@ -140,6 +158,42 @@ async def test_what_nobody_claims_after_a_restart_lines_up_again_before_the_othe
         assert time.monotonic() - began < 5
 
 
+async def test_a_worker_that_is_back_after_the_hold_goes_on_with_what_it_has(tmp_path: Path) -> None:
+    address = _address()
+    async with running_gateway(state=str(tmp_path), listen=address, drain_grace_s=0.2) as house:
+        worker = await house.worker()
+        worker.script.hold_at = 20
+        job = await house.submit(prompt="a star")
+        await asyncio.wait_for(worker.arrived.wait(), 2)
+        await worker.leave()
+        house.workers.clear()
+        await house.gateway.server.drain(house.gateway.finish)
+    async with running_gateway(state=str(tmp_path), listen=address, hold_s=0.2) as house:
+        house.workers.append(worker)
+        await _in_state(house, job.job_id, image_pb2.JOB_STATE_QUEUED)
+        assert worker.membership is not None
+        worker.membership.start()
+        await _in_state(house, job.job_id, image_pb2.JOB_STATE_RUNNING)
+        worker.script.release.set()
+        ended = await house.ended(job.job_id)
+        assert (ended.state, ended.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 1)
+        assert worker.begun == [(job.job_id, 1)]
+
+
+async def test_who_watches_a_job_that_waits_hears_at_once_after_a_restart_where_it_stands(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        await (await house.worker()).die()
+        jobs = [await house.submit(prompt=f"star {number}") for number in range(2)]
+        await house.gateway.server.drain(house.gateway.finish)
+    async with running_gateway(state=str(tmp_path)) as house:
+        for place, job in enumerate(jobs):
+            watch = house.images.WatchJob(image_pb2.WatchJobRequest(job_id=job.job_id), timeout=5)
+            event = await asyncio.wait_for(told(watch), 0.5)
+            assert event.WhichOneof("event") == "queued"
+            assert event.queued.place == place
+            watch.cancel()
+
+
 async def test_a_worker_that_joins_is_freed_of_what_counts_no_more() -> None:
     async with running_gateway() as house:
         worker = await house.worker()
@@ -214,7 +268,63 @@ async def _started_there(state: str, job_id: str) -> None:
         assert (await house.job(job_id)).state == image_pb2.JOB_STATE_COMPLETED
 
 
-async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(tmp_path: Path) -> None:
+async def test_a_full_disk_at_the_start_after_a_clean_end_is_told_and_what_is_there_can_be_read(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        await house.worker()
+        done = await house.submit(prompt="done")
+        await house.ended(done.job_id)
+    with full_disk.files_at_most(0):
+        async with _starting(tmp_path, _address()) as starting:
+            found = await starting.images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=10)
+            assert found.job.state == image_pb2.JOB_STATE_COMPLETED
+            image = starting.images.GetImage(image_pb2.GetImageRequest(job_id=done.job_id), timeout=10)
+            assert b"".join([answer.chunk async for answer in image]) == b"picture 0"
+            cancel = image_pb2.CancelJobRequest(job_id="another")
+            assert isinstance(await refusal(lambda: starting.images.CancelJob(cancel, timeout=10)), errors.JobNotFound)
+
+
+async def test_who_asks_before_a_store_could_be_opened_hears_why(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=MIB) as disk:
+        ballast = full_disk.fill(disk)
+        async with _starting(disk / "state", _address()) as starting:
+            error = await refusal(lambda: starting.images.GetJob(image_pb2.GetJobRequest(job_id="j"), timeout=10))
+            assert isinstance(error, errors.StorageUnavailable)
+            assert error.message == "the disk is full"
+            ballast.unlink()
+            await _serves(starting.channel, True)
+
+
+async def test_a_cancel_that_is_refused_while_it_starts_on_a_full_disk_has_not_happened(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
+        state, address = disk / "state", _address()
+        async with running_gateway(state=str(tmp_path / "killed")) as house:
+            await (await house.worker()).die()
+            job_id = (await house.submit("order-1", prompt="a star")).job_id
+            shutil.copytree(tmp_path / "killed", state)  # as it is left by one that is killed
+        ballast = full_disk.fill(disk)
+        async with _starting(state, address) as starting:
+            cancel = image_pb2.CancelJobRequest(job_id=job_id)
+            error = await refusal(lambda: starting.images.CancelJob(cancel, timeout=10))
+            assert isinstance(error, errors.StorageUnavailable)
+            assert not await _is_serving(starting.channel)
+            ballast.unlink()
+            await _serves(starting.channel, True)
+            await asyncio.sleep(0.7)  # what waited for the disk has been tried again
+            worker = await ScriptedWorker("w2", address).start()
+            try:
+                for request_id in ("order-1", "order-2"):
+                    request = image_pb2.GenerateRequest(request_id=request_id, spec=GenerationSpec(prompt="a star"))
+                    events = [answer.event async for answer in starting.images.Generate(request, timeout=10)]
+                    assert events[-1].WhichOneof("event") == "completed"
+                assert worker.begun[0][0] == job_id
+            finally:
+                await worker.die()
+
+
+async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.gateway.storehouse._DAMAGED_RETRY_S", 0.5)
     async with running_gateway(state=str(tmp_path / "state")) as house:
         await house.worker()
         done = await house.submit("order-1", prompt="done")
@@ -223,10 +333,8 @@ async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(tmp_path: 
     shutil.copy(whole, tmp_path / "copy")
     whole.write_bytes(bytes(4096) + whole.read_bytes()[4096:])
     address = _address()
-    life = asyncio.create_task(_live(tmp_path / "state", address))
-    async with grpc.aio.insecure_channel(address) as channel:
-        await channel.channel_ready()
-        images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
+    async with _starting(tmp_path / "state", address) as starting:
+        images = starting.images
         for call in (
             lambda: images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=10),
             lambda: images.ListJobs(image_pb2.ListJobsRequest(), timeout=10),
@@ -235,18 +343,98 @@ async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(tmp_path: 
             error = await refusal(call)
             assert isinstance(error, errors.DataLoss)
             assert str(tmp_path) not in error.message
-        assert not await _is_serving(channel)
-        assert not life.done()
+        assert not await _is_serving(starting.channel)
         for beside in (tmp_path / "state").glob("jobs.sqlite*"):
             beside.unlink()
         shutil.copy(tmp_path / "copy", whole)
-        await _serves(channel, True)
+        await _serves(starting.channel, True)
         found = (await images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=5)).job
         assert found.state == image_pb2.JOB_STATE_COMPLETED
-    life.cancel()
-    await asyncio.gather(life, return_exceptions=True)
+
+
+async def test_a_picture_that_was_seen_damaged_does_not_keep_its_request_from_being_drawn_again(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        worker = await house.worker()
+        first = await house.submit("order-1", prompt="a star")
+        await house.ended(first.job_id)
+        (stored,) = (file for file in (tmp_path / "images").rglob("*") if file.is_file())
+        stored.write_bytes(b"no picture")
+        assert isinstance(await refusal(lambda: _image(house, first.job_id)), errors.DataLoss)
+        again = await house.draw("order-1", prompt="a star")
+        assert [image.data for image in again.images] == [b"picture 0"]
+        assert len(worker.begun) == 2
+
+
+async def test_one_damaged_job_keeps_neither_the_gateway_from_starting_nor_the_others_from_their_callers(
+    tmp_path: Path,
+) -> None:
+    async with running_gateway(state=str(tmp_path), codec_processes=1) as house:
+        await (await house.worker()).die()
+        hurt = await house.submit("order-1", prompt="hurt")
+        unfed = await house.submit("order-2", prompt="unfed", image=png(64, 64), strength=0.5)
+        well = await house.submit("order-3", prompt="well")
+        await house.gateway.server.drain(house.gateway.finish)
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite")) as store, store:
+        store.execute("UPDATE jobs SET deaths = deaths + 1 WHERE job_id = ?", [hurt.job_id])
+        store.execute("UPDATE inputs SET data = x'00'")
+    async with running_gateway(state=str(tmp_path)) as house:
+        ended = await house.ended(unfed.job_id)
+        assert (ended.state, ended.error.reason) == (image_pb2.JOB_STATE_FAILED, errors.DataLoss.reason)
+        await house.worker()
+        assert (await house.ended(well.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+        assert isinstance(await refusal(lambda: house.job(hurt.job_id)), errors.DataLoss)
+        assert isinstance(await refusal(lambda: house.submit("order-1", prompt="hurt")), errors.DataLoss)
+        listed = (await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs
+        assert [job.job_id for job in listed] == [well.job_id, unfed.job_id]
+        assert await _is_serving(house.channel)
+        await house.draw("order-4", prompt="new")
+
+
+async def test_a_gateway_that_cannot_look_after_its_queue_does_not_say_that_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(foreman, "_TICK_S", 0.01)
+    monkeypatch.setattr(foreman, "_FAULTS_S", 2.0)
+    async with running_gateway() as house:
+        await house.worker()
+        stranger = sample_job()
+        stranger.spec.model = stranger.bare.model = "miniature"
+        house.gateway._foreman._queue.add(stranger)  # nobody knows of it, which is a fault of ours
+        await _serves(house.channel, False)
+        house.gateway._foreman._queue.remove(stranger)
+        await _serves(house.channel, True)
+
+
+@dataclass(slots=True, kw_only=True)
+class Starting:
+    """A gateway that listens, and may not have begun to serve."""
+
+    channel: grpc.aio.Channel
+    images: image_pb2_grpc.ImageServiceAsyncStub
+
+
+@contextlib.asynccontextmanager
+async def _starting(state: Path, address: str) -> AsyncIterator[Starting]:
+    life = asyncio.create_task(_live(state, address))
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            await channel.channel_ready()
+            images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
+            yield Starting(channel=channel, images=images)
+            assert not life.done()
+    finally:
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
 
 
 async def _live(state: Path, address: str) -> None:
-    async with running_gateway(state=str(state), listen=address):
+    server = GatewayServerConfig(listen=address, metrics_listen="127.0.0.1:0")
+    gateway = Gateway(GatewayConfig(server=server, codec_processes=0, state=str(state)))
+    try:
+        await gateway.server.start()
+        await gateway.warm_up()
+        await gateway.server.set_serving(True)
         await asyncio.Event().wait()
+    finally:
+        await gateway.server.stop()
+        await gateway.shut_down()

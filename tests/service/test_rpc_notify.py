@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -33,6 +34,28 @@ def systemd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[so
         yield listener, path if request.param == "path" else f"@{ABSTRACT}"
 
 
+@contextlib.contextmanager
+def gateway(address: str, folder: Path, first: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """A gateway as systemd starts it, which logs into a pipe. first: what a shell does before."""
+    config = folder / "gateway.yaml"
+    config.write_text(json.dumps(gateway_config()))
+    process = subprocess.Popen(
+        ["bash", "-c", f'{first}exec "$0" -m bottega.gateway --config "$1"', sys.executable, str(config)],
+        stderr=subprocess.PIPE,
+        env={
+            **os.environ,
+            "NOTIFY_SOCKET": address,
+            "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6)),
+            "BOTTEGA_STATE": str(folder / "state"),
+        },
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def heard(listener: socket.socket) -> list[str]:
     return listener.recv(4096).decode().splitlines()
 
@@ -46,34 +69,34 @@ def test_a_service_tells_systemd_when_it_is_ready_that_it_lives_and_when_it_stop
     systemd: tuple[socket.socket, str], tmp_path: Path
 ) -> None:
     listener, address = systemd
-    (tmp_path / "gateway.yaml").write_text(json.dumps(gateway_config()))
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bottega.gateway", "--config", str(tmp_path / "gateway.yaml")],
-            stderr=log,
-            env={
-                **os.environ,
-                "NOTIFY_SOCKET": address,
-                "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6)),
-                "BOTTEGA_STATE": str(tmp_path / "state"),
-            },
-        )
-    try:
+    with gateway(address, tmp_path) as process:
         heard_until(listener, "READY=1")
         began = time.monotonic()
         for _ in range(4):
             assert heard(listener) == ["WATCHDOG=1"]
         assert time.monotonic() - began < 4 * WATCHDOG_S, "it tells too seldom that it lives"
-        with grpc.insecure_channel(_served(tmp_path / "log")) as channel:
+        with grpc.insecure_channel(_served(process)) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             answer = health.Check(health_pb2.HealthCheckRequest(), timeout=5)  # type: ignore[attr-defined]  # a gap in its types
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         process.send_signal(signal.SIGTERM)
         heard_until(listener, "STOPPING=1")
         assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.wait(20)
+
+
+def test_a_gateway_whose_disk_is_full_when_it_starts_counts_as_started_and_answers(
+    systemd: tuple[socket.socket, str], tmp_path: Path
+) -> None:
+    listener, address = systemd
+    began = time.monotonic()
+    with gateway(address, tmp_path, "ulimit -f 0; ") as process:
+        while "READY=1" not in (lines := heard(listener)):
+            assert time.monotonic() - began < 15
+        assert lines[1].startswith("STATUS=answers, but does not serve")
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        heard_until(listener, "STOPPING=1")
+        assert process.wait(20) == 0
 
 
 def test_a_process_that_the_watchdog_is_not_for_says_nothing(tmp_path: Path) -> None:
@@ -88,8 +111,9 @@ def test_a_manager_that_has_gone_is_logged_and_hurts_nobody(tmp_path: Path, capl
     assert len(caplog.records) == 1
 
 
-def _served(log: Path) -> str:
-    for line in log.read_text().splitlines():
+def _served(process: subprocess.Popen[bytes]) -> str:
+    assert process.stderr
+    for line in process.stderr:
         if json.loads(line).get("event") == "serving":
             return str(json.loads(line)["address"])
-    raise AssertionError(log.read_text())
+    raise AssertionError("it never served")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import logging
 import os
@@ -10,6 +12,7 @@ import signal
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable
+from types import FrameType
 from typing import Any
 
 import grpc
@@ -138,6 +141,65 @@ async def test_an_unexpected_fault_is_a_plain_internal_and_logged_once(
     assert faults[0].levelno == logging.ERROR
 
 
+@contextlib.asynccontextmanager
+async def _small_server(**config: Any) -> AsyncIterator[Served]:
+    server, servicer = Server("small", ServerConfig(**config)), Scripted()  # type: ignore[abstract]
+    image_pb2_grpc.add_ImageServiceServicer_to_server(servicer, server.grpc)
+    await server.start()
+    async with open_channel(server.address) as channel:
+        yield server, servicer, channel
+    await server.stop()
+
+
+async def test_one_call_too_many_hears_when_to_come_back_and_the_others_end() -> None:
+    async with _small_server(max_calls=2) as (_, servicer, channel):
+        calls = [_stub(channel).GetJob(image_pb2.GetJobRequest(job_id="wait")) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        refused = from_rpc_error(await _failure(channel, "one more"))
+        assert type(refused) is errors.QueueFull
+        assert refused.metadata == {"limit": "max_calls"}
+        assert refused.retry_after_s
+        servicer.release.set()
+        await asyncio.gather(*calls)
+        await _stub(channel).GetJob(image_pb2.GetJobRequest())
+
+
+async def test_requests_that_do_not_come_hold_up_others_only_for_a_moment() -> None:
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.sleep(60)
+        yield b""
+
+    async with _small_server(max_message_mib=1, max_requests_mib=2) as (_, _, channel):
+        method: Any = channel.stream_unary("/bottega.v1.ImageService/GetJob")
+        silent = [method(never()) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(_stub(channel).GetJob(image_pb2.GetJobRequest()), 2.9)
+        with pytest.raises(grpc.aio.AioRpcError) as slow:
+            await silent[0]
+        assert type(from_rpc_error(slow.value)) is errors.QueueFull
+        for call in silent:
+            call.cancel()
+
+
+async def test_a_request_is_given_up_for_as_soon_as_it_is_answered_by_a_stream() -> None:
+    async with _small_server(max_message_mib=1, max_requests_mib=1) as (_, _, channel):
+        watches = [_stub(channel).WatchJob(image_pb2.WatchJobRequest(job_id="x" * (900 << 10))) for _ in range(3)]
+        for watch in watches:
+            await asyncio.wait_for(anext(aiter(watch)), 1)
+        for watch in watches:
+            watch.cancel()
+
+
+async def test_nothing_keeps_the_request_of_a_call_that_was_refused(served: Served) -> None:
+    gc.collect()
+    gc.disable()  # what waits for it is kept
+    try:
+        await _failure(served[2], "refuse")
+        assert not [kept for kept in gc.get_objects() if isinstance(kept, FrameType) and "request" in kept.f_locals]
+    finally:
+        gc.enable()
+
+
 async def test_a_unary_call_without_a_deadline_gets_the_default(served: Served) -> None:
     failure = await asyncio.wait_for(_failure(served[2], "hang"), 5)
     assert type(from_rpc_error(failure)) is errors.DeadlinePassed
@@ -209,7 +271,7 @@ async def test_drain_lets_a_running_call_end_and_is_not_held_up_by_health_watche
 
 async def test_a_second_instance_on_the_same_port_refuses_to_start(served: Served) -> None:
     second = Server("second", ServerConfig(listen=served[0].address))
-    with pytest.raises(errors.ConfigError, match="another instance"):
+    with pytest.raises(errors.Unavailable, match="another instance"):
         await second.start()
     await second.stop()
 

@@ -33,12 +33,16 @@ Answer = worker_pb2.RunAttemptResponse | BottegaError
 
 @dataclass(slots=True)
 class FakeClient:
-    """A worker: what it was asked to run, and by job what it answers. on_call: at every RunAttempt."""
+    """A worker: what it was asked to run, and by job what it answers. on_call: at every RunAttempt.
+
+    news: its checkpoints; None among them breaks the stream in a way that nobody thought of.
+    """
 
     on_call: Callable[[], None] = lambda: None
     called: list[str] = field(default_factory=list)
     requests: list[worker_pb2.RunAttemptRequest] = field(default_factory=list)
     answers: dict[str, asyncio.Queue[Answer]] = field(default_factory=dict)
+    news: asyncio.Queue[worker_pb2.WatchCheckpointsResponse | None] = field(default_factory=asyncio.Queue)
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
         self.on_call()
@@ -55,8 +59,9 @@ class FakeClient:
             yield answer
 
     async def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
-        await asyncio.Event().wait()
-        yield worker_pb2.WatchCheckpointsResponse()
+        while (checkpoint := await self.news.get()) is not None:
+            yield checkpoint
+        raise ValueError("what no client should raise")
 
     async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
         """Nothing to stop."""
@@ -102,7 +107,7 @@ class Shop:
         self.open()
 
     def open(self) -> None:
-        """A life of the gateway begins, with what the one before has left."""
+        """A life of the gateway begins, with what the one before has left; without room it waits for `heal`."""
         clock = self.time.clock()
         self.registry = CollectorRegistry()
         metrics = GatewayMetrics(self.registry)
@@ -129,7 +134,20 @@ class Shop:
             hold_s=self._hold_s,
             clock=clock,
         )
-        self.foreman.restore(at_once(self.log.restore()))
+        self.storehouse.on_change = lambda: self.foreman.pause(self.storehouse.trouble is not None)
+        if self.storehouse.trouble is None:
+            self.foreman.restore(at_once(self.log.restore()))
+        else:
+            self.log.read_only()
+
+    def heal(self) -> None:
+        """There is room on the disk again, and the gateway finds out."""
+        self.shelf.full = False
+        at_once(self.storehouse.open(first=self._begin))
+
+    async def _begin(self) -> None:
+        if not self.log.restored:
+            self.foreman.restore(await self.log.restore())
 
     def worker(self, name: str = "w1", *, seconds: float = 0.1) -> Member:
         """A worker joins and reports turns whose time doubles with their rows. seconds: of one row."""

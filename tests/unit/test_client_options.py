@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
+from typing import Any
 
 import PIL.Image
 import PIL.PngImagePlugin
 import pytest
 from google.protobuf import json_format
 
-from bottega.client import GenerationOptions, Picture, parameters_of
+from bottega.client import ControlNet, GenerationOptions, Picture, parameters_of
 from bottega.client.options import options_from, spec_from
 from bottega.errors import InvalidRequest
 from bottega.v1 import generation_pb2
-from bottega.v1.generation_pb2 import GenerationSpec, Lora, Provenance
+from bottega.v1.generation_pb2 import GenerationSpec, Lora, Provenance, Techniques
 
 FULL: GenerationOptions = {
     "model": "miniature",
@@ -30,6 +32,11 @@ FULL: GenerationOptions = {
     "sampler": "euler_ancestral",
     "use_karras_sigmas": True,
     "strength": 0.4,
+    "controlnets": (
+        ControlNet("edges", controlnet_conditioning_scale=0.5, control_guidance_end=0.75, guess_mode=True),
+        ControlNet("depth", control_guidance_start=0.25),
+    ),
+    "stale_residuals": False,
     "format": "webp",
     "quality": 80,
     "fidelity": "fast",
@@ -51,14 +58,53 @@ def picture(data: bytes = b"bytes") -> Picture:
 
 
 def test_every_option_reaches_the_contract_and_comes_back() -> None:
-    spec = spec_from("a red star", FULL, num_images=3)
+    spec = spec_from("a red star", {**FULL, "controlnets": _with_images()}, num_images=3)
     assert (spec.prompt, spec.num_images, spec.height, spec.quality) == ("a red star", 3, 128, 80)
     assert (spec.sampler, spec.fidelity, spec.format) == (
         generation_pb2.SAMPLER_EULER_ANCESTRAL,
         generation_pb2.FIDELITY_FAST,
         generation_pb2.IMAGE_FORMAT_WEBP,
     )
+    assert [(net.name, net.image, net.guess_mode) for net in spec.controlnets] == [
+        ("edges", b"edges", True),
+        ("depth", b"depth", False),
+    ]
     assert options_from(spec) == FULL
+
+
+def _with_images() -> list[ControlNet]:
+    """Those of FULL, as they can be sent."""
+    return [dataclasses.replace(net, image=net.name.encode()) for net in FULL["controlnets"] or ()]
+
+
+def test_a_controlnet_counts_in_full_unless_it_says_otherwise() -> None:
+    (net,) = spec_from("a star", {"controlnets": [ControlNet("edges", b"image")]}).controlnets
+    assert (net.controlnet_conditioning_scale, net.control_guidance_start, net.control_guidance_end) == (1, 0, 1)
+    spec = GenerationSpec(controlnets=[generation_pb2.ControlNet(name="edges")])
+    assert options_from(spec) == {"controlnets": (ControlNet("edges"),)}
+
+
+def test_what_cannot_be_sent_of_controlnets_is_named_by_its_place() -> None:
+    nets: list[Any] = [
+        ControlNet("edges", "/no/such/file.png"),
+        ControlNet(7, b"x", control_guidance_end="late"),  # type: ignore[arg-type]
+        "depth",
+        ControlNet("pose"),
+    ]
+    with pytest.raises(InvalidRequest) as caught:
+        spec_from("a star", {"controlnets": nets})
+    described = {violation.field: violation.description for violation in caught.value.violations}
+    assert described.keys() == {
+        "controlnets[0].image",
+        "controlnets[1].name",
+        "controlnets[1].control_guidance_end",
+        "controlnets[2]",
+        "controlnets[3].image",
+    }
+    assert "/no/such/file.png" in described["controlnets[0].image"]
+    with pytest.raises(InvalidRequest) as caught:
+        spec_from("a star", {"controlnets": ControlNet("edges", b"x")})  # type: ignore[typeddict-item]
+    assert "list" in caught.value.violations[0].description
 
 
 def test_absent_stays_absent_and_empty_stays_empty() -> None:
@@ -76,6 +122,11 @@ def test_all_wrong_arguments_are_listed_at_once() -> None:
     assert "euler, euler_ancestral" in described["sampler"]
 
 
+def test_a_technique_without_an_argument_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="cache_entry"):
+        options_from(GenerationSpec(techniques=Techniques(cache_entry="x", stale_residuals=True)))
+
+
 def test_the_source_image_may_be_bytes_a_path_or_a_pillow_image(tmp_path: Path) -> None:
     source = png(tmp_path / "source.png", {})
     assert spec_from("a star", {"image": b"as it is"}).image == b"as it is"
@@ -86,7 +137,9 @@ def test_the_source_image_may_be_bytes_a_path_or_a_pillow_image(tmp_path: Path) 
 
 
 def test_a_picture_tells_how_to_draw_it_again(tmp_path: Path) -> None:
-    spec = spec_from("a red star", FULL)
+    spec = spec_from("a red star", {**FULL, "controlnets": _with_images()})
+    for net in spec.controlnets:
+        net.ClearField("image")  # as a picture carries it
     text = json_format.MessageToJson(spec, preserving_proto_field_name=True)
     assert parameters_of(png(tmp_path / "star.png", {"bottega": text})) == ("a red star", FULL)
 

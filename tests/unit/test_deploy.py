@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from bottega.config import load
 from bottega.gateway.config import GatewayConfig
@@ -85,9 +87,56 @@ def test_a_worker_is_given_the_time_to_load_its_model() -> None:
     assert float(setting("bottega-worker@.service", "TimeoutStartSec")) > WorkerConfig().start_s
 
 
-def test_workers_do_not_spin() -> None:
-    unit = (DEPLOY / "systemd" / "bottega-worker@.service").read_text()
-    assert "\nEnvironment=OMP_WAIT_POLICY=PASSIVE\n" in unit
+def test_a_machine_with_workers_only_gets_no_gateway_with_them() -> None:
+    target = (DEPLOY / "systemd" / "bottega.target").read_text()
+    assert not re.findall(r"^(?:Wants|Requires|BindsTo|After)=", target, re.MULTILINE)
+    assert [setting(unit, "WantedBy") for unit in SERVICES] == ["bottega.target"] * len(SERVICES)
+
+
+@pytest.mark.parametrize(
+    ("module", "unit"), [("gateway", "bottega-gateway.service"), ("worker", "bottega-worker@.service")]
+)
+def test_a_configuration_that_cannot_be_used_is_not_tried_again(module: str, unit: str, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("colour: red")
+    done = subprocess.run(
+        [sys.executable, "-m", f"bottega.{module}", "--config", wrong],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == int(setting(unit, "RestartPreventExitStatus"))
+    assert f"bottega.{module}: " in done.stderr
+    assert "colour" in done.stderr
+
+
+def test_a_port_that_is_taken_may_be_free_later(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = tmp_path / "gateway.yaml"
+        config.write_text(f'{{"server": {{"listen": "127.0.0.1:{taken.getsockname()[1]}"}}, "state": "{tmp_path}"}}')
+        done = subprocess.run(
+            [sys.executable, "-m", "bottega.gateway", "--config", config],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert "cannot be used" in done.stderr
+
+
+@pytest.mark.parametrize("unit", ["bottega-worker@.service", "bottega-controlnet@.service"])
+def test_what_computes_does_not_spin_and_downloads_nothing(unit: str) -> None:
+    text = (DEPLOY / "systemd" / unit).read_text()
+    assert "\nEnvironment=OMP_WAIT_POLICY=PASSIVE\n" in text
+    assert "\nEnvironment=HF_HUB_OFFLINE=1\n" in text
+
+
+def test_workers_of_the_machine_may_reach_the_socket_of_a_controlnet_servers_links() -> None:
+    unit = "bottega-controlnet@.service"
+    assert setting(unit, "RuntimeDirectory") == "bottega-controlnet/%i"
+    assert int(setting(unit, "RuntimeDirectoryMode"), 8) & 0o005 == 0o005, "each is a user of its own"
 
 
 def test_the_services_take_their_configurations() -> None:
@@ -95,5 +144,8 @@ def test_the_services_take_their_configurations() -> None:
     assert gateway == GatewayConfig(), "the file shows the defaults"
     worker = load(WorkerConfig, DEPLOY / "config" / "workers" / "miniature.yaml")
     assert (worker.name, worker.gateway) == ("miniature", gateway.server.listen)
+    net = yaml.safe_load((DEPLOY / "config" / "controlnets" / "miniature.yaml").read_text())
+    assert net["gateway"] == gateway.server.listen
+    assert float(setting("bottega-controlnet@.service", "TimeoutStopSec")) > net["server"]["drain_grace_s"]
     for unit, server in (("bottega-gateway.service", gateway.server), ("bottega-worker@.service", worker.server)):
         assert float(setting(unit, "TimeoutStopSec")) > server.drain_grace_s

@@ -20,3 +20,9 @@ def test_a_job_that_may_have_more_bytes_than_are_kept_refuses_to_start() -> None
         parse(GatewayConfig, {"results_bytes": 1000, "max_result_bytes": 1001}, source="test")
     assert "max_result_bytes is 1001" in caught.value.message
     parse(GatewayConfig, {"results_bytes": 1000, "max_result_bytes": 1000}, source="test")
+
+
+def test_a_server_that_could_not_take_in_its_largest_message_refuses_to_start() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(GatewayConfig, {"server": {"max_message_mib": 200}}, source="test")
+    assert "max_requests_mib is 128" in caught.value.message

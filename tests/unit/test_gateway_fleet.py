@@ -87,13 +87,29 @@ def test_a_member_that_left_takes_nothing_and_is_lost_only_if_it_does_not_come_b
     assert watcher.told[-1] == "lost w1"
 
 
-def test_a_newcomer_of_the_same_name_replaces_the_older_one_at_once() -> None:
+def test_a_newcomer_of_a_name_that_is_in_use_is_refused_and_told_by_whom() -> None:
+    fleet, watcher = _fleet()
+    older = fleet.join(_worker(port=1))
+    with pytest.raises(InvalidRequest, match=r"w1 is in use by a service at 127\.0\.0\.1:1") as caught:
+        fleet.join(_worker(port=2))
+    assert [violation.field for violation in caught.value.violations] == ["registration.name"]
+    assert (fleet.workers("m"), older.stream, watcher.told) == ([older], 1, ["joined w1"])
+
+
+@pytest.mark.parametrize("gone", ["left", "silent", "started again"])
+def test_a_newcomer_replaces_the_older_one_of_its_name_that_has_gone(gone: str) -> None:
     fleet, watcher = _fleet()
     older = fleet.join(_worker(port=1))
     older_stream = older.stream
-    newer = fleet.join(_worker(port=2))
+    if gone == "left":
+        fleet.leave(older, older_stream)
+    if gone == "silent":
+        watcher.now += fleet.lease_s
+    watcher.told.clear()
+    # At the same address there cannot be two.
+    newer = fleet.join(_worker(port=1, max_pixels=4096) if gone == "started again" else _worker(port=2))
     assert newer is not older
-    assert watcher.told == ["joined w1", "lost w1", "joined w1"]
+    assert watcher.told == ["lost w1", "joined w1"]
     assert not older.connected
     fleet.leave(older, older_stream)
     assert fleet.workers("m") == [newer]

@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bottega.errors import DeadlineUnmeetable, Draining, NoWorker, Poisoned, QueueFull, Unavailable, WorkerLost
+from bottega.gateway import foreman
 from bottega.gateway.jobs import Job
-from bottega.v1 import fleet_pb2, image_pb2
+from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from tests.unit.sample_jobs import sample_job
 from tests.unit.sample_shop import Shop
 
@@ -284,3 +285,38 @@ async def test_a_job_that_no_worker_takes_fails_in_the_end(shop: Shop) -> None:
         shop.report(member)
     assert 20 < shop.time.now - began < 60
     assert isinstance(job.error, NoWorker)
+
+
+async def test_a_fault_while_the_queue_is_looked_after_is_logged_told_and_ends_no_lease(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(foreman, "_TICK_S", 0.005)
+    shop.worker()
+    stranger = sample_job(shop.time)
+    shop.queue.add(stranger)  # nobody knows of it, which is a fault of ours
+    shop.foreman.start()
+    async with asyncio.timeout(5):
+        while shop.foreman.sound:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    assert [line.exc_info is not None for line in caplog.records if line.levelname == "ERROR"] == [True] * 3
+    shop.queue.remove(stranger)
+    async with asyncio.timeout(5):
+        while shop.fleet.members() or not shop.foreman.sound:
+            shop.time.now += 0.2  # its lease ends, and the faults are long ago
+            await asyncio.sleep(0.01)
+
+
+async def test_a_fault_in_the_stream_of_checkpoints_is_logged_and_they_are_watched_again(
+    shop: Shop, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop.worker()
+    job = shop.submit()
+    shop.client().news.put_nowait(None)
+    attempt = worker_pb2.AttemptId(job_id=job.job_id, number=job.number)
+    news = worker_pb2.WatchCheckpointsResponse(attempt=attempt, steps_done=4, checkpoint=b"4")
+    shop.client().news.put_nowait(news)
+    async with asyncio.timeout(5):
+        while job.checkpoint is None:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    assert job.checkpoint.steps_done == 4
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]

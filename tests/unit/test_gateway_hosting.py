@@ -171,6 +171,16 @@ def test_names_that_were_hosted_once_are_remembered_within_a_bound(house: House)
         house.resolve("net-0-0")
 
 
+def test_a_name_is_remembered_for_a_few_bases(house: House) -> None:
+    for number in range(20):
+        member = house.server(net("edges", base=f"base {number}"))
+        house.fleet.leave(member, member.stream)
+    assert len(house.fleet.hosting._seen["edges"]) == 8
+    house.resolve("edges", model=image_pb2.Model(name="m", base="base 19"))
+    with pytest.raises(NoControlNet):
+        house.resolve("edges", model=image_pb2.Model(name="m", base="base 0"))
+
+
 def test_a_fleet_that_is_full_takes_no_newcomer_but_those_who_come_back(house: House) -> None:
     members = [house.server(name=f"s{number}") for number in range(5)]
     with pytest.raises(FleetFull) as caught:
@@ -181,6 +191,7 @@ def test_a_fleet_that_is_full_takes_no_newcomer_but_those_who_come_back(house: H
     with pytest.raises(FleetFull):
         house.server(name="s9")  # it may come back within its lease
     assert house.fleet.join(members[0].registration).connected
+    house.fleet.leave(members[1], members[1].stream)
     assert house.fleet.join(server("s1", port=999)).connected, "one of the same name replaces it"
     house.time.now += 2
     house.fleet.expire()

@@ -27,6 +27,12 @@ class FailingStore(SqliteJobStore):
 
     full = False
     lies = False
+    busy = False
+    gets = 0
+
+    async def get(self, job_id: str) -> JobRecord | None:
+        self.gets += 1
+        return await super().get(job_id)
 
     async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
         if self.lies:
@@ -49,6 +55,8 @@ class FailingStore(SqliteJobStore):
         await super().probe()
 
     def _check(self) -> None:
+        if self.busy:
+            raise faults.unavailable("more waits for the disk than it can take", cause=faults.BUSY)
         if self.full or self.lies:
             raise faults.unavailable("the disk is full", cause="ENOSPC")
 
@@ -236,6 +244,15 @@ async def test_a_job_that_was_written_though_that_failed_goes_on_when_somebody_m
     assert _ids(found) == [named.job_id]
     assert await life.log.of_request("r") is found[0]
     assert (await life.log.get(nameless.job_id)).state == image_pb2.JOB_STATE_CANCELLED
+
+
+async def test_what_the_disk_had_no_turn_for_is_not_looked_for_afterwards(life: Life) -> None:
+    life.store.busy = True
+    with pytest.raises(StorageUnavailable):
+        await life.log.add(sample_job(life.time))
+    life.store.busy = False
+    await life.log.settle_doubts()
+    assert life.store.gets == 0
 
 
 async def test_the_same_request_at_once_gives_one_job(life: Life) -> None:

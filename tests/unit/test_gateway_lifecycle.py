@@ -1,6 +1,7 @@
 """Whatever is lost, doubled, delayed, killed or frozen: every job ends once, and for a reason.
 
-The gateway's own rules, fleet, queue and dispatcher face simulated workers that hold their attempts as real ones do.
+The gateway's own rules, fleet, queue and dispatcher face simulated workers that hold their attempts as real ones do,
+and ControlNet servers that come and go under some of them.
 Hypothesis chooses what happens on the wire and who dies; the clock is turned by hand. At the end messages flow
 again, and everything must come to its end.
 """
@@ -14,17 +15,28 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from bottega.errors import BottegaError, JobCancelled, Poisoned, StaleAttempt, Unavailable, WorkerLost
+from bottega.errors import (
+    BottegaError,
+    JobCancelled,
+    NoControlNet,
+    Poisoned,
+    StaleAttempt,
+    StorageUnavailable,
+    Unavailable,
+    WorkerLost,
+)
 from bottega.gateway.jobs import MOST_ATTEMPTS, Checkpoint, Job
 from bottega.gateway.members import Member
 from bottega.rpc.status import to_job_error
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 from bottega.worker.attempts import Attempt, AttemptKey, Attempts, Completed, Event, Failed, Picture, Progress, Started
+from tests.unit import sample_nets
 from tests.unit.sample_jobs import FakeTime, sample_job
 from tests.unit.sample_shop import Shop
 
@@ -32,6 +44,7 @@ STEPS = 10
 MOST_JOBS = 6
 MOST_POISON = 2
 WORKERS = ("w1", "w2")
+SERVERS = ("s1", "s2")
 # Rounds in which everything flows, until everything must have ended: each gives every job some steps.
 MOST_ROUNDS = 400
 
@@ -60,6 +73,7 @@ class Process:
         self.name, self.address = name, address
         self.attempts = Attempts(max_attempts=8, result_grace_s=30, result_bytes=1 << 20, clock=lambda: time.now)
         self.engine: dict[AttemptKey, int] = {}
+        self.hosts: dict[AttemptKey, list[str]] = {}
         self.member: Member | None = None
         self.alive, self.frozen = True, False
 
@@ -91,6 +105,8 @@ class Process:
             self.drop(earlier, StaleAttempt("superseded"))
         attempt = self.attempts.add(key)
         self.engine[key] = int(request.checkpoint or b"0")
+        if request.spec.controlnets:
+            self.hosts[key] = [server.name for hosts in request.controlnets for server in hosts.servers]
         attempt.begin(Started(steps_total=STEPS, steps_resumed=self.engine[key]))
         return attempt
 
@@ -160,6 +176,7 @@ class Wire(Shop):
         self.calls: list[Call] = []
         self.cancels: list[tuple[Process, AttemptKey]] = []
         self.numbers: dict[str, list[int]] = {}
+        self.here: dict[str, Member] = {}
         self.followers: set[asyncio.Task[None]] = set()
 
     def boot(self, name: str) -> None:
@@ -173,6 +190,19 @@ class Wire(Shop):
         if process.member is None or not process.member.connected:
             process.member = self.fleet.join(process.registration())
         self.fleet.report(process.member, process.load())
+
+    def serve(self, name: str) -> None:
+        """A ControlNet server reports, and joins where it has not."""
+        member = self.here.get(name)
+        if member is None or not member.connected:
+            member = self.here[name] = self.fleet.join(sample_nets.server(name, port=100 + SERVERS.index(name)))
+        self.fleet.report(member, sample_nets.load(sample_nets.net("edges")))
+
+    def withdraw(self, name: str) -> None:
+        """A ControlNet server is gone."""
+        member = self.here.pop(name, None)
+        if member is not None:
+            self.fleet.leave(member, member.stream)
 
     def leave(self, process: Process) -> None:
         """A worker's stream ends."""
@@ -246,10 +276,14 @@ class Lifecycle(RuleBasedStateMachine):
     """The rules are what may happen."""
 
     workers: ClassVar[st.SearchStrategy[str]] = st.sampled_from(WORKERS)
+    servers: ClassVar[st.SearchStrategy[str]] = st.sampled_from(SERVERS)
     places: ClassVar[st.SearchStrategy[int]] = st.integers(0, 50)
 
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("bottega.gateway.storehouse._RETRY_S", 0)  # what waits for the disk asks at every turn
+        self.patch.setattr("bottega.gateway.trails._CLOSE_S", 0.001)
         self.runner = asyncio.Runner()
         self.wire = self.do(self._open())
         self.jobs: list[Job] = []
@@ -272,6 +306,11 @@ class Lifecycle(RuleBasedStateMachine):
 
         return self.runner.run(settled())
 
+    @property
+    def writable(self) -> bool:
+        """Whether the gateway has no reason to think that its disk cannot be written, and it can."""
+        return self.wire.storehouse.trouble is None and not self.wire.shelf.full
+
     def pass_time(self, seconds: float = 0.02) -> None:
         self.wire.time.now += seconds
 
@@ -279,19 +318,20 @@ class Lifecycle(RuleBasedStateMachine):
 
     @initialize(both=st.booleans(), poison=st.integers(1, STEPS))
     def begin(self, both: bool, poison: int) -> None:
-        """Three jobs, one of them poison, and one worker or two."""
+        """Three jobs, one of them poison and one with a ControlNet, and one worker or two."""
+        self.do(self._call(self.wire.serve, SERVERS[0]))
         for name in WORKERS:
             self.do(self._boot(name))
         if not both:
             self.kill(WORKERS[0], noticed=True)
-        for each in (None, poison, None):
-            self.submit(each)
+        for each, controlled in ((None, False), (poison, False), (None, True)):
+            self.submit(each, controlled)
 
-    @rule(poison=st.none() | st.integers(1, STEPS))
-    def submit(self, poison: int | None) -> None:
-        if len(self.jobs) == MOST_JOBS:
+    @rule(poison=st.none() | st.integers(1, STEPS), controlled=st.booleans())
+    def submit(self, poison: int | None, controlled: bool) -> None:
+        if len(self.jobs) == MOST_JOBS or not self.writable:
             return
-        job = sample_job(self.wire.time)
+        job = sample_job(self.wire.time, controlnets=["edges"] if controlled else [])
         if poison is not None and len(self.poison) < MOST_POISON:
             self.poison[job.job_id] = poison
         self.jobs.append(job)
@@ -359,6 +399,20 @@ class Lifecycle(RuleBasedStateMachine):
             if noticed:
                 self.do(self._call(self.wire.leave, process))
 
+    @rule(name=servers, here=st.booleans())
+    def serve(self, name: str, here: bool) -> None:
+        """A ControlNet server comes, speaks, or goes: with it all sessions, whatever runs at workers."""
+        self.do(self._call(self.wire.serve if here else self.wire.withdraw, name))
+
+    @rule(times=st.integers(1, 3))
+    def no_server_is_there(self, times: int) -> None:
+        """For so many steps."""
+        for name in SERVERS:
+            self.serve(name, here=False)
+        for name in WORKERS:
+            self.step(name, times)
+        self.deliver_all(times=4)
+
     @rule(name=workers)
     def restart(self, name: str) -> None:
         if not self.wire.processes[name].alive:
@@ -376,11 +430,33 @@ class Lifecycle(RuleBasedStateMachine):
         self.wire.calls.clear()
         self.wire.cancels.clear()
         self.do(self._call(self.wire.open))
-        self.jobs = [self.wire.log.find(job.job_id) or job for job in self.jobs]
+        self._look_up()
+        for name in list(self.wire.here):
+            del self.wire.here[name]
+            if noticed:
+                self.do(self._call(self.wire.serve, name))
         for process in self.wire.processes.values():
             process.member = None
             if noticed and process.works:
                 self.do(self._call(self.wire.speak, process))
+
+    @rule()
+    def disk_fills(self) -> None:
+        """From now on nothing can be written; a gateway that starts then only reads."""
+        self.wire.shelf.full = True
+
+    @rule()
+    def disk_heals(self) -> None:
+        self.do(self._call(self.wire.heal))
+        self._look_up()
+
+    @rule(place=places)
+    def cancel_for_good(self, place: int) -> None:
+        """By somebody who hears what becomes of it, while the gateway cannot write and perhaps is still starting."""
+        if not self.jobs or self.writable or self.wire.log.restored:
+            return
+        job_id = self.jobs[place % len(self.jobs)].job_id
+        self.do(self._refused(job_id))
 
     @rule(seconds=st.floats(0.05, 2.0))
     def wait(self, seconds: float) -> None:
@@ -389,7 +465,7 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule(place=places)
     def cancel(self, place: int) -> None:
-        if self.jobs and place < 10:
+        if self.jobs and place < 10 and self.wire.log.restored:
             self.do(self._call(self.wire.foreman.cancel, self.jobs[place % len(self.jobs)]))
 
     @rule(place=places, back=st.integers(0, 3), steps=st.integers(1, STEPS - 1))
@@ -440,9 +516,19 @@ class Lifecycle(RuleBasedStateMachine):
 
     @invariant()
     def the_queue_holds_what_waits(self) -> None:
+        if not self.wire.log.restored:
+            return
         assert {job.job_id for job in self.wire.queue.line("m")} == {
-            job.job_id for job in self.jobs if job.state == image_pb2.JOB_STATE_QUEUED
+            job.job_id for job in self.jobs if job.open and job.state == image_pb2.JOB_STATE_QUEUED
         }
+
+    @invariant()
+    def what_is_given_to_servers_is_at_workers(self) -> None:
+        placement = self.wire.placement
+        assert placement._given.keys() == {
+            job.job_id for job in self.jobs if job.controlnets and job.job_id in self.wire.foreman._dispatcher._attempts
+        }
+        assert placement._sessions.total() == sum(map(len, placement._given.values()))
 
     @invariant()
     def suspects_are_alone(self) -> None:
@@ -460,6 +546,7 @@ class Lifecycle(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Messages flow again: everything ends, the innocent well."""
         try:
+            self.disk_heals()
             for _ in range(MOST_ROUNDS):
                 if not any(job.live for job in self.jobs):
                     break
@@ -472,6 +559,7 @@ class Lifecycle(RuleBasedStateMachine):
             self.do(self.wire.foreman.stop())
             self.do(self._drop_followers())
             self.runner.close()
+            self.patch.undo()
 
     def _told(self) -> Counter[str]:
         """Ends that were counted, in all lives of the gateway."""
@@ -494,6 +582,8 @@ class Lifecycle(RuleBasedStateMachine):
             assert isinstance(job.error, Poisoned)
 
     def _flow(self) -> None:
+        for name in SERVERS:
+            self.do(self._call(self.wire.serve, name))
         for name, process in list(self.wire.processes.items()):
             process.frozen = False
             if not process.alive:
@@ -515,6 +605,15 @@ class Lifecycle(RuleBasedStateMachine):
         called = [call.key for call in self.wire.calls if call.process is process]
         return [*process.engine, *called]
 
+    def _look_up(self) -> None:
+        self.jobs = [self.wire.log.find(job.job_id) or job for job in self.jobs]
+
+    async def _refused(self, job_id: str) -> None:
+        job = await self.wire.log.get(job_id)
+        if job.live:
+            with pytest.raises(StorageUnavailable):
+                await self.wire.foreman.cancel_for_good(job)
+
     async def _boot(self, name: str) -> None:
         self.pass_time()
         self.wire.boot(name)
@@ -529,6 +628,10 @@ class Lifecycle(RuleBasedStateMachine):
         for key in list(process.engine):
             attempt = process.attempts.find(key)
             assert attempt is not None
+            if key in process.hosts and not self._is_served(process.hosts[key]):
+                del process.engine[key]
+                attempt.fail(NoControlNet("no server", metadata={"servers": ",".join(process.hosts[key])}))
+                continue
             steps = process.engine[key] = process.engine[key] + 1
             if self.poison.get(key.job_id) == steps:
                 held = process.lose_engine()
@@ -541,6 +644,10 @@ class Lifecycle(RuleBasedStateMachine):
                 del process.engine[key]
                 attempt.add_picture(Picture(index=0, data=b"picture"))
                 attempt.complete(Provenance(worker=process.name))
+
+    def _is_served(self, hosts: Sequence[str]) -> bool:
+        """Whether one of these servers is there, as a worker finds out by itself."""
+        return any(name in self.wire.here and self.wire.here[name].connected for name in hosts)
 
     async def _drop_followers(self) -> None:
         for task in self.wire.followers:

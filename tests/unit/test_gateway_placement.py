@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -187,6 +188,39 @@ async def test_a_checkpoint_of_another_version_is_not_taken_up(shop: Shop) -> No
     shop.report(shop.member("w1"))
     assert _told(shop, job) == [("2", ["s2"])]
     assert shop.client().requests[-1].checkpoint == b""
+
+
+async def test_an_attempt_that_is_adopted_before_its_server_is_back_keeps_its_checkpoint(shop: Shop) -> None:
+    shop.worker()
+    _server(shop, net("edges"))
+    assert shop.take(_job(shop, "edges")).state == RUNNING
+    await shop.foreman.stop()
+    shop.open()
+    worker = shop.worker()
+    job = next(shop.log.live())
+    assert job.adopt(worker.name, job.number)
+    shop.foreman._dispatcher.adopt(job, worker)
+    assert _told(shop, job) == [("", [])]
+    job.keep(job.number, Checkpoint(steps_done=4, data=b"4"))
+    _server(shop, net("edges"))
+    await shop.fail(job, WorkerLost("cut off"))
+    shop.time.now += 1
+    shop.report(shop.member("w1"))
+    assert _told(shop, job) == [("hash of edges", ["s1"])]
+    assert shop.client().requests[-1].checkpoint == b"4"
+
+
+async def test_a_queue_of_jobs_whose_controlnet_is_away_costs_little(shop: Shop) -> None:
+    shop.worker()
+    member = _server(shop, net("edges"))
+    shop.submit()
+    for _ in range(900):
+        shop.take(_job(shop, "edges"))
+    shop.fleet.leave(member, member.stream)
+    began = time.thread_time()
+    for _ in range(20):
+        shop.foreman._matching.at_once("m")
+    assert (time.thread_time() - began) / 20 < 0.002
 
 
 async def test_a_worker_with_the_weights_at_hand_takes_what_no_server_hosts(shop: Shop) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from bottega.errors import DataLoss, StorageUnavailable
+from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.gateway.clock import Clock
 from bottega.gateway.job_store import SqliteJobStore
 from bottega.gateway.storehouse import Storehouse
@@ -31,6 +32,22 @@ class FailingImages(ContentStore):
         if self.full and not self.small:
             raise faults.unavailable("the disk is full", cause="ENOSPC")
         await super().probe()
+
+
+class SlowImages(ContentStore):
+    """Takes one image only when it may."""
+
+    slow = b"slow"
+
+    def __init__(self, folder: Path, *, budget_bytes: int, ttl_s: float) -> None:
+        super().__init__(folder, budget_bytes=budget_bytes, ttl_s=ttl_s)
+        self.reached, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def put(self, digest: str, data: bytes) -> None:
+        if data == self.slow:
+            self.reached.set()
+            await self.go_on.wait()
+        await super().put(digest, data)
 
 
 @pytest.fixture
@@ -80,6 +97,32 @@ async def test_images_wait_for_a_full_disk_within_bounds(storehouse: Storehouse)
     await storehouse.keep([b"y" * 60])  # the room is free again
 
 
+async def test_images_of_one_job_stay_together_while_others_are_kept(tmp_path: Path) -> None:
+    images = SlowImages(tmp_path / "images", budget_bytes=100, ttl_s=60)
+    house = Storehouse(
+        folder=tmp_path,
+        jobs=SqliteJobStore(tmp_path / "jobs.sqlite"),
+        images=images,
+        max_jobs=3,
+        jobs_bytes=1 << 20,
+        jobs_ttl_s=60,
+        waiting_bytes=1000,
+        clock=Clock(),
+    )
+    await house.open()
+    try:
+        keeping = asyncio.create_task(house.keep([b"1" * 20, images.slow]))
+        await asyncio.wait_for(images.reached.wait(), 2)
+        for other in (b"2", b"3"):  # each needs what the other had
+            await house.keep([other * 60])
+        with pytest.raises(StorageUnavailable):
+            await house.keep([b"4" * 81])  # more than can be pinned beside the first
+        images.go_on.set()
+        assert all([await images.get(picture.digest) for picture in await keeping])
+    finally:
+        await house.close()
+
+
 async def test_a_disk_with_room_for_a_probe_only_is_still_full(storehouse: Storehouse) -> None:
     images = _images(storehouse)
     images.full = images.small = True
@@ -111,3 +154,38 @@ async def test_jobs_and_images_are_swept(storehouse: Storehouse) -> None:
     await asyncio.sleep(2.2)
     assert [kept.job_id for kept in await storehouse.jobs.page(size=9)] == ["j4", "j3", "j2"]
     assert len(storehouse.images) == 0
+
+
+async def test_what_is_read_first_is_tried_until_it_can_be(
+    storehouse: Storehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.gateway.storehouse._DAMAGED_RETRY_S", 0.1)
+    answers: list[BottegaError | None] = [
+        faults.unavailable("it does not answer", cause="EIO"),
+        DataLoss("damaged"),
+        None,
+    ]
+
+    async def read() -> None:
+        error = answers.pop(0)
+        if error is not None:
+            raise error
+
+    failures: list[int] = []
+    await asyncio.wait_for(storehouse.open(first=read, on_failure=lambda: failures.append(1)), 4)
+    assert (answers, failures, storehouse.trouble) == ([], [1, 1], None)
+
+
+async def test_a_damaged_store_is_looked_at_less_often_than_a_full_one(storehouse: Storehouse) -> None:
+    tries: list[float] = []
+
+    async def read() -> None:
+        tries.append(time.monotonic())
+        raise DataLoss("damaged") if len(tries) > 2 else faults.unavailable("full", cause="ENOSPC")
+
+    opening = asyncio.create_task(storehouse.open(first=read))
+    await asyncio.sleep(2.5)
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    assert len(tries) == 3
+    assert tries[2] - tries[0] < 2

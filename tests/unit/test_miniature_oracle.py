@@ -47,14 +47,19 @@ def test_rendered_scenes_are_read_back(things: int) -> None:
     assert _right(things, 200) >= 0.98
 
 
-def test_a_little_noise_and_softness_as_decoders_leave_them_do_not_matter() -> None:
+@pytest.mark.parametrize("things", [1, 2])
+def test_a_little_noise_and_softness_do_not_matter(things: int) -> None:
+    """A blur of .6 pixels and noise of 4 levels. Of 300 other scenes, .95 with one thing and .99 with two are read.
+
+    It reads shapes by their edges: with a blur of .8 pixels it read only .65 and .52, with 1.0 .39 and .14.
+    """
     rng = np.random.default_rng(0)
 
     def spoil(picture: PIL.Image.Image) -> PIL.Image.Image:
         soft = np.asarray(picture.filter(PIL.ImageFilter.GaussianBlur(0.6)), dtype=np.float64)
         return PIL.Image.fromarray((soft + rng.normal(0, 4, soft.shape)).clip(0, 255).astype(np.uint8))
 
-    assert _right(1, 100, spoil) >= 0.95
+    assert _right(things, 100, spoil) >= 0.95
 
 
 def test_larger_pictures_are_read_too() -> None:

@@ -15,7 +15,8 @@ def _kinds(root: type[BottegaError]) -> list[type[BottegaError]]:
     return [root, *(kind for child in root.__subclasses__() for kind in _kinds(child))]
 
 
-ON_THE_WIRE = [kind for kind in _kinds(BottegaError) if kind.reason != error_pb2.ERROR_REASON_UNSPECIFIED]
+OWN = [kind for kind in _kinds(BottegaError) if "reason" in vars(kind)]
+ON_THE_WIRE = [kind for kind in OWN if kind.reason != error_pb2.ERROR_REASON_UNSPECIFIED]
 
 
 def _over_the_wire(error: BottegaError) -> grpc.aio.AioRpcError:
@@ -101,3 +102,10 @@ def test_a_request_can_be_told_everything_that_is_wrong_with_it() -> None:
     sent = [Violation(field=f"spec.controlnets[{i}].image", description="x" * 50) for i in range(49)]
     received = status.from_rpc_error(_over_the_wire(errors.InvalidRequest("x", violations=sent)))
     assert list(received.violations) == sent
+
+
+def test_a_kind_that_somebody_has_for_himself_is_never_meant_by_its_reason() -> None:
+    class Mine(errors.JobNotFound):
+        """Has its reason from its parent."""
+
+    assert type(status.from_job_error(status.to_job_error(Mine("gone")))) is errors.JobNotFound

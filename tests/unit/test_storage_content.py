@@ -120,6 +120,17 @@ async def test_the_oldest_go_when_the_budget_is_used_up(tmp_path: Path) -> None:
         assert _everything(tmp_path) == {_picture(4)[0]}
 
 
+async def test_images_that_belong_together_do_not_go_for_another_while_they_are_put(tmp_path: Path) -> None:
+    first, older, newer = (_picture(number, 40) for number in (1, 2, 3))
+    async with _store(tmp_path, budget_bytes=100) as store:
+        with store.pinned([first[0]]):
+            for picture in (first, older, newer):
+                await store.put(*picture)
+            assert [store.holds(digest) for digest, _ in (first, older, newer)] == [True, False, True]
+        await store.put(*older)
+        assert [store.holds(digest) for digest, _ in (first, older, newer)] == [False, True, True]
+
+
 async def test_sweeping_many_is_done_in_slices_of_milliseconds(tmp_path: Path) -> None:
     clock = FakeClock()
     for number in range(3000):
@@ -189,7 +200,9 @@ async def test_a_damaged_image_is_data_loss_until_it_is_put_again(
                 with pytest.raises(DataLoss) as raised:
                     await store.get(digest)
                 assert str(tmp_path) not in raised.value.message
+        assert not store.holds(digest)
         await store.put(digest, data)
+        assert store.holds(digest)
         assert await store.get(digest) == data
         assert (store.size_bytes, len(store)) == (len(data), 1)
 
@@ -311,6 +324,20 @@ async def test_a_time_from_the_future_does_not_keep_an_image_for_ever(tmp_path: 
     async with _store(tmp_path, clock=clock) as store:
         clock.now += 61
         assert await store.get(digest) is None
+
+
+async def test_a_clock_that_was_ahead_keeps_nothing_that_was_put_under_it_or_later(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with _store(tmp_path, clock=clock, ttl_s=60) as store:
+        clock.now += 1e6
+        await store.put(*_picture(1))
+        clock.now -= 1e6
+        await store.put(*_picture(2))
+        assert not await store.sweep()
+        assert len(store) == 2
+        clock.now += 61
+        assert not await store.sweep()
+        assert (len(store), _everything(tmp_path)) == (0, set())
 
 
 async def test_what_it_holds_is_known_without_a_look_at_the_disk(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ AsyncClient is the same for asyncio. What goes wrong is raised as a class of bot
 
 from bottega.client.aio import AsyncClient
 from bottega.client.aio_job import AsyncJob
+from bottega.client.control import ControlNet
 from bottega.client.events import Completed, Event, Interrupted, Preview, Progress, Queued
+from bottega.client.hosting import AddedControlNet, ControlNetHost, Readiness, ServedControlNet
 from bottega.client.jobs import JobPage, JobState, JobStatus
 from bottega.client.options import GenerationOptions
 from bottega.client.picture import Picture
@@ -21,10 +23,13 @@ from bottega.client.retry import RetryPolicy
 from bottega.client.sync import Client, Job
 
 __all__ = [
+    "AddedControlNet",
     "AsyncClient",
     "AsyncJob",
     "Client",
     "Completed",
+    "ControlNet",
+    "ControlNetHost",
     "Event",
     "GenerationOptions",
     "Interrupted",
@@ -36,6 +41,8 @@ __all__ = [
     "Preview",
     "Progress",
     "Queued",
+    "Readiness",
     "RetryPolicy",
+    "ServedControlNet",
     "parameters_of",
 ]

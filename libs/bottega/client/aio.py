@@ -14,16 +14,19 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self, Unpack
 
+import grpc
+
 from bottega.client.address import default_address
 from bottega.client.aio_job import AsyncJob
 from bottega.client.connection import Connection
 from bottega.client.events import Completed, Event
 from bottega.client.farewell import Farewells, is_over
+from bottega.client.hosting import AddedControlNet, ServedControlNet, add_to_servers, controlnets_of
 from bottega.client.jobs import JobPage, JobState, state_number, status_from
 from bottega.client.late import Heard, late
 from bottega.client.options import GenerationOptions, spec_from
 from bottega.client.picture import Picture
-from bottega.client.retry import RetryPolicy
+from bottega.client.retry import Deadline, OutOfTime, RetryPolicy
 from bottega.client.watching import watch
 from bottega.errors import BottegaError, DeadlinePassed, InternalError
 from bottega.v1 import image_pb2
@@ -36,7 +39,7 @@ class AsyncClient:
 
     address: host:port; $BOTTEGA_ADDRESS or 127.0.0.1:8470 when absent.
     timeout_s: deadline of every picture that is given none; above 0.
-    retry: how to go on while the gateway is UNAVAILABLE; nothing else is retried.
+    retry: how to go on while the gateway is UNAVAILABLE, or serves as many calls as it can; nothing else is retried.
 
     Make it inside a running event loop, and close it (`async with` does): pictures that were begun here
     and left unfinished are cancelled then. Every method raises classes of bottega.errors.
@@ -71,14 +74,17 @@ class AsyncClient:
         prompt: str,
         *,
         timeout_s: float | None = None,
+        deadline_s: float | None = None,
         request_id: str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Picture:
         """Draws one picture; GenerationOptions lists the keyword arguments.
 
-        timeout_s, request_id: as in stream().
+        timeout_s, deadline_s, request_id: as in stream().
         """
-        images = await self.generate_many(prompt, 1, timeout_s=timeout_s, request_id=request_id, **options)
+        images = await self.generate_many(
+            prompt, 1, timeout_s=timeout_s, deadline_s=deadline_s, request_id=request_id, **options
+        )
         return images[0]
 
     async def generate_many(
@@ -87,11 +93,19 @@ class AsyncClient:
         num_images: int,
         *,
         timeout_s: float | None = None,
+        deadline_s: float | None = None,
         request_id: str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> tuple[Picture, ...]:
         """Draws 1 to 8 pictures of one prompt together; picture i is drawn as a single one with seed + i."""
-        stream = self.stream(prompt, num_images=num_images, timeout_s=timeout_s, request_id=request_id, **options)
+        stream = self.stream(
+            prompt,
+            num_images=num_images,
+            timeout_s=timeout_s,
+            deadline_s=deadline_s,
+            request_id=request_id,
+            **options,
+        )
         async with aclosing(stream) as events:
             async for event in events:
                 if isinstance(event, Completed):
@@ -105,6 +119,7 @@ class AsyncClient:
         num_images: int = 1,
         preview: bool = False,
         timeout_s: float | None = None,
+        deadline_s: float | None = None,
         request_id: str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> AsyncGenerator[Event, None]:
@@ -112,24 +127,36 @@ class AsyncClient:
 
         preview: Progress carries small JPEGs of the unfinished pictures.
         timeout_s: give up after so many seconds; the client's own when absent.
+        deadline_s: after so many seconds nobody wants the pictures: what cannot be done by then is refused with
+            DeadlineUnmeetable before it costs anything, and dropped when it turns out to be too late. Absent, it is
+            timeout_s; with a request_id of yours there is none.
         request_id: your own idempotency key. The same id with the same arguments gives the same pictures, and
             the job goes on when you leave. Without it the SDK makes one, so that a broken connection attaches
             again, and cancels the job when you leave: when you close the generator (or the client), are
             cancelled, or run out of time.
         """
         images, terms = self._connection.images, self._connection.terms(timeout_s)
+        wanted = None if request_id else terms.deadline
+        if deadline_s is not None:
+            wanted = Deadline.after(deadline_s, name="deadline_s")
         spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
         request = image_pb2.GenerateRequest(request_id=request_id or uuid.uuid4().hex, spec=spec, preview=preview)
         heard, over = Heard(), False
+
+        def attach(left_s: float) -> grpc.aio.UnaryStreamCall[image_pb2.GenerateRequest, image_pb2.GenerateResponse]:
+            if wanted:
+                request.deadline_s = wanted.remaining_s()
+            return images.Generate(request, timeout=left_s)
+
         try:
-            async with aclosing(
-                watch(lambda left_s: images.Generate(request, timeout=left_s), images, terms)
-            ) as events:
+            async with aclosing(watch(attach, images, terms)) as events:
                 async for event in events:
                     heard.note(event)
                     over = isinstance(event, Completed)
                     yield event
         except DeadlinePassed as error:
+            if request_id and not isinstance(error, OutOfTime):
+                raise  # the job's own time is over
             raise late(error, heard, goes_on=bool(request_id)) from error
         except BottegaError as error:
             over = is_over(error)
@@ -139,14 +166,23 @@ class AsyncClient:
                 self._farewells.say(request, heard.job_id)
 
     async def submit(
-        self, prompt: str, *, num_images: int = 1, request_id: str | None = None, **options: Unpack[GenerationOptions]
+        self,
+        prompt: str,
+        *,
+        num_images: int = 1,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> AsyncJob:
         """Starts a job that outlives this connection: `job.result()` has its pictures, now or much later.
 
+        deadline_s: as in stream(); absent, the job has all the time that it takes.
         request_id: as in stream(); the SDK makes one for this call's own retries.
         """
         spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
         request = image_pb2.SubmitJobRequest(request_id=request_id or uuid.uuid4().hex, spec=spec)
+        if deadline_s is not None:
+            request.deadline_s = Deadline.after(deadline_s, name="deadline_s").allowed_s
         answer = await self._connection.ask(self._connection.images.SubmitJob, request)
         return self.job(answer.job.job_id)
 
@@ -181,3 +217,14 @@ class AsyncClient:
     async def fleet(self) -> ListMembersResponse:
         """The services that have joined and how busy they are, as the contract describes them."""
         return await self._connection.ask(self._connection.fleet.ListMembers, ListMembersRequest())
+
+    async def controlnets(self) -> tuple[ServedControlNet, ...]:
+        """The ControlNets that are served now, by name, and who has them."""
+        return controlnets_of(await self.fleet())
+
+    async def add_controlnet(self, name: str, folder: str, *, server: str | None = None) -> tuple[AddedControlNet, ...]:
+        """Has every ControlNet server host one more, or one of them by its name; says what each made of it.
+
+        folder: in Diffusers' layout on the servers' machines, below the root that their configuration allows.
+        """
+        return await add_to_servers(await self.fleet(), name, folder, server=server)

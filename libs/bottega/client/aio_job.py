@@ -11,8 +11,9 @@ from bottega.client.events import Completed, Event
 from bottega.client.jobs import JobStatus, status_from
 from bottega.client.late import Heard, late
 from bottega.client.picture import Picture, picture_from
+from bottega.client.retry import OutOfTime
 from bottega.client.watching import watch
-from bottega.errors import DeadlinePassed, InternalError
+from bottega.errors import InternalError
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import Provenance
 
@@ -51,7 +52,7 @@ class AsyncJob:
                 async for event in events:
                     heard.note(event)
                     yield event
-        except DeadlinePassed as error:
+        except OutOfTime as error:
             raise late(error, heard, goes_on=True) from error
 
     async def result(self, *, timeout_s: float | None = None) -> tuple[Picture, ...]:

@@ -1,4 +1,4 @@
-"""Calls to a gateway that go on while it is UNAVAILABLE. Knows gRPC, and nothing of pictures."""
+"""Calls to a gateway that go on while it is UNAVAILABLE, or has its hands full. Knows gRPC, and nothing of pictures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ import grpc
 
 from bottega.client.events import Interrupted
 from bottega.client.retry import Backoff, Deadline, RetryPolicy
-from bottega.errors import BottegaError, DeadlinePassed, InternalError, NoWorker, Unavailable, WorkerLost
+from bottega.errors import (
+    BottegaError,
+    DeadlinePassed,
+    InternalError,
+    NoControlNet,
+    NoWorker,
+    QueueFull,
+    Unavailable,
+    WorkerLost,
+)
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1.image_pb2 import GetImageRequest, GetImageResponse, Image, JobEvent
 
@@ -80,7 +89,7 @@ async def follow(
                 yield response.event
                 if response.event.WhichOneof("event") in ("completed", "failed"):
                     return
-            failure = Unavailable("the gateway ended the stream before the job had ended")
+            failure: BottegaError = Unavailable("the gateway ended the stream before the job had ended")
         except grpc.RpcError as error:
             failure = _worth_another_try(error, terms, accepted=accepted)
         finally:
@@ -123,12 +132,14 @@ async def _read_image(call: grpc.aio.UnaryStreamCall[GetImageRequest, GetImageRe
     return image, bytes(data)
 
 
-def _worth_another_try(error: grpc.RpcError, terms: Terms, *, accepted: bool = False) -> Unavailable:
+def _worth_another_try(error: grpc.RpcError, terms: Terms, *, accepted: bool = False) -> Unavailable | QueueFull:
     """What the gateway meant, where asking again may help. Raises it where it does not."""
     failure = from_rpc_error(error)
     answered = was_answered(error)
     if isinstance(failure, DeadlinePassed) and not answered:
         raise terms.deadline.passed() from error  # in our words; gRPC's name its own parts
+    if isinstance(failure, QueueFull) and "limit" in failure.metadata:
+        return failure  # no queue of jobs is full: the gateway has as much in its hands as it can hold at this moment
     if not isinstance(failure, Unavailable) or _ends_job(failure, accepted=accepted):
         raise failure from error
     if not answered:
@@ -139,6 +150,6 @@ def _worth_another_try(error: grpc.RpcError, terms: Terms, *, accepted: bool = F
 
 
 def _ends_job(failure: BottegaError, *, accepted: bool) -> bool:
-    # A job that ended so stays ended: attaching to it would only tell the same again. A call that was refused
-    # at the door for want of a worker may be let in later, such as when the gateway has just restarted.
-    return isinstance(failure, WorkerLost) or (accepted and isinstance(failure, NoWorker))
+    # A job that ended so stays ended: attaching to it would only tell the same again. A call that was refused at the
+    # door for want of a worker or a ControlNet may be let in later, such as when the gateway has just restarted.
+    return isinstance(failure, WorkerLost) or (accepted and isinstance(failure, NoWorker | NoControlNet))

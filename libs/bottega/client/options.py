@@ -6,12 +6,10 @@ checked by the gateway, which knows the model.
 
 from __future__ import annotations
 
-import io
-import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict, cast
 
+from bottega.client.control import ControlNet, ImageSource, add_to, controlnet_from, encoded
 from bottega.client.picture import FORMATS, Format
 from bottega.errors import InvalidRequest, Violation
 from bottega.v1 import generation_pb2
@@ -33,15 +31,6 @@ FIDELITIES: dict[FidelityName, Fidelity.ValueType] = {
 }
 
 
-class PillowImage(Protocol):
-    """What the SDK uses of a Pillow image, so that it need not import Pillow."""
-
-    def save(self, fp: Any, format: str | None = None) -> None: ...
-
-
-ImageSource = bytes | str | os.PathLike[str] | PillowImage
-
-
 class GenerationOptions(TypedDict, total=False):
     """How to draw. Everything is optional; what is absent takes the model's default.
 
@@ -56,6 +45,9 @@ class GenerationOptions(TypedDict, total=False):
     use_karras_sigmas: with "euler" and "dpmpp_2m".
     image: source of image-to-image: encoded bytes, a path or a Pillow image.
     strength: how much of the source is redrawn, above 0 to 1.
+    controlnets: ControlNets to draw with, at most 8; their residuals are summed.
+    stale_residuals: whether steps may go on with the ControlNets' residuals of the step before, which is approximate;
+        absent leaves it to the fidelity.
     format: "png", "jpeg" or "webp".
     quality: of JPEG and WebP, 1 to 100.
     fidelity: "exact", "balanced" or "fast": how far approximate techniques may go.
@@ -76,6 +68,8 @@ class GenerationOptions(TypedDict, total=False):
     use_karras_sigmas: bool
     image: ImageSource | None
     strength: float | None
+    controlnets: Sequence[ControlNet] | None
+    stale_residuals: bool | None
     format: Format | None
     quality: int | None
     fidelity: FidelityName | None
@@ -83,10 +77,14 @@ class GenerationOptions(TypedDict, total=False):
 
 _NAMED: dict[str, Mapping[Any, int]] = {"sampler": SAMPLERS, "fidelity": FIDELITIES, "format": FORMATS}
 _OPTIONS = tuple(GenerationOptions.__annotations__)
+# Of the contract's Techniques, those that have an argument.
+_TECHNIQUES = ("stale_residuals",)
+# Of a spec, what becomes of no argument, or of several.
+_LEFT_OUT = frozenset({"prompt", "num_images", "image", "techniques"})
 
 
 def spec_from(prompt: str, options: GenerationOptions, *, num_images: int = 1) -> GenerationSpec:
-    """The request as the contract carries it. Reads the source image when it is a path.
+    """The request as the contract carries it. Reads the images that are paths.
 
     Raises InvalidRequest, listing every argument that cannot be sent.
     """
@@ -97,8 +95,11 @@ def spec_from(prompt: str, options: GenerationOptions, *, num_images: int = 1) -
     for name, value in {**values, **{name: options.get(name) for name in _OPTIONS}}.items():
         if value is None:
             continue
+        if name == "controlnets":
+            broken.extend(add_to(spec, value))
+            continue
         try:
-            setattr(spec, name, _sendable(name, value))
+            setattr(spec.techniques if name in _TECHNIQUES else spec, name, _sendable(name, value))
         except (TypeError, ValueError, OSError) as error:
             broken.append(Violation(field=name, description=str(error)))
     if broken:
@@ -107,34 +108,26 @@ def spec_from(prompt: str, options: GenerationOptions, *, num_images: int = 1) -
 
 
 def options_from(spec: GenerationSpec) -> GenerationOptions:
-    """The keyword arguments that make `spec`, without its prompt, number of images and source image.
+    """The keyword arguments that make `spec`, without its prompt, number of images, source and control images.
 
     Raises InvalidRequest when the spec uses something that no keyword argument says.
     """
-    said = {field.name for field, _ in spec.ListFields()} - {"prompt", "num_images", "image"}
-    if beyond := sorted(said - set(_OPTIONS)):
+    said = {field.name: value for field, value in spec.ListFields() if field.name not in _LEFT_OUT}
+    said |= {field.name: value for field, value in spec.techniques.ListFields()}
+    if beyond := sorted(said.keys() - set(_OPTIONS)):
         raise InvalidRequest(f"the client has no argument for {', '.join(beyond)}")
-    values = {name: getattr(spec, name) for name in said - _NAMED.keys()}
-    for name in said & _NAMED.keys():
-        values[name] = next(key for key, number in _NAMED[name].items() if number == getattr(spec, name))
-    return cast("GenerationOptions", values)
+    for name in said.keys() & _NAMED.keys():
+        said[name] = next(key for key, number in _NAMED[name].items() if number == said[name])
+    if spec.controlnets:
+        said["controlnets"] = tuple(map(controlnet_from, spec.controlnets))
+    return cast("GenerationOptions", said)
 
 
 def _sendable(name: str, value: Any) -> object:
     if name == "image":
-        return _encoded(value)
+        return encoded(value)
     if name not in _NAMED:
         return value
     if value not in _NAMED[name]:
         raise ValueError(f"must be one of {', '.join(_NAMED[name])}; got {value!r}")
     return _NAMED[name][value]
-
-
-def _encoded(image: ImageSource) -> bytes:
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, str | os.PathLike):
-        return Path(image).read_bytes()
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bottega.errors import DeadlinePassed, InvalidRequest, Unavailable, Violation
+from bottega.errors import BottegaError, DeadlinePassed, InvalidRequest, Unavailable, Violation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How to go on when the gateway is UNAVAILABLE; nothing else is ever retried.
+    """How to go on when the gateway is UNAVAILABLE, or serves as many calls as it can; nothing else is ever retried.
 
     patience_s: give up when it was unavailable for so long. A gateway and its workers are back within
         seconds of a restart; a backend that starts together with its gateway finds it, too.
@@ -28,6 +28,10 @@ class RetryPolicy:
     longest_wait_s: float = 2.0
 
 
+class OutOfTime(DeadlinePassed):
+    """The caller's own time is over, which says nothing of the job's."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
     """The moment (time.monotonic) after which the caller no longer wants the answer.
@@ -39,10 +43,13 @@ class Deadline:
     allowed_s: float
 
     @classmethod
-    def after(cls, seconds: float) -> Deadline:
-        """The moment so many seconds from now. Raises InvalidRequest for a number that is no time to wait."""
+    def after(cls, seconds: float, *, name: str = "timeout_s") -> Deadline:
+        """The moment so many seconds from now. Raises InvalidRequest for a number that is no time to wait.
+
+        name: of the argument that said so.
+        """
         if not 0 < seconds < math.inf:
-            rule = Violation(field="timeout_s", description=f"must be a number of seconds above 0; got {seconds:g}")
+            rule = Violation(field=name, description=f"must be a number of seconds above 0; got {seconds:g}")
             raise InvalidRequest(f"{rule.field} {rule.description}", violations=[rule])
         return cls(at_s=time.monotonic() + seconds, allowed_s=seconds)
 
@@ -53,9 +60,9 @@ class Deadline:
             raise self.passed()
         return remaining_s
 
-    def passed(self) -> DeadlinePassed:
+    def passed(self) -> OutOfTime:
         """What is raised when nothing remains."""
-        return DeadlinePassed(f"not done within {self.allowed_s:g} s")
+        return OutOfTime(f"not done within {self.allowed_s:g} s")
 
 
 class Backoff:
@@ -80,7 +87,7 @@ class Backoff:
         self._tries = 0
         self._well_s = self._reached_s = self._clock()
 
-    def wait_s(self, error: Unavailable) -> float:
+    def wait_s(self, error: BottegaError) -> float:
         """Seconds to wait before the next try; at least what the gateway asked for.
 
         Raises `error` when patience or the deadline would end before that.

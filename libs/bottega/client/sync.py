@@ -11,6 +11,7 @@ from typing import Self, Unpack
 from bottega.client.aio import AsyncClient
 from bottega.client.aio_job import AsyncJob
 from bottega.client.events import Event
+from bottega.client.hosting import AddedControlNet, ServedControlNet
 from bottega.client.jobs import JobPage, JobState, JobStatus
 from bottega.client.loop_thread import LoopThread
 from bottega.client.options import GenerationOptions
@@ -59,11 +60,14 @@ class Client:
         prompt: str,
         *,
         timeout_s: float | None = None,
+        deadline_s: float | None = None,
         request_id: str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Picture:
         """Draws one picture: `client.generate("a big red star", seed=7).save("star.png")`."""
-        return self._loop.run(self._client.generate(prompt, timeout_s=timeout_s, request_id=request_id, **options))
+        return self._loop.run(
+            self._client.generate(prompt, timeout_s=timeout_s, deadline_s=deadline_s, request_id=request_id, **options)
+        )
 
     def generate_many(
         self,
@@ -71,12 +75,15 @@ class Client:
         num_images: int,
         *,
         timeout_s: float | None = None,
+        deadline_s: float | None = None,
         request_id: str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> tuple[Picture, ...]:
         """Draws 1 to 8 pictures of one prompt together; picture i is drawn as a single one with seed + i."""
         return self._loop.run(
-            self._client.generate_many(prompt, num_images, timeout_s=timeout_s, request_id=request_id, **options)
+            self._client.generate_many(
+                prompt, num_images, timeout_s=timeout_s, deadline_s=deadline_s, request_id=request_id, **options
+            )
         )
 
     def stream(
@@ -86,21 +93,36 @@ class Client:
         num_images: int = 1,
         preview: bool = False,
         timeout_s: float | None = None,
+        deadline_s: float | None = None,
         request_id: str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Generator[Event, None, None]:
         """Draws, and tells what happens: Queued, Progress, Interrupted, and as the last one Completed."""
         return self._loop.pull(
             self._client.stream(
-                prompt, num_images=num_images, preview=preview, timeout_s=timeout_s, request_id=request_id, **options
+                prompt,
+                num_images=num_images,
+                preview=preview,
+                timeout_s=timeout_s,
+                deadline_s=deadline_s,
+                request_id=request_id,
+                **options,
             )
         )
 
     def submit(
-        self, prompt: str, *, num_images: int = 1, request_id: str | None = None, **options: Unpack[GenerationOptions]
+        self,
+        prompt: str,
+        *,
+        num_images: int = 1,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> Job:
         """Starts a job that outlives this connection: `job.result()` has its pictures, now or much later."""
-        job = self._loop.run(self._client.submit(prompt, num_images=num_images, request_id=request_id, **options))
+        job = self._loop.run(
+            self._client.submit(prompt, num_images=num_images, deadline_s=deadline_s, request_id=request_id, **options)
+        )
         return Job(job, self, self._loop)
 
     def job(self, job_id: str) -> Job:
@@ -134,6 +156,14 @@ class Client:
     def fleet(self) -> ListMembersResponse:
         """The services that have joined, and how busy they are."""
         return self._loop.run(self._client.fleet())
+
+    def controlnets(self) -> tuple[ServedControlNet, ...]:
+        """The ControlNets that are served now, and who has them."""
+        return self._loop.run(self._client.controlnets())
+
+    def add_controlnet(self, name: str, folder: str, *, server: str | None = None) -> tuple[AddedControlNet, ...]:
+        """Has every ControlNet server host one more, or one of them by its name."""
+        return self._loop.run(self._client.add_controlnet(name, folder, server=server))
 
 
 class Job:

@@ -7,8 +7,13 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
+
+if TYPE_CHECKING:
+    from bottega.miniature.training.train import Outcome
 
 _NICE = 19
 
@@ -21,10 +26,13 @@ def main() -> None:
         # Read when the library is loaded: too late to be set by a process that has begun with another.
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
         os.execve(sys.executable, [sys.executable, "-m", "bottega.miniature", *sys.argv[1:]], environment)
-    if options.command == "export":
-        _export(options)
-    else:
-        _train(options)
+    try:
+        if options.command == "export":
+            _export(options)
+        else:
+            _train(options)
+    except ConfigError as error:
+        sys.exit(str(error))
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -39,10 +47,16 @@ def _train(options: argparse.Namespace) -> None:
         start=options.start,
         fresh=options.fresh,
         compiled=options.compile,
+        device=options.device,
     )
-    done = ((name, train(name, training)) for name in [options.stage]) if options.stage else train_all(training)
-    for name, steps in done:
-        print(f"{name}: {steps} steps; the model is in {options.folder / 'model'}")
+    for outcome in [train(options.stage, training)] if options.stage else train_all(training):
+        print(f"{outcome.stage}: {_said(outcome, options.folder / 'model')}")
+
+
+def _said(outcome: Outcome, model: Path) -> str:
+    if outcome.used_by:
+        return f"nothing to do: its {outcome.steps} steps are done, and {', '.join(outcome.used_by)} trained on them"
+    return f"{outcome.steps} steps; the model is in {model}"
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -68,8 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--minutes", type=float, default=math.inf, help="of this run; the next one goes on")
     train.add_argument("--pictures", type=int, default=48_000, help="rendered for training")
     train.add_argument("--rows", type=int, default=0, help="of a batch; 0 is the stage's own number")
-    train.add_argument("--start", type=Path, default=WEIGHTS, help="model that a new training begins with")
-    train.add_argument("--fresh", action="store_true", help="begin with random weights")
+    train.add_argument("--start", type=Path, default=WEIGHTS, help="model to begin a new training with")
+    train.add_argument("--fresh", action="store_true", help="begin a new training, or a new stage, with random weights")
+    train.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     train.add_argument("--compile", action="store_true", help="compile the UNet: minutes once, then quicker steps")
 
     export = commands.add_parser("export", help="write a model with what a stage's checkpoint holds by now")

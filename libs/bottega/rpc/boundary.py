@@ -1,8 +1,9 @@
 """The edge between gRPC and our code: the outermost interceptor of every server.
 
 Turns a BottegaError into its status and anything unexpected into a plain INTERNAL, so that no text
-of a library reaches a caller; logs failures once; counts; gives unary calls a deadline. Requests are parsed
-in here as well, so that bytes that are none end like any other wrong request. It knows no service.
+of a library reaches a caller; logs failures once; counts; gives unary calls a deadline. Requests are received and
+parsed in here as well: not before there is room for them, and bytes that are none end like any other wrong request.
+It knows no service.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+from types import TracebackType
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from bottega.errors import BottegaError, Code, DeadlinePassed, InternalError, InvalidRequest
+from bottega.process import copied
 from bottega.rpc import logs
+from bottega.rpc.budget import RequestBudget, Share
 from bottega.rpc.metrics import CallMetrics
 from bottega.rpc.status import to_grpc_status
 
@@ -32,17 +36,21 @@ _Handler = Any  # grpc.RpcMethodHandler, whose stubs know only blocking methods.
 _Context = grpc.aio.ServicerContext[Any, Any]
 # None where the handler takes bytes.
 _Parse = Callable[[bytes], object] | None
+_Raw = AsyncIterator[bytes]
 
 
 class CallBoundary(grpc.aio.ServerInterceptor):
     """Wraps every method of every service.
 
-    default_deadline_s: of unary calls whose caller set none.
+    default_deadline_s: of unary calls whose caller set none. budget: of all calls but those that stream their requests,
+    which are the suite's own and must get through when others cannot. A method that streams its answers holds nothing
+    of a large request from its first answer on.
     """
 
-    def __init__(self, metrics: CallMetrics, default_deadline_s: float) -> None:
+    def __init__(self, metrics: CallMetrics, default_deadline_s: float, budget: RequestBudget) -> None:
         self._metrics = metrics
         self._default_deadline_s = default_deadline_s
+        self._budget = budget
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -66,52 +74,50 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         return self._unary(handler, method)
 
     def _unary(self, handler: _Handler, method: str) -> _Handler:
-        inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
-        read = _reader(handler)
+        parse: _Parse = handler.request_deserializer
 
-        async def call(raw: Any, context: _Context) -> object:
+        async def call(stream: _Raw, context: _Context) -> object:
             async with self._guard(method, context), self._deadline(context):
-                return await inner(read(raw), context)
+                if handler.request_streaming:
+                    return await handler.stream_unary(_parsed_all(stream, parse), context)
+                with await self._budget.share(calls=self._active) as share:
+                    return await handler.unary_unary(await self._received(context, parse, share), context)
 
-        make = (
-            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
-        )
-        return cast(Any, make)(call, None, handler.response_serializer)
+        return _taking_streams(grpc.stream_unary_rpc_method_handler, call, handler)
 
     def _streaming(self, handler: _Handler, method: str) -> _Handler:
-        inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
-        read = _reader(handler)
+        parse: _Parse = handler.request_deserializer
 
-        async def call(raw: Any, context: _Context) -> AsyncGenerator[object, None]:
-            async with self._guard(method, context), contextlib.aclosing(inner(read(raw), context)) as responses:
+        async def all_asked(stream: _Raw, context: _Context) -> AsyncGenerator[object, None]:
+            async with (
+                self._guard(method, context),
+                contextlib.aclosing(handler.stream_stream(_parsed_all(stream, parse), context)) as responses,
+            ):
                 async for response in responses:
                     yield response
 
-        make = (
-            grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
-        )
-        return cast(Any, make)(call, None, handler.response_serializer)
+        async def one_asked(_: _Raw, context: _Context) -> AsyncGenerator[object, None]:
+            async with self._guard(method, context):
+                with await self._budget.share(calls=self._active) as share:
+                    answers = handler.unary_stream(await self._received(context, parse, share), context)
+                    async with contextlib.aclosing(answers) as responses:
+                        async for response in responses:
+                            share.release()
+                            yield response
 
-    @contextlib.asynccontextmanager
-    async def _guard(self, method: str, context: _Context) -> AsyncIterator[None]:
-        began = time.perf_counter()
-        code = Code.CANCELLED.name
-        self._enter(context)
-        try:
-            yield
-            code = "OK"
-        except BottegaError as error:
-            code = error.code.name
-            _report(method, error)
-            await context.abort_with_status(to_grpc_status(error))
-        except Exception as error:
-            code = Code.INTERNAL.name
-            _log.exception("call failed unexpectedly", extra={"method": method})
-            await context.abort_with_status(to_grpc_status(_plain_internal()))
-            raise AssertionError("unreachable: abort raises") from error
-        finally:
-            self._leave()
-            self._metrics.observe(method, code, time.perf_counter() - began)
+        call = all_asked if handler.request_streaming else one_asked
+        return _taking_streams(grpc.stream_stream_rpc_method_handler, call, handler)
+
+    async def _received(self, context: _Context, parse: _Parse, share: Share) -> object:
+        async with self._budget.coming():
+            raw = await context.read()  # the stream of requests would keep it
+        if raw is grpc.aio.EOF:
+            raise InvalidRequest("the call carries no request")
+        share.shrink(len(raw))
+        return await _parsed(raw, parse)
+
+    def _guard(self, method: str, context: _Context) -> _Guard:
+        return _Guard(self, method, context)
 
     @contextlib.asynccontextmanager
     async def _deadline(self, context: _Context) -> AsyncIterator[None]:
@@ -125,36 +131,65 @@ class CallBoundary(grpc.aio.ServerInterceptor):
                 raise
             raise DeadlinePassed(f"no deadline was set and the default of {timeout:g} s passed") from None
 
-    def _enter(self, context: _Context) -> None:
+    def enter(self, context: _Context) -> None:
+        """A call begins."""
         # Every call runs in a task of its own, so what is bound here is bound for this call only.
         logs.bind(**_request_id(context))
         self._active += 1
         self._idle.clear()
         self._metrics.in_flight.inc()
 
-    def _leave(self) -> None:
+    def leave(self, method: str, code: Code | None, seconds: float) -> None:
+        """It has ended. code: None is OK."""
         self._active -= 1
         self._metrics.in_flight.dec()
         if not self._active:
             self._idle.set()
+        self._metrics.observe(method, code.name if code else "OK", seconds)
 
 
-def _reader(handler: _Handler) -> Callable[[Any], object]:
-    """What makes the handler's request, or its stream of requests, of the bytes that came."""
-    parse: _Parse = handler.request_deserializer
-    if handler.request_streaming:
-        return lambda stream: _parsed_all(stream, parse)
-    return lambda raw: _parsed(raw, parse)
+class _Guard:
+    """Around one call: whatever it raises ends it with a status.
+
+    gRPC keeps the exception of an abort, in a cycle, until the collector comes by. So it must not lead to the frames of
+    the call, which hold its request, of some MiB perhaps: no traceback is kept, and none is a local variable here.
+    """
+
+    def __init__(self, boundary: CallBoundary, method: str, context: _Context) -> None:
+        self._boundary = boundary
+        self._method = method
+        self._context = context
+        self._began = time.perf_counter()
+
+    async def __aenter__(self) -> None:
+        self._boundary.enter(self._context)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del kind, trace
+        ours = _told(self._method, error) if isinstance(error, Exception) else None
+        try:
+            if ours is not None:
+                await self._context.abort_with_status(to_grpc_status(ours))
+        finally:
+            code = Code.CANCELLED if error is not None else None
+            self._boundary.leave(self._method, ours.code if ours else code, time.perf_counter() - self._began)
 
 
-async def _parsed_all(stream: AsyncIterator[bytes], parse: _Parse) -> AsyncIterator[object]:
+def _taking_streams(make: Any, call: Callable[[_Raw, _Context], object], handler: _Handler) -> _Handler:
+    """A handler whose messages come when it asks for them, also where there is only one: gRPC would not wait."""
+    return make(call, None, handler.response_serializer)
+
+
+async def _parsed_all(stream: _Raw, parse: _Parse) -> AsyncIterator[object]:
     async for raw in stream:
-        yield _parsed(raw, parse)
+        yield await _parsed(raw, parse)
 
 
-def _parsed(raw: bytes, parse: _Parse) -> object:
+async def _parsed(raw: bytes, parse: _Parse) -> object:
     try:
-        return parse(raw) if parse else raw
+        return await copied(len(raw), lambda: parse(raw)) if parse else raw
     except DecodeError:
         raise InvalidRequest("the request's bytes are not a message of this method") from None
 
@@ -166,11 +201,20 @@ def _request_id(context: _Context) -> dict[str, str]:
     return {}
 
 
-def _report(method: str, error: BottegaError) -> None:
-    if isinstance(error, InternalError):
+def _told(method: str, error: Exception) -> BottegaError:
+    """What the caller is told. It is logged here, once, and forgets where it was raised."""
+    told = error if isinstance(error, BottegaError) else _plain_internal()
+    if told is not error:
+        _log.error("call failed unexpectedly", exc_info=error, extra={"method": method})
+    elif isinstance(error, InternalError):
         _log.error("call failed", exc_info=error, extra={"method": method})
     else:
-        _log.info("call refused", extra={"method": method, "reason": error.reason_name, "text": error.message})
+        _log.info("call refused", extra={"method": method, "reason": told.reason_name, "text": told.message})
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return told
 
 
 def _plain_internal() -> InternalError:

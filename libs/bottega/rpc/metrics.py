@@ -19,7 +19,7 @@ from prometheus_client import (
     make_wsgi_app,
 )
 
-from bottega.errors import ConfigError
+from bottega.errors import Unavailable
 from bottega.rpc.address import split
 
 # From a health check to the longest drawing that anybody waits for.
@@ -58,12 +58,12 @@ class MetricsEndpoint:
         self._http: tuple[WSGIServer, threading.Thread] | None = None
 
     def start(self) -> None:
-        """Starts to serve; `address` then says where. Raises ConfigError when the port is taken."""
+        """Starts to serve; `address` then says where. Raises Unavailable when the port is taken."""
         host, port = split(self._listen)
         try:
             server = make_server(host, port, make_wsgi_app(self.registry), _Server, _Silent)
         except OSError as error:
-            raise ConfigError(f"metrics_listen {self._listen} cannot be used: {error.strerror}") from None
+            raise Unavailable(f"metrics_listen {self._listen} cannot be used: {error.strerror}") from None
         thread = threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="metrics", daemon=True)
         thread.start()
         self._http = (server, thread)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +32,23 @@ class ServiceManager:
     def ready(self) -> None:
         """The service is warm and serves."""
         self._say("READY=1", "STATUS=serving")
+
+    @contextlib.contextmanager
+    def told_if_late(self, after_s: float | None) -> Iterator[None]:
+        """In the block the service gets warm. If that takes longer than `after_s`, it counts as started all the same.
+
+        For one that answers meanwhile: systemd would end it when its time to start is over, again and again.
+        """
+        if after_s is None:
+            yield
+            return
+        late = asyncio.get_running_loop().call_later(
+            after_s, self._say, "READY=1", "STATUS=answers, but does not serve yet; its log says why"
+        )
+        try:
+            yield
+        finally:
+            late.cancel()
 
     def stopping(self) -> None:
         """The service takes no new work, and will end."""

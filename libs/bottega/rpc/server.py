@@ -20,10 +20,11 @@ from prometheus_client import CollectorRegistry
 from pydantic import ConfigDict, Field
 
 from bottega.config import STRICT
-from bottega.errors import ConfigError
+from bottega.errors import Unavailable
 from bottega.rpc import logs
 from bottega.rpc.address import split
 from bottega.rpc.boundary import CallBoundary
+from bottega.rpc.budget import RequestBudget
 from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES
 from bottega.rpc.metrics import MetricsEndpoint
 from bottega.rpc.notify import ServiceManager
@@ -32,6 +33,8 @@ from bottega.rpc.notify import ServiceManager
 _DRAIN_PAUSE_S = 0.2
 # After the grace: for calls to end that were told to.
 _STOP_GRACE_S = 0.5
+# gRPC's bound on calls, health and the suite's own streams included, over that on the others.
+_MOST_CALLS = 2
 _STDIN = 0
 # What stdin says is of no matter, only that it ends.
 _IGNORED_BYTES = 4096
@@ -46,7 +49,10 @@ class ServerConfig:
     """What every service may be told about its server.
 
     listen, metrics_listen: host:port; port 0 is any free one. drain_grace_s: for calls to end after SIGTERM.
-    default_deadline_s: of calls whose caller set none.
+    default_deadline_s: of calls whose caller set none. max_message_mib: of one message.
+    max_requests_mib: of all requests that are coming in or are not dealt with yet; the service grows by up to eight
+        times that, for what it makes of them and what the C library keeps. max_calls: served at once. Who comes when
+        there is no room hears RESOURCE_EXHAUSTED, and when to ask again.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -55,8 +61,15 @@ class ServerConfig:
     metrics_listen: str = "127.0.0.1:0"
     drain_grace_s: Annotated[float, Field(gt=0)] = 20.0
     max_message_mib: Annotated[int, Field(ge=1, le=1024)] = MAX_MESSAGE_MIB
+    max_requests_mib: Annotated[int, Field(ge=1)] = 128
+    max_calls: Annotated[int, Field(ge=1)] = 2048
     default_deadline_s: Annotated[float, Field(gt=0)] = 600.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        if self.max_requests_mib < self.max_message_mib:
+            needed = f"at least max_message_mib, which is {self.max_message_mib}"
+            raise ValueError(f"max_requests_mib is {self.max_requests_mib}; {needed}")
 
 
 class Server:
@@ -70,10 +83,20 @@ class Server:
         self.config = config
         self.address = ""
         self._metrics = MetricsEndpoint(config.metrics_listen)
-        self._boundary = CallBoundary(self._metrics.calls, config.default_deadline_s)
+        budget = RequestBudget(
+            max_bytes=config.max_requests_mib << 20,
+            message_bytes=config.max_message_mib << 20,
+            max_calls=config.max_calls,
+        )
+        self._boundary = CallBoundary(self._metrics.calls, config.default_deadline_s, budget)
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
-        self.grpc = grpc.aio.server(interceptors=[self._boundary], options=_options(config))
+        # gRPC's own refusals say nothing of when to ask again: they are for what the boundary does not count.
+        self.grpc = grpc.aio.server(
+            interceptors=[self._boundary],
+            options=_options(config),
+            maximum_concurrent_rpcs=_MOST_CALLS * config.max_calls,
+        )
 
     @property
     def registry(self) -> CollectorRegistry:
@@ -90,7 +113,7 @@ class Server:
         self._services.extend(names)
 
     async def start(self) -> None:
-        """Listens; health says NOT_SERVING until `set_serving`. Raises ConfigError when a port is taken."""
+        """Listens; health says NOT_SERVING until `set_serving`. Raises Unavailable when a port is taken."""
         host, _ = split(self.config.listen)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         own = [health.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -99,7 +122,7 @@ class Server:
         try:
             port = self.grpc.add_insecure_port(self.config.listen)
         except RuntimeError:
-            raise ConfigError(f"listen {self.config.listen} cannot be used: is another instance running?") from None
+            raise Unavailable(f"listen {self.config.listen} cannot be used: is another instance running?") from None
         self._metrics.start()
         await self.grpc.start()
         self.address = f"{host}:{port}"
@@ -134,13 +157,21 @@ class Server:
 
 
 async def run(
-    server: Server, *, warm_up: Step, finish: Step | None = None, shut_down: Step, stop_with_stdin: bool = False
+    server: Server,
+    *,
+    warm_up: Step,
+    finish: Step | None = None,
+    shut_down: Step,
+    answers_after_s: float | None = None,
+    stop_with_stdin: bool = False,
 ) -> None:
     """The life of a service: start, warm up, serve until SIGTERM or SIGINT, drain, shut down.
 
     warm_up: what must have happened before health says SERVING; a signal abandons it.
     finish: see `Server.drain`. shut_down: always called last, whatever happened. systemd, where it started the
         service, is told when it is warm, when it stops, and that it lives.
+    answers_after_s: of a service that answers while it warms up, if only that it cannot serve yet: systemd is told
+        after this time that it has started. None: only when it is warm.
     stop_with_stdin: the end of stdin, a pipe, is a signal too: whoever holds its other end has gone.
     """
     logs.configure(server.name, server.config.log_level)
@@ -149,7 +180,9 @@ async def run(
     async with manager.told_alive():
         try:
             await server.start()
-            if await _unless(stopping, warm_up()):
+            with manager.told_if_late(answers_after_s):
+                is_warm = await _unless(stopping, warm_up())
+            if is_warm:
                 await server.set_serving(True)
                 manager.ready()
                 _log.info("serving", extra={"address": server.address, "metrics": server.metrics_address})
@@ -198,6 +231,8 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", config.max_message_mib << 20),
         ("grpc.max_send_message_length", config.max_message_mib << 20),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        # Of a message that nobody reads yet, 64 KiB are taken in; with the probe it would be some MiB of every call.
+        ("grpc.http2.bdp_probe", 0),
         # A second instance on the same port is an error, not a silent sharing of it.
         ("grpc.so_reuseport", 0),
         # Clients ping every 30 s; the server tolerates that, and pings as well.

@@ -157,7 +157,9 @@ def _class_for(reason: str, code: Code) -> type[BottegaError]:
 
 @functools.cache
 def _classes_by_reason() -> dict[str, type[BottegaError]]:
-    classes = {ErrorReason.Name(kind.reason).removeprefix("ERROR_REASON_"): kind for kind in _tree(BottegaError)}
+    # A kind of one of them that somebody has for himself has its reason from it, and is never meant here.
+    fixed = [kind for kind in _tree(BottegaError) if "reason" in vars(kind)]
+    classes = {ErrorReason.Name(kind.reason).removeprefix("ERROR_REASON_"): kind for kind in fixed}
     del classes["UNSPECIFIED"]
     return classes
 

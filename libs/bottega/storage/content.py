@@ -6,10 +6,12 @@ event loop, nor a reader for a write.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,11 +33,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """trusted: written, or checked, since the start, and not seen damaged."""
+    """trusted: written, or checked, since the start, and not seen damaged. damaged: seen so."""
 
     size_bytes: int
     time: float
     trusted: bool
+    damaged: bool = False
 
 
 class ContentReader:
@@ -93,11 +96,12 @@ class ContentStore:
     def __init__(
         self, folder: Path, *, budget_bytes: int, ttl_s: float, clock: Callable[[], float] = time.time
     ) -> None:
+        self.budget_bytes = budget_bytes
         self._path = folder
         self._folder = ContentFolder(folder)
-        self._budget_bytes = budget_bytes
         self._ttl_s = ttl_s
         self._clock = clock
+        self._pinned: Counter[str] = Counter()
         # Oldest first. Only the writer changes it; the reader looks things up.
         self._entries: dict[str, _Entry] = {}
         self._writer = StorageThread("content-writer")
@@ -118,14 +122,26 @@ class ContentStore:
         await self._writer.close()
         self._folder.close()
 
+    @contextlib.contextmanager
+    def pinned(self, digests: Collection[str]) -> Iterator[None]:
+        """In the block none of these goes to make room for another: several that belong together are put in it.
+
+        All that are pinned at any time must be within the budget together.
+        """
+        self._pinned.update(digests)
+        try:
+            yield
+        finally:
+            self._pinned -= Counter(digests)
+
     async def put(self, digest: str, data: bytes) -> None:
         """Keeps an image under its SHA-256; it is on the disk when this returns, and half of it never is.
 
         One that is there already has its time renewed and is not written again; after a start it is checked once.
         Raises TooLarge for one that is beyond the whole budget.
         """
-        if len(data) > self._budget_bytes:
-            limit = {"limit": "results_bytes", "bytes": str(self._budget_bytes)}
+        if len(data) > self.budget_bytes:
+            limit = {"limit": "results_bytes", "bytes": str(self.budget_bytes)}
             raise TooLarge("the image is larger than all that may be kept", metadata=limit)
         await self._writer.run(lambda: self._put(digest, data))
 
@@ -147,9 +163,9 @@ class ContentStore:
         return await self._reader.run(lambda: self._read(digest))
 
     def holds(self, digest: str) -> bool:
-        """Whether the image is there, as far as is known without a look at the disk."""
+        """Whether the image is there and good, as far as is known without a look at the disk."""
         entry = self._entries.get(digest)
-        return entry is not None and entry.time + self._ttl_s > self._clock()
+        return entry is not None and not entry.damaged and entry.time + self._ttl_s > self._clock()
 
     async def probe(self) -> None:
         """Returns when something could be written, and was taken away again."""
@@ -198,13 +214,14 @@ class ContentStore:
                 descriptor = self._folder.open_file(digest)
             except FileNotFoundError:
                 if self._entries.get(digest) is entry:  # nobody of ours has removed it
+                    entry.trusted, entry.damaged = False, True
                     raise damaged(digest) from None
                 return None
             reader = ContentReader(self._reader, descriptor, digest, os.fstat(descriptor).st_size)
             try:
                 check(descriptor, digest)
             except DataLoss:
-                entry.trusted = False
+                entry.trusted, entry.damaged = False, True
                 raise
             return reader
 
@@ -216,11 +233,14 @@ class ContentStore:
     def _sweep(self) -> bool:
         self._check_opened()
         until = time.perf_counter() + _SLICE_S
-        oldest = self._clock() - self._ttl_s
+        now = self._clock()
+        oldest = now - self._ttl_s
         with faults.translated():
             while self._entries:
                 digest, entry = next(iter(self._entries.items()))
-                if entry.time > oldest and self.size_bytes <= self._budget_bytes:
+                # One that was put under a clock ahead of time must not keep itself, and all behind it, until then.
+                entry.time = min(entry.time, now)
+                if entry.time > oldest and self.size_bytes <= self.budget_bytes:
                     return False
                 if time.perf_counter() > until:
                     return True
@@ -228,8 +248,11 @@ class ContentStore:
         return False
 
     def _make_room(self, size_bytes: int) -> None:
-        while self._entries and self.size_bytes + size_bytes > self._budget_bytes:
-            self._drop(next(iter(self._entries)))
+        while self.size_bytes + size_bytes > self.budget_bytes:
+            oldest = next((digest for digest in self._entries if digest not in self._pinned), None)
+            if oldest is None:
+                return
+            self._drop(oldest)
 
     def _drop(self, digest: str) -> None:
         # Out of the index first: a reader that finds no file then knows why.
@@ -243,4 +266,4 @@ class ContentStore:
 
     def _check_opened(self) -> None:
         if not self._opened:
-            raise faults.unavailable("the storage is not open", cause="EBADF")
+            raise faults.unavailable("the storage is not open", cause=faults.NOT_OPEN)

@@ -12,6 +12,8 @@ from bottega.errors import StorageUnavailable
 RETRY_AFTER_S = 5.0
 # The cause of what is no fault of a disk: more waits for it than it can take at once.
 BUSY = "EAGAIN"
+# The cause of what comes before `open` has succeeded, or after `close`.
+NOT_OPEN = "EBADF"
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})

@@ -60,8 +60,9 @@ The gateway (gateway.py). A tick that is late renews all leases: whoever was its
     draining   the rest has ended, or the grace is over         stopped; what is left is in the store
     dead       started again                                    starting; live jobs are queued again, and those that ran
                                                                 are held a moment for the worker that still has them
-                                                                (adoption.py); numbers carry the life, so that those of
-                                                                an earlier one are never given again
+                                                                (adoption.py), and go on there even if it comes later,
+                                                                unless they were begun anew; numbers carry the life, so
+                                                                that those of an earlier one are never given again
     serving    the disk cannot be written                       paused: nothing is taken or handed out; what was drawn
                                                                 is kept, and written when it is back (storehouse.py)
 """

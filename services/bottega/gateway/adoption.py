@@ -1,7 +1,8 @@
 """After a restart of the gateway: brings jobs that were running back together with the workers that still have them.
 
 Such a job is held for a moment, so that its worker can come back. Every worker that joins is asked what it has: what
-counts goes on there, the rest is stopped. Who is not claimed in time lines up again, before the others. Knows no wire.
+counts goes on there, the rest is stopped. Who is not claimed in time lines up again, before the others; a worker that
+comes later than that still brings it along, unless it was begun anew. Knows no wire.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Adoption:
         self._hold_s = hold_s
         self._line_up = line_up
         self._held: dict[str, Job] = {}
+        self._late: dict[Job, int] = {}  # lined up again, by the attempt that nobody had claimed
+        self._silent: set[Member] = set()
         self._expiry: asyncio.TimerHandle | None = None
         self._asking: set[asyncio.Task[None]] = set()
 
@@ -56,15 +59,24 @@ class Adoption:
 
     def ask(self, member: Member, *, then: Callable[[Member], None]) -> None:
         """Asks a worker that has joined what it has. then: called with it, after that where it may matter."""
-        if not self._held:
+        self._late = {job: number for job, number in self._late.items() if self._is_late(job)}
+        matters = bool(self._held or self._late)
+        if matters:
+            self._silent.add(member)
+        else:
             then(member)
-        task = asyncio.create_task(self._ask(member, then if self._held else _ignore))
+        task = asyncio.create_task(self._ask(member, then if matters else _ignore))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
+
+    def awaits(self, member: Member) -> bool:
+        """Whether it may matter what a worker will say that it has: until then it is given nothing."""
+        return member in self._silent
 
     async def close(self) -> None:
         """Holds and asks no more."""
         self._held.clear()
+        self._late.clear()
         if self._expiry is not None:
             self._expiry.cancel()
         for task in self._asking:
@@ -75,12 +87,18 @@ class Adoption:
         if not self._jobs.restored:
             return  # everybody is asked when they are
         try:
+            await self._hear(member)
+        finally:
+            self._silent.discard(member)
+        then(member)
+
+    async def _hear(self, member: Member) -> None:
+        try:
             summaries = await self._dispatcher.attempts_at(member)
             for summary in summaries if self._dispatcher.reaches(member) else ():
                 self._look(member, summary.attempt)
         except BottegaError as error:
             _log.warning("a worker does not say what it has", extra={"member": member.name, "text": error.message})
-        then(member)
 
     def _look(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
         job = self._jobs.find(attempt.job_id)
@@ -95,11 +113,18 @@ class Adoption:
 
     def _may_take(self, job: Job, number: int) -> bool:
         """A later number than is known is an attempt that began when that could not be written any more."""
-        return self.holds(job) or (job.state == image_pb2.JOB_STATE_QUEUED and number > job.number)
+        if self.holds(job):
+            return True
+        return job.state == image_pb2.JOB_STATE_QUEUED and (number > job.number or self._is_late(job))
+
+    def _is_late(self, job: Job) -> bool:
+        """Whether the job was held, lined up again, and has not been begun since."""
+        return job.open and job.state == image_pb2.JOB_STATE_QUEUED and self._late.get(job) == job.number
 
     def _expire(self) -> None:
         held, self._held = list(self._held.values()), {}
         for job in reversed(held):
             if job.take_back(job.number):
+                self._late[job] = job.number
                 self._jobs.waits_again(job)
                 self._line_up(job)

@@ -33,9 +33,11 @@ class GatewayConfig:
     state: folder of its jobs and images, which nobody else may use; empty is "gateway" in $BOTTEGA_STATE, else in
         bottega in $XDG_STATE_HOME, else in ~/.local/state/bottega.
     max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered after they ended; also the
-        window in which a request_id attaches to its first run, over restarts too.
+        window in which a request_id attaches to its first run, over restarts too. More than max_jobs in jobs_ttl_s make
+        it shorter.
     hold_s: how long, after a restart, a job that was running waits for its worker to come back with it.
-    results_bytes, results_ttl_s: bounds on finished images on the disk.
+    results_bytes, results_ttl_s: bounds on finished images on the disk, which needs that room: 4 GiB are 2,400 of
+        SDXL. What has gone is drawn again for its request_id, with the same seed.
     max_result_bytes: of one job's images together; at most results_bytes, so that a job has all of them when it ends.
     lease_s: silence after which a service has left; with a sweep every tenth of a second a silent one
         is out within 2 s.
@@ -57,7 +59,7 @@ class GatewayConfig:
     jobs_bytes: AtLeastOne = 128 << 20
     jobs_ttl_s: Seconds = 3600.0
     hold_s: Seconds = 3.0
-    results_bytes: AtLeastOne = 512 << 20
+    results_bytes: AtLeastOne = 4 << 30
     results_ttl_s: Seconds = 3600.0
     max_result_bytes: AtLeastOne = 128 << 20
     lease_s: Seconds = 1.5

@@ -42,6 +42,19 @@ def complete(spec: GenerationSpec, model: image_pb2.Model) -> GenerationSpec:
     return full
 
 
+def as_before(spec: GenerationSpec, drawn: GenerationSpec) -> GenerationSpec:
+    """A copy of `spec`, completed as it was when it was drawn first: the same seed, and the defaults of then.
+
+    drawn: what came of the same spec at that time, its input images removed.
+    """
+    full = GenerationSpec()
+    full.CopyFrom(spec)
+    for field, value in drawn.ListFields():
+        if not field.is_repeated and field.message_type is None:
+            setattr(full, field.name, value)
+    return full
+
+
 def _complete_denoising(full: GenerationSpec, spec: GenerationSpec, model: image_pb2.Model) -> None:
     full.num_inference_steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
     full.guidance_scale = spec.guidance_scale if spec.HasField("guidance_scale") else model.default_guidance_scale

@@ -270,6 +270,8 @@ class Dispatcher:
                     self._take_checkpoint(member, news)
             except BottegaError as error:
                 _log.debug("checkpoints cannot be watched", extra={"member": member.name, "text": error.message})
+            except Exception:  # noqa: BLE001 - the boundary of the task: without it a worker's jobs begin anew when it dies
+                _log.exception("checkpoints could not be taken", extra={"member": member.name})
             await asyncio.sleep(_WATCH_PAUSE_S)
 
     def _take_checkpoint(self, member: Member, news: worker_pb2.WatchCheckpointsResponse) -> None:

@@ -55,9 +55,9 @@ class Fleet:
         self.observer: FleetObserver | None = None
 
     def join(self, registration: fleet_pb2.Registration) -> Member:
-        """A newcomer; it replaces an older member of its name.
+        """A newcomer; it replaces an older member of its name that has gone, or that was at its address.
 
-        Raises InvalidRequest, ModelMismatch, FleetFull, Draining.
+        Raises InvalidRequest, also when the name is in use, ModelMismatch, FleetFull, Draining.
         """
         rules.refuse(list(check_registration(registration)))
         if self.closed.is_set():
@@ -65,7 +65,9 @@ class Fleet:
         now = self._clock.monotonic()
         key = (registration.kind, registration.name)
         member = self._members.get(key)
-        if member is None and len(self._members) >= self._max_members:
+        if member is not None:
+            self._check_name(registration, member, now)
+        elif len(self._members) >= self._max_members:
             raise FleetFull(
                 f"the fleet has {self._max_members} members, and max_members of the gateway allows no more",
                 metadata={"max_members": str(self._max_members)},
@@ -184,6 +186,13 @@ class Fleet:
         """What the ControlNets of a model must have been made for; empty where that is not known."""
         seen = self._seen.get(model)
         return seen.model.base if seen else ""
+
+    def _check_name(self, registration: fleet_pb2.Registration, member: Member, now: float) -> None:
+        """Two services of one name would push each other out for ever, and lose each other's attempts."""
+        elsewhere = member.registration.address != registration.address
+        if elsewhere and member.connected and member.heard_at > now - self.lease_s:
+            rule = f"{registration.name} is in use by a service at {member.registration.address}; choose another name"
+            raise InvalidRequest(f"name: {rule}", violations=[Violation(field="registration.name", description=rule)])
 
     def _check_models(self, registration: fleet_pb2.Registration, others: Iterable[Member]) -> None:
         """A job may go to any worker of its model, and go on at any other: so they all must serve the same."""

@@ -38,6 +38,10 @@ from bottega.v1.image_pb2 import JobState
 _LATE_S = 0.5
 _TICK_S = 0.1
 _TICKS_PER_SECOND = 10
+# Rounds that failed within so many seconds, after which the gateway says that it does not serve. The queue has a round
+# a second.
+_MOST_FAULTS = 3
+_FAULTS_S = 10.0
 # A caller's clock and ours agree on a deadline up to the time on the wire, and gRPC rounds.
 _AT_DEADLINE_S = 0.1
 # How often each worker of a model may not take a job, or give it back: with its rests that is half a minute.
@@ -87,6 +91,7 @@ class Foreman:
         self._adoption = Adoption(
             dispatcher=dispatcher, queue=queue, log=log, hold_s=hold_s, line_up=self._line_up_again
         )
+        self._matching.kept_back = self._adoption.awaits
         self._queue = queue
         self._jobs = log
         self._metrics = metrics
@@ -98,6 +103,7 @@ class Foreman:
         self._completed: deque[tuple[str, int]] = deque(maxlen=_JUST_COMPLETED)
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._ticking: asyncio.Task[None] | None = None
+        self._faults: deque[float] = deque(maxlen=_MOST_FAULTS)
         self.draining = False
         fleet.observer = self
         dispatcher.observer = self
@@ -113,11 +119,16 @@ class Foreman:
 
         seconds: that it took to read them, for the log.
         """
-        running = [job for job in jobs if job.state == image_pb2.JOB_STATE_RUNNING]
+        running = [job for job in jobs if job.open and job.state == image_pb2.JOB_STATE_RUNNING]
         for job in jobs:
+            if not job.open:
+                self._decided(job)  # it cannot be drawn any more
+                continue
             self._set_deadline(job)
             if job.state == image_pb2.JOB_STATE_QUEUED:
                 self._queue.add(job)
+                # Who follows it hears at once where it stands; when it will be done is told to all in turn.
+                job.stand(Standing(place=len(self._queue.line(job.bare.model)) - 1, estimate_s=None))
         self._adoption.hold(running)
         self._patient_until = self._clock.monotonic() + self._patience_s
         if jobs:
@@ -142,16 +153,19 @@ class Foreman:
         self.draining = self._matching.paused = True
         why = Draining("the gateway is stopping; ask again", retry_after_s=1.0)
         try:
-            for job in list(self._jobs.live()):
-                if not self._adoption.holds(job):
-                    await _out_of_hand(job)
-                if job.live:
-                    job.leave(why)
+            await asyncio.gather(*(self._see_off(job, why) for job in self._jobs.live()))
         finally:
             for job in list(self._jobs.live()):
                 job.leave(why)
             self._dispatcher.let_go()
             self._fleet.close()
+
+    async def _see_off(self, job: Job, why: Draining) -> None:
+        """Sends away who follows the job, as soon as it cannot end here: at once where no worker has it."""
+        if not self._adoption.holds(job):
+            await _out_of_hand(job)
+        if job.live:
+            job.leave(why)
 
     async def stop(self) -> None:
         """Ends every attempt."""
@@ -166,6 +180,12 @@ class Foreman:
         await self._dispatcher.close()
         await self._jobs.close()
         await asyncio.gather(*self._ending, return_exceptions=True)
+
+    @property
+    def sound(self) -> bool:
+        """Whether fleet and queue are looked after: one fault may pass, several in a row are ours and stay."""
+        faults = self._faults
+        return len(faults) < _MOST_FAULTS or self._clock.monotonic() - faults[0] > _FAULTS_S
 
     def refuse_unmeetable(self, job: Job) -> None:
         """Raises DeadlineUnmeetable for a job whose deadline is before its end, by what was measured."""
@@ -190,6 +210,13 @@ class Foreman:
         if job.live:
             self._dispatcher.show(job)
 
+    def extend(self, job: Job, deadline: float | None) -> None:
+        """Somebody else wants the job, and until then (monotonic; None: without bound). It never gets less time."""
+        if self._jobs.find(job.job_id) is job and job.give_until(deadline):
+            self._forget_deadline(job)
+            self._set_deadline(job)
+            self._jobs.extended(job)
+
     def cancel(self, job: Job) -> None:
         """Cancels a job; one that has ended stays as it is."""
         if job.cancel():
@@ -197,13 +224,17 @@ class Foreman:
             self._decided(job)
 
     async def cancel_for_good(self, job: Job) -> None:
-        """The same; returns when it is written. Raises StorageUnavailable when the disk cannot take it now."""
+        """The same; returns when it is written. Raises StorageUnavailable when the disk cannot take it now.
+
+        Where the job can only be looked at, nothing is decided: whoever hears no must not be obeyed later.
+        """
+        self._jobs.refuse_copy(job)
         self.cancel(job)
         await self._jobs.written(job)
 
     def abandon(self, job: Job) -> None:
         """The only caller has gone, which by the deadline is its passing; a job that has ended stays as it is."""
-        if job.deadline is not None and self._clock.monotonic() > job.deadline - _AT_DEADLINE_S:
+        if self._at_deadline(job):
             self._pass_deadline(job)
         else:
             self.cancel(job)
@@ -284,7 +315,9 @@ class Foreman:
 
     def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
         """See AttemptObserver."""
-        if job.fail(error, number):
+        if isinstance(error, DeadlinePassed) and not self._at_deadline(job):
+            self.attempt_returned(job, number, error)  # the worker only knew of the deadline that there was at first
+        elif job.fail(error, number):
             self._decided(job)
 
     def attempt_completed(self, job: Job, number: int, pictures: tuple[Picture, ...], provenance: Provenance) -> None:
@@ -318,9 +351,7 @@ class Foreman:
         """How the job ends is decided: that is written, and told then."""
         self._queue.remove(job)
         self._adoption.let_go(job)
-        deadline = self._deadlines.pop(job.job_id, None)
-        if deadline is not None:
-            deadline.cancel()
+        self._forget_deadline(job)
         task = asyncio.create_task(self._end(job))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -336,6 +367,14 @@ class Foreman:
             left_s = max(0.0, job.deadline - self._clock.monotonic())
             self._deadlines[job.job_id] = asyncio.get_running_loop().call_later(left_s, self._pass_deadline, job)
 
+    def _forget_deadline(self, job: Job) -> None:
+        deadline = self._deadlines.pop(job.job_id, None)
+        if deadline is not None:
+            deadline.cancel()
+
+    def _at_deadline(self, job: Job) -> bool:
+        return job.deadline is not None and self._clock.monotonic() > job.deadline - _AT_DEADLINE_S
+
     def _drop_late(self, job: Job, estimate_s: float) -> None:
         assert job.deadline is not None
         self.fail(job, unmeetable(estimate_s, job.deadline - self._clock.monotonic()))
@@ -348,13 +387,21 @@ class Foreman:
         for tick in itertools.count(1):
             due = self._clock.monotonic() + _TICK_S
             await asyncio.sleep(_TICK_S)
-            if self._clock.monotonic() - due > _LATE_S:
-                _log.warning("the event loop was late; leases are renewed")
-                self._fleet.forgive()
-            else:
-                self._fleet.expire()
-            if tick % _TICKS_PER_SECOND == 0:
-                await self._look_after_queue()
+            try:
+                await self._look_after(tick, late=self._clock.monotonic() - due > _LATE_S)
+            except Exception:  # noqa: BLE001 - the boundary of the task: without it no lease ends, and nobody gets a turn
+                _log.exception("the fleet and the queue could not be looked after")
+                self._faults.append(self._clock.monotonic())
+                await asyncio.sleep(_TICK_S * _TICKS_PER_SECOND)  # what fails every time is not logged every time
+
+    async def _look_after(self, tick: int, *, late: bool) -> None:
+        if late:
+            _log.warning("the event loop was late; leases are renewed")
+            self._fleet.forgive()
+        else:
+            self._fleet.expire()
+        if tick % _TICKS_PER_SECOND == 0:
+            await self._look_after_queue()
 
     async def _look_after_queue(self) -> None:
         patient = self._clock.monotonic() < self._patient_until

@@ -90,7 +90,14 @@ class Gateway:
             max_image_pixels=config.max_image_pixels,
             clock=clock,
         )
-        images = ImageService(intake=intake, foreman=self._foreman, log=log, images=storehouse.images, fleet=fleet)
+        images = ImageService(
+            intake=intake,
+            foreman=self._foreman,
+            log=log,
+            images=storehouse.images,
+            fleet=fleet,
+            default_deadline_s=config.server.default_deadline_s,
+        )
         image_pb2_grpc.add_ImageServiceServicer_to_server(images, self.server.grpc)
         members = FleetService(fleet=fleet, queue=queue, this=self._this, clock=clock)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.server.grpc)
@@ -110,9 +117,7 @@ class Gateway:
         self._storehouse.on_change = self._storage_changed
         starting = asyncio.create_task(self._codec.start())
         try:
-            await self._storehouse.open(on_failure=self._jobs.read_only)
-            began = time.perf_counter()
-            self._foreman.restore(await self._jobs.restore(), seconds=time.perf_counter() - began)
+            await self._storehouse.open(first=self._restore, on_failure=self._jobs.read_only)
         finally:
             await starting
         self._storehouse.start()
@@ -131,17 +136,24 @@ class Gateway:
         await self._storehouse.close()
         await self._codec.stop()
 
+    async def _restore(self) -> None:
+        began = time.perf_counter()
+        self._foreman.restore(await self._jobs.restore(), seconds=time.perf_counter() - began)
+
     def _storage_changed(self) -> None:
         well = self._storehouse.trouble is None
         self._foreman.pause(not well)
         self._changed.set()
 
     async def _tell_health(self) -> None:
-        """The gateway serves while it can take jobs. What was doubtful is looked at when it can again."""
+        """The gateway serves while it can take jobs, and looks after them.
+
+        What was doubtful is looked at when it can again.
+        """
         while True:
             self._changed.clear()
             well = self._storehouse.trouble is None
-            await self.server.set_serving(well)
+            await self.server.set_serving(well and self._foreman.sound)
             with contextlib.suppress(StorageUnavailable, DataLoss):  # then it has changed again, or will
                 if well:
                     await self._jobs.settle_doubts()

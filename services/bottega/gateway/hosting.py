@@ -15,8 +15,9 @@ from bottega.v1.controlnet_pb2 import HostedControlNet, HostedState
 
 # A server comes back, or another one joins, within some seconds.
 _RETRY_AFTER_S = 3.0
-# Names, each with a base, that are remembered when nobody hosts them any more.
+# Names, and bases of each, that are remembered when nobody hosts them any more.
 _MAX_SEEN = 4096
+_MAX_BASES = 8
 # Of the names that an error lists: it travels in a trailer.
 _LISTED_CHARACTERS = 2000
 
@@ -30,7 +31,7 @@ class Hosting:
         self._hosts: dict[str, dict[Member, HostedControlNet]] = {}
         self._of: dict[Member, tuple[HostedControlNet, ...]] = {}
         self._sessions: dict[Member, int] = {}
-        self._seen: dict[tuple[str, str], float] = {}
+        self._seen: dict[str, dict[str, float]] = {}
 
     def take(self, member: Member) -> None:
         """A member has reported what it hosts."""
@@ -64,7 +65,7 @@ class Hosting:
         if any(_fits(net.base, base) for net in self._hosted_for(name, model)):
             return True
         oldest = self._clock.monotonic() - self._grace_s
-        return any(at > oldest and _fits(made_for, base) for made_for, at in self._seen_as(name))
+        return any(at > oldest and _fits(made_for, base) for made_for, at in self._seen.get(name, {}).items())
 
     def resolve(self, names: Iterable[str], model: image_pb2.Model) -> None:
         """Raises for ControlNets that a job of the model cannot have, nor may wait for.
@@ -87,17 +88,13 @@ class Hosting:
         return sum(net.state == state for nets in servers for net in nets)
 
     def _known(self, name: str, model: str) -> bool:
-        return any(True for _ in self._hosted_for(name, model)) or any(True for _ in self._seen_as(name))
+        return name in self._seen or any(True for _ in self._hosted_for(name, model))
 
     def _hosted_for(self, name: str, model: str) -> Iterator[HostedControlNet]:
         """Those of a name, for whatever base: a worker's own are for the jobs that come to it."""
         for member, net in self._hosts.get(name, {}).items():
             if not member.is_worker or member.serves(model):
                 yield net
-
-    def _seen_as(self, name: str) -> Iterator[tuple[str, float]]:
-        """The bases that a name was hosted for, and when last."""
-        return ((base, at) for (seen, base), at in self._seen.items() if seen == name)
 
     def _not_found(self, unknown: list[str], model: image_pb2.Model) -> ControlNetNotFound:
         served = sorted(name for name in self._hosts if self.expected(name, model.name, model.base))
@@ -122,8 +119,11 @@ class Hosting:
             del hosts[member]
             if not hosts:
                 del self._hosts[net.name]
-            self._seen.pop((net.name, net.base), None)
-            self._seen[net.name, net.base] = now  # the newest last
+            bases = self._seen[net.name] = self._seen.pop(net.name, {})  # the newest last
+            bases.pop(net.base, None)
+            bases[net.base] = now
+            if len(bases) > _MAX_BASES:
+                del bases[next(iter(bases))]
         while len(self._seen) > _MAX_SEEN:
             del self._seen[next(iter(self._seen))]
 

@@ -99,15 +99,15 @@ class Intake:
         packed = await _packed(spec)
         fingerprint, size_bytes = await digest(packed), len(packed)
         del packed
-        known, replaces = await self._known(order, fingerprint)
+        known, before = await self._known(order, fingerprint)
         if known is not None:
             return known, False
-        model = await self._check(order, size_bytes)
+        model = await self._check(order, size_bytes, before)
         image_digest = await digest(spec.image) if spec.HasField("image") else ""
-        job = self._job(order, model, fingerprint, began)
+        job = self._job(order, model, fingerprint, began, before)
         job.image_digest, job.size_bytes = image_digest, size_bytes
         self._refuse_if_draining()  # which may have begun meanwhile
-        return await self._take_whatever_happens(order, job, replaces)
+        return await self._take_whatever_happens(order, job, before.job_id if before else "")
 
     async def _take_whatever_happens(self, order: Order, job: Job, replaces: str) -> tuple[Job, bool]:
         """A caller that goes meanwhile stops nothing half way: a job that nobody can ask for is given up afterwards."""
@@ -133,9 +133,7 @@ class Intake:
         finally:
             if job.sequence == 0:
                 self._queue.remove(job)  # only the room that was reserved
-        # The same order has come twice at once.
-        known, replaces = self._judge(order, job.fingerprint, taken)
-        return (known, False) if known is not None else await self._take(order, job, replaces)
+        return await self._accept(order)  # The same one has come twice at once, and the other is known now.
 
     def _give_up(self, taking: asyncio.Task[tuple[Job, bool]]) -> None:
         if taking.cancelled() or taking.exception() is not None:
@@ -144,28 +142,31 @@ class Intake:
         if new and not job.request_id:
             self._foreman.abandon(job)
 
-    async def _known(self, order: Order, fingerprint: str) -> tuple[Job | None, str]:
-        """The job to attach to; else None, and the job_id of one that this order replaces, where there is one."""
+    async def _known(self, order: Order, fingerprint: str) -> tuple[Job | None, Job | None]:
+        """The job to attach to; else None, and the one that this order replaces, where there is one."""
         job = await self._jobs.of_request(order.request_id) if order.request_id else None
-        return self._judge(order, fingerprint, job) if job is not None else (None, "")
+        return self._judge(order, fingerprint, job) if job is not None else (None, None)
 
-    def _judge(self, order: Order, fingerprint: str, job: Job) -> tuple[Job | None, str]:
+    def _judge(self, order: Order, fingerprint: str, job: Job) -> tuple[Job | None, Job | None]:
         if job.fingerprint != fingerprint:
             raise RequestIdReused("this request_id was used for another request")
         if job.state == image_pb2.JOB_STATE_FAILED and isinstance(job.error, _WORTH_A_RETRY):
-            return None, job.job_id  # The same order again is a retry, which is what those failures ask for.
+            return None, job  # The same order again is a retry, which is what those failures ask for.
         if not all(self._storehouse.images.holds(picture.digest) for picture in job.pictures):
-            return None, job.job_id  # Its pictures have expired before it has: the news that it was done helps nobody.
+            return None, job  # Its pictures have expired before it has: the news that it was done helps nobody.
+        rules.refuse(list(validation.check_deadline(order.deadline_s)))
+        self._foreman.extend(job, order.deadline(self._clock.monotonic()))
         if order.preview:
             self._foreman.show(job)
-        return job, ""
+        return job, None
 
-    async def _check(self, order: Order, size_bytes: int) -> image_pb2.Model:
-        """Every rule; the model. Raises all violations at once."""
+    async def _check(self, order: Order, size_bytes: int, before: Job | None) -> image_pb2.Model:
+        """Every rule; the model: that of the job before it, where there was one. Raises all violations at once."""
         spec = order.spec
-        model, unknown = self._resolve(spec)
+        model, unknown = self._resolve(before.bare if before else spec)
         found = [
             *validation.check_request_id(order.request_id),
+            *validation.check_deadline(order.deadline_s),
             *validation.check_spec(spec, max_image_bytes=self._max_image_bytes),
             *(unknown.violations if unknown else ()),
             *(validation.check_model(spec, model) if model else ()),
@@ -218,8 +219,9 @@ class Intake:
         rule = f"is {size.width}x{size.height} pixels; at most {self._max_image_pixels} in all"
         return [Violation(field=path, description=rule)]
 
-    def _job(self, order: Order, model: image_pb2.Model, fingerprint: str, began: float) -> Job:
-        spec = defaults.complete(order.spec, model)
+    def _job(self, order: Order, model: image_pb2.Model, fingerprint: str, began: float, before: Job | None) -> Job:
+        # Whoever comes again by the same request_id wants the same picture.
+        spec = defaults.as_before(order.spec, before.bare) if before else defaults.complete(order.spec, model)
         return Job(
             clock=self._clock,
             spec=spec,
@@ -229,7 +231,7 @@ class Intake:
             request_id=order.request_id,
             log_id=order.log_id,
             life=self._jobs.life,
-            deadline=None if order.deadline_s is None else began + order.deadline_s,
+            deadline=order.deadline(began),
             preview=order.preview,
             validate_s=self._clock.monotonic() - began,
         )

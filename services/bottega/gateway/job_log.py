@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,16 @@ from bottega.errors import (
     Violation,
 )
 from bottega.gateway.clock import Clock
-from bottega.gateway.job_records import error_of, inputs_of, outcome_of, pictures_of, provenance_of, to_job, to_record
+from bottega.gateway.job_records import (
+    deadline_wall,
+    error_of,
+    inputs_of,
+    outcome_of,
+    pictures_of,
+    provenance_of,
+    to_job,
+    to_record,
+)
 from bottega.gateway.job_store import JobRecord
 from bottega.gateway.jobs import Job, Outcome
 from bottega.gateway.storehouse import Storehouse
@@ -85,11 +95,11 @@ class JobLog:
         return max(0, self._store.generation - 1)
 
     async def restore(self) -> list[Job]:
-        """The jobs that an earlier life left, in their order. Line them up before anything else happens."""
-        jobs = []
-        for record in await self._store.live():
-            inputs = await self._store.inputs(record.job_id)
-            jobs.append(to_job(record, inputs=inputs, life=self.life, clock=self._clock))
+        """The jobs that an earlier life left, in their order. Line them up before anything else happens.
+
+        Of one whose input images are damaged it is decided already that it fails; that is for the caller to `end`.
+        """
+        jobs = [await self._brought_back(record) for record in await self._store.live()]
         for job in jobs:
             self._remember(job)
         self._restored = True
@@ -123,7 +133,8 @@ class JobLog:
         try:
             record = await self._store.add(to_record(job), inputs=await inputs_of(job), replaces=replaces)
         except (StorageUnavailable, DataLoss) as error:
-            self._doubtful.add(job.job_id)
+            if error.metadata.get("cause") != faults.BUSY:  # which is said of what was not even lined up to be written
+                self._doubtful.add(job.job_id)
             self._storehouse.failed(error)
             raise
         finally:
@@ -145,6 +156,11 @@ class JobLog:
         job_id, number, deaths = job.job_id, job.number, job.deaths
         self._trails.note(job_id, lambda: self._store.requeue(job_id, number, deaths=deaths))
 
+    def extended(self, job: Job) -> None:
+        """The job has more time; nobody is kept waiting until that is written."""
+        job_id, until_wall = job.job_id, deadline_wall(job)
+        self._trails.note(job_id, lambda: self._store.extend(job_id, until_wall))
+
     async def end(self, job: Job) -> None:
         """Writes how the job ends, and tells it then; while the disk cannot take it, it is not told."""
         decided = job.outcome
@@ -156,15 +172,19 @@ class JobLog:
             _log.exception("the end of a job could not be written", extra={"job_id": job.job_id})
             why = error if isinstance(error, BottegaError) else InternalError("an internal fault")
             outcome = Outcome(state=image_pb2.JOB_STATE_FAILED, ended_wall=decided.ended_wall, error=why)
-        self._live.pop(job.job_id, None)
+        if self._live.get(job.job_id) is job:
+            del self._live[job.job_id]
         if self._by_request_id.get(job.request_id) is job:
             del self._by_request_id[job.request_id]
         job.end(outcome)
 
+    def refuse_copy(self, job: Job) -> None:
+        """Raises StorageUnavailable for a live job that is here for looking at only: nothing can be decided of it."""
+        if job.live and self._live.get(job.job_id) is not job:
+            raise job.left or StorageUnavailable("the job cannot be changed now", retry_after_s=1.0)
+
     async def written(self, job: Job) -> None:
         """Returns when a job whose end was decided has ended. Raises StorageUnavailable when that takes too long."""
-        if job.live and self._live.get(job.job_id) is not job:
-            raise job.left or StorageUnavailable("the job cannot be changed now")
         try:
             await asyncio.wait_for(job.ended.wait(), _WRITTEN_S)
         except TimeoutError:
@@ -176,7 +196,8 @@ class JobLog:
         await self.ready()
         job = self._live.get(job_id)
         if job is None:
-            record = await self._store.get(job_id)
+            with self._told_why():
+                record = await self._store.get(job_id)
             job = await self._recalled(record) if record else None
         if job is None:
             raise JobNotFound("no such job; it may have expired")
@@ -191,7 +212,8 @@ class JobLog:
         await self.ready()
         job = self._by_request_id.get(request_id)
         if job is None:
-            record = await self._store.of_request(request_id)
+            with self._told_why():
+                record = await self._store.of_request(request_id)
             job = await self._recalled(record) if record else None
         return job
 
@@ -206,13 +228,14 @@ class JobLog:
         """
         newest = _sequence_of(token) if token else None
         await self.ready()
-        records = await self._store.page(
-            size=size + 1,
-            states=wanted.states,
-            created_after=wanted.after,
-            created_before=wanted.before,
-            before_sequence=newest,
-        )
+        with self._told_why():
+            records = await self._store.page(
+                size=size + 1,
+                states=wanted.states,
+                created_after=wanted.after,
+                created_before=wanted.before,
+                before_sequence=newest,
+            )
         jobs = [self._live.get(record.job_id) or self._as_read(record) for record in records[:size]]
         # What is written may be some milliseconds behind.
         admitted = [job for job in jobs if not wanted.states or job.state in wanted.states]
@@ -235,6 +258,25 @@ class JobLog:
                 await self._store.fail(
                     job_id, None, error=error, state=image_pb2.JOB_STATE_CANCELLED, ended_wall=self._clock.wall()
                 )
+
+    @contextlib.contextmanager
+    def _told_why(self) -> Iterator[None]:
+        """In the block the store is read: a caller that comes before it is open hears what keeps it from that."""
+        try:
+            yield
+        except StorageUnavailable as error:
+            if error.metadata.get("cause") == faults.NOT_OPEN:
+                self._storehouse.check()
+            raise
+
+    async def _brought_back(self, record: JobRecord) -> Job:
+        try:
+            inputs = await self._store.inputs(record.job_id)
+        except DataLoss:
+            job = to_job(record, life=self.life, clock=self._clock)
+            job.fail(DataLoss("the job's input images are damaged; send it again, with another request_id"))
+            return job
+        return to_job(record, inputs=inputs, life=self.life, clock=self._clock)
 
     async def _recalled(self, record: JobRecord) -> Job:
         """The job of a record that was read: the one in memory where it is live."""

@@ -19,7 +19,6 @@ from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 
 def to_record(job: Job) -> JobRecord:
     """What is kept of a job that was just accepted."""
-    now, now_wall = job.clock.monotonic(), job.clock.wall()
     return JobRecord(
         job_id=job.job_id,
         request_id=job.request_id,
@@ -30,8 +29,13 @@ def to_record(job: Job) -> JobRecord:
         image_digest=job.image_digest,
         size_bytes=job.size_bytes,
         created_wall=job.created_wall,
-        deadline_wall=None if job.deadline is None else now_wall + job.deadline - now,
+        deadline_wall=deadline_wall(job),
     )
+
+
+def deadline_wall(job: Job) -> float | None:
+    """Its deadline in Unix seconds; None is without bound."""
+    return None if job.deadline is None else job.clock.wall() + job.deadline - job.clock.monotonic()
 
 
 async def inputs_of(job: Job) -> bytes:

@@ -27,21 +27,29 @@ LIVE = frozenset({image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING})
 # life outranks every earlier one, whatever of that was not written any more. An int32 has room for 500,000 lives.
 _COUNT_BITS = 12
 MOST_ATTEMPTS = (1 << _COUNT_BITS) - 1
+# A caller that attaches again says the same deadline, a little later for the time on the wire.
+_SAME_DEADLINE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """What a caller asks for.
 
-    spec: as it came. deadline_s: seconds from now after which nobody wants it; None is without bound.
+    spec: as it came. deadline_s: as it came: seconds from now after which nobody wants it; None is without bound.
+    caller_s: seconds until its caller goes, and the job with it; None for one that goes on without.
     preview: whether previews are wanted. log_id: what the log calls the request where it has no request_id.
     """
 
     spec: GenerationSpec
     request_id: str = ""
     deadline_s: float | None = None
+    caller_s: float | None = None
     preview: bool = False
     log_id: str = ""
+
+    def deadline(self, now: float) -> float | None:
+        """The moment after which nobody wants it, on the clock that says `now`."""
+        return min((now + s for s in (self.deadline_s, self.caller_s) if s is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,6 +319,15 @@ class Job:
             return False
         self.returns += 1
         self._wait_again()
+        return True
+
+    def give_until(self, deadline: float | None) -> bool:
+        """Somebody wants it until then, on the monotonic clock; None is without bound. Less time changes nothing."""
+        if not self.open or self.deadline is None:
+            return False
+        if deadline is not None and deadline < self.deadline + _SAME_DEADLINE_S:
+            return False
+        self.deadline = deadline
         return True
 
     def stand(self, standing: Standing) -> None:

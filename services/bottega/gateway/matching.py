@@ -29,11 +29,17 @@ def _ignore(_job: Job, _estimate_s: float) -> None:
     """Until somebody wants to know."""
 
 
+def _nobody(_member: Member) -> bool:
+    """Until somebody is kept back."""
+    return False
+
+
 class Matching:
     """The looks at the queue of each model.
 
     paused: nothing is handed out. on_late: called with a job whose turn it is and that would end, so many seconds from
-    now, after its deadline; it is still in the queue, and should leave it.
+    now, after its deadline; it is still in the queue, and should leave it. kept_back: says whether a worker gets
+    nothing yet.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class Matching:
         self._told: dict[str, int] = {}
         self.paused = False
         self.on_late: Callable[[Job, float], None] = _ignore
+        self.kept_back: Callable[[Member], bool] = _nobody
 
     def at_once(self, model: str, *, free_at: float | None = None) -> None:
         """Hands out what should run now. free_at: since when that is so, on the monotonic clock; None is now."""
@@ -91,10 +98,8 @@ class Matching:
         self._due.clear()
 
     def _look(self, model: str, free_at: float) -> None:
-        members = {member.name: member for member in self._fleet.workers(model)}
-        everybody = (self._seating.waiting(job, members) for job in self._queue.line(model))
-        # Those that nobody may get, as their ControlNets are gone for now, are not in the way of the others.
-        waiting = (job for job in everybody if job.takers is None or job.takers)
+        members = {member.name: member for member in self._fleet.workers(model) if not self.kept_back(member)}
+        waiting = self._seating.candidates(self._queue.line(model), members)
         late: list[tuple[Job, float]] = []
         for assignment in assign(waiting, self._seating.seats(members.values())):
             job = self._jobs.find(assignment.job_id)

@@ -19,7 +19,7 @@ class Member:
     """A service that has joined.
 
     load, steps_left, times: as it last reported; steps_left is of the attempts that it runs, by job.
-    name: unique in the fleet.
+    name: unique in the fleet. is_worker: it draws pictures. is_controlnet_server: it runs ControlNets for workers.
     stream: counts its Join streams; only the newest one speaks for it.
     rests_until: on the monotonic clock; until then it gets nothing new, of jobs or of ControlNets' sessions.
     wake: set when that stream has something to say or shall end; every stream has one of its own.
@@ -38,21 +38,15 @@ class Member:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     # Asked for of every member at every look of the scheduler, where a message would be too slow to ask.
     name: str = field(init=False)
+    is_worker: bool = field(init=False)
+    is_controlnet_server: bool = field(init=False)
     _served: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.name = self.registration.name
+        self.name, kind = self.registration.name, self.registration.kind
+        self.is_worker = kind == fleet_pb2.SERVICE_KIND_WORKER
+        self.is_controlnet_server = kind == fleet_pb2.SERVICE_KIND_CONTROLNET
         self._served = frozenset(model.name for model in self.models)
-
-    @property
-    def is_worker(self) -> bool:
-        """Whether it draws pictures."""
-        return self.registration.kind == fleet_pb2.SERVICE_KIND_WORKER
-
-    @property
-    def is_controlnet_server(self) -> bool:
-        """Whether it runs ControlNets for workers."""
-        return self.registration.kind == fleet_pb2.SERVICE_KIND_CONTROLNET
 
     @property
     def models(self) -> Sequence[image_pb2.Model]:

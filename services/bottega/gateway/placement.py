@@ -44,7 +44,10 @@ class Placement:
         self._sessions: Counter[str] = Counter()
 
     def takers(self, job: Job) -> Mapping[str, float] | None:
-        """Workers that may take a job, with the seconds that they need to load what no server hosts; None is any."""
+        """Workers that may take a job, with the seconds that they need to load what no server hosts; None is any.
+
+        The same for all jobs of a model with the same ControlNets.
+        """
         takers: dict[str, float] | None = None
         for name in dict.fromkeys(job.controlnets):
             if any(True for _ in self._servers(job, name)):
@@ -71,7 +74,7 @@ class Placement:
         servers = tuple(choice.servers[0][0].name for choice in choices if choice.servers)
         self._given[job.job_id] = servers
         self._sessions.update(servers)
-        job.use({choice.name: choice.digest for choice in choices}, servers=servers)
+        job.use({choice.name: choice.digest for choice in choices if choice.digest}, servers=servers)
         return [_hosts(choice) for choice in choices]
 
     def release(self, job: Job) -> None:
@@ -99,8 +102,9 @@ class Placement:
         before: Counter[str] = Counter()
         versions = dict(job.versions)
         for name in job.controlnets:
-            servers = {member.name: member for member, _ in self._servers(job, name)}
-            candidates = [self._candidate(member, net, before) for member, net in self._servers(job, name)]
+            hosts = list(self._servers(job, name))
+            servers = {member.name: member for member, _ in hosts}
+            candidates = [self._candidate(member, net, before) for member, net in hosts]
             ranked = best_first(candidates, name=name, job_id=job.job_id, digest=versions.get(name, ""))
             if ranked:
                 before[ranked[0].server] += 1

@@ -7,7 +7,7 @@ changed: a look at the queue is due at every step of every job, and from one to 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from bottega.gateway.dispatch import Dispatcher
@@ -50,14 +50,27 @@ class Seating:
         """The worker is lost."""
         self._kept.pop(member, None)
 
-    def waiting(self, job: Job, members: Mapping[str, Member]) -> Waiting:
+    def candidates(self, line: Iterable[Job], members: Mapping[str, Member]) -> Iterator[Waiting]:
+        """Those of a model's line that somebody may get now, made one by one as they are asked for.
+
+        Others wait for a ControlNet that is away, and are not in the way of those behind them.
+        """
+        known: dict[tuple[str, ...], Mapping[str, float] | None] = {(): None}
+        for job in line:
+            if job.controlnets not in known:
+                known[job.controlnets] = self._placement.takers(job)
+            takers = known[job.controlnets]
+            if takers is None or takers:
+                yield self.waiting(job, members, takers)
+
+    def waiting(self, job: Job, members: Mapping[str, Member], takers: Mapping[str, float] | None = None) -> Waiting:
         """A job that waits, by what it asks for; a checkpoint saves it steps."""
         return Waiting(
             job_id=job.job_id,
             demand=_demand(job, job.steps_total - (job.checkpoint.steps_done if job.checkpoint else 0)),
             avoid=job.lost_worker if _must_avoid(job, members) else "",
             alone=job.suspect,
-            takers=self._placement.takers(job) if job.controlnets else None,
+            takers=takers,
         )
 
     def _seat(self, member: Member) -> Seat:

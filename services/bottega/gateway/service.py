@@ -26,18 +26,35 @@ from bottega.v1 import image_pb2, image_pb2_grpc
 
 _CHUNK_BYTES = 256 << 10
 _DEFAULT_PAGE = 20
+# A page of ListJobs ends when it has so many bytes, which is looked at after every few jobs: the largest are a third of
+# a MiB, four prompts said twice and what was cut of them, and gRPC's own bound on what a client takes is 4 MiB.
+_PAGE_BYTES = 2 << 20
+_PART_OF_PAGE = 5
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ImageService(image_pb2_grpc.ImageServiceServicer):
-    """What product backends call."""
+    """What product backends call.
 
-    def __init__(self, *, intake: Intake, foreman: Foreman, log: JobLog, images: ContentStore, fleet: Fleet) -> None:
+    default_deadline_s: of Generate calls that end with their caller, where that caller set no deadline.
+    """
+
+    def __init__(
+        self,
+        *,
+        intake: Intake,
+        foreman: Foreman,
+        log: JobLog,
+        images: ContentStore,
+        fleet: Fleet,
+        default_deadline_s: float,
+    ) -> None:
         self._intake = intake
         self._foreman = foreman
         self._jobs = log
         self._images = images
         self._fleet = fleet
+        self._default_deadline_s = default_deadline_s
 
     async def Generate(
         self, request: image_pb2.GenerateRequest, context: _Context
@@ -46,21 +63,24 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         order = Order(
             spec=request.spec,
             request_id=request.request_id,
-            deadline_s=None if request.request_id else context.time_remaining(),
+            deadline_s=_deadline_s(request),
+            caller_s=None if request.request_id else self._caller_s(context),
             preview=request.preview,
             log_id=_log_id(request.request_id),
         )
+        goes_on, preview = bool(request.request_id), request.preview
         job, new = await self._intake.accept(order)
+        del order, request  # the job has what it needs of them; they are large where there are images
         _bind(job)
         try:
-            watch = Watch(job, preview=request.preview, announce=new)
+            watch = Watch(job, preview=preview, announce=new)
             async with contextlib.aclosing(watch.events()) as events:
                 async for event in events:
                     if isinstance(event, Ended) and job.error is not None:
                         raise job.error.with_traceback(None)
                     yield image_pb2.GenerateResponse(event=await self._to_wire(job, event))
         finally:
-            if not request.request_id:
+            if not goes_on:
                 self._foreman.abandon(job)
 
     async def GetImage(
@@ -76,8 +96,13 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
 
     async def SubmitJob(self, request: image_pb2.SubmitJobRequest, context: _Context) -> image_pb2.SubmitJobResponse:
         """See the contract. The call's own deadline bounds the call, not the job."""
-        log_id = _log_id(request.request_id)
-        job, _ = await self._intake.accept(Order(spec=request.spec, request_id=request.request_id, log_id=log_id))
+        order = Order(
+            spec=request.spec,
+            request_id=request.request_id,
+            deadline_s=_deadline_s(request),
+            log_id=_log_id(request.request_id),
+        )
+        job, _ = await self._intake.accept(order)
         _bind(job)
         return image_pb2.SubmitJobResponse(job=job_to_wire(job))
 
@@ -93,8 +118,17 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             after=_unix_s(request.created_after) if request.HasField("created_after") else None,
             before=_unix_s(request.created_before) if request.HasField("created_before") else None,
         )
-        jobs, token = await self._jobs.page(wanted, size=request.page_size or _DEFAULT_PAGE, token=request.page_token)
-        return image_pb2.ListJobsResponse(jobs=[job_to_wire(job) for job in jobs], next_page_token=token)
+        answer = image_pb2.ListJobsResponse(next_page_token=request.page_token)
+        left, room = request.page_size or _DEFAULT_PAGE, _PAGE_BYTES
+        while left > 0 and room > 0:
+            part = min(left, _PART_OF_PAGE)
+            jobs, answer.next_page_token = await self._jobs.page(wanted, size=part, token=answer.next_page_token)
+            listed = [job_to_wire(job) for job in jobs]
+            answer.jobs.extend(listed)
+            left, room = left - part, room - sum(job.ByteSize() for job in listed)
+            if not answer.next_page_token:
+                break
+        return answer
 
     async def WatchJob(
         self, request: image_pb2.WatchJobRequest, context: _Context
@@ -116,6 +150,9 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def ListModels(self, request: image_pb2.ListModelsRequest, context: _Context) -> image_pb2.ListModelsResponse:
         """See the contract."""
         return image_pb2.ListModelsResponse(models=self._fleet.models())
+
+    def _caller_s(self, context: _Context) -> float:
+        return self._default_deadline_s if context.time_remaining() is None else context.time_remaining()
 
     async def _job(self, job_id: str) -> Job:
         job = await self._jobs.get(job_id)
@@ -149,6 +186,10 @@ def _log_id(request_id: str) -> str:
     if request_id:
         logs.bind(request_id=request_id[:MAX_REQUEST_ID_CHARACTERS])
     return logs.bound().get("request_id", "")
+
+
+def _deadline_s(request: image_pb2.GenerateRequest | image_pb2.SubmitJobRequest) -> float | None:
+    return request.deadline_s if request.HasField("deadline_s") else None
 
 
 def _bind(job: Job) -> None:

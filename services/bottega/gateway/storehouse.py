@@ -7,6 +7,7 @@ What must be written is tried until it is. Knows nothing of what is in a job.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ ResultT = TypeVar("ResultT")
 
 # Between two tries: soon enough for whoever waits, seldom enough for a disk that is busy with being full.
 _RETRY_S = 0.5
+# The same for a damaged store, which only a person mends, and which takes a second of a core to look at.
+_DAMAGED_RETRY_S = 5.0
 _SWEEP_S = 1.0
 # Jobs that are forgotten in one transaction: some milliseconds.
 _SWEEP_JOBS = 100
@@ -32,6 +35,10 @@ _log = logging.getLogger(__name__)
 
 def _ignore() -> None:
     """For those who do not care."""
+
+
+async def _nothing() -> None:
+    """For those who read nothing yet."""
 
 
 class Storehouse:
@@ -63,24 +70,29 @@ class Storehouse:
         self._max_jobs = max_jobs
         self._jobs_bytes = jobs_bytes
         self._jobs_ttl_s = jobs_ttl_s
-        self._room_bytes = waiting_bytes
+        # All that is being kept at once has room in the budget, so that no job's first image goes for another's last.
+        self._room_bytes = min(waiting_bytes, images.budget_bytes)
         self._clock = clock
         self._unwritten = 0
         self._keeping: asyncio.Task[None] | None = None
 
-    async def open(self, *, on_failure: Callable[[], None] = _ignore) -> None:
-        """Returns when both are open. on_failure: called when they are not at once; reads may work even then.
+    async def open(
+        self, *, first: Callable[[], Awaitable[None]] = _nothing, on_failure: Callable[[], None] = _ignore
+    ) -> None:
+        """Returns when both are open and `first`, what is read before anything else, was done.
 
-        Raises ConfigError for files that are not ours.
+        on_failure: called when that is not so at once; reads may work even then. Raises ConfigError for files that are
+        not ours.
         """
         while True:
             try:
                 await self.images.open()
                 await self.jobs.open()
+                await first()
             except (StorageUnavailable, DataLoss) as error:
                 self.failed(error)
                 on_failure()
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(_DAMAGED_RETRY_S if isinstance(error, DataLoss) else _RETRY_S)
             else:
                 self._recovered()
                 return
@@ -150,14 +162,13 @@ class Storehouse:
             raise faults.unavailable("more images wait for the disk than memory has room for", cause=faults.BUSY)
         self._room_bytes -= size_bytes
         try:
-            return tuple([await self._keep_one(data) for data in encoded])
+            pictures = [Picture(digest=await digest(data), size_bytes=len(data)) for data in encoded]
+            with self.images.pinned([picture.digest for picture in pictures]):
+                for picture, data in zip(pictures, encoded, strict=True):
+                    await self.insist(functools.partial(self.images.put, picture.digest, data))
+            return tuple(pictures)
         finally:
             self._room_bytes += size_bytes
-
-    async def _keep_one(self, data: bytes) -> Picture:
-        picture = Picture(digest=await digest(data), size_bytes=len(data))
-        await self.insist(lambda: self.images.put(picture.digest, data))
-        return picture
 
     async def _keep(self) -> None:
         while True:

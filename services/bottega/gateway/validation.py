@@ -46,6 +46,12 @@ def check_request_id(request_id: str) -> Iterator[Violation]:
         yield _violation("request_id", "must be at most 128 characters of [A-Za-z0-9._:-]", spec=False)
 
 
+def check_deadline(deadline_s: float | None) -> Iterator[Violation]:
+    """What is wrong with a deadline that the caller gave."""
+    if deadline_s is not None and not 0 < deadline_s < math.inf:
+        yield _violation("deadline_s", "must be a number of seconds above 0", spec=False)
+
+
 def check_spec(spec: GenerationSpec, *, max_image_bytes: int) -> Iterator[Violation]:
     """What is wrong with a spec whatever the model."""
     yield from check_texts(spec)

@@ -9,10 +9,10 @@ import grpc
 from bottega.errors import BottegaError, InternalError, JobCancelled, StaleAttempt, Unavailable, WorkerLost
 from bottega.gateway.attempts import AttemptEvents
 from bottega.rpc.channel import open_channel
-from bottega.rpc.status import from_rpc_error
+from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import worker_pb2, worker_pb2_grpc
 
-# Failures of a call that say nothing about the job: another worker may well draw it.
+# Failures of a call that say nothing about the job, and so do those that gRPC made: another worker may well draw it.
 _OF_THE_WORKER = (InternalError, JobCancelled, StaleAttempt)
 
 _AttemptCall = grpc.aio.UnaryStreamCall[worker_pb2.RunAttemptRequest, worker_pb2.RunAttemptResponse]
@@ -85,6 +85,6 @@ def _typed(failure: grpc.aio.AioRpcError, *, heard: bool = False) -> BottegaErro
     if type(error) is Unavailable:
         # A broken connection is how the death of a process is noticed. Before its first word it may have been dead.
         return WorkerLost("the connection to the worker broke", metadata={"died": "worker"} if heard else None)
-    if isinstance(error, _OF_THE_WORKER):
+    if isinstance(error, _OF_THE_WORKER) or not was_answered(failure):
         return WorkerLost(f"the call to the worker failed: {failure.code().name}")
     return error

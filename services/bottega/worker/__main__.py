@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bottega import config
 from bottega.codec import CodecPool
-from bottega.errors import BottegaError
+from bottega.errors import BottegaError, ConfigError
 from bottega.process.memory import IMAGE_AT_WORK_BYTES, keep_freed_memory, spare_the_collector
 from bottega.rpc.server import Server, run
 from bottega.worker.config import WorkerConfig
@@ -23,7 +23,7 @@ _IMAGES_PER_ATTEMPT = 8
 
 
 def main() -> int:
-    """Returns the exit code: 1 with a line on stderr when the worker cannot start."""
+    """Returns the exit code, with a line on stderr: 2 for a configuration that cannot be used, 1 for what may pass."""
     parser = argparse.ArgumentParser(prog="python -m bottega.worker", description="Bottega's base-model worker")
     parser.add_argument("--config", type=Path, help="YAML file; see WorkerConfig for the keys")
     parser.add_argument("--stop-with-stdin", action="store_true", help="stop as at SIGTERM when stdin, a pipe, ends")
@@ -32,7 +32,7 @@ def main() -> int:
         asyncio.run(_serve(config.load(WorkerConfig, arguments.config), stop_with_stdin=arguments.stop_with_stdin))
     except BottegaError as error:
         print(f"bottega.worker: {error.message}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 

@@ -11,6 +11,7 @@ import contextlib
 import importlib.metadata
 import logging
 import os
+import socket
 from collections.abc import Awaitable, Callable
 
 from bottega.codec import CodecPool
@@ -50,7 +51,8 @@ class Worker:
         address: Callable[[], str],
         set_serving: Callable[[bool], Awaitable[None]],
     ) -> None:
-        self.name = config.name or f"worker-{os.getpid()}"
+        # Containers have the same process ids, each in a host of its own.
+        self.name = config.name or f"worker-{socket.gethostname()}-{os.getpid()}"
         self.checkpoints = CheckpointBoard()
         self.attempts = Attempts(
             max_attempts=config.max_attempts,

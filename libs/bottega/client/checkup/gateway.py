@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import grpc
 import psutil
@@ -12,12 +13,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bottega.client.aio import AsyncClient
 from bottega.client.checkup.finding import Finding, fail, ok, warn
+from bottega.client.hosting import controlnets_of
 from bottega.client.retry import RetryPolicy
 from bottega.errors import BottegaError
 from bottega.rpc.channel import channel_options
 from bottega.v1 import fleet_pb2
 
 _ANSWER_S = 2.0
+# ControlNets that a line has room for.
+_MOST_NAMES = 8
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -55,9 +59,30 @@ def _check_fleet(address: str) -> Iterator[Finding]:
         yield ok(f"{len(workers)} joined, for {', '.join(models)}")
     else:
         yield fail("no worker has joined", "A worker takes seconds to load its model; bottega logs worker-0 says more.")
+    yield from _check_controlnets(fleet)
     versions = sorted({member.registration.version for member in fleet.members} - {""})
     if len(versions) > 1:
         yield warn(f"the fleet runs versions {', '.join(versions)}", "Bring every service to one version.")
+
+
+def _check_controlnets(fleet: fleet_pb2.ListMembersResponse) -> Iterator[Finding]:
+    servers = [member for member in fleet.members if member.registration.kind == fleet_pb2.SERVICE_KIND_CONTROLNET]
+    nets = controlnets_of(fleet)
+    if servers:
+        names = sorted({net.name for net in nets})
+        count = "1 ControlNet server" if len(servers) == 1 else f"{len(servers)} ControlNet servers"
+        yield ok(f"{count} joined, with {', '.join(names[:_MOST_NAMES]) or 'no ControlNet'}{_more(names)}")
+    for name in sorted({net.name for net in nets if not net.models}):
+        yield warn(f"no model that is served can be drawn with ControlNet {name}", f"bottega controlnets where {name}")
+    versions = Counter((net.name, net.base) for net in nets)
+    for name in sorted({name for (name, _), count in versions.items() if count > 1}):
+        yield warn(
+            f"ControlNet {name} is served in more than one version", f"Keep one: bottega controlnets where {name}"
+        )
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
 
 
 async def _fleet(address: str) -> fleet_pb2.ListMembersResponse:

@@ -14,6 +14,7 @@ CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 # Long enough for a gateway that restarts, short enough for a person who forgot to start one.
 _REACH_S = 5.0
+DEFAULT_TIMEOUT_S = 600.0
 
 _KEY = "bottega.address"
 
@@ -36,13 +37,13 @@ def timeout_option(command: CommandT) -> CommandT:
         "--timeout",
         "timeout_s",
         type=click.FloatRange(min=0.0, min_open=True),
-        default=600.0,
+        default=DEFAULT_TIMEOUT_S,
         show_default=True,
         help="Seconds to wait in all.",
     )(command)
 
 
-def connect(address: str, *, timeout_s: float = 600.0) -> Client:
+def connect(address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Client:
     """A client as patient as a person."""
     from bottega.client.retry import RetryPolicy
     from bottega.client.sync import Client

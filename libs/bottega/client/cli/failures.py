@@ -10,24 +10,30 @@ from bottega.client.suite.plan import PortTaken
 from bottega.errors import BottegaError
 
 _MORE_TIME = "Allow more time with --timeout SECONDS, ask for fewer steps, or wait for nothing with --detach."
+# Causes of StorageUnavailable, by how they begin. SQLite does not tell an output error on a full disk from others.
+_NO_ROOM = ("ENOSPC", "EDQUOT", "EFBIG", "SQLITE_FULL", "SQLITE_IOERR")
+_FORBIDDEN = ("EROFS", "EACCES", "EPERM", "SQLITE_READONLY", "SQLITE_PERM")
 
 # For those whose message says what happened. The nearest class of an error counts.
 _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
     {
         errors.ModelNotFound: "bottega models lists what is served.",
+        errors.ControlNetNotFound: "bottega controlnets lists what is served.",
+        errors.ControlNetUnusable: "bottega controlnets lists which model each is for; bottega models what is served.",
         errors.JobNotFound: "bottega jobs lists those that are remembered.",
         errors.ImageNotFound: "bottega generate with the same seed draws the same picture again.",
         errors.JobNotFinished: "bottega jobs watch ID follows it.",
         errors.JobCancelled: "bottega generate begins another one.",
         errors.NotFinite: "Try another seed, a lower guidance scale or another sampler.",
         errors.NoWorker: "bottega fleet shows who has joined; bottega logs says why a worker has not.",
+        errors.NoControlNet: "bottega controlnets says who hosts what; bottega logs why a server is not there.",
         errors.Draining: "Try again in a moment.",
         errors.WorkerLost: "Try again; if it happens every time, bottega logs -n 50 says why.",
         errors.Poisoned: "Do not try it as it is; bottega logs -n 50 says how its workers ended.",
-        errors.StorageUnavailable: "Make room on the gateway's disk, or let it write there; then try again.",
         errors.DataLoss: "Asking again does not help; bottega logs gateway -n 50 says what is damaged.",
         errors.DeadlineUnmeetable: _MORE_TIME,
         errors.DeadlinePassed: _MORE_TIME,
+        errors.FleetFull: "Stop a service that is not needed, or raise max_members in the gateway's configuration.",
         errors.TooLarge: "Ask for a smaller picture or for fewer at once.",
         PortTaken: "bottega doctor says by whom; another one: bottega up --port PORT (0: any).",
     }
@@ -45,6 +51,8 @@ def explained(error: BottegaError, address: str) -> tuple[str, str]:
     match error:
         case errors.InvalidRequest():
             return _refused(error)
+        case errors.StorageUnavailable():
+            return error.message, _about_storage(error)
         case errors.Unavailable():
             return (
                 f"no gateway answers at {address}",
@@ -64,6 +72,17 @@ def explained(error: BottegaError, address: str) -> tuple[str, str]:
 def exit_status(error: BottegaError) -> int:
     """2 when the request was wrong, as for a wrong option; else 1."""
     return 2 if isinstance(error, errors.InvalidRequest | errors.FieldNotServed) else 1
+
+
+def _about_storage(error: errors.StorageUnavailable) -> str:
+    """Only some of its causes are somebody's to remove; the others pass."""
+    cause = error.metadata.get("cause", "")
+    if cause.startswith(_NO_ROOM):
+        return "Make room on the gateway's disk; it goes on by itself then."
+    if cause.startswith(_FORBIDDEN):
+        return "Let the gateway write to its folder; it goes on by itself then."
+    again_s = error.retry_after_s or 1
+    return f"Try again in {again_s:.0f} s; if it stays so, bottega logs gateway -n 50 says why."
 
 
 def _refused(error: errors.InvalidRequest) -> tuple[str, str]:

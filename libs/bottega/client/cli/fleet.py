@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from bottega.v1.fleet_pb2 import ListMembersResponse, Load, Member
 
 _LOOK_S = 0.5
+# ControlNets of one service that a row has room for.
+_MOST_NAMES = 6
 
 
 @click.command("fleet")
@@ -41,7 +43,7 @@ def command(address: str, once: bool) -> None:
 
 def fleet_table(fleet: ListMembersResponse) -> Table:
     """One row a service; the gateway's queue stands below."""
-    table = new_table("service", "kind", "address", "models", "device", ">running", ">steps", ">memory", ">since")
+    table = new_table("service", "kind", "address", "serves", "device", ">running", ">steps", ">memory", ">since")
     for member in fleet.members:
         table.add_row(*_row(member))
     table.caption = f"{fleet.queued} waiting in the queue"
@@ -55,9 +57,9 @@ def _row(member: Member) -> tuple[str, ...]:
         who.name,
         _kind(member),
         who.address,
-        ", ".join(model.name for model in who.models),
+        ", ".join([*(model.name for model in who.models), *_controlnets(load)]),
         who.device,
-        _running(load),
+        _running(member),
         str(sum(attempt.steps_left for attempt in load.running)) if load.running else "",
         f"{load.memory_bytes / 2**20:.0f} MiB" if load.memory_bytes else "",
         _duration(member.joined_s),
@@ -70,8 +72,24 @@ def _kind(member: Member) -> str:
     return ServiceKind.Name(member.registration.kind).removeprefix("SERVICE_KIND_").lower()
 
 
-def _running(load: Load) -> str:
-    return f"{len(load.running)} (draining)" if load.draining else str(len(load.running))
+def _controlnets(load: Load) -> list[str]:
+    """By name while they are few; those that are not in memory say so."""
+    from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED
+
+    loaded = [net.name for net in load.controlnets if net.state == HOSTED_STATE_LOADED]
+    if len(load.controlnets) > _MOST_NAMES:
+        return [f"{len(load.controlnets)} ControlNets, {len(loaded)} loaded"]
+    return [net.name if net.name in loaded else f"{net.name} (not loaded)" for net in load.controlnets]
+
+
+def _running(member: Member) -> str:
+    """Attempts of a worker, sessions of a ControlNet server."""
+    from bottega.v1.fleet_pb2 import SERVICE_KIND_CONTROLNET
+
+    load = member.load
+    serves = member.registration.kind == SERVICE_KIND_CONTROLNET
+    count = sum(net.sessions for net in load.controlnets) if serves else len(load.running)
+    return f"{count} (draining)" if load.draining else str(count)
 
 
 def _duration(seconds: float) -> str:

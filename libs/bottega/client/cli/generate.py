@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from bottega.client.cli.connection import address_option, connect, timeout_option
+from bottega.client.cli.connection import DEFAULT_TIMEOUT_S, address_option, connect
 from bottega.client.cli.parameters import drawing_options
 from bottega.client.cli.terminal import fail, note, say
 
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
     from bottega.client.events import Completed, Progress
     from bottega.client.options import GenerationOptions
     from bottega.client.sync import Client
-    from bottega.v1.generation_pb2 import Provenance
+    from bottega.v1.generation_pb2 import ControlNetUse, Provenance
 
 # As the contract names them.
 _STAGES = (
-    *("validate", "queue", "route", "decode_image", "encode", "denoise"),
+    *("validate", "queue", "route", "decode_image", "encode", "controlnets", "denoise"),
     *("batch", "decode", "handoff", "encode_image"),
 )
 _SHORTEST_S = 0.0005
@@ -47,7 +48,13 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @drawing_options
 @click.option("--preview", type=_FILE, help="JPEG of the unfinished picture, rewritten as it goes.")
 @click.option("--detach", is_flag=True, help="Do not wait: print the job's ID, for bottega jobs.")
-@timeout_option
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0.0, min_open=True),
+    default=None,
+    help=f"Seconds in which it must be done, or it is given up; default: {DEFAULT_TIMEOUT_S:g}, with --detach none.",
+)
 @address_option
 def command(
     *,
@@ -57,7 +64,7 @@ def command(
     like: Path | None,
     preview: Path | None,
     detach: bool,
-    timeout_s: float,
+    timeout_s: float | None,
     address: str,
     **given: Any,
 ) -> None:
@@ -67,6 +74,7 @@ def command(
       bottega generate "a big red star on the left on a blue background" -o star.png --seed 7
       bottega generate --like star.png --steps 50 -o better.png
       bottega generate "a big red star" --detach
+      bottega generate "a big red star" --control edges=edges.png:0.8
     """
     from bottega.client.cli.outputs import choose_output
 
@@ -75,9 +83,10 @@ def command(
     options["format"] = target.format
     _check_preview(preview, detach=detach)
     began_s = time.monotonic()
-    with connect(address, timeout_s=timeout_s) as client:
+    with connect(address, timeout_s=timeout_s or DEFAULT_TIMEOUT_S) as client:
         if detach:
-            _say_detached(client.submit(prompt, num_images=num_images, **options).id, output)
+            job = client.submit(prompt, num_images=num_images, deadline_s=timeout_s, **options)
+            _say_detached(job.id, output)
             return
         try:
             completed = _draw(client, prompt, options, num_images=num_images, preview=preview)
@@ -88,14 +97,18 @@ def command(
 
 def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) -> tuple[str, GenerationOptions]:
     """The prompt and the arguments: those of `like`, changed by those that were given."""
+    from bottega.client.cli.control_option import merged
     from bottega.client.png import parameters_of
 
+    controls = given.pop("controlnets")
     then, options = parameters_of(like) if like else (None, {})
     prompt = then if prompt is None else prompt
     if prompt is None:
         raise click.UsageError("say what to draw: bottega generate PROMPT")
     options.pop("format", None)  # the new file's name says it
     chosen = {name: value for name, value in given.items() if value is not None}
+    if nets := merged(options.pop("controlnets", None) or (), controls, like):
+        chosen["controlnets"] = nets
     options = cast("GenerationOptions", options | chosen)
     if like and "strength" in options and "image" not in options:
         raise click.UsageError(f"{like} was drawn from another picture: give that one by --image.")
@@ -141,6 +154,8 @@ def _report(completed: Completed, output: Output, elapsed_s: float) -> None:
     save_all(completed.images, output)
     stages = _stages(completed.provenance)
     say(f"{elapsed_s:.2f} s{f' ({stages})' if stages else ''}")
+    for line in _controls(completed.provenance):
+        say(line)
     for cut in completed.provenance.truncations:
         lost = textwrap.shorten(cut.text, _CUT_LETTERS, placeholder=" ...")
         note(f"{cut.field} was too long for the model; without effect: {lost}")
@@ -151,3 +166,23 @@ def _stages(provenance: Provenance) -> str:
     taken = {time.stage: time.seconds for time in provenance.times if time.seconds >= _SHORTEST_S}
     known = [stage for stage in _STAGES if stage in taken]
     return ", ".join(f"{stage} {taken[stage]:.3f}" for stage in [*known, *sorted(taken.keys() - set(known))])
+
+
+def _controls(provenance: Provenance) -> Iterator[str]:
+    """Which ControlNets took part, where they ran, and what was waited for."""
+    for use in provenance.controlnets:
+        yield f"control {use.name}: {', '.join(_facts(use, provenance.worker))}"
+    if provenance.controlnets and provenance.encoder_s >= _SHORTEST_S:
+        yield f"ControlNets ran beside {provenance.encoder_s:.3f} s of the model's encoder"
+
+
+def _facts(use: ControlNetUse, worker: str) -> Iterator[str]:
+    servers = ["the worker itself" if server == worker else server for server in use.servers]
+    if servers:
+        yield f"by {', then '.join(servers)}"
+    yield f"scale {use.scale:g}"
+    yield f"waited {use.waited_s:.3f} s for it"
+    if use.stale_steps:
+        yield f"{use.stale_steps} steps with residuals one step old (approximate)"
+    if use.end_step and use.begin_step == use.end_step:
+        yield "active in no step"

@@ -26,7 +26,10 @@ def command(*, service: str | None, following: bool, count: int, raw: bool, stat
 
     known = services_with_logs(state.logs)
     if not known:
-        fail(f"there are no logs in {state.logs}", "Start a suite with: bottega up")
+        fail(
+            f"there are no logs in {state.logs}",
+            "Start a suite with: bottega up\nServices that systemd runs: journalctl -u 'bottega*' -o cat",
+        )
     if service and service not in known:
         fail(f"there is no log of {service}", f"There are: {', '.join(known)}", status=2)
     services = [service] if service else known

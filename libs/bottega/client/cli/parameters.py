@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from bottega.client.cli.control_option import ControlType
 from bottega.client.options import FIDELITIES, SAMPLERS
 from bottega.client.picture import FORMATS
 
@@ -28,6 +29,19 @@ _OPTIONS = (
     click.option("--karras/--no-karras", "use_karras_sigmas", default=None, help="Karras' sigmas (euler, dpmpp_2m)."),
     click.option("--image", type=_EXISTING, help="Start from this picture (image-to-image)."),
     click.option("--strength", type=float, help="How much of --image is redrawn, above 0 to 1."),
+    click.option(
+        "--control",
+        "controlnets",
+        type=ControlType(),
+        multiple=True,
+        metavar="NAME=FILE[:SCALE]",
+        help="Follow this control image by the ControlNet NAME (bottega controlnets lists them); may be repeated.",
+    ),
+    click.option(
+        "--stale-residuals/--no-stale-residuals",
+        default=None,
+        help="Go on with ControlNets' residuals of the step before (approximate). Default: by --fidelity.",
+    ),
     click.option("--prompt-2", metavar="TEXT", help="Prompt of the second text encoder."),
     click.option("--negative-prompt-2", metavar="TEXT", help="Negative prompt of the second text encoder."),
     click.option("--format", type=click.Choice(list(FORMATS)), help="Default: by the file's name, else png."),
@@ -38,7 +52,7 @@ _OPTIONS = (
 
 
 def drawing_options(command: CommandT) -> CommandT:
-    """Adds an option for each of GenerationOptions; those that are not given are None."""
+    """Adds an option for each of GenerationOptions; those that are not given are None, or empty."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

@@ -3,6 +3,9 @@
 By default the features are those of the miniature's own towers, which have seen nothing but its scenes: figures
 compare pictures of the miniature with each other, and not with figures published for CLIP, LPIPS or
 Inception. `load_clip` takes a CLIP of transformers by path, for other models.
+
+What the CLIP score of the miniature's towers does not see is which thing has which colour: of 645 rendered scenes of
+two things it preferred the right caption to one with the colours exchanged in 50 %: chance. The oracle sees it.
 """
 
 from bottega.miniature.quality.clip import Clip, load_clip, load_miniature

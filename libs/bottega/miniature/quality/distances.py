@@ -14,6 +14,7 @@ from bottega.miniature.quality.clip import Clip
 def clip_scores(clip: Clip, pictures: Sequence[PIL.Image.Image], texts: Sequence[str]) -> torch.Tensor:
     """How well each picture fits its text: 100 times the cosine of their features, 0 at least.
 
+    In the miniature's towers it says nothing of which thing has which colour: see the package.
     Source: CLIPScore (Hessel et al., 2021), with the factor 100 of torchmetrics.
     """
     cosines = cosine_similarity(clip.embed_pictures(pictures), clip.embed_texts(texts), dim=-1)

@@ -74,11 +74,18 @@ def draw_corpus(count: int, seed: int) -> Corpus:
 
 
 def encode(corpus: Corpus, parts: Parts, folder: Path) -> Latents:
-    """The corpus as latents; kept in `folder` for the next run with the same pictures and the same encoder."""
+    """The corpus as latents; kept in `folder` for the next run with the same pictures and the same encoder.
+
+    Only the last ones are kept: those of 48,000 pictures take 190 MiB.
+    """
     file = folder / f"latents-{_fingerprint(corpus, parts)}.safetensors"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(_encode(corpus, parts), file)
+        part = folder / "latents.part"
+        save_file(_encode(corpus, parts), part)
+        for other in folder.glob("latents-*.safetensors"):
+            other.unlink()
+        part.replace(file)
     tensors = load_file(file)
     return Latents(mean=tensors["mean"], std=tensors["std"])
 
@@ -107,9 +114,10 @@ def _trained_near_miss(scene: Scene, rng: random.Random) -> Scene:
 def _encode(corpus: Corpus, parts: Parts) -> dict[str, torch.Tensor]:
     means, stds = [], []
     for rows in tqdm(torch.split(torch.arange(len(corpus)), _ENCODE_ROWS), "latents", unit="batch"):
-        given = parts["vae"].encode(corpus.pictures(rows).contiguous(memory_format=torch.channels_last)).latent_dist
-        means.append(given.mean.half())
-        stds.append(given.std.half())
+        pictures = corpus.pictures(rows).to(parts.device, memory_format=torch.channels_last)
+        given = parts["vae"].encode(pictures).latent_dist
+        means.append(given.mean.half().cpu())
+        stds.append(given.std.half().cpu())
     return {"mean": torch.cat(means).contiguous(), "std": torch.cat(stds).contiguous()}
 
 
@@ -119,5 +127,5 @@ def _fingerprint(corpus: Corpus, parts: Parts) -> str:
     digest.update(corpus.images[:64].numpy().tobytes())
     for name, tensor in sorted(parts["vae"].state_dict().items()):
         if name.startswith(("encoder.", "quant_conv.")):
-            digest.update(tensor.contiguous().numpy().tobytes())
+            digest.update(tensor.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]

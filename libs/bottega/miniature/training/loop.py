@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from tqdm import tqdm
+
+from bottega.miniature.training.checkpoints import Checkpoint, load_checkpoint, next_number, save_checkpoint
 
 CHECKPOINT_S = 60.0
 
@@ -52,8 +53,8 @@ def run(stage: Stage, budget: Budget, folder: Path) -> int:
 
     folder: of the checkpoint; one that is there is gone on from.
     """
-    file = folder / f"{stage.name}.pt"
-    began = resume(stage, folder)
+    kept = resume(stage, folder)
+    began, number = (kept.step, kept.number) if kept else (0, next_number(folder))
     ends = saved = time.monotonic()
     ends += budget.minutes * 60.0
     step, mean = began, 0.0
@@ -65,31 +66,21 @@ def run(stage: Stage, budget: Budget, folder: Path) -> int:
             bar.set_postfix(loss=f"{mean:.4f}", refresh=False)
             bar.update()
             if time.monotonic() - saved > CHECKPOINT_S:
-                _save(stage, step, file)
+                save_checkpoint(Checkpoint(step=step, number=number, state=stage.state()), stage.name, folder)
                 saved = time.monotonic()
-    _save(stage, step, file)
+    save_checkpoint(Checkpoint(step=step, number=number, state=stage.state()), stage.name, folder)
     return step
 
 
-def resume(stage: Stage, folder: Path) -> int:
-    """Puts the stage where its checkpoint in `folder` left it; returns the steps taken until then, 0 without one."""
-    file = folder / f"{stage.name}.pt"
-    if not file.exists():
-        return 0
-    kept = torch.load(file, weights_only=True)
-    stage.load_state(kept["stage"])
-    return int(kept["step"])
+def resume(stage: Stage, folder: Path) -> Checkpoint | None:
+    """Puts the stage where its checkpoint in `folder`, if there is one, left it."""
+    kept = load_checkpoint(stage.name, folder)
+    if kept:
+        stage.load_state(kept.state)
+    return kept
 
 
 def rate(step: int, steps: int) -> float:
     """Of the full learning rate: up within 50 steps, then down along a cosine to a fiftieth."""
     warm = min((step + 1) / 50, 1.0)
     return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-
-
-def _save(stage: Stage, step: int, file: Path) -> None:
-    """Whole or not at all, also when the power goes."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    torch.save({"step": step, "stage": stage.state()}, part)
-    part.replace(file)

@@ -23,33 +23,40 @@ NETWORKS: dict[str, Any] = {
     "unet": UNet2DConditionModel,
 }
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """networks: by folder name, in float32. tokenizer: of both text encoders. folder: where they came from."""
+    """networks: by folder name, in float32, all on one device. tokenizer: of both text encoders.
+
+    folder: where they came from.
+    """
 
     networks: dict[str, Any]
     tokenizer: Any
     folder: Path
+    device: torch.device
 
     def __getitem__(self, name: str) -> Any:
         return self.networks[name]
 
     def tokens(self, captions: list[str]) -> torch.Tensor:
-        """Ids (captions, 24), padded and cut as the pipeline does."""
+        """Ids (captions, 24) on the device, padded and cut as the pipeline does."""
         ids: torch.Tensor = self.tokenizer(
             captions, padding="max_length", truncation=True, return_tensors="pt"
         ).input_ids
-        return ids
+        return ids.to(self.device)
 
 
-def load_parts(folder: Path, *, fresh: tuple[str, ...] = ()) -> Parts:
+def load_parts(folder: Path, *, fresh: tuple[str, ...] = (), device: torch.device = CPU) -> Parts:
     """All networks of a folder.
 
     fresh: names of those that begin with random weights, in the folder's sizes.
     """
-    networks = {name: _load(kind, folder / name, fresh=name in fresh) for name, kind in NETWORKS.items()}
-    return Parts(networks=networks, tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"), folder=folder)
+    networks = {name: _load(kind, folder / name, fresh=name in fresh).to(device) for name, kind in NETWORKS.items()}
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    return Parts(networks=networks, tokenizer=tokenizer, folder=folder, device=device)
 
 
 def save_parts(parts: Parts, folder: Path) -> None:

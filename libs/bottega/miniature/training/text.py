@@ -53,7 +53,7 @@ class TextStage:
     def __init__(self, parts: Parts, corpus: Corpus, recipe: TextRecipe) -> None:
         self.name = "vision" if recipe.vision_only else "text"
         self._parts, self._corpus, self._recipe = parts, corpus, recipe
-        self._heads = _heads(parts)
+        self._heads = _heads(parts).to(parts.device)
         frozen = TRAINED[:2] if recipe.vision_only else ()
         for name in TRAINED:
             parts[name].requires_grad_(name not in frozen).train()
@@ -95,22 +95,22 @@ class TextStage:
 
     def _loss(self, rows: torch.Tensor, captions: list[str]) -> torch.Tensor:
         """captions: one for each row, then one near miss for each, to which no picture belongs."""
+        count, device = len(rows), self._parts.device
         ids = self._parts.tokens(captions)
         first = self._parts["text_encoder"](ids, output_hidden_states=True)
         second = self._parts["text_encoder_2"](ids, output_hidden_states=True)
-        seen = self._parts["clip_vision"](pixel_values=self._corpus.pictures(rows)).image_embeds
+        seen = self._parts["clip_vision"](pixel_values=self._corpus.pictures(rows).to(device)).image_embeds
         heads = self._heads
-        scale = heads["scale"](torch.ones(1)).exp().clamp(max=100.0)
+        scale = heads["scale"](torch.ones(1, device=device)).exp().clamp(max=100.0)
         texts = (second.text_embeds, heads["project"](first.pooler_output))
         # Two rows of a batch may show the same: a caption then belongs to both, and is told apart by neither.
-        targets = self._targets[rows]
-        same = (targets[:, None] == targets[None]).all(dim=-1) & ~torch.eye(len(rows), dtype=torch.bool)
-        loss = sum((_contrast(text, seen, scale, same) for text in texts), torch.zeros(()))
+        targets = self._targets[rows].to(device)
+        same = (targets[:, None] == targets[None]).all(dim=-1) & ~torch.eye(count, dtype=torch.bool, device=device)
+        loss = torch.stack([_contrast(text, seen, scale, same) for text in texts]).sum()
         last = torch.cat([output.hidden_states[-2][:, -1] for output in (first, second)], dim=-1)
-        count = len(rows)
         readings = [heads["seen"](seen), heads["said"](second.text_embeds[:count]), heads["both"](last[:count])]
-        read = [_reading_loss(logits, targets) for logits in readings]
-        return loss + self._recipe.reading_weight * sum(read, torch.zeros(()))
+        read = torch.stack([_reading_loss(logits, targets) for logits in readings]).sum()
+        return loss + self._recipe.reading_weight * read
 
 
 def _heads(parts: Parts) -> torch.nn.ModuleDict:
@@ -132,9 +132,9 @@ def _contrast(text: torch.Tensor, seen: torch.Tensor, scale: torch.Tensor, same:
     """text: (captions and near misses, width). same: pairs of rows that are left out."""
     logits = scale * normalize(seen, dim=-1) @ normalize(text, dim=-1).T
     count = len(logits)
-    misses = torch.zeros(count, len(text) - count, dtype=torch.bool)
+    misses = torch.zeros(count, len(text) - count, dtype=torch.bool, device=logits.device)
     logits = logits.masked_fill(torch.cat([same, misses], dim=1), float("-inf"))
-    right = torch.arange(count)
+    right = torch.arange(count, device=logits.device)
     return (cross_entropy(logits, right) + cross_entropy(logits[:, :count].T, right)) / 2
 
 

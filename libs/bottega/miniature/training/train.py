@@ -1,12 +1,12 @@
 """What `python -m bottega.miniature train` does: builds the corpus and the networks, runs a stage or all, keeps it.
 
-A training folder holds the state of every stage, the latents, and `model`: the whole model as trained so far.
+A training folder holds the checkpoint of every stage, the latents, and `model`: the whole model as trained so far.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,20 +14,18 @@ from pathlib import Path
 
 import torch
 
+from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
-from bottega.miniature.training.corpus import Corpus, draw_corpus, encode
-from bottega.miniature.training.loop import Budget, Stage, resume, run
-from bottega.miniature.training.parts import Parts, load_parts, save_parts
-from bottega.miniature.training.text import TextRecipe, TextStage
-from bottega.miniature.training.unet import UnetRecipe, UnetStage
-from bottega.miniature.training.vae import VaeRecipe, VaeStage
+from bottega.miniature.training.checkpoints import began_after, checkpoint_file, load_checkpoint
+from bottega.miniature.training.corpus import draw_corpus
+from bottega.miniature.training.device import pick_device
+from bottega.miniature.training.loop import Budget, resume, run
+from bottega.miniature.training.model_folder import begin_model, replace_model
+from bottega.miniature.training.parts import NETWORKS, load_parts, save_parts
+from bottega.miniature.training.stages import CHANGED, FRESH, RECIPE, STEPS, build_stage
 
-# The stages of a whole training in their order, with their steps: as many in all as the embedded weights had. The VAE
-# is first, because the UNet learns its latents; vision is last, because the UNet's stage trains the text encoders on.
-RECIPE = {"vae": 4500, "text": 500, "unet": 3800, "vision": 600}
-# A decoder alone is for later: it sharpens, and all that was trained on the latents stays as it is.
-STEPS = {**RECIPE, "decoder": 1500}
 CORPUS_SEED = 0
+_EXPORT_PICTURES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +33,8 @@ class Training:
     """How stages are run. folder: holds all that must outlive a run. steps: of a stage over all its runs, and
     rows: of a batch; 0 is the stage's own choice. minutes: of this run, over all its stages.
 
-    start: a model folder whose networks a new training begins with. fresh: begin the stage with random weights.
+    start: a model folder whose networks a new training begins with. fresh: begin with random weights instead.
+    device: auto, cpu or cuda.
     """
 
     folder: Path
@@ -46,71 +45,106 @@ class Training:
     start: Path = WEIGHTS
     fresh: bool = False
     compiled: bool = False
+    device: str = "auto"
 
 
-def train_all(training: Training) -> Iterator[tuple[str, int]]:
-    """Runs the recipe on from where it is; yields each stage with its steps taken in all, when they are done.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """steps: of the stage over all its runs. used_by: stages that began since and train on what it left.
+
+    With any of them nothing was done: the stage's checkpoint is older than the model.
+    """
+
+    stage: str
+    steps: int
+    used_by: tuple[str, ...] = ()
+
+
+def train_all(training: Training) -> Iterator[Outcome]:
+    """Runs the recipe on from where it is; yields each stage's outcome when it ends.
 
     A stage whose steps the minutes cut short is the last one: the others build on it.
+    ConfigError when the training cannot go on as it is told to.
     """
     ends = time.monotonic() + training.minutes * 60.0
+    if training.fresh:
+        _refuse_fresh_all(training.folder)
+        begin_model(training.folder, training.start, tuple(NETWORKS))
     for name in RECIPE:
         left = max(ends - time.monotonic(), 0.0) / 60.0
-        step = train(name, replace(training, minutes=left))
-        yield name, step
-        if step < (training.steps or STEPS[name]):
+        outcome = train(name, replace(training, minutes=left, fresh=False))
+        yield outcome
+        if outcome.steps < _steps(name, training):
             return
 
 
-def train(name: str, training: Training) -> int:
-    """Runs one stage on from where it is, and writes the model; returns the steps taken in all."""
+def train(name: str, training: Training) -> Outcome:
+    """Runs one stage on from where it is, and writes the model.
+
+    ConfigError when the stage cannot go on as it is told to.
+    """
+    device = pick_device(training.device)
+    if training.fresh:
+        _refuse_fresh(name, training.folder)
+    kept = load_checkpoint(name, training.folder)
+    used_by = tuple(other for other in began_after(name, training.folder) if set(CHANGED[name]) & set(CHANGED[other]))
+    if kept and used_by:
+        if kept.step < _steps(name, training):
+            raise ConfigError(_stale(name, kept.step, used_by, training.folder))
+        return Outcome(stage=name, steps=kept.step, used_by=used_by)
+    begin_model(training.folder, training.start, FRESH[name] if training.fresh else ())
     torch.manual_seed(0)
-    parts = _parts(name, training)
+    parts = load_parts(training.folder / "model", device=device)
     corpus = draw_corpus(training.pictures, CORPUS_SEED)
-    stage = _stage(name, training, parts, corpus)
-    budget = Budget(steps=training.steps or STEPS[name], minutes=training.minutes)
-    step = run(stage, budget, training.folder)
-    _keep(stage, parts, training.folder)
-    return step
+    stage = build_stage(name, parts, corpus, training.folder, rows=training.rows, compiled=training.compiled)
+    step = run(stage, Budget(steps=_steps(name, training), minutes=training.minutes), training.folder)
+    stage.finish()
+    replace_model(parts, training.folder)
+    return Outcome(stage=name, steps=step)
 
 
 def export(name: str, folder: Path, target: Path) -> int:
-    """Writes the model with what the checkpoint of a running stage holds by now; returns its steps."""
-    training = Training(folder=folder, pictures=1)
-    parts = _parts(name, training)
-    stage = _stage(name, training, parts, draw_corpus(1, CORPUS_SEED))
-    step = resume(stage, folder)
+    """Writes the model with what the checkpoint of a running stage holds by now; returns its steps.
+
+    ConfigError when there is no checkpoint.
+    """
+    if not checkpoint_file(name, folder).exists():
+        raise ConfigError(f"{checkpoint_file(name, folder)} is not there: nothing of {name} to export yet")
+    parts = load_parts(folder / "model")
+    with tempfile.TemporaryDirectory() as scratch:  # the running stage's latents stay as they are
+        stage = build_stage(name, parts, draw_corpus(_EXPORT_PICTURES, CORPUS_SEED), Path(scratch))
+    kept = resume(stage, folder)
     stage.finish()
     save_parts(parts, target)
-    return step
+    return kept.step if kept else 0
 
 
-def _parts(name: str, training: Training) -> Parts:
-    kept = training.folder / "model"
-    fresh = {"text": ("text_encoder", "text_encoder_2", "clip_vision"), "vision": ("clip_vision",)}
-    again = fresh.get(name, (name,)) if training.fresh else ()
-    if not kept.exists():
-        shutil.copytree(training.start, kept)
-    return load_parts(kept, fresh=again)
+def _steps(name: str, training: Training) -> int:
+    return training.steps or STEPS[name]
 
 
-def _stage(name: str, training: Training, parts: Parts, corpus: Corpus) -> Stage:
-    if name in {"text", "vision"}:
-        text = TextRecipe(vision_only=name == "vision")
-        return TextStage(parts, corpus, replace(text, rows=training.rows or text.rows))
-    latents = encode(corpus, parts, training.folder)
-    if name in {"vae", "decoder"}:
-        vae = VaeRecipe(decoder_only=name == "decoder")
-        return VaeStage(parts, corpus, latents, replace(vae, rows=training.rows or vae.rows))
-    unet = UnetRecipe(compiled=training.compiled)
-    return UnetStage(parts, corpus, latents, replace(unet, rows=training.rows or unet.rows))
+def _refuse_fresh_all(folder: Path) -> None:
+    """ConfigError where a training has begun."""
+    if (folder / "model").exists() or any(folder.glob("*.pt")):
+        raise ConfigError(
+            f"{folder} holds a training. Give another --folder, or remove this one, to begin one with random weights;\n"
+            "without --fresh it goes on."
+        )
 
 
-def _keep(stage: Stage, parts: Parts, folder: Path) -> None:
-    """Replaces the folder's model as a whole."""
-    stage.finish()
-    part = folder / "model.part"
-    shutil.rmtree(part, ignore_errors=True)
-    save_parts(parts, part)
-    shutil.rmtree(folder / "model", ignore_errors=True)
-    part.rename(folder / "model")
+def _refuse_fresh(name: str, folder: Path) -> None:
+    """ConfigError where random weights would not be used, or be of no use."""
+    if name not in FRESH:
+        raise ConfigError(f"--fresh: {name} cannot begin with random weights; train vae --fresh trains all of the VAE")
+    file = checkpoint_file(name, folder)
+    if file.exists():
+        raise ConfigError(
+            f"{file} is there. Remove it to begin {name} with random weights; without --fresh it goes on."
+        )
+
+
+def _stale(name: str, step: int, used_by: tuple[str, ...], folder: Path) -> str:
+    return (
+        f"{name} stopped after {step} steps, and {', '.join(used_by)} trained on what it left: going on undoes that.\n"
+        f"Remove {checkpoint_file(name, folder)} to train {name} anew from the model as it is now."
+    )

@@ -14,6 +14,7 @@ import torch
 from bottega.miniature.training.attention import PlainAttention
 from bottega.miniature.training.average import Average
 from bottega.miniature.training.corpus import Corpus, Latents, foreground
+from bottega.miniature.training.device import half_precision
 from bottega.miniature.training.parts import Parts
 
 TRAINED = ("unet", "text_encoder", "text_encoder_2")
@@ -70,7 +71,7 @@ class UnetStage:
         generator = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + number)
         for group in self._optimizer.param_groups:
             group["lr"] = group["rate"] * rate
-        with torch.autocast("cpu", torch.bfloat16):
+        with half_precision(self._parts.device):
             loss = self._loss(generator, random.Random(number))
         self._optimizer.zero_grad()
         torch.autograd.backward(loss)
@@ -96,21 +97,21 @@ class UnetStage:
         self._optimizer.load_state_dict(state["optimizer"])
 
     def _loss(self, generator: torch.Generator, rng: random.Random) -> torch.Tensor:
-        recipe = self._recipe
+        recipe, device = self._recipe, self._parts.device
         rows = torch.randint(len(self._corpus), (recipe.rows,), generator=generator)
         clean = self._latents.sample(rows, generator) * self._parts["vae"].config.scaling_factor
-        noise = torch.randn(clean.shape, generator=generator)
+        noise = torch.randn(clean.shape, generator=generator).to(device)
         times = torch.randint(len(self._signal), (recipe.rows,), generator=generator)
-        signal = self._signal[times][:, None, None, None]
-        noisy = signal.sqrt() * clean + (1 - signal).sqrt() * noise
+        signal = self._signal[times][:, None, None, None].to(device)
+        noisy = signal.sqrt() * clean.to(device) + (1 - signal).sqrt() * noise
         context, pooled = encode_text(self._parts, self._corpus.captions(rows, rng))
-        told = (torch.rand(recipe.rows, generator=generator) >= recipe.empty_share).float()
-        added = {"text_embeds": pooled * told[:, None], "time_ids": self._time_ids.expand(recipe.rows, -1)}
+        told = (torch.rand(recipe.rows, generator=generator) >= recipe.empty_share).float().to(device)
+        added = {"text_embeds": pooled * told[:, None], "time_ids": self._time_ids.to(device).expand(recipe.rows, -1)}
         context = context * told[:, None, None]
-        guess = self._forward(noisy, times, encoder_hidden_states=context, added_cond_kwargs=added, return_dict=False)[
-            0
-        ]
-        where = 1.0 + recipe.foreground_weight * self._foreground[rows]
+        (guess,) = self._forward(
+            noisy, times.to(device), encoder_hidden_states=context, added_cond_kwargs=added, return_dict=False
+        )
+        where = 1.0 + recipe.foreground_weight * self._foreground[rows].to(device)
         weight = loss_weight(signal, recipe) * where / where.mean()
         loss: torch.Tensor = (weight * (guess.float() - noise).square()).mean()
         return loss

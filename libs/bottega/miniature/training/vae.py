@@ -13,10 +13,12 @@ import torch
 
 from bottega.miniature.training.average import Average
 from bottega.miniature.training.corpus import Corpus, Latents
+from bottega.miniature.training.device import half_precision
 from bottega.miniature.training.parts import Parts
 
 _DECODER = ("decoder", "post_quant_conv")
-_ENCODER = ("encoder", "quant_conv")
+# The VAE's modules that learn, in each of the two stages.
+_LEARN = {"decoder": _DECODER, "vae": (*_DECODER, "encoder", "quant_conv")}
 _MEASURED_PICTURES = 512
 
 
@@ -25,8 +27,8 @@ class VaeRecipe:
     """edge_weight: of an error where the picture changes at once, beside 1 elsewhere.
 
     blur: standard deviation of noise added to the latents, in their own units after scaling: what the UNet
-    leaves is never as clean as what the encoder gives. decoder_only: leaves the encoder as it is. kl_weight: of the
-    divergence of the encoder's latents from a normal distribution, each element's, beside 1 of a pixel's error.
+    leaves is never as clean as what the encoder gives. kl_weight: of the divergence of the encoder's latents from a
+    normal distribution, each element's, beside 1 of a pixel's error.
     """
 
     rows: int = 16
@@ -34,19 +36,22 @@ class VaeRecipe:
     edge_weight: float = 4.0
     blur: float = 0.05
     decay: float = 0.995
-    decoder_only: bool = False
     kl_weight: float = 1e-4
     seed: int = 0
 
 
 class VaeStage:
-    """Stage of training.loop."""
+    """Stage of training.loop.
 
-    def __init__(self, parts: Parts, corpus: Corpus, latents: Latents, recipe: VaeRecipe) -> None:
-        self.name = "decoder" if recipe.decoder_only else "vae"
+    latents: of the corpus, for a decoder that learns alone; None lets the encoder learn too.
+    """
+
+    def __init__(self, parts: Parts, corpus: Corpus, latents: Latents | None, recipe: VaeRecipe) -> None:
+        self.name = "vae" if latents is None else "decoder"
+        self._device = parts.device
         self._vae, self._corpus, self._latents, self._recipe = parts["vae"], corpus, latents, recipe
         self._vae.requires_grad_(False).to(memory_format=torch.channels_last)
-        modules = [getattr(self._vae, name).requires_grad_(True).train() for name in _trained(recipe)]
+        modules = [getattr(self._vae, name).requires_grad_(True).train() for name in _LEARN[self.name]]
         self._parameters = [parameter for module in modules for parameter in module.parameters()]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=recipe.rate, weight_decay=0.0, fused=True)
         self._average = Average(modules, recipe.decay)
@@ -57,11 +62,11 @@ class VaeStage:
         for group in self._optimizer.param_groups:
             group["lr"] = self._recipe.rate * rate
         rows = torch.randint(len(self._corpus), (self._recipe.rows,), generator=generator)
-        pictures = self._corpus.pictures(rows)
-        with torch.autocast("cpu", torch.bfloat16):
+        pictures = self._corpus.pictures(rows).to(self._device)
+        with half_precision(self._device):
             latents, divergence = self._see(rows, pictures, generator)
             blur = self._recipe.blur / self._vae.config.scaling_factor
-            latents = latents + blur * torch.randn(latents.shape, generator=generator)
+            latents = latents + blur * torch.randn(latents.shape, generator=generator).to(self._device)
             drawn = self._vae.decode(latents.contiguous(memory_format=torch.channels_last)).sample
         weight = 1.0 + self._recipe.edge_weight * edges(pictures)
         loss = (weight * (drawn.float() - pictures).abs()).mean() + self._recipe.kl_weight * divergence
@@ -75,13 +80,14 @@ class VaeStage:
     def finish(self) -> None:
         """Leaves the averaged weights in the network, and the factor by which its latents' deviation is 1."""
         self._average.apply()
-        if not self._recipe.decoder_only:
+        if self._latents is None:
             self._vae.register_to_config(scaling_factor=1.0 / self._deviation())
 
     def state(self) -> dict[str, Any]:
-        """Weights, their average, and the optimizer's moments."""
+        """Weights, their average, the optimizer's moments, and the scaling factor that the steps' noise is given in."""
         return {
             "vae": self._vae.state_dict(),
+            "scaling_factor": self._vae.config.scaling_factor,
             "average": self._average.state(),
             "optimizer": self._optimizer.state_dict(),
         }
@@ -89,6 +95,8 @@ class VaeStage:
     def load_state(self, state: dict[str, Any]) -> None:
         """The reverse."""
         self._vae.load_state_dict(state["vae"])
+        # A run that ended before the last step has left the folder's model another one.
+        self._vae.register_to_config(scaling_factor=state["scaling_factor"])
         self._average.load_state(state["average"])
         self._optimizer.load_state_dict(state["optimizer"])
 
@@ -96,23 +104,20 @@ class VaeStage:
     def _deviation(self) -> float:
         """Of the latents of the first pictures."""
         rows = torch.arange(min(len(self._corpus), _MEASURED_PICTURES))
-        pictures = self._corpus.pictures(rows).contiguous(memory_format=torch.channels_last)
-        return float(self._vae.encode(pictures).latent_dist.sample().std())
+        pictures = self._corpus.pictures(rows).to(self._device, memory_format=torch.channels_last)
+        generator = torch.Generator().manual_seed(self._recipe.seed)
+        return float(self._vae.encode(pictures).latent_dist.sample(generator).std())
 
     def _see(
         self, rows: torch.Tensor, pictures: torch.Tensor, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents of the pictures, and how far they diverge; for a decoder that learns alone, as they are kept."""
-        if self._recipe.decoder_only:
-            return self._latents.sample(rows, generator), torch.zeros(())
+        if self._latents is not None:
+            return self._latents.sample(rows, generator).to(self._device), torch.zeros((), device=self._device)
         seen = self._vae.encode(pictures.contiguous(memory_format=torch.channels_last)).latent_dist
         mean, std = seen.mean.float(), seen.std.float()
         divergence = 0.5 * (mean.square() + std.square() - 1.0 - seen.logvar.float()).mean()
-        return mean + std * torch.randn(mean.shape, generator=generator), divergence
-
-
-def _trained(recipe: VaeRecipe) -> tuple[str, ...]:
-    return _DECODER if recipe.decoder_only else (*_DECODER, *_ENCODER)
+        return mean + std * torch.randn(mean.shape, generator=generator).to(self._device), divergence
 
 
 def edges(pictures: torch.Tensor) -> torch.Tensor:

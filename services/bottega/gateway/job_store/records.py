@@ -67,8 +67,12 @@ class JobRecord:
         return self.state == image_pb2.JOB_STATE_RUNNING and attempt == self.attempt
 
     def begun(self, attempt: int, *, started_wall: float) -> JobRecord | None:
-        """A worker takes it. Numbers only rise, so that an older attempt never counts again."""
-        if not self.live or attempt <= self.attempt:
+        """A worker takes it. Numbers only rise, so that an older attempt never counts again.
+
+        The newest may begin once more while it waits: it was given up, and its worker has it all the same.
+        """
+        least = self.attempt if self.attempt and self.state == image_pb2.JOB_STATE_QUEUED else self.attempt + 1
+        if not self.live or attempt < least:
             return None
         first = started_wall if self.started_wall is None else self.started_wall
         return replace(self, state=image_pb2.JOB_STATE_RUNNING, attempt=attempt, started_wall=first)

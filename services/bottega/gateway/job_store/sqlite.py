@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
-from bottega.errors import BottegaError, DataLoss
+from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.gateway.job_store import sqlite_errors, sqlite_schema, sqlite_statements
 from bottega.gateway.job_store.group_commit import GroupCommit
 from bottega.gateway.job_store.records import JobRecord, StoredPicture
-from bottega.gateway.job_store.sqlite_statements import Page
+from bottega.gateway.job_store.sqlite_statements import Listing, Page
 from bottega.storage import StorageThread, faults
 from bottega.v1.image_pb2 import JobState
 
@@ -41,6 +41,8 @@ class SqliteJobStore:
         self._reading: sqlite3.Connection | None = None
         self._readable = self._writable = False
         self._sound = True
+        self._sound_state: sqlite_schema.FileState | None = None
+        self._damaged: set[int] = set()  # as far as somebody came across them: for the log
         self._generation = 0
 
     @property
@@ -163,7 +165,7 @@ class SqliteJobStore:
         if not self._sound:
             raise sqlite_errors.damaged()
         if not self._writable:
-            raise faults.unavailable("the job store is not open", cause="EBADF")
+            raise faults.unavailable("the job store is not open", cause=faults.NOT_OPEN)
         return await self._writer.run(operation, size_bytes=size_bytes)
 
     async def _find(self, query: Callable[[sqlite3.Connection], ResultT | None]) -> ResultT | None:
@@ -172,15 +174,18 @@ class SqliteJobStore:
             raise sqlite_errors.damaged()  # it may have been there
         return found
 
-    async def _list(self, query: Callable[[sqlite3.Connection], list[ResultT]]) -> list[ResultT]:
+    async def _list(self, query: Callable[[sqlite3.Connection], Listing]) -> list[JobRecord]:
         found = await self._reader.run(lambda: self._read(query))
         if not self._sound:
             raise sqlite_errors.damaged()  # some may be missing
-        return found
+        for sequence in set(found.damaged) - self._damaged:
+            self._damaged.add(sequence)
+            _log.error("a job is damaged; it is left alone", extra={"file": str(self._path), "sequence": sequence})
+        return found.records
 
     def _read(self, query: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
         if not self._readable:
-            raise faults.unavailable("the job store is not open", cause="EBADF")
+            raise faults.unavailable("the job store is not open", cause=faults.NOT_OPEN)
         try:
             if self._reading is None:
                 self._reading = sqlite_schema.connect_to_read(self._path)
@@ -197,11 +202,12 @@ class SqliteJobStore:
         try:
             self._reading = sqlite_schema.connect_to_read(self._path)
             self._readable = sqlite_schema.check_owner(self._reading, self._path)
-            self._sound = sqlite_schema.is_sound(self._reading)
+            self._sound = self._is_sound(self._reading)
         except sqlite3.Error as error:
             typed = self._typed(error)
             if not isinstance(typed, DataLoss):
                 self._stop_reading()
+                self._read_as_left()
                 raise (typed or error) from error
         if not self._sound:
             self._readable = True
@@ -209,6 +215,25 @@ class SqliteJobStore:
                 f"{self._path} is damaged. Restore it from a backup, or move it and the files beside it that begin "
                 "with its name away: the jobs in it are lost then, and a new one is made"
             )
+
+    def _read_as_left(self) -> None:
+        """Reads what was closed in order, where the disk has no room even for what readers share; until the next look.
+
+        Nobody else writes to it meanwhile: then there would be a log.
+        """
+        try:
+            self._reading = sqlite_schema.connect_as_left(self._path)
+            self._readable = sqlite_schema.check_owner(self._reading, self._path) and self._is_sound(self._reading)
+        except (sqlite3.Error, OSError, StorageUnavailable):
+            self._stop_reading()  # why it cannot be opened is told already
+
+    def _is_sound(self, connection: sqlite3.Connection) -> bool:
+        """Whether the file is whole. It is looked at again when it has changed: a start may try twice a second."""
+        with faults.translated():
+            state = sqlite_schema.state_of(self._path)
+        if state != self._sound_state:
+            self._sound_state = state if sqlite_schema.is_sound(connection) else None
+        return self._sound_state is not None
 
     def _connect(self) -> sqlite3.Connection:
         return sqlite_schema.connect_to_write(self._path)

@@ -9,10 +9,14 @@ import contextlib
 import os
 import sqlite3
 import threading
+import urllib.parse
 from pathlib import Path
 
 from bottega.errors import ConfigError
 from bottega.storage import folders
+
+FileState = tuple[tuple[int, int, int], ...]
+"""Of a file and the log beside it: inode, size, time of the last change in ns."""
 
 # "Bttg": what PRAGMA application_id says of a file of ours.
 APPLICATION_ID = 0x42747467
@@ -114,6 +118,23 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
     return _connect(path, "PRAGMA query_only = ON")
 
 
+def connect_as_left(path: Path) -> sqlite3.Connection:
+    """A connection to a file that was closed in order, which needs no room on the disk and sees no later write.
+
+    Raises FileExistsError where a log is beside the file, without which it is not what was written; sqlite3.Error.
+    """
+    log = _log_of(path)
+    if log.exists() and log.stat().st_size:
+        raise FileExistsError(f"{log} is part of the file")
+    return _connect(f"file:{urllib.parse.quote(str(path))}?immutable=1")
+
+
+def state_of(path: Path) -> FileState:
+    """Changes when the file, or the log beside it, does. Raises OSError."""
+    parts = [part.stat() for part in (path, _log_of(path)) if part.exists()]
+    return tuple((part.st_ino, part.st_size, part.st_mtime_ns) for part in parts)
+
+
 def check_owner(connection: sqlite3.Connection, path: Path) -> bool:
     """Whether the file has our tables; False for an empty one. Raises ConfigError for somebody else's."""
     ((application_id,),) = connection.execute("PRAGMA application_id")
@@ -167,8 +188,15 @@ def _schema(connection: sqlite3.Connection) -> list[tuple[str, str]]:
     return connection.execute("SELECT name, sql FROM sqlite_schema ORDER BY name").fetchall()
 
 
-def _connect(path: Path, *pragmas: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+def _log_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
+
+
+def _connect(path: Path | str, *pragmas: str) -> sqlite3.Connection:
+    """path: or a URI."""
+    connection = sqlite3.connect(
+        path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=isinstance(path, str)
+    )
     # Damaged text must reach the checksum that notices it.
     connection.text_factory = lambda raw: str(raw, "utf-8", "replace")
     try:

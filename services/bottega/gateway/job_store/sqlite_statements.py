@@ -8,7 +8,9 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
+from bottega.errors import DataLoss
 from bottega.gateway.job_store.records import JobRecord
 from bottega.gateway.job_store.sqlite_rows import COLUMNS, Value, checksum, from_row, intact, to_row
 from bottega.v1.image_pb2 import JobState
@@ -38,6 +40,14 @@ class Page:
             yield "created_wall < ?", [self.created_before]
         if self.before_sequence is not None:
             yield "sequence < ?", [self.before_sequence]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """Jobs in their order. damaged: sequences of those among them that are not what was written."""
+
+    records: list[JobRecord]
+    damaged: list[int]
 
 
 def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, replaces: str) -> JobRecord:
@@ -90,18 +100,23 @@ def inputs_of(connection: sqlite3.Connection, job_id: str) -> bytes | None:
     return intact(*rows[0]) if rows else None
 
 
-def live(connection: sqlite3.Connection) -> list[JobRecord]:
+def live(connection: sqlite3.Connection) -> Listing:
     """See JobStore.live."""
-    return _records(connection, f"SELECT {_ALL} FROM jobs WHERE ended_wall IS NULL ORDER BY jobs.sequence")
+    query = f"SELECT {_ALL} FROM jobs WHERE ended_wall IS NULL ORDER BY jobs.sequence"
+    return _listing(connection.execute(query).fetchall())
 
 
-def page(connection: sqlite3.Connection, asked: Page) -> list[JobRecord]:
-    """See JobStore.page."""
-    conditions = dict(asked.conditions())
-    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-    parameters = [value for values in conditions.values() for value in values]
-    query = f"SELECT {_ALL} FROM jobs {where} ORDER BY sequence DESC LIMIT ?"
-    return _records(connection, query, *parameters, asked.size)
+def page(connection: sqlite3.Connection, asked: Page) -> Listing:
+    """See JobStore.page. A damaged job takes no place in it, so that it is full where there are enough others."""
+    found = Listing(records=[], damaged=[])
+    while True:
+        rows = _page_rows(connection, asked)
+        more = _listing(rows)
+        found.records.extend(more.records)
+        found.damaged.extend(more.damaged)
+        if len(rows) < asked.size or len(found.records) >= asked.size:
+            return replace(found, records=found.records[: asked.size])
+        asked = replace(asked, before_sequence=rows[-1][0])
 
 
 def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
@@ -124,6 +139,24 @@ def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int
 def probe(connection: sqlite3.Connection) -> None:
     """See JobStore.probe: a page is written though nothing changes."""
     connection.execute("UPDATE generation SET number = number")
+
+
+def _page_rows(connection: sqlite3.Connection, asked: Page) -> list[tuple[Any, ...]]:
+    conditions = dict(asked.conditions())
+    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+    parameters = [value for values in conditions.values() for value in values]
+    query = f"SELECT {_ALL} FROM jobs {where} ORDER BY sequence DESC LIMIT ?"
+    return connection.execute(query, (*parameters, asked.size)).fetchall()
+
+
+def _listing(rows: list[tuple[Any, ...]]) -> Listing:
+    found = Listing(records=[], damaged=[])
+    for row in rows:
+        try:
+            found.records.append(from_row(row))
+        except DataLoss:
+            found.damaged.append(row[0])
+    return found
 
 
 def _records(connection: sqlite3.Connection, query: str, *parameters: Value) -> list[JobRecord]:

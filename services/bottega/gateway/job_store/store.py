@@ -21,6 +21,8 @@ class JobStore(Protocol):
       acknowledged, though it may have happened, and it may be tried again. Reads go on where they can.
     - Every method may raise DataLoss, of damage, and then gives no answer. Once the whole was seen to be damaged,
       nothing is written; a job that is found is still good, one that is not is DataLoss, as every list is.
+    - While the whole is sound, a single job that is damaged stands in the way of no other: lists leave it out, the log
+      tells of it, and it is left as it is. Whoever asks for that one hears DataLoss.
     - A cancelled call may have happened. Whoever must know awaits it to its end (asyncio.shield).
     """
 
@@ -53,7 +55,10 @@ class JobStore(Protocol):
         ...
 
     async def begin(self, job_id: str, attempt: int, *, started_wall: float) -> bool:
-        """A worker takes the job; `attempt` must be larger than every earlier one's. The first started_wall stays."""
+        """A worker takes the job. The first started_wall stays.
+
+        `attempt` must be larger than every earlier one's, or the newest one's again where that was lost.
+        """
         ...
 
     async def requeue(self, job_id: str, attempt: int, *, deaths: int) -> bool:

@@ -1,0 +1,89 @@
+"""The --control option: NAME=FILE[:SCALE], and what becomes of it beside the ControlNets of an earlier picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+
+from bottega import rules
+from bottega.client.control import ControlNet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """One --control. scale: None where none was given."""
+
+    name: str
+    file: Path
+    scale: float | None
+
+
+class ControlType(click.ParamType[Control]):
+    """Says what is wrong before anything is asked for."""
+
+    name = "control"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Control:
+        name, given, rest = value.partition("=")
+        if not given or not rest:
+            self.fail(f"{value!r}: NAME=FILE or NAME=FILE:SCALE is wanted, such as edges=edges.png:0.8", param, ctx)
+        if not rules.is_adapter_name(name):
+            self.fail(
+                f"{name!r} is no name of a ControlNet: letters, digits and . _ / + - are; bottega controlnets has them",
+                param,
+                ctx,
+            )
+        file, scale = _split(rest)
+        if not file.exists():
+            self.fail(f"{name}: there is no file {file}", param, ctx)
+        if file.is_dir():
+            self.fail(f"{name}: {file} is a folder; a control image is wanted", param, ctx)
+        number = _number(scale) if scale is not None else None
+        if scale is not None and number is None:
+            self.fail(f"{name}: {scale!r} is no scale; a number such as 0.8 is wanted after FILE:", param, ctx)
+        return Control(name=name, file=file, scale=number)
+
+
+def merged(then: Sequence[ControlNet], given: Sequence[Control], like: Path | None) -> list[ControlNet]:
+    """The ControlNets of a picture that was drawn before, each with the control image given now; then the others.
+
+    Raises click.UsageError for one whose image is not given: pictures do not carry them.
+    """
+    left = list(given)
+    nets = []
+    for net in then:
+        control = next((one for one in left if one.name == net.name), None)
+        if control is None:
+            raise click.UsageError(
+                f"{like} was drawn with the ControlNet {net.name}: give its control image by"
+                f" --control {net.name}=FILE (its scale was {net.controlnet_conditioning_scale:g})."
+            )
+        left.remove(control)
+        scale = net.controlnet_conditioning_scale if control.scale is None else control.scale
+        nets.append(replace(net, image=control.file, controlnet_conditioning_scale=scale))
+    for control in left:
+        scale = 1.0 if control.scale is None else control.scale
+        nets.append(ControlNet(control.name, control.file, controlnet_conditioning_scale=scale))
+    return nets
+
+
+def _split(rest: str) -> tuple[Path, str | None]:
+    """File and scale. A file that is called so, colons and all, is meant as it is."""
+    whole = Path(rest)
+    file, colon, scale = rest.rpartition(":")
+    if not colon or not file or whole.exists():
+        return whole, None
+    # What stands behind a colon is part of a name that is not there, unless it can be meant as a number.
+    return (Path(file), scale) if Path(file).exists() or _number(scale) is not None else (whole, None)
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

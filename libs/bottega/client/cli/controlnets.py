@@ -1,0 +1,130 @@
+"""`bottega controlnets`: which ControlNets are served, where they are loaded, and how to add one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.terminal import fail, new_table, note, print_table, say
+
+if TYPE_CHECKING:
+    from bottega.client.hosting import AddedControlNet, ServedControlNet
+
+_HASH_LETTERS = 12
+
+
+class _ControlNets(click.Group):
+    """Its options alone are those of its list."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group("controlnets", cls=_ControlNets)
+def command() -> None:
+    """Look after ControlNets: list, where, add.
+
+    \b
+      bottega controlnets                               those that are served, and for which models
+      bottega controlnets where edges                   who has it, and whether it is loaded there
+      bottega controlnets add depth /srv/nets/depth     every ControlNet server hosts it from now on
+      bottega generate "a red star" --control edges=edges.png:0.8
+    """
+
+
+@command.command("list")
+@address_option
+def list_command(*, address: str) -> None:
+    """List the ControlNets that are served now."""
+    with connect(address) as client:
+        nets = client.controlnets()
+    if not nets:
+        note("Nobody hosts a ControlNet; bottega fleet shows whether a ControlNet server has joined.")
+        return
+    table = new_table("controlnet", ">size", "for", "loaded at", ">hosts", ">popularity")
+    for net in nets:
+        table.add_row(*_row(net))
+    print_table(table)
+    _note_oddities(nets)
+
+
+@command.command("where")
+@click.argument("name")
+@address_option
+def where(*, name: str, address: str) -> None:
+    """Say who has the ControlNet NAME, and whether it is loaded there."""
+    with connect(address) as client:
+        nets = client.controlnets()
+    found = [net for net in nets if net.name == name]
+    if not found:
+        names = ", ".join(sorted({net.name for net in nets}))
+        fail(
+            f"nobody hosts {name}", f"Hosted: {names}" if names else "No ControlNet is hosted; bottega fleet says more."
+        )
+    table = new_table("host", "kind", "address", "state", ">sessions", ">popularity", "hash")
+    for net in found:
+        for host in net.hosts:
+            kind = "controlnet" if host.server else "worker"
+            facts = (host.readiness.value, str(host.sessions), str(host.popularity), net.digest[:_HASH_LETTERS])
+            table.add_row(host.name, kind, host.address, *facts)
+    print_table(table)
+    _note_oddities(found)
+
+
+@command.command("add")
+@click.argument("name")
+@click.argument("folder")
+@click.option("--server", metavar="NAME", help="Only this server, as bottega fleet lists it; default: all of them.")
+@address_option
+def add(*, name: str, folder: str, server: str | None, address: str) -> None:
+    """Have ControlNet servers host one more, as NAME.
+
+    FOLDER is in Diffusers' layout (config.json, diffusion_pytorch_model.safetensors) on the servers' machines, below
+    the root that their configuration allows; what is not absolute counts from here, else from that root.
+    """
+    here = Path(folder)
+    with connect(address) as client:
+        added = client.add_controlnet(name, str(here.resolve()) if here.is_dir() else folder, server=server)
+    for one in added:
+        if one.error is None:
+            say(f"{one.server} hosts {name}, {_size(one.size_bytes)}")
+    _fail_for(name, added)
+
+
+def _row(net: ServedControlNet) -> tuple[str, ...]:
+    return (
+        net.name,
+        _size(net.size_bytes),
+        ", ".join(net.models) or f"no model here ({net.base})",
+        ", ".join(net.loaded_at) or "nobody",
+        str(len(net.hosts)),
+        str(net.popularity),
+    )
+
+
+def _note_oddities(nets: Sequence[ServedControlNet]) -> None:
+    seen: dict[tuple[str, str], str] = {}
+    for net in nets:
+        other = seen.setdefault((net.name, net.base), net.digest)
+        if other != net.digest:
+            hosts = ", ".join(host.name for host in net.hosts)
+            note(f"{net.name} is another one at {hosts} than elsewhere; a picture never mixes the two.")
+
+
+def _fail_for(name: str, added: Sequence[AddedControlNet]) -> None:
+    from bottega.client.cli.failures import exit_status
+
+    failures = [(one.server, one.error) for one in added if one.error is not None]
+    if failures:
+        lines = [f"{server}: {error.message}" for server, error in failures]
+        fail(f"{name} is not hosted everywhere", "\n".join(lines), status=exit_status(failures[0][1]))
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 10 << 20 else f"{size_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,99 @@
+"""The ControlNets of a request, by Diffusers' names, and how they become the contract's and come back.
+
+Knows messages, not the network.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from bottega.errors import Violation
+from bottega.v1 import generation_pb2
+
+
+class PillowImage(Protocol):
+    """What the SDK uses of a Pillow image, so that it need not import Pillow."""
+
+    def save(self, fp: Any, format: str | None = None) -> None: ...
+
+
+ImageSource = bytes | str | os.PathLike[str] | PillowImage
+
+
+@dataclass(frozen=True, slots=True)
+class ControlNet:
+    """A ControlNet to draw with: `ControlNet("edges", "edges.png", controlnet_conditioning_scale=0.8)`.
+
+    name: as controlnets() lists it. image: the control image: encoded bytes, a path or a Pillow image; it is resized
+    to the picture's width and height. None where it is not known, as of a picture that was drawn before.
+    controlnet_conditioning_scale: how strongly it counts.
+    control_guidance_start, control_guidance_end: the fractions of the steps at which it begins and ends, 0 to 1.
+    guess_mode: only the conditional half is controlled.
+    """
+
+    name: str
+    image: ImageSource | None = field(default=None, repr=False)
+    controlnet_conditioning_scale: float = field(default=1.0, kw_only=True)
+    control_guidance_start: float = field(default=0.0, kw_only=True)
+    control_guidance_end: float = field(default=1.0, kw_only=True)
+    guess_mode: bool = field(default=False, kw_only=True)
+
+
+_NUMBERS = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
+
+
+def add_to(spec: generation_pb2.GenerationSpec, nets: object) -> Iterator[Violation]:
+    """Adds a request's ControlNets to its spec, and says what of them cannot be sent. Reads images that are paths."""
+    if not isinstance(nets, list | tuple):
+        yield Violation(field="controlnets", description=f"must be a list of ControlNet; got {type(nets).__name__}")
+        return
+    for index, net in enumerate(nets):
+        path = f"controlnets[{index}]"
+        if isinstance(net, ControlNet):
+            yield from _add(spec.controlnets.add(), net, path)
+        else:
+            yield Violation(field=path, description=f"must be a ControlNet; got {type(net).__name__}")
+
+
+def controlnet_from(message: generation_pb2.ControlNet) -> ControlNet:
+    """The ControlNet of a spec, without its image."""
+    end = message.control_guidance_end if message.HasField("control_guidance_end") else 1.0
+    scale = message.controlnet_conditioning_scale if message.HasField("controlnet_conditioning_scale") else 1.0
+    return ControlNet(
+        message.name,
+        controlnet_conditioning_scale=scale,
+        control_guidance_start=message.control_guidance_start,
+        control_guidance_end=end,
+        guess_mode=message.guess_mode,
+    )
+
+
+def encoded(image: ImageSource) -> bytes:
+    """An image as bytes that travel. Raises OSError where it is a path that cannot be read."""
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, str | os.PathLike):
+        return Path(image).read_bytes()
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _add(message: generation_pb2.ControlNet, net: ControlNet, path: str) -> Iterator[Violation]:
+    for name in ("name", "guess_mode", *_NUMBERS):
+        try:
+            setattr(message, name, getattr(net, name))
+        except (TypeError, ValueError) as error:
+            yield Violation(field=f"{path}.{name}", description=str(error))
+    if net.image is None:
+        yield Violation(field=f"{path}.image", description="is missing: bytes, a path or a Pillow image")
+        return
+    try:
+        message.image = encoded(net.image)
+    except (AttributeError, OSError, TypeError, ValueError) as error:
+        yield Violation(field=f"{path}.image", description=str(error))

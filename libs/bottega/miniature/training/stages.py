@@ -1,0 +1,48 @@
+"""The stages of the training by name: their order and steps, the networks that they change, how each is built.
+
+It knows no checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from bottega.miniature.training import text, unet
+from bottega.miniature.training.corpus import Corpus, encode
+from bottega.miniature.training.loop import Stage
+from bottega.miniature.training.parts import Parts
+from bottega.miniature.training.text import TextRecipe, TextStage
+from bottega.miniature.training.unet import UnetRecipe, UnetStage
+from bottega.miniature.training.vae import VaeRecipe, VaeStage
+
+# The stages of a whole training in their order, with their steps: as many in all as the embedded weights had. The VAE
+# is first, because the UNet learns its latents; vision is last, because the UNet's stage trains the text encoders on.
+RECIPE = {"vae": 4500, "text": 500, "unet": 3800, "vision": 600}
+# A decoder alone is for later: it sharpens, and all that was trained on the latents stays as it is.
+STEPS = {**RECIPE, "decoder": 1500}
+# The networks that each stage changes.
+CHANGED = {
+    "vae": ("vae",),
+    "text": text.TRAINED,
+    "unet": unet.TRAINED,
+    "vision": ("clip_vision",),
+    "decoder": ("vae",),
+}
+# Those that it may begin with random weights; a decoder alone would learn the latents of an encoder without meaning.
+FRESH = {"vae": ("vae",), "text": text.TRAINED, "unet": ("unet",), "vision": ("clip_vision",)}
+
+
+def build_stage(
+    name: str, parts: Parts, corpus: Corpus, latents_folder: Path, *, rows: int = 0, compiled: bool = False
+) -> Stage:
+    """rows: of a batch; 0 is the stage's own choice. compiled: of the UNet."""
+    if name in {"text", "vision"}:
+        words = TextRecipe(vision_only=name == "vision")
+        return TextStage(parts, corpus, replace(words, rows=rows or words.rows))
+    if name == "vae":
+        return VaeStage(parts, corpus, None, VaeRecipe(rows=rows or VaeRecipe().rows))
+    latents = encode(corpus, parts, latents_folder)
+    if name == "decoder":
+        return VaeStage(parts, corpus, latents, VaeRecipe(rows=rows or VaeRecipe().rows))
+    return UnetStage(parts, corpus, latents, UnetRecipe(rows=rows or UnetRecipe().rows, compiled=compiled))

@@ -1,0 +1,128 @@
+"""How many calls a service serves at once, and how much of their requests: bounds that hold before anything is parsed.
+
+A message that is still coming counts as the largest that it may be, because nobody knows better before it is here.
+Knows no gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import deque
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+
+from bottega.errors import QueueFull
+
+# For a message on a slow line while nobody waits for the room that it takes, and while somebody does.
+_COMING_S = 30.0
+_CONTENDED_S = 2.0
+# Longer than what is in the way may stay there.
+_WAIT_S = 3.0
+# Most requests are dealt with in less; and those who were refused together shall not come back together.
+_RETRY_S = (0.5, 1.5)
+
+
+class Share:
+    """What the request of one call takes of the budget, until the block ends or it is released."""
+
+    def __init__(self, budget: RequestBudget, size_bytes: int) -> None:
+        self._budget = budget
+        self._size_bytes = size_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def shrink(self, size_bytes: int) -> None:
+        """The message is here, and only so large."""
+        self._budget.give_back(max(0, self._size_bytes - size_bytes))
+        self._size_bytes = min(self._size_bytes, size_bytes)
+
+    def release(self) -> None:
+        """Nobody holds the message any more. Harmless when done before."""
+        self.shrink(0)
+
+
+class RequestBudget:
+    """max_bytes: of requests that are coming, or that somebody still holds. message_bytes: the most of one of them.
+
+    max_calls: served at once, whatever they carry.
+    """
+
+    def __init__(self, *, max_bytes: int, message_bytes: int, max_calls: int) -> None:
+        assert max_bytes >= message_bytes
+        self._free_bytes = max_bytes
+        self._message_bytes = message_bytes
+        self._max_calls = max_calls
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._coming: dict[asyncio.Timeout, float] = {}
+
+    async def share(self, *, calls: int) -> Share:
+        """Room for one message, first come first served. calls: that are served now, this one included.
+
+        Raises QueueFull, with the time after which to ask again, when there is none soon.
+        """
+        if calls > self._max_calls:
+            raise _full("as many calls are served as can be", limit="max_calls")
+        if self._waiting or self._free_bytes < self._message_bytes:
+            await self._turn()
+        else:
+            self._free_bytes -= self._message_bytes
+        return Share(self, self._message_bytes)
+
+    @contextlib.asynccontextmanager
+    async def coming(self) -> AsyncIterator[None]:
+        """Receive a message inside. Raises QueueFull when it takes long while others wait for the room."""
+        now = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(_CONTENDED_S if self._waiting else _COMING_S) as scope:
+                self._coming[scope] = now
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise _full("the request came too slowly", limit="max_requests_mib") from None
+        finally:
+            del self._coming[scope]
+
+    def give_back(self, size_bytes: int) -> None:
+        """So much is free again."""
+        self._free_bytes += size_bytes
+        while self._waiting and self._free_bytes >= self._message_bytes:
+            self._free_bytes -= self._message_bytes
+            self._waiting.popleft().set_result(None)
+
+    async def _turn(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._hurry()
+        try:
+            await asyncio.wait([turn], timeout=_WAIT_S)
+        except asyncio.CancelledError:
+            if turn.done():
+                self.give_back(self._message_bytes)
+            else:
+                self._waiting.remove(turn)
+            raise
+        if not turn.done():
+            self._waiting.remove(turn)
+            raise _full("as many requests are taken in as there is memory for", limit="max_requests_mib")
+
+    def _hurry(self) -> None:
+        """Somebody waits: whoever sends slowly is not waited for any longer."""
+        now = asyncio.get_running_loop().time()
+        for scope, began in self._coming.items():
+            ends = scope.when()
+            if ends is not None and not scope.expired() and ends > began + _CONTENDED_S:
+                scope.reschedule(max(now, began + _CONTENDED_S))
+
+
+def _full(message: str, *, limit: str) -> QueueFull:
+    return QueueFull(f"{message}; ask again", metadata={"limit": limit}, retry_after_s=random.uniform(*_RETRY_S))

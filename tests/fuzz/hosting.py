@@ -1,0 +1,60 @@
+"""A ControlNet server that has joined the fuzzed gateway and runs nothing: so that ControlNets can be asked for.
+
+Speaks the contract with a thread of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from bottega.v1 import controlnet_pb2, fleet_pb2, fleet_pb2_grpc
+from bottega.v1.controlnet_pb2 import HostedControlNet
+
+LONGEST_NAME = "x" * 200
+HOSTED = ("edges", LONGEST_NAME)
+"""Names that it hosts, for whatever base model."""
+
+_REPORT_S = 0.5
+_JOIN_S = 10.0
+
+
+@contextmanager
+def hosting(gateway: grpc.Channel) -> Iterator[None]:
+    """It is in the fleet, and its first report was heard."""
+    stopping = threading.Event()
+
+    def said() -> Iterator[fleet_pb2.JoinRequest]:
+        registration = fleet_pb2.Registration(
+            kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name="nets", address="127.0.0.1:1"
+        )
+        yield fleet_pb2.JoinRequest(registration=registration)
+        yield fleet_pb2.JoinRequest(load=_load())
+        while not stopping.wait(_REPORT_S):
+            yield fleet_pb2.JoinRequest(load=_load())
+
+    call = fleet_pb2_grpc.FleetServiceStub(gateway).Join(said())
+    reading = threading.Thread(target=_read, args=(call,), daemon=True)
+    reading.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        call.cancel()
+        reading.join(_JOIN_S)
+
+
+def _read(call: Iterator[fleet_pb2.JoinResponse]) -> None:
+    try:
+        for _ in call:
+            pass
+    except grpc.RpcError:
+        return  # it was cancelled, or the gateway has stopped
+
+
+def _load() -> fleet_pb2.Load:
+    state = controlnet_pb2.HOSTED_STATE_LOADED
+    return fleet_pb2.Load(controlnets=[HostedControlNet(name=name, digest="ab", state=state) for name in HOSTED])

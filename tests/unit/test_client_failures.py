@@ -1,0 +1,31 @@
+"""What the terminal says to do about an error."""
+
+from __future__ import annotations
+
+import pytest
+
+from bottega.client.cli.failures import explained
+from bottega.errors import StorageUnavailable
+from bottega.storage import faults
+
+
+@pytest.mark.parametrize(
+    ("cause", "todo"),
+    [
+        ("ENOSPC", "Make room"),
+        ("SQLITE_FULL", "Make room"),
+        ("SQLITE_IOERR_WRITE", "Make room"),
+        ("SQLITE_READONLY_DBMOVED", "Let the gateway write"),
+        ("EROFS", "Let the gateway write"),
+        (faults.BUSY, "Try again in 5 s; if it stays so, bottega logs gateway"),
+    ],
+)
+def test_room_is_to_be_made_only_where_room_is_the_matter(cause: str, todo: str) -> None:
+    message, said = explained(faults.unavailable("it cannot be stored", cause=cause), "127.0.0.1:1")
+    assert message == "it cannot be stored"
+    assert said.startswith(todo)
+
+
+def test_a_gateway_that_starts_is_asked_again() -> None:
+    starting = StorageUnavailable("the gateway is still starting", retry_after_s=1.0)
+    assert explained(starting, "127.0.0.1:1")[1].startswith("Try again in 1 s")
