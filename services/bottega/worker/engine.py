@@ -68,6 +68,7 @@ class EngineProcess:
                 self._desk.answer(command.link_offer)  # at once: the loop may be waiting for the link
             else:
                 self._commands.put(command)
+        self._studio.controlnets.stop()
         os._exit(0)  # the front is gone: there is nobody to finish for, and a turn may take long
 
     def _obey_all(self) -> None:

@@ -167,7 +167,7 @@ def _spec(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Drawin
 
 
 def _control(net: generation_pb2.ControlNet, image_digest: str) -> ControlSpec:
-    said = {name: getattr(net, name) for name in _OPTIONAL_OF_CONTROL if net.HasField(name)}
+    said = {name: getattr(net, name) for name in _OPTIONAL_OF_CONTROL if net.HasField(name)}  # type: ignore[arg-type]
     return ControlSpec(name=net.name, image_digest=image_digest, guess_mode=net.guess_mode, **said)
 
 

@@ -82,6 +82,7 @@ class RemoteControlNets:
         self._loans: list[Loan] = []
         self._rows: list[Row] = []
         self._local_rows: dict[Row, Row] = {}
+        self._taken: dict[Row, set[Reply]] = {}  # of this turn
         self._numbers = itertools.count(1)
 
     @property
@@ -138,7 +139,7 @@ class RemoteControlNets:
     def ask(self, rows: list[Row]) -> None:
         """See ResidualProvider."""
         self._pace.asked()
-        self._rows, self._local_rows = rows, {}
+        self._rows, self._local_rows, self._taken = rows, {}, {}
         for link in self._links.values():
             link.spare_slots()
         self._attend()
@@ -170,6 +171,11 @@ class RemoteControlNets:
             for seat in missing:
                 seat.waited_s += time.monotonic() - began
 
+    def spoilt(self, row: Row) -> bool:
+        """See ResidualProvider."""
+        self._attend()
+        return any(reply.void for reply in self._taken.get(row, ()))
+
     def take(self, row: Row, point: int) -> list[Tensor]:
         """See ResidualProvider."""
         local: list[Tensor] = []
@@ -184,6 +190,7 @@ class RemoteControlNets:
             answer = seat.answer(row)
             assert answer is not None, "it was ready"
             reply, place = answer
+            self._taken.setdefault(row, set()).add(reply)
             addends.append(reply.at(point, place).to(self._device, self._dtype))
         return addends
 

@@ -35,6 +35,7 @@ from bottega.errors import (
     DeadlineExceeded,
     LayoutMismatch,
     LeaseExpired,
+    LinkClosed,
     LinkError,
     PeerDead,
     Unavailable,
@@ -56,6 +57,8 @@ _PING_SHARE = 0.2
 # Messages that wait to be sent; each request has a few.
 _MOST_WAITING = 1024
 _CLOSED = None
+# For an end to be told; whoever does not hear it notices that the link is gone.
+_END_S = 0.5
 
 
 class Offers(Protocol):
@@ -102,6 +105,7 @@ class ServerLink:
         self._outbox: queue.Queue[Message | None] = queue.Queue(_MOST_WAITING)
         self._outstanding: list[Reply] = []
         self._heard_s = 0.0
+        self._thread: threading.Thread | None = None
 
     @property
     def slot_bytes(self) -> int:
@@ -110,7 +114,8 @@ class ServerLink:
 
     def start(self, before: str = "") -> None:
         """Opens the link in the background. before: the id of the one that it replaces."""
-        threading.Thread(target=self._live, args=(before,), name=f"link-{self.server.name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._live, args=(before,), name=f"link-{self.server.name}", daemon=True)
+        self._thread.start()
 
     def send(self, message: Message) -> None:
         """Sends it in the background. Nothing comes of it when the link is lost."""
@@ -140,8 +145,12 @@ class ServerLink:
                     reply.keep_copy()
 
     def end(self) -> None:
-        """Closes the link."""
-        self._lose(Unavailable("the worker is stopping"))
+        """Closes the link, and tells the server."""
+        if self.lost is None:
+            self.lost = LinkClosed("the worker is stopping")
+        self._finish_sending()
+        if self._thread is not None:
+            self._thread.join(_END_S)
 
     def _live(self, before: str) -> None:
         try:
@@ -181,15 +190,18 @@ class ServerLink:
         if self.lost is None:
             _log.warning("a ControlNet server is lost", extra={"server": self.server.name, "text": error.message})
             self.lost = error
+        self._finish_sending()
+        self._news.ring()
+
+    def _finish_sending(self) -> None:
         with contextlib.suppress(queue.Full):  # then the thread that sends finds the link dead
             self._outbox.put_nowait(_CLOSED)
-        self._news.ring()
 
     def _send_all(self, link: Link) -> None:
         try:
             while (message := self._outbox.get()) is not _CLOSED:
                 link.send(message.layout, message.buffers, Deadline.after(self._settings.silence_s))
-            link.end(PeerDead("the link is over"))
+            link.end(LinkClosed("the worker has closed the link"))
         except LinkError as error:
             link.end(error)
         except BottegaError as error:
