@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 from PIL import Image
 
-from bottega.errors import NoControlNet
+from bottega.errors import ControlNetUnusable, InvalidRequest, NoControlNet
+from bottega.rpc.status import from_rpc_error
 from bottega.v1 import controlnet_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.controlnets import control_image, random_controlnet, save
@@ -66,7 +68,8 @@ def cast(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     with Services(folder) as services, ThreadPoolExecutor(4) as pool:
         house = House(services, folder, folders)
         near = pool.submit(house.server, "near")
-        far = pool.submit(house.server, "far", engine={"links_socket": None, "budget_bytes": int(2.5 * one_bytes)})
+        small = {"links_socket": None, "budget_bytes": int(2.5 * one_bytes)}
+        far = pool.submit(house.server, "far", engine=small, root=str(folders["edges"].parent))
         bare = pool.submit(house.worker, "bare")
         equipped = pool.submit(house.worker, "equipped", controlnets=house.nets)
         yield Cast(near=near.result(), far=far.result(), bare=bare.result(), equipped=equipped.result())
@@ -206,6 +209,18 @@ def test_what_is_prefetched_is_loaded_before_anybody_asks(cast: Cast) -> None:
     assert cast.far.prefetch("layout", "unknown", "edges") == ["layout", "edges"]
     loaded = controlnet_pb2.HOSTED_STATE_LOADED
     wait_until(lambda: cast.far.hosted()["layout"].state == loaded, 10, "a prefetched ControlNet")
+
+
+def test_another_controlnet_can_be_added_below_the_root_and_nowhere_else(cast: Cast, calm: Pixels) -> None:
+    hosted = cast.far.add("mine/edges", "edges")
+    assert hosted.digest == cast.far.hosted()["edges"].digest
+    spec = controlled(("mine/edges", IMAGES["edges"], 0.8), num_inference_steps=LONG.num_inference_steps)
+    assert_same_image(cast.bare.draw(spec, hosts(spec, cast.far)).picture, calm)
+    for name, folder, kind in (("mine/x", "..", InvalidRequest), ("mine/x", ".", ControlNetUnusable)):
+        with pytest.raises(grpc.RpcError) as refusal:
+            cast.far.add(name, folder)
+        assert isinstance(from_rpc_error(refusal.value), kind)
+    assert "mine/x" not in cast.far.hosted()
 
 
 def once(act: Any) -> Any:
