@@ -109,8 +109,7 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call, handler)
 
     async def _received(self, context: _Context, parse: _Parse, share: Share) -> object:
-        async with self._budget.coming():
-            raw = await context.read()  # the stream of requests would keep it
+        raw = await self._budget.received(context.read)  # the stream of requests would keep it
         if raw is grpc.aio.EOF:
             raise InvalidRequest("the call carries no request")
         share.shrink(len(raw))
