@@ -225,7 +225,7 @@ class Intake:
         return Job(
             clock=self._clock,
             spec=spec,
-            bare=without_images(spec),
+            bare=without_images(spec) if has_images(spec) else spec,
             shape=work.latent_shape(spec, model),
             fingerprint=fingerprint,
             request_id=order.request_id,
