@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from bottega.controlnet.config import EngineConfig
@@ -12,7 +13,7 @@ from bottega.controlnet.hosts import Hosts
 from bottega.controlnet.worker_link import WorkerLink
 from bottega.errors import Draining, InvalidRequest, TooLarge, Violation
 from bottega.rpc.address import split
-from bottega.transport import Counters, Doors, Limits, Listener, Offer
+from bottega.transport import Counters, Doors, Limits, Listener, Offer, TcpEndpoint
 
 # Of workers: each has one link.
 _MOST_LINKS = 256
@@ -31,6 +32,7 @@ class Links:
         self._links: set[WorkerLink] = set()
         self._lock = threading.Lock()
         self._draining = False
+        self._advertised = _endpoint(config.links_advertised) if config.links_advertised else None
         self._listener = Listener(_doors(config), limits=_LIMITS, counters=self.counters, token_s=_TOKEN_S)
 
     @property
@@ -68,7 +70,7 @@ class Links:
         with self._lock:
             self._links.add(link)
         link.start()
-        return offer
+        return offer if self._advertised is None else replace(offer, tcp=self._advertised)
 
     def drain(self) -> None:
         """No offers, and no sessions, from now on."""
@@ -84,6 +86,11 @@ class Links:
     def _ended(self, link: WorkerLink) -> None:
         with self._lock:
             self._links.discard(link)
+
+
+def _endpoint(address: str) -> TcpEndpoint:
+    host, port = split(address)
+    return TcpEndpoint(host=host, port=port)
 
 
 def _doors(config: EngineConfig) -> Doors:

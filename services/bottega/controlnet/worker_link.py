@@ -37,7 +37,7 @@ from bottega.diffusion.control_messages import (
 )
 from bottega.diffusion.controlnets import ControlRow, ControlSession, Hold, write_residuals
 from bottega.diffusion.faults import named
-from bottega.errors import BadFrame, BottegaError, Draining, LinkError, PeerDead
+from bottega.errors import BadFrame, BottegaError, Draining, LinkError, NoSharedMemory, PeerDead, TooLarge
 from bottega.rpc.status import to_job_error
 from bottega.transport import Deadline, Incoming, Link, Listener, Offer
 
@@ -243,10 +243,13 @@ class WorkerLink:
         incoming: Incoming,
     ) -> None:
         with incoming:
-            if isinstance(outcome, BottegaError):
-                _send(link, _refusal(outcome, step=number))
-            else:
-                _send_residuals(link, number, rows, outcome)
+            if not isinstance(outcome, BottegaError):
+                try:
+                    _send_residuals(link, number, rows, outcome)
+                    return
+                except (NoSharedMemory, TooLarge) as error:  # nothing of it was sent, and the link lives
+                    outcome = error
+            _send(link, _refusal(outcome, step=number))
 
     def _answer(self, link: Link) -> None:
         """The thread that sends."""

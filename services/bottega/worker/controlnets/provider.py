@@ -18,14 +18,11 @@ from torch import Tensor
 
 from bottega.diffusion.control_messages import (
     Entry,
-    Kind,
     Opening,
     Session,
     Step,
-    number_message,
     open_message,
     residuals_layout,
-    step_message,
 )
 from bottega.diffusion.controlnets import ControlLayout, LocalControlNets
 from bottega.diffusion.controls import Control, ControlRecord, ControlServer
@@ -128,8 +125,7 @@ class RemoteControlNets:
         """See ControlNets."""
         seats = [_seat(handle) for handle in handles]
         for loan in dict.fromkeys(seat.loan for seat in seats if seat.loan is not None):
-            loan.link.send(number_message(Kind.CLOSE, loan.number))
-            loan.link.opened.discard(loan.number)
+            loan.link.close(loan.number)
             self._loans.remove(loan)
         for seat in seats:
             self._leave(seat)
@@ -242,7 +238,7 @@ class RemoteControlNets:
                 for seat in loan.seats:
                     seat.ran.append(link.server.name)
             elif any(seat.refused for seat in loan.seats):
-                link.send(number_message(Kind.CLOSE, loan.number))
+                link.close(loan.number)
                 self._move(loan, NoControlNet(f"ControlNet server {link.server.name} could not compute a step"))
         for server, link in list(self._links.items()):
             if link.lost is not None:
@@ -323,7 +319,7 @@ class RemoteControlNets:
             controls=tuple(seat.control for seat in seats),
         )
         self._loans.append(loan)
-        link.send(open_message(opening))
+        link.open(loan.number, open_message(opening))
 
     def _send(self) -> None:
         """Asks for what the rows of this turn need and was not asked for; a message a server, and group."""
@@ -345,21 +341,19 @@ class RemoteControlNets:
     ) -> None:
         samples = {id(row.sample): row for row, _ in pairs}  # both halves of a request have one
         places = {key: place for place, key in enumerate(samples)}
-        number = link.number()
         reply = Reply(residuals_layout(len(pairs), shapes, self._dtype), len(shapes))
         for place, (row, seat) in enumerate(pairs):
             seat.pipelined = seat.pipelined or self._pace.pipelined(seat.control, link.answer_s)
             seat.expect(row, reply, place)
-        link.expect(number, reply)
         step = Step(
-            number=number,
+            number=link.number(),
             entries=tuple(
                 Entry(session=seat.number, half=row.half, sample=places[id(row.sample)]) for row, seat in pairs
             ),
             samples=torch.stack([row.sample for row in samples.values()]),
             timesteps=torch.stack([row.timestep.float() for row in samples.values()]),
         )
-        link.send(step_message(step))
+        link.ask(step, reply)
 
     def _compute(self) -> None:
         """Has this process compute what only it can."""
