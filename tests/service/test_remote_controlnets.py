@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bottega.controlnet import links
 from bottega.diffusion.control_messages import Kind, number_message
 from bottega.diffusion.controlnets import LocalControlNets
 from bottega.diffusion.controls import Control, ControlHosts, ControlServer
@@ -21,7 +22,7 @@ from bottega.diffusion.job import Order
 from bottega.diffusion.model import Model
 from bottega.diffusion.row import Row
 from bottega.diffusion.spec import DrawingSpec
-from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, Unavailable
+from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, TooLarge, Unavailable
 from bottega.transport import Limits
 from bottega.worker.controlnets import LinkSettings, Offers, Pace, RemoteControlNets
 from tests.controlnets import control_image, control_spec, layout_of, random_controlnet, save, shelf_of
@@ -68,6 +69,15 @@ class StaleLocal(LocalControlNets):
     def take(self, row: Row, point: int) -> list[Tensor]:
         key = (row.owner, row.half)
         return [self._before.get(key, self._now[key])[point]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_thread_each() -> Iterator[None]:
+    """Engine and servers compute at the same time, in one process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +231,22 @@ def test_what_does_not_fit_is_said_as_the_server_says_it(model: Model, near: Lin
     drawing = desk.draw(on(controlled((0, 0.8)), near))
     assert isinstance(drawing.error, ControlNetUnusable)
     assert "its latent_channels is 4, the model's 16" in drawing.error.message
+
+
+def test_what_the_link_has_no_room_for_is_refused_and_the_others_go_on(
+    model: Model, local: LocalControlNets, folders: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "_LIMITS", Limits(slots=8, slot_bytes=1 << 20))
+    with linked_server("narrow", folders, tmp_path) as narrow:
+        fits = on(controlled((0, 0.8)), narrow)
+        image = control_image(1, 600, 600)
+        spec = replace(PLAIN, controlnets=(control_spec("edges", image),))
+        large = on(Order(key="large", spec=spec, control_images=(image,)), narrow)
+        desk = Desk(model, linked_servers.Offers(narrow))
+        drawings = desk.easel.run({0: [fits], 2: [large]})
+    assert isinstance(drawings["large"].error, TooLarge)
+    assert drawings[fits.key].record.controlnets[0].servers == ("narrow",)
+    assert_close(drawings[fits.key].latents[0], alone(model, local, fits))
 
 
 class Pair:
