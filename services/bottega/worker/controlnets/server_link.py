@@ -58,6 +58,8 @@ _CONNECT_S = 5.0
 _LOOK_S = 0.25
 # Quiet for this share of silence_s, a server is asked whether it is there.
 _PING_SHARE = 0.2
+# And after so many seconds in any case: servers give up workers that are silent for half a minute.
+_PING_S = 5.0
 # Messages that wait to be sent; each request has a few.
 _MOST_WAITING = 1024
 _CLOSED = None
@@ -320,7 +322,7 @@ class ServerLink:
             raise DeadlineExceeded(
                 f"ControlNet server {self.server.name} was silent for {quiet_s:.1f} s; it is stopped, or cut off"
             ) from error
-        if quiet_s > _PING_SHARE * self._settings.silence_s and self._outbox.empty():
+        if quiet_s > min(_PING_SHARE * self._settings.silence_s, _PING_S) and self._outbox.empty():
             self._put(_Sending(message=number_message(Kind.PING)))
 
 
