@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from load.bench.report import report
+from tests.chaos.controlnets import kill_controlnets
 from tests.chaos.gateways import fill_disks, kill_gateways
 from tests.chaos.restarts import roll
 from tests.chaos.scene import Scene
@@ -22,6 +23,7 @@ from tests.chaos.tally import Tally
 from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_workers, kill_workers
 
 WORKERS = ("a", "b", "c")
+CONTROLNET_SERVERS = ("x", "y", "z")
 # A gateway that died is ready again within this time.
 READY_S = 3.0
 
@@ -29,6 +31,9 @@ PARTS: Mapping[str, Callable[[Scene, argparse.Namespace, random.Random], None]] 
     "kill-workers": lambda scene, options, rng: kill_workers(scene, times=options.kills, rng=rng),
     "freeze-workers": lambda scene, options, rng: freeze_workers(scene, times=options.freezes, rng=rng),
     "freeze-engines": lambda scene, options, rng: freeze_engines(scene, times=options.engine_freezes, rng=rng),
+    "kill-controlnets": lambda scene, options, rng: kill_controlnets(
+        scene, times=options.controlnet_kills, servers=CONTROLNET_SERVERS, rng=rng
+    ),
     "kill-gateways": lambda scene, options, rng: kill_gateways(
         scene, times=options.gateway_kills, rng=rng, ready_s=READY_S
     ),
@@ -52,7 +57,7 @@ def main() -> int:
 
 
 def _play(name: str, options: argparse.Namespace) -> Tally:
-    workers = WORKERS[: 3 if name == "kill-workers" else 2]
+    workers = WORKERS[: {"kill-workers": 3, "kill-controlnets": 1}.get(name, 2)]
     with tempfile.TemporaryDirectory(prefix="bottega-chaos-") as folder, Scene(Path(folder), workers) as scene:
         try:
             PARTS[name](scene, options, random.Random(options.seed))
@@ -81,6 +86,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=40, help="of workers, inside a request")
     parser.add_argument("--freezes", type=int, default=10, help="of workers")
     parser.add_argument("--engine-freezes", type=int, default=5, help="of engines")
+    parser.add_argument("--controlnet-kills", type=int, default=48, help="of ControlNet servers, inside a session")
     parser.add_argument("--gateway-kills", type=int, default=60, help="around acknowledgement")
     parser.add_argument("--full-disks", type=int, default=5, help="of the gateway")
     parser.add_argument("--cycles", type=int, default=10, help="of the rolling restart")

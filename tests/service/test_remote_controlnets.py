@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bottega.controlnet import links
 from bottega.diffusion.control_messages import Kind, number_message
 from bottega.diffusion.controlnets import LocalControlNets
 from bottega.diffusion.controls import Control, ControlHosts, ControlServer
@@ -21,7 +22,7 @@ from bottega.diffusion.job import Order
 from bottega.diffusion.model import Model
 from bottega.diffusion.row import Row
 from bottega.diffusion.spec import DrawingSpec
-from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, Unavailable
+from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, TooLarge, Unavailable
 from bottega.transport import Limits
 from bottega.worker.controlnets import LinkSettings, Offers, Pace, RemoteControlNets
 from tests.controlnets import control_image, control_spec, layout_of, random_controlnet, save, shelf_of
@@ -70,6 +71,15 @@ class StaleLocal(LocalControlNets):
         return [self._before.get(key, self._now[key])[point]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _a_thread_each() -> Iterator[None]:
+    """Engine and servers compute at the same time, in one process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def model() -> Model:
     return load()
@@ -116,7 +126,7 @@ class Desk:
     def __init__(self, model: Model, offers: Offers, limits: EngineLimits = ALONE, **options: Any) -> None:
         settings = LinkSettings(silence_s=SILENCE_S, limits=Limits(slots=options.pop("slots", 8)))
         self.controlnets = RemoteControlNets(
-            base=layout_of(model),
+            base=options.pop("base", layout_of(model)),
             dtype=model.dtype,
             device=model.device,
             offers=offers,
@@ -192,7 +202,7 @@ def test_jobs_in_company_end_as_alone_and_give_everything_back(
         assert_close(drawings[order.key].latents[0], alone(model, local, order))
     until(lambda: not near.links.sessions)
     assert near.hosts.shelf.used_bytes > 0  # they stay loaded
-    assert len(linked_to(desk)) == 1
+    assert desk.controlnets.servers == ["near"]
 
 
 def test_a_job_whose_controlnets_nobody_has_fails_at_once(model: Model) -> None:
@@ -216,11 +226,25 @@ def test_a_server_that_cannot_be_reached_is_passed_over(
 
 def test_what_does_not_fit_is_said_as_the_server_says_it(model: Model, near: LinkedServer) -> None:
     base = replace(layout_of(model), latent_channels=16)
-    desk = Desk(model, linked_servers.Offers(near))
-    desk.controlnets._base = base
-    drawing = desk.draw(on(controlled((0, 0.8)), near))
+    drawing = Desk(model, linked_servers.Offers(near), base=base).draw(on(controlled((0, 0.8)), near))
     assert isinstance(drawing.error, ControlNetUnusable)
     assert "its latent_channels is 4, the model's 16" in drawing.error.message
+
+
+def test_what_the_link_has_no_room_for_is_refused_and_the_others_go_on(
+    model: Model, local: LocalControlNets, folders: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "_LIMITS", Limits(slots=8, slot_bytes=1 << 20))
+    with linked_server("narrow", folders, tmp_path) as narrow:
+        fits = on(controlled((0, 0.8)), narrow)
+        image = control_image(1, 600, 600)
+        spec = replace(PLAIN, controlnets=(control_spec("edges", image),))
+        large = on(Order(key="large", spec=spec, control_images=(image,)), narrow)
+        desk = Desk(model, linked_servers.Offers(narrow))
+        drawings = desk.easel.run({0: [fits], 2: [large]})
+    assert isinstance(drawings["large"].error, TooLarge)
+    assert drawings[fits.key].record.controlnets[0].servers == ("narrow",)
+    assert_close(drawings[fits.key].latents[0], alone(model, local, fits))
 
 
 class Pair:
@@ -328,10 +352,6 @@ def test_a_pipelined_session_whose_server_dies_waits_for_the_first_step_elsewher
     (use,) = drawing.record.controlnets
     assert use.servers == ("bad", "near")
     assert 0 < use.stale_steps < PLAIN.num_inference_steps - 1
-
-
-def linked_to(desk: Desk) -> list[ControlServer]:
-    return list(desk.controlnets._links)
 
 
 def until(condition: Any, within_s: float = 5.0) -> None:

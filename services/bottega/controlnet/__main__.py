@@ -23,6 +23,9 @@ from bottega.process.memory import spare_the_collector
 from bottega.rpc.server import Server, run
 from bottega.v1 import controlnet_pb2_grpc
 
+# The folder that systemd makes for a unit's sockets, which other units can see.
+_RUNTIME_VARIABLE = "RUNTIME_DIRECTORY"
+
 
 def main() -> int:
     """Returns the exit code: 1 with a line on stderr when the server cannot start."""
@@ -72,6 +75,8 @@ def _with_socket(engine: EngineConfig) -> EngineConfig:
     """With the path of a unix socket, where none is configured: the same for every engine of this process."""
     if engine.links_socket != "":
         return engine
+    if given := os.environ.get(_RUNTIME_VARIABLE, "").partition(":")[0]:
+        return replace(engine, links_socket=str(Path(given) / "links.sock"))
     folder = Path(tempfile.gettempdir()) / f"bottega-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return replace(engine, links_socket=str(folder / f"controlnet-{os.getpid()}.sock"))

@@ -143,7 +143,7 @@ def beat_of(engine: Engine, controlnets: RemoteControlNets, at_hand: AtHand) -> 
         ],
         fixed_s=engine.fixed_s,
         controlnets=at_hand.report(),
-        links=link_counts(controlnets.counters, open_links=controlnets.open_links),
+        links=link_counts(controlnets.counters, open_links=len(controlnets.servers)),
     )
     return engine_pb2.EngineEvent(beat=beat)
 
