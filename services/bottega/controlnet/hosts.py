@@ -12,8 +12,14 @@ from pathlib import Path
 
 import torch
 
-from bottega.diffusion.controlnets import ControlLayout, ControlNetShelf, ControlNetSource, Hold, find_controlnet
-from bottega.diffusion.model import files_digest
+from bottega.diffusion.controlnets import (
+    ControlLayout,
+    ControlNetShelf,
+    ControlNetSource,
+    Hold,
+    controlnet_digest,
+    find_controlnet,
+)
 from bottega.errors import ControlNetNotFound, ControlNetUnusable
 from bottega.v1 import controlnet_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet
@@ -51,7 +57,7 @@ class Hosts:
     def add(self, name: str, folder: Path) -> HostedControlNet:
         """Hosts what is in the folder under that name, from now on. Raises ControlNetUnusable."""
         try:
-            found_digest = files_digest(folder, folder.rglob("*"))
+            found_digest = controlnet_digest(folder)
         except OSError as error:
             raise ControlNetUnusable(f"ControlNet {name} cannot be read: {folder}: {error.strerror}") from None
         version = f"{name}@{found_digest[:_VERSION_CHARACTERS]}"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bottega.diffusion.backbone import Inputs
 from bottega.diffusion.controlnets.layout import ControlLayout, controlnet_layout
+from bottega.diffusion.model import files_digest
 from bottega.errors import ControlNetUnusable
 
 _WEIGHTS = "diffusion_pytorch_model"
@@ -115,6 +116,11 @@ def find_controlnet(name: str, folder: Path, *, base: ControlLayout | None, dtyp
     return ControlNetSource(
         name=name, folder=folder, dtype=dtype, size_bytes=_size_bytes(name, folder, dtype), layout=layout
     )
+
+
+def controlnet_digest(folder: Path) -> str:
+    """SHA-256 over the names and contents of a ControlNet's files, hex. Raises OSError where they cannot be read."""
+    return files_digest(folder, [folder / "config.json", *folder.rglob("*.safetensors")])
 
 
 def load_controlnet(source: ControlNetSource, device: torch.device) -> ControlNet:
