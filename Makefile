@@ -22,9 +22,8 @@ help: ## List the commands
 demo: .venv/.ready .venv/.stubs ## Set up, start the suite, draw a picture of PROMPT, say where it is, stop the suite
 	@PATH="$(CURDIR)/$(BIN):$$PATH" deploy/demo.sh $(if $(PROMPT),"$(PROMPT)")
 
-# Two files at a time: most tests wait for processes and deadlines. ARGS="-n 0" runs one after the other.
 test: .venv/.ready .venv/.stubs ## Set up and run the tests that need no GPU (ARGS goes to pytest)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 test-gpu: .venv/.ready .venv/.stubs ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
