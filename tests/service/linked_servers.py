@@ -26,7 +26,7 @@ ELSEWHERE = "another process"
 
 
 class LinkedServer:
-    """Hosts these folders. computes: whether it does; else steps wait."""
+    """Hosts these folders. computes: whether it does; else steps wait. beats: signs of life from inside forwards."""
 
     def __init__(
         self,
@@ -41,7 +41,13 @@ class LinkedServer:
         self.server = ControlServer(name=name, address=name)
         socket = str(folder / f"{name}.sock") if memfd else None
         config = EngineConfig(budget_bytes=budget_bytes, max_rows=max_rows, links_socket=socket)
-        self.hosts = Hosts(budget_bytes=budget_bytes, device=torch.device("cpu"), dtype=torch.float32)
+        self.beats = 0
+        self.hosts = Hosts(
+            budget_bytes=budget_bytes,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            alive=self._beat,
+        )
         self.forwards = Forwards(max_rows=max_rows)
         self.links = Links(config, hosts=self.hosts, forwards=self.forwards)
         self.digests = {each: self.hosts.add(each, path).digest for each, path in folders.items()}
@@ -66,6 +72,9 @@ class LinkedServer:
         self._thread.join(10)
         self.links.close()
         self.hosts.shelf.close()
+
+    def _beat(self) -> None:
+        self.beats += 1
 
     def _compute(self) -> None:
         while not self._stopped.is_set():

@@ -42,7 +42,7 @@ from tests.service.scripted_controlnets import send
 SIDE = 64
 TOKENS = 77
 SAMPLE = torch.zeros(1, 4, 16, 16)
-SOON_S = 5.0
+SOON_S = 20.0
 
 
 @pytest.fixture(autouse=True)

@@ -201,6 +201,7 @@ def test_jobs_in_company_end_as_alone_and_give_everything_back(
     for order in orders:
         assert_close(drawings[order.key].latents[0], alone(model, local, order))
     until(lambda: not near.links.sessions)
+    assert near.beats > near.forwards.turns  # from between the blocks of each
     assert near.hosts.shelf.used_bytes > 0  # they stay loaded
     assert desk.controlnets.servers == ["near"]
 

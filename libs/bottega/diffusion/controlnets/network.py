@@ -6,7 +6,7 @@ Only safetensors are opened. Knows no sessions and nobody's budget.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bottega.diffusion.backbone import Inputs
 from bottega.diffusion.controlnets.layout import ControlLayout, controlnet_layout
 from bottega.diffusion.model import files_digest
+from bottega.diffusion.pulse import beat_in
 from bottega.errors import ControlNetUnusable
 
 _WEIGHTS = "diffusion_pytorch_model"
@@ -64,6 +65,10 @@ class ControlNet:
         network.controlnet_cond_embedding = nn.Identity()
         # Else the forward would flip the embedding as if it were the image.
         network.register_to_config(controlnet_conditioning_channel_order="rgb")
+
+    def tell_alive(self, alive: Callable[[], None]) -> None:
+        """Calls `alive` often from inside a forward, however long it takes; it must be quick."""
+        beat_in((self.network,), alive)
 
     @torch.inference_mode()
     def embed(self, image: Tensor, *, rows: int) -> Tensor:

@@ -114,6 +114,7 @@ class RemoteControlNets:
     def close(self, handles: Sequence[Hashable]) -> tuple[ControlRecord, ...]:
         """See ControlNets."""
         seats = [_seat(handle) for handle in handles]
+        self._pace.rests()
         self._placing.vacate(seats)
         self._rows = [row for row in self._rows if not set(row.controls) & set(seats)]
         return tuple(seat.record for seat in seats)
