@@ -20,7 +20,7 @@ BottegaError
 ├── StaleAttempt            FAILED_PRECONDITION
 ├── ModelMismatch           FAILED_PRECONDITION  two models under one name
 ├── ControlNetUnusable      FAILED_PRECONDITION  it cannot be loaded, or does not fit the model
-├── LoraUnusable            FAILED_PRECONDITION  it was made for another base model
+├── LoraUnusable            FAILED_PRECONDITION  it does not fit the model, or was made for another
 ├── LoraInUse               FAILED_PRECONDITION  it is being sent to workers
 ├── Poisoned                FAILED_PRECONDITION  workers die of the request
 ├── QueueFull               RESOURCE_EXHAUSTED   retry later
@@ -169,7 +169,7 @@ class LoraExists(BottegaError):
 
 
 class LoraUnusable(BottegaError):
-    """The LoRA was made for another base model; metadata "lora", "made_for" and "model" name them."""
+    """The LoRA does not fit the model, or was made for another; then metadata "lora", "made_for" and "model" say so."""
 
     code = Code.FAILED_PRECONDITION
     reason = error_pb2.ERROR_REASON_LORA_UNUSABLE
