@@ -21,7 +21,6 @@ from bottega.controlnet.forwards import Forwards, Residuals, Work
 from bottega.controlnet.hosts import Hosts, Wanted
 from bottega.diffusion.control_messages import (
     Kind,
-    Message,
     Opening,
     Refusal,
     Session,
@@ -33,10 +32,10 @@ from bottega.diffusion.control_messages import (
     read_step,
     refused_message,
     residuals_layout,
-    tensor_at,
 )
 from bottega.diffusion.controlnets import ControlRow, ControlSession, Hold, write_residuals
 from bottega.diffusion.faults import named
+from bottega.diffusion.tensor_messages import Message, tensor_at
 from bottega.errors import BadFrame, BottegaError, Draining, LinkError, PeerDead
 from bottega.rpc.status import to_job_error
 from bottega.transport import Deadline, Incoming, Link, Listener, Offer
