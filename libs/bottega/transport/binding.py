@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,13 @@ class Doors:
     def __post_init__(self) -> None:
         if self.unix_path is not None and len(os.fsencode(self.unix_path)) > _MAX_PATH_BYTES:
             raise ValueError(f"{self.unix_path} is over {_MAX_PATH_BYTES} bytes, too long for a unix socket")
+
+
+def own_socket(service: str) -> Path:
+    """A path for a unix socket of this process, in a folder of this user for temporary files, which is made."""
+    folder = Path(tempfile.gettempdir()) / f"bottega-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"{service}-{os.getpid()}.sock"
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:
