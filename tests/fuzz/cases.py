@@ -223,7 +223,7 @@ def _adapters(case: Any) -> Iterator[Case]:
     yield case("techniques", UNSERVED, techniques=Techniques(cache_entry="x"))
     for stale in (False, True):
         yield case(f"stale residuals {stale}", techniques=Techniques(stale_residuals=stale))
-    both = Techniques(stale_residuals=True, latent_parallelism=True)
+    both = Techniques(stale_residuals=True, masked_blocks=True)
     yield case("techniques of both kinds", UNSERVED, techniques=both)
 
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import grpc
 
+from bottega.errors import InvalidRequest, Violation
 from bottega.process import copied
 from bottega.rpc import logs
 from bottega.rpc.status import to_job_error
@@ -26,6 +27,8 @@ SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 # Building and sending this much takes some hundred microseconds of the event loop.
 _CHUNK_BYTES = 256 * 2**10
+
+MAX_NAME_CHARACTERS = 128
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -53,6 +56,9 @@ class WorkerService:
                 self.watch_checkpoints,
                 pb.WatchCheckpointsRequest.FromString,
                 pb.WatchCheckpointsResponse.SerializeToString,
+            ),
+            "OpenPeerLink": cast(Any, grpc.unary_unary_rpc_method_handler)(
+                self.open_peer_link, pb.OpenPeerLinkRequest.FromString, pb.OpenPeerLinkResponse.SerializeToString
             ),
             "PreviewAttempt": cast(Any, grpc.unary_unary_rpc_method_handler)(
                 self.preview_attempt, pb.PreviewAttemptRequest.FromString, pb.PreviewAttemptResponse.SerializeToString
@@ -94,6 +100,16 @@ class WorkerService:
     ) -> worker_pb2.PreviewAttemptResponse:
         """PreviewAttempt."""
         return worker_pb2.PreviewAttemptResponse(known=self._worker.preview(checked_key(request.attempt)))
+
+    async def open_peer_link(
+        self, request: worker_pb2.OpenPeerLinkRequest, _context: _Context
+    ) -> worker_pb2.OpenPeerLinkResponse:
+        """OpenPeerLink."""
+        if not 0 < len(request.worker) <= MAX_NAME_CHARACTERS:
+            rule = f"must be 1 to {MAX_NAME_CHARACTERS} characters"
+            raise InvalidRequest(f"worker: {rule}", violations=[Violation(field="worker", description=rule)])
+        offer = await self._worker.offer_peer_link(request.worker, request.terms, request.link_id)
+        return worker_pb2.OpenPeerLinkResponse(offer=offer, worker=self._worker.name)
 
     async def _started(self, raw: bytes) -> Attempt:
         order = await copied(len(raw), lambda: order_from(raw))
