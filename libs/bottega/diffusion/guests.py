@@ -57,6 +57,11 @@ class Guests:
         self._seats: dict[int, _Seat] = {}
 
     @property
+    def count(self) -> int:
+        """How many are here."""
+        return len(self._seats)
+
+    @property
     def opening(self) -> bool:
         """Whether `settled` has something to look at."""
         return any(not seat.opened for seat in self._seats.values())

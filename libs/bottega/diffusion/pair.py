@@ -24,7 +24,7 @@ _LEAST_PATIENCE_S = 1.0
 # Between two signs of life while it waits.
 _LOOK_S = 0.1
 # Turns without the follower after which what is known of its speed is forgotten: a hiccup must not end the pair.
-_FORGET_TURNS = 50
+_FORGET_TURNS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -89,8 +89,11 @@ class Following:
                 talk.send(number_message(Kind.READY if error is None else Kind.REFUSED, number))
 
     def close(self) -> None:
-        """Takes no links any more."""
+        """Ends its link, and takes no other one."""
         self._listener.close()
+        talk = self._talk
+        if talk is not None:
+            talk.link.end(PeerDead("the worker is stopping"))
 
     def _live(self, offer: Offer, worker: str) -> None:
         try:
