@@ -114,6 +114,12 @@ class WorkerPair:
         """A worker's newest life."""
         return self._running[name]
 
+    def engine_of(self, name: str) -> psutil.Process:
+        """The engine process of a worker."""
+        front = psutil.Process(self.worker(name).process.pid)
+        (engine,) = [child for child in front.children() if "bottega.worker.engine" in child.cmdline()]
+        return engine
+
     def links(self, name: str) -> int:
         """How often a worker's newest life has been linked to the other one as its leader."""
         return sum(line.get("event") == "linked to the peer" for line in self.worker(name).events())

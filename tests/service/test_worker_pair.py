@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import random
 from collections.abc import Iterator
 
 import grpc
@@ -10,6 +10,8 @@ import pytest
 
 from bottega.rpc.channel import channel_options
 from bottega.v1 import worker_pb2, worker_pb2_grpc
+from tests.chaos.peers import kill_peers
+from tests.chaos.tally import Tally
 from tests.running import wait_until
 from tests.stock import assert_same_image
 from tests.worker_pair import LINK_TIMEOUT_S, TIMEOUT_S, WorkerPair
@@ -84,15 +86,7 @@ def test_a_third_worker_cannot_lead_one_that_has_its_peer(pair: WorkerPair) -> N
 def test_a_peer_killed_in_the_middle_of_a_picture_changes_nothing_and_is_used_again_when_it_is_back(
     pair: WorkerPair,
 ) -> None:
-    alone = pair.alone("a", num_inference_steps=LONG)
-    before = pair.links("a")
-    drawing = pair.begin("a", num_inference_steps=LONG)
-    time.sleep(0.4 * alone.seconds("denoise") / 2)
-    pair.worker("b").kill()
-    drawn = drawing.result(TIMEOUT_S)
-    assert_same_image(drawn.pixels, alone.pixels)
-    assert 0 < drawn.lent_steps < LONG
-    assert drawn.taken_back_steps <= 1
-    pair.start("b")
-    pair.wait_for_link("a", before)
+    tally = Tally()
+    kill_peers(pair, tally, times=1, rng=random.Random(3))
+    assert tally.well, (tally.zeros, tally.faults)
     wait_until(lambda: pair.draw("a").lent_steps > 0, LINK_TIMEOUT_S, "the pair to draw together again")
