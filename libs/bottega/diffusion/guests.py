@@ -68,7 +68,6 @@ class Guests:
 
     def admit(self, number: int, guest: Guest) -> None:
         """Takes a job in. Raises BottegaError where its ControlNets can never be opened here."""
-        self.dismiss(number)
         handles: tuple[Hashable, ...] = ()
         if guest.controls:
             if self._controlnets is None:

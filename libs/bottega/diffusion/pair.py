@@ -137,11 +137,12 @@ class Pair:
         expected_s = self._theirs.seconds(shape, rows) or self._times.seconds(shape, rows) or 0.0
         until_s = perf_counter() + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s)
         while (left_s := until_s - perf_counter()) > 0:
+            owed = self._follower.owes  # asked first: what comes in between is still taken
             returned = self._follower.returned(min(left_s, _LOOK_S))
             if returned is not None:
                 self._theirs.observe(shape, rows, returned.seconds)
                 return returned
-            if not self._follower.owes:
+            if not owed:
                 return None
             self.alive()
         self._theirs.observe(shape, rows, _PATIENCE * expected_s)

@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import grpc
 
-from bottega.errors import InvalidRequest, Violation
 from bottega.process import copied
 from bottega.rpc import logs
 from bottega.rpc.status import to_job_error
+from bottega.rules import refuse
 from bottega.v1 import worker_pb2
 from bottega.worker.attempts import Attempt, Completed, Event, Failed, Picture, Progress, Started
-from bottega.worker.orders import checked_key, order_from
+from bottega.worker.orders import check_peer_link, checked_key, order_from
 from bottega.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -27,8 +27,6 @@ SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 # Building and sending this much takes some hundred microseconds of the event loop.
 _CHUNK_BYTES = 256 * 2**10
-
-MAX_NAME_CHARACTERS = 128
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -105,9 +103,7 @@ class WorkerService:
         self, request: worker_pb2.OpenPeerLinkRequest, _context: _Context
     ) -> worker_pb2.OpenPeerLinkResponse:
         """OpenPeerLink."""
-        if not 0 < len(request.worker) <= MAX_NAME_CHARACTERS:
-            rule = f"must be 1 to {MAX_NAME_CHARACTERS} characters"
-            raise InvalidRequest(f"worker: {rule}", violations=[Violation(field="worker", description=rule)])
+        refuse(list(check_peer_link(request)))
         offer = await self._worker.offer_peer_link(request.worker, request.terms, request.link_id)
         return worker_pb2.OpenPeerLinkResponse(offer=offer, worker=self._worker.name)
 

@@ -34,6 +34,8 @@ _ACCEPT_S = 10.0
 _SILENCE_S = 30.0
 # A message whose beginning is here must come to its end.
 _MESSAGE_S = 5.0
+# Jobs of the leader that are kept; it runs some tens.
+_MOST_GUESTS = 256
 # Taken only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=4, slot_bytes=128 << 20)
 
@@ -146,21 +148,32 @@ class Following:
         views = [incoming.view(index) for index in range(len(layout.specs))]
         match kind_of(layout):
             case Kind.STEP:
-                step = read_step(layout, views)
-                if self._busy:
-                    talk.send(number_message(Kind.DECLINED, step.number))
-                else:
-                    self._post(lambda: self._compute(talk, step))
+                self._step(talk, read_step(layout, views))
             case Kind.GUEST:
                 number, guest = read_guest(layout, views)
+                if number in talk.guests or len(talk.guests) >= _MOST_GUESTS:
+                    raise ValueError(f"job {number} is here already, or is one of more than {_MOST_GUESTS}")
+                talk.guests.add(number)
                 self._post(lambda: self._admit(talk, number, lambda: self._guests.admit(number, guest)))
             case Kind.LEAVE:
                 left = read_number(layout, views)
+                if left not in talk.guests:
+                    raise ValueError(f"job {left} leaves, which is not here")
+                talk.guests.remove(left)
                 self._post(lambda: self._guests.dismiss(left))
             case Kind.PING:
                 talk.send(number_message(Kind.PONG))
             case kind:
                 raise ValueError(f"a leader says no {kind}")
+
+    def _step(self, talk: Talk, step: GuestStep) -> None:
+        if talk.stepping:
+            raise ValueError("a step comes before the last one is answered")
+        if self._busy:
+            talk.send(number_message(Kind.DECLINED, step.number))
+        else:
+            talk.stepping = True
+            self._post(lambda: self._compute(talk, step))
 
     def _admit(self, talk: Talk, number: int, admit: Callable[[], None]) -> None:
         try:
@@ -179,6 +192,7 @@ class Following:
         except Exception as error:  # noqa: BLE001 - the boundary of a step: the leader computes it itself
             _log.warning("rows of the peer could not be computed", extra={"why": f"{type(error).__name__}: {error}"})
             noise = None
+        talk.stepping = False
         if noise is None:
             talk.send(number_message(Kind.DECLINED, step.number))
         else:

@@ -13,10 +13,15 @@ _SEND_S = 1.0
 
 
 class Talk:
-    """Sends one message at a time."""
+    """Sends one message at a time.
+
+    guests: numbers of the leader's jobs, as the follower was told of them. stepping: whether it owes an answer.
+    """
 
     def __init__(self, link: Link) -> None:
         self.link = link
+        self.guests: set[int] = set()
+        self.stepping = False
         self._sending = threading.Lock()
 
     def send(self, message: Message) -> bool:
