@@ -23,8 +23,10 @@ _PATIENCE = 4.0
 _LEAST_PATIENCE_S = 1.0
 # Between two signs of life while it waits.
 _LOOK_S = 0.1
-# Turns without the follower after which what is known of its speed is forgotten: a hiccup must not end the pair.
-_FORGET_TURNS = 20
+# Turns without the follower after which what is known of its speed is forgotten and it is tried again: its first
+# forward takes several times what others do, and a hiccup must not end the pair. Doubled each time in vain.
+_LEAST_PAUSE_TURNS = 2
+_MOST_PAUSE_TURNS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,6 +64,7 @@ class Pair:
         self._times = times
         self._theirs = StepTimes()
         self._unused_turns = 0
+        self._pause_turns = _LEAST_PAUSE_TURNS
 
     @property
     def name(self) -> str:
@@ -128,9 +131,12 @@ class Pair:
             theirs=lambda count: self._theirs.seconds(shape, count),
             backlog=self.backlog,
         )
-        self._unused_turns = 0 if count else self._unused_turns + 1
-        if self._unused_turns >= _FORGET_TURNS:
+        if count and self._theirs.seconds(shape, count) is not None:
+            self._pause_turns = _LEAST_PAUSE_TURNS  # it pays by what was measured
+        self._unused_turns = 0 if count or self.backlog else self._unused_turns + 1
+        if self._unused_turns >= self._pause_turns:
             self._theirs, self._unused_turns = StepTimes(), 0
+            self._pause_turns = min(2 * self._pause_turns, _MOST_PAUSE_TURNS)
         return count
 
     def _wait(self, shape: Shape, rows: int) -> Returned | None:
