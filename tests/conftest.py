@@ -14,5 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_configure() -> None:
-    """Turns SIGTERM into Ctrl-C, so that fixtures stop their services when a run is cut short."""
+    """Turns SIGTERM into Ctrl-C, so that fixtures stop their services when a run is cut short.
+
+    Ctrl-C itself is what tests send to commands, which would ignore it as a run in a shell's background does.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from bottega.gateway.__main__ import main
 from bottega.gateway.job_store import group_commit
@@ -25,10 +25,9 @@ _TRANSACT = group_commit.GroupCommit._transact
 def change(max_group: int, slower_s: float) -> None:
     """Makes every job store of this process so from now on."""
 
-    def slowed(self: group_commit.GroupCommit, group: Sequence[Work]) -> list[Callable[[], None]]:
-        finish = _TRANSACT(self, group)
+    def slowed(self: group_commit.GroupCommit, group: Sequence[Work]) -> None:
+        _TRANSACT(self, group)
         time.sleep(slower_s)
-        return finish
 
     group_commit._MAX_GROUP = max_group
     group_commit.GroupCommit._transact = slowed if slower_s else _TRANSACT  # type: ignore[method-assign]

@@ -10,10 +10,12 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from load.bench.report import report
+from tests.chaos.controlnets import kill_controlnets
 from tests.chaos.gateways import fill_disks, kill_gateways
 from tests.chaos.peers import ENGINE, kill_peers
 from tests.chaos.restarts import roll
@@ -23,6 +25,7 @@ from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_workers, k
 from tests.worker_pair import WorkerPair
 
 WORKERS = ("a", "b", "c")
+CONTROLNET_SERVERS = ("x", "y", "z")
 # The part that has a pair of workers in place of a suite.
 KILL_PEERS = "kill-peers"
 # A gateway that died is ready again within this time.
@@ -32,6 +35,9 @@ PARTS: Mapping[str, Callable[[Scene, argparse.Namespace, random.Random], None]] 
     "kill-workers": lambda scene, options, rng: kill_workers(scene, times=options.kills, rng=rng),
     "freeze-workers": lambda scene, options, rng: freeze_workers(scene, times=options.freezes, rng=rng),
     "freeze-engines": lambda scene, options, rng: freeze_engines(scene, times=options.engine_freezes, rng=rng),
+    "kill-controlnets": lambda scene, options, rng: kill_controlnets(
+        scene, times=options.controlnet_kills, servers=CONTROLNET_SERVERS, rng=rng
+    ),
     "kill-gateways": lambda scene, options, rng: kill_gateways(
         scene, times=options.gateway_kills, rng=rng, ready_s=READY_S
     ),
@@ -49,7 +55,7 @@ def main() -> int:
         print(f"{name} ...", flush=True)
         tally = _play(name, options)
         whole.add(name, tally)
-        print(f"{name}: {tally.zeros} {tally.figures}", *tally.faults, sep="\n  ", flush=True)
+        print(f"{name}: {tally.zeros} {tally.figures}", *_told(tally.faults), sep="\n  ", flush=True)
     _report(whole)
     return 0 if whole.well else 1
 
@@ -57,7 +63,7 @@ def main() -> int:
 def _play(name: str, options: argparse.Namespace) -> Tally:
     if name == KILL_PEERS:
         return _play_pair(options)
-    workers = WORKERS[: 3 if name == "kill-workers" else 2]
+    workers = WORKERS[: {"kill-workers": 3, "kill-controlnets": 1}.get(name, 2)]
     with tempfile.TemporaryDirectory(prefix="bottega-chaos-") as folder, Scene(Path(folder), workers) as scene:
         try:
             PARTS[name](scene, options, random.Random(options.seed))
@@ -77,6 +83,11 @@ def _play_pair(options: argparse.Namespace) -> Tally:
     return tally
 
 
+def _told(faults: Sequence[str]) -> list[str]:
+    """Each of them once, and how often it was."""
+    return [f"{fault} ({times} times)" if times > 1 else fault for fault, times in Counter(faults).items()]
+
+
 def _report(tally: Tally) -> None:
     rows = [(name.replace("_", " "), str(count), "0") for name, count in tally.zeros.items()]
     wanted = {"kill_workers_most_repeated_steps": f"at most {MOST_REPEATED}"}
@@ -93,6 +104,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=40, help="of workers, inside a request")
     parser.add_argument("--freezes", type=int, default=10, help="of workers")
     parser.add_argument("--engine-freezes", type=int, default=5, help="of engines")
+    parser.add_argument("--controlnet-kills", type=int, default=48, help="of ControlNet servers, inside a session")
     parser.add_argument("--gateway-kills", type=int, default=60, help="around acknowledgement")
     parser.add_argument("--full-disks", type=int, default=5, help="of the gateway")
     parser.add_argument("--cycles", type=int, default=10, help="of the rolling restart")

@@ -47,9 +47,10 @@ DRAW_TIMEOUT_S = 60.0
 class Drawing:
     """A picture that is being drawn while something happens to the suite."""
 
-    def __init__(self, client: Client, *, seed: int, steps: int) -> None:
+    def __init__(self, client: Client, *, seed: int, steps: int, options: Mapping[str, Any]) -> None:
         self.request_id = f"chaos-{secrets.token_hex(8)}"
         self.seed, self.steps = seed, steps
+        self._options = options
         self._client = client
         self._picture: Picture | None = None
         self._error: BottegaError | None = None
@@ -98,17 +99,18 @@ class Drawing:
                 num_inference_steps=self.steps,
                 request_id=self.request_id,
                 timeout_s=DRAW_TIMEOUT_S,
-                **OPTIONS,
+                **self._options,
             )
         except BottegaError as error:
             self._error = error
 
 
 class Scene:
-    """The suite. Use it in a `with` block."""
+    """The suite. Use it in a `with` block. options: of every picture."""
 
     def __init__(self, folder: Path, workers: tuple[str, ...]) -> None:
         self.folder = folder
+        self.options = dict(OPTIONS)
         self.tally = Tally()
         self._services = Services(folder)
         self._port = _free_port()
@@ -159,23 +161,50 @@ class Scene:
         wait_until(lambda: name in self.joined(), JOIN_TIMEOUT_S, f"{name} to join")
         return service
 
+    def start_controlnets(self, name: str, nets: Mapping[str, Path]) -> Service:
+        """Starts a ControlNet server that hosts these folders; returns when it has joined."""
+        config = {
+            "name": name,
+            "gateway": self.address,
+            "engine": {"threads": 1, "fixed_rows": ENGINE["fixed_rows"]},
+            "controlnets": {net: str(folder) for net, folder in nets.items()},
+            "catalogue": str(self.folder / f"{name}.json"),
+        }
+        service = self._services.start("bottega.controlnet", config, name=self._name(name))
+        self._workers[name] = service
+        wait_until(lambda: name in self.hosting(), JOIN_TIMEOUT_S, f"{name} to join")
+        return service
+
     def boot(self, name: str) -> Future[Service]:
         """Starts a worker while other things go on."""
         return self._booting.submit(self.start_worker, name)
 
+    def boot_controlnets(self, name: str, nets: Mapping[str, Path]) -> Future[Service]:
+        """Starts a ControlNet server while other things go on."""
+        return self._booting.submit(self.start_controlnets, name, nets)
+
     def worker(self, name: str) -> Service:
-        """A worker's newest life."""
+        """The newest life of a worker, or of a ControlNet server."""
         return self._workers[name]
 
     def engine_of(self, name: str) -> psutil.Process:
-        """The engine process of a worker."""
+        """The engine process of a worker, or of a ControlNet server."""
         front = psutil.Process(self.worker(name).process.pid)
-        (engine,) = [child for child in front.children() if any("worker.engine" in part for part in child.cmdline())]
+        (engine,) = [child for child in front.children() if any(".engine" in part for part in child.cmdline())]
         return engine
 
-    def members(self) -> list[fleet_pb2.Member]:
-        """The workers that the gateway knows."""
-        return [m for m in self.client.fleet().members if m.registration.kind == fleet_pb2.SERVICE_KIND_WORKER]
+    def members(self, kind: fleet_pb2.ServiceKind.ValueType = fleet_pb2.SERVICE_KIND_WORKER) -> list[fleet_pb2.Member]:
+        """The workers that the gateway knows, or members of another kind."""
+        return [m for m in self.client.fleet().members if m.registration.kind == kind]
+
+    def hosting(self) -> dict[str, int]:
+        """The ControlNet servers that the gateway knows and that host something, with their sessions, by name."""
+        members = self.members(fleet_pb2.SERVICE_KIND_CONTROLNET)
+        return {
+            member.registration.name: sum(net.sessions for net in member.load.controlnets)
+            for member in members
+            if member.load.controlnets
+        }
 
     def joined(self) -> set[str]:
         """Names of the workers that the gateway knows."""
@@ -194,7 +223,7 @@ class Scene:
 
     def draw(self, *, seed: int, steps: int) -> Drawing:
         """Begins a picture."""
-        return Drawing(self.client, seed=seed, steps=steps)
+        return Drawing(self.client, seed=seed, steps=steps, options=self.options)
 
     def undisturbed(self, seed: int, steps: int) -> bytes:
         """The picture as it is when nothing happens."""

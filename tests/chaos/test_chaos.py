@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.chaos.controlnets import kill_controlnets
 from tests.chaos.gateways import fill_disks, kill_gateways
 from tests.chaos.restarts import roll
 from tests.chaos.scene import Scene
@@ -47,6 +49,12 @@ def test_a_frozen_worker_is_out_in_time_and_leaves_the_same_picture(scene: Scene
 def test_a_frozen_engine_is_replaced_in_time_and_leaves_the_same_picture(scene: Scene) -> None:
     freeze_engines(scene, times=1, rng=RNG)
     _well(scene)
+
+
+def test_a_controlnet_server_killed_in_a_session_leaves_the_same_picture(tmp_path: Path) -> None:
+    with Scene(tmp_path, ("a",)) as scene:
+        kill_controlnets(scene, times=2, servers=("x", "y"), rng=RNG)
+        _well(scene)
 
 
 def test_a_gateway_killed_around_acknowledgement_loses_nothing(scene: Scene) -> None:

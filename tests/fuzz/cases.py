@@ -412,9 +412,11 @@ def _attempts() -> Iterator[Case]:
         yield case(f"good image: {name}", image=image, strength=0.5)
     for name, image in {"empty": b"", "too large": too_large_image()}.items():
         yield case(f"bad image: {name}", INVALID, "spec.image", image=image, strength=0.5)
-    yield case("a ControlNet", UNSERVED, controlnets=[ControlNet(name="edges", image=good_images()["png"])])
-    yield case("a ControlNet without a name", INVALID, "spec.controlnets[0].name", controlnets=[ControlNet()])
-    yield case("nine ControlNets", INVALID, "spec.controlnets", controlnets=[ControlNet(name="edges")] * 9)
+    net = ControlNet(name="edges", image=good_images()["png"])
+    yield case("a ControlNet without hosts", INVALID, "controlnets", controlnets=[net])
+    bare = ("controlnets", "spec.controlnets[0].name", "spec.controlnets[0].image")
+    yield case("a bare ControlNet", INVALID, *bare, controlnets=[ControlNet()])
+    yield case("nine ControlNets", INVALID, "controlnets", "spec.controlnets", controlnets=[net] * 9)
     for size in (500, 20 << 20):
         yield case(
             f"a checkpoint of {size} bytes of noise", whole={"checkpoint": bad_images()["noise"] * (size // 500)}

@@ -109,7 +109,8 @@ async def test_a_worker_that_cannot_be_reached_costs_a_job_no_attempt_that_count
         await deaf.deafen()
         job = await house.submit(prompt="a star")
         await asyncio.sleep(0.3)
-        assert (await house.job(job.job_id)).state == image_pb2.JOB_STATE_QUEUED
+        # It waits, or is just being offered to the one that does not hear.
+        assert (await house.job(job.job_id)).state in {image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING}
         await house.worker("w2")
         ended = await house.ended(job.job_id)
         assert (ended.state, ended.provenance.worker) == (image_pb2.JOB_STATE_COMPLETED, "w2")

@@ -26,9 +26,9 @@ from tests.running import Services, gateway_config
 from tests.service.scripted_worker import ScriptedWorker
 
 ORDERS = 12
-CALLERS = 64
-# Eight times max_requests_mib. Without that bound they take 3.4 GiB.
-MOST_GROWTH_BYTES = 8 * 128 << 20
+CALLERS = 96
+# Six times max_requests_mib. Without that bound, 64 callers took 3.4 GiB.
+MOST_GROWTH_BYTES = 6 * 128 << 20
 
 
 def _large_png() -> bytes:

@@ -25,6 +25,7 @@ from bottega.diffusion.controlnets import (
     find_controlnet,
     load_controlnet,
     process_image,
+    read_base_layout,
     run_group,
     write_residuals,
 )
@@ -32,6 +33,7 @@ from bottega.diffusion.controls import Control
 from bottega.diffusion.model import Model
 from bottega.diffusion.row import Embeds, Half
 from bottega.errors import ControlNetUnusable
+from bottega.miniature import WEIGHTS
 from tests.controlnets import control_image, layout_of, random_controlnet, save, sources
 from tests.drawing import load
 from tests.stock import load_stock
@@ -211,6 +213,10 @@ def test_a_layout_says_the_shapes_of_the_residuals(net: ControlNet) -> None:
     row = ControlRow(session=session, half=Half.CONDITIONAL, sample=sample, timestep=torch.tensor(1.0))
     assert [tuple(residual.shape[1:]) for residual in run_group([row])] == net.layout.shapes(18, 10)
     assert net.layout.shapes(9, 5)[-1][1:] == (5, 3)
+
+
+def test_the_base_models_layout_is_read_without_loading_it(base: ControlLayout) -> None:
+    assert read_base_layout(WEIGHTS) == base
 
 
 def test_with_fixed_rows_company_changes_no_bit(net: ControlNet) -> None:

@@ -52,6 +52,9 @@ class Residuals:
             left = self.late.get(owner, 0)
             self.late[owner] = left - 1 if left else left
 
+    def spoilt(self, row: Row) -> bool:
+        return False
+
     def take(self, row: Row, point: int) -> list[Tensor]:
         return [torch.tensor(0.1)]
 

@@ -135,19 +135,19 @@ def test_without_measurements_every_worker_gets_one_job_and_no_estimate() -> Non
     seats = [_seat("w1", times=StepTimes()), _seat("w2", times=StepTimes())]
     assignments = assign(_line(3), seats)
     assert [(a.worker, a.estimate_s) for a in assignments] == [("w1", None), ("w2", None)]
-    assert estimates(_line(2), seats) == [None, None]
+    assert estimates([_demand()] * 2, seats) == [None, None]
 
 
 def test_a_larger_latent_counts_as_more_rows() -> None:
     large = Demand(rows=2, steps=10, shape=(32, 32))
-    (on_top,) = estimates(_line(1), [_seat("w1", large)])
+    (on_top,) = estimates([_demand()], [_seat("w1", large)])
     # 10 turns of 8 rows' worth, then 30 of 2 rows, and the fixed part.
     assert on_top == pytest.approx(10 * 0.4 + 30 * 0.1 + 0.1)
 
 
 def test_estimates_say_when_each_waiting_job_ends() -> None:
-    assert estimates(_line(2), [_seat("w1", _demand(10))]) == pytest.approx([1 + 3 + 0.1, 1 + 6 + 0.1])
-    assert estimates(_line(2), [_seat("w1"), _seat("w2")]) == pytest.approx([3.1, 3.1])
+    assert estimates([_demand()] * 2, [_seat("w1", _demand(10))]) == pytest.approx([1 + 3 + 0.1, 1 + 6 + 0.1])
+    assert estimates([_demand()] * 2, [_seat("w1"), _seat("w2")]) == pytest.approx([3.1, 3.1])
 
 
 def test_the_estimate_of_an_assignment_is_its_completion() -> None:

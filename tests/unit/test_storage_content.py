@@ -50,6 +50,12 @@ def _file(folder: Path, digest: str) -> Path:
     return folder / digest[:2] / digest
 
 
+async def _swept(store: ContentStore) -> None:
+    """Sweeps until there is no more to drop: on a busy machine one slice may be too short for a single file."""
+    while await store.sweep():
+        pass
+
+
 def _everything(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file()}
 
@@ -76,7 +82,7 @@ async def test_a_reader_gives_parts_and_survives_the_removal_of_its_image(tmp_pa
         async with reader:
             assert reader.size_bytes == 5000
             clock.now += 61
-            assert not await store.sweep()
+            await _swept(store)
             assert _everything(tmp_path) == set()
             parts = [await reader.read(offset, 2000) for offset in (0, 2000, 4000, 6000)]
         assert b"".join(parts) == data
@@ -115,8 +121,7 @@ async def test_the_oldest_go_when_the_budget_is_used_up(tmp_path: Path) -> None:
         with pytest.raises(TooLarge):
             await store.put(*_picture(9, 3501))
     async with _store(tmp_path, budget_bytes=1500, clock=clock) as store:  # the operator gave it less
-        while await store.sweep():
-            pass
+        await _swept(store)
         assert _everything(tmp_path) == {_picture(4)[0]}
 
 
@@ -264,7 +269,7 @@ async def test_a_disk_that_forbids_writing_is_said_and_still_read(tmp_path: Path
                     await store.sweep()
                 assert len(store) == 1
             await store.put(*_picture(2))
-            assert not await store.sweep()
+            await _swept(store)
             assert _everything(disk) == {_picture(2)[0]}
 
 
@@ -333,10 +338,10 @@ async def test_a_clock_that_was_ahead_keeps_nothing_that_was_put_under_it_or_lat
         await store.put(*_picture(1))
         clock.now -= 1e6
         await store.put(*_picture(2))
-        assert not await store.sweep()
+        await _swept(store)
         assert len(store) == 2
         clock.now += 61
-        assert not await store.sweep()
+        await _swept(store)
         assert (len(store), _everything(tmp_path)) == (0, set())
 
 

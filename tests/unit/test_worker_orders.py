@@ -14,7 +14,9 @@ from bottega.v1 import generation_pb2, worker_pb2
 from bottega.worker.orders import order_from
 
 IMAGE_BYTES = 8 << 20
-
+HOSTS = worker_pb2.ControlNetHosts(
+    digest="ab", servers=[worker_pb2.ControlNetServer(name="near", address="127.0.0.1:1")]
+)
 
 FULL: dict[str, Any] = {
     "prompt": "a star",
@@ -35,12 +37,13 @@ def _raw(spec: generation_pb2.GenerationSpec, **fields: Any) -> bytes:
 def _raw_with_images() -> bytes:
     controlnets = [generation_pb2.ControlNet(name="edges", image=b"x")]
     spec = generation_pb2.GenerationSpec(**FULL, image=bytes(IMAGE_BYTES), strength=0.5, controlnets=controlnets)
-    return _raw(spec, request_id="r", deadline_s=3)
+    return _raw(spec, request_id="r", deadline_s=3, controlnets=[HOSTS])
 
 
-def test_the_image_stands_beside_the_spec() -> None:
+def test_the_images_stand_beside_the_spec() -> None:
     order = order_from(_raw_with_images())
     assert len(order.image) == IMAGE_BYTES
+    assert [(control.image, control.hosts) for control in order.controls] == [(b"x", HOSTS)]
     controlnets = [generation_pb2.ControlNet(name="edges")]
     assert order.spec == generation_pb2.GenerationSpec(**FULL, strength=0.5, controlnets=controlnets)
     assert (order.key.job_id, order.key.number, order.request_id, order.deadline_s) == ("job", 2, "r", 3)
@@ -81,6 +84,23 @@ def test_what_could_not_be_drawn_is_refused(changes: dict[str, Any], field: str)
     with pytest.raises(InvalidRequest) as refusal:
         order_from(_raw(generation_pb2.GenerationSpec(**(FULL | changes))))
     assert [violation.field for violation in refusal.value.violations] == [f"spec.{field}"]
+
+
+@pytest.mark.parametrize(
+    ("image", "hosts", "field"),
+    [
+        (b"x", [], "controlnets"),
+        (b"x", [HOSTS, HOSTS], "controlnets"),
+        (b"", [HOSTS], "spec.controlnets[0].image"),
+        (b"x", [worker_pb2.ControlNetHosts(digest="d" * 129)], "controlnets[0].digest"),
+        (b"x", [worker_pb2.ControlNetHosts(servers=[worker_pb2.ControlNetServer()])], "controlnets[0].servers"),
+    ],
+)
+def test_a_controlnet_needs_an_image_and_hosts(image: bytes, hosts: list[Any], field: str) -> None:
+    nets = [generation_pb2.ControlNet(name="edges", image=image)]
+    with pytest.raises(InvalidRequest) as refusal:
+        order_from(_raw(generation_pb2.GenerationSpec(**FULL, controlnets=nets), controlnets=hosts))
+    assert [violation.field for violation in refusal.value.violations] == [field]
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

@@ -162,7 +162,12 @@ def test_rows_of_a_follower_that_hangs_are_computed_here_and_its_late_answer_cha
     easel: Easel, peer: Peer, follower: FollowerThread, stock: Stock
 ) -> None:
     free, steps = threading.Event(), iter(range(100))
-    follower.pause = lambda: free.wait(WAIT_S) if next(steps) == 3 else None  # type: ignore[assignment,return-value]
+
+    def hang_at_the_third() -> None:
+        if next(steps) == 3:
+            free.wait(WAIT_S)
+
+    follower.pause = hang_at_the_third
     began_s = time.monotonic()
     drawing = easel.draw(Order(key="a", spec=PLAIN))
     assert time.monotonic() - began_s < WAIT_S

@@ -140,9 +140,8 @@ def _worth_another_try(error: grpc.RpcError, terms: Terms, *, accepted: bool = F
     if isinstance(failure, DeadlinePassed) and not answered:
         raise terms.deadline.passed() from error  # in our words; gRPC's name its own parts
     if isinstance(failure, JobCancelled) and not answered:
-        failure = Unavailable(
-            "the gateway cut the call off"
-        )  # as at its end; of a job that is cancelled it tells itself
+        # A gateway that ends cuts its calls off so; that a job was cancelled it says in its own words.
+        failure = Unavailable("the gateway cut the call off")
     if isinstance(failure, QueueFull) and "limit" in failure.metadata:
         return failure  # no queue of jobs is full: the gateway has as much in its hands as it can hold at this moment
     if not isinstance(failure, Unavailable) or _ends_job(failure, accepted=accepted):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,8 +136,13 @@ def digest(folder: Path) -> str:
     """
     index = folder / "model_index.json"
     parts = [folder / name for name in json.loads(index.read_text()) if (folder / name).is_dir()]
+    return files_digest(folder, [index, *(path for part in parts for path in part.rglob("*"))])
+
+
+def files_digest(folder: Path, paths: Iterable[Path]) -> str:
+    """SHA-256 over the names and contents of those files in the folder that weights or configurations are in, hex."""
     total = hashlib.sha256()
-    for path in sorted([index, *(path for part in parts for path in part.rglob("*"))]):
+    for path in sorted(paths):
         if path.suffix in {".json", ".safetensors", ".txt"}:
             with path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()

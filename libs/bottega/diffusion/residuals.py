@@ -34,6 +34,13 @@ class ResidualProvider(Protocol):
         """Returns when one of the rows, none of which is ready at these points, has become so, or after the timeout."""
         ...
 
+    def spoilt(self, row: Row) -> bool:
+        """Whether what was taken for the row this turn is void, as its sender died in the middle of it.
+
+        The row has to leave the forward, and to be asked for again.
+        """
+        ...
+
     def take(self, row: Row, point: int) -> list[Tensor]:
         """The addends at one point, scaled, in the order of row.controls; [channels, height, width]."""
         ...

@@ -30,7 +30,7 @@ class Message:
     @property
     def buffers(self) -> list[memoryview]:
         """The bytes of its tensors."""
-        return [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for tensor in self.tensors]
+        return [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in self.tensors]
 
 
 def message_of(parts: Mapping[str, Tensor]) -> Message:

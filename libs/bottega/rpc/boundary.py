@@ -109,8 +109,7 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call, handler)
 
     async def _received(self, context: _Context, parse: _Parse, share: Share) -> object:
-        async with self._budget.coming():
-            raw = await context.read()  # the stream of requests would keep it
+        raw = await self._budget.received(context.read)  # the stream of requests would keep it
         if raw is grpc.aio.EOF:
             raise InvalidRequest("the call carries no request")
         share.shrink(len(raw))
@@ -119,17 +118,20 @@ class CallBoundary(grpc.aio.ServerInterceptor):
     def _guard(self, method: str, context: _Context) -> _Guard:
         return _Guard(self, method, context)
 
-    @contextlib.asynccontextmanager
-    async def _deadline(self, context: _Context) -> AsyncIterator[None]:
+    def _deadline(self, context: _Context) -> contextlib.AbstractAsyncContextManager[None]:
         # gRPC itself ends a call whose caller set a deadline.
-        timeout = self._default_deadline_s if context.time_remaining() is None else None
+        return self._default_deadline() if context.time_remaining() is None else contextlib.nullcontext()
+
+    @contextlib.asynccontextmanager
+    async def _default_deadline(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(timeout) as scope:
+            async with asyncio.timeout(self._default_deadline_s) as scope:
                 yield
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise DeadlinePassed(f"no deadline was set and the default of {timeout:g} s passed") from None
+            why = f"no deadline was set and the default of {self._default_deadline_s:g} s passed"
+            raise DeadlinePassed(why) from None
 
     def enter(self, context: _Context) -> None:
         """A call begins."""

@@ -7,14 +7,15 @@ Knows no gRPC.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from bottega.errors import QueueFull
+
+ReadT = TypeVar("ReadT")
 
 # For a message on a slow line while nobody waits for the room that it takes, and while somebody does.
 _COMING_S = 30.0
@@ -77,14 +78,13 @@ class RequestBudget:
             self._free_bytes -= self._message_bytes
         return Share(self, self._message_bytes)
 
-    @contextlib.asynccontextmanager
-    async def coming(self) -> AsyncIterator[None]:
-        """Receive a message inside. Raises QueueFull when it takes long while others wait for the room."""
-        now = asyncio.get_running_loop().time()
+    async def received(self, read: Callable[[], Awaitable[ReadT]]) -> ReadT:
+        """The message that `read` waits for. Raises QueueFull when it takes long while others wait for the room."""
+        scope = asyncio.timeout(_CONTENDED_S if self._waiting else _COMING_S)
+        self._coming[scope] = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(_CONTENDED_S if self._waiting else _COMING_S) as scope:
-                self._coming[scope] = now
-                yield
+            async with scope:
+                return await read()
         except TimeoutError:
             if not scope.expired():
                 raise

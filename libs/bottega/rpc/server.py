@@ -50,7 +50,7 @@ class ServerConfig:
 
     listen, metrics_listen: host:port; port 0 is any free one. drain_grace_s: for calls to end after SIGTERM.
     default_deadline_s: of calls whose caller set none. max_message_mib: of one message.
-    max_requests_mib: of all requests that are coming in or are not dealt with yet; the service grows by up to eight
+    max_requests_mib: of all requests that are coming in or are not dealt with yet; the service grows by up to six
         times that, for what it makes of them and what the C library keeps. max_calls: served at once. Who comes when
         there is no room hears RESOURCE_EXHAUSTED, and when to ask again.
     """

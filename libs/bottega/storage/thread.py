@@ -10,8 +10,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from bottega.storage.faults import BUSY, unavailable
@@ -24,35 +23,51 @@ _WAIT_S = 30.0
 _MAX_WAITING = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Work:
-    """Something to do, and where its outcome goes. size_bytes: about what it writes."""
+    """Something to do, and how it ended. size_bytes: about what it writes. outcome: belongs to the event loop.
+
+    Whoever serves it says `result` or `error`, as often as it likes: the last word counts, and is told when the whole
+    group was served.
+    """
 
     do: Callable[[], Any]
+    outcome: asyncio.Future[Any]
     size_bytes: int = 0
-    outcome: Future[Any] = field(default_factory=Future)
+    result: Any = None
+    error: BaseException | None = None
 
-    def begin(self) -> bool:
-        """Whether somebody still waits for it. Ask once, before doing it."""
-        return self.outcome.set_running_or_notify_cancel()
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody still waits for it. Ask before doing it."""
+        return not self.outcome.done()
+
+    def tell(self) -> None:
+        """Ends the wait for it. In the event loop."""
+        if self.outcome.done():
+            return
+        if self.error is not None:
+            self.outcome.set_exception(self.error)
+        else:
+            self.outcome.set_result(self.result)
 
 
 def one_by_one(group: Sequence[Work]) -> None:
     """Does each piece of work by itself."""
     for work in group:
-        if work.begin():
+        if work.wanted:
             try:
-                work.outcome.set_result(work.do())
+                work.result = work.do()
             except BaseException as error:  # noqa: BLE001 - it is raised where the work is awaited
-                work.outcome.set_exception(error)
+                work.error = error
 
 
 class StorageThread:
-    """Starts with the first work; close it when it is no longer needed.
+    """Starts with the first work; close it when it is no longer needed. Everything is awaited in one event loop.
 
-    serve: does a group of work and sets every outcome. max_group, max_group_bytes: a group is what waits, up to so
-    much of it. max_waiting: pieces of work that may wait. wait_s: seconds until the caller of one that has not ended
-    gives up.
+    serve: does a group of work and says how each piece of it ended; it does not raise. max_group, max_group_bytes: a
+    group is what waits, up to so much of it. max_waiting: pieces of work that may wait. wait_s: seconds until the
+    caller of one that has not ended gives up.
     """
 
     def __init__(
@@ -68,7 +83,9 @@ class StorageThread:
         self._serve = serve
         self._max_group = max_group
         self._max_group_bytes = max_group_bytes
-        self._queue: queue.Queue[Work | None] = queue.Queue(max_waiting)
+        # Work comes from the event loop alone, so that whoever looks at the length before adding to it keeps the bound.
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._max_waiting = max_waiting
         # A daemon, because nothing else lets a process end while its disk hangs.
         self._thread = threading.Thread(target=self._serve_all, name=name, daemon=True)
         self._wait_s = wait_s
@@ -85,14 +102,14 @@ class StorageThread:
         Raises StorageUnavailable when too much waits already, when it takes too long, and after close(). Then, and
         when the caller is cancelled, work that has begun goes on to its end, and other work is dropped.
         """
-        work = Work(do=do, size_bytes=size_bytes)
-        self._enqueue(work)
-        future: asyncio.Future[ResultT] = asyncio.wrap_future(work.outcome)
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[ResultT] = loop.create_future()
+        self._enqueue(Work(do=do, size_bytes=size_bytes, outcome=outcome))
+        giving_up = loop.call_later(self._wait_s, _give_up, outcome)
         try:
-            async with asyncio.timeout(self._wait_s):
-                return await future
-        except TimeoutError:
-            raise unavailable("the disk does not answer", cause="ETIMEDOUT") from None
+            return await outcome
+        finally:
+            giving_up.cancel()
 
     async def close(self) -> None:
         """Ends the thread after the work that waits. Raises StorageUnavailable when that takes too long."""
@@ -106,18 +123,18 @@ class StorageThread:
         if not self._started:
             self._started = True
             self._thread.start()
-        try:
-            self._queue.put_nowait(work)
-        except queue.Full:
-            raise unavailable("more waits for the disk than it can take", cause=BUSY) from None
+        if self._queue.qsize() >= self._max_waiting:
+            raise unavailable("more waits for the disk than it can take", cause=BUSY)
+        self._queue.put(work)
 
     def _serve_all(self) -> None:
         while (first := self._queue.get()) is not None:
             group, ended = self._group(first)
             del first
             self._serve(group)
+            _tell(group)
             del group  # what the work holds goes with it
-            if ended or (self._closed and self._queue.empty()):
+            if ended:
                 return
 
     def _group(self, first: Work) -> tuple[list[Work], bool]:
@@ -133,8 +150,23 @@ class StorageThread:
         return group, False
 
     def _end(self) -> None:
-        with contextlib.suppress(queue.Full):  # then the thread is not idle, and sees by itself that it should end
-            self._queue.put(None, timeout=self._wait_s)
+        self._queue.put(None)
         self._thread.join(self._wait_s)
         if self._thread.is_alive():
             raise unavailable("the disk does not answer", cause="ETIMEDOUT")
+
+
+def _give_up(outcome: asyncio.Future[Any]) -> None:
+    if not outcome.done():
+        outcome.set_exception(unavailable("the disk does not answer", cause="ETIMEDOUT"))
+
+
+def _tell(group: Sequence[Work]) -> None:
+    """Tells all who wait for the group at once: a word to another thread costs as much as a small piece of work."""
+
+    def tell() -> None:
+        for work in group:
+            work.tell()
+
+    with contextlib.suppress(RuntimeError):  # a loop that is closed awaits nothing any more
+        group[0].outcome.get_loop().call_soon_threadsafe(tell)

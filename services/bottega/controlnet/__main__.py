@@ -69,7 +69,7 @@ async def _serve(settings: ControlNetConfig, catalogue: Catalogue, *, stop_with_
 
 def _with_socket(engine: EngineConfig) -> EngineConfig:
     """With the path of a unix socket, where none is configured: the same for every engine of this process."""
-    if engine.links_socket:
+    if engine.links_socket != "":
         return engine
     return replace(engine, links_socket=str(own_socket("controlnet")))
 

@@ -24,7 +24,9 @@ class EngineConfig:
     each of its images. fixed_rows: pads every forward to so many rows, for images that are equal byte for byte
     whatever runs beside them; 0 is off.
     links_listen: host:port on which links of workers of other hosts come in; port 0 is any free one, empty is none.
-    links_socket: path of the unix socket for those of this host; empty is one in the folder for temporary files.
+    links_advertised: host:port that workers are told instead, where a relay or an address translation is between.
+    links_socket: path of the unix socket for those of this host, in a folder that they can see; empty is one in the
+    folder that systemd makes for the unit, else in one for this user's temporary files; null is none.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -36,7 +38,8 @@ class EngineConfig:
     max_rows: AtLeastOne = 16
     fixed_rows: NotNegative = 0
     links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
-    links_socket: str = ""
+    links_advertised: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
+    links_socket: str | None = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The engine process: `python -m bottega.controlnet.engine --fd N --config-json JSON`, started by the server's front.
 
 It owns the device and the ControlNets, and is where links end. It speaks controlnet_engine.proto over the pipe and
-exits when that closes. One thread computes and beats, so that an engine that hangs falls silent; what waits for disks
-and workers has threads of its own.
+exits when that closes. One thread computes, and beats from between two blocks of a network, so that an engine that
+hangs falls silent, and one that is slow does not; what waits for disks and workers has threads of its own.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class EngineProcess:
     def __init__(self, channel: Channel, config: EngineConfig, device: torch.device) -> None:
         self._channel = channel
         dtype = DTYPES[config.dtype]
-        self._hosts = Hosts(budget_bytes=config.budget_bytes, device=device, dtype=dtype)
+        self._beaten_s = 0.0
+        self._hosts = Hosts(budget_bytes=config.budget_bytes, device=device, dtype=dtype, alive=self._beat_if_due)
         self._forwards = Forwards(max_rows=config.max_rows, fixed_rows=config.fixed_rows)
         self._links = Links(config, hosts=self._hosts, forwards=self._forwards)
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
-        self._beaten_s = 0.0
         ready = pb.ControlNetEngineReady(device=str(device), dtype=config.dtype)
         self._say(pb.ControlNetEngineEvent(ready=ready))
 
@@ -57,9 +57,7 @@ class EngineProcess:
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         while True:
             self._forwards.turn(_BEAT_S)
-            if time.monotonic() - self._beaten_s >= _BEAT_S:
-                self._beaten_s = time.monotonic()
-                self._say(pb.ControlNetEngineEvent(beat=self._beat()))
+            self._beat_if_due()
 
     def _listen(self) -> None:
         while (frame := self._channel.recv()) is not None:
@@ -91,6 +89,11 @@ class EngineProcess:
         except BottegaError as error:
             offered.error.CopyFrom(to_job_error(error))
         self._say(pb.ControlNetEngineEvent(offered=offered))
+
+    def _beat_if_due(self) -> None:
+        if time.monotonic() - self._beaten_s >= _BEAT_S:
+            self._beaten_s = time.monotonic()
+            self._say(pb.ControlNetEngineEvent(beat=self._beat()))
 
     def _beat(self) -> pb.ControlNetEngineBeat:
         counts = self._hosts.shelf.counts

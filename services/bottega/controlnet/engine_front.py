@@ -94,6 +94,7 @@ class EngineFront(process.EngineFront[pb.ControlNetEngineCommand, pb.ControlNetE
         self, number: int, command: pb.ControlNetEngineCommand, patience_s: float
     ) -> pb.ControlNetEngineHosted | pb.ControlNetEngineOffered:
         self.send(command)
+        answer: asyncio.Future[pb.ControlNetEngineHosted | pb.ControlNetEngineOffered]
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(patience_s):

@@ -102,7 +102,7 @@ class Forwards:
                 if index in work.residuals:
                     continue
                 key = work.key(index)
-                leader = leader or key
+                leader = key if leader is None else leader
                 if key == leader and len(group) < self._max_rows:
                     group.append((work, index))
         return group

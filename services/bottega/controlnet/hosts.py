@@ -6,14 +6,22 @@ Knows folders and the shelf; knows no sessions and no links.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from bottega.diffusion.controlnets import ControlLayout, ControlNetShelf, ControlNetSource, Hold, find_controlnet
-from bottega.diffusion.model import digest
+from bottega.diffusion.controlnets import (
+    ControlLayout,
+    ControlNet,
+    ControlNetShelf,
+    ControlNetSource,
+    Hold,
+    controlnet_digest,
+    find_controlnet,
+    load_controlnet,
+)
 from bottega.errors import ControlNetNotFound, ControlNetUnusable
 from bottega.v1 import controlnet_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet
@@ -39,19 +47,25 @@ class _Host:
 
 
 class Hosts:
-    """Any thread may call it; `add` waits for the disk, and nothing else does."""
+    """Any thread may call it; `add` waits for the disk, and nothing else does.
 
-    def __init__(self, *, budget_bytes: int, device: torch.device, dtype: torch.dtype) -> None:
+    alive: called often from inside the forwards of its ControlNets; must be quick.
+    """
+
+    def __init__(
+        self, *, budget_bytes: int, device: torch.device, dtype: torch.dtype, alive: Callable[[], None]
+    ) -> None:
         self._dtype = dtype
+        self._alive = alive
         self._sources: dict[str, ControlNetSource] = {}
         self._hosts: dict[str, _Host] = {}
         self._lock = threading.Lock()
-        self.shelf = ControlNetShelf(self._sources, budget_bytes=budget_bytes, device=device)
+        self.shelf = ControlNetShelf(self._sources, budget_bytes=budget_bytes, device=device, load=self._load)
 
     def add(self, name: str, folder: Path) -> HostedControlNet:
         """Hosts what is in the folder under that name, from now on. Raises ControlNetUnusable."""
         try:
-            found_digest = digest(folder)
+            found_digest = controlnet_digest(folder)
         except OSError as error:
             raise ControlNetUnusable(f"ControlNet {name} cannot be read: {folder}: {error.strerror}") from None
         version = f"{name}@{found_digest[:_VERSION_CHARACTERS]}"
@@ -100,6 +114,11 @@ class Hosts:
         for report in reports:
             report.sessions = sessions.get(report.name, 0)
         return reports
+
+    def _load(self, source: ControlNetSource, device: torch.device) -> ControlNet:
+        net = load_controlnet(source, device)
+        net.tell_alive(self._alive)
+        return net
 
     def _reported(self, name: str, host: _Host, popularity: dict[str, int], loaded: set[str]) -> HostedControlNet:
         here = host.source.name in loaded

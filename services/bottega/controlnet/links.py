@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from bottega.controlnet.config import EngineConfig
@@ -12,13 +13,15 @@ from bottega.controlnet.hosts import Hosts
 from bottega.controlnet.worker_link import WorkerLink
 from bottega.errors import Draining, InvalidRequest, TooLarge, Violation
 from bottega.rpc.address import split
-from bottega.transport import Counters, Doors, Limits, Listener, Offer
+from bottega.transport import Counters, Doors, Limits, Listener, Offer, TcpEndpoint
 
 # Of workers: each has one link.
 _MOST_LINKS = 256
 # Taken only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=8, slot_bytes=128 << 20)
 _TOKEN_S = 10.0
+# Workers may be other users: the socket's folder decides who finds it, and an offer's token who gets in.
+_SOCKET_MODE = 0o666
 
 
 class Links:
@@ -31,6 +34,7 @@ class Links:
         self._links: set[WorkerLink] = set()
         self._lock = threading.Lock()
         self._draining = False
+        self._advertised = _endpoint(config.links_advertised) if config.links_advertised else None
         self._listener = Listener(_doors(config), limits=_LIMITS, counters=self.counters, token_s=_TOKEN_S)
 
     @property
@@ -68,7 +72,7 @@ class Links:
         with self._lock:
             self._links.add(link)
         link.start()
-        return offer
+        return offer if self._advertised is None else replace(offer, tcp=self._advertised)
 
     def drain(self) -> None:
         """No offers, and no sessions, from now on."""
@@ -86,6 +90,12 @@ class Links:
             self._links.discard(link)
 
 
+def _endpoint(address: str) -> TcpEndpoint:
+    host, port = split(address)
+    return TcpEndpoint(host=host, port=port)
+
+
 def _doors(config: EngineConfig) -> Doors:
     tcp = split(config.links_listen) if config.links_listen else None
-    return Doors(tcp=tcp, unix_path=Path(config.links_socket) if config.links_socket else None)
+    unix_path = Path(config.links_socket) if config.links_socket else None
+    return Doors(tcp=tcp, unix_path=unix_path, unix_mode=_SOCKET_MODE)

@@ -10,19 +10,15 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-from google.protobuf import json_format
-from torch import Tensor
-
+from bottega.controlnet.answers import MESSAGE_S, refusal, send, send_residuals
 from bottega.controlnet.forwards import Forwards, Residuals, Work
 from bottega.controlnet.hosts import Hosts, Wanted
 from bottega.diffusion.control_messages import (
     Kind,
     Opening,
-    Refusal,
     Session,
     Step,
     kind_of,
@@ -30,24 +26,19 @@ from bottega.diffusion.control_messages import (
     read_number,
     read_opening,
     read_step,
-    refused_message,
-    residuals_layout,
 )
-from bottega.diffusion.controlnets import ControlRow, ControlSession, Hold, write_residuals
+from bottega.diffusion.controlnets import ControlRow, ControlSession, Hold
 from bottega.diffusion.faults import named
-from bottega.diffusion.tensor_messages import Message, tensor_at
-from bottega.errors import BadFrame, BottegaError, Draining, LinkError, PeerDead
-from bottega.rpc.status import to_job_error
+from bottega.diffusion.tensor_messages import Message
+from bottega.errors import BadFrame, BottegaError, Draining, LinkError, NoSharedMemory, PeerDead, TooLarge
 from bottega.transport import Deadline, Incoming, Link, Listener, Offer
 
 _log = logging.getLogger(__name__)
 
 # A worker takes up an offer at once, or not at all.
 _ACCEPT_S = 10.0
-# A worker says something every second.
+# A worker says something every few seconds, or is gone.
 _SILENCE_S = 30.0
-# A message whose beginning is here must come to its end, and an answer must be taken.
-_MESSAGE_S = 20.0
 _CLOSED = None
 # Of one worker at a time; a worker runs some tens of requests, with at most eight ControlNets each.
 _MOST_SESSIONS = 512
@@ -144,7 +135,7 @@ class WorkerLink:
     def _receive(self, link: Link) -> None:
         while True:
             incoming = link.recv(Deadline.after(_SILENCE_S))
-            incoming.wait_all(Deadline.after(_MESSAGE_S))
+            incoming.wait_all(Deadline.after(MESSAGE_S))
             views = [incoming.view(index) for index in range(len(incoming.layout.specs))]
             kind = kind_of(incoming.layout)
             if kind is Kind.STEP:
@@ -170,7 +161,7 @@ class WorkerLink:
                 raise Draining("the ControlNet server is stopping")
             hold = self._hosts.borrow(wanted, base=opening.base, dtype=opening.dtype)
         except BottegaError as error:
-            self._say(_refusal(error, loan=opening.loan))
+            self._say(refusal(error, loan=opening.loan))
             return
         self._loans[opening.loan] = _Loan(opening=opening, hold=hold)
         # Called by whoever loads, under its lock: what is to be done is done by the thread that answers.
@@ -196,14 +187,14 @@ class WorkerLink:
             sessions = [ControlSession(net, control) for net, control in zip(nets, loan.opening.controls, strict=True)]
         except Exception as error:  # noqa: BLE001 - the boundary of a loan: its failure is not the others'
             self._give_back(number)
-            _send(link, _refusal(named(error), loan=number))
+            send(link, refusal(named(error), loan=number))
             return
         with self._changing:
             if number not in self._loans:
                 return
             for opened, session in zip(loan.opening.sessions, sessions, strict=True):
                 self._sessions[opened.number] = _Session(control=session, shape=_latent_shape(opened, session))
-        _send(link, number_message(Kind.OPENED, number))
+        send(link, number_message(Kind.OPENED, number))
 
     def _give_back(self, number: int) -> None:
         """Ends a loan. Harmless when there is none: a refused one is closed too."""
@@ -242,10 +233,13 @@ class WorkerLink:
         incoming: Incoming,
     ) -> None:
         with incoming:
-            if isinstance(outcome, BottegaError):
-                _send(link, _refusal(outcome, step=number))
-            else:
-                _send_residuals(link, number, rows, outcome)
+            if not isinstance(outcome, BottegaError):
+                try:
+                    send_residuals(link, number, rows, outcome)
+                    return
+                except (NoSharedMemory, TooLarge) as error:  # nothing of it was sent, and the link lives
+                    outcome = error
+            send(link, refusal(outcome, step=number))
 
     def _answer(self, link: Link) -> None:
         """The thread that sends."""
@@ -261,50 +255,9 @@ class WorkerLink:
             link.end(PeerDead("the server could not answer"))
 
     def _say(self, message: Message) -> None:
-        self._answers.put(lambda link: _send(link, message))
-
-
-def _send(link: Link, message: Message) -> None:
-    link.send(message.layout, message.buffers, Deadline.after(_MESSAGE_S))
-
-
-def _send_residuals(link: Link, number: int, rows: Sequence[ControlRow], residuals: Sequence[Residuals]) -> None:
-    """Writes the rows' residuals into a slot, scaled, deepest first, and says after each point that it is there."""
-    by_point = residuals[0].by_point
-    layout = residuals_layout(len(rows), tuple(_shape(tensor[0]) for tensor in by_point), by_point[0].dtype)
-    with link.begin(layout, Deadline.after(_MESSAGE_S)) as outgoing:
-        tensor_at(layout, outgoing.views, 0)[0] = number
-        # Behind the number the points come deepest first.
-        slots = [tensor_at(layout, outgoing.views, len(by_point) - point) for point in range(len(by_point))]
-        writing = [
-            _written(each, row, [slot[place] for slot in slots])
-            for place, (row, each) in enumerate(zip(rows, residuals, strict=True))
-        ]
-        for count, _ in enumerate(zip(*writing, strict=True), start=2):
-            outgoing.ready(count)
-
-
-def _written(residuals: Residuals, row: ControlRow, slots: Sequence[Tensor]) -> Iterator[None]:
-    """Writes one row's residuals point by point, deepest first."""
-    alone = [tensor[residuals.place : residuals.place + 1] for tensor in residuals.by_point]
-    on_cpu = alone[0].device.type == "cpu"
-    scaled = slots if on_cpu else [torch.empty_like(tensor[0]) for tensor in alone]
-    for point in write_residuals(alone, [row], [scaled]):
-        if not on_cpu:
-            slots[point].copy_(scaled[point])
-        yield
+        self._answers.put(lambda link: send(link, message))
 
 
 def _latent_shape(opened: Session, session: ControlSession) -> tuple[int, int, int]:
     layout = session.net.layout
     return layout.latent_channels, opened.height // layout.latent_scale, opened.width // layout.latent_scale
-
-
-def _shape(tensor: Tensor) -> tuple[int, int, int]:
-    channels, height, width = tensor.shape
-    return channels, height, width
-
-
-def _refusal(error: BottegaError, *, loan: int | None = None, step: int | None = None) -> Message:
-    packed = json_format.MessageToJson(to_job_error(error), indent=None).encode()
-    return refused_message(Refusal(loan=loan, step=step, error=packed))

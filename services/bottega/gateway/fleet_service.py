@@ -19,6 +19,9 @@ from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Requests = AsyncIterator[fleet_pb2.JoinRequest]
+# Between two words to a member on how many wait for it: a fraction of a turn, which is all that they can move. Under a
+# flood of submissions the number is another one each time.
+_PAUSE_S = 0.015
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
@@ -40,6 +43,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             while member.connected and member.stream == stream:
                 wake.clear()
                 yield fleet_pb2.JoinResponse(backlog=member.backlog)
+                await asyncio.sleep(_PAUSE_S)
                 await wake.wait()
             if member.stream == stream:
                 await listening  # it has said its last word, which may be an error

@@ -190,7 +190,8 @@ class Intake:
         try:
             return self._fleet.resolve(spec.model if spec.HasField("model") else None), None
         except BottegaError as error:
-            return None, error
+            # Who keeps the error must not keep these frames by it: they hold the request, of many MiB perhaps.
+            return None, error.with_traceback(None)
 
     def _refuse_if_draining(self) -> None:
         if self._foreman.draining:
@@ -225,7 +226,7 @@ class Intake:
         return Job(
             clock=self._clock,
             spec=spec,
-            bare=without_images(spec),
+            bare=without_images(spec) if has_images(spec) else spec,
             shape=work.latent_shape(spec, model),
             fingerprint=fingerprint,
             request_id=order.request_id,

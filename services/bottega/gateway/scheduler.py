@@ -102,6 +102,8 @@ def assign(waiting: Iterable[Waiting], seats: Sequence[Seat]) -> list[Assignment
     one cleared for it: never more than one at a time, so that the others go on. One that few workers may get waits for
     those without holding up the ones behind it elsewhere.
     """
+    if not seats:
+        return []
     benches = [_Bench(seat) for seat in seats]
     assignments: list[Assignment] = []
     rest = iter(waiting)
@@ -194,11 +196,11 @@ class Prospect:
         return self._loads.index(min(self._loads))
 
 
-def estimates(waiting: Iterable[Waiting], seats: Sequence[Seat]) -> list[float | None]:
+def estimates(demands: Iterable[Demand], seats: Sequence[Seat]) -> list[float | None]:
     """Expected seconds until each of the waiting jobs completes; None while nothing was measured."""
     prospect = Prospect(seats)
-    for job in waiting:
-        prospect.add(job.demand)
+    for demand in demands:
+        prospect.add(demand)
     return prospect.ends()
 
 

@@ -6,6 +6,7 @@ changed: a look at the queue is due at every step of every job, and from one to 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ from bottega.gateway.jobs import Job
 from bottega.gateway.members import Member
 from bottega.gateway.placement import Placement
 from bottega.gateway.scheduler import Demand, Seat, Waiting
+from bottega.planning import Shape
 from bottega.v1 import fleet_pb2
 
 # A worker that was lost with a job gets it again only if it was heard this long afterwards.
 _TRUST_AFTER_S = 0.25
 # Rows of an attempt that another gateway gave to a worker: unknown, so those of a guided image.
 _FOREIGN_ROWS = 2
+# Most jobs ask for what others ask for: a queue is gone through every second, and these need not be made again.
+_DEMANDS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,7 @@ class Seating:
         """A job that waits, by what it asks for; a checkpoint saves it steps."""
         return Waiting(
             job_id=job.job_id,
-            demand=_demand(job, job.steps_total - (job.checkpoint.steps_done if job.checkpoint else 0)),
+            demand=demand(job),
             avoid=job.lost_worker if _must_avoid(job, members) else "",
             alone=job.suspect,
             takers=takers,
@@ -107,6 +111,11 @@ class Seating:
         return demands
 
 
+def demand(job: Job) -> Demand:
+    """What a job that waits asks for; a checkpoint saves it steps."""
+    return _demand(job, job.steps_total - (job.checkpoint.steps_done if job.checkpoint else 0))
+
+
 def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:
     suspect = members.get(job.lost_worker) if job.lost_worker else None
     if suspect is None:
@@ -117,4 +126,9 @@ def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:
 def _demand(job: Job, steps_left: int) -> Demand:
     """steps_left: over all images; they run side by side."""
     steps = math.ceil(max(0, steps_left) / job.num_images)
-    return Demand(rows=job.rows, steps=steps, shape=job.shape)
+    return _demand_of(job.rows, steps, job.shape)
+
+
+@functools.lru_cache(_DEMANDS)
+def _demand_of(rows: int, steps: int, shape: Shape) -> Demand:
+    return Demand(rows=rows, steps=steps, shape=shape)

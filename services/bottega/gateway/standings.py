@@ -14,8 +14,8 @@ from bottega.gateway.clock import Clock
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.jobs import Job, Standing
 from bottega.gateway.queueing import JobQueue
-from bottega.gateway.scheduler import Demand, Prospect, Seat, Waiting, estimates
-from bottega.gateway.seating import Seating
+from bottega.gateway.scheduler import Demand, Prospect, Seat, estimates
+from bottega.gateway.seating import Seating, demand
 
 # Nobody is refused by an older look: jobs that have ended since are still in it. A new one costs some milliseconds.
 _FRESH_S = 0.05
@@ -47,17 +47,17 @@ class Standings:
         model = job.bare.model
         line = self._queue.line(model)
         look = self._looks.get(model) or self._look(model, but=job)
-        demand = self._seating.waiting(job, {}).demand
-        job.stand(Standing(place=len(line) - 1, estimate_s=look.prospect.end_s(demand)))
-        look.prospect.add(demand)
+        asked = demand(job)
+        job.stand(Standing(place=len(line) - 1, estimate_s=look.prospect.end_s(asked)))
+        look.prospect.add(asked)
 
     async def tell_all(self) -> None:
         """To everybody who waits."""
         self._looks.clear()
         for model in self._queue.models():
-            waiting, seats = self._view(model)
-            ends = await asyncio.to_thread(estimates, waiting, seats)
-            by_job = {job.job_id: end for job, end in zip(waiting, ends, strict=True)}
+            jobs = list(self._queue.line(model))
+            ends = await asyncio.to_thread(estimates, [demand(job) for job in jobs], self._seats(model))
+            by_job = {job.job_id: end for job, end in zip(jobs, ends, strict=True)}
             for place, job in enumerate(self._queue.line(model)):
                 if job.job_id in by_job:  # one that came meanwhile has been told
                     job.stand(Standing(place=place, estimate_s=by_job[job.job_id]))
@@ -69,16 +69,16 @@ class Standings:
         """
         if job.deadline is None:
             return
-        model, demand = job.bare.model, self._seating.waiting(job, {}).demand
+        model, asked = job.bare.model, demand(job)
         left_s = job.deadline - self._clock.monotonic()
         look = self._looks.get(model) or self._look(model)
-        estimate_s = _late_s(look.prospect, demand, left_s)
+        estimate_s = _late_s(look.prospect, asked, left_s)
         if estimate_s is not None and look.at < self._clock.monotonic() - _FRESH_S:
             look = self._look(model)
-            estimate_s = _late_s(look.prospect, demand, left_s)
+            estimate_s = _late_s(look.prospect, asked, left_s)
         if estimate_s is not None:
             # Coming back helps where others are in the way, and does not where its own steps take too long.
-            alone_s = look.prospect.least_s(demand)
+            alone_s = look.prospect.least_s(asked)
             retry_after_s = None if _beyond(alone_s, left_s) else self._queue.retry_after_s()
             raise unmeetable(estimate_s, left_s, retry_after_s=retry_after_s)
 
@@ -90,33 +90,27 @@ class Standings:
         prospect = Prospect(self._seats(model))
         for job in jobs:
             assert job.deadline is not None
-            least_s = prospect.least_s(self._seating.waiting(job, {}).demand)
+            least_s = prospect.least_s(demand(job))
             left_s = job.deadline - self._clock.monotonic()
             if least_s is not None and _beyond(least_s, left_s):
                 yield job, unmeetable(least_s, left_s)
 
     def _look(self, model: str, *, but: Job | None = None) -> _Look:
         """How it stands now, with everybody who waits, but one."""
-        waiting, seats = self._view(model)
-        prospect = Prospect(seats)
-        for other in waiting:
-            if but is None or other.job_id != but.job_id:
-                prospect.add(other.demand)
+        prospect = Prospect(self._seats(model))
+        for other in self._queue.line(model):
+            if other is not but:
+                prospect.add(demand(other))
         look = self._looks[model] = _Look(prospect=prospect, at=self._clock.monotonic())
         return look
-
-    def _view(self, model: str) -> tuple[list[Waiting], list[Seat]]:
-        members = {member.name: member for member in self._fleet.workers(model)}
-        waiting = [self._seating.waiting(job, members) for job in self._queue.line(model)]
-        return waiting, self._seating.seats(members.values())
 
     def _seats(self, model: str) -> list[Seat]:
         return self._seating.seats(self._fleet.workers(model))
 
 
-def _late_s(prospect: Prospect, demand: Demand, left_s: float) -> float | None:
+def _late_s(prospect: Prospect, asked: Demand, left_s: float) -> float | None:
     """When a job would end that has `left_s` and would be too late, as far as can be known."""
-    estimate_s = prospect.end_s(demand)
+    estimate_s = prospect.end_s(asked)
     allowed_s = left_s * (1 - _SPARE) if prospect.waiting else left_s * (1 + _TOLERANCE)
     return estimate_s if estimate_s is not None and estimate_s > allowed_s else None
 

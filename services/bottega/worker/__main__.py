@@ -83,7 +83,7 @@ async def _serve(settings: WorkerConfig, *, stop_with_stdin: bool) -> None:
 
 def _with_socket(engine: EngineConfig) -> EngineConfig:
     """With the path of a unix socket for the peer, where none is configured: the same for every engine process."""
-    if not engine.peer or engine.links_socket:
+    if not engine.peer or engine.links_socket != "":
         return engine
     return replace(engine, links_socket=str(own_socket("worker")))
 

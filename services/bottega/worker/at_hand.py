@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bottega.diffusion.controlnets import ControlNetShelf, LocalControlNets, base_layout, find_controlnet
-from bottega.diffusion.model import Model, digest
+from bottega.diffusion.controlnets import (
+    ControlNetShelf,
+    LocalControlNets,
+    base_layout,
+    controlnet_digest,
+    find_controlnet,
+)
+from bottega.diffusion.model import Model
 from bottega.v1 import controlnet_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet
 from bottega.worker.config import EngineConfig
@@ -23,7 +29,7 @@ class AtHand:
         self._sources = {
             name: find_controlnet(name, folder, base=self.base, dtype=model.dtype) for name, folder in folders.items()
         }
-        self.digests = {name: digest(folder) for name, folder in folders.items()}
+        self.digests = {name: controlnet_digest(folder) for name, folder in folders.items()}
         self.controlnets: LocalControlNets | None = None
         self._shelf: ControlNetShelf | None = None
         if folders:

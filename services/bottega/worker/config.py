@@ -33,7 +33,8 @@ class EngineConfig:
     requests while it has none of its own. Not together with fixed_rows, under which fewer rows take no less time.
     peer_silence_s: after which a peer that says nothing is taken for dead. links_listen: host:port on which the link of
     a peer of another host comes in; port 0 is any free one, empty is none. links_socket: path of the unix socket for
-    one of this host; empty is one in the folder for temporary files.
+    one of this host, in a folder that it can see; empty is one in the folder that systemd makes for the unit, else in
+    one for this user's temporary files; null is none.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -54,7 +55,7 @@ class EngineConfig:
     peer: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
     peer_silence_s: Seconds = 5.0
     links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
-    links_socket: str = ""
+    links_socket: str | None = ""
     checkpoint_interval_s: Seconds = 2.0
     progress_interval_s: Seconds = 0.1
 

@@ -45,6 +45,8 @@ _BEAT_S = 0.1
 _IDLE_BEAT_S = 0.5
 # While ControlNets of the peer's jobs are opened.
 _LOOK_S = 0.05
+# A peer may be another user: the socket's folder decides who finds it, and an offer's token who gets in.
+_SOCKET_MODE = 0o666
 
 
 class EngineProcess:
@@ -82,6 +84,7 @@ class EngineProcess:
                 self._offer(command.peer_offer)
             else:
                 self._commands.put(command)
+        self._studio.controlnets.stop()
         if self._following is not None:
             self._following.close()  # its socket leaves no file behind
         os._exit(0)  # the front is gone: there is nobody to finish for, and a turn may take long
@@ -180,6 +183,7 @@ class Studio:
         doors = Doors(
             tcp=split(config.links_listen) if config.links_listen else None,
             unix_path=Path(config.links_socket) if config.links_socket else None,
+            unix_mode=_SOCKET_MODE,
         )
         return Following(doors, guests=self.engine.guests, counters=self.controlnets.counters, post=post)
 

@@ -156,7 +156,7 @@ def beat_of(
         ],
         fixed_s=engine.fixed_s,
         controlnets=at_hand.report(),
-        links=link_counts(controlnets.counters, open_links=controlnets.open_links + peer_links),
+        links=link_counts(controlnets.counters, open_links=len(controlnets.servers) + peer_links),
     )
     return engine_pb2.EngineEvent(beat=beat)
 
@@ -180,7 +180,7 @@ def _spec(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Drawin
 
 
 def _control(net: generation_pb2.ControlNet, image_digest: str) -> ControlSpec:
-    said = {name: getattr(net, name) for name in _OPTIONAL_OF_CONTROL if net.HasField(name)}
+    said = {name: getattr(net, name) for name in _OPTIONAL_OF_CONTROL if net.HasField(name)}  # type: ignore[arg-type]
     return ControlSpec(name=net.name, image_digest=image_digest, guess_mode=net.guess_mode, **said)
 
 

@@ -55,7 +55,8 @@ def order_from(raw: bytes) -> Order:
         spec=GenerationSpec.FromString(spec.SerializeToString()),
         image=image,
         controls=tuple(
-            OrderedControl(image=control, hosts=hosts)
+            # New messages, as above.
+            OrderedControl(image=control, hosts=worker_pb2.ControlNetHosts.FromString(hosts.SerializeToString()))
             for control, hosts in zip(images, request.controlnets, strict=True)
         ),
         checkpoint=request.checkpoint,

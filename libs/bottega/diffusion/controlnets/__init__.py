@@ -4,9 +4,15 @@ What a server's engine and a worker on its own both use. Knows rows and conditio
 """
 
 from bottega.diffusion.controlnets.group import ControlRow, run_group, write_residuals
-from bottega.diffusion.controlnets.layout import ControlLayout, base_layout
+from bottega.diffusion.controlnets.layout import ControlLayout, base_layout, read_base_layout
 from bottega.diffusion.controlnets.local import LocalControlNets
-from bottega.diffusion.controlnets.network import ControlNet, ControlNetSource, find_controlnet, load_controlnet
+from bottega.diffusion.controlnets.network import (
+    ControlNet,
+    ControlNetSource,
+    controlnet_digest,
+    find_controlnet,
+    load_controlnet,
+)
 from bottega.diffusion.controlnets.session import ControlSession, process_image
 from bottega.diffusion.controlnets.shelf import ControlNetShelf, Hold
 
@@ -20,9 +26,11 @@ __all__ = [
     "Hold",
     "LocalControlNets",
     "base_layout",
+    "controlnet_digest",
     "find_controlnet",
     "load_controlnet",
     "process_image",
+    "read_base_layout",
     "run_group",
     "write_residuals",
 ]

@@ -5,9 +5,11 @@ Knows configurations as plain values; knows no weights and no torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 # SDXL's original size, crop and target size: what time_ids are.
@@ -47,6 +49,15 @@ class ControlLayout:
 def base_layout(unet: Mapping[str, Any], latent_scale: int) -> ControlLayout:
     """Of a base model. unet: its UNet's configuration; latent_scale: its VAE's."""
     return _layout(unet, latent_scale)
+
+
+def read_base_layout(folder: Path) -> ControlLayout:
+    """Of a base model's folder in Diffusers' layout, of which it reads two configurations and loads nothing.
+
+    Raises OSError, KeyError or ValueError where it is no such folder.
+    """
+    unet, vae = (json.loads((folder / part / "config.json").read_text()) for part in ("unet", "vae"))
+    return base_layout(unet, 2 ** (len(vae["block_out_channels"]) - 1))
 
 
 def controlnet_layout(config: Mapping[str, Any]) -> ControlLayout:

@@ -92,6 +92,10 @@ class LocalControlNets:
             _seat(handle).waited_s += perf_counter() - began_s
         self._compute()
 
+    def spoilt(self, row: Row) -> bool:
+        """See ResidualProvider: what is here is whole."""
+        return False
+
     def take(self, row: Row, point: int) -> list[Tensor]:
         """See ResidualProvider."""
         return [self._answers[row, handle][point] for handle in row.controls]

@@ -6,7 +6,7 @@ Only safetensors are opened. Knows no sessions and nobody's budget.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from bottega.diffusion.backbone import Inputs
 from bottega.diffusion.controlnets.layout import ControlLayout, controlnet_layout
+from bottega.diffusion.model import files_digest
+from bottega.diffusion.pulse import beat_in
 from bottega.errors import ControlNetUnusable
 
 _WEIGHTS = "diffusion_pytorch_model"
@@ -63,6 +65,10 @@ class ControlNet:
         network.controlnet_cond_embedding = nn.Identity()
         # Else the forward would flip the embedding as if it were the image.
         network.register_to_config(controlnet_conditioning_channel_order="rgb")
+
+    def tell_alive(self, alive: Callable[[], None]) -> None:
+        """Calls `alive` often from inside a forward, however long it takes; it must be quick."""
+        beat_in((self.network,), alive)
 
     @torch.inference_mode()
     def embed(self, image: Tensor, *, rows: int) -> Tensor:
@@ -115,6 +121,11 @@ def find_controlnet(name: str, folder: Path, *, base: ControlLayout | None, dtyp
     return ControlNetSource(
         name=name, folder=folder, dtype=dtype, size_bytes=_size_bytes(name, folder, dtype), layout=layout
     )
+
+
+def controlnet_digest(folder: Path) -> str:
+    """SHA-256 over the names and contents of a ControlNet's files, hex. Raises OSError where they cannot be read."""
+    return files_digest(folder, [folder / "config.json", *folder.rglob("*.safetensors")])
 
 
 def load_controlnet(source: ControlNetSource, device: torch.device) -> ControlNet:

@@ -141,6 +141,9 @@ class ControlNetShelf:
         while (load := self._next()) is not None:
             try:
                 net = self._load(self._source(load.name), self._device)
+            except BottegaError as error:
+                _log.error("a ControlNet cannot be loaded", extra={"controlnet": load.name, "why": str(error)})
+                self._missed(load.name, error)
             except Exception as error:  # noqa: BLE001 - the boundary of a load: its failure is told to those who wait
                 self._missed(load.name, named(error))
             else:
@@ -165,7 +168,6 @@ class ControlNetShelf:
             self._answer()
 
     def _missed(self, name: str, error: BottegaError) -> None:
-        _log.error("a ControlNet cannot be loaded", extra={"controlnet": name, "why": str(error)})
         with self._changed:
             self._shelf.failed(name)
             for hold in list(self._holds):

@@ -67,7 +67,8 @@ class GroupCommit:
         """What `operation` returns, once it is durable. size_bytes: about what it writes, where that is much.
 
         What it raises undoes it alone. When the commit fails, all of its group failed, with the typed error; those
-        that come later are tried again.
+        that come later are tried again. `operation` may be called twice, the first time undone: where one that shares
+        its commit fails.
         """
         return await self._thread.run(lambda: operation(self._open()), size_bytes=size_bytes)
 
@@ -77,43 +78,59 @@ class GroupCommit:
         await asyncio.to_thread(self._close)
 
     def _serve(self, group: Sequence[Work]) -> None:
-        wanted = [work for work in group if work.begin()]
+        wanted = [work for work in group if work.wanted]
         if not wanted:
             return
         began = time.perf_counter()
         try:
-            finish = self._transact(wanted)
+            self._transact(wanted)
         except BaseException as error:  # noqa: BLE001 - it is raised where the operations are awaited
             self._fail(wanted, error)
             return
         self.commits += 1
         self._on_commit(time.perf_counter() - began)
         self._tell(failing=False)
-        for tell in finish:
-            tell()
 
-    def _transact(self, group: Sequence[Work]) -> list[Callable[[], None]]:
-        """Does all of it and commits; returns what tells each caller."""
+    def _transact(self, group: Sequence[Work]) -> None:
+        """Does all of it and commits."""
         connection = self._open()
         connection.execute("BEGIN IMMEDIATE")
-        finish = [self._attempt(connection, work) for work in group]
+        if not self._all_went_well(group):
+            connection.execute("ROLLBACK")
+            connection.execute("BEGIN IMMEDIATE")
+            for work in group:
+                self._attempt(connection, work)
         connection.execute("COMMIT")
-        return finish
 
-    def _attempt(self, connection: sqlite3.Connection, work: Work) -> Callable[[], None]:
+    def _all_went_well(self, group: Sequence[Work]) -> bool:
+        """Does all of it, or up to the first that fails by itself.
+
+        Nearly none does, and to be able to undo one alone costs it two more statements: each is a wait for the turn of
+        this thread among those that run Python.
+        """
+        try:
+            for work in group:
+                work.result = work.do()
+        except Exception as error:  # noqa: BLE001 - it is raised again where it is done alone
+            self._raise_for_all(error)
+            return False
+        return True
+
+    def _attempt(self, connection: sqlite3.Connection, work: Work) -> None:
+        """Does it so that, where it fails, it is undone alone."""
         connection.execute("SAVEPOINT operation")
         try:
-            result = work.do()
-        except Exception as error:
-            # Of the disk, and of the file, all of the group has to hear.
-            if isinstance(error, sqlite3.Error) and self._typed(error) is not None:
-                raise
+            work.result = work.do()
+        except Exception as error:  # noqa: BLE001 - it is raised where the operation is awaited
+            self._raise_for_all(error)
             connection.execute("ROLLBACK TO operation")
-            connection.execute("RELEASE operation")
-            failure = error
-            return lambda: work.outcome.set_exception(failure)
+            work.error = error
         connection.execute("RELEASE operation")
-        return lambda: work.outcome.set_result(result)
+
+    def _raise_for_all(self, error: Exception) -> None:
+        """Raises what is wrong with the disk, or the file: of that all of the group has to hear."""
+        if isinstance(error, sqlite3.Error) and self._typed(error) is not None:
+            raise error
 
     def _fail(self, group: Sequence[Work], error: BaseException) -> None:
         self._tell(failing=True, error=error)
@@ -122,7 +139,7 @@ class GroupCommit:
             typed = self._typed(error) if isinstance(error, sqlite3.Error) else None
             if typed is not None:
                 typed.__cause__ = error
-            work.outcome.set_exception(typed or error)
+            work.error = typed or error
 
     def _tell(self, *, failing: bool, error: BaseException | None = None) -> None:
         """Logs the first failure and the first success after it."""

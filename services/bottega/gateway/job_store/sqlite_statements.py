@@ -16,7 +16,9 @@ from bottega.gateway.job_store.sqlite_rows import COLUMNS, Value, checksum, from
 from bottega.v1.image_pb2 import JobState
 
 _ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *COLUMNS))
-_INSERT = f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
+_INSERT = (
+    f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (job_id) DO NOTHING"
+)
 _UPDATE = f"UPDATE jobs SET ({', '.join(COLUMNS)}) = ({', '.join('?' * len(COLUMNS))}) WHERE sequence = ?"
 
 
@@ -52,14 +54,14 @@ class Listing:
 
 def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, replaces: str) -> JobRecord:
     """See JobStore.add."""
-    known = of_job(connection, record.job_id)
-    if known is None and record.request_id:
-        known = of_request(connection, record.request_id)
-        if known is not None and known.gives_way_to(record, replaces=replaces):
-            known = None
-    if known is not None:
+    known = _known(connection, record, replaces) if record.request_id else None
+    # A job without a request_id, as most are, takes this one statement: each is a wait for the interpreter.
+    inserted = connection.execute(_INSERT, to_row(record)) if known is None else None
+    if inserted is None or not inserted.rowcount:
+        known = known or of_job(connection, record.job_id)
+        assert known is not None
         return known
-    sequence = connection.execute(_INSERT, to_row(record)).lastrowid
+    sequence = inserted.lastrowid
     assert sequence is not None
     if record.request_id:
         connection.execute("INSERT OR REPLACE INTO request_ids VALUES (?, ?)", (record.request_id, sequence))
@@ -139,6 +141,16 @@ def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int
 def probe(connection: sqlite3.Connection) -> None:
     """See JobStore.probe: a page is written though nothing changes."""
     connection.execute("UPDATE generation SET number = number")
+
+
+def _known(connection: sqlite3.Connection, record: JobRecord, replaces: str) -> JobRecord | None:
+    """The job that has the job_id or the request_id of `record` and does not give way to it."""
+    known = of_job(connection, record.job_id)
+    if known is None:
+        known = of_request(connection, record.request_id)
+        if known is not None and known.gives_way_to(record, replaces=replaces):
+            known = None
+    return known
 
 
 def _page_rows(connection: sqlite3.Connection, asked: Page) -> list[tuple[Any, ...]]:

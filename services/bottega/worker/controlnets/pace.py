@@ -53,6 +53,10 @@ class Pace:
             self._step_s = _smoothed(self._step_s, now_s - self._asked_s)
         self._asked_s, self._needed = now_s, False
 
+    def rests(self) -> None:
+        """The time until the next turn is no step's."""
+        self._asked_s = None
+
     def needed(self) -> None:
         """The turn could use its residuals now."""
         if not self._needed and self._asked_s is not None:

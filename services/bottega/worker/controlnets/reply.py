@@ -13,7 +13,8 @@ from bottega.transport import Layout
 class Reply:
     """Filled by a link's thread, read by the engine's.
 
-    layout: what it will have. points: how many. refused: whether the server has said that it will not come.
+    layout: what it will have. points: how many. refused: whether the server has said that it will not come. void:
+    whether it will never be whole, and what was taken of it has to be thrown away.
     asked_s, seconds: when it was asked for, and how long it then took; 0 until it is whole.
     """
 
@@ -21,6 +22,7 @@ class Reply:
         self.layout = layout
         self.points = points
         self.refused = False
+        self.void = False
         self.asked_s = time.monotonic()
         self.seconds = 0.0
         self._tensors: dict[int, Tensor] = {}

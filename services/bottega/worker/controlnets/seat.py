@@ -113,12 +113,18 @@ class Seat:
     def forget_answers(self) -> None:
         """Those that are there, and those that may come, are not wanted any more."""
         for answers in self._answers.values():
-            _drop(answers.newest)
-            _drop(answers.before)
+            _give_up(answers.newest)
+            _give_up(answers.before)
         self._answers.clear()
 
     def _of(self, row: Row) -> _Answers:
         return self._answers.setdefault((row.owner, row.half), _Answers())
+
+
+def _give_up(answer: _Answer | None) -> None:
+    if answer is not None:
+        answer.reply.void = answer.reply.void or not answer.reply.whole
+        _drop(answer)
 
 
 def _drop(answer: _Answer | None) -> None:

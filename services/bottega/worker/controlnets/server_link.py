@@ -21,10 +21,12 @@ from google.protobuf import json_format
 
 from bottega.diffusion.control_messages import (
     Kind,
+    Step,
     kind_of,
     number_message,
     read_number,
     read_refusal,
+    step_message,
 )
 from bottega.diffusion.controls import ControlServer
 from bottega.diffusion.tensor_messages import Message, tensor_of
@@ -34,8 +36,11 @@ from bottega.errors import (
     DeadlineExceeded,
     LayoutMismatch,
     LeaseExpired,
+    LinkClosed,
     LinkError,
+    NoSharedMemory,
     PeerDead,
+    TooLarge,
     Unavailable,
 )
 from bottega.rpc.status import from_job_error
@@ -52,9 +57,13 @@ _CONNECT_S = 5.0
 _LOOK_S = 0.25
 # Quiet for this share of silence_s, a server is asked whether it is there.
 _PING_SHARE = 0.2
+# And after so many seconds in any case: servers give up workers that are silent for half a minute.
+_PING_S = 5.0
 # Messages that wait to be sent; each request has a few.
 _MOST_WAITING = 1024
 _CLOSED = None
+# For an end to be told; whoever does not hear it notices that the link is gone.
+_END_S = 0.5
 
 
 class Offers(Protocol):
@@ -74,6 +83,15 @@ class LinkSettings:
 
     silence_s: float = 5.0
     limits: Limits = field(default_factory=lambda: Limits(slots=8, slot_bytes=1 << 30))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Sending:
+    """A message that waits to be sent. loan, step: of which it is, where it asks for one."""
+
+    message: Message
+    loan: int | None = None
+    step: int | None = None
 
 
 class ServerLink:
@@ -98,9 +116,10 @@ class ServerLink:
         self._counters = counters
         self._numbers = itertools.count(1)
         self._replies: dict[int, Reply] = {}
-        self._outbox: queue.Queue[Message | None] = queue.Queue(_MOST_WAITING)
+        self._outbox: queue.Queue[_Sending | None] = queue.Queue(_MOST_WAITING)
         self._outstanding: list[Reply] = []
         self._heard_s = 0.0
+        self._thread: threading.Thread | None = None
 
     @property
     def slot_bytes(self) -> int:
@@ -109,23 +128,27 @@ class ServerLink:
 
     def start(self, before: str = "") -> None:
         """Opens the link in the background. before: the id of the one that it replaces."""
-        threading.Thread(target=self._live, args=(before,), name=f"link-{self.server.name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._live, args=(before,), name=f"link-{self.server.name}", daemon=True)
+        self._thread.start()
 
-    def send(self, message: Message) -> None:
-        """Sends it in the background. Nothing comes of it when the link is lost."""
-        try:
-            self._outbox.put_nowait(message)
-        except queue.Full:
-            self._lose(Unavailable(f"ControlNet server {self.server.name} takes nothing"))
+    def open(self, loan: int, message: Message) -> None:
+        """Asks for a loan, in the background; `opened` or `refused` will have its number, unless the link is lost."""
+        self._put(_Sending(message=message, loan=loan))
+
+    def close(self, loan: int) -> None:
+        """Ends a loan, in the background."""
+        self._put(_Sending(message=number_message(Kind.CLOSE, loan)))
+        self.opened.discard(loan)
+
+    def ask(self, step: Step, reply: Reply) -> None:
+        """Asks for a step, whose number is new, in the background; the answer goes there."""
+        self._replies[step.number] = reply
+        self._outstanding.append(reply)
+        self._put(_Sending(message=step_message(step), step=step.number))
 
     def number(self) -> int:
-        """A number that no other loan, session or step of the link has."""
+        """A number that no other step of the link has."""
         return next(self._numbers)
-
-    def expect(self, number: int, reply: Reply) -> None:
-        """The answer to step `number`, which is sent next, goes there."""
-        self._replies[number] = reply
-        self._outstanding.append(reply)
 
     def spare_slots(self) -> None:
         """Copies answers where they hold half of the slots: the server must always have some to answer into.
@@ -139,8 +162,12 @@ class ServerLink:
                     reply.keep_copy()
 
     def end(self) -> None:
-        """Closes the link."""
-        self._lose(Unavailable("the worker is stopping"))
+        """Closes the link, and tells the server."""
+        if self.lost is None:
+            self.lost = LinkClosed("the worker is stopping")
+        self._finish_sending()
+        if self._thread is not None:
+            self._thread.join(_END_S)
 
     def _live(self, before: str) -> None:
         try:
@@ -180,15 +207,28 @@ class ServerLink:
         if self.lost is None:
             _log.warning("a ControlNet server is lost", extra={"server": self.server.name, "text": error.message})
             self.lost = error
+        self._finish_sending()
+        self._news.ring()
+
+    def _put(self, sending: _Sending) -> None:
+        try:
+            self._outbox.put_nowait(sending)
+        except queue.Full:
+            self._lose(Unavailable(f"ControlNet server {self.server.name} takes nothing"))
+
+    def _finish_sending(self) -> None:
         with contextlib.suppress(queue.Full):  # then the thread that sends finds the link dead
             self._outbox.put_nowait(_CLOSED)
-        self._news.ring()
 
     def _send_all(self, link: Link) -> None:
         try:
-            while (message := self._outbox.get()) is not _CLOSED:
-                link.send(message.layout, message.buffers, Deadline.after(self._settings.silence_s))
-            link.end(PeerDead("the link is over"))
+            while (sending := self._outbox.get()) is not _CLOSED:
+                try:
+                    message = sending.message
+                    link.send(message.layout, message.buffers, Deadline.after(self._settings.silence_s))
+                except (NoSharedMemory, TooLarge) as error:  # the link lives
+                    self._refuse(error, loan=sending.loan, step=sending.step)
+            link.end(LinkClosed("the worker has closed the link"))
         except LinkError as error:
             link.end(error)
         except BottegaError as error:
@@ -217,13 +257,18 @@ class ServerLink:
             case Kind.REFUSED:
                 refusal = read_refusal(layout, views)
                 error = from_job_error(json_format.Parse(refusal.error, JobError()))
-                if refusal.loan is not None:
-                    self.refused[refusal.loan] = error
-                elif refusal.step is not None and (reply := self._replies.pop(refusal.step, None)) is not None:
-                    _log.warning("a step was refused", extra={"server": self.server.name, "text": error.message})
-                    reply.refused = True
+                self._refuse(error, loan=refusal.loan, step=refusal.step)
             case kind:
                 raise ValueError(f"a server says no {kind}")
+
+    def _refuse(self, error: BottegaError, *, loan: int | None, step: int | None) -> None:
+        """A loan will not be opened, or a step not be computed."""
+        if loan is not None:
+            self.refused[loan] = error
+        if step is not None and (reply := self._replies.pop(step, None)) is not None:
+            _log.warning("a step was refused", extra={"server": self.server.name, "text": error.message})
+            reply.refused = True
+        self._news.ring()
 
     def _take_residuals(self, link: Link, incoming: Incoming) -> None:
         self._wait(link, incoming, 1)
@@ -276,8 +321,8 @@ class ServerLink:
             raise DeadlineExceeded(
                 f"ControlNet server {self.server.name} was silent for {quiet_s:.1f} s; it is stopped, or cut off"
             ) from error
-        if quiet_s > _PING_SHARE * self._settings.silence_s and self._outbox.empty():
-            self.send(number_message(Kind.PING))
+        if quiet_s > min(_PING_SHARE * self._settings.silence_s, _PING_S) and self._outbox.empty():
+            self._put(_Sending(message=number_message(Kind.PING)))
 
 
 def _smoothed(before: float, now: float) -> float:

@@ -1,0 +1,271 @@
+"""What it gains to run a ControlNet on a server of its own: the suite with one ControlNet against serial Diffusers.
+
+Worker and server have a core and a thread each, the reference has one; it runs the ControlNet first and then the UNet.
+The ideal follows from the parts' own times: the ControlNet runs while the encoder half does. Then the same over TCP
+behind a relay that is slowed down to where waiting for every step's residuals gains little, against steps that go on
+with those of the step before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from diffusers import ControlNetModel, UNet2DConditionModel
+from PIL import Image
+
+from bottega.client import Client, ControlNet, Picture
+from bottega.diffusion.bench_model import BenchShape, write_bench_model
+from load.bench.controlnet_reference import ControlledReference
+from load.bench.report import report
+from load.bench.throttle import Throttle
+from tests.running import Service, Services, gateway_config, wait_until, worker_config
+
+# The encoder half of a guided step takes more than 100 ms with one thread.
+SHAPE = BenchShape(block_out_channels=(64, 128, 256), transformer_layers=(1, 4), sample_size=32)
+PROMPT = "a big red star on the left on a blue background"
+GUIDANCE_SCALE = 5.0
+WARM_UPS = 2
+JOIN_S = 60.0
+# Serial over suite, synchronous, on the slow link.
+SLOW_GAIN = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What is drawn with. folder: for configurations and logs."""
+
+    folder: Path
+    model: Path
+    net: Path
+    image: Path
+    steps: int
+    requests: int
+
+
+def main() -> None:
+    """Runs both comparisons and reports."""
+    options = _options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
+    with tempfile.TemporaryDirectory(prefix="bottega-bench-") as name:
+        bench = _prepare(Path(name), options)
+        with pinned(0), ControlledReference(bench.model, bench.net) as reference:
+            parts = reference.parts(options.rounds)
+            values = dict(parts)
+            with suite(bench, "memfd", {}, {}) as client:
+                values |= _near(bench, reference, client)
+            values |= _far(bench, values) if not options.only_near else {}
+            values |= {f"{name}_again": seconds for name, seconds in reference.parts(options.rounds).items()}
+    _report(values, options)
+
+
+def _near(bench: Bench, reference: ControlledReference, client: Client) -> dict[str, float]:
+    """Serial and suite in turns, linked by shared memory."""
+    serial, ours = [], []
+    for seed in range(WARM_UPS + bench.requests):
+        plain = reference.step_s(
+            image=bench.image, prompt=PROMPT, seed=seed, steps=bench.steps, guidance_scale=GUIDANCE_SCALE
+        )
+        picture = draw(bench, client, seed)
+        if seed >= WARM_UPS:
+            serial.append(plain)
+            ours.append(picture)
+    return {
+        "serial_step_s": median(serial),
+        "suite_step_s": median(map(step_s, ours)),
+        "suite_encoder_s": median(picture.provenance.encoder_s / bench.steps for picture in ours),
+        "waited_s": median(picture.provenance.controlnets[0].waited_s / bench.steps for picture in ours),
+    }
+
+
+def _far(bench: Bench, near: Mapping[str, float]) -> dict[str, float]:
+    """Synchronous and pipelined in turns, on one slow link."""
+    profile = bench.folder / "profile.json"
+    profile.write_text(json.dumps({"edges": 1.0}))
+    with Throttle() as throttle:
+        throttle.target = _free_port()
+        server = {
+            "links_socket": None,
+            "links_listen": f"127.0.0.1:{throttle.target}",
+            "links_advertised": f"127.0.0.1:{throttle.port}",
+        }
+        with suite(bench, "tcp", server, {"controlnet_profile": str(profile)}) as client:
+            draw(bench, client, 0)
+            throttle.bytes_per_s = _slow(bench, client, throttle, near)
+            synchronous, pipelined = [], []
+            for seed in range(WARM_UPS + bench.requests):
+                waiting = draw(bench, client, seed, stale_residuals=False)
+                going_on = draw(bench, client, seed, stale_residuals=True)
+                if seed >= WARM_UPS:
+                    synchronous.append(step_s(waiting))
+                    pipelined.append(going_on)
+    return {
+        "slow_bytes_per_s": throttle.bytes_per_s,
+        "synchronous_step_s": median(synchronous),
+        "pipelined_step_s": median(map(step_s, pipelined)),
+        "stale_steps": median(picture.provenance.controlnets[0].stale_steps for picture in pipelined),
+    }
+
+
+def _slow(bench: Bench, client: Client, throttle: Throttle, near: Mapping[str, float]) -> float:
+    """Bytes a second at which a synchronous step takes serial's time over SLOW_GAIN, found by trying."""
+    wanted_s = near["serial_step_s"] / SLOW_GAIN
+    low, high = 1e6, 1e9
+    for _ in range(8):
+        throttle.bytes_per_s = (low * high) ** 0.5
+        taken_s = step_s(draw(bench, client, 1))
+        if abs(taken_s / wanted_s - 1) < 0.01:
+            break
+        low, high = (throttle.bytes_per_s, high) if taken_s > wanted_s else (low, throttle.bytes_per_s)
+    return throttle.bytes_per_s
+
+
+def draw(bench: Bench, client: Client, seed: int, **options: Any) -> Picture:
+    """One picture with the ControlNet."""
+    return client.generate(
+        PROMPT,
+        seed=seed,
+        num_inference_steps=bench.steps,
+        guidance_scale=GUIDANCE_SCALE,
+        controlnets=[ControlNet("edges", bench.image, controlnet_conditioning_scale=0.8)],
+        timeout_s=600,
+        **options,
+    )
+
+
+def step_s(picture: Picture) -> float:
+    """Seconds of a step, all that the engine does in it."""
+    times = {spent.stage: spent.seconds for spent in picture.provenance.times}
+    return (
+        times["denoise"] + times["batch"] + times["controlnets"]
+    ) / picture.provenance.parameters.num_inference_steps
+
+
+@contextmanager
+def suite(bench: Bench, name: str, server: Mapping[str, object], engine: Mapping[str, object]) -> Iterator[Client]:
+    """A gateway, a worker on the first core and a ControlNet server on the second, with a thread each."""
+    folder = bench.folder / name
+    folder.mkdir()
+    with Services(folder) as services:
+        gateway = services.start("bottega.gateway", gateway_config())
+        with pinned(1):
+            _start_server(bench, services, gateway, server)
+        with pinned(0):
+            said = {"model": str(bench.model), "threads": 1, **engine}
+            services.start("bottega.worker", worker_config(gateway.address, name="worker", engine=said))
+        with Client(gateway.address, timeout_s=600) as client:
+            wait_until(lambda: bool(client.models()) and bool(client.controlnets()), JOIN_S, "all to join")
+            yield client
+
+
+@contextmanager
+def pinned(core: int) -> Iterator[None]:
+    """What is started in the block runs on this core alone, where there is more than one."""
+    before = os.sched_getaffinity(0)
+    cores = sorted(before)
+    os.sched_setaffinity(0, {cores[core % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _start_server(bench: Bench, services: Services, gateway: Service, engine: Mapping[str, object]) -> None:
+    config = {
+        "name": "server",
+        "gateway": gateway.address,
+        "server": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"},
+        "engine": {"threads": 1, **engine},
+        "controlnets": {"edges": str(bench.net)},
+    }
+    services.start("bottega.controlnet", config)
+
+
+def _prepare(folder: Path, options: argparse.Namespace) -> Bench:
+    write_bench_model(folder / "model", SHAPE)
+    unet = UNet2DConditionModel.from_pretrained(folder / "model" / "unet", use_safetensors=True)
+    torch.manual_seed(1)
+    net = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(16, 32, 64, 128))
+    for convolution in (*net.controlnet_down_blocks, net.controlnet_mid_block):
+        torch.nn.init.normal_(convolution.weight, std=0.01)
+    net.save_pretrained(folder / "net", safe_serialization=True)
+    side = SHAPE.sample_size * SHAPE.latent_scale
+    Image.linear_gradient("L").resize((side, side)).convert("RGB").save(folder / "image.png")
+    return Bench(
+        folder=folder,
+        model=folder / "model",
+        net=folder / "net",
+        image=folder / "image.png",
+        steps=options.steps,
+        requests=options.requests,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _report(values: Mapping[str, float], options: argparse.Namespace) -> None:
+    encoder_s, decoder_s, controlnet_s = (
+        (values[name] + values[f"{name}_again"]) / 2 for name in ("encoder_s", "decoder_s", "controlnet_s")
+    )
+    ideal_s = max(encoder_s, controlnet_s) + decoder_s
+    speedup = values["serial_step_s"] / values["suite_step_s"]
+    ideal = values["serial_step_s"] / ideal_s
+    figures = {
+        "speedup": speedup,
+        "ideal": ideal,
+        "achieved_over_ideal": speedup / ideal,
+        **{f"{name}_ms".replace("_s_ms", "_ms"): value * 1e3 for name, value in values.items() if name.endswith("_s")},
+    }
+    rows: list[Sequence[str]] = [
+        ("encoder half alone", f"{encoder_s * 1e3:.0f} ms", "100 ms or more"),
+        ("ControlNet alone", f"{controlnet_s * 1e3:.0f} ms", ""),
+        ("decoder half alone", f"{decoder_s * 1e3:.0f} ms", ""),
+        ("a step, serial Diffusers on one core", f"{values['serial_step_s'] * 1e3:.0f} ms", ""),
+        ("a step, suite on two", f"{values['suite_step_s'] * 1e3:.0f} ms", ""),
+        ("serial over suite (speedup)", f"{speedup:.3f}", ""),
+        ("serial over the parts side by side (ideal)", f"{ideal:.3f}", ""),
+        ("of the ideal (achieved_over_ideal)", f"{speedup / ideal:.3f}", "at least 0.95"),
+    ]
+    if "pipelined_step_s" in values:
+        gain = values["synchronous_step_s"] / values["pipelined_step_s"]
+        figures |= {
+            "pipelined_over_sync": gain,
+            "slow_mb_per_s": values["slow_bytes_per_s"] / 1e6,
+            "slow_speedup": values["serial_step_s"] / values["synchronous_step_s"],
+            "stale_steps": values["stale_steps"],
+        }
+        rows += [
+            ("slow link", f"{values['slow_bytes_per_s'] / 1e6:.1f} MB/s", ""),
+            ("serial over synchronous there", f"{figures['slow_speedup']:.3f}", f"about {SLOW_GAIN}"),
+            ("synchronous over pipelined (pipelined_over_sync)", f"{gain:.3f}", "at least 1.2"),
+            ("stale steps of a picture", f"{values['stale_steps']:g} of {options.steps}", ""),
+        ]
+    report("controlnet", [(row[0], row[1], row[2]) for row in rows], figures)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=8, help="pictures on each side")
+    parser.add_argument("--steps", type=int, default=12, help="of a picture")
+    parser.add_argument("--rounds", type=int, default=15, help="of the parts alone")
+    parser.add_argument("--only-near", action="store_true", help="leave the slow link out")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What is done to ControlNet servers: killed, or their engines, inside a session at a random step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+from diffusers import UNet2DConditionModel
+
+from bottega.client import ControlNet
+from bottega.miniature import WEIGHTS
+from tests.chaos.scene import DRAW_TIMEOUT_S, JOIN_TIMEOUT_S, Drawing, Scene
+from tests.chaos.workers import SEEDS, TRIES
+from tests.controlnets import control_image, random_controlnet, save
+from tests.running import wait_until
+from tests.service.running_controlnets import png
+
+STEPS = 60
+
+
+def kill_controlnets(scene: Scene, *, times: int, servers: Sequence[str], rng: random.Random) -> None:
+    """kill -9 at a random step, until so many kills have landed inside a session. Needs two servers, better three."""
+    nets = _start(scene, servers)
+    landed = 0
+    for _ in range(TRIES * times):
+        if landed == times:
+            break
+        wait_until(lambda: len(scene.hosting()) >= 2, JOIN_TIMEOUT_S, "two ControlNet servers")
+        drawing, name = _caught(scene, rng)
+        whole = rng.random() < 0.5
+        if whole:
+            scene.worker(name).kill()
+            scene.boot_controlnets(name, nets)
+        else:
+            _kill_engine(scene, name)
+        picture = scene.check(drawing)
+        if picture is None:
+            return  # as counted: more of the same says no more
+        ran = list(picture.provenance.controlnets[0].servers)
+        if picture.provenance.attempts < 2 and len(ran) < 2:
+            continue
+        landed = scene.tally.count("kills")
+        scene.tally.count("servers_killed" if whole else "engines_killed")
+        if picture.provenance.attempts > 1:
+            scene.tally.count("kills_with_another_attempt")
+    scene.tally.reached("kills", times)
+
+
+def _start(scene: Scene, servers: Sequence[str]) -> Mapping[str, Path]:
+    """Starts the servers, and has every picture drawn with a ControlNet of theirs; their folders by name."""
+    unet = UNet2DConditionModel.from_pretrained(WEIGHTS / "unet", use_safetensors=True, local_files_only=True)
+    nets = save({"edges": random_controlnet(unet, 1)}, scene.folder / "nets")
+    for booting in [scene.boot_controlnets(name, nets) for name in servers]:
+        booting.result(JOIN_TIMEOUT_S)
+    image = png(control_image(1))
+    scene.options["controlnets"] = [ControlNet("edges", image, controlnet_conditioning_scale=0.8)]
+    return nets
+
+
+def _kill_engine(scene: Scene, name: str) -> None:
+    try:
+        scene.engine_of(name).kill()
+    except psutil.NoSuchProcess:
+        return  # it did not land, as will be seen
+
+
+def _caught(scene: Scene, rng: random.Random) -> tuple[Drawing, str]:
+    """A picture that is being drawn, at a random step, and the server that runs its ControlNet."""
+    while True:
+        seed = rng.choice(SEEDS)
+        scene.undisturbed(seed, STEPS)
+        wait_until(lambda: not any(scene.hosting().values()), DRAW_TIMEOUT_S, "the sessions before to end")
+        drawing = scene.draw(seed=seed, steps=STEPS)
+        if drawing.wait_for_step(rng.randint(1, STEPS - 15)) is not None:
+            running = [name for name, sessions in scene.hosting().items() if sessions]
+            if running:
+                return drawing, running[0]
+        scene.check(drawing)
