@@ -58,7 +58,10 @@ class Order:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A job whose prompt has been encoded. truncations: see Conditions. encoder_s: see Record."""
+    """A job whose prompt has been encoded. truncations: see Conditions. encoder_s: see Record.
+
+    started: whether its ControlNets have been there, and it was told to have begun.
+    """
 
     order: Order
     requests: Sequence[Request]
@@ -67,6 +70,7 @@ class Job:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     encoder_s: float = 0.0
     drawn: set[int] = field(default_factory=set)
+    started: bool = False
     reported_s: float = -math.inf
     checkpoint_s: float = 0.0
     checkpoint_steps: int = 0
@@ -105,7 +109,7 @@ class Job:
         return steps > 0 and (steps >= share or now_s - self.checkpoint_s >= interval_s)
 
     def opened(self, waited_s: float) -> None:
-        """Its ControlNets, if it uses some, were there after so long."""
+        """Its ControlNets, if it uses some, were there after so long; again, when they had been lost."""
         if self.order.spec.controlnets:
             self.seconds[CONTROLNETS] += waited_s
 
