@@ -24,6 +24,7 @@ from bottega.diffusion.row import Row
 from bottega.diffusion.spec import DrawingSpec
 from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, TooLarge, Unavailable
 from bottega.transport import Limits
+from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADING, HOSTED_STATE_ON_DISK
 from bottega.worker.controlnets import LinkSettings, Offers, Pace, RemoteControlNets
 from tests.controlnets import Gate, control_image, control_spec, layout_of, random_controlnet, save, shelf_of
 from tests.drawing import Drawing, Easel, load
@@ -312,6 +313,8 @@ def test_a_job_that_moves_to_a_server_that_still_loads_holds_up_nobody(
         until(lambda: desk.easel.turn() is not None and other.ended)
         assert gate.waiting.is_set()
         assert not moving.ended
+        states = {net.name: net.state for net in slow.hosts.report({})}
+        assert states == dict.fromkeys(NAMES, HOSTED_STATE_ON_DISK) | {"edges": HOSTED_STATE_LOADING}
         gate.open()
         desk.easel.run()
     bad.close()
