@@ -42,6 +42,8 @@ ALONE = EngineLimits(max_rows=2)
 # Of servers that shall not be given up, however busy the machine is; and where one is silent.
 PATIENCE_S = 10.0
 SILENCE_S = 0.6
+STALL_S = 2.0
+IMPATIENT = {"is silent": {"silence_s": SILENCE_S}, "computes nothing, and answers pings": {"stall_s": STALL_S}}
 
 
 class AlwaysPipelined(Pace):
@@ -127,8 +129,11 @@ class Desk:
     all: ClassVar[list[Desk]] = []
 
     def __init__(self, model: Model, offers: Offers, limits: EngineLimits = ALONE, **options: Any) -> None:
-        silence_s = options.pop("silence_s", PATIENCE_S)
-        settings = LinkSettings(silence_s=silence_s, limits=Limits(slots=options.pop("slots", 8)))
+        settings = LinkSettings(
+            silence_s=options.pop("silence_s", PATIENCE_S),
+            stall_s=options.pop("stall_s", PATIENCE_S),
+            limits=Limits(slots=options.pop("slots", 8)),
+        )
         self.controlnets = RemoteControlNets(
             base=options.pop("base", layout_of(model)),
             dtype=model.dtype,
@@ -270,6 +275,7 @@ SCRIPTS = {
     # Long enough for the blocks to run that need no more than is here.
     "dies before the last residuals": Script(dies_at_step=1, dies_after_points=6, dies_after_s=0.2),
     "is silent": Script(silent_at_step=1),
+    "computes nothing, and answers pings": Script(hangs_at_step=1),
     "refuses the sessions": Script(refuses_loans=Unavailable("not now")),
     "refuses a step": Script(refuses_steps=InternalError("a forward failed")),
     "answers what nobody asked": Script(lies=lambda number: number_message(Kind.RESIDUALS, number + 7)),
@@ -286,7 +292,7 @@ def test_whatever_a_server_does_wrong_another_one_finishes_the_same_latent(
     order = controlled((0, 0.8), (1, 0.5), spec=replace(PLAIN, num_inference_steps=2))
     bad = ScriptedServer("bad", tmp_path, SCRIPTS[what], tuple(layout_of(model).shapes(16, 16)))
     began_s = time.monotonic()
-    desk = Desk(model, Pair(bad, near), silence_s=SILENCE_S if what == "is silent" else PATIENCE_S)
+    desk = Desk(model, Pair(bad, near), ALONE, **IMPATIENT.get(what, {}))
     drawing = desk.draw(on(order, bad, near))
     bad.close()
     assert torch.equal(drawing.latents[0], alone(model, local, order))

@@ -107,9 +107,9 @@ class Placing:
             link = loan.link
             if link.lost is not None:
                 self._move(loan, link.lost)
-            elif (refusal := link.refused.pop(loan.number, None)) is not None:
-                self._move(loan, refusal)
-            elif not loan.opened and loan.number in link.opened:
+            elif loan.answer.refusal is not None:
+                self._move(loan, loan.answer.refusal)
+            elif not loan.opened and loan.answer.opened:
                 loan.opened = True
                 for seat in loan.seats:
                     seat.ran.append(link.server.name)
@@ -187,7 +187,7 @@ class Placing:
             controls=tuple(seat.control for seat in seats),
         )
         self._loans.append(loan)
-        link.open(loan.number, open_message(opening))
+        loan.answer = link.open(loan.number, open_message(opening))
 
 
 def _nobody(seat: Seat, why: BottegaError | None) -> NoControlNet:
