@@ -133,9 +133,10 @@ def test_what_computes_does_not_spin_and_downloads_nothing(unit: str) -> None:
     assert "\nEnvironment=HF_HUB_OFFLINE=1\n" in text
 
 
-def test_workers_of_the_machine_may_reach_the_socket_of_a_controlnet_servers_links() -> None:
-    unit = "bottega-controlnet@.service"
-    assert setting(unit, "RuntimeDirectory") == "bottega-controlnet/%i"
+@pytest.mark.parametrize("service", ["controlnet", "worker"])
+def test_workers_of_the_machine_may_reach_the_socket_of_a_services_links(service: str) -> None:
+    unit = f"bottega-{service}@.service"
+    assert setting(unit, "RuntimeDirectory") == f"bottega-{service}/%i"
     assert int(setting(unit, "RuntimeDirectoryMode"), 8) & 0o005 == 0o005, "each is a user of its own"
 
 
