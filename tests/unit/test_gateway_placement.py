@@ -222,6 +222,7 @@ async def test_an_attempt_that_is_adopted_before_its_server_is_back_keeps_its_ch
     assert shop.client().requests[-1].checkpoint == b"4"
 
 
+@pytest.mark.alone
 async def test_a_queue_of_jobs_whose_controlnet_is_away_costs_little(shop: Shop) -> None:
     shop.worker()
     member = _server(shop, net("edges"))
