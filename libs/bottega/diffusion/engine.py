@@ -111,7 +111,7 @@ class Engine:
         self._orders: deque[Order] = deque()
         self._jobs: dict[Hashable, Job] = {}
         self._owners: dict[Request, Job] = {}
-        self._opening: dict[Job, float] = {}  # those whose ControlNets are not there yet, and since when
+        self._opening: dict[Job, float] = {}  # those whose ControlNets are not there, and since when
 
     @property
     def jobs(self) -> Mapping[Hashable, Job]:
@@ -222,24 +222,42 @@ class Engine:
         """Lets jobs be denoised whose ControlNets are there; fails those whose never will be; ends what is over."""
         now_s = self._clock()
         for job in list(self._jobs.values()):
-            waited_s = now_s - self._opening.get(job, now_s)
             try:
-                opened = job.controls.opened
-                if not opened and waited_s > OPENING_TIMEOUT_S:
-                    raise Unavailable(f"the ControlNets were not there within {OPENING_TIMEOUT_S:g} s")
+                opened = self._opened(job, now_s)
             except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
                 yield self._fail(job, error)
                 continue
             if job.controls.over(min(request.step for request in job.requests)):
                 job.controls.close()  # before the job's end: others may wait for the room
             if opened and job in self._opening:
-                del self._opening[job]
-                job.opened(waited_s)
-                job.checkpoint_s = now_s
-                for request in job.requests:
-                    if not request.done:
-                        self._batcher.add(request)
-                yield Started(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)
+                yield from self._let_in(job, now_s)
+
+    def _opened(self, job: Job, now_s: float) -> bool:
+        """Whether a job's ControlNets are there. One whose server died in a step that needs it leaves the batcher: who
+        goes on with it may have to load it first, and nobody else shall wait for that.
+
+        Raises why they never will be.
+        """
+        if job.controls.opened:
+            return True
+        waited_s = now_s - self._opening.get(job, now_s)
+        if waited_s > OPENING_TIMEOUT_S:
+            raise Unavailable(f"the ControlNets were not there within {OPENING_TIMEOUT_S:g} s")
+        if job not in self._opening and any(job.controls.needed(request.step) for request in job.requests):
+            self._opening[job] = now_s
+            for request in job.requests:
+                self._batcher.remove(request)
+        return False
+
+    def _let_in(self, job: Job, now_s: float) -> Iterator[Event]:
+        """A job can be denoised, for the first time or again."""
+        job.opened(now_s - self._opening.pop(job))
+        for request in job.requests:
+            if not request.done:
+                self._batcher.add(request)
+        if not job.started:
+            job.started, job.checkpoint_s = True, now_s
+            yield Started(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)
 
     def _denoise(self) -> Iterator[Event]:
         began_s = perf_counter()

@@ -65,6 +65,7 @@ class Order:
 class Job:
     """A job whose prompt has been encoded. truncations: see Conditions. encoder_s, pair: see Record.
 
+    started: whether its ControlNets have been there, and it was told to have begun.
     guest: what the other worker of a pair is told of it; None where none of its rows may be lent.
     """
 
@@ -77,6 +78,7 @@ class Job:
     encoder_s: float = 0.0
     pair: PairRecord | None = None
     drawn: set[int] = field(default_factory=set)
+    started: bool = False
     reported_s: float = -math.inf
     checkpoint_s: float = 0.0
     checkpoint_steps: int = 0
@@ -115,7 +117,7 @@ class Job:
         return steps > 0 and (steps >= share or now_s - self.checkpoint_s >= interval_s)
 
     def opened(self, waited_s: float) -> None:
-        """Its ControlNets, if it uses some, were there after so long."""
+        """Its ControlNets, if it uses some, were there after so long; again, when they had been lost."""
         if self.order.spec.controlnets:
             self.seconds[CONTROLNETS] += waited_s
 
