@@ -15,6 +15,7 @@ from bottega.client.address import DEFAULT_PORT
 from bottega.errors import BottegaError, Code
 
 GATEWAY = "gateway"
+LORAS = "loras"
 
 # People who press Ctrl-C wait for it; the services' own default is for machines in production.
 _DRAIN_GRACE_S = 5.0
@@ -75,8 +76,9 @@ def plan_suite(wish: SuiteWish, config: Path, *, kept: Path) -> SuitePlan:
     threads = wish.threads or max(1, len(os.sched_getaffinity(0)) // wish.workers)
     server = {"listen": address, "metrics_listen": f"127.0.0.1:{metrics_port}", "drain_grace_s": _DRAIN_GRACE_S}
     gateway = _service(GATEWAY, "bottega.gateway", {"server": server, "state": str(kept)}, config)
+    loras = _service(LORAS, "bottega.loras", _store(wish, address, kept), config)
     workers = [_worker(f"worker-{n}", wish, address, threads, config) for n in range(wish.workers)]
-    return SuitePlan(address=address, workers=wish.workers, threads=threads, services=(gateway, *workers))
+    return SuitePlan(address=address, workers=wish.workers, threads=threads, services=(gateway, loras, *workers))
 
 
 def _worker(name: str, wish: SuiteWish, gateway: str, threads: int, config: Path) -> ServicePlan:
@@ -88,6 +90,19 @@ def _worker(name: str, wish: SuiteWish, gateway: str, threads: int, config: Path
         "engine": {"model": model, "device": wish.device, "dtype": wish.dtype, "threads": threads},
     }
     return _service(name, "bottega.worker", values, config)
+
+
+def _store(wish: SuiteWish, gateway: str, kept: Path) -> dict[str, object]:
+    """Of the LoRA store: LoRAs are for the model that the workers serve, by its name."""
+    folder = Path(wish.model).resolve()
+    bases = {"miniature": "miniature"} if wish.model == "miniature" else {folder.name: str(folder)}
+    return {
+        "name": LORAS,
+        "gateway": gateway,
+        "server": {"drain_grace_s": _DRAIN_GRACE_S},
+        "folder": str(kept.with_name(LORAS)),
+        "bases": bases,
+    }
 
 
 def _service(name: str, module: str, values: Mapping[str, object], config: Path) -> ServicePlan:
