@@ -17,6 +17,7 @@ BottegaError
 ├── StaleAttempt            FAILED_PRECONDITION
 ├── ModelMismatch           FAILED_PRECONDITION  two models under one name
 ├── ControlNetUnusable      FAILED_PRECONDITION  it cannot be loaded, or does not fit the model
+├── LoraUnusable            FAILED_PRECONDITION  its file cannot be used, or it does not fit the model
 ├── Poisoned                FAILED_PRECONDITION  workers die of the request
 ├── QueueFull               RESOURCE_EXHAUSTED   retry later
 ├── DeadlineUnmeetable      RESOURCE_EXHAUSTED
@@ -203,6 +204,13 @@ class ControlNetUnusable(BottegaError):
 
     code = Code.FAILED_PRECONDITION
     reason = error_pb2.ERROR_REASON_CONTROLNET_UNUSABLE
+
+
+class LoraUnusable(BottegaError):
+    """A LoRA's file cannot be used, or it does not fit the model; the message says what does not."""
+
+    code = Code.FAILED_PRECONDITION
+    reason = error_pb2.ERROR_REASON_LORA_UNUSABLE
 
 
 class Poisoned(BottegaError):

@@ -20,6 +20,7 @@ from bottega.diffusion.controls import ControlHosts, ControlNets
 from bottega.diffusion.denoiser import Prediction
 from bottega.diffusion.encode import Conditions, encode_image, encode_prompts
 from bottega.diffusion.events import Record
+from bottega.diffusion.job_loras import JobLoras
 from bottega.diffusion.model import Model
 from bottega.diffusion.request import Request
 from bottega.diffusion.spec import DrawingSpec
@@ -33,6 +34,8 @@ _CHECKPOINT_SHARE = 0.1
 STAGES = ("encode", "denoise", "batch", "decode")
 # Of jobs that use some: waiting for them, before the first step and in steps.
 CONTROLNETS = "controlnets"
+# Of jobs that use some: what could not go on for want of them, and changing weights for them.
+LORAS = "loras"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +46,7 @@ class Order:
     control_images: one for each of the spec's ControlNets, uint8 [its height, its width, 3].
     control_hosts: where each of those is, beside here; without them they are here.
     stale_residuals: whether residuals may be one step old.
+    loras_step: at which the LoRAs went in in an earlier attempt, where it told so.
     checkpoint: of an earlier attempt; empty to begin at the beginning. preview: whether to show the way.
     """
 
@@ -52,6 +56,7 @@ class Order:
     control_images: tuple[Tensor, ...] = ()
     control_hosts: tuple[ControlHosts, ...] = ()
     stale_residuals: bool = False
+    loras_step: int | None = None
     checkpoint: bytes = b""
     preview: bool = False
 
@@ -64,6 +69,7 @@ class Job:
     requests: Sequence[Request]
     truncations: dict[str, str]
     controls: ControlSessions = field(default_factory=ControlSessions)
+    loras: JobLoras = field(default_factory=JobLoras)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     encoder_s: float = 0.0
     drawn: set[int] = field(default_factory=set)
@@ -130,6 +136,8 @@ class Job:
 
     def record(self) -> Record:
         """What happened to it."""
+        if self.order.spec.loras:
+            self.seconds[LORAS] = self.loras.wait_s + self.loras.patch_s
         return Record(
             begin_step=self.requests[0].begin,
             truncations=self.truncations,
@@ -137,6 +145,7 @@ class Job:
             mean_group_requests=self._group_requests / self._steps if self._steps else 0.0,
             controlnets=self.controls.uses(self.order.spec),
             encoder_s=self.encoder_s,
+            loras=self.loras.records(),
         )
 
     @contextmanager
@@ -147,15 +156,22 @@ class Job:
         self.seconds[name] += perf_counter() - began_s
 
 
-def open_job(model: Model, order: Order, controlnets: ControlNets | None = None) -> Job:
+def open_job(model: Model, order: Order, controlnets: ControlNets | None = None, loras: JobLoras | None = None) -> Job:
     """The first stage: encodes prompt and picture, and goes on from the checkpoint where there is one that fits.
 
-    Its ControlNet sessions are begun, and need not be open yet.
+    Its ControlNet sessions are begun, and need not be open yet. loras: what they do to the text encoders is in place.
     """
     conditions = encode_prompts(model, order.spec)
     requests = _resumed(model, order, conditions) or _begun(model, order, conditions)
     steps = sum(request.step - request.begin for request in requests)
-    job = Job(order=order, requests=requests, truncations=conditions.truncations, checkpoint_steps=steps)
+    job = Job(
+        order=order,
+        requests=requests,
+        truncations=conditions.truncations,
+        loras=loras or JobLoras(),
+        checkpoint_steps=steps,
+    )
+    _pin(job)
     if order.spec.controlnets:
         step = min(request.step for request in requests)
         job.controls = open_controls(
@@ -171,6 +187,14 @@ def open_job(model: Model, order: Order, controlnets: ControlNets | None = None)
         for request in requests:
             request.controls = job.controls.active
     return job
+
+
+def _pin(job: Job) -> None:
+    """An attempt goes on with the step at which the LoRAs went in before it, if they did."""
+    decided = next((request.loras_from for request in job.requests if request.loras_from is not None), None)
+    pinned = job.order.loras_step if decided is None else decided
+    if pinned is not None:
+        job.loras.step = pinned
 
 
 def _begun(model: Model, order: Order, conditions: Conditions) -> list[Request]:
