@@ -19,7 +19,7 @@ from bottega.diffusion.samplers import SamplerKind
 from bottega.diffusion.spec import DrawingSpec
 from tests.controlnets import control_image, control_spec, random_controlnet, save, shelf_of
 from tests.drawing import Easel, load
-from tests.loras import Components, LorasByHand, lora_spec, styled_latent, styled_stock
+from tests.engine_loras import Components, LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.stock import assert_close, latent_of, load_stock
 
 SPEC = DrawingSpec(

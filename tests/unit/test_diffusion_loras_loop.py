@@ -17,7 +17,7 @@ from bottega.diffusion.model import Model
 from bottega.diffusion.spec import DrawingSpec
 from bottega.errors import DataLoss, InvalidRequest, LoraUnusable, Unavailable
 from tests.drawing import Drawing, Easel, load
-from tests.loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
+from tests.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
 
 SPEC = DrawingSpec(prompt="a small green circle", num_inference_steps=5, width=64, height=64, seed=1)
 LONG = replace(SPEC, num_inference_steps=30)

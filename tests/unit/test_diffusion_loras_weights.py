@@ -28,7 +28,7 @@ from bottega.diffusion.loras import (
 from bottega.diffusion.model import Model
 from bottega.errors import LoraUnusable
 from tests.drawing import load
-from tests.loras import random_layers
+from tests.engine_loras import random_layers
 
 ALL = ("0", "2", "3", "4.conv", "4.linear")
 SWAPS = 1000

@@ -23,12 +23,14 @@ from bottega.errors import InternalError, Unavailable
 class ControlSessions:
     """Those of one job; without a provider there are none.
 
-    active: by session, what the job's requests are told of it. places: of its ControlNet in the spec.
-    digests: of the version of each of the spec's ControlNets, hex; empty where that is not known.
+    active: by session, what the job's requests are told of it. begun: what it began with.
+    places: of its ControlNet in the spec. digests: of the version of each of the spec's ControlNets, hex; empty where
+    that is not known.
     """
 
     provider: ControlNets | None = None
     active: tuple[ActiveControl, ...] = ()
+    begun: tuple[Control, ...] = ()
     places: tuple[int, ...] = ()
     digests: tuple[str, ...] = ()
     records: tuple[ControlRecord, ...] | None = None
@@ -42,6 +44,10 @@ class ControlSessions:
     def opened(self) -> bool:
         """Whether every session can be asked. Raises the BottegaError that one of them failed with."""
         return self.provider is None or self.records is not None or self.provider.opened(self.handles)
+
+    def needed(self, step: int) -> bool:
+        """Whether any of them is active at this step."""
+        return any(control.first <= step < control.last for control in self.active)
 
     def over(self, step: int) -> bool:
         """Whether none of them is needed at this step or later."""
@@ -103,7 +109,9 @@ def open_controls(
         for handle, begun, (_, control) in zip(handles, controls, needed, strict=True)
     ]
     places = tuple(place for place, _ in needed)
-    return ControlSessions(provider=provider, active=tuple(active), places=places, digests=digests)
+    return ControlSessions(
+        provider=provider, active=tuple(active), begun=tuple(controls), places=places, digests=digests
+    )
 
 
 def _control(spec: DrawingSpec, control: ControlSpec, image: Tensor, conditions: Conditions) -> Control:

@@ -23,8 +23,9 @@ from bottega.diffusion.row import Row
 from bottega.errors import Unavailable
 
 # How long a forward waits for residuals when nobody in it could go on without waiting: for a server that is busy, or
-# one that begins anew in place of another. A dead one is noticed sooner, by whoever is linked to it.
-RESIDUAL_TIMEOUT_S = 30.0
+# slow. One that is dead or computes nothing is noticed sooner, by whoever is linked to it. Below the time without a
+# turn after which an engine itself is taken for hung (stall_s).
+RESIDUAL_TIMEOUT_S = 90.0
 # How long it waits at a later block for rows whose first residuals were in time: they are on their way, or their
 # ControlNet has died, and the others should not pay for that with more than a turn or two.
 STRAGGLER_S = 0.5

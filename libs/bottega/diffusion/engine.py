@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from types import MappingProxyType
@@ -24,10 +24,13 @@ from bottega.diffusion.decode import decode_latent
 from bottega.diffusion.denoiser import Denoiser, Prediction
 from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, LorasIn, Progress, Started
 from bottega.diffusion.faults import named
+from bottega.diffusion.follower import Follower
+from bottega.diffusion.guests import Guests
 from bottega.diffusion.job import Job, Order, open_job
 from bottega.diffusion.job_loras import JobLoras, ask_for_loras
 from bottega.diffusion.loras import LoraSource, LoraWeights
 from bottega.diffusion.model import Model
+from bottega.diffusion.pair import Lendable, Pair, PairPrediction
 from bottega.diffusion.preview import LatentPreview
 from bottega.diffusion.pulse import beat_in
 from bottega.diffusion.request import Request
@@ -88,6 +91,8 @@ class Engine:
 
     turns: that ran a group. fixed_s: seconds that a job takes beside its steps: encoding, and decoding one image.
     controlnets: where its jobs' ControlNets are. loras: who brings its jobs' LoRAs. weights: what LoRAs do to them.
+    follower: the other worker of a pair, which computes rows for this one. guests: the rows that this one computes for
+    it.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class Engine:
         *,
         controlnets: ControlNets | None = None,
         loras: LoraSource | None = None,
+        follower: Follower | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         _check_fixed_rows(limits.fixed_rows, model.device)
@@ -113,11 +119,13 @@ class Engine:
         self._batcher: Batcher[Request] = Batcher(
             self.step_times, max_rows=limits.fixed_rows or limits.max_rows, max_wait_turns=limits.max_wait_turns
         )
+        self._pair = Pair(self._denoiser, follower, self.step_times) if follower is not None else None
+        self.guests = Guests(self._predict, device=model.device, dtype=model.dtype, controlnets=controlnets)
         self._preview = LatentPreview.fit(model)
         self._arrivals: deque[_Arrival] = deque()
         self._jobs: dict[Hashable, Job] = {}
         self._owners: dict[Request, Job] = {}
-        self._opening: dict[Job, float] = {}  # those that cannot make their first step yet, and since when
+        self._opening: dict[Job, float] = {}  # those whose ControlNets are not there, and since when
 
     @property
     def jobs(self) -> Mapping[Hashable, Job]:
@@ -163,6 +171,8 @@ class Engine:
     def tell_alive(self, alive: Callable[[], None]) -> None:
         """Calls `alive` often from inside a turn, however long it takes; it must be quick."""
         beat_in((self.model.backbone.unet, self.model.vae, *self.model.text_encoders), alive)
+        if self._pair is not None:
+            self._pair.alive = alive
 
     def show(self, key: Hashable) -> None:
         """Draws previews of a job from now on. Harmless when it is not here."""
@@ -177,6 +187,8 @@ class Engine:
     def expect(self, backlog: int) -> None:
         """So many requests wait elsewhere and will come when there is room."""
         self._batcher.expect(backlog)
+        if self._pair is not None:
+            self._pair.backlog = backlog
 
     def steps_left(self) -> Iterator[tuple[Hashable, int]]:
         """Every job that is here, with its steps to go."""
@@ -266,12 +278,9 @@ class Engine:
         """Lets jobs go on whose ControlNets and LoRAs are there; fails those whose never will be; ends what is over."""
         now_s = self._clock()
         for job in list(self._jobs.values()):
-            waited_s = now_s - self._opening.get(job, now_s)
             try:
-                opened = job.controls.opened
-                if not opened and waited_s > OPENING_TIMEOUT_S:
-                    raise Unavailable(f"the ControlNets were not there within {OPENING_TIMEOUT_S:g} s")
                 arrived = job.loras.arrive(self.weights, job.requests, now_s)
+                opened = self._opened(job, now_s)
             except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
                 yield self._fail(job, error)
                 continue
@@ -280,24 +289,39 @@ class Engine:
             if arrived and job.loras.step is not None:
                 yield LorasIn(key=job.key, step=job.loras.step)
             if opened and (job in self._opening or job.loras.specs):
-                yield from self._go_on(job, now_s, waited_s)
+                yield from self._let_in(job, now_s)
 
-    def _go_on(self, job: Job, now_s: float, waited_s: float) -> Iterator[Event]:
-        """Its ControlNets are there: those of its images run that are not stopped for want of LoRAs."""
-        blocked = job.loras.block(job.requests, now_s)
+    def _opened(self, job: Job, now_s: float) -> bool:
+        """Whether a job's ControlNets are there. One whose server died in a step that needs it leaves the batcher: who
+        goes on with it may have to load it first, and nobody else shall wait for that.
+
+        Raises why they never will be.
+        """
+        if job.controls.opened:
+            return True
+        waited_s = now_s - self._opening.get(job, now_s)
+        if waited_s > OPENING_TIMEOUT_S:
+            raise Unavailable(f"the ControlNets were not there within {OPENING_TIMEOUT_S:g} s")
+        if job not in self._opening and any(job.controls.needed(request.step) for request in job.requests):
+            self._opening[job] = now_s
+            for request in job.requests:
+                self._batcher.remove(request)
+        return False
+
+    def _let_in(self, job: Job, now_s: float) -> Iterator[Event]:
+        """A job can be denoised, for the first time or again; but not those of its images that now need its LoRAs."""
         if job in self._opening:
-            if len(blocked) == sum(not request.done for request in job.requests) and blocked:
-                return
-            del self._opening[job]
-            job.opened(waited_s)
-            job.checkpoint_s = now_s
-            yield Started(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)
+            job.opened(now_s - self._opening.pop(job))
+        blocked = job.loras.block(job.requests, now_s)
         for request in job.requests:
             runs = request in self._batcher
             if runs and request in blocked:
                 self._batcher.remove(request)
             elif not (runs or request in blocked or request.done):
                 self._batcher.add(request)
+        if not job.started and len(blocked) < len(job.requests):
+            job.started, job.checkpoint_s = True, now_s
+            yield Started(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)
 
     def _choose_weights(self) -> None:
         """Between two turns: LoRAs go into the weights, or out of them, as those under way need them."""
@@ -330,7 +354,7 @@ class Engine:
         jobs = list(dict.fromkeys(self._owners[request] for request in group))
         rows = [row for request in group for row in request.rows()]
         try:
-            prediction = self._predict(rows)
+            prediction = self._predict_shared(rows, jobs)
         except Exception as error:  # noqa: BLE001 - the boundary of a turn: the next one may go well
             yield from self._blame(group, error)
             return
@@ -343,7 +367,23 @@ class Engine:
             else:
                 yield from self._report(job)
 
-    def _predict(self, rows: list[Row]) -> Prediction:
+    def _predict_shared(self, rows: list[Row], jobs: list[Job]) -> Prediction:
+        """One turn's noise, some of it by the other worker where there is one and it pays."""
+        if self._pair is None:
+            return self._predict(rows)
+        lendable: dict[Hashable, Lendable] = {
+            request: Lendable(guest=job.guest, image=request.index)
+            for job in jobs
+            if job.guest is not None
+            for request in job.requests
+        }
+        prediction = self._pair.predict(rows, lendable)
+        if isinstance(prediction, PairPrediction):
+            for job in jobs:
+                job.lent(prediction, self._pair.name)
+        return prediction
+
+    def _predict(self, rows: Sequence[Row]) -> Prediction:
         prediction = self._denoiser.predict(rows)
         if len(prediction.noise) == len(rows):  # else some of them ran only half of it
             _, height, width = rows[0].sample.shape
@@ -435,6 +475,8 @@ class Engine:
         self._opening.pop(job, None)
         job.controls.close()
         job.loras.close()
+        if self._pair is not None and job.guest is not None:
+            self._pair.forget(job.guest)
         for request in job.requests:
             del self._owners[request]
             self._batcher.remove(request)

@@ -12,7 +12,7 @@ from bottega.diffusion.events import LoraRecord
 from bottega.diffusion.loras import TEXT_ENCODERS, UNET, LoraHandle, LoraRef, LoraSet, LoraSource, LoraUse, LoraWeights
 from bottega.diffusion.request import Request
 from bottega.diffusion.spec import DrawingSpec, LoraSpec
-from bottega.errors import Unavailable
+from bottega.errors import NoLora, Unavailable
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -58,7 +58,7 @@ class JobLoras:
         """Puts them into the requests if all are here; whether that was now.
 
         They go in at one step of all images: the first that none of them has begun, where none is pinned.
-        Raises the BottegaError for which they never will be here, LoraUnusable or Unavailable among them.
+        Raises the BottegaError for which they never will be here, LoraUnusable or NoLora among them.
         """
         if not self.pending or not self._there([handle.ready for handle in self.handles], now_s):
             return False
@@ -114,7 +114,7 @@ class JobLoras:
             return True
         if now_s - self.since_s > self.timeout_s:
             late = [spec.name for spec, here in zip(self.specs, ready, strict=True) if not here]
-            raise Unavailable(
+            raise NoLora(
                 f"not here within {self.timeout_s:g} s: LoRA {', '.join(late)}; is the LoRA store slow, or down?",
                 metadata={"loras": ",".join(late)},
             )
