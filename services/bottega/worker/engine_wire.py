@@ -101,7 +101,8 @@ def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
             )
             return engine_pb2.EngineEvent(started=started)
         case LorasIn():
-            return engine_pb2.EngineEvent(loras_in=engine_pb2.EngineLorasIn(attempt=attempt, step=event.step))
+            loras_in = engine_pb2.EngineLorasIn(attempt=attempt, step=event.step)
+            return engine_pb2.EngineEvent(loras_in=loras_in)
         case Progress():
             progress = engine_pb2.EngineProgress(
                 attempt=attempt, steps_done=event.steps_done, preview_index=event.preview_index
