@@ -141,7 +141,7 @@ def _check_lora(path: str, lora: Lora) -> Iterator[Violation]:
     if lora.HasField("digest") and not is_digest(lora.digest):
         yield Violation(field=f"{path}.digest", description="must be 64 hexadecimal digits, in lower case")
     for name in ("from_step", "max_step"):
-        if lora.HasField(name) and not 0 <= getattr(lora, name) <= MAX_STEPS:  # type: ignore[arg-type]
+        if lora.HasField(name) and not 0 <= getattr(lora, name) <= MAX_STEPS:
             yield Violation(field=f"{path}.{name}", description=f"must be 0 to {MAX_STEPS}")
 
 

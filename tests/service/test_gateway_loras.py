@@ -8,6 +8,7 @@ import functools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,7 +128,7 @@ async def test_other_weights_than_those_that_were_pinned_are_refused(house: Hous
     ],
 )
 async def test_how_late_a_lora_may_be_is_its_profiles_matter_and_the_fidelitys(
-    house: House, spec: dict[str, object], most: int
+    house: House, spec: dict[str, Any], most: int
 ) -> None:
     bounds = [pb.LoraBound(num_inference_steps=30, max_step=12)]
     profile = pb.SetLoraProfileRequest(name="ink", digest=house.ink.digest, bounds=bounds)

@@ -30,7 +30,7 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
     plan = plan_suite(
         SuiteWish(workers=2, port=0, model="some/folder", dtype="bfloat16"), tmp_path, kept=tmp_path / "kept"
     )
-    assert [service.name for service in plan.services] == ["gateway", "worker-0", "worker-1"]
+    assert [service.name for service in plan.services] == ["gateway", "loras", "worker-0", "worker-1"]
     assert plan.threads == max(1, len(os.sched_getaffinity(0)) // 2)
     assert all(service.environment["OMP_WAIT_POLICY"] == "PASSIVE" for service in plan.services)
     gateway = yaml.safe_load((tmp_path / "gateway.yaml").read_text())
@@ -38,6 +38,9 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
     assert gateway["server"]["listen"] == worker["gateway"] == plan.address
     assert worker["name"] == "worker-1"
     assert worker["engine"]["model"] == str(Path("some/folder").resolve())
+    loras = yaml.safe_load((tmp_path / "loras.yaml").read_text())
+    assert loras["bases"] == {"folder": str(Path("some/folder").resolve())}
+    assert (loras["gateway"], loras["folder"]) == (plan.address, str(tmp_path / "loras"))
     assert (worker["engine"]["dtype"], worker["engine"]["threads"]) == ("bfloat16", plan.threads)
 
 

@@ -25,8 +25,6 @@ _CHUNK_BYTES = 1 << 20
 _PEFT_CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 
-_Stub = lora_pb2_grpc.LoraServiceAsyncStub
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraFile:
@@ -124,7 +122,7 @@ class LoraStores:
                 return
 
     @asynccontextmanager
-    async def _asked(self) -> AsyncIterator[_Stub]:
+    async def _asked(self) -> AsyncIterator[lora_pb2_grpc.LoraServiceAsyncStub]:
         """The first store. Raises NoLora where there is none, or it does not answer."""
         if not self._stores:
             raise NoLora("no LoRA store has joined; bottega fleet shows who has")

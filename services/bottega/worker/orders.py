@@ -132,7 +132,7 @@ def _check_controls(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation
 def _check_loras(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
     for index, lora in enumerate(request.spec.loras):
         for name in ("scale", "digest", "max_step"):
-            if not lora.HasField(name):  # type: ignore[arg-type]
+            if not lora.HasField(name):
                 yield Violation(field=f"spec.loras[{index}].{name}", description="must be filled in")
     if len(request.lora_stores) > _MAX_SERVERS or any(
         not 0 < len(store.name) <= _MAX_ID_CHARACTERS or not 0 < len(store.address) <= _MAX_ADDRESS_CHARACTERS

@@ -53,10 +53,9 @@ class Arrival:
         return self._layers[component]
 
     def begin_again(self) -> None:
-        """What has come of it is void: it comes anew."""
+        """What has come of it is not whole, and comes anew. Layers that somebody may be reading stay until then."""
         self._hash = hashlib.sha256()
         self._lora = None
-        self._layers = {}
         self.size_bytes = 0
 
     def take_text(self, head: bytes, text: memoryview, unet_bytes: int) -> None:

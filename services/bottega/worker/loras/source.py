@@ -81,7 +81,8 @@ class LinkedLoras:
                 arrival = self._arrivals[ref.digest] = Arrival(ref, device=self._device, dtype=self._dtype)
                 self._ask(arrival)
             arrival.users += 1
-            self._arrivals.move_to_end(ref.digest)
+            if arrival.error is None:
+                self._arrivals.move_to_end(ref.digest)
         return Handle(arrival)
 
     def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:
