@@ -31,11 +31,10 @@ class Engine(EngineFront):
     async def host(self, name: str, folder: Path) -> HostedControlNet:
         """See EngineFront."""
         self.asked.append(name)
-        living = asyncio.ensure_future(self.lives.wait())
-        await asyncio.wait([living, self._gone], return_when=asyncio.FIRST_COMPLETED)
-        if not living.done():
-            living.cancel()
-            raise Unavailable("there is no engine")
+        while not self.lives.is_set():
+            if self._gone.done():
+                raise Unavailable("there is no engine")
+            await asyncio.sleep(0.001)
         return HostedControlNet(name=name)
 
     def forget(self, error: BottegaError) -> None:
