@@ -106,8 +106,8 @@ def test_the_doctor_finds_a_healthy_suite(up: Up) -> None:
 def test_a_killed_worker_is_started_again(up: Up, tmp_path: Path) -> None:
     pids = {child.name: child.pid for child in up.record().children}
     os.kill(pids["worker-0"], signal.SIGKILL)
-    until(lambda: "worker-0   was killed by SIGKILL; starting it again" in up.printed.read_text(), 10, up.printed)
-    until(lambda: up.printed.read_text().count("worker-0   serves") == 2, START_S, up.printed)
+    until(lambda: "worker-0     was killed by SIGKILL; starting it again" in up.printed.read_text(), 10, up.printed)
+    until(lambda: up.printed.read_text().count("worker-0     serves") == 2, START_S, up.printed)
     assert up.process.poll() is None
     assert {child.name: child.pid for child in up.record().children} != pids
     drawn = bottega(up, "generate", "a star", "-o", "star.png", "--steps", "2", cwd=tmp_path)
@@ -118,9 +118,9 @@ def test_a_killed_gateway_is_started_again_and_knows_its_jobs(up: Up, tmp_path: 
     drawn = bottega(up, "generate", "a star", "-o", "star.png", "--steps", "2", cwd=tmp_path)
     assert drawn.returncode == 0, drawn.stderr
     listed = _job_ids(up)
-    served = up.printed.read_text().count("gateway    serves")
+    served = up.printed.read_text().count("gateway      serves")
     os.kill({child.name: child.pid for child in up.record().children}["gateway"], signal.SIGKILL)
-    until(lambda: up.printed.read_text().count("gateway    serves") > served, START_S, up.printed)
+    until(lambda: up.printed.read_text().count("gateway      serves") > served, START_S, up.printed)
     assert _job_ids(up) == listed != []
     drawn = bottega(up, "generate", "a star", "-o", "other.png", "--steps", "2", cwd=tmp_path)
     assert drawn.returncode == 0, drawn.stderr
@@ -143,7 +143,7 @@ def test_a_killed_supervisor_takes_its_services_along(tmp_path: Path) -> None:
     with printed.open("wb") as output:
         process = subprocess.Popen([*BOTTEGA, "up", *options], stdout=output, stderr=subprocess.STDOUT)
     up = Up(process=process, state=state, printed=printed)
-    until(lambda: "gateway    serves" in printed.read_text(), START_S, printed)
+    until(lambda: "gateway      serves" in printed.read_text(), START_S, printed)
     family = up.family()
     assert len(family) >= 3
     process.kill()
