@@ -48,7 +48,7 @@ async def test_controlnets_are_listed_with_size_model_and_where_they_are_loaded(
         result = await _run(house, *listing)
         assert result.exit_code == 0
         rows = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
-        assert rows["edges"].split() == ["edges", "24", "MiB", "miniature", "s1,", "s2", "2", "7"]
+        assert rows["edges"].split() == ["edges", "24", "MiB", "miniature", "s1,", "s2", "2", "7", "-"]
         assert "nobody" in rows["depth"]
         assert "no model here (sdxl)" in rows["pose"]
 

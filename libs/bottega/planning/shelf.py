@@ -95,6 +95,11 @@ class Shelf:
         return [name for name, place in self._places.items() if place.loaded]
 
     @property
+    def loading(self) -> str | None:
+        """Name of what is being loaded."""
+        return self._loading
+
+    @property
     def used_bytes(self) -> int:
         """Of what is loaded or being loaded."""
         return sum(place.size_bytes for place in self._places.values())

@@ -29,7 +29,7 @@ from bottega.rpc import logs
 from bottega.v1.engine_pb2 import EngineCommand, EngineEvent
 from bottega.worker.at_hand import AtHand
 from bottega.worker.config import EngineConfig
-from bottega.worker.controlnets import LinkSettings, Pace, RemoteControlNets, read_profile
+from bottega.worker.controlnets import LinkSettings, RemoteControlNets
 from bottega.worker.engine_wire import beat_of, event_of, failed, key_of, order_of, ready_of
 from bottega.worker.link_desk import LinkDesk
 
@@ -150,7 +150,6 @@ def start(config: EngineConfig, desk: LinkDesk) -> Studio:
         local=at_hand.controlnets,
         digests=at_hand.digests,
         settings=LinkSettings(silence_s=config.controlnet_silence_s),
-        pace=Pace(read_profile(Path(config.controlnet_profile)) if config.controlnet_profile else {}),
     )
     engine = Engine(model, limits, controlnets=controlnets)
     engine.warm_up()
@@ -173,7 +172,7 @@ def main() -> int:
         _log.error("the engine cannot start", extra={"model": config.model, "why": str(error)})
         return 1
     try:
-        channel.send(ready_of(studio.engine).SerializeToString())
+        channel.send(ready_of(studio.engine, studio.at_hand.base).SerializeToString())
         EngineProcess(channel, studio, desk).run()
     except Unavailable:
         return 0  # the front is gone

@@ -82,6 +82,12 @@ class ControlNetShelf:
             return self._shelf.loaded
 
     @property
+    def loading(self) -> str | None:
+        """Name of the ControlNet that is being loaded."""
+        with self._changed:
+            return self._shelf.loading
+
+    @property
     def used_bytes(self) -> int:
         """Of those that are loaded or being loaded."""
         with self._changed:
