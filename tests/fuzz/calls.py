@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
+from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
 # A service answers any single request in far less, or it hangs.
@@ -31,6 +31,7 @@ SERVICES: Mapping[str, str] = MappingProxyType(
             (image_pb2.DESCRIPTOR, "ImageService"),
             (fleet_pb2.DESCRIPTOR, "FleetService"),
             (worker_pb2.DESCRIPTOR, "WorkerService"),
+            (controlnet_pb2.DESCRIPTOR, "ControlNetService"),
         )
         for method in file.services_by_name[service].methods
     }
@@ -54,11 +55,12 @@ _FINE = Outcome(code=grpc.StatusCode.OK)
 
 
 class Caller:
-    """Calls the methods of a gateway and of a worker, with bytes as they are."""
+    """Calls the methods of a gateway, of a worker and of a ControlNet server, with bytes as they are."""
 
-    def __init__(self, gateway: grpc.Channel, worker: grpc.Channel) -> None:
+    def __init__(self, gateway: grpc.Channel, worker: grpc.Channel, nets: grpc.Channel) -> None:
         self._reader = ThreadPoolExecutor(1)
         self._channels = {"ImageService": gateway, "FleetService": gateway, "WorkerService": worker}
+        self._channels["ControlNetService"] = nets
         self._special: Mapping[str, Callable[[tuple[bytes, ...]], Outcome]] = {
             "Generate": self._generate,
             "SubmitJob": self._submit,
