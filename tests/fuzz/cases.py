@@ -207,7 +207,7 @@ def _adapters(case: Any) -> Iterator[Case]:
     yield case("techniques", UNSERVED, techniques=Techniques(cache_entry="x"))
     for stale in (False, True):
         yield case(f"stale residuals {stale}", techniques=Techniques(stale_residuals=stale))
-    both = Techniques(stale_residuals=True, latent_parallelism=True)
+    both = Techniques(stale_residuals=True, masked_blocks=True)
     yield case("techniques of both kinds", UNSERVED, techniques=both)
 
 
@@ -430,8 +430,28 @@ def _attempts() -> Iterator[Case]:
     for method in ("CancelAttempt", "PreviewAttempt"):
         unknown = worker_pb2.AttemptId(job_id="x" * 128, number=2**31 - 1)
         yield case_of(method, "an unknown attempt", getattr(worker_pb2, f"{method}Request")(attempt=unknown))
+    yield from _peer_links()
     yield case_of("ListAttempts", "the only one", worker_pb2.ListAttemptsRequest())
     yield case_of("WatchCheckpoints", "the only one", worker_pb2.WatchCheckpointsRequest())
+
+
+def _peer_links() -> Iterator[Case]:
+    """Of another worker that would lead this one, which has no peer."""
+    for worker, model_hash, dtype, field in (
+        ("", "x", "float32", "worker"),
+        ("x" * 129, "x", "float32", "worker"),
+        ("x", "", "float32", "terms.model_hash"),
+        ("x", "x" * 129, "float32", "terms.model_hash"),
+        ("x", "x", "", "terms.dtype"),
+        ("x", "x", "x" * 129, "terms.dtype"),
+    ):
+        terms = worker_pb2.PeerTerms(model_hash=model_hash, dtype=dtype)
+        request = worker_pb2.OpenPeerLinkRequest(worker=worker, terms=terms)
+        name = f"peer {shown(worker)} {shown(model_hash)} {shown(dtype)}"
+        yield case_of("OpenPeerLink", name, request, INVALID, field)
+    terms = worker_pb2.PeerTerms(model_hash="x" * 128, dtype="x" * 128)
+    stranger = worker_pb2.OpenPeerLinkRequest(worker="x" * 128, terms=terms, link_id="no name of a link")
+    yield case_of("OpenPeerLink", "a stranger", stranger, grpc.StatusCode.UNAVAILABLE)
 
 
 def _bytes() -> Iterator[Case]:
@@ -442,7 +462,7 @@ def _bytes() -> Iterator[Case]:
         yield Case(method=method, name="a lone surrogate", raw=(surrogate,), code=INVALID)
     nets = ("Prefetch", "ListControlNets", "SetProfile")
     methods = (*texts, *nets, "ListJobs", "ListModels", "ListMembers", "Join", "RunAttempt", "CancelAttempt")
-    for method in (*methods, "ListAttempts", "WatchCheckpoints", "PreviewAttempt"):
+    for method in (*methods, "ListAttempts", "WatchCheckpoints", "PreviewAttempt", "OpenPeerLink"):
         yield Case(method=method, name="no message", raw=(b"\xff" * 9,), code=INVALID)
         yield Case(method=method, name="a length beyond the end", raw=(b"\n" + struct.pack("<B", 99),), code=INVALID)
     for method in ("SubmitJob", "RunAttempt"):

@@ -125,6 +125,9 @@ def _valid(method: str, job_id: str) -> Sequence[Message]:
             return [worker_pb2.RunAttemptRequest(attempt=_attempt(), spec=spec) for spec in _whole_specs()]
         case "CancelAttempt" | "PreviewAttempt":
             return [getattr(worker_pb2, f"{method}Request")(attempt=_attempt())]
+        case "OpenPeerLink":
+            terms = worker_pb2.PeerTerms(model_hash="x", dtype="float32")
+            return [worker_pb2.OpenPeerLinkRequest(worker="fuzz", terms=terms, link_id="0" * 32)]
         case _:
             return [getattr(worker_pb2, f"{method}Request")()]
 

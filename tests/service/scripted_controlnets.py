@@ -17,7 +17,6 @@ from google.protobuf import json_format
 
 from bottega.diffusion.control_messages import (
     Kind,
-    Message,
     Refusal,
     Step,
     kind_of,
@@ -27,9 +26,9 @@ from bottega.diffusion.control_messages import (
     read_step,
     refused_message,
     residuals_layout,
-    tensor_at,
 )
 from bottega.diffusion.controls import ControlServer
+from bottega.diffusion.tensor_messages import Message, tensor_at
 from bottega.errors import BottegaError, LinkError, PeerDead
 from bottega.rpc.status import to_job_error
 from bottega.transport import Deadline, Doors, Incoming, Link, Listener, Offer

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
-from bottega.errors import BottegaError
+from bottega.errors import BottegaError, Unavailable
 from bottega.rpc.fleet import FleetMembership
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import to_job_error
@@ -204,6 +204,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """See the contract."""
         names = [worker_pb2.AttemptId(job_id=job_id, number=number) for job_id, number in self._running | self._left_at]
         return worker_pb2.ListAttemptsResponse(attempts=[worker_pb2.AttemptSummary(attempt=name) for name in names])
+
+    async def OpenPeerLink(
+        self, request: worker_pb2.OpenPeerLinkRequest, context: object
+    ) -> worker_pb2.OpenPeerLinkResponse:
+        """See the contract."""
+        raise Unavailable("a scripted worker has no peer")
 
     async def WatchCheckpoints(
         self, request: worker_pb2.WatchCheckpointsRequest, context: object

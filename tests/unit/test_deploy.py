@@ -15,6 +15,7 @@ from bottega.config import load
 from bottega.controlnet.config import ControlNetConfig
 from bottega.controlnet.server import open_catalogue
 from bottega.gateway.config import GatewayConfig
+from bottega.loras.config import LoraConfig
 from bottega.miniature import WEIGHTS
 from bottega.rpc.server import ServerConfig
 from bottega.worker.config import WorkerConfig
@@ -101,6 +102,7 @@ def test_a_machine_with_workers_only_gets_no_gateway_with_them() -> None:
         ("controlnet", "bottega-controlnet@.service"),
         ("gateway", "bottega-gateway.service"),
         ("worker", "bottega-worker@.service"),
+        ("loras", "bottega-loras.service"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_not_tried_again(module: str, unit: str, tmp_path: Path) -> None:
@@ -140,9 +142,16 @@ def test_what_computes_does_not_spin_and_downloads_nothing(unit: str) -> None:
     assert "\nEnvironment=HF_HUB_OFFLINE=1\n" in text
 
 
-def test_workers_of_the_machine_may_reach_the_socket_of_a_controlnet_servers_links() -> None:
-    unit = "bottega-controlnet@.service"
-    assert setting(unit, "RuntimeDirectory") == "bottega-controlnet/%i"
+@pytest.mark.parametrize(
+    ("unit", "folder"),
+    [
+        ("bottega-controlnet@.service", "bottega-controlnet/%i"),
+        ("bottega-worker@.service", "bottega-worker/%i"),
+        ("bottega-loras.service", "bottega-loras"),
+    ],
+)
+def test_workers_of_the_machine_may_reach_the_socket_of_a_services_links(unit: str, folder: str) -> None:
+    assert setting(unit, "RuntimeDirectory") == folder
     assert int(setting(unit, "RuntimeDirectoryMode"), 8) & 0o005 == 0o005, "each is a user of its own"
 
 
@@ -160,9 +169,12 @@ def test_the_services_take_their_configurations() -> None:
     assert (worker.name, worker.gateway) == ("miniature", gateway.server.listen)
     net = load(ControlNetConfig, DEPLOY / "config" / "controlnets" / "miniature.yaml")
     assert (net.gateway, net.engine.dtype) == (gateway.server.listen, worker.engine.dtype)
+    loras = load(LoraConfig, DEPLOY / "config" / "loras.yaml")
+    assert (loras.gateway, loras.bases) == (gateway.server.listen, LoraConfig().bases)
     for unit, server in (
         ("bottega-gateway.service", gateway.server),
         ("bottega-worker@.service", worker.server),
         ("bottega-controlnet@.service", net.server),
+        ("bottega-loras.service", loras.server),
     ):
         assert float(setting(unit, "TimeoutStopSec")) > server.drain_grace_s

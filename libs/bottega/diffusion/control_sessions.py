@@ -23,11 +23,13 @@ from bottega.errors import InternalError, Unavailable
 class ControlSessions:
     """Those of one job; without a provider there are none.
 
-    active: by session, what the job's requests are told of it. places: of its ControlNet in the spec.
+    active: by session, what the job's requests are told of it. begun: what it began with. places: of its ControlNet in
+    the spec.
     """
 
     provider: ControlNets | None = None
     active: tuple[ActiveControl, ...] = ()
+    begun: tuple[Control, ...] = ()
     places: tuple[int, ...] = ()
     records: tuple[ControlRecord, ...] | None = None
 
@@ -102,7 +104,7 @@ def open_controls(
         for handle, begun, (_, control) in zip(handles, controls, needed, strict=True)
     ]
     places = tuple(place for place, _ in needed)
-    return ControlSessions(provider=provider, active=tuple(active), places=places)
+    return ControlSessions(provider=provider, active=tuple(active), begun=tuple(controls), places=places)
 
 
 def _control(spec: DrawingSpec, control: ControlSpec, image: Tensor, conditions: Conditions) -> Control:

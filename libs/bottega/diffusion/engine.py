@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from types import MappingProxyType
@@ -24,8 +24,11 @@ from bottega.diffusion.decode import decode_latent
 from bottega.diffusion.denoiser import Denoiser, Prediction
 from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, Progress, Started
 from bottega.diffusion.faults import named
+from bottega.diffusion.follower import Follower
+from bottega.diffusion.guests import Guests
 from bottega.diffusion.job import Job, Order, open_job
 from bottega.diffusion.model import Model
+from bottega.diffusion.pair import Lendable, Pair, PairPrediction
 from bottega.diffusion.preview import LatentPreview
 from bottega.diffusion.pulse import beat_in
 from bottega.diffusion.request import Request
@@ -76,7 +79,8 @@ class Engine:
     """Draws jobs on one device. One thread calls everything.
 
     turns: that ran a group. fixed_s: seconds that a job takes beside its steps: encoding, and decoding one image.
-    controlnets: where its jobs' ControlNets are.
+    controlnets: where its jobs' ControlNets are. follower: the other worker of a pair, which computes rows for this
+    one. guests: the rows that this one computes for it.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Engine:
         limits: EngineLimits,
         *,
         controlnets: ControlNets | None = None,
+        follower: Follower | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         _check_fixed_rows(limits.fixed_rows, model.device)
@@ -101,6 +106,8 @@ class Engine:
         self._batcher: Batcher[Request] = Batcher(
             self.step_times, max_rows=limits.fixed_rows or limits.max_rows, max_wait_turns=limits.max_wait_turns
         )
+        self._pair = Pair(self._denoiser, follower, self.step_times) if follower is not None else None
+        self.guests = Guests(self._predict, device=model.device, dtype=model.dtype, controlnets=controlnets)
         self._preview = LatentPreview.fit(model)
         self._orders: deque[Order] = deque()
         self._jobs: dict[Hashable, Job] = {}
@@ -147,6 +154,8 @@ class Engine:
     def tell_alive(self, alive: Callable[[], None]) -> None:
         """Calls `alive` often from inside a turn, however long it takes; it must be quick."""
         beat_in((self.model.backbone.unet, self.model.vae, *self.model.text_encoders), alive)
+        if self._pair is not None:
+            self._pair.alive = alive
 
     def show(self, key: Hashable) -> None:
         """Draws previews of a job from now on. Harmless when it is not here."""
@@ -158,6 +167,8 @@ class Engine:
     def expect(self, backlog: int) -> None:
         """So many requests wait elsewhere and will come when there is room."""
         self._batcher.expect(backlog)
+        if self._pair is not None:
+            self._pair.backlog = backlog
 
     def steps_left(self) -> Iterator[tuple[Hashable, int]]:
         """Every job that is here, with its steps to go."""
@@ -240,7 +251,7 @@ class Engine:
         jobs = list(dict.fromkeys(self._owners[request] for request in group))
         rows = [row for request in group for row in request.rows()]
         try:
-            prediction = self._predict(rows)
+            prediction = self._predict_shared(rows, jobs)
         except Exception as error:  # noqa: BLE001 - the boundary of a turn: the next one may go well
             yield from self._blame(group, error)
             return
@@ -253,7 +264,23 @@ class Engine:
             else:
                 yield from self._report(job)
 
-    def _predict(self, rows: list[Row]) -> Prediction:
+    def _predict_shared(self, rows: list[Row], jobs: list[Job]) -> Prediction:
+        """One turn's noise, some of it by the other worker where there is one and it pays."""
+        if self._pair is None:
+            return self._predict(rows)
+        lendable: dict[Hashable, Lendable] = {
+            request: Lendable(guest=job.guest, image=request.index)
+            for job in jobs
+            if job.guest is not None
+            for request in job.requests
+        }
+        prediction = self._pair.predict(rows, lendable)
+        if isinstance(prediction, PairPrediction):
+            for job in jobs:
+                job.lent(prediction, self._pair.name)
+        return prediction
+
+    def _predict(self, rows: Sequence[Row]) -> Prediction:
         prediction = self._denoiser.predict(rows)
         if len(prediction.noise) == len(rows):  # else some of them ran only half of it
             _, height, width = rows[0].sample.shape
@@ -342,6 +369,8 @@ class Engine:
         del self._jobs[job.key]
         self._opening.pop(job, None)
         job.controls.close()
+        if self._pair is not None and job.guest is not None:
+            self._pair.forget(job.guest)
         for request in job.requests:
             del self._owners[request]
             self._batcher.remove(request)

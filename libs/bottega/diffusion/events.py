@@ -67,12 +67,27 @@ class ControlUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairRecord:
+    """What the other worker of a pair, named `worker`, did for a job.
+
+    steps: of all images, in which it computed rows. taken_back_steps: in which it was lent rows that did not come.
+    waited_s: for its rows, when all others were done.
+    """
+
+    worker: str
+    steps: int
+    taken_back_steps: int
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """What really happened to a job.
 
     seconds: by stage (encode, controlnets, denoise, batch, decode); a turn that it shared counts in full.
     mean_group_requests: images in the groups that its steps ran in, on average.
     encoder_s: of the denoising steps with ControlNets, the time before the first residual was needed.
+    pair: what the other worker of a pair did for it; None where it was lent nothing.
     """
 
     begin_step: int
@@ -81,6 +96,7 @@ class Record:
     mean_group_requests: float
     controlnets: tuple[ControlUse, ...] = ()
     encoder_s: float = 0.0
+    pair: PairRecord | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

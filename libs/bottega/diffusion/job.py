@@ -19,9 +19,12 @@ from bottega.diffusion.control_sessions import ControlSessions, open_controls
 from bottega.diffusion.controls import ControlHosts, ControlNets
 from bottega.diffusion.denoiser import Prediction
 from bottega.diffusion.encode import Conditions, encode_image, encode_prompts
-from bottega.diffusion.events import Record
+from bottega.diffusion.events import PairRecord, Record
+from bottega.diffusion.follower import Guest
 from bottega.diffusion.model import Model
+from bottega.diffusion.pair import PairPrediction
 from bottega.diffusion.request import Request
+from bottega.diffusion.row import Half
 from bottega.diffusion.spec import DrawingSpec
 from bottega.errors import InternalError
 
@@ -42,7 +45,8 @@ class Order:
     key: unique among the jobs that it holds. image: source of image-to-image, uint8 [height, width, 3].
     control_images: one for each of the spec's ControlNets, uint8 [its height, its width, 3].
     control_hosts: where each of those is, beside here; without them they are here.
-    stale_residuals: whether residuals may be one step old.
+    stale_residuals: whether residuals may be one step old. latent_parallelism: whether the other worker of a pair may
+    compute rows.
     checkpoint: of an earlier attempt; empty to begin at the beginning. preview: whether to show the way.
     """
 
@@ -52,20 +56,26 @@ class Order:
     control_images: tuple[Tensor, ...] = ()
     control_hosts: tuple[ControlHosts, ...] = ()
     stale_residuals: bool = False
+    latent_parallelism: bool = True
     checkpoint: bytes = b""
     preview: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A job whose prompt has been encoded. truncations: see Conditions. encoder_s: see Record."""
+    """A job whose prompt has been encoded. truncations: see Conditions. encoder_s, pair: see Record.
+
+    guest: what the other worker of a pair is told of it; None where none of its rows may be lent.
+    """
 
     order: Order
     requests: Sequence[Request]
     truncations: dict[str, str]
     controls: ControlSessions = field(default_factory=ControlSessions)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    guest: Guest | None = None
     encoder_s: float = 0.0
+    pair: PairRecord | None = None
     drawn: set[int] = field(default_factory=set)
     reported_s: float = -math.inf
     checkpoint_s: float = 0.0
@@ -119,6 +129,20 @@ class Job:
             self.seconds[CONTROLNETS] += waited_s
             self.encoder_s += prediction.encoder_s
 
+    def lent(self, prediction: PairPrediction, worker: str) -> None:
+        """One of its steps ran in a turn of a pair whose other worker has this name."""
+        steps = sum(request in prediction.lent for request in self.requests)
+        taken_back = sum(request in prediction.taken_back for request in self.requests)
+        if not steps and not taken_back:
+            return
+        before = self.pair or PairRecord(worker=worker, steps=0, taken_back_steps=0, waited_s=0.0)
+        self.pair = PairRecord(
+            worker=worker,
+            steps=before.steps + steps,
+            taken_back_steps=before.taken_back_steps + taken_back,
+            waited_s=before.waited_s + prediction.peer_wait_s,
+        )
+
     def shared(self, requests: int) -> None:
         """One of its steps ran in a group of so many requests."""
         self._steps += 1
@@ -137,6 +161,7 @@ class Job:
             mean_group_requests=self._group_requests / self._steps if self._steps else 0.0,
             controlnets=self.controls.uses(self.order.spec),
             encoder_s=self.encoder_s,
+            pair=self.pair,
         )
 
     @contextmanager
@@ -170,7 +195,16 @@ def open_job(model: Model, order: Order, controlnets: ControlNets | None = None)
         job.seconds[CONTROLNETS] = 0.0
         for request in requests:
             request.controls = job.controls.active
+    job.guest = _guest(order, conditions, job.controls)
     return job
+
+
+def _guest(order: Order, conditions: Conditions, controls: ControlSessions) -> Guest | None:
+    """What another worker must know to compute rows of the job. Without guidance there is nothing to halve."""
+    if conditions.unconditional is None or not order.latent_parallelism:
+        return None
+    halves = {Half.UNCONDITIONAL: conditions.unconditional, Half.CONDITIONAL: conditions.conditional}
+    return Guest(halves=halves, controls=controls.begun, handles=tuple(controls.handles))
 
 
 def _begun(model: Model, order: Order, conditions: Conditions) -> list[Request]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +20,8 @@ from bottega.errors import BottegaError, ConfigError
 from bottega.process import Patience
 from bottega.process.memory import spare_the_collector
 from bottega.rpc.server import Server, run
+from bottega.transport import own_socket
 from bottega.v1 import controlnet_pb2_grpc
-
-# The folder that systemd makes for a unit's sockets, which other units can see.
-_RUNTIME_VARIABLE = "RUNTIME_DIRECTORY"
 
 
 def main() -> int:
@@ -79,11 +75,7 @@ def _with_socket(engine: EngineConfig) -> EngineConfig:
     """With the path of a unix socket, where none is configured: the same for every engine of this process."""
     if engine.links_socket != "":
         return engine
-    if given := os.environ.get(_RUNTIME_VARIABLE, "").partition(":")[0]:
-        return replace(engine, links_socket=str(Path(given) / "links.sock"))
-    folder = Path(tempfile.gettempdir()) / f"bottega-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return replace(engine, links_socket=str(folder / f"controlnet-{os.getpid()}.sock"))
+    return replace(engine, links_socket=str(own_socket("controlnet")))
 
 
 if __name__ == "__main__":

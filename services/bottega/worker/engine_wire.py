@@ -10,7 +10,17 @@ from torch import Tensor
 from bottega.diffusion.controlnets import ControlLayout
 from bottega.diffusion.controls import ControlHosts, ControlServer
 from bottega.diffusion.engine import Engine
-from bottega.diffusion.events import Checkpointed, ControlUse, Drawn, Event, Failed, Finished, Progress, Started
+from bottega.diffusion.events import (
+    Checkpointed,
+    ControlUse,
+    Drawn,
+    Event,
+    Failed,
+    Finished,
+    PairRecord,
+    Progress,
+    Started,
+)
 from bottega.diffusion.job import Order
 from bottega.diffusion.samplers import SamplerKind
 from bottega.diffusion.spec import ControlSpec, DrawingSpec
@@ -69,6 +79,7 @@ def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Ord
         control_images=tuple(_tensor(control.image) for control in start.controls),
         control_hosts=tuple(_hosts(control.hosts) for control in start.controls),
         stale_residuals=_may_be_stale(start.spec),
+        latent_parallelism=_may_be_lent(start.spec),
         checkpoint=start.checkpoint,
         preview=start.preview,
     )
@@ -132,8 +143,10 @@ def ready_of(engine: Engine, base: ControlLayout) -> engine_pb2.EngineEvent:
     return engine_pb2.EngineEvent(ready=engine_pb2.EngineReady(model=said, device=str(model.device)))
 
 
-def beat_of(engine: Engine, controlnets: RemoteControlNets, at_hand: AtHand) -> engine_pb2.EngineEvent:
-    """The message that the engine is alive, and how busy."""
+def beat_of(
+    engine: Engine, controlnets: RemoteControlNets, at_hand: AtHand, *, peer_links: int
+) -> engine_pb2.EngineEvent:
+    """The message that the engine is alive, and how busy. peer_links: with the other worker of its pair."""
     beat = engine_pb2.EngineBeat(
         turns=engine.turns,
         running=[
@@ -145,7 +158,7 @@ def beat_of(engine: Engine, controlnets: RemoteControlNets, at_hand: AtHand) -> 
         ],
         fixed_s=engine.fixed_s,
         controlnets=at_hand.report(),
-        links=link_counts(controlnets.counters, open_links=len(controlnets.servers)),
+        links=link_counts(controlnets.counters, open_links=len(controlnets.servers) + peer_links),
     )
     return engine_pb2.EngineEvent(beat=beat)
 
@@ -193,6 +206,11 @@ def _may_be_stale(spec: generation_pb2.GenerationSpec) -> bool:
     return spec.fidelity in (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
 
 
+def _may_be_lent(spec: generation_pb2.GenerationSpec) -> bool:
+    """Whether the peer may compute rows. It is exact, so that only the request itself forbids it."""
+    return spec.techniques.latent_parallelism if spec.techniques.HasField("latent_parallelism") else True
+
+
 def _provenance(event: Finished, engine: Engine) -> generation_pb2.Provenance:
     record = event.record
     return generation_pb2.Provenance(
@@ -206,6 +224,13 @@ def _provenance(event: Finished, engine: Engine) -> generation_pb2.Provenance:
         mean_group_requests=record.mean_group_requests,
         controlnets=[_use(use) for use in record.controlnets],
         encoder_s=record.encoder_s,
+        pair=None if record.pair is None else _pair(record.pair),
+    )
+
+
+def _pair(pair: PairRecord) -> generation_pb2.PairUse:
+    return generation_pb2.PairUse(
+        worker=pair.worker, steps=pair.steps, taken_back_steps=pair.taken_back_steps, waited_s=pair.waited_s
     )
 
 

@@ -86,7 +86,8 @@ def _by_its_name(violation: Violation, nets: Sequence[ControlNet]) -> Violation:
     if not found or int(found[1]) >= len(nets):
         return violation
     net, part = nets[int(found[1])], found[2]
-    field = f"--control {net.name}={net.image}" if part == "image" else f"--control {net.name}, {part}"
+    file = f"={net.image}" if isinstance(net.image, Path) else ""
+    field = f"--control {net.name}{file}" if part == "image" else f"--control {net.name}, {part}"
     return Violation(field=field, description=violation.description)
 
 

@@ -21,16 +21,15 @@ from google.protobuf import json_format
 
 from bottega.diffusion.control_messages import (
     Kind,
-    Message,
     Step,
     kind_of,
     number_message,
     read_number,
     read_refusal,
     step_message,
-    tensor_of,
 )
 from bottega.diffusion.controls import ControlServer
+from bottega.diffusion.tensor_messages import Message, tensor_of
 from bottega.errors import (
     BadFrame,
     BottegaError,
