@@ -69,6 +69,7 @@ class Caller:
             "Join": self._join,
             "RunAttempt": self._run_attempt,
             "WatchCheckpoints": self._watch_checkpoints,
+            "OpenPeerLink": self._open_peer_link,
         }
 
     def close(self) -> None:
@@ -141,6 +142,16 @@ class Caller:
                 raise
         finally:
             call.cancel()
+        return _FINE
+
+    def _open_peer_link(self, raw: tuple[bytes, ...]) -> Outcome:
+        """The worker has no peer; a request with nothing else wrong is told so."""
+        try:
+            return self._ask("OpenPeerLink", raw)
+        except grpc.RpcError as error:
+            lonely = error.code() is grpc.StatusCode.UNAVAILABLE and "has no peer" in (error.details() or "")
+            if not lonely:
+                raise
         return _FINE
 
     def _run_attempt(self, raw: tuple[bytes, ...]) -> Outcome:

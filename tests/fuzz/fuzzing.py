@@ -65,7 +65,6 @@ def fuzz(house: House, method: str, requests: int, seed: int, tally: Tally | Non
     tally = tally or Tally()
     strategy = _requests(method, house.draw(), house.digest)
 
-    @hypothesis.given(strategy)
     def answer_is_right(raw: tuple[bytes, ...]) -> None:
         outcome = house.caller.call(method, raw)
         tally.codes[outcome.code] += 1
@@ -74,13 +73,15 @@ def fuzz(house: House, method: str, requests: int, seed: int, tally: Tally | Non
             raise Found(f"{method}: {problem}\n  {[part[:_SHOWN_BYTES] for part in raw]}")
 
     while tally.requests < requests and len(tally.found) < _MOST_FOUND and not house.dead():
-        run = hypothesis.settings(
+        settings = hypothesis.settings(
             max_examples=requests - tally.requests,
             database=None,
             deadline=None,
             phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
-        )(hypothesis.seed(seed + tally.requests)(answer_is_right))
+        )
+        # A test of its own for every run: one that has its settings takes no others.
+        run = settings(hypothesis.seed(seed + tally.requests)(hypothesis.given(strategy)(answer_is_right)))
         try:
             run()
         except Found as found:
