@@ -95,9 +95,11 @@ class Shelf:
         return [name for name, place in self._places.items() if place.loaded]
 
     @property
-    def loading(self) -> str | None:
-        """Name of what is being loaded."""
-        return self._loading
+    def coming(self) -> list[str]:
+        """Names of what is not loaded and will be as soon as it can: what is being loaded, or was asked for."""
+        wanted = dict.fromkeys(item.name for loan in self._waiting for item in loan.items) | dict.fromkeys(self._users)
+        loading = [self._loading] if self._loading is not None else []
+        return [*loading, *(name for name in wanted if name not in self._places)]
 
     @property
     def used_bytes(self) -> int:

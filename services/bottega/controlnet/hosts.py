@@ -23,9 +23,7 @@ from bottega.diffusion.controlnets import (
     load_controlnet,
 )
 from bottega.errors import ControlNetNotFound, ControlNetUnusable
-from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED as LOADED
-from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADING as LOADING
-from bottega.v1.controlnet_pb2 import HOSTED_STATE_ON_DISK as ON_DISK
+from bottega.v1 import controlnet_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet, HostedState
 
 # Characters of a digest that tell two versions of a name apart on the shelf.
@@ -78,7 +76,7 @@ class Hosts:
                 del self._sources[before.source.name]
             self._sources[version] = source
             host = self._hosts[name] = _Host(source=source, digest=found_digest)
-        return _reported(name, host, {}, {})
+        return self._reported(name, host, {}, {})
 
     def borrow(self, wanted: Sequence[Wanted], *, base: ControlLayout, dtype: torch.dtype) -> Hold:
         """Borrows these together, for a worker's model of that layout and element type.
@@ -109,11 +107,12 @@ class Hosts:
 
     def report(self, sessions: dict[str, int]) -> list[HostedControlNet]:
         """All of them, by name. sessions: that are open, by name."""
+        states = dict.fromkeys(self.shelf.coming, controlnet_pb2.HOSTED_STATE_LOADING)
+        states |= dict.fromkeys(self.shelf.loaded, controlnet_pb2.HOSTED_STATE_LOADED)
         popularity = self.shelf.popularity
-        states = {self.shelf.loading: LOADING} | dict.fromkeys(self.shelf.loaded, LOADED)
         with self._lock:
             hosts = sorted(self._hosts.items())
-        reports = [_reported(name, host, popularity, states) for name, host in hosts]
+        reports = [self._reported(name, host, popularity, states) for name, host in hosts]
         for report in reports:
             report.sessions = sessions.get(report.name, 0)
         return reports
@@ -123,18 +122,17 @@ class Hosts:
         net.tell_alive(self._alive)
         return net
 
-
-def _reported(
-    name: str, host: _Host, popularity: Mapping[str, int], states: Mapping[str | None, HostedState.ValueType]
-) -> HostedControlNet:
-    return HostedControlNet(
-        name=name,
-        digest=host.digest,
-        base=host.source.layout.base,
-        size_bytes=host.source.size_bytes,
-        state=states.get(host.source.name, ON_DISK),
-        popularity=popularity.get(host.source.name, 0),
-    )
+    def _reported(
+        self, name: str, host: _Host, popularity: Mapping[str, int], states: Mapping[str, HostedState.ValueType]
+    ) -> HostedControlNet:
+        return HostedControlNet(
+            name=name,
+            digest=host.digest,
+            base=host.source.layout.base,
+            size_bytes=host.source.size_bytes,
+            state=states.get(host.source.name, controlnet_pb2.HOSTED_STATE_ON_DISK),
+            popularity=popularity.get(host.source.name, 0),
+        )
 
 
 def _said(dtype: torch.dtype) -> str:

@@ -44,7 +44,7 @@ class AtHand:
         if self._shelf is None:
             return []
         popularity = self._shelf.popularity
-        states = {self._shelf.loading: LOADING} | dict.fromkeys(self._shelf.loaded, LOADED)
+        states = dict.fromkeys(self._shelf.coming, LOADING) | dict.fromkeys(self._shelf.loaded, LOADED)
         return [
             HostedControlNet(
                 name=name,

@@ -82,10 +82,10 @@ class ControlNetShelf:
             return self._shelf.loaded
 
     @property
-    def loading(self) -> str | None:
-        """Name of the ControlNet that is being loaded."""
+    def coming(self) -> list[str]:
+        """Names of those that are on their way, or wait for it because somebody has asked for them."""
         with self._changed:
-            return self._shelf.loading
+            return self._shelf.coming
 
     @property
     def used_bytes(self) -> int:
