@@ -9,7 +9,6 @@ with those of the step before; and how often the embedded model's pictures follo
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -98,12 +97,8 @@ def _near(bench: Bench, reference: ControlledReference, client: Client) -> dict[
 
 def _far(bench: Bench, near: Mapping[str, float]) -> dict[str, float]:
     """Synchronous and pipelined in turns, on one slow link."""
-    profile = bench.folder / "profile.json"
-    profile.write_text(json.dumps({"edges": 1.0}))
-    with (
-        Throttle() as throttle,
-        suite(bench.cast, "tcp", relayed(throttle), {"controlnet_profile": str(profile)}) as client,
-    ):
+    with Throttle() as throttle, suite(bench.cast, "tcp", relayed(throttle), {}) as client:
+        client.set_controlnet_profile("edges", similarity=1.0, num_inference_steps=1)
         draw(bench, client, 0)
         throttle.bytes_per_s = _slow(bench, client, throttle, near)
         synchronous, pipelined = [], []

@@ -7,7 +7,6 @@ picture's provenance has to say that it was the one meant.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,13 +29,9 @@ _WARM_UPS = 3
 def follow(folder: Path, count: int) -> Mapping[str, float]:
     """The shares of `count` pictures that show what the control image does, by mode; and the stale steps of one."""
     asked = cases("edges", count, things=1)
-    profile = folder / "follow.json"
-    profile.write_text(json.dumps({"edges": 1.0}))
     cast = Cast(folder=folder, model="miniature", net=WEIGHTS / "controlnets" / "edges")
-    with (
-        Throttle() as throttle,
-        suite(cast, "follow", relayed(throttle), {"controlnet_profile": str(profile)}) as client,
-    ):
+    with Throttle() as throttle, suite(cast, "follow", relayed(throttle), {}) as client:
+        client.set_controlnet_profile("edges", similarity=1.0, num_inference_steps=1)
         exact = _draw(client, asked, stale=False)
         throttle.bytes_per_s = SLOW_BYTES_PER_S
         _draw(client, asked[:_WARM_UPS], stale=True)  # measures the link
