@@ -12,6 +12,7 @@ from bottega.controlnet.catalogue import Catalogue
 from bottega.controlnet.config import ControlNetConfig, EngineConfig
 from bottega.controlnet.engine_front import EngineFront
 from bottega.controlnet.metrics import ControlNetMetrics
+from bottega.controlnet.profiles import Profiles
 from bottega.controlnet.server import ControlNetServer
 from bottega.errors import BottegaError, Unavailable
 from bottega.process import Patience
@@ -60,7 +61,13 @@ async def test_an_engine_that_dies_while_it_is_told_what_to_host_is_not_said_to_
     catalogue = Catalogue(tmp_path / "catalogue.json", root=None, fixed=config.controlnets)
     metrics = ControlNetMetrics(CollectorRegistry())
     server = ControlNetServer(
-        config, catalogue=catalogue, engine=engine, metrics=metrics, address=lambda: "a:1", set_serving=set_serving
+        config,
+        catalogue=catalogue,
+        profiles=Profiles(tmp_path / "profiles.json"),
+        engine=engine,
+        metrics=metrics,
+        address=lambda: "a:1",
+        set_serving=set_serving,
     )
     engine.lives.set()
     await server.engine_ready(ControlNetEngineReady())
