@@ -35,6 +35,7 @@ from bottega.diffusion.preview import LatentPreview
 from bottega.diffusion.pulse import beat_in
 from bottega.diffusion.request import Request
 from bottega.diffusion.row import Half, Row
+from bottega.diffusion.similarity import MeasuredControlNets
 from bottega.diffusion.spec import DrawingSpec, undrawable
 from bottega.errors import NotFinite, TooLarge, Unavailable
 from bottega.planning import StepTimes
@@ -112,10 +113,10 @@ class Engine:
         self.step_times = StepTimes()
         self._limits = limits
         self._clock = clock
-        self._controlnets = controlnets
+        self._controlnets = MeasuredControlNets(controlnets) if controlnets is not None else None
         self._loras = loras
         self.weights = LoraWeights(model, patches=not limits.fixed_rows, pristine_on_host=limits.pristine_on_host)
-        self._denoiser = Denoiser(model.backbone, self.weights, controlnets, fixed_rows=limits.fixed_rows)
+        self._denoiser = Denoiser(model.backbone, self.weights, self._controlnets, fixed_rows=limits.fixed_rows)
         self._batcher: Batcher[Request] = Batcher(
             self.step_times, max_rows=limits.fixed_rows or limits.max_rows, max_wait_turns=limits.max_wait_turns
         )
