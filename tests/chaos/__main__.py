@@ -17,13 +17,17 @@ from pathlib import Path
 from load.bench.report import report
 from tests.chaos.controlnets import kill_controlnets
 from tests.chaos.gateways import fill_disks, kill_gateways
+from tests.chaos.peers import ENGINE, kill_peers
 from tests.chaos.restarts import roll
 from tests.chaos.scene import Scene
 from tests.chaos.tally import Tally
 from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_workers, kill_workers
+from tests.worker_pair import WorkerPair
 
 WORKERS = ("a", "b", "c")
 CONTROLNET_SERVERS = ("x", "y", "z")
+# The part that has a pair of workers in place of a suite.
+KILL_PEERS = "kill-peers"
 # A gateway that died is ready again within this time.
 READY_S = 3.0
 
@@ -47,7 +51,7 @@ def main() -> int:
     options = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     whole = Tally()
-    for name in dict.fromkeys(options.part or PARTS):
+    for name in dict.fromkeys(options.part or (*PARTS, KILL_PEERS)):
         print(f"{name} ...", flush=True)
         tally = _play(name, options)
         whole.add(name, tally)
@@ -57,6 +61,8 @@ def main() -> int:
 
 
 def _play(name: str, options: argparse.Namespace) -> Tally:
+    if name == KILL_PEERS:
+        return _play_pair(options)
     workers = WORKERS[: {"kill-workers": 3, "kill-controlnets": 1}.get(name, 2)]
     with tempfile.TemporaryDirectory(prefix="bottega-chaos-") as folder, Scene(Path(folder), workers) as scene:
         try:
@@ -65,6 +71,16 @@ def _play(name: str, options: argparse.Namespace) -> Tally:
             scene.tally.faults.append(str(error))
         scene.count_ends()
         return scene.tally
+
+
+def _play_pair(options: argparse.Namespace) -> Tally:
+    tally = Tally()
+    with tempfile.TemporaryDirectory(prefix="bottega-chaos-") as folder, WorkerPair(Path(folder), ENGINE) as pair:
+        try:
+            kill_peers(pair, tally, times=options.peer_kills, rng=random.Random(options.seed))
+        except AssertionError as error:  # something was waited for, and never was
+            tally.faults.append(str(error))
+    return tally
 
 
 def _told(faults: Sequence[str]) -> list[str]:
@@ -82,7 +98,9 @@ def _report(tally: Tally) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", action="append", choices=[*PARTS], help="only this one; may be given again")
+    parser.add_argument(
+        "--part", action="append", choices=[*PARTS, KILL_PEERS], help="only this one; may be given again"
+    )
     parser.add_argument("--kills", type=int, default=40, help="of workers, inside a request")
     parser.add_argument("--freezes", type=int, default=10, help="of workers")
     parser.add_argument("--engine-freezes", type=int, default=5, help="of engines")
@@ -90,6 +108,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--gateway-kills", type=int, default=60, help="around acknowledgement")
     parser.add_argument("--full-disks", type=int, default=5, help="of the gateway")
     parser.add_argument("--cycles", type=int, default=10, help="of the rolling restart")
+    parser.add_argument("--peer-kills", type=int, default=20, help="of a worker that computes rows of another one")
     parser.add_argument("--seed", type=int, default=1, help="of what happens when")
     return parser.parse_args()
 

@@ -15,7 +15,6 @@ from bottega.controlnet import worker_link
 from bottega.diffusion.control_messages import (
     Entry,
     Kind,
-    Message,
     Opening,
     Refusal,
     Session,
@@ -32,6 +31,7 @@ from bottega.diffusion.controlnets import ControlLayout
 from bottega.diffusion.controls import Control
 from bottega.diffusion.model import Model
 from bottega.diffusion.row import Embeds, Half
+from bottega.diffusion.tensor_messages import Message
 from bottega.errors import BadFrame, DeadlineExceeded
 from bottega.transport import Deadline, DType, Layout, Link, TensorSpec, connect
 from tests.controlnets import control_image, layout_of, random_controlnet, save

@@ -37,6 +37,7 @@ FULL: GenerationOptions = {
         ControlNet("depth", control_guidance_start=0.25),
     ),
     "stale_residuals": False,
+    "latent_parallelism": True,
     "format": "webp",
     "quality": 80,
     "fidelity": "fast",

@@ -10,10 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from bottega.config import load
+from bottega.controlnet.config import ControlNetConfig
+from bottega.controlnet.server import open_catalogue
 from bottega.gateway.config import GatewayConfig
+from bottega.loras.config import LoraConfig
+from bottega.miniature import WEIGHTS
 from bottega.rpc.server import ServerConfig
 from bottega.worker.config import WorkerConfig
 
@@ -94,7 +97,13 @@ def test_a_machine_with_workers_only_gets_no_gateway_with_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "unit"), [("gateway", "bottega-gateway.service"), ("worker", "bottega-worker@.service")]
+    ("module", "unit"),
+    [
+        ("controlnet", "bottega-controlnet@.service"),
+        ("gateway", "bottega-gateway.service"),
+        ("worker", "bottega-worker@.service"),
+        ("loras", "bottega-loras.service"),
+    ],
 )
 def test_a_configuration_that_cannot_be_used_is_not_tried_again(module: str, unit: str, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
@@ -133,10 +142,24 @@ def test_what_computes_does_not_spin_and_downloads_nothing(unit: str) -> None:
     assert "\nEnvironment=HF_HUB_OFFLINE=1\n" in text
 
 
-def test_workers_of_the_machine_may_reach_the_socket_of_a_controlnet_servers_links() -> None:
-    unit = "bottega-controlnet@.service"
-    assert setting(unit, "RuntimeDirectory") == "bottega-controlnet/%i"
+@pytest.mark.parametrize(
+    ("unit", "folder"),
+    [
+        ("bottega-controlnet@.service", "bottega-controlnet/%i"),
+        ("bottega-worker@.service", "bottega-worker/%i"),
+        ("bottega-loras.service", "bottega-loras"),
+    ],
+)
+def test_workers_of_the_machine_may_reach_the_socket_of_a_services_links(unit: str, folder: str) -> None:
+    assert setting(unit, "RuntimeDirectory") == folder
     assert int(setting(unit, "RuntimeDirectoryMode"), 8) & 0o005 == 0o005, "each is a user of its own"
+
+
+def test_the_controlnet_servers_configuration_hosts_the_embedded_models_own(tmp_path: Path) -> None:
+    net = load(ControlNetConfig, DEPLOY / "config" / "controlnets" / "miniature.yaml")
+    folders = open_catalogue(net, tmp_path)[0].folders
+    assert set(folders) == {path.name for path in (WEIGHTS / "controlnets").iterdir()}
+    assert all((folder / "config.json").is_file() for folder in folders.values())
 
 
 def test_the_services_take_their_configurations() -> None:
@@ -144,8 +167,14 @@ def test_the_services_take_their_configurations() -> None:
     assert gateway == GatewayConfig(), "the file shows the defaults"
     worker = load(WorkerConfig, DEPLOY / "config" / "workers" / "miniature.yaml")
     assert (worker.name, worker.gateway) == ("miniature", gateway.server.listen)
-    net = yaml.safe_load((DEPLOY / "config" / "controlnets" / "miniature.yaml").read_text())
-    assert net["gateway"] == gateway.server.listen
-    assert float(setting("bottega-controlnet@.service", "TimeoutStopSec")) > net["server"]["drain_grace_s"]
-    for unit, server in (("bottega-gateway.service", gateway.server), ("bottega-worker@.service", worker.server)):
+    net = load(ControlNetConfig, DEPLOY / "config" / "controlnets" / "miniature.yaml")
+    assert (net.gateway, net.engine.dtype) == (gateway.server.listen, worker.engine.dtype)
+    loras = load(LoraConfig, DEPLOY / "config" / "loras.yaml")
+    assert (loras.gateway, loras.bases) == (gateway.server.listen, LoraConfig().bases)
+    for unit, server in (
+        ("bottega-gateway.service", gateway.server),
+        ("bottega-worker@.service", worker.server),
+        ("bottega-controlnet@.service", net.server),
+        ("bottega-loras.service", loras.server),
+    ):
         assert float(setting(unit, "TimeoutStopSec")) > server.drain_grace_s

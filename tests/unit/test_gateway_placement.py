@@ -12,7 +12,7 @@ from bottega.errors import NoControlNet, NoWorker, QueueFull, Unavailable, Worke
 from bottega.gateway.jobs import Checkpoint, Job
 from bottega.gateway.members import Member
 from bottega.v1 import image_pb2
-from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1.controlnet_pb2 import HostedControlNet, ResidualProfile
 from tests.unit.sample_jobs import sample_job
 from tests.unit.sample_nets import LOADING, ON_DISK, load, net, server
 from tests.unit.sample_shop import FakeServer, Shop
@@ -59,6 +59,33 @@ async def test_an_attempt_is_told_who_hosts_its_controlnets_the_best_first(shop:
     assert [one.address for one in edges.servers] == ["127.0.0.1:102", "127.0.0.1:101"]
 
 
+@pytest.mark.parametrize(
+    ("profiles", "said"),
+    [
+        ([[("hash of m", 20, 0.995)]], 0.995),
+        ([[("hash of m", 20, 0.995)], [("hash of m", 10, 0.9)]], 0.9),  # the least of what servers know
+        ([[("hash of m", 21, 0.995)]], None),  # with fewer steps they are further apart
+        ([[("another model", 20, 0.995)]], None),
+        ([[]], None),
+    ],
+)
+async def test_an_attempt_is_told_the_profile_that_holds_for_its_model_and_steps(
+    shop: Shop, profiles: list[list[tuple[str, int, float]]], said: float | None
+) -> None:
+    shop.worker()
+    for number, known in enumerate(profiles, start=1):
+        found = [
+            ResidualProfile(model_hash=model, num_inference_steps=steps, similarity=similarity)
+            for model, steps, similarity in known
+        ]
+        _server(shop, net("edges", profiles=found), name=f"s{number}")
+    job = _job(shop, "edges")
+    job.bare.num_inference_steps = 20
+    shop.take(job)
+    (edges,) = shop.client().requests[-1].controlnets
+    assert (edges.similarity if edges.HasField("similarity") else None) == said
+
+
 async def test_controlnets_of_one_job_go_to_different_servers_where_they_can(shop: Shop) -> None:
     shop.worker()
     for name in ("s1", "s2"):
@@ -85,6 +112,18 @@ async def test_what_was_given_out_counts_before_it_is_reported_and_not_after_the
         await shop.complete(job)
     assert not shop.placement._sessions
     assert not shop.placement._given
+
+
+async def test_jobs_that_come_together_agree_on_the_server_that_loads_for_the_first_of_them(shop: Shop) -> None:
+    for name in ("w1", "w2", "w3"):
+        shop.worker(name)
+    for name in ("s1", "s2", "s3"):
+        _server(shop, net("edges", state=ON_DISK), name=name)
+    jobs = [shop.take(_job(shop, "edges")) for _ in range(3)]
+    assert len({job.servers for job in jobs}) == 1, "or each of them would load it"
+    for job in jobs:
+        await shop.complete(job)
+    assert not shop.placement._nets
 
 
 async def test_sessions_that_a_server_reports_count_whoever_opened_them(shop: Shop) -> None:
@@ -210,6 +249,7 @@ async def test_an_attempt_that_is_adopted_before_its_server_is_back_keeps_its_ch
     assert shop.client().requests[-1].checkpoint == b"4"
 
 
+@pytest.mark.alone
 async def test_a_queue_of_jobs_whose_controlnet_is_away_costs_little(shop: Shop) -> None:
     shop.worker()
     member = _server(shop, net("edges"))

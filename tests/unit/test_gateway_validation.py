@@ -218,6 +218,7 @@ def test_an_empty_switchboard_switches_nothing() -> None:
     validation.refuse_unserved(GenerationSpec(techniques=Techniques()))
 
 
-def test_controlnets_and_stale_residuals_are_served() -> None:
+def test_controlnets_and_exact_or_asked_for_techniques_are_served() -> None:
     nets = [ControlNet(name="edges", image=PNG)]
-    validation.refuse_unserved(GenerationSpec(controlnets=nets, techniques=Techniques(stale_residuals=False)))
+    techniques = Techniques(stale_residuals=False, latent_parallelism=False)
+    validation.refuse_unserved(GenerationSpec(controlnets=nets, techniques=techniques))

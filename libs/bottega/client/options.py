@@ -48,6 +48,7 @@ class GenerationOptions(TypedDict, total=False):
     controlnets: ControlNets to draw with, at most 8; their residuals are summed.
     stale_residuals: whether steps may go on with the ControlNets' residuals of the step before, which is approximate;
         absent leaves it to the fidelity.
+    latent_parallelism: whether another worker may compute rows of the request, which is exact; absent is yes.
     format: "png", "jpeg" or "webp".
     quality: of JPEG and WebP, 1 to 100.
     fidelity: "exact", "balanced" or "fast": how far approximate techniques may go.
@@ -70,6 +71,7 @@ class GenerationOptions(TypedDict, total=False):
     strength: float | None
     controlnets: Sequence[ControlNet] | None
     stale_residuals: bool | None
+    latent_parallelism: bool | None
     format: Format | None
     quality: int | None
     fidelity: FidelityName | None
@@ -78,7 +80,7 @@ class GenerationOptions(TypedDict, total=False):
 _NAMED: dict[str, Mapping[Any, int]] = {"sampler": SAMPLERS, "fidelity": FIDELITIES, "format": FORMATS}
 _OPTIONS = tuple(GenerationOptions.__annotations__)
 # Of the contract's Techniques, those that have an argument.
-_TECHNIQUES = ("stale_residuals",)
+_TECHNIQUES = ("stale_residuals", "latent_parallelism")
 # Of a spec, what becomes of no argument, or of several.
 _LEFT_OUT = frozenset({"prompt", "num_images", "image", "techniques"})
 

@@ -6,7 +6,7 @@ done with it; what breaks a rule raises ValueError. Knows shapes and sessions by
     worker -> server    open: begins the sessions of one request (a loan)    opened, or refused
                         step: latents and timesteps of rows                  residuals, or refused
                         close: ends a loan                                   -
-                        ping: are you there?                                 pong
+                        ping: are you there?                                 pong, with the pulse of its forwards
 """
 
 from __future__ import annotations
@@ -25,16 +25,10 @@ from torch import Tensor
 from bottega.diffusion.controlnets.layout import ControlLayout
 from bottega.diffusion.controls import Control
 from bottega.diffusion.row import Embeds, Half
+from bottega.diffusion.tensor_messages import DTYPES, Message, message_of, packed, parts_of, tensor_at, unpacked
 from bottega.transport import DType, Layout, TensorSpec
 
-# Of the header of a message; that of eight sessions has some thousand bytes.
-_MAX_HEADER_BYTES = 64 << 10
-# Headers are padded to multiples of this, so that most messages of a kind have one layout.
-_HEADER_STEP_BYTES = 512
 _MAX_NUMBER = 2**53
-
-DTYPES = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
-_TORCH = {ours: theirs for theirs, ours in DTYPES.items()} | {DType.UINT8: torch.uint8, DType.INT64: torch.int64}
 
 
 class Kind(StrEnum):
@@ -48,19 +42,6 @@ class Kind(StrEnum):
     CLOSE = "close"
     PING = "ping"
     PONG = "pong"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Message:
-    """A message to send: its layout, and a buffer for each of its tensors."""
-
-    layout: Layout
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def buffers(self) -> list[memoryview]:
-        """The bytes of its tensors."""
-        return [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in self.tensors]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,21 +121,21 @@ def open_message(opening: Opening) -> Message:
     header = _Header(loan=opening.loan, base=opening.base, halves=tuple(fullest.halves), sessions=opening.sessions)
     embeds = list(fullest.halves.values())
     parts = {
-        Kind.OPEN.value: _packed(_HEADER.dump_json(header)),
+        Kind.OPEN.value: packed(_HEADER.dump_json(header)),
         "prompt": torch.stack([each.prompt for each in embeds]),
         "pooled": torch.stack([each.pooled for each in embeds]),
         "time_ids": torch.stack([each.time_ids.float() for each in embeds]),
     }
     for place, control in enumerate(opening.controls):
         parts[f"image.{place}"] = control.image
-    return _message(parts)
+    return message_of(parts)
 
 
 def read_opening(layout: Layout, views: Sequence[memoryview]) -> Opening:
     """What an open message says; its tensors are copies."""
-    parts = _parts(layout, views)
+    parts = parts_of(layout, views)
     try:
-        header = _HEADER.validate_json(_unpacked(parts[Kind.OPEN.value]))
+        header = _HEADER.validate_json(unpacked(parts[Kind.OPEN.value]))
     except pydantic.ValidationError as error:
         raise ValueError(f"an open message's header: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from None
     except KeyError as error:
@@ -190,14 +171,14 @@ def read_opening(layout: Layout, views: Sequence[memoryview]) -> Opening:
 def step_message(step: Step) -> Message:
     """A step message."""
     table = [[step.number, 0, 0], *([entry.session, entry.half.value, entry.sample] for entry in step.entries)]
-    return _message(
+    return message_of(
         {Kind.STEP.value: torch.tensor(table), "timesteps": step.timesteps.float(), "samples": step.samples}
     )
 
 
 def read_step(layout: Layout, views: Sequence[memoryview]) -> Step:
     """What a step message says; samples and timesteps lie where they came."""
-    parts = _parts(layout, views)
+    parts = parts_of(layout, views)
     table, samples, timesteps = parts[Kind.STEP.value], parts.get("samples"), parts.get("timesteps")
     if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 3 or len(table) < 2:
         raise ValueError("a step's table is no int64 [1 + rows, 3]")
@@ -226,7 +207,7 @@ def residuals_layout(rows: int, shapes: tuple[tuple[int, int, int], ...], dtype:
 
 def number_message(kind: Kind, number: int = 0) -> Message:
     """An opened, close, ping or pong message."""
-    return _message({kind.value: torch.tensor([number])})
+    return message_of({kind.value: torch.tensor([number])})
 
 
 def read_number(layout: Layout, views: Sequence[memoryview]) -> int:
@@ -240,27 +221,17 @@ def read_number(layout: Layout, views: Sequence[memoryview]) -> int:
 def refused_message(refusal: Refusal) -> Message:
     """A refused message."""
     loan, step = (-1 if number is None else number for number in (refusal.loan, refusal.step))
-    return _message({Kind.REFUSED.value: torch.tensor([loan, step]), "error": _packed(refusal.error)})
+    return message_of({Kind.REFUSED.value: torch.tensor([loan, step]), "error": packed(refusal.error)})
 
 
 def read_refusal(layout: Layout, views: Sequence[memoryview]) -> Refusal:
     """What a refused message says."""
-    parts = _parts(layout, views)
+    parts = parts_of(layout, views)
     numbers, error = parts[Kind.REFUSED.value], parts.get("error")
     if numbers.dtype != torch.int64 or numbers.shape != (2,) or error is None:
         raise ValueError("a refused message does not say what is refused, and why")
     loan, step = (None if number < 0 else number for number in numbers.tolist())
-    return Refusal(loan=loan, step=step, error=_unpacked(error))
-
-
-def tensor_at(layout: Layout, views: Sequence[memoryview], index: int) -> Tensor:
-    """One tensor of a message, where it lies."""
-    return tensor_of(layout.specs[index], views[index])
-
-
-def tensor_of(spec: TensorSpec, view: memoryview) -> Tensor:
-    """One tensor of a message, where it lies. Received, it is not to be written to."""
-    return torch.frombuffer(view, dtype=_TORCH[spec.dtype]).reshape(spec.shape)
+    return Refusal(loan=loan, step=step, error=unpacked(error))
 
 
 def _conditions(header: _Header, parts: Mapping[str, Tensor]) -> dict[Half, Embeds]:
@@ -278,27 +249,4 @@ def _conditions(header: _Header, parts: Mapping[str, Tensor]) -> dict[Half, Embe
     }
 
 
-def _message(parts: Mapping[str, Tensor]) -> Message:
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in parts.items()}
-    specs = [TensorSpec(name=name, dtype=_OURS[t.dtype], shape=tuple(t.shape)) for name, t in tensors.items()]
-    return Message(layout=Layout.of(*specs), tensors=tuple(tensors.values()))
-
-
-def _parts(layout: Layout, views: Sequence[memoryview]) -> dict[str, Tensor]:
-    return {spec.name: tensor_at(layout, views, index) for index, spec in enumerate(layout.specs)}
-
-
-def _packed(data: bytes) -> Tensor:
-    """The bytes as a tensor, padded with blanks, which JSON does not mind."""
-    size = -(-len(data) // _HEADER_STEP_BYTES) * _HEADER_STEP_BYTES
-    return torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
-
-
-def _unpacked(header: Tensor) -> bytes:
-    if header.dtype != torch.uint8 or header.dim() != 1 or len(header) > _MAX_HEADER_BYTES:
-        raise ValueError(f"a message's header is not at most {_MAX_HEADER_BYTES} bytes")
-    return header.numpy().tobytes()
-
-
-_OURS = {theirs: ours for ours, theirs in _TORCH.items()}
 _HEADER = TypeAdapter(_Header)

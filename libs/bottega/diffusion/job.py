@@ -19,9 +19,13 @@ from bottega.diffusion.control_sessions import ControlSessions, open_controls
 from bottega.diffusion.controls import ControlHosts, ControlNets
 from bottega.diffusion.denoiser import Prediction
 from bottega.diffusion.encode import Conditions, encode_image, encode_prompts
-from bottega.diffusion.events import Record
+from bottega.diffusion.events import PairRecord, Record
+from bottega.diffusion.follower import Guest
+from bottega.diffusion.job_loras import JobLoras
 from bottega.diffusion.model import Model
+from bottega.diffusion.pair import PairPrediction
 from bottega.diffusion.request import Request
+from bottega.diffusion.row import Half
 from bottega.diffusion.spec import DrawingSpec
 from bottega.errors import InternalError
 
@@ -33,6 +37,8 @@ _CHECKPOINT_SHARE = 0.1
 STAGES = ("encode", "denoise", "batch", "decode")
 # Of jobs that use some: waiting for them, before the first step and in steps.
 CONTROLNETS = "controlnets"
+# Of jobs that use some: what could not go on for want of them, and changing weights for them.
+LORAS = "loras"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,7 +48,9 @@ class Order:
     key: unique among the jobs that it holds. image: source of image-to-image, uint8 [height, width, 3].
     control_images: one for each of the spec's ControlNets, uint8 [its height, its width, 3].
     control_hosts: where each of those is, beside here; without them they are here.
-    stale_residuals: whether residuals may be one step old.
+    stale_residuals: whether residuals may be one step old. latent_parallelism: whether the other worker of a pair may
+    compute rows.
+    loras_step: at which the LoRAs went in in an earlier attempt, where it told so.
     checkpoint: of an earlier attempt; empty to begin at the beginning. preview: whether to show the way.
     """
 
@@ -52,21 +60,31 @@ class Order:
     control_images: tuple[Tensor, ...] = ()
     control_hosts: tuple[ControlHosts, ...] = ()
     stale_residuals: bool = False
+    loras_step: int | None = None
+    latent_parallelism: bool = True
     checkpoint: bytes = b""
     preview: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A job whose prompt has been encoded. truncations: see Conditions. encoder_s: see Record."""
+    """A job whose prompt has been encoded. truncations: see Conditions. encoder_s, pair: see Record.
+
+    started: whether its ControlNets have been there, and it was told to have begun.
+    guest: what the other worker of a pair is told of it; None where none of its rows may be lent.
+    """
 
     order: Order
     requests: Sequence[Request]
     truncations: dict[str, str]
     controls: ControlSessions = field(default_factory=ControlSessions)
+    loras: JobLoras = field(default_factory=JobLoras)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    guest: Guest | None = None
     encoder_s: float = 0.0
+    pair: PairRecord | None = None
     drawn: set[int] = field(default_factory=set)
+    started: bool = False
     reported_s: float = -math.inf
     checkpoint_s: float = 0.0
     checkpoint_steps: int = 0
@@ -105,7 +123,7 @@ class Job:
         return steps > 0 and (steps >= share or now_s - self.checkpoint_s >= interval_s)
 
     def opened(self, waited_s: float) -> None:
-        """Its ControlNets, if it uses some, were there after so long."""
+        """Its ControlNets, if it uses some, were there after so long; again, when they had been lost."""
         if self.order.spec.controlnets:
             self.seconds[CONTROLNETS] += waited_s
 
@@ -119,6 +137,20 @@ class Job:
             self.seconds[CONTROLNETS] += waited_s
             self.encoder_s += prediction.encoder_s
 
+    def lent(self, prediction: PairPrediction, worker: str) -> None:
+        """One of its steps ran in a turn of a pair whose other worker has this name."""
+        steps = sum(request in prediction.lent for request in self.requests)
+        taken_back = sum(request in prediction.taken_back for request in self.requests)
+        if not steps and not taken_back:
+            return
+        before = self.pair or PairRecord(worker=worker, steps=0, taken_back_steps=0, waited_s=0.0)
+        self.pair = PairRecord(
+            worker=worker,
+            steps=before.steps + steps,
+            taken_back_steps=before.taken_back_steps + taken_back,
+            waited_s=before.waited_s + prediction.peer_wait_s,
+        )
+
     def shared(self, requests: int) -> None:
         """One of its steps ran in a group of so many requests."""
         self._steps += 1
@@ -130,6 +162,8 @@ class Job:
 
     def record(self) -> Record:
         """What happened to it."""
+        if self.order.spec.loras:
+            self.seconds[LORAS] = self.loras.wait_s + self.loras.patch_s
         return Record(
             begin_step=self.requests[0].begin,
             truncations=self.truncations,
@@ -137,6 +171,8 @@ class Job:
             mean_group_requests=self._group_requests / self._steps if self._steps else 0.0,
             controlnets=self.controls.uses(self.order.spec),
             encoder_s=self.encoder_s,
+            loras=self.loras.records(),
+            pair=self.pair,
         )
 
     @contextmanager
@@ -147,15 +183,22 @@ class Job:
         self.seconds[name] += perf_counter() - began_s
 
 
-def open_job(model: Model, order: Order, controlnets: ControlNets | None = None) -> Job:
+def open_job(model: Model, order: Order, controlnets: ControlNets | None = None, loras: JobLoras | None = None) -> Job:
     """The first stage: encodes prompt and picture, and goes on from the checkpoint where there is one that fits.
 
-    Its ControlNet sessions are begun, and need not be open yet.
+    Its ControlNet sessions are begun, and need not be open yet. loras: what they do to the text encoders is in place.
     """
     conditions = encode_prompts(model, order.spec)
     requests = _resumed(model, order, conditions) or _begun(model, order, conditions)
     steps = sum(request.step - request.begin for request in requests)
-    job = Job(order=order, requests=requests, truncations=conditions.truncations, checkpoint_steps=steps)
+    job = Job(
+        order=order,
+        requests=requests,
+        truncations=conditions.truncations,
+        loras=loras or JobLoras(),
+        checkpoint_steps=steps,
+    )
+    _pin(job)
     if order.spec.controlnets:
         step = min(request.step for request in requests)
         job.controls = open_controls(
@@ -170,7 +213,24 @@ def open_job(model: Model, order: Order, controlnets: ControlNets | None = None)
         job.seconds[CONTROLNETS] = 0.0
         for request in requests:
             request.controls = job.controls.active
+    job.guest = _guest(order, conditions, job.controls)
     return job
+
+
+def _pin(job: Job) -> None:
+    """An attempt goes on with the step at which the LoRAs went in before it, if they did."""
+    decided = next((request.loras_from for request in job.requests if request.loras_from is not None), None)
+    pinned = job.order.loras_step if decided is None else decided
+    if pinned is not None:
+        job.loras.step = pinned
+
+
+def _guest(order: Order, conditions: Conditions, controls: ControlSessions) -> Guest | None:
+    """What another worker must know to compute rows of the job. Without guidance there is nothing to halve."""
+    if conditions.unconditional is None or not order.latent_parallelism:
+        return None
+    halves = {Half.UNCONDITIONAL: conditions.unconditional, Half.CONDITIONAL: conditions.conditional}
+    return Guest(halves=halves, controls=controls.begun, handles=tuple(controls.handles))
 
 
 def _begun(model: Model, order: Order, conditions: Conditions) -> list[Request]:

@@ -53,7 +53,7 @@ core:
   joins `connect`'s ways before memfd, and says why when it does not pass.
 """
 
-from bottega.transport.binding import Doors
+from bottega.transport.binding import Doors, own_socket
 from bottega.transport.connecting import connect
 from bottega.transport.counters import Counters, Flow, Snapshot
 from bottega.transport.deadline import Deadline
@@ -71,6 +71,7 @@ __all__ = [
     "Link",
     "Listener",
     "Doors",
+    "own_socket",
     "connect",
     "Deadline",
     "Limits",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ _BACKLOG = 64
 # sun_path of sockaddr_un, with its final zero.
 _MAX_PATH_BYTES = 107
 _PROBE_S = 0.2
+# The folder that systemd makes for a unit's sockets, which other units can see.
+_RUNTIME_VARIABLE = "RUNTIME_DIRECTORY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,16 @@ class Doors:
     def __post_init__(self) -> None:
         if self.unix_path is not None and len(os.fsencode(self.unix_path)) > _MAX_PATH_BYTES:
             raise ValueError(f"{self.unix_path} is over {_MAX_PATH_BYTES} bytes, too long for a unix socket")
+
+
+def own_socket(service: str) -> Path:
+    """A path for a unix socket of this process: in the folder that systemd made for its unit, else in one of this
+    user's for temporary files, which is made."""
+    if given := os.environ.get(_RUNTIME_VARIABLE, "").partition(":")[0]:
+        return Path(given) / "links.sock"
+    folder = Path(tempfile.gettempdir()) / f"bottega-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"{service}-{os.getpid()}.sock"
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:

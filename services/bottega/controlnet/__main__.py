@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,35 +13,36 @@ from bottega.controlnet.catalogue import Catalogue
 from bottega.controlnet.config import ControlNetConfig, EngineConfig
 from bottega.controlnet.engine_front import EngineFront
 from bottega.controlnet.metrics import ControlNetMetrics
+from bottega.controlnet.profiles import Profiles
 from bottega.controlnet.server import ControlNetServer, open_catalogue
 from bottega.controlnet.service import SERVICE_NAME, ControlNetService
-from bottega.errors import BottegaError
+from bottega.errors import BottegaError, ConfigError
 from bottega.process import Patience
 from bottega.process.memory import spare_the_collector
 from bottega.rpc.server import Server, run
+from bottega.transport import own_socket
 from bottega.v1 import controlnet_pb2_grpc
-
-# The folder that systemd makes for a unit's sockets, which other units can see.
-_RUNTIME_VARIABLE = "RUNTIME_DIRECTORY"
 
 
 def main() -> int:
-    """Returns the exit code: 1 with a line on stderr when the server cannot start."""
+    """Returns the exit code, with a line on stderr when the server cannot start: 2 by its configuration, else 1."""
     parser = argparse.ArgumentParser(prog="python -m bottega.controlnet", description="Bottega's ControlNet server")
     parser.add_argument("--config", type=Path, help="YAML file; see ControlNetConfig for the keys")
     parser.add_argument("--stop-with-stdin", action="store_true", help="stop as at SIGTERM when stdin, a pipe, ends")
     arguments = parser.parse_args()
     try:
         settings = config.load(ControlNetConfig, arguments.config)
-        catalogue = open_catalogue(settings, config.state_folder())
-        asyncio.run(_serve(settings, catalogue, stop_with_stdin=arguments.stop_with_stdin))
+        catalogue, profiles = open_catalogue(settings, config.state_folder())
+        asyncio.run(_serve(settings, catalogue, profiles, stop_with_stdin=arguments.stop_with_stdin))
     except BottegaError as error:
         print(f"bottega.controlnet: {error.message}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
-async def _serve(settings: ControlNetConfig, catalogue: Catalogue, *, stop_with_stdin: bool) -> None:
+async def _serve(
+    settings: ControlNetConfig, catalogue: Catalogue, profiles: Profiles, *, stop_with_stdin: bool
+) -> None:
     spare_the_collector()
     patience = Patience(start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
     engine = EngineFront(_with_socket(settings.engine), patience=patience)
@@ -53,6 +52,7 @@ async def _serve(settings: ControlNetConfig, catalogue: Catalogue, *, stop_with_
         controlnets = ControlNetServer(
             settings,
             catalogue=catalogue,
+            profiles=profiles,
             engine=engine,
             metrics=ControlNetMetrics(server.registry),
             address=lambda: server.address,
@@ -75,11 +75,7 @@ def _with_socket(engine: EngineConfig) -> EngineConfig:
     """With the path of a unix socket, where none is configured: the same for every engine of this process."""
     if engine.links_socket != "":
         return engine
-    if given := os.environ.get(_RUNTIME_VARIABLE, "").partition(":")[0]:
-        return replace(engine, links_socket=str(Path(given) / "links.sock"))
-    folder = Path(tempfile.gettempdir()) / f"bottega-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return replace(engine, links_socket=str(folder / f"controlnet-{os.getpid()}.sock"))
+    return replace(engine, links_socket=str(own_socket("controlnet")))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from google.protobuf import json_format
 from torch import Tensor
 
 from bottega.controlnet.forwards import Residuals
-from bottega.diffusion.control_messages import Message, Refusal, refused_message, residuals_layout, tensor_at
+from bottega.diffusion.control_messages import Refusal, refused_message, residuals_layout
 from bottega.diffusion.controlnets import ControlRow, write_residuals
+from bottega.diffusion.tensor_messages import Message, tensor_at
 from bottega.errors import BottegaError
 from bottega.rpc.status import to_job_error
 from bottega.transport import Deadline, Link

@@ -18,7 +18,6 @@ from bottega.controlnet.forwards import Forwards, Residuals, Work
 from bottega.controlnet.hosts import Hosts, Wanted
 from bottega.diffusion.control_messages import (
     Kind,
-    Message,
     Opening,
     Session,
     Step,
@@ -30,6 +29,7 @@ from bottega.diffusion.control_messages import (
 )
 from bottega.diffusion.controlnets import ControlRow, ControlSession, Hold
 from bottega.diffusion.faults import named
+from bottega.diffusion.tensor_messages import Message
 from bottega.errors import BadFrame, BottegaError, Draining, LinkError, NoSharedMemory, PeerDead, TooLarge
 from bottega.transport import Deadline, Incoming, Link, Listener, Offer
 
@@ -148,7 +148,7 @@ class WorkerLink:
                     case Kind.CLOSE:
                         self._give_back(read_number(incoming.layout, views))
                     case Kind.PING:
-                        self._say(number_message(Kind.PONG))
+                        self._say(number_message(Kind.PONG, self._forwards.pulse))
                     case _:
                         raise ValueError(f"a worker says no {kind}")
 

@@ -6,7 +6,7 @@ Reads the fleet and keeps count of what was given out; calls nobody.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bottega.errors import NoControlNet
@@ -18,6 +18,7 @@ from bottega.gateway.jobs import Job
 from bottega.gateway.members import Member
 from bottega.v1 import controlnet_pb2, fleet_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1.generation_pb2 import GenerationSpec
 
 # Servers that an attempt is told of for one ControlNet; more failures than that are no accident.
 _MOST_SERVERS = 8
@@ -27,11 +28,15 @@ _LOADED_BYTES_PER_S = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """One ControlNet of a job. servers: the best first; none where only workers have it at hand."""
+    """One ControlNet of a job. servers: the best first; none where only workers have it at hand.
+
+    similarity: see worker_pb2.ControlNetHosts.
+    """
 
     name: str
     digest: str
     servers: tuple[tuple[Member, Candidate], ...]
+    similarity: float | None
 
 
 class Placement:
@@ -40,8 +45,9 @@ class Placement:
     def __init__(self, *, fleet: Fleet, clock: Clock) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._given: dict[str, tuple[str, ...]] = {}
+        self._given: dict[str, tuple[tuple[str, str], ...]] = {}
         self._sessions: Counter[str] = Counter()
+        self._nets: Counter[tuple[str, str]] = Counter()  # by server and ControlNet
 
     def takers(self, job: Job) -> Mapping[str, float] | None:
         """Workers that may take a job, with the seconds that they need to load what no server hosts; None is any.
@@ -71,16 +77,21 @@ class Placement:
         if not job.controlnets:
             return []
         choices = list(self._choices(job, worker))
-        servers = tuple(choice.servers[0][0].name for choice in choices if choice.servers)
-        self._given[job.job_id] = servers
+        given = tuple((choice.servers[0][0].name, choice.name) for choice in choices if choice.servers)
+        servers = tuple(server for server, _ in given)
+        self._given[job.job_id] = given
         self._sessions.update(servers)
+        self._nets.update(given)
         job.use({choice.name: choice.digest for choice in choices if choice.digest}, servers=servers)
         return [_hosts(choice) for choice in choices]
 
     def release(self, job: Job) -> None:
         """The attempt is over."""
-        self._sessions.subtract(self._given.pop(job.job_id, ()))
+        given = self._given.pop(job.job_id, ())
+        self._sessions.subtract(server for server, _ in given)
+        self._nets.subtract(given)
         self._sessions += Counter()  # without those that have none
+        self._nets += Counter()
 
     def cold(self, job: Job) -> Iterator[tuple[Member, str]]:
         """ControlNets that the job will need and that are on the disk only, each with the server that would get it."""
@@ -110,14 +121,17 @@ class Placement:
                 before[ranked[0].server] += 1
             versions[name] = ranked[0].digest if ranked else self._digest_at(worker, job, name)
             chosen = tuple((servers[candidate.server], candidate) for candidate in ranked)
-            yield _Choice(name=name, digest=versions[name], servers=chosen)
+            hosted = [net for _, net in hosts if net.digest == versions[name]]
+            similarity = _similarity(hosted, worker, job.bare) if worker is not None else None
+            yield _Choice(name=name, digest=versions[name], servers=chosen, similarity=similarity)
 
     def _candidate(self, member: Member, net: HostedControlNet, before: Counter[str]) -> Candidate:
         # A report may lag behind what was given out, and may tell of other gateways' jobs.
         sessions = max(self._fleet.hosting.sessions(member), self._sessions[member.name])
-        return Candidate(
-            server=member.name, digest=net.digest, state=net.state, sessions=sessions + before[member.name]
-        )
+        state = net.state
+        if self._nets[member.name, net.name] and state == controlnet_pb2.HOSTED_STATE_ON_DISK:
+            state = controlnet_pb2.HOSTED_STATE_LOADING  # or will be in a moment
+        return Candidate(server=member.name, digest=net.digest, state=state, sessions=sessions + before[member.name])
 
     def _digest_at(self, worker: Member | None, job: Job, name: str) -> str:
         return next((net.digest for member, net in self._workers(job, name) if member is worker), "")
@@ -145,4 +159,16 @@ def _hosts(choice: _Choice) -> worker_pb2.ControlNetHosts:
         worker_pb2.ControlNetServer(name=member.name, address=member.registration.address)
         for member, _ in choice.servers[:_MOST_SERVERS]
     ]
-    return worker_pb2.ControlNetHosts(digest=choice.digest, servers=servers)
+    return worker_pb2.ControlNetHosts(digest=choice.digest, servers=servers, similarity=choice.similarity)
+
+
+def _similarity(hosted: Sequence[HostedControlNet], worker: Member, spec: GenerationSpec) -> float | None:
+    """The least that a profile of it says for the worker's model, of those that cover so many steps."""
+    model_hash = next((model.model_hash for model in worker.models if model.name == spec.model), "")
+    found = [
+        profile.similarity
+        for net in hosted
+        for profile in net.profiles
+        if profile.model_hash == model_hash and profile.num_inference_steps <= spec.num_inference_steps
+    ]
+    return min(found) if model_hash and found else None

@@ -37,7 +37,7 @@ _FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
 
 # Fields that are designed and not served yet, in the order in which they are named; and the techniques that are.
 _UNSERVED = ("loras", "mask_image", "techniques")
-_SERVED_TECHNIQUES = frozenset({"stale_residuals"})
+_SERVED_TECHNIQUES = frozenset({"stale_residuals", "latent_parallelism"})
 
 
 def check_request_id(request_id: str) -> Iterator[Violation]:

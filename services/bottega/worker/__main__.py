@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from bottega import config
@@ -12,7 +13,8 @@ from bottega.codec import CodecPool
 from bottega.errors import BottegaError, ConfigError
 from bottega.process.memory import IMAGE_AT_WORK_BYTES, keep_freed_memory, spare_the_collector
 from bottega.rpc.server import Server, run
-from bottega.worker.config import WorkerConfig
+from bottega.transport import own_socket
+from bottega.worker.config import EngineConfig, WorkerConfig
 from bottega.worker.engine_front import EngineFront
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.service import SERVICE_NAME, WorkerService
@@ -56,7 +58,9 @@ async def _serve(settings: WorkerConfig, *, stop_with_stdin: bool) -> None:
     keep_freed_memory(at_once_bytes=IMAGE_AT_WORK_BYTES)
     spare_the_collector()
     # Processes first: the engine loads its model while the rest starts.
-    engine = EngineFront(settings.engine, start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
+    engine = EngineFront(
+        _with_socket(settings.engine), start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s
+    )
     pool = CodecPool(
         processes=settings.codec_processes,
         deadline_s=settings.codec_deadline_s,
@@ -75,6 +79,13 @@ async def _serve(settings: WorkerConfig, *, stop_with_stdin: bool) -> None:
         )
     finally:
         await asyncio.gather(engine.stop(), pool.stop())
+
+
+def _with_socket(engine: EngineConfig) -> EngineConfig:
+    """With the path of a unix socket for the peer, where none is configured: the same for every engine process."""
+    if not engine.peer or engine.links_socket != "":
+        return engine
+    return replace(engine, links_socket=str(own_socket("worker")))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,17 +27,26 @@ from bottega.errors import BottegaError, Unavailable
 from bottega.miniature import WEIGHTS
 from bottega.process import Channel
 from bottega.rpc import logs
-from bottega.v1.engine_pb2 import EngineCommand, EngineEvent
+from bottega.rpc.address import split
+from bottega.rpc.status import to_job_error
+from bottega.transport import Doors, offer_to_wire
+from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EnginePeerOffer, EnginePeerOffered
+from bottega.v1.worker_pb2 import PeerTerms
 from bottega.worker.at_hand import AtHand
 from bottega.worker.config import EngineConfig
-from bottega.worker.controlnets import LinkSettings, Pace, RemoteControlNets, read_profile
+from bottega.worker.controlnets import LinkSettings, RemoteControlNets
 from bottega.worker.engine_wire import beat_of, event_of, failed, key_of, order_of, ready_of
 from bottega.worker.link_desk import LinkDesk
+from bottega.worker.peer import Following, Peer, PeerSettings
 
 _log = logging.getLogger(__name__)
 
 _BEAT_S = 0.1
 _IDLE_BEAT_S = 0.5
+# While ControlNets of the peer's jobs are opened.
+_LOOK_S = 0.05
+# A peer may be another user: the socket's folder decides who finds it, and an offer's token who gets in.
+_SOCKET_MODE = 0o666
 
 
 class EngineProcess:
@@ -47,7 +57,8 @@ class EngineProcess:
         self._studio = studio
         self._engine = studio.engine
         self._desk = desk
-        self._commands: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[EngineCommand | Callable[[], None]] = queue.SimpleQueue()
+        self._following = studio.follow(self._commands.put)
         self._beaten_s = time.monotonic()
 
     def run(self) -> None:
@@ -55,10 +66,13 @@ class EngineProcess:
         self._engine.tell_alive(self._beat_if_due)
         self._studio.controlnets.tell_alive(self._beat_if_due)
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
+        if self._studio.peer is not None:
+            self._studio.peer.start()
         while True:
             self._obey_all()
             for event in self._engine.turn():
                 self._say(event_of(event, self._engine))
+            self._tell_peer()
             self._beat_if_due()
 
     def _listen(self) -> None:
@@ -66,22 +80,53 @@ class EngineProcess:
             command = EngineCommand.FromString(frame)
             if command.HasField("link_offer"):
                 self._desk.answer(command.link_offer)  # at once: the loop may be waiting for the link
+            elif command.HasField("peer_offer"):
+                self._offer(command.peer_offer)
             else:
                 self._commands.put(command)
         self._studio.controlnets.stop()
+        if self._following is not None:
+            self._following.close()  # its socket leaves no file behind
         os._exit(0)  # the front is gone: there is nobody to finish for, and a turn may take long
 
     def _obey_all(self) -> None:
         """All commands that are here; with nothing else to do, waits for one, beating."""
         while True:
             try:
-                self._obey(self._commands.get(block=not self._engine.busy, timeout=_IDLE_BEAT_S))
+                command = self._commands.get(block=not self._engine.busy, timeout=self._pause_s)
             except queue.Empty:
+                self._tell_peer()
                 if self._engine.busy:
                     return
-                self._beat()
+                self._beat_if_due()
+            else:
+                self._obey(command)
 
-    def _obey(self, command: EngineCommand) -> None:
+    @property
+    def _pause_s(self) -> float:
+        """How long an engine with nothing of its own to do waits for commands."""
+        return _LOOK_S if self._engine.guests.opening else _IDLE_BEAT_S
+
+    def _tell_peer(self) -> None:
+        if self._following is not None:
+            self._following.report(busy=self._engine.busy)
+            self._following.attend()
+
+    def _offer(self, command: EnginePeerOffer) -> None:
+        offered = EnginePeerOffered(request=command.request)
+        try:
+            if self._following is None:
+                raise Unavailable("the engine has no peer")
+            offered.offer.CopyFrom(offer_to_wire(self._following.offer(command.worker, command.link_id)))
+        except BottegaError as error:
+            offered.error.CopyFrom(to_job_error(error))
+        self._say(EngineEvent(peer_offered=offered))
+
+    def _obey(self, command: EngineCommand | Callable[[], None]) -> None:
+        if not isinstance(command, EngineCommand):
+            command()
+            self._beat_if_due()
+            return
         try:
             self._carry_out(command)
         except Exception as error:  # noqa: BLE001 - the boundary of a command: a wrong one is not the other attempts'
@@ -95,6 +140,7 @@ class EngineProcess:
         match command.WhichOneof("command"):
             case "start":
                 self._engine.submit(order_of(command.start, self._engine.model.defaults.sampler))
+                self._tell_peer()  # before the next turn: what it has lent until then is computed before it, too
             case "cancel":
                 self._engine.cancel(key_of(command.cancel.attempt))
             case "backlog":
@@ -108,7 +154,9 @@ class EngineProcess:
 
     def _beat(self) -> None:
         self._beaten_s = time.monotonic()
-        self._say(beat_of(self._engine, self._studio.controlnets, self._studio.at_hand))
+        studio = self._studio
+        linked = sum(end is not None and end.linked for end in (studio.peer, self._following))
+        self._say(beat_of(self._engine, studio.controlnets, studio.at_hand, peer_links=linked))
 
     def _say(self, event: EngineEvent) -> None:
         self._channel.send(event.SerializeToString())
@@ -116,11 +164,28 @@ class EngineProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Studio:
-    """All that draws. at_hand: the ControlNets of this process; controlnets: those, and those on servers."""
+    """All that draws. at_hand: the ControlNets of this process; controlnets: those, and those on servers.
 
+    peer: the other worker of a pair, as this engine leads it; None where it is none.
+    """
+
+    config: EngineConfig
     engine: Engine
     controlnets: RemoteControlNets
     at_hand: AtHand
+    peer: Peer | None = None
+
+    def follow(self, post: Callable[[Callable[[], None]], None]) -> Following | None:
+        """What it does for the other worker of a pair. post: see Following. Raises ConfigError."""
+        if self.peer is None:
+            return None
+        config = self.config
+        doors = Doors(
+            tcp=split(config.links_listen) if config.links_listen else None,
+            unix_path=Path(config.links_socket) if config.links_socket else None,
+            unix_mode=_SOCKET_MODE,
+        )
+        return Following(doors, guests=self.engine.guests, counters=self.controlnets.counters, post=post)
 
 
 def start(config: EngineConfig, desk: LinkDesk) -> Studio:
@@ -150,11 +215,15 @@ def start(config: EngineConfig, desk: LinkDesk) -> Studio:
         local=at_hand.controlnets,
         digests=at_hand.digests,
         settings=LinkSettings(silence_s=config.controlnet_silence_s),
-        pace=Pace(read_profile(Path(config.controlnet_profile)) if config.controlnet_profile else {}),
     )
-    engine = Engine(model, limits, controlnets=controlnets)
+    desk.terms = PeerTerms(model_hash=model.digest, dtype=model.dtype_name)
+    peer = None
+    if config.peer:
+        settings = PeerSettings(silence_s=config.peer_silence_s)
+        peer = Peer(config.peer, offers=desk, counters=controlnets.counters, settings=settings)
+    engine = Engine(model, limits, controlnets=controlnets, follower=peer)
     engine.warm_up()
-    return Studio(engine=engine, controlnets=controlnets, at_hand=at_hand)
+    return Studio(config=config, engine=engine, controlnets=controlnets, at_hand=at_hand, peer=peer)
 
 
 def main() -> int:
@@ -173,8 +242,9 @@ def main() -> int:
         _log.error("the engine cannot start", extra={"model": config.model, "why": str(error)})
         return 1
     try:
-        channel.send(ready_of(studio.engine).SerializeToString())
-        EngineProcess(channel, studio, desk).run()
+        process = EngineProcess(channel, studio, desk)
+        channel.send(ready_of(studio.engine, studio.at_hand.base).SerializeToString())
+        process.run()
     except Unavailable:
         return 0  # the front is gone
     return 0

@@ -7,9 +7,21 @@ import time
 import torch
 from torch import Tensor
 
+from bottega.diffusion.controlnets import ControlLayout
 from bottega.diffusion.controls import ControlHosts, ControlServer
 from bottega.diffusion.engine import Engine
-from bottega.diffusion.events import Checkpointed, ControlUse, Drawn, Event, Failed, Finished, Progress, Started
+from bottega.diffusion.events import (
+    Checkpointed,
+    ControlUse,
+    Drawn,
+    Event,
+    Failed,
+    Finished,
+    LorasIn,
+    PairRecord,
+    Progress,
+    Started,
+)
 from bottega.diffusion.job import Order
 from bottega.diffusion.samplers import SamplerKind
 from bottega.diffusion.spec import ControlSpec, DrawingSpec
@@ -68,6 +80,7 @@ def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Ord
         control_images=tuple(_tensor(control.image) for control in start.controls),
         control_hosts=tuple(_hosts(control.hosts) for control in start.controls),
         stale_residuals=_may_be_stale(start.spec),
+        latent_parallelism=_may_be_lent(start.spec),
         checkpoint=start.checkpoint,
         preview=start.preview,
     )
@@ -82,6 +95,9 @@ def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
                 attempt=attempt, steps_total=event.steps_total, steps_resumed=event.steps_resumed
             )
             return engine_pb2.EngineEvent(started=started)
+        case LorasIn():
+            loras_in = engine_pb2.EngineLorasIn(attempt=attempt, step=event.step)
+            return engine_pb2.EngineEvent(loras_in=loras_in)
         case Progress():
             progress = engine_pb2.EngineProgress(
                 attempt=attempt, steps_done=event.steps_done, preview_index=event.preview_index
@@ -111,8 +127,8 @@ def failed(attempt: AttemptId, error: BottegaError) -> engine_pb2.EngineEvent:
     return engine_pb2.EngineEvent(failed=engine_pb2.EngineFailed(attempt=attempt, error=to_job_error(error)))
 
 
-def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
-    """The message that the engine is warm."""
+def ready_of(engine: Engine, base: ControlLayout) -> engine_pb2.EngineEvent:
+    """The message that the engine is warm. base: of its model."""
     model, defaults = engine.model, engine.model.defaults
     said = image_pb2.Model(
         name=model.name,
@@ -126,12 +142,15 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
         default_guidance_scale=defaults.guidance_scale,
         default_sampler=next(number for number, kind in _SAMPLERS.items() if kind is defaults.sampler),
         vae_scale_factor=model.latent_scale,
+        base=base.base,
     )
     return engine_pb2.EngineEvent(ready=engine_pb2.EngineReady(model=said, device=str(model.device)))
 
 
-def beat_of(engine: Engine, controlnets: RemoteControlNets, at_hand: AtHand) -> engine_pb2.EngineEvent:
-    """The message that the engine is alive, and how busy."""
+def beat_of(
+    engine: Engine, controlnets: RemoteControlNets, at_hand: AtHand, *, peer_links: int
+) -> engine_pb2.EngineEvent:
+    """The message that the engine is alive, and how busy. peer_links: with the other worker of its pair."""
     beat = engine_pb2.EngineBeat(
         turns=engine.turns,
         running=[
@@ -143,7 +162,7 @@ def beat_of(engine: Engine, controlnets: RemoteControlNets, at_hand: AtHand) -> 
         ],
         fixed_s=engine.fixed_s,
         controlnets=at_hand.report(),
-        links=link_counts(controlnets.counters, open_links=len(controlnets.servers)),
+        links=link_counts(controlnets.counters, open_links=len(controlnets.servers) + peer_links),
     )
     return engine_pb2.EngineEvent(beat=beat)
 
@@ -160,20 +179,28 @@ def _spec(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Drawin
         sampler=_SAMPLERS.get(spec.sampler, default_sampler),
         use_karras_sigmas=spec.use_karras_sigmas,
         controlnets=tuple(
-            _control(net, control.image_digest) for net, control in zip(spec.controlnets, start.controls, strict=True)
+            _control(net, control) for net, control in zip(spec.controlnets, start.controls, strict=True)
         ),
         **said,
     )
 
 
-def _control(net: generation_pb2.ControlNet, image_digest: str) -> ControlSpec:
+def _control(net: generation_pb2.ControlNet, control: engine_pb2.EngineControl) -> ControlSpec:
     said = {name: getattr(net, name) for name in _OPTIONAL_OF_CONTROL if net.HasField(name)}  # type: ignore[arg-type]
-    return ControlSpec(name=net.name, image_digest=image_digest, guess_mode=net.guess_mode, **said)
+    return ControlSpec(
+        name=net.name,
+        image_digest=control.image_digest,
+        digest=control.hosts.digest,
+        guess_mode=net.guess_mode,
+        measured=net.measure_similarity,
+        **said,
+    )
 
 
 def _hosts(hosts: worker_pb2.ControlNetHosts) -> ControlHosts:
     servers = tuple(ControlServer(name=server.name, address=server.address) for server in hosts.servers)
-    return ControlHosts(digest=hosts.digest, servers=servers)
+    similarity = hosts.similarity if hosts.HasField("similarity") else None
+    return ControlHosts(digest=hosts.digest, servers=servers, similarity=similarity)
 
 
 def _may_be_stale(spec: generation_pb2.GenerationSpec) -> bool:
@@ -181,6 +208,11 @@ def _may_be_stale(spec: generation_pb2.GenerationSpec) -> bool:
     if spec.techniques.HasField("stale_residuals"):
         return spec.techniques.stale_residuals
     return spec.fidelity in (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
+
+
+def _may_be_lent(spec: generation_pb2.GenerationSpec) -> bool:
+    """Whether the peer may compute rows. It is exact, so that only the request itself forbids it."""
+    return spec.techniques.latent_parallelism if spec.techniques.HasField("latent_parallelism") else True
 
 
 def _provenance(event: Finished, engine: Engine) -> generation_pb2.Provenance:
@@ -196,6 +228,13 @@ def _provenance(event: Finished, engine: Engine) -> generation_pb2.Provenance:
         mean_group_requests=record.mean_group_requests,
         controlnets=[_use(use) for use in record.controlnets],
         encoder_s=record.encoder_s,
+        pair=None if record.pair is None else _pair(record.pair),
+    )
+
+
+def _pair(pair: PairRecord) -> generation_pb2.PairUse:
+    return generation_pb2.PairUse(
+        worker=pair.worker, steps=pair.steps, taken_back_steps=pair.taken_back_steps, waited_s=pair.waited_s
     )
 
 
@@ -212,6 +251,7 @@ def _use(use: ControlUse) -> generation_pb2.ControlNetUse:
         mode=pb.RESIDUAL_MODE_PIPELINED if use.pipelined else pb.RESIDUAL_MODE_SYNCHRONOUS,
         scale=use.scale,
         digest=use.digest,
+        similarity=use.similarity,
     )
 
 

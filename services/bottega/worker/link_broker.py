@@ -1,4 +1,7 @@
-"""Brings offers of links from ControlNet servers to the engine, which speaks no gRPC. Tensors never come this way."""
+"""Brings offers of links from ControlNet servers and the peer to the engine, which speaks no gRPC.
+
+Tensors never come this way.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ import grpc
 from bottega.errors import BottegaError, Unavailable
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error, to_job_error
-from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, engine_pb2
+from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, engine_pb2, worker_pb2, worker_pb2_grpc
+
+_Response = controlnet_pb2.OpenLinkResponse | worker_pb2.OpenPeerLinkResponse
 
 # A server answers at once; the engine waits a little longer than this.
 _DEADLINE_S = 4.0
@@ -56,21 +61,28 @@ class LinkBroker:
         else:
             self._answer(request.request, response)
 
-    async def _ask(self, request: engine_pb2.EngineLinkRequest) -> controlnet_pb2.OpenLinkResponse:
+    async def _ask(self, request: engine_pb2.EngineLinkRequest) -> _Response:
         channel = open_channel(request.address)
         try:
+            if request.HasField("peer"):
+                peer: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
+                wanted = worker_pb2.OpenPeerLinkRequest(
+                    worker=self._worker, terms=request.peer, link_id=request.link_id
+                )
+                return await peer.OpenPeerLink(wanted, timeout=_DEADLINE_S)
             server: controlnet_pb2_grpc.ControlNetServiceAsyncStub = controlnet_pb2_grpc.ControlNetServiceStub(channel)
             asked = controlnet_pb2.OpenLinkRequest(worker=self._worker, link_id=request.link_id)
             return await server.OpenLink(asked, timeout=_DEADLINE_S)
         finally:
             await channel.close()
 
-    def _answer(self, number: int, outcome: controlnet_pb2.OpenLinkResponse | BottegaError) -> None:
+    def _answer(self, number: int, outcome: _Response | BottegaError) -> None:
         answer = engine_pb2.EngineLinkOffer(request=number)
         if isinstance(outcome, BottegaError):
             answer.error.CopyFrom(to_job_error(outcome))
         else:
             answer.offer.CopyFrom(outcome.offer)
+            answer.worker = outcome.worker if isinstance(outcome, worker_pb2.OpenPeerLinkResponse) else ""
         try:
             self._engine.send(engine_pb2.EngineCommand(link_offer=answer))
         except BottegaError:

@@ -1,4 +1,4 @@
-"""Where the engine asks for links to ControlNet servers, and the front's answers come in. Knows no link."""
+"""Where the engine asks for links to ControlNet servers and its peer, and the answers come in. Knows no link."""
 
 from __future__ import annotations
 
@@ -10,22 +10,29 @@ from bottega.errors import InvalidRequest
 from bottega.rpc.status import from_job_error
 from bottega.transport import Offer, offer_from_wire
 from bottega.v1.engine_pb2 import EngineLinkOffer, EngineLinkRequest
+from bottega.v1.worker_pb2 import PeerTerms
+from bottega.worker.peer.leading import PeerOffer
 
 
 class LinkDesk:
-    """Any thread may ask; one hears the answers. say: tells the front."""
+    """Any thread may ask; one hears the answers. say: tells the front. terms: what a peer must agree to."""
 
     def __init__(self, say: Callable[[EngineLinkRequest], None]) -> None:
+        self.terms = PeerTerms()
         self._say = say
         self._numbers = itertools.count(1)
-        self._asked: dict[int, Future[Offer]] = {}
+        self._asked: dict[int, Future[PeerOffer]] = {}
 
     def ask(self, address: str, link_id: str) -> Future[Offer]:
         """See Offers."""
-        number = next(self._numbers)
-        asked = self._asked[number] = Future[Offer]()
-        self._say(EngineLinkRequest(request=number, address=address, link_id=link_id))
-        return asked
+        wanted = Future[Offer]()
+        asked = self._ask(EngineLinkRequest(address=address, link_id=link_id))
+        asked.add_done_callback(lambda asked: _pass_on(asked, wanted))
+        return wanted
+
+    def ask_peer(self, address: str, link_id: str) -> Future[PeerOffer]:
+        """See PeerOffers."""
+        return self._ask(EngineLinkRequest(address=address, link_id=link_id, peer=self.terms))
 
     def answer(self, message: EngineLinkOffer) -> None:
         """The front's answer; it always comes, with an error at the latest when the server says nothing."""
@@ -36,6 +43,20 @@ class LinkDesk:
             asked.set_exception(from_job_error(message.error))
             return
         try:
-            asked.set_result(offer_from_wire(message.offer))
+            asked.set_result(PeerOffer(offer=offer_from_wire(message.offer), worker=message.worker))
         except InvalidRequest as error:
             asked.set_exception(error)
+
+    def _ask(self, request: EngineLinkRequest) -> Future[PeerOffer]:
+        request.request = next(self._numbers)
+        asked = self._asked[request.request] = Future[PeerOffer]()
+        self._say(request)
+        return asked
+
+
+def _pass_on(asked: Future[PeerOffer], wanted: Future[Offer]) -> None:
+    error = asked.exception()
+    if error is not None:
+        wanted.set_exception(error)
+    else:
+        wanted.set_result(asked.result().offer)

@@ -15,9 +15,10 @@ import grpc
 from bottega.process import copied
 from bottega.rpc import logs
 from bottega.rpc.status import to_job_error
+from bottega.rules import refuse
 from bottega.v1 import worker_pb2
 from bottega.worker.attempts import Attempt, Completed, Event, Failed, Picture, Progress, Started
-from bottega.worker.orders import checked_key, order_from
+from bottega.worker.orders import check_peer_link, checked_key, order_from
 from bottega.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -53,6 +54,9 @@ class WorkerService:
                 self.watch_checkpoints,
                 pb.WatchCheckpointsRequest.FromString,
                 pb.WatchCheckpointsResponse.SerializeToString,
+            ),
+            "OpenPeerLink": cast(Any, grpc.unary_unary_rpc_method_handler)(
+                self.open_peer_link, pb.OpenPeerLinkRequest.FromString, pb.OpenPeerLinkResponse.SerializeToString
             ),
             "PreviewAttempt": cast(Any, grpc.unary_unary_rpc_method_handler)(
                 self.preview_attempt, pb.PreviewAttemptRequest.FromString, pb.PreviewAttemptResponse.SerializeToString
@@ -94,6 +98,14 @@ class WorkerService:
     ) -> worker_pb2.PreviewAttemptResponse:
         """PreviewAttempt."""
         return worker_pb2.PreviewAttemptResponse(known=self._worker.preview(checked_key(request.attempt)))
+
+    async def open_peer_link(
+        self, request: worker_pb2.OpenPeerLinkRequest, _context: _Context
+    ) -> worker_pb2.OpenPeerLinkResponse:
+        """OpenPeerLink."""
+        refuse(list(check_peer_link(request)))
+        offer = await self._worker.offer_peer_link(request.worker, request.terms, request.link_id)
+        return worker_pb2.OpenPeerLinkResponse(offer=offer, worker=self._worker.name)
 
     async def _started(self, raw: bytes) -> Attempt:
         order = await copied(len(raw), lambda: order_from(raw))

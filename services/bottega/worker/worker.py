@@ -15,11 +15,21 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from bottega.codec import CodecPool
-from bottega.errors import BottegaError, Draining, InternalError, JobCancelled, StaleAttempt, WorkerLost
+from bottega.errors import (
+    BottegaError,
+    Draining,
+    InternalError,
+    JobCancelled,
+    ModelMismatch,
+    StaleAttempt,
+    Unavailable,
+    WorkerLost,
+)
 from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet import FleetMembership
 from bottega.rpc.status import from_job_error
-from bottega.v1 import engine_pb2, fleet_pb2
+from bottega.v1 import engine_pb2, fleet_pb2, image_pb2, worker_pb2
+from bottega.v1.link_pb2 import LinkOffer
 from bottega.worker.attempts import Attempt, AttemptKey, Attempts
 from bottega.worker.checkpoints import Checkpoint, CheckpointBoard
 from bottega.worker.commission import Commission, Order
@@ -71,6 +81,7 @@ class Worker:
         self._commissions: dict[AttemptKey, Commission] = {}
         self._membership: FleetMembership | None = None
         self._beat = engine_pb2.EngineBeat()
+        self._model: image_pb2.Model | None = None
         self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._memory_bytes = 0
@@ -118,6 +129,27 @@ class Worker:
             commission.show()
         return self.attempts.find(key) is not None
 
+    async def offer_peer_link(self, worker: str, terms: worker_pb2.PeerTerms, link_id: str) -> LinkOffer:
+        """A link's offer for the other worker of the pair.
+
+        Raises ModelMismatch where the two have different models; Unavailable where this one has no peer, has no engine
+        yet or follows another worker.
+        """
+        if not self._config.engine.peer or worker == self.name:
+            why = "names itself as its peer" if worker == self.name else f"has no peer; engine.peer must name {worker}"
+            raise Unavailable(f"worker {self.name} {why}")
+        if self._model is None:
+            raise Unavailable(f"worker {self.name} has not loaded its model yet")
+        ours = worker_pb2.PeerTerms(model_hash=self._model.model_hash, dtype=self._model.dtype)
+        if ours != terms:
+            raise ModelMismatch(
+                f"workers {worker} and {self.name} cannot be a pair: {worker} draws with model {terms.model_hash} in "
+                f"{terms.dtype}, {self.name} with {ours.model_hash} in {ours.dtype}; give both the same model, or take "
+                "engine.peer out of their configurations",
+                metadata={worker: terms.model_hash, self.name: ours.model_hash},
+            )
+        return await self._engine.offer(worker, link_id)
+
     def load(self) -> fleet_pb2.Load:
         """How busy the worker is."""
         steps_left = {AttemptKey.of(running.attempt): running.steps_left for running in self._beat.running}
@@ -159,6 +191,7 @@ class Worker:
         """See EngineListener."""
         _log.info("engine ready", extra={"model": ready.model.name, "device": ready.device, "pid": self._engine.pid})
         self._backlog = -1
+        self._model = ready.model
         if self._config.gateway:
             self._membership = self._join(ready)
             self._membership.start()
@@ -177,6 +210,9 @@ class Worker:
             return
         if kind == "link_request":
             self._links.request(event.link_request)
+            return
+        if kind == "peer_offered":
+            self._engine.hear_offer(event.peer_offered)
             return
         if kind is None or kind == "ready":
             return
@@ -199,7 +235,7 @@ class Worker:
             return
         await self._set_serving(False)
         await self._leave()  # first, so that what is lost here is not sent here again
-        self._beat = engine_pb2.EngineBeat()
+        self._beat, self._model = engine_pb2.EngineBeat(), None
         held = [commission for commission in self._commissions.values() if commission.in_engine]
         for commission in held:
             facts = {"died": "engine", "held_together": str(len(held))}

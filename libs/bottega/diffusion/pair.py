@@ -1,0 +1,166 @@
+"""Latent parallelism: one forward of a group, with some of its rows computed by the other worker of the pair.
+
+The leader decides, keeps latents, samplers and generators, and has the last word: rows that do not come back it
+computes itself in the same turn, so that the follower's death costs time and nothing else. Knows no links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch import Tensor
+
+from bottega.diffusion.denoiser import Denoiser, Prediction
+from bottega.diffusion.follower import Follower, Guest, LentRow, Returned
+from bottega.diffusion.row import Row
+from bottega.planning import Shape, StepTimes, rows_to_lend
+
+# How long the leader waits for rows when its own are done: so many times what they should take, and this at least.
+# A follower that is dead is noticed sooner; this is for one that is stopped, or slowed down by others on its cores.
+_PATIENCE = 4.0
+_LEAST_PATIENCE_S = 1.0
+# Between two signs of life while it waits.
+_LOOK_S = 0.1
+# Turns without the follower after which what is known of its speed is forgotten and it is tried again: its first
+# forward takes several times what others do, and a hiccup must not end the pair. Doubled each time in vain.
+_LEAST_PAUSE_TURNS = 2
+_MOST_PAUSE_TURNS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lendable:
+    """A request whose rows may be lent. image: its place in its job."""
+
+    guest: Guest
+    image: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PairPrediction(Prediction):
+    """What a turn of a pair made, see Prediction; its seconds are all but the waiting for residuals.
+
+    lent: owners of rows that the follower computed. taken_back: of rows that it was lent and that did not come.
+    peer_wait_s: for them, when everything else was done.
+    """
+
+    lent: frozenset[Hashable] = frozenset()
+    taken_back: frozenset[Hashable] = frozenset()
+    peer_wait_s: float = 0.0
+
+
+class Pair:
+    """times: of forwards here, which it keeps. alive: called often while it waits.
+
+    backlog: requests that wait elsewhere for a worker.
+    """
+
+    def __init__(self, denoiser: Denoiser, follower: Follower, times: StepTimes) -> None:
+        self.alive: Callable[[], None] = lambda: None
+        self.backlog = 0
+        self._denoiser = denoiser
+        self._follower = follower
+        self._times = times
+        self._theirs = StepTimes()
+        self._unused_turns = 0
+        self._pause_turns = _LEAST_PAUSE_TURNS
+
+    @property
+    def name(self) -> str:
+        """Of the follower's worker."""
+        return self._follower.name
+
+    def forget(self, guest: Guest) -> None:
+        """A job has ended."""
+        self._follower.forget(guest)
+
+    def predict(self, rows: Sequence[Row], lendable: Mapping[Hashable, Lendable]) -> Prediction:
+        """One turn's noise. lendable: by owner, those whose rows the follower may compute.
+
+        Raises as Denoiser.predict does.
+        """
+        lent = self._lend(rows, lendable)
+        if not lent:
+            return self._here(rows)
+        began_s = perf_counter()
+        own = self._here([row for row in rows if row not in lent])
+        waiting_s = perf_counter()
+        returned = self._wait(_shape(rows[0]), len(lent))
+        peer_wait_s = perf_counter() - waiting_s
+        rest = self._here(lent) if returned is None else None
+        theirs = rest.noise if rest is not None else returned.noise if returned is not None else {}
+        waited_s = own.waited_s + (rest.waited_s if rest is not None else 0.0)
+        owners = frozenset(row.owner for row in lent)
+        return PairPrediction(
+            noise=_whole(rows, {**own.noise, **theirs}),
+            seconds=perf_counter() - began_s - waited_s,
+            waited_s=waited_s,
+            encoder_s=own.encoder_s,
+            lent=owners if rest is None else frozenset(),
+            taken_back=owners if rest is not None else frozenset(),
+            peer_wait_s=peer_wait_s,
+        )
+
+    def _here(self, rows: Sequence[Row]) -> Prediction:
+        prediction = self._denoiser.predict(rows)
+        if len(prediction.noise) == len(rows):  # else some of them ran only half of it
+            self._times.observe(_shape(rows[0]), len(rows), prediction.seconds)
+        return prediction
+
+    def _lend(self, rows: Sequence[Row], lendable: Mapping[Hashable, Lendable]) -> list[Row]:
+        """Sends away what the other should compute; those rows."""
+        free = self._follower.free
+        able = [
+            LentRow(row=row, guest=known.guest, image=known.image)
+            for row in rows
+            # A LoRA of a row is not at hand there.
+            if free and not row.loras and (known := lendable.get(row.owner)) and self._follower.knows(known.guest)
+        ]
+        count = self._count(_shape(rows[0]), len(rows), len(able)) if able else 0
+        lent = able[len(able) - count :]
+        if not lent or not self._follower.lend(lent):
+            return []
+        return [each.row for each in lent]
+
+    def _count(self, shape: Shape, rows: int, able: int) -> int:
+        count = rows_to_lend(
+            rows,
+            able,
+            own=lambda count: self._times.seconds(shape, count),
+            theirs=lambda count: self._theirs.seconds(shape, count),
+            backlog=self.backlog,
+        )
+        if count and self._theirs.seconds(shape, count) is not None:
+            self._pause_turns = _LEAST_PAUSE_TURNS  # it pays by what was measured
+        self._unused_turns = 0 if count or self.backlog else self._unused_turns + 1
+        if self._unused_turns >= self._pause_turns:
+            self._theirs, self._unused_turns = StepTimes(), 0
+            self._pause_turns = min(2 * self._pause_turns, _MOST_PAUSE_TURNS)
+        return count
+
+    def _wait(self, shape: Shape, rows: int) -> Returned | None:
+        expected_s = self._theirs.seconds(shape, rows) or self._times.seconds(shape, rows) or 0.0
+        until_s = perf_counter() + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s)
+        while (left_s := until_s - perf_counter()) > 0:
+            owed = self._follower.owes  # asked first: what comes in between is still taken
+            returned = self._follower.returned(min(left_s, _LOOK_S))
+            if returned is not None:
+                self._theirs.observe(shape, rows, returned.seconds)
+                return returned
+            if not owed:
+                return None
+            self.alive()
+        self._theirs.observe(shape, rows, _PATIENCE * expected_s)
+        return None
+
+
+def _whole(rows: Sequence[Row], noise: Mapping[Row, Tensor]) -> dict[Row, Tensor]:
+    """Of owners that miss no row: one whose residuals were late here or there repeats its step."""
+    late = {row.owner for row in rows if row not in noise}
+    return {row: noise[row] for row in rows if row.owner not in late}
+
+
+def _shape(row: Row) -> Shape:
+    _, height, width = row.sample.shape
+    return height, width

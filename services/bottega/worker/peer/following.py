@@ -1,0 +1,199 @@
+"""What this engine does for its peer: takes its link, and computes what it lends between turns of its own.
+
+A thread of the link receives; what has to be computed goes to the engine's thread. While the engine has something of
+its own to do the link's thread declines at once, so that two engines that lend to each other never wait for each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from bottega.diffusion.guests import Guests
+from bottega.diffusion.pair_messages import (
+    GuestStep,
+    Kind,
+    Noise,
+    kind_of,
+    noise_message,
+    number_message,
+    read_guest,
+    read_number,
+    read_step,
+)
+from bottega.errors import BadFrame, BottegaError, InvalidRequest, LinkError, PeerDead, Unavailable, Violation
+from bottega.transport import Counters, Deadline, Doors, Incoming, Limits, Listener, Offer
+from bottega.worker.peer.talk import Talk
+
+_log = logging.getLogger(__name__)
+
+# A worker takes up an offer at once, or not at all.
+_ACCEPT_S = 10.0
+# A leader says something every second.
+_SILENCE_S = 30.0
+# A message whose beginning is here must come to its end.
+_MESSAGE_S = 5.0
+# Jobs of the leader that are kept; it runs some tens.
+_MOST_GUESTS = 256
+# Taken only as messages need it: eight control images of four megapixels are 96 MiB.
+_LIMITS = Limits(slots=4, slot_bytes=128 << 20)
+
+
+class Following:
+    """post: has the engine's thread do something soon.
+
+    Raises ConfigError when an address cannot be bound.
+    """
+
+    def __init__(
+        self, doors: Doors, *, guests: Guests, counters: Counters, post: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._guests = guests
+        self._post = post
+        self._listener = Listener(doors, limits=_LIMITS, counters=counters, token_s=_ACCEPT_S)
+        self._lock = threading.Lock()
+        self._leader = ""  # name of the worker that is linked, or about to be
+        self._talk: Talk | None = None
+        self._busy = False
+
+    @property
+    def linked(self) -> bool:
+        """Whether somebody leads."""
+        return self._talk is not None
+
+    def offer(self, worker: str, link_id: str) -> Offer:
+        """An offer for the worker that leads. Raises Unavailable where another one does, InvalidRequest."""
+        with self._lock:
+            if self._leader not in ("", worker) and self._talk is not None:
+                raise Unavailable(f"this worker follows {self._leader} already, and {worker} asked to lead it, too")
+            self._leader = worker
+        try:
+            offer = self._listener.offer(link_id or None)
+        except ValueError as error:
+            violation = Violation(field="link_id", description=str(error))
+            raise InvalidRequest(f"link_id: {error}", violations=[violation]) from None
+        threading.Thread(target=self._live, args=(offer, worker), name="leader", daemon=True).start()
+        return offer
+
+    def report(self, *, busy: bool) -> None:
+        """Whether the engine has something of its own to do. From the engine's thread."""
+        with self._lock:
+            changed, self._busy, talk = busy != self._busy, busy, self._talk
+        if changed and talk is not None:
+            talk.send(number_message(Kind.STATE, int(busy)))
+
+    def attend(self) -> None:
+        """Tells the leader of jobs whose ControlNets are there, or never will be. From the engine's thread."""
+        for number, error in self._guests.settled():
+            talk = self._talk
+            if talk is not None:
+                talk.send(number_message(Kind.READY if error is None else Kind.REFUSED, number))
+
+    def close(self) -> None:
+        """Ends its link, and takes no other one."""
+        self._listener.close()
+        talk = self._talk
+        if talk is not None:
+            talk.link.end(PeerDead("the worker is stopping"))
+
+    def _live(self, offer: Offer, worker: str) -> None:
+        try:
+            link = self._listener.accept(offer, Deadline.after(_ACCEPT_S))
+        except LinkError as error:
+            _log.info("an offer of a link was not taken up", extra={"peer": worker, "text": error.message})
+            return
+        _log.info("the peer leads", extra={"peer": worker, "backend": link.answer.backend})
+        with link:
+            talk = Talk(link)
+            self._begin(talk)
+            try:
+                self._receive(talk)
+            except LinkError as error:
+                link.end(error)
+            except ValueError as error:
+                link.end(BadFrame(f"the peer broke the rules of its messages: {error}"))
+            except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
+                _log.exception("the peer's link could not be served", extra={"peer": worker})
+                link.end(PeerDead("the worker could not serve the link"))
+            self._end(talk)
+            cause = link.cause
+            facts = {"peer": worker, "cause": type(cause).__name__, "text": cause.message if cause else ""}
+            _log.info("the peer leads no more", extra=facts)
+
+    def _begin(self, talk: Talk) -> None:
+        with self._lock:
+            before, self._talk = self._talk, talk
+            talk.send(number_message(Kind.STATE, int(self._busy)))
+        if before is not None:
+            before.link.end(PeerDead("the peer has linked anew"))
+        self._post(self._guests.clear)
+
+    def _end(self, talk: Talk) -> None:
+        with self._lock:
+            if self._talk is not talk:
+                return
+            self._talk = None
+        self._post(self._guests.clear)
+
+    def _receive(self, talk: Talk) -> None:
+        while True:
+            incoming = talk.link.recv(Deadline.after(_SILENCE_S))
+            with incoming:
+                incoming.wait_all(Deadline.after(_MESSAGE_S))
+                self._take_in(talk, incoming)
+
+    def _take_in(self, talk: Talk, incoming: Incoming) -> None:
+        layout = incoming.layout
+        views = [incoming.view(index) for index in range(len(layout.specs))]
+        match kind_of(layout):
+            case Kind.STEP:
+                self._step(talk, read_step(layout, views))
+            case Kind.GUEST:
+                number, guest = read_guest(layout, views)
+                if number in talk.guests or len(talk.guests) >= _MOST_GUESTS:
+                    raise ValueError(f"job {number} is here already, or is one of more than {_MOST_GUESTS}")
+                talk.guests.add(number)
+                self._post(lambda: self._admit(talk, number, lambda: self._guests.admit(number, guest)))
+            case Kind.LEAVE:
+                left = read_number(layout, views)
+                if left not in talk.guests:
+                    raise ValueError(f"job {left} leaves, which is not here")
+                talk.guests.remove(left)
+                self._post(lambda: self._guests.dismiss(left))
+            case Kind.PING:
+                talk.send(number_message(Kind.PONG))
+            case kind:
+                raise ValueError(f"a leader says no {kind}")
+
+    def _step(self, talk: Talk, step: GuestStep) -> None:
+        if talk.stepping:
+            raise ValueError("a step comes before the last one is answered")
+        if self._busy:
+            talk.send(number_message(Kind.DECLINED, step.number))
+        else:
+            talk.stepping = True
+            self._post(lambda: self._compute(talk, step))
+
+    def _admit(self, talk: Talk, number: int, admit: Callable[[], None]) -> None:
+        try:
+            if talk is self._talk:
+                admit()
+        except BottegaError as error:
+            _log.warning("rows of a job of the peer cannot be computed here", extra={"text": error.message})
+            talk.send(number_message(Kind.REFUSED, number))
+
+    def _compute(self, talk: Talk, step: GuestStep) -> None:
+        """In the engine's thread."""
+        if talk is not self._talk:
+            return  # nobody waits for it
+        try:
+            places, noise = self._guests.compute(step.rows, step.samples, step.timesteps)
+        except Exception as error:  # noqa: BLE001 - the boundary of a step: the leader computes it itself
+            _log.warning("rows of the peer could not be computed", extra={"why": f"{type(error).__name__}: {error}"})
+            noise = None
+        talk.stepping = False
+        if noise is None:
+            talk.send(number_message(Kind.DECLINED, step.number))
+        else:
+            talk.send(noise_message(Noise(number=step.number, places=tuple(places), noise=noise)))

@@ -1,0 +1,249 @@
+"""A pair draws what stock Diffusers draws, whatever becomes of the follower: two engines, a real link, one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
+
+from bottega.diffusion.controlnets import ControlNetShelf, LocalControlNets
+from bottega.diffusion.engine import Engine, EngineLimits
+from bottega.diffusion.events import PairRecord
+from bottega.diffusion.job import Order
+from bottega.diffusion.model import Model
+from bottega.diffusion.samplers import SamplerKind
+from bottega.diffusion.spec import DrawingSpec
+from bottega.errors import ModelMismatch
+from bottega.transport import Counters
+from bottega.worker.peer import Peer
+from tests.controlnets import control_image, control_spec, random_controlnet, save, shelf_of, stock_options
+from tests.drawing import Drawing, Easel, load
+from tests.pairs import FollowerThread, led
+from tests.running import wait_until
+from tests.stock import Stock, assert_close, latent_of, load_stock, variant
+
+TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
+PLAIN = DrawingSpec(
+    prompt="a big red star on the left on a blue background",
+    num_inference_steps=6,
+    guidance_scale=4.0,
+    width=64,
+    height=64,
+    seed=1,
+)
+UNGUIDED = replace(PLAIN, prompt="a green circle", guidance_scale=1.0, seed=2)
+NAMES = ("edges", "depth")
+IMAGES = (control_image(1), control_image(2))
+WAIT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load()
+
+
+@pytest.fixture(scope="module")
+def stock() -> Stock:
+    return Stock()
+
+
+@pytest.fixture
+def follower(model: Model) -> Iterator[FollowerThread]:
+    with FollowerThread(Engine(model, TOGETHER)) as follower:
+        yield follower
+
+
+@pytest.fixture
+def peer(follower: FollowerThread) -> Iterator[Peer]:
+    peer = led(follower)
+    yield peer
+    peer.stop()
+
+
+@pytest.fixture
+def easel(model: Model, peer: Peer) -> Easel:
+    return leader(model, peer)
+
+
+def leader(model: Model, peer: Peer) -> Easel:
+    """An engine that has measured nothing, so that it lends whenever it may: the two share this process's cores."""
+    return Easel(Engine(model, TOGETHER, follower=peer))
+
+
+def pair_of(drawing: Drawing) -> PairRecord:
+    """What the follower did for it; it must have been lent something."""
+    assert drawing.record.pair is not None
+    return drawing.record.pair
+
+
+@pytest.mark.parametrize("kind", [SamplerKind.EULER_ANCESTRAL, SamplerKind.DPMPP_2M, SamplerKind.DDIM])
+def test_a_guided_request_ends_as_stock_does_with_half_of_its_rows_elsewhere(
+    easel: Easel, stock: Stock, kind: SamplerKind
+) -> None:
+    spec = replace(PLAIN, sampler=kind)
+    drawing = easel.draw(Order(key="a", spec=spec))
+    assert_close(drawing.latents[0], stock.reference(spec).latent)
+    pair = pair_of(drawing)
+    assert pair.worker == "follower"
+    assert (pair.steps, pair.taken_back_steps) == (6, 0)
+
+
+def test_a_mixed_group_ends_as_stock_does_and_only_rows_that_may_be_lent_are(
+    easel: Easel, stock: Stock, follower: FollowerThread
+) -> None:
+    orders = {
+        "two": Order(key="two", spec=replace(PLAIN, num_images=2, num_inference_steps=8)),
+        "plain": Order(key="plain", spec=UNGUIDED),
+        "kept": Order(key="kept", spec=replace(PLAIN, seed=9), latent_parallelism=False),
+    }
+    drawings = easel.run({0: [orders["two"]], 1: [orders["plain"]], 2: [orders["kept"]]})
+    for key, order in orders.items():
+        for index in range(order.spec.num_images):
+            assert_close(drawings[key].latents[index], stock.reference(order.spec, index=index).latent)
+    assert pair_of(drawings["two"]).steps > 0
+    assert drawings["plain"].record.pair is None
+    assert drawings["kept"].record.pair is None
+
+
+def test_a_request_without_guidance_never_pairs_however_many_rows_it_has(
+    easel: Easel, follower: FollowerThread
+) -> None:
+    before = follower.forwards
+    drawing = easel.draw(Order(key="a", spec=replace(UNGUIDED, num_images=4)))
+    assert drawing.record.pair is None
+    assert follower.forwards == before
+
+
+def test_nothing_is_lent_while_requests_queue(model: Model, easel: Easel, peer: Peer) -> None:
+    easel.engine.expect(1)
+    assert easel.draw(Order(key="a", spec=PLAIN)).record.pair is None
+    easel = leader(model, peer)
+    easel.engine.expect(1)
+    easel.engine.expect(0)
+    assert pair_of(easel.draw(Order(key="b", spec=PLAIN))).steps > 0
+
+
+def test_a_follower_with_something_of_its_own_to_do_is_left_alone(
+    model: Model, easel: Easel, peer: Peer, follower: FollowerThread
+) -> None:
+    follower.busy = True
+    wait_until(lambda: not peer.free, WAIT_S, "the follower to say so")
+    assert easel.draw(Order(key="a", spec=PLAIN)).record.pair is None
+    follower.busy = False
+    wait_until(lambda: peer.free, WAIT_S, "the follower to say so")
+    assert pair_of(leader(model, peer).draw(Order(key="b", spec=PLAIN))).steps > 0
+
+
+def test_rows_whose_follower_dies_in_the_middle_of_a_step_are_computed_here_and_later_ones_there_again(
+    model: Model, easel: Easel, peer: Peer, follower: FollowerThread, stock: Stock
+) -> None:
+    steps = iter(range(100))
+
+    def die_at_the_fourth() -> None:
+        if next(steps) == 4:
+            follower.go()
+
+    follower.pause = die_at_the_fourth
+    drawing = easel.draw(Order(key="a", spec=PLAIN))
+    assert_close(drawing.latents[0], stock.reference(PLAIN).latent)
+    assert pair_of(drawing).taken_back_steps == 1
+    assert 1 <= pair_of(drawing).steps < 5
+    follower.come()
+    wait_until(lambda: peer.free, WAIT_S, "the follower to be back")
+    assert pair_of(leader(model, peer).draw(Order(key="b", spec=PLAIN))).steps > 0
+
+
+def test_rows_of_a_follower_that_hangs_are_computed_here_and_its_late_answer_changes_nothing(
+    easel: Easel, peer: Peer, follower: FollowerThread, stock: Stock
+) -> None:
+    free, steps = threading.Event(), iter(range(100))
+
+    def hang_at_the_third() -> None:
+        if next(steps) == 3:
+            free.wait(WAIT_S)
+
+    follower.pause = hang_at_the_third
+    began_s = time.monotonic()
+    drawing = easel.draw(Order(key="a", spec=PLAIN))
+    assert time.monotonic() - began_s < WAIT_S
+    assert_close(drawing.latents[0], stock.reference(PLAIN).latent)
+    assert pair_of(drawing).taken_back_steps == 1
+    free.set()
+    wait_until(lambda: peer.free, WAIT_S, "the late answer")
+    again = easel.draw(Order(key="b", spec=PLAIN))
+    assert_close(again.latents[0], stock.reference(PLAIN).latent)
+
+
+def test_a_refused_pair_is_told_once_and_tried_again(
+    model: Model, follower: FollowerThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    follower.refusal = ModelMismatch("workers a and b cannot be a pair")
+    peer = Peer("follower:1", offers=follower, counters=Counters())
+    peer.start()
+    try:
+        wait_until(lambda: "workers a and b" in str([vars(record) for record in caplog.records]), WAIT_S, "a warning")
+        time.sleep(1.2)
+        told = [record for record in caplog.records if record.name.endswith("leading")]
+        assert len(told) == 1
+        assert not peer.free
+        follower.refusal = None
+        wait_until(lambda: peer.free, WAIT_S, "the pair")
+    finally:
+        peer.stop()
+
+
+@pytest.fixture(scope="module")
+def nets() -> dict[str, ControlNetModel]:
+    return {name: random_controlnet(load_stock().unet, seed) for seed, name in enumerate(NAMES)}
+
+
+@pytest.fixture(scope="module")
+def shelf(
+    model: Model, nets: Mapping[str, ControlNetModel], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ControlNetShelf]:
+    with shelf_of(model, save(nets, tmp_path_factory.mktemp("controlnets"))) as shelf:
+        yield shelf
+
+
+def controlled(**options: Any) -> Order:
+    specs = tuple(
+        control_spec(name, image, scale, **options)
+        for name, image, scale in zip(NAMES, IMAGES, (0.8, 0.5), strict=True)
+    )
+    return Order(key="controlled", spec=replace(PLAIN, controlnets=specs), control_images=IMAGES)
+
+
+@pytest.mark.parametrize("options", [{}, {"control_guidance_start": 0.3}, {"guess_mode": True}], ids=str)
+def test_rows_with_controlnets_are_lent_too_and_end_as_stock_does(
+    model: Model, shelf: ControlNetShelf, nets: Mapping[str, ControlNetModel], options: dict[str, Any]
+) -> None:
+    order = controlled(**options)
+    with FollowerThread(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf))) as follower:
+        peer = led(follower)
+        easel = Easel(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), follower=peer))
+        drawing = easel.draw(order)
+        peer.stop()
+    pipeline = variant(load_stock(), StableDiffusionXLControlNetPipeline, controlnet=[nets[name] for name in NAMES])
+    said = stock_options(order.spec.controlnets, IMAGES)
+    assert_close(drawing.latents[0], latent_of(pipeline, order.spec, width=64, height=64, **said))
+    assert pair_of(drawing).steps > 0
+
+
+def test_a_job_whose_controlnets_the_follower_does_not_have_is_drawn_here(
+    model: Model, shelf: ControlNetShelf, peer: Peer
+) -> None:
+    easel = Easel(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), follower=peer))
+    alone = Easel(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
+    drawing = easel.draw(controlled())
+    assert drawing.record.pair is None
+    assert_close(drawing.latents[0], alone.draw(controlled()).latents[0])
+
+
+def test_the_follower_forgets_jobs_that_have_ended(easel: Easel, follower: FollowerThread) -> None:
+    easel.draw(Order(key="a", spec=PLAIN))
+    wait_until(lambda: follower.engine.guests.count == 0, WAIT_S, "the job to be forgotten")
