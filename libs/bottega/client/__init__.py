@@ -14,12 +14,13 @@ from bottega.client.aio import AsyncClient
 from bottega.client.aio_job import AsyncJob
 from bottega.client.control import ControlNet
 from bottega.client.events import Completed, Event, Interrupted, Preview, Progress, Queued
-from bottega.client.hosting import AddedControlNet, ControlNetHost, Readiness, ServedControlNet
+from bottega.client.hosting import AddedControlNet, ControlNetHost, Readiness, ResidualProfile, ServedControlNet
 from bottega.client.jobs import JobPage, JobState, JobStatus
 from bottega.client.lora import Lora, LoraLike
 from bottega.client.options import GenerationOptions
 from bottega.client.picture import Picture
 from bottega.client.png import parameters_of
+from bottega.client.profiling import MeasuredProfile, ProfileCase
 from bottega.client.retry import RetryPolicy
 from bottega.client.sync import Client, Job
 
@@ -40,11 +41,14 @@ __all__ = [
     "JobStatus",
     "Lora",
     "LoraLike",
+    "MeasuredProfile",
     "Picture",
     "Preview",
+    "ProfileCase",
     "Progress",
     "Queued",
     "Readiness",
+    "ResidualProfile",
     "RetryPolicy",
     "ServedControlNet",
     "parameters_of",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from bottega.client.jobs import JobPage, JobState, JobStatus
 from bottega.client.loop_thread import LoopThread
 from bottega.client.options import GenerationOptions
 from bottega.client.picture import Picture
+from bottega.client.profiling import MeasuredProfile, ProfileCase
 from bottega.client.retry import RetryPolicy
 from bottega.v1.fleet_pb2 import ListMembersResponse
 from bottega.v1.image_pb2 import Model
@@ -194,6 +195,36 @@ class Client:
     def pin_lora(self, name: str, pinned: bool = True) -> StoredLora:
         """Keeps a LoRA in the store's memory, or no longer."""
         return self._loop.run(self._client.pin_lora(name, pinned))
+
+    def controlnet_root(self, *, server: str | None = None) -> str:
+        """The folder, on their machine, below which ControlNet servers host what is added."""
+        return self._loop.run(self._client.controlnet_root(server=server))
+
+    def profile_controlnet(
+        self,
+        name: str,
+        cases: Iterable[ProfileCase],
+        *,
+        num_inference_steps: int | None = None,
+        model: str | None = None,
+        on_picture: Callable[[float], None] = lambda _: None,
+    ) -> MeasuredProfile:
+        """Measures how similar a ControlNet's residuals are from step to step; its servers remember it."""
+        return self._loop.run(
+            self._client.profile_controlnet(
+                name, cases, num_inference_steps=num_inference_steps, model=model, on_picture=on_picture
+            )
+        )
+
+    def set_controlnet_profile(
+        self, name: str, *, similarity: float, num_inference_steps: int, model: str | None = None
+    ) -> tuple[str, ...]:
+        """Has the servers of a ControlNet remember what you know of it."""
+        return self._loop.run(
+            self._client.set_controlnet_profile(
+                name, similarity=similarity, num_inference_steps=num_inference_steps, model=model
+            )
+        )
 
 
 class Job:

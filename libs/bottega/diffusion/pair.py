@@ -12,7 +12,7 @@ from time import perf_counter
 
 from torch import Tensor
 
-from bottega.diffusion.denoiser import Denoiser, Prediction
+from bottega.diffusion.denoiser import Prediction
 from bottega.diffusion.follower import Follower, Guest, LentRow, Returned
 from bottega.diffusion.row import Row
 from bottega.planning import Shape, StepTimes, rows_to_lend
@@ -51,15 +51,15 @@ class PairPrediction(Prediction):
 
 
 class Pair:
-    """times: of forwards here, which it keeps. alive: called often while it waits.
+    """predict: a forward here. times: of such ones. alive: called often while it waits.
 
     backlog: requests that wait elsewhere for a worker.
     """
 
-    def __init__(self, denoiser: Denoiser, follower: Follower, times: StepTimes) -> None:
+    def __init__(self, predict: Callable[[Sequence[Row]], Prediction], follower: Follower, times: StepTimes) -> None:
         self.alive: Callable[[], None] = lambda: None
         self.backlog = 0
-        self._denoiser = denoiser
+        self._here = predict
         self._follower = follower
         self._times = times
         self._theirs = StepTimes()
@@ -102,20 +102,13 @@ class Pair:
             peer_wait_s=peer_wait_s,
         )
 
-    def _here(self, rows: Sequence[Row]) -> Prediction:
-        prediction = self._denoiser.predict(rows)
-        if len(prediction.noise) == len(rows):  # else some of them ran only half of it
-            self._times.observe(_shape(rows[0]), len(rows), prediction.seconds)
-        return prediction
-
     def _lend(self, rows: Sequence[Row], lendable: Mapping[Hashable, Lendable]) -> list[Row]:
         """Sends away what the other should compute; those rows."""
         free = self._follower.free
         able = [
             LentRow(row=row, guest=known.guest, image=known.image)
             for row in rows
-            # A LoRA of a row is not at hand there.
-            if free and not row.loras and (known := lendable.get(row.owner)) and self._follower.knows(known.guest)
+            if free and (known := lendable.get(row.owner)) and self._follower.knows(known.guest)
         ]
         count = self._count(_shape(rows[0]), len(rows), len(able)) if able else 0
         lent = able[len(able) - count :]

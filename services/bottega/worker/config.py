@@ -27,8 +27,7 @@ class EngineConfig:
     max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
     controlnets: by name, folders of ControlNets that it runs itself when no server does, and controlnet_budget_bytes
     the most bytes of their weights that are loaded at once. controlnet_silence_s: after which a ControlNet server that
-    says nothing is taken for dead. controlnet_profile: a file with the similarity of residuals between steps by
-    ControlNet; without one every step waits for its own residuals.
+    says nothing is taken for dead.
     lora_budget_bytes: of LoRAs that are kept beside those that requests wait for. lora_timeout_s: how long a request
     waits for its LoRAs. lora_silence_s: after which a LoRA store that says nothing is taken for dead. lora_pristine:
     where copies of weights that LoRAs were patched into are kept, as long again as what they touch.
@@ -54,7 +53,6 @@ class EngineConfig:
     controlnets: dict[str, str] = field(default_factory=dict)
     controlnet_budget_bytes: AtLeastOne = 8 << 30
     controlnet_silence_s: Seconds = 5.0
-    controlnet_profile: str = ""
     lora_budget_bytes: AtLeastOne = 1 << 30
     lora_timeout_s: Seconds = 60.0
     lora_silence_s: Seconds = 5.0
