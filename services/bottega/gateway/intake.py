@@ -178,8 +178,12 @@ class Intake:
             *validation.check_deadline(order.deadline_s),
             *validation.check_spec(spec, max_image_bytes=self._max_image_bytes),
         ]
-        loras = await self._find_loras(before.bare if before else spec) if not found else []
-        model, unknown = self._resolve(before.bare if before else spec, loras)
+        meant = before.bare if before else spec
+        # What is wrong with a request comes before what the stores know: they are asked when nothing is.
+        likely, _ = self._resolve(meant, [])
+        asks = not found and not (likely and any(validation.check_model(spec, likely)))
+        loras = await self._find_loras(meant) if asks else []
+        model, unknown = self._resolve(meant, loras)
         found += unknown.violations if unknown else ()
         found += validation.check_model(spec, model) if model else ()
         if has_images(spec):
