@@ -23,7 +23,7 @@ demo: .venv/.ready .venv/.stubs ## Set up, start the suite, draw a picture of PR
 	@PATH="$(CURDIR)/$(BIN):$$PATH" deploy/demo.sh $(if $(PROMPT),"$(PROMPT)")
 
 test: .venv/.ready .venv/.stubs ## Set up and run the tests that need no GPU (ARGS goes to pytest)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m tests $(ARGS)
 
 test-gpu: .venv/.ready .venv/.stubs ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -1,9 +1,14 @@
-"""What holds for every test: the environment of torch, and that an interrupted run still ends what it started."""
+"""What holds for every test: the environment of torch, which tests must be alone, and that an interrupted run still
+ends what it started.
+"""
 
 from __future__ import annotations
 
 import os
-import signal
+
+import pytest
+
+from tests.interruption import handle_signals
 
 # Read when torch is first imported, here and in every process that a test starts.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -13,10 +18,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def pytest_configure() -> None:
-    """Turns SIGTERM into Ctrl-C, so that fixtures stop their services when a run is cut short.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--part`: `make test` runs one after the other, each in its way. Without it pytest runs both."""
+    parser.addoption("--part", choices=["beside", "alone"], help="only tests without the mark `alone`, or with it")
 
-    Ctrl-C itself is what tests send to commands, which would ignore it as a run in a shell's background does.
-    """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the other part."""
+    part = config.getoption("part")
+    if part is not None:
+        parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            parts[(item.get_closest_marker("alone") is not None) == (part == "alone")].append(item)
+        items[:] = parts[True]
+        config.hook.pytest_deselected(items=parts[False])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    handle_signals(config)

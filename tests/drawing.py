@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.engine import Engine
-from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, Progress, Record, Started
+from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, LorasIn, Progress, Record, Started
 from bottega.diffusion.job import Job, Order
 from bottega.diffusion.model import Model, load_model
 from bottega.errors import BottegaError
@@ -23,7 +23,7 @@ from tests.stock import Pixels
 # An engine that never ends must not hang a test.
 MOST_TURNS = 1000
 
-Said = TypeVar("Said", Started, Progress, Checkpointed, Drawn, Finished, Failed)
+Said = TypeVar("Said", Started, LorasIn, Progress, Checkpointed, Drawn, Finished, Failed)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -6,17 +6,22 @@ translates between the two. This module knows no gRPC.
 
 BottegaError
 ├── InvalidRequest          INVALID_ARGUMENT     a field breaks a rule; lists every violation
-│   └── BadImage            INVALID_ARGUMENT     an input image cannot be decoded
+│   ├── BadImage            INVALID_ARGUMENT     an input image cannot be decoded
+│   └── BadLora             INVALID_ARGUMENT     a file cannot be taken as a LoRA
 ├── ModelNotFound           NOT_FOUND
 ├── ControlNetNotFound      NOT_FOUND
+├── LoraNotFound            NOT_FOUND
 ├── JobNotFound             NOT_FOUND
 ├── ImageNotFound           NOT_FOUND
 ├── RequestIdReused         ALREADY_EXISTS
+├── LoraExists              ALREADY_EXISTS
 ├── FieldNotServed          UNIMPLEMENTED
 ├── JobNotFinished          FAILED_PRECONDITION
 ├── StaleAttempt            FAILED_PRECONDITION
 ├── ModelMismatch           FAILED_PRECONDITION  two models under one name
 ├── ControlNetUnusable      FAILED_PRECONDITION  it cannot be loaded, or does not fit the model
+├── LoraUnusable            FAILED_PRECONDITION  it does not fit the model, or was made for another
+├── LoraInUse               FAILED_PRECONDITION  it is being sent to workers
 ├── Poisoned                FAILED_PRECONDITION  workers die of the request
 ├── QueueFull               RESOURCE_EXHAUSTED   retry later
 ├── DeadlineUnmeetable      RESOURCE_EXHAUSTED
@@ -25,6 +30,7 @@ BottegaError
 ├── Unavailable             UNAVAILABLE          the service cannot be reached
 │   ├── NoWorker            UNAVAILABLE          retry later
 │   ├── NoControlNet        UNAVAILABLE          nobody has it at hand; retry later
+│   ├── NoLora              UNAVAILABLE          the store cannot be reached, or is too slow; retry later
 │   ├── Draining            UNAVAILABLE          retry now, elsewhere or soon
 │   ├── WorkerLost          UNAVAILABLE
 │   └── StorageUnavailable  UNAVAILABLE          the disk is full or cannot be written; retry later
@@ -142,6 +148,40 @@ class ModelNotFound(BottegaError):
     reason = error_pb2.ERROR_REASON_MODEL_NOT_FOUND
 
 
+class BadLora(InvalidRequest):
+    """A file cannot be taken as a LoRA for the base model; the message lists what does not fit."""
+
+    reason = error_pb2.ERROR_REASON_BAD_LORA
+
+
+class LoraNotFound(BottegaError):
+    """No LoRA of that name; metadata["loras"] names those that lack."""
+
+    code = Code.NOT_FOUND
+    reason = error_pb2.ERROR_REASON_LORA_NOT_FOUND
+
+
+class LoraExists(BottegaError):
+    """A LoRA of that name is there, with other weights or for another base model."""
+
+    code = Code.ALREADY_EXISTS
+    reason = error_pb2.ERROR_REASON_LORA_EXISTS
+
+
+class LoraUnusable(BottegaError):
+    """The LoRA does not fit the model, or was made for another; then metadata "lora", "made_for" and "model" say so."""
+
+    code = Code.FAILED_PRECONDITION
+    reason = error_pb2.ERROR_REASON_LORA_UNUSABLE
+
+
+class LoraInUse(BottegaError):
+    """The LoRA is being sent to workers, or has been a moment ago."""
+
+    code = Code.FAILED_PRECONDITION
+    reason = error_pb2.ERROR_REASON_LORA_IN_USE
+
+
 class ControlNetNotFound(BottegaError):
     """No ControlNet of that name; metadata["served"] lists those that are."""
 
@@ -250,6 +290,12 @@ class NoWorker(Unavailable):
     """No worker serves the model now."""
 
     reason = error_pb2.ERROR_REASON_NO_WORKER
+
+
+class NoLora(Unavailable):
+    """The LoRA store cannot be reached, or is too slow; metadata["loras"] names what was asked for."""
+
+    reason = error_pb2.ERROR_REASON_NO_LORA
 
 
 class NoControlNet(Unavailable):

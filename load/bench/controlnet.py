@@ -60,7 +60,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     with tempfile.TemporaryDirectory(prefix="bottega-bench-") as name:
         bench = _prepare(Path(name), options)
-        with pinned(0), ControlledReference(bench.model, bench.net) as reference:
+        with pinned(0):
+            reference = ControlledReference(bench.model, bench.net)
+        with reference:
             parts = reference.parts(options.rounds)
             values = dict(parts)
             with suite(bench, "memfd", {}, {}) as client:
@@ -160,10 +162,11 @@ def suite(bench: Bench, name: str, server: Mapping[str, object], engine: Mapping
     with Services(folder) as services:
         gateway = services.start("bottega.gateway", gateway_config())
         with pinned(1):
-            _start_server(bench, services, gateway, server)
+            remote = _start_server(bench, services, gateway, server)
         with pinned(0):
             said = {"model": str(bench.model), "threads": 1, **engine}
-            services.start("bottega.worker", worker_config(gateway.address, name="worker", engine=said))
+            worker = services.start("bottega.worker", worker_config(gateway.address, name="worker", engine=said))
+        _check_apart(worker, remote)
         with Client(gateway.address, timeout_s=600) as client:
             wait_until(lambda: bool(client.models()) and bool(client.controlnets()), JOIN_S, "all to join")
             yield client
@@ -171,7 +174,7 @@ def suite(bench: Bench, name: str, server: Mapping[str, object], engine: Mapping
 
 @contextmanager
 def pinned(core: int) -> Iterator[None]:
-    """What is started in the block runs on this core alone, where there is more than one."""
+    """What is started in the block runs on this core alone, where there is more than one. Blocks do not nest."""
     before = os.sched_getaffinity(0)
     cores = sorted(before)
     os.sched_setaffinity(0, {cores[core % len(cores)]})
@@ -181,7 +184,14 @@ def pinned(core: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _start_server(bench: Bench, services: Services, gateway: Service, engine: Mapping[str, object]) -> None:
+def _check_apart(worker: Service, server: Service) -> None:
+    """Raises where both are on one core: what is measured would be that they take turns."""
+    theirs = [os.sched_getaffinity(each.process.pid) for each in (worker, server)]
+    if theirs[0] & theirs[1]:
+        raise SystemExit(f"worker and ControlNet server need a core each; they have {theirs[0]} and {theirs[1]}")
+
+
+def _start_server(bench: Bench, services: Services, gateway: Service, engine: Mapping[str, object]) -> Service:
     config = {
         "name": "server",
         "gateway": gateway.address,
@@ -189,7 +199,7 @@ def _start_server(bench: Bench, services: Services, gateway: Service, engine: Ma
         "engine": {"threads": 1, **engine},
         "controlnets": {"edges": str(bench.net)},
     }
-    services.start("bottega.controlnet", config)
+    return services.start("bottega.controlnet", config)
 
 
 def _prepare(folder: Path, options: argparse.Namespace) -> Bench:
@@ -229,7 +239,7 @@ def _report(values: Mapping[str, float], options: argparse.Namespace) -> None:
         "speedup": speedup,
         "ideal": ideal,
         "achieved_over_ideal": speedup / ideal,
-        **{f"{name}_ms".replace("_s_ms", "_ms"): value * 1e3 for name, value in values.items() if name.endswith("_s")},
+        **{f"{name.removesuffix('_s')}_ms": value * 1e3 for name, value in values.items() if _is_seconds(name)},
     }
     rows: list[Sequence[str]] = [
         ("encoder half alone", f"{encoder_s * 1e3:.0f} ms", "100 ms or more"),
@@ -256,6 +266,10 @@ def _report(values: Mapping[str, float], options: argparse.Namespace) -> None:
             ("stale steps of a picture", f"{values['stale_steps']:g} of {options.steps}", ""),
         ]
     report("controlnet", [(row[0], row[1], row[2]) for row in rows], figures)
+
+
+def _is_seconds(name: str) -> bool:
+    return name.endswith("_s") and not name.endswith("_per_s")
 
 
 def _options() -> argparse.Namespace:

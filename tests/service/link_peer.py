@@ -51,7 +51,7 @@ def peers() -> Iterator[Peers]:
 
 
 def end(pid: int) -> None:
-    """Kills a child, also a stopped one."""
+    """Kills a child, also a stopped one. No role ends by itself while its link lives."""
     os.kill(pid, signal.SIGKILL)
 
 
@@ -95,6 +95,7 @@ def scribble(link: Link) -> None:
         incoming.wait_all(_life())
         incoming.view(0)[0] = 1
     write(link, LAYOUT, content(LAYOUT, 2))
+    time.sleep(_LIFE_S)
 
 
 _ROLES: dict[str, Callable[[Link], None]] = {

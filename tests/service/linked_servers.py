@@ -75,6 +75,7 @@ class LinkedServer:
 
     def _beat(self) -> None:
         self.beats += 1
+        self.forwards.beat()
 
     def _compute(self) -> None:
         while not self._stopped.is_set():

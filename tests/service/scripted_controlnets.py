@@ -42,7 +42,7 @@ class Script:
     """What the server does. refuses_loans, refuses_steps: why.
 
     dies_at_step: of all sessions, from 1, after so many points and seconds; 0 never. silent_at_step: says nothing
-    from then on.
+    from then on. hangs_at_step: answers no steps from then on, and everything else.
     lies: sends this in place of the first answer.
     """
 
@@ -52,6 +52,7 @@ class Script:
     dies_after_points: int = 0
     dies_after_s: float = 0.0
     silent_at_step: int = 0
+    hangs_at_step: int = 0
     lies: Callable[[int], Message] | None = None
 
 
@@ -112,7 +113,7 @@ class ScriptedServer:
     def _step(self, link: Link, step: Step) -> None:
         self.steps += 1
         script = self._script
-        if script.silent_at_step == self.steps:
+        if script.silent_at_step == self.steps or 0 < script.hangs_at_step <= self.steps:
             return
         if script.refuses_steps is not None:
             send(link, refused_message(Refusal(step=step.number, error=_packed(script.refuses_steps))))

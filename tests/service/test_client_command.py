@@ -416,6 +416,7 @@ def test_stopping_without_a_suite_is_no_error() -> None:
     assert "No suite runs" in result.stdout
 
 
+@pytest.mark.alone
 def test_help_is_quick_and_brings_no_torch() -> None:
     code = (
         "import sys\nfrom bottega.client.cli import main\n"

@@ -111,6 +111,7 @@ async def test_nothing_acknowledged_is_lost_around_kills(house: House) -> None:
     assert max(Counter(house.worker.begun).values()) == 1
 
 
+@pytest.mark.alone
 async def test_a_thousand_live_jobs_are_ready_again_within_three_seconds(house: House) -> None:
     await house.worker.die()
     await house.kill()

@@ -139,6 +139,7 @@ async def test_a_worker_that_leaves_is_out_at_once(house: Running) -> None:
         assert time.monotonic() - began < 2
 
 
+@pytest.mark.alone
 async def test_a_silent_worker_is_out_within_two_seconds_and_its_late_answer_changes_nothing(house: Running) -> None:
     silent = await house.worker("silent")
     await silent.leave()

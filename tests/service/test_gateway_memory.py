@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 import psutil
+import pytest
 from PIL import Image
 
 from bottega.errors import BadImage, BottegaError, QueueFull
@@ -24,6 +25,8 @@ from bottega.v1 import image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.running import Services, gateway_config
 from tests.service.scripted_worker import ScriptedWorker
+
+pytestmark = pytest.mark.alone
 
 ORDERS = 12
 CALLERS = 96

@@ -12,20 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.controlnet import links
+from bottega.controlnet import hosts, links
 from bottega.diffusion.control_messages import Kind, number_message
 from bottega.diffusion.controlnets import LocalControlNets
 from bottega.diffusion.controls import Control, ControlHosts, ControlServer
 from bottega.diffusion.engine import Engine, EngineLimits
-from bottega.diffusion.events import Checkpointed
+from bottega.diffusion.events import Checkpointed, Started
 from bottega.diffusion.job import Order
 from bottega.diffusion.model import Model
 from bottega.diffusion.row import Row
 from bottega.diffusion.spec import DrawingSpec
 from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, TooLarge, Unavailable
 from bottega.transport import Limits
+from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADING, HOSTED_STATE_ON_DISK
 from bottega.worker.controlnets import LinkSettings, Offers, Pace, RemoteControlNets
-from tests.controlnets import control_image, control_spec, layout_of, random_controlnet, save, shelf_of
+from tests.controlnets import Gate, control_image, control_spec, layout_of, random_controlnet, save, shelf_of
 from tests.drawing import Drawing, Easel, load
 from tests.service import linked_servers
 from tests.service.linked_servers import LinkedServer, linked_server
@@ -38,7 +39,11 @@ PLAIN = DrawingSpec(
     prompt="a big red star on the left on a blue background", num_inference_steps=5, width=64, height=64, seed=1
 )
 ALONE = EngineLimits(max_rows=2)
+# Of servers that shall not be given up, however busy the machine is; and where one is silent.
+PATIENCE_S = 10.0
 SILENCE_S = 0.6
+STALL_S = 2.0
+IMPATIENT = {"is silent": {"silence_s": SILENCE_S}, "computes nothing, and answers pings": {"stall_s": STALL_S}}
 
 
 class AlwaysPipelined(Pace):
@@ -124,7 +129,11 @@ class Desk:
     all: ClassVar[list[Desk]] = []
 
     def __init__(self, model: Model, offers: Offers, limits: EngineLimits = ALONE, **options: Any) -> None:
-        settings = LinkSettings(silence_s=SILENCE_S, limits=Limits(slots=options.pop("slots", 8)))
+        settings = LinkSettings(
+            silence_s=options.pop("silence_s", PATIENCE_S),
+            stall_s=options.pop("stall_s", PATIENCE_S),
+            limits=Limits(slots=options.pop("slots", 8)),
+        )
         self.controlnets = RemoteControlNets(
             base=options.pop("base", layout_of(model)),
             dtype=model.dtype,
@@ -266,6 +275,7 @@ SCRIPTS = {
     # Long enough for the blocks to run that need no more than is here.
     "dies before the last residuals": Script(dies_at_step=1, dies_after_points=6, dies_after_s=0.2),
     "is silent": Script(silent_at_step=1),
+    "computes nothing, and answers pings": Script(hangs_at_step=1),
     "refuses the sessions": Script(refuses_loans=Unavailable("not now")),
     "refuses a step": Script(refuses_steps=InternalError("a forward failed")),
     "answers what nobody asked": Script(lies=lambda number: number_message(Kind.RESIDUALS, number + 7)),
@@ -282,11 +292,57 @@ def test_whatever_a_server_does_wrong_another_one_finishes_the_same_latent(
     order = controlled((0, 0.8), (1, 0.5), spec=replace(PLAIN, num_inference_steps=2))
     bad = ScriptedServer("bad", tmp_path, SCRIPTS[what], tuple(layout_of(model).shapes(16, 16)))
     began_s = time.monotonic()
-    drawing = Desk(model, Pair(bad, near)).draw(on(order, bad, near))
+    desk = Desk(model, Pair(bad, near), ALONE, **IMPATIENT.get(what, {}))
+    drawing = desk.draw(on(order, bad, near))
     bad.close()
     assert torch.equal(drawing.latents[0], alone(model, local, order))
     assert drawing.record.controlnets[0].servers[-1] == "near"
     assert time.monotonic() - began_s < 10
+
+
+def test_a_job_that_moves_to_a_server_that_still_loads_holds_up_nobody(
+    model: Model,
+    local: LocalControlNets,
+    folders: Mapping[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate()
+    monkeypatch.setattr(hosts, "load_controlnet", gate)
+    order = controlled((0, 0.8), spec=replace(PLAIN, num_inference_steps=3))
+    bad = ScriptedServer("bad", tmp_path, Script(dies_at_step=1), tuple(layout_of(model).shapes(16, 16)))
+    with linked_server("slow", folders, tmp_path) as slow:
+        desk = Desk(model, Pair(bad, slow))
+        moving = desk.easel.submit(on(order, bad, slow))
+        until(lambda: desk.easel.turn() is not None and bool(moving.all(Started)))
+        other = desk.easel.submit(Order(key="other", spec=replace(PLAIN, width=96)))
+        until(lambda: desk.easel.turn() is not None and other.ended)
+        assert gate.waiting.is_set()
+        assert not moving.ended
+        states = {net.name: net.state for net in slow.hosts.report({})}
+        assert states == dict.fromkeys(NAMES, HOSTED_STATE_ON_DISK) | {"edges": HOSTED_STATE_LOADING}
+        gate.open()
+        desk.easel.run()
+    bad.close()
+    assert torch.equal(moving.latents[0], alone(model, local, order))
+    assert len(moving.all(Started)) == 1
+    assert moving.record.controlnets[0].servers == ("bad", "slow")
+    assert moving.record.seconds["controlnets"] > 0
+
+
+def test_what_has_no_room_together_here_is_refused_at_once(
+    model: Model, folders: Mapping[str, Path], near: LinkedServer
+) -> None:
+    one_bytes = near.hosts.report({})[0].size_bytes
+    with shelf_of(model, folders, budget_bytes=one_bytes) as shelf:
+        digests = dict.fromkeys(NAMES, "d")
+        desk = Desk(model, linked_servers.Offers(), local=LocalControlNets(shelf), digests=digests)
+        began_s = time.monotonic()
+        drawing = desk.easel.submit(controlled((0, 0.8), (1, 0.5)))
+        until(lambda: desk.easel.turn() is not None and drawing.ended)
+        assert isinstance(drawing.error, TooLarge)
+        assert time.monotonic() - began_s < 5
+        assert desk.draw(replace(controlled((1, 0.5)), key="one")).record.controlnets[0].servers == ("",)
 
 
 @pytest.mark.parametrize("what", ["dies in its first answer", "is silent", "refuses a step"])
@@ -296,7 +352,7 @@ def test_without_another_server_the_engine_finishes_it_or_says_that_nobody_can(
     order = controlled((0, 0.8), spec=replace(PLAIN, num_inference_steps=2))
     bad = ScriptedServer("bad", tmp_path, SCRIPTS[what], tuple(layout_of(model).shapes(16, 16)))
     with shelf_of(model, folders) as shelf:
-        desk = Desk(model, Pair(bad, None), local=LocalControlNets(shelf), digests={"edges": "d"})
+        desk = Desk(model, Pair(bad, None), local=LocalControlNets(shelf), digests={"edges": "d"}, silence_s=SILENCE_S)
         drawing = desk.draw(on(order, bad))
         assert torch.equal(drawing.latents[0], alone(model, local, order))
         assert drawing.record.controlnets[0].servers == ("bad", "")
@@ -304,7 +360,7 @@ def test_without_another_server_the_engine_finishes_it_or_says_that_nobody_can(
         elsewhere = tuple(replace(each, digest="another version") for each in other.control_hosts)
         failed = desk.draw(replace(other, control_hosts=elsewhere))
     assert isinstance(failed.error, NoControlNet)
-    failed = Desk(model, Pair(bad, None)).draw(on(order, bad))
+    failed = Desk(model, Pair(bad, None), silence_s=SILENCE_S).draw(on(order, bad))
     bad.close()
     assert isinstance(failed.error, NoControlNet)
     assert failed.error.metadata == {"controlnets": "edges", "servers": "bad"}

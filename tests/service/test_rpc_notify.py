@@ -20,6 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bottega.rpc.notify import ServiceManager
 from tests.running import gateway_config
 
+pytestmark = pytest.mark.alone
+
 WATCHDOG_S = 0.4
 ABSTRACT = f"bottega-test-{os.getpid()}"
 

@@ -26,6 +26,8 @@ from bottega.rpc.channel import channel_options
 from bottega.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 from tests.service.scripted_gateway import ScriptedGateway, serving
 
+pytestmark = pytest.mark.alone
+
 HERE = Path(__file__).parent
 MOST_MS = 5.0
 CALLERS = 48

@@ -6,11 +6,14 @@ import socket
 import threading
 import time
 
+import pytest
+
 from load.bench.throttle import Throttle
 
 SIZE_BYTES = 256 << 10
 
 
+@pytest.mark.alone
 def test_what_goes_through_is_whole_and_as_slow_as_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as echo, Throttle(bytes_per_s=1e6) as throttle:
         throttle.target = echo.getsockname()[1]

@@ -14,6 +14,7 @@ import yaml
 
 from bottega.config import load
 from bottega.gateway.config import GatewayConfig
+from bottega.loras.config import LoraConfig
 from bottega.rpc.server import ServerConfig
 from bottega.worker.config import WorkerConfig
 
@@ -94,7 +95,12 @@ def test_a_machine_with_workers_only_gets_no_gateway_with_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "unit"), [("gateway", "bottega-gateway.service"), ("worker", "bottega-worker@.service")]
+    ("module", "unit"),
+    [
+        ("gateway", "bottega-gateway.service"),
+        ("worker", "bottega-worker@.service"),
+        ("loras", "bottega-loras.service"),
+    ],
 )
 def test_a_configuration_that_cannot_be_used_is_not_tried_again(module: str, unit: str, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
@@ -133,10 +139,16 @@ def test_what_computes_does_not_spin_and_downloads_nothing(unit: str) -> None:
     assert "\nEnvironment=HF_HUB_OFFLINE=1\n" in text
 
 
-@pytest.mark.parametrize("service", ["controlnet", "worker"])
-def test_workers_of_the_machine_may_reach_the_socket_of_a_services_links(service: str) -> None:
-    unit = f"bottega-{service}@.service"
-    assert setting(unit, "RuntimeDirectory") == f"bottega-{service}/%i"
+@pytest.mark.parametrize(
+    ("unit", "folder"),
+    [
+        ("bottega-controlnet@.service", "bottega-controlnet/%i"),
+        ("bottega-worker@.service", "bottega-worker/%i"),
+        ("bottega-loras.service", "bottega-loras"),
+    ],
+)
+def test_workers_of_the_machine_may_reach_the_socket_of_a_services_links(unit: str, folder: str) -> None:
+    assert setting(unit, "RuntimeDirectory") == folder
     assert int(setting(unit, "RuntimeDirectoryMode"), 8) & 0o005 == 0o005, "each is a user of its own"
 
 
@@ -148,5 +160,11 @@ def test_the_services_take_their_configurations() -> None:
     net = yaml.safe_load((DEPLOY / "config" / "controlnets" / "miniature.yaml").read_text())
     assert net["gateway"] == gateway.server.listen
     assert float(setting("bottega-controlnet@.service", "TimeoutStopSec")) > net["server"]["drain_grace_s"]
-    for unit, server in (("bottega-gateway.service", gateway.server), ("bottega-worker@.service", worker.server)):
+    loras = load(LoraConfig, DEPLOY / "config" / "loras.yaml")
+    assert (loras.gateway, loras.bases) == (gateway.server.listen, LoraConfig().bases)
+    for unit, server in (
+        ("bottega-gateway.service", gateway.server),
+        ("bottega-worker@.service", worker.server),
+        ("bottega-loras.service", loras.server),
+    ):
         assert float(setting(unit, "TimeoutStopSec")) > server.drain_grace_s

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -226,6 +227,7 @@ def test_beyond_that_those_that_have_begun_keep_the_bound_and_the_others_begin_i
         assert order == sorted(order)
 
 
+@pytest.mark.alone
 def test_choosing_a_group_costs_less_than_a_tenth_of_a_millisecond() -> None:
     chosen = batcher(shared)
     for number in range(32):

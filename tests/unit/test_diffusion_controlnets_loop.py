@@ -22,9 +22,9 @@ from bottega.diffusion.encode import encode_prompts
 from bottega.diffusion.engine import Engine, EngineLimits
 from bottega.diffusion.events import Started
 from bottega.diffusion.job import Order
+from bottega.diffusion.loras import LoraWeights
 from bottega.diffusion.model import Model
 from bottega.diffusion.request import Request
-from bottega.diffusion.side_path import SidePath
 from bottega.diffusion.spec import DrawingSpec
 from bottega.errors import BottegaError, ControlNetNotFound, ControlNetUnusable, InvalidRequest, TooLarge, Unavailable
 from tests.controlnets import Gate, control_image, control_spec, random_controlnet, save, shelf_of, sources
@@ -218,7 +218,7 @@ def test_asked_before_it_is_loaded_a_row_is_late_and_alone_it_is_waited_for(mode
     gate = Gate()
     with shelves(load=gate) as shelf:
         controlnets = LocalControlNets(shelf)
-        predict = Denoiser(model.backbone, SidePath(model.backbone.unet), controlnets).predict
+        predict = Denoiser(model.backbone, LoraWeights(model), controlnets).predict
         late = opened(model, controlnets, controlled())
         other = Request(model, PLAIN, encode_prompts(model, PLAIN))
         assert {row.owner for row in predict([*late.rows(), *other.rows()]).noise} == {other}
@@ -241,5 +241,5 @@ def test_asked_for_what_can_never_be_there_it_says_why_at_once(
         late = opened(model, controlnets, controlled())
         began_s = time.monotonic()
         with pytest.raises(ControlNetUnusable, match="ControlNet edges"):
-            Denoiser(model.backbone, SidePath(model.backbone.unet), controlnets).predict(late.rows())
+            Denoiser(model.backbone, LoraWeights(model), controlnets).predict(late.rows())
         assert time.monotonic() - began_s < WAIT_S / 2

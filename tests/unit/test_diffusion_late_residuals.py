@@ -12,10 +12,10 @@ from torch import Tensor
 from bottega.diffusion import denoiser
 from bottega.diffusion.denoiser import Denoiser
 from bottega.diffusion.encode import encode_prompts
+from bottega.diffusion.loras import LoraWeights
 from bottega.diffusion.model import Model, load_model
 from bottega.diffusion.request import ActiveControl, Request
 from bottega.diffusion.row import Row
-from bottega.diffusion.side_path import SidePath
 from bottega.diffusion.spec import DrawingSpec
 from bottega.errors import Unavailable
 from bottega.miniature import WEIGHTS
@@ -74,7 +74,7 @@ def rows_of(*requests: Request) -> list[Row]:
 
 
 def build(model: Model, residuals: Residuals, fixed_rows: int = 0) -> Denoiser:
-    return Denoiser(model.backbone, SidePath(model.backbone.unet), residuals, fixed_rows=fixed_rows)
+    return Denoiser(model.backbone, LoraWeights(model), residuals, fixed_rows=fixed_rows)
 
 
 @pytest.mark.parametrize("fixed_rows", [0, 6])

@@ -26,12 +26,11 @@ from torch import Tensor
 from bottega.diffusion.checkpoint import read_checkpoint, write_checkpoint
 from bottega.diffusion.denoiser import Denoiser
 from bottega.diffusion.encode import encode_prompts
-from bottega.diffusion.lora import LoraLayer, LoraUse
+from bottega.diffusion.loras import UNET, LoraLayer, LoraSet, LoraUse, LoraWeights
 from bottega.diffusion.model import Model, load_model
 from bottega.diffusion.request import ActiveControl, Request
 from bottega.diffusion.row import Half, Row
 from bottega.diffusion.samplers import SamplerKind
-from bottega.diffusion.side_path import SidePath
 from bottega.diffusion.spec import DrawingSpec
 from bottega.miniature import WEIGHTS
 from tests.stock import assert_close, latent_of, load_stock, variant
@@ -167,7 +166,7 @@ def request(model: Model, spec: DrawingSpec, **options: Any) -> Request:
     return Request(model, spec, encode_prompts(model, spec), **options)
 
 
-def lora_of(unet: UNet2DConditionModel) -> LoraUse:
+def lora_of(model: Model, unet: UNet2DConditionModel) -> LoraSet:
     """What PEFT added, in the canonical form."""
     layers = {}
     for path, module in unet.named_modules():
@@ -175,7 +174,7 @@ def lora_of(unet: UNet2DConditionModel) -> LoraUse:
             down, up = module.lora_A["default"].weight.detach(), module.lora_B["default"].weight.detach()
             layers[path] = LoraLayer(down=down, up=up, scale=module.scaling["default"])
     assert len(layers) > 20
-    return LoraUse(name="style", layers=layers, scale=1.0)
+    return LoraWeights(model).unet_set([LoraUse(digest="style", scale=1.0, layers={UNET: layers})])
 
 
 def resumed_request(model: Model, denoiser: Denoiser) -> Request:
@@ -208,12 +207,12 @@ def group(
 ) -> tuple[dict[str, Request], list[int], ResidualsByHand]:
     """The five requests, run to their ends in shared forwards; sizes of the groups; the residuals' provider."""
     residuals = ResidualsByHand(nets=controlnets, images=control_images, late_step=3)
-    denoiser = Denoiser(model.backbone, SidePath(model.backbone.unet), residuals)
+    denoiser = Denoiser(model.backbone, LoraWeights(model), residuals)
     requests = {
         "plain": request(model, PLAIN),
         "unguided": request(model, UNGUIDED),
         "controlled": request(model, CONTROLLED, controls=CONTROLS),
-        "styled": request(model, STYLED, loras=(lora_of(styled_unet),), loras_from=LORA_FROM),
+        "styled": request(model, STYLED, loras=lora_of(model, styled_unet), loras_from=LORA_FROM),
         "resumed": resumed_request(model, denoiser),
     }
     assert len({member.key for member in requests.values()}) == 1

@@ -74,6 +74,7 @@ async def test_news_that_came_during_the_pause_after_a_look_count_when_it_is_ove
     assert waits.state == image_pb2.JOB_STATE_RUNNING
 
 
+@pytest.mark.alone
 async def test_progress_of_many_workers_costs_no_look_at_all_of_them_each_time(shop: Shop) -> None:
     for index in range(64):
         shop.worker(f"w{index}")

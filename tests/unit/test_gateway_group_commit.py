@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -63,17 +64,30 @@ def _stored(path: Path) -> list[int]:
     return [number for (number,) in rows]
 
 
+@contextlib.asynccontextmanager
+async def _held(commits: GroupCommit) -> AsyncIterator[None]:
+    """Holds the thread until the end of the block, so that what is queued in it forms one group."""
+    holds, gate = threading.Event(), threading.Event()
+
+    def hold(_: sqlite3.Connection) -> bool:
+        holds.set()
+        return gate.wait(10)
+
+    holding = asyncio.create_task(commits.run(hold))
+    assert await asyncio.to_thread(holds.wait, 10)
+    try:
+        yield
+    finally:
+        gate.set()
+        assert await holding
+
+
 async def _all_at_once(
     commits: GroupCommit, *operations: Callable[[sqlite3.Connection], int]
 ) -> list[int | BaseException]:
-    """Queues all of them while the thread is held, so that they form one group."""
-    gate = threading.Event()
-    holding = asyncio.create_task(commits.run(lambda _: gate.wait(10)))
-    await asyncio.sleep(0.02)
-    tasks = [asyncio.create_task(commits.run(operation)) for operation in operations]
-    await asyncio.sleep(0)
-    gate.set()
-    assert await holding
+    async with _held(commits):
+        tasks = [asyncio.create_task(commits.run(operation)) for operation in operations]
+        await asyncio.sleep(0)
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -112,16 +126,13 @@ async def test_a_failing_commit_fails_its_group_and_later_ones_are_tried_again(
 
 
 async def test_what_nobody_waits_for_any_more_is_not_done(commits: GroupCommit, path: Path) -> None:
-    gate = threading.Event()
-    holding = asyncio.create_task(commits.run(lambda _: gate.wait(10)))
-    await asyncio.sleep(0.02)
-    waiting = [asyncio.create_task(commits.run(_insert(number))) for number in range(4)]
-    await asyncio.sleep(0)
-    waiting[1].cancel()
-    waiting[2].cancel()
-    await asyncio.sleep(0)
-    gate.set()
-    await asyncio.gather(holding, *waiting, return_exceptions=True)
+    async with _held(commits):
+        waiting = [asyncio.create_task(commits.run(_insert(number))) for number in range(4)]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        waiting[2].cancel()
+        await asyncio.sleep(0)
+    await asyncio.gather(*waiting, return_exceptions=True)
     assert _stored(path) == [0, 3]
 
 

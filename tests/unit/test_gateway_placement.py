@@ -87,6 +87,18 @@ async def test_what_was_given_out_counts_before_it_is_reported_and_not_after_the
     assert not shop.placement._given
 
 
+async def test_jobs_that_come_together_agree_on_the_server_that_loads_for_the_first_of_them(shop: Shop) -> None:
+    for name in ("w1", "w2", "w3"):
+        shop.worker(name)
+    for name in ("s1", "s2", "s3"):
+        _server(shop, net("edges", state=ON_DISK), name=name)
+    jobs = [shop.take(_job(shop, "edges")) for _ in range(3)]
+    assert len({job.servers for job in jobs}) == 1, "or each of them would load it"
+    for job in jobs:
+        await shop.complete(job)
+    assert not shop.placement._nets
+
+
 async def test_sessions_that_a_server_reports_count_whoever_opened_them(shop: Shop) -> None:
     shop.worker()
     _server(shop, net("edges", sessions=3), name="s1")
@@ -210,6 +222,7 @@ async def test_an_attempt_that_is_adopted_before_its_server_is_back_keeps_its_ch
     assert shop.client().requests[-1].checkpoint == b"4"
 
 
+@pytest.mark.alone
 async def test_a_queue_of_jobs_whose_controlnet_is_away_costs_little(shop: Shop) -> None:
     shop.worker()
     member = _server(shop, net("edges"))

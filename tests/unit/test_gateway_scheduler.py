@@ -154,6 +154,7 @@ def test_the_estimate_of_an_assignment_is_its_completion() -> None:
     assert assign(_line(1), [_seat("w1")])[0].estimate_s == pytest.approx(30 * 0.1 + 0.1)
 
 
+@pytest.mark.alone
 def test_a_decision_over_a_full_queue_and_busy_workers_is_quick() -> None:
     seats = [_seat(f"w{i}", *(_demand(7 + i + k) for k in range(6)), times=GAINING) for i in range(4)]
     waiting = _line(64)

@@ -47,6 +47,7 @@ async def test_a_slow_watcher_gets_the_newest_state_and_none_of_what_it_missed()
     await watch.aclose()
 
 
+@pytest.mark.alone
 async def test_progress_comes_at_most_ten_times_a_second_and_the_end_at_once() -> None:
     job = sample_job()
     job.begin("w1")

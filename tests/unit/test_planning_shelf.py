@@ -87,6 +87,11 @@ class Operations(RuleBasedStateMachine):
         assert set(self.shelf.loaded) == self.memory
 
     @invariant()
+    def what_is_asked_for_is_there_or_comes(self) -> None:
+        asked_for = {name for loan in self.loans for name in names_of(loan)}
+        assert set(self.shelf.coming) == (asked_for | ({self.loading} if self.loading else set())) - self.memory
+
+    @invariant()
     def loans_are_granted_in_their_order(self) -> None:
         granted = [loan.granted for loan in self.loans]
         assert granted == sorted(granted, reverse=True)

@@ -24,10 +24,16 @@ async def test_work_is_done_in_order_and_its_errors_come_back() -> None:
 
 async def test_a_disk_that_hangs_holds_up_nobody_for_ever_and_no_more_than_the_bound() -> None:
     thread = StorageThread("hangs", max_waiting=2, wait_s=0.05)
-    gate = threading.Event()
+    hangs, gate = threading.Event(), threading.Event()
     dropped: list[str] = []
-    hanging = asyncio.create_task(thread.run(gate.wait))
-    await asyncio.sleep(0.01)
+
+    def hang() -> bool:
+        hangs.set()
+        return gate.wait()
+
+    hanging = asyncio.create_task(thread.run(hang))
+    while not hangs.is_set():  # noqa: ASYNC110 - another thread sets it
+        await asyncio.sleep(0)
     (ours,) = (other for other in threading.enumerate() if other.name == "hangs")
     waiting = [asyncio.create_task(thread.run(lambda: dropped.append("ran"))) for _ in range(3)]
     results = await asyncio.gather(hanging, *waiting, return_exceptions=True)

@@ -6,7 +6,7 @@ rows only by their number and their group key; knows no model and no clock: it c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -83,6 +83,18 @@ class Batcher(Generic[Request]):
         """Forgets a request, done or not. Harmless when it is not here."""
         self._seats = [seat for seat in self._seats if seat.request is not request]
         # The next plan makes them anew; but there is none while nothing runs, and a request holds a device's memory.
+        self.regroup()
+
+    @property
+    def requests(self) -> Iterator[Request]:
+        """Those that are here, in order of arrival."""
+        return (seat.request for seat in self._seats)
+
+    def __contains__(self, request: object) -> bool:
+        return any(seat.request is request for seat in self._seats)
+
+    def regroup(self) -> None:
+        """Requests share groups with others than before: their keys have changed."""
         self._admitted, self._widths = [], {}
         self._planned_at = -_REPLAN_TURNS
 

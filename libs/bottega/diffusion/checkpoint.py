@@ -39,9 +39,10 @@ def write_checkpoint(model: Model, spec: DrawingSpec, states: Sequence[RequestSt
         tensors[f"{index}.latent"] = state.latent
         tensors[f"{index}.generator"] = state.generator
         tensors |= {f"{index}.sampler.{name}": tensor for name, tensor in state.sampler.tensors.items()}
-        images.append({"step": state.step, "sampler": state.sampler.numbers})
-    # LoRAs are noted by name and step, never by how they were added; nothing uses them yet.
-    header = _identity(model, spec) | {"images": images, "loras": []}
+        images.append({"step": state.step, "sampler": state.sampler.numbers, "loras_from": state.loras_from})
+    # LoRAs are noted by what they are and their step, never by how they were added.
+    loras = [{"name": lora.name, "digest": lora.digest, "scale": lora.scale} for lora in spec.loras]
+    header = _identity(model, spec) | {"images": images, "loras": loras}
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header[_DIGEST] = _digest(header, whole)
     return safetensors.torch.save(whole, metadata={_HEADER: json.dumps(header)})
@@ -106,6 +107,7 @@ def _state(index: int, image: dict[str, Any], tensors: dict[str, Tensor]) -> Req
         latent=tensors[f"{index}.latent"],
         generator=tensors[f"{index}.generator"],
         sampler=SamplerState(tensors=kept, numbers=numbers),
+        loras_from=None if image["loras_from"] is None else int(image["loras_from"]),
     )
 
 

@@ -6,7 +6,7 @@ done with it; what breaks a rule raises ValueError. Knows shapes and sessions by
     worker -> server    open: begins the sessions of one request (a loan)    opened, or refused
                         step: latents and timesteps of rows                  residuals, or refused
                         close: ends a loan                                   -
-                        ping: are you there?                                 pong
+                        ping: are you there?                                 pong, with the pulse of its forwards
 """
 
 from __future__ import annotations

@@ -45,6 +45,10 @@ class ControlSessions:
         """Whether every session can be asked. Raises the BottegaError that one of them failed with."""
         return self.provider is None or self.records is not None or self.provider.opened(self.handles)
 
+    def needed(self, step: int) -> bool:
+        """Whether any of them is active at this step."""
+        return any(control.first <= step < control.last for control in self.active)
+
     def over(self, step: int) -> bool:
         """Whether none of them is needed at this step or later."""
         return all(control.last <= step for control in self.active)

@@ -7,6 +7,7 @@ samplers and no queues.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,14 +17,15 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.backbone import Activations, Backbone, Inputs
+from bottega.diffusion.loras.weights import LoraWeights
 from bottega.diffusion.residuals import ResidualProvider
 from bottega.diffusion.row import Row
-from bottega.diffusion.side_path import SidePath
 from bottega.errors import Unavailable
 
 # How long a forward waits for residuals when nobody in it could go on without waiting: for a server that is busy, or
-# one that begins anew in place of another. A dead one is noticed sooner, by whoever is linked to it.
-RESIDUAL_TIMEOUT_S = 30.0
+# slow. One that is dead or computes nothing is noticed sooner, by whoever is linked to it. Below the time without a
+# turn after which an engine itself is taken for hung (stall_s).
+RESIDUAL_TIMEOUT_S = 90.0
 # How long it waits at a later block for rows whose first residuals were in time: they are on their way, or their
 # ControlNet has died, and the others should not pay for that with more than a turn or two.
 STRAGGLER_S = 0.5
@@ -53,13 +55,13 @@ class Denoiser:
     def __init__(
         self,
         backbone: Backbone,
-        side_path: SidePath,
+        loras: LoraWeights,
         residuals: ResidualProvider | None = None,
         *,
         fixed_rows: int = 0,
     ) -> None:
         self._backbone = backbone
-        self._side_path = side_path
+        self._loras = loras
         self._residuals = residuals
         self._fixed_rows = fixed_rows
         self._waited_s = 0.0
@@ -67,7 +69,7 @@ class Denoiser:
 
     @torch.inference_mode()
     def predict(self, rows: Sequence[Row]) -> Prediction:
-        """One forward; all rows share one GroupKey.
+        """One forward; all rows share one GroupKey. Its order of rows is its own: those of one LoRA set side by side.
 
         Raises Unavailable when residuals do not come within RESIDUAL_TIMEOUT_S.
         """
@@ -79,11 +81,11 @@ class Denoiser:
         if controlled:
             with self._waiting():  # in this process, ControlNets run now
                 self._provider().ask(controlled)
-        self._side_path.enter([row.loras for row in group])
+        self._loras.enter([row.loras for row in group])
         try:
             group, late, prediction = self._run(group, self._backbone.begin(inputs))
         finally:
-            self._side_path.leave()
+            self._loras.leave()
         _finish(prediction)
         noise = {row: predicted for row, predicted in zip(group, prediction, strict=True) if row.owner not in late}
         return Prediction(
@@ -95,8 +97,8 @@ class Denoiser:
 
     def _padded(self, rows: Sequence[Row]) -> list[Row]:
         """The rows, and as many without an owner as are missing."""
-        blank = replace(rows[-1], owner=None, controls=(), loras=())
-        return [*rows, *[blank] * (self._fixed_rows - len(rows))]
+        blank = replace(rows[-1], owner=None, controls=(), loras=None)
+        return [*_by_set(rows), *[blank] * (self._fixed_rows - len(rows))]
 
     def _run(self, group: list[Row], activations: Activations) -> tuple[list[Row], set[Hashable], Tensor]:
         """The blocks. Returns the rows that went through, which of their owners were late, and the prediction."""
@@ -146,7 +148,7 @@ class Denoiser:
         kept = [index for index, row in enumerate(group) if row.owner not in late]
         activations.select(kept)
         remaining = [group[index] for index in kept]
-        self._side_path.enter([row.loras for row in remaining])
+        self._loras.enter([row.loras for row in remaining])
         return remaining
 
     @contextmanager
@@ -174,6 +176,14 @@ class Denoiser:
         if self._residuals is None:
             raise Unavailable("this engine has no ControlNets")
         return self._residuals
+
+
+def _by_set(rows: Sequence[Row]) -> list[Row]:
+    """Rows of one LoRA set side by side, sets with equally many rows next to each other, rows without at the end."""
+    counts = Counter(row.loras.key for row in rows if row.loras is not None)
+    if not counts:
+        return list(rows)
+    return sorted(rows, key=lambda row: (-counts[row.loras.key], row.loras.key) if row.loras is not None else (1, ()))
 
 
 def _finish(tensor: Tensor) -> None:

@@ -22,18 +22,19 @@ from bottega.diffusion.checkpoint import write_checkpoint
 from bottega.diffusion.controls import ControlNets
 from bottega.diffusion.decode import decode_latent
 from bottega.diffusion.denoiser import Denoiser, Prediction
-from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, Progress, Started
+from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, LorasIn, Progress, Started
 from bottega.diffusion.faults import named
 from bottega.diffusion.follower import Follower
 from bottega.diffusion.guests import Guests
 from bottega.diffusion.job import Job, Order, open_job
+from bottega.diffusion.job_loras import JobLoras, ask_for_loras
+from bottega.diffusion.loras import LoraSource, LoraWeights
 from bottega.diffusion.model import Model
 from bottega.diffusion.pair import Lendable, Pair, PairPrediction
 from bottega.diffusion.preview import LatentPreview
 from bottega.diffusion.pulse import beat_in
 from bottega.diffusion.request import Request
 from bottega.diffusion.row import Half, Row
-from bottega.diffusion.side_path import SidePath
 from bottega.diffusion.spec import DrawingSpec, undrawable
 from bottega.errors import NotFinite, TooLarge, Unavailable
 from bottega.planning import StepTimes
@@ -64,6 +65,7 @@ class EngineLimits:
     max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
     checkpoint_interval_s: a job that runs has a checkpoint at least so often.
     progress_interval_s: progress is told at most so often.
+    lora_timeout_s: how long a job waits for its LoRAs. pristine_on_host: what restores weights is kept in host memory.
     """
 
     max_rows: int = 16
@@ -72,14 +74,25 @@ class EngineLimits:
     max_pixels: int = 0
     checkpoint_interval_s: float = 2.0
     progress_interval_s: float = 0.1
+    lora_timeout_s: float = 60.0
+    pristine_on_host: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Arrival:
+    """A job whose prompt has not been encoded."""
+
+    order: Order
+    loras: JobLoras
 
 
 class Engine:
     """Draws jobs on one device. One thread calls everything.
 
     turns: that ran a group. fixed_s: seconds that a job takes beside its steps: encoding, and decoding one image.
-    controlnets: where its jobs' ControlNets are. follower: the other worker of a pair, which computes rows for this
-    one. guests: the rows that this one computes for it.
+    controlnets: where its jobs' ControlNets are. loras: who brings its jobs' LoRAs. weights: what LoRAs do to them.
+    follower: the other worker of a pair, which computes rows for this one. guests: the rows that this one computes for
+    it.
     """
 
     def __init__(
@@ -88,6 +101,7 @@ class Engine:
         limits: EngineLimits,
         *,
         controlnets: ControlNets | None = None,
+        loras: LoraSource | None = None,
         follower: Follower | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -99,19 +113,19 @@ class Engine:
         self._limits = limits
         self._clock = clock
         self._controlnets = controlnets
-        self._denoiser = Denoiser(
-            model.backbone, SidePath(model.backbone.unet), controlnets, fixed_rows=limits.fixed_rows
-        )
+        self._loras = loras
+        self.weights = LoraWeights(model, patches=not limits.fixed_rows, pristine_on_host=limits.pristine_on_host)
+        self._denoiser = Denoiser(model.backbone, self.weights, controlnets, fixed_rows=limits.fixed_rows)
         self._batcher: Batcher[Request] = Batcher(
             self.step_times, max_rows=limits.fixed_rows or limits.max_rows, max_wait_turns=limits.max_wait_turns
         )
         self._pair = Pair(self._denoiser, follower, self.step_times) if follower is not None else None
         self.guests = Guests(self._predict, device=model.device, dtype=model.dtype, controlnets=controlnets)
         self._preview = LatentPreview.fit(model)
-        self._orders: deque[Order] = deque()
+        self._arrivals: deque[_Arrival] = deque()
         self._jobs: dict[Hashable, Job] = {}
         self._owners: dict[Request, Job] = {}
-        self._opening: dict[Job, float] = {}  # those whose ControlNets are not there yet, and since when
+        self._opening: dict[Job, float] = {}  # those whose ControlNets are not there, and since when
 
     @property
     def jobs(self) -> Mapping[Hashable, Job]:
@@ -127,12 +141,13 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a turn would do anything."""
-        return bool(self._orders or self._jobs)
+        return bool(self._arrivals or self._jobs)
 
     def submit(self, order: Order) -> None:
         """Takes a job in; its first event comes with the turn that encodes it.
 
-        Raises InvalidRequest for one of which nothing can be drawn, and TooLarge, naming the limit.
+        Raises InvalidRequest for one of which nothing can be drawn, TooLarge, naming the limit, and Unavailable where
+        it has LoRAs and nobody brings any.
         """
         rules.refuse(list(undrawable(order.spec, self.model.size_multiple)))
         pixels = order.spec.width * order.spec.height
@@ -142,11 +157,14 @@ class Engine:
                 f"{self.max_pixels} (max_pixels)",
                 metadata={"limit": "max_pixels", "max_pixels": str(self.max_pixels)},
             )
-        self._orders.append(order)
+        loras = ask_for_loras(self._loras, order.spec, now_s=self._clock(), timeout_s=self._limits.lora_timeout_s)
+        self._arrivals.append(_Arrival(order=order, loras=loras))
 
     def cancel(self, key: Hashable) -> None:
         """Drops a job. Harmless when it is not here."""
-        self._orders = deque(order for order in self._orders if order.key != key)
+        for arrival in [each for each in self._arrivals if each.order.key == key]:
+            self._arrivals.remove(arrival)
+            arrival.loras.close()
         if key in self._jobs:
             self._forget(self._jobs[key])
 
@@ -158,7 +176,10 @@ class Engine:
 
     def show(self, key: Hashable) -> None:
         """Draws previews of a job from now on. Harmless when it is not here."""
-        self._orders = deque(replace(order, preview=True) if order.key == key else order for order in self._orders)
+        self._arrivals = deque(
+            replace(each, order=replace(each.order, preview=True)) if each.order.key == key else each
+            for each in self._arrivals
+        )
         if key in self._jobs:
             job = self._jobs[key]
             job.order = replace(job.order, preview=True)
@@ -173,8 +194,8 @@ class Engine:
         """Every job that is here, with its steps to go."""
         for job in self._jobs.values():
             yield job.key, job.steps_total - job.steps_done
-        for order in self._orders:
-            yield order.key, order.spec.num_images * order.spec.steps
+        for arrival in self._arrivals:
+            yield arrival.order.key, arrival.order.spec.num_images * arrival.order.spec.steps
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -194,23 +215,58 @@ class Engine:
             if max(self._predict(rows).seconds for _ in range(3)) > _WARM_UP_TURN_S:
                 break
             count *= 2
+        if self._loras is not None:
+            self._measure_loras(row)
+
+    def _measure_loras(self, row: Row) -> None:
+        """What LoRAs cost beside the weights and inside them, by one that changes nothing."""
+        probe = self.weights.probe()
+        for _ in range(3):
+            self._predict([replace(row, loras=probe)])
+        for _ in range(2):
+            self.weights.measure_swap(probe)
 
     def turn(self) -> Iterator[Event]:
         """One turn, and what there is to say about it, as it happens. Harmless when there is nothing to do."""
-        if self._orders:
-            yield from self._encode(self._orders.popleft())
+        yield from self._encode()
         yield from self._begin()
         turns = self.turns
         yield from self._denoise()
         yield from self._decode()
-        if self._opening and self._controlnets is not None and self.turns == turns:
+        if self.turns == turns:
+            self._pause()
+
+    def _pause(self) -> None:
+        """Waits a little for what jobs lack: nothing else can be done."""
+        lacking = [*(each.loras for each in self._arrivals), *(job.loras for job in self._jobs.values())]
+        if self._loras is not None and any(loras.pending for loras in lacking):
+            self._loras.settle([handle for loras in lacking for handle in loras.handles], _PAUSE_S)
+        elif self._controlnets is not None and self._opening:
             self._controlnets.settle([handle for job in self._opening for handle in job.controls.handles], _PAUSE_S)
 
-    def _encode(self, order: Order) -> Iterator[Event]:
-        began_s = perf_counter()
+    def _encode(self) -> Iterator[Event]:
+        """The oldest prompt whose LoRAs for the text encoders are here; fails those whose never will be."""
+        now_s = self._clock()
+        for arrival in list(self._arrivals):
+            try:
+                if not arrival.loras.text_ready(now_s):
+                    continue
+            except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
+                self._arrivals.remove(arrival)
+                arrival.loras.close()
+                yield Failed(key=arrival.order.key, error=named(error))
+                continue
+            self._arrivals.remove(arrival)
+            yield from self._open(arrival.order, arrival.loras)
+            return
+
+    def _open(self, order: Order, loras: JobLoras) -> Iterator[Event]:
         try:
-            job = open_job(self.model, order, self._controlnets)
+            loras.patch_s = self.weights.put_in_text(loras.text_set(self.weights))
+            began_s = perf_counter()
+            job = open_job(self.model, order, self._controlnets, loras)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
+            loras.close()
             yield Failed(key=order.key, error=named(error))
             return
         job.seconds["encode"] = perf_counter() - began_s
@@ -219,29 +275,77 @@ class Engine:
         self._opening[job] = self._clock()
 
     def _begin(self) -> Iterator[Event]:
-        """Lets jobs be denoised whose ControlNets are there; fails those whose never will be; ends what is over."""
+        """Lets jobs go on whose ControlNets and LoRAs are there; fails those whose never will be; ends what is over."""
         now_s = self._clock()
         for job in list(self._jobs.values()):
-            waited_s = now_s - self._opening.get(job, now_s)
             try:
-                opened = job.controls.opened
-                if not opened and waited_s > OPENING_TIMEOUT_S:
-                    raise Unavailable(f"the ControlNets were not there within {OPENING_TIMEOUT_S:g} s")
+                arrived = job.loras.arrive(self.weights, job.requests, now_s)
+                opened = self._opened(job, now_s)
             except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
                 yield self._fail(job, error)
                 continue
             if job.controls.over(min(request.step for request in job.requests)):
                 job.controls.close()  # before the job's end: others may wait for the room
-            if opened and job in self._opening:
-                del self._opening[job]
-                job.opened(waited_s)
-                job.checkpoint_s = now_s
-                for request in job.requests:
-                    if not request.done:
-                        self._batcher.add(request)
-                yield Started(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)
+            if arrived and job.loras.step is not None:
+                yield LorasIn(key=job.key, step=job.loras.step)
+            if opened and (job in self._opening or job.loras.specs):
+                yield from self._let_in(job, now_s)
+
+    def _opened(self, job: Job, now_s: float) -> bool:
+        """Whether a job's ControlNets are there. One whose server died in a step that needs it leaves the batcher: who
+        goes on with it may have to load it first, and nobody else shall wait for that.
+
+        Raises why they never will be.
+        """
+        if job.controls.opened:
+            return True
+        waited_s = now_s - self._opening.get(job, now_s)
+        if waited_s > OPENING_TIMEOUT_S:
+            raise Unavailable(f"the ControlNets were not there within {OPENING_TIMEOUT_S:g} s")
+        if job not in self._opening and any(job.controls.needed(request.step) for request in job.requests):
+            self._opening[job] = now_s
+            for request in job.requests:
+                self._batcher.remove(request)
+        return False
+
+    def _let_in(self, job: Job, now_s: float) -> Iterator[Event]:
+        """A job can be denoised, for the first time or again; but not those of its images that now need its LoRAs."""
+        if job in self._opening:
+            job.opened(now_s - self._opening.pop(job))
+        blocked = job.loras.block(job.requests, now_s)
+        for request in job.requests:
+            runs = request in self._batcher
+            if runs and request in blocked:
+                self._batcher.remove(request)
+            elif not (runs or request in blocked or request.done):
+                self._batcher.add(request)
+        if not job.started and len(blocked) < len(job.requests):
+            job.started, job.checkpoint_s = True, now_s
+            yield Started(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)
+
+    def _choose_weights(self) -> None:
+        """Between two turns: LoRAs go into the weights, or out of them, as those under way need them."""
+        requests = list(self._batcher.requests)
+        if not any(request.loras_now or request.key.weights for request in requests) and not self.weights.patched:
+            return
+        if not requests:
+            return  # what is in the weights stays: the next job may want the same
+        height, width = requests[0].key.shape[1:]
+        step_s = self.step_times.seconds((height, width), sum(request.row_count for request in requests))
+        seconds = self.weights.choose(
+            [request.loras_now for request in requests],
+            steps=max(request.steps_left for request in requests),
+            step_s=step_s or 0.0,
+        )
+        patched = self.weights.patched
+        moved = [request for request in requests if request.share_weights(patched.key if patched else ())]
+        if moved:
+            self._batcher.regroup()
+        for job in {self._owners[request] for request in requests}:
+            job.loras.patch_s += seconds if job.loras.loras is not None else 0.0
 
     def _denoise(self) -> Iterator[Event]:
+        self._choose_weights()
         began_s = perf_counter()
         group = self._batcher.next_group()
         if not group:
@@ -283,7 +387,9 @@ class Engine:
         prediction = self._denoiser.predict(rows)
         if len(prediction.noise) == len(rows):  # else some of them ran only half of it
             _, height, width = rows[0].sample.shape
-            self.step_times.observe((height, width), len(rows), prediction.seconds)
+            plain_s = self.step_times.seconds((height, width), len(rows))
+            if self.weights.saw_step([row.loras for row in rows], prediction.seconds, plain_s) or plain_s is None:
+                self.step_times.observe((height, width), len(rows), prediction.seconds)
         return prediction
 
     def _advance(self, group: list[Request], noise: dict[Row, Tensor]) -> tuple[dict[Job, Exception], float]:
@@ -368,6 +474,7 @@ class Engine:
         del self._jobs[job.key]
         self._opening.pop(job, None)
         job.controls.close()
+        job.loras.close()
         if self._pair is not None and job.guest is not None:
             self._pair.forget(job.guest)
         for request in job.requests:

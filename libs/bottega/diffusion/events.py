@@ -19,6 +19,17 @@ class Started:
     steps_resumed: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LorasIn:
+    """The job's LoRAs are here and go in at this step of every image; told before it runs.
+
+    A later attempt must be told of the step (Order.loras_step), else it may not draw the same picture.
+    """
+
+    key: Hashable
+    step: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Progress:
     """Denoising goes on. steps_done: over all images, those of a checkpoint included.
@@ -69,6 +80,23 @@ class ControlUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraRecord:
+    """A LoRA as a job used it, from `from_step` on.
+
+    load_s: until it was here. wait_s: that the job could not go on for want of its LoRAs; patch_s: for changing
+    weights for them. Those are of all of the job's LoRAs together.
+    """
+
+    name: str
+    digest: str
+    scale: float
+    from_step: int
+    load_s: float
+    wait_s: float
+    patch_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairRecord:
     """What the other worker of a pair, named `worker`, did for a job.
 
@@ -86,7 +114,7 @@ class PairRecord:
 class Record:
     """What really happened to a job.
 
-    seconds: by stage (encode, controlnets, denoise, batch, decode); a turn that it shared counts in full.
+    seconds: by stage (encode, controlnets, loras, denoise, batch, decode); a turn that it shared counts in full.
     mean_group_requests: images in the groups that its steps ran in, on average.
     encoder_s: of the denoising steps with ControlNets, the time before the first residual was needed.
     pair: what the other worker of a pair did for it; None where it was lent nothing.
@@ -98,6 +126,7 @@ class Record:
     mean_group_requests: float
     controlnets: tuple[ControlUse, ...] = ()
     encoder_s: float = 0.0
+    loras: tuple[LoraRecord, ...] = ()
     pair: PairRecord | None = None
 
 
@@ -117,4 +146,4 @@ class Failed:
     error: BottegaError
 
 
-Event = Started | Progress | Checkpointed | Drawn | Finished | Failed
+Event = Started | LorasIn | Progress | Checkpointed | Drawn | Finished | Failed

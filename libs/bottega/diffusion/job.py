@@ -21,6 +21,7 @@ from bottega.diffusion.denoiser import Prediction
 from bottega.diffusion.encode import Conditions, encode_image, encode_prompts
 from bottega.diffusion.events import PairRecord, Record
 from bottega.diffusion.follower import Guest
+from bottega.diffusion.job_loras import JobLoras
 from bottega.diffusion.model import Model
 from bottega.diffusion.pair import PairPrediction
 from bottega.diffusion.request import Request
@@ -36,6 +37,8 @@ _CHECKPOINT_SHARE = 0.1
 STAGES = ("encode", "denoise", "batch", "decode")
 # Of jobs that use some: waiting for them, before the first step and in steps.
 CONTROLNETS = "controlnets"
+# Of jobs that use some: what could not go on for want of them, and changing weights for them.
+LORAS = "loras"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,6 +50,7 @@ class Order:
     control_hosts: where each of those is, beside here; without them they are here.
     stale_residuals: whether residuals may be one step old. latent_parallelism: whether the other worker of a pair may
     compute rows.
+    loras_step: at which the LoRAs went in in an earlier attempt, where it told so.
     checkpoint: of an earlier attempt; empty to begin at the beginning. preview: whether to show the way.
     """
 
@@ -56,6 +60,7 @@ class Order:
     control_images: tuple[Tensor, ...] = ()
     control_hosts: tuple[ControlHosts, ...] = ()
     stale_residuals: bool = False
+    loras_step: int | None = None
     latent_parallelism: bool = True
     checkpoint: bytes = b""
     preview: bool = False
@@ -65,6 +70,7 @@ class Order:
 class Job:
     """A job whose prompt has been encoded. truncations: see Conditions. encoder_s, pair: see Record.
 
+    started: whether its ControlNets have been there, and it was told to have begun.
     guest: what the other worker of a pair is told of it; None where none of its rows may be lent.
     """
 
@@ -72,11 +78,13 @@ class Job:
     requests: Sequence[Request]
     truncations: dict[str, str]
     controls: ControlSessions = field(default_factory=ControlSessions)
+    loras: JobLoras = field(default_factory=JobLoras)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     guest: Guest | None = None
     encoder_s: float = 0.0
     pair: PairRecord | None = None
     drawn: set[int] = field(default_factory=set)
+    started: bool = False
     reported_s: float = -math.inf
     checkpoint_s: float = 0.0
     checkpoint_steps: int = 0
@@ -115,7 +123,7 @@ class Job:
         return steps > 0 and (steps >= share or now_s - self.checkpoint_s >= interval_s)
 
     def opened(self, waited_s: float) -> None:
-        """Its ControlNets, if it uses some, were there after so long."""
+        """Its ControlNets, if it uses some, were there after so long; again, when they had been lost."""
         if self.order.spec.controlnets:
             self.seconds[CONTROLNETS] += waited_s
 
@@ -154,6 +162,8 @@ class Job:
 
     def record(self) -> Record:
         """What happened to it."""
+        if self.order.spec.loras:
+            self.seconds[LORAS] = self.loras.wait_s + self.loras.patch_s
         return Record(
             begin_step=self.requests[0].begin,
             truncations=self.truncations,
@@ -161,6 +171,7 @@ class Job:
             mean_group_requests=self._group_requests / self._steps if self._steps else 0.0,
             controlnets=self.controls.uses(self.order.spec),
             encoder_s=self.encoder_s,
+            loras=self.loras.records(),
             pair=self.pair,
         )
 
@@ -172,15 +183,22 @@ class Job:
         self.seconds[name] += perf_counter() - began_s
 
 
-def open_job(model: Model, order: Order, controlnets: ControlNets | None = None) -> Job:
+def open_job(model: Model, order: Order, controlnets: ControlNets | None = None, loras: JobLoras | None = None) -> Job:
     """The first stage: encodes prompt and picture, and goes on from the checkpoint where there is one that fits.
 
-    Its ControlNet sessions are begun, and need not be open yet.
+    Its ControlNet sessions are begun, and need not be open yet. loras: what they do to the text encoders is in place.
     """
     conditions = encode_prompts(model, order.spec)
     requests = _resumed(model, order, conditions) or _begun(model, order, conditions)
     steps = sum(request.step - request.begin for request in requests)
-    job = Job(order=order, requests=requests, truncations=conditions.truncations, checkpoint_steps=steps)
+    job = Job(
+        order=order,
+        requests=requests,
+        truncations=conditions.truncations,
+        loras=loras or JobLoras(),
+        checkpoint_steps=steps,
+    )
+    _pin(job)
     if order.spec.controlnets:
         step = min(request.step for request in requests)
         job.controls = open_controls(
@@ -197,6 +215,14 @@ def open_job(model: Model, order: Order, controlnets: ControlNets | None = None)
             request.controls = job.controls.active
     job.guest = _guest(order, conditions, job.controls)
     return job
+
+
+def _pin(job: Job) -> None:
+    """An attempt goes on with the step at which the LoRAs went in before it, if they did."""
+    decided = next((request.loras_from for request in job.requests if request.loras_from is not None), None)
+    pinned = job.order.loras_step if decided is None else decided
+    if pinned is not None:
+        job.loras.step = pinned
 
 
 def _guest(order: Order, conditions: Conditions, controls: ControlSessions) -> Guest | None:

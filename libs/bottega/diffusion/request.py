@@ -7,7 +7,7 @@ any step and leaves it when done; it knows what a group must share, and nothing 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import rescale_noise_cfg
@@ -15,7 +15,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from bottega.diffusion.encode import Conditions, LatentDistribution, to_latent
-from bottega.diffusion.lora import LoraUse
+from bottega.diffusion.loras.lora_set import LoraSet, SetKey
 from bottega.diffusion.model import Model
 from bottega.diffusion.row import GroupKey, Half, Row
 from bottega.diffusion.samplers import Sampler, SamplerState
@@ -24,12 +24,16 @@ from bottega.diffusion.spec import DrawingSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestState:
-    """All that another engine needs to go on with a request, beside its spec."""
+    """All that another engine needs to go on with a request, beside its spec.
+
+    loras_from: the step at which its LoRAs go in, or went in; None where that is not decided.
+    """
 
     step: int
     latent: Tensor
     generator: Tensor
     sampler: SamplerState
+    loras_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,7 @@ class Request:
     than 0, from `image`. resume: goes on from there instead. resumed_from: where it went on; without, `begin`.
     latent: [1, channels, height, width]. estimate: of the finished latent, as the last step saw it.
     controls: its ControlNets, in the order in which their residuals are summed.
-    loras: what the side path adds, from step `loras_from` on.
+    loras: in force from step `loras_from` on; None while they are not here, or where it has none.
     """
 
     def __init__(
@@ -64,8 +68,8 @@ class Request:
         index: int = 0,
         image: LatentDistribution | None = None,
         controls: Sequence[ActiveControl] = (),
-        loras: tuple[LoraUse, ...] = (),
-        loras_from: int = 0,
+        loras: LoraSet | None = None,
+        loras_from: int | None = None,
         resume: RequestState | None = None,
     ) -> None:
         self.index = index
@@ -90,6 +94,7 @@ class Request:
             self.latent = self._start(model, image)
         else:
             self.step = resume.step
+            self.loras_from = resume.loras_from
             self.latent = resume.latent.to(model.device, model.dtype)
             self._generator.set_state(resume.generator)
             self._sampler.restore(resume.sampler, resume.step, model.device)
@@ -103,6 +108,11 @@ class Request:
     def done(self) -> bool:
         """Whether the latent is finished."""
         return self.step >= self.end
+
+    @property
+    def loras_now(self) -> LoraSet | None:
+        """Its LoRAs at the current step."""
+        return self.loras if self.loras_from is not None and self.step >= self.loras_from else None
 
     @property
     def row_count(self) -> int:
@@ -124,12 +134,18 @@ class Request:
         """Whether the latent is free of NaN and infinities. On a GPU this waits for the device."""
         return bool(torch.isfinite(self.latent).all())
 
+    def share_weights(self, key: SetKey) -> bool:
+        """The engine's weights have this set in them from now on; whether that makes it another group's."""
+        changed = self.key.weights != key
+        if changed:
+            self.key = replace(self.key, weights=key)
+        return changed
+
     def rows(self) -> list[Row]:
         """The rows of the current step; asking again for the same step gives equal rows."""
         sample = self._sampler.model_input(self.latent, self.step)[0]
         halves = {Half.UNCONDITIONAL: self._conditions.unconditional, Half.CONDITIONAL: self._conditions.conditional}
         active = [control for control in self.controls if control.first <= self.step < control.last]
-        loras = self.loras if self.step >= self.loras_from else ()
         return [
             Row(
                 owner=self,
@@ -139,7 +155,7 @@ class Request:
                 timestep=self._sampler.timestep(self.step),
                 embeds=embeds,
                 controls=tuple(control.handle for control in active if half in control.halves),
-                loras=loras,
+                loras=self.loras_now,
             )
             for half, embeds in halves.items()
             if embeds is not None
@@ -165,6 +181,7 @@ class Request:
             latent=self.latent,
             generator=self._generator.get_state(),
             sampler=self._sampler.state(),
+            loras_from=self.loras_from,
         )
 
     def _start(self, model: Model, image: LatentDistribution | None) -> Tensor:

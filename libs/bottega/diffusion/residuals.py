@@ -31,13 +31,15 @@ class ResidualProvider(Protocol):
         ...
 
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
-        """Returns when one of the rows, none of which is ready at these points, has become so, or after the timeout."""
+        """Returns when one of the rows, none of which is ready at these points or spoilt, is one of the two, or after
+        the timeout."""
         ...
 
     def spoilt(self, row: Row) -> bool:
-        """Whether what was taken for the row this turn is void, as its sender died in the middle of it.
+        """Whether its sender has died: what was taken for the row this turn is void, and what is missing of it comes
+        from somebody else, who may have to begin first.
 
-        The row has to leave the forward, and to be asked for again.
+        The row has to leave the forward, and to be asked for again when its sessions are open.
         """
         ...
 

@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from bottega.diffusion.lora import LoraUse
+from bottega.diffusion.loras.lora_set import LoraSet, SetKey
 
 
 class Half(Enum):
@@ -47,7 +47,7 @@ class GroupKey:
     shape: tuple[int, int, int]
     tokens: int
     dtype: torch.dtype
-    weights: tuple[Hashable, ...] = ()
+    weights: SetKey = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,7 +58,7 @@ class Row:
     sample: the scaled latent [channels, height, width]; timestep: scalar.
     controls: the request's ControlNets that control this half at this step, in the request's order: handles
     of whoever provides the residuals.
-    loras: what the side path adds for this row.
+    loras: its LoRAs, whether they are in the weights or go beside them.
     """
 
     owner: Hashable
@@ -68,4 +68,4 @@ class Row:
     timestep: Tensor
     embeds: Embeds
     controls: tuple[Hashable, ...] = ()
-    loras: tuple[LoraUse, ...] = ()
+    loras: LoraSet | None = None

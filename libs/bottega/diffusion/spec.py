@@ -26,12 +26,27 @@ class ControlSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """One LoRA of a job. digest: SHA-256 of its canonical file, hex.
+
+    from_step: the denoising step at which it goes in, where that is pinned. Else it goes in when it is there, but
+    before the job has made `bound` steps without it; with 0 it is waited for before the first one: exact.
+    """
+
+    name: str
+    digest: str
+    scale: float = 1.0
+    from_step: int | None = None
+    bound: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrawingSpec:
     """One job: `num_images` images that differ in their seed alone; image i has seed + i.
 
     Names and meanings are Diffusers'. negative_prompt None and "" differ: None conditions on zeros
     where the model says so. strength makes it image-to-image, which needs an image; None is text-to-image.
-    controlnets: their residuals are summed in this order.
+    controlnets: their residuals are summed in this order. loras: summed; all go in at one step, by the least bound.
     """
 
     prompt: str
@@ -49,6 +64,7 @@ class DrawingSpec:
     use_karras_sigmas: bool = False
     strength: float | None = None
     controlnets: tuple[ControlSpec, ...] = ()
+    loras: tuple[LoraSpec, ...] = ()
 
     @property
     def guided(self) -> bool:
@@ -69,6 +85,17 @@ class DrawingSpec:
     def begin_step(self) -> int:
         """The first step that runs: 0, or later for image-to-image."""
         return self.num_inference_steps - self.steps
+
+    @property
+    def lora_bound(self) -> int:
+        """The step that does not run without its LoRAs, where none is pinned."""
+        least = min((lora.bound for lora in self.loras), default=0)
+        return self.begin_step + min(least, self.steps - 1)
+
+    @property
+    def lora_step(self) -> int | None:
+        """The step at which its LoRAs go in, where that is pinned."""
+        return self.loras[0].from_step if self.loras else None
 
     def control_steps(self, control: ControlSpec) -> tuple[int, int]:
         """The steps [first, last) in which one of its ControlNets is active; its fractions are of those that run."""
@@ -91,6 +118,11 @@ def undrawable(spec: DrawingSpec, size_multiple: int) -> Iterator[Violation]:
                 field=f"spec.controlnets[{index}].control_guidance_end",
                 description="must be after control_guidance_start, both in 0 to 1",
             )
+    for index, lora in enumerate(spec.loras):
+        if lora.from_step != spec.loras[0].from_step:
+            yield Violation(field=f"spec.loras[{index}].from_step", description="must be the same for all LoRAs")
+        if lora.from_step is not None and not 0 <= lora.from_step < spec.num_inference_steps:
+            yield Violation(field=f"spec.loras[{index}].from_step", description="must be one of the job's steps")
     for name, side in (("width", spec.width), ("height", spec.height)):
         if side < 1 or side % size_multiple:
             yield Violation(field=f"spec.{name}", description=f"must be a multiple of {size_multiple} with this model")

@@ -95,6 +95,13 @@ class Shelf:
         return [name for name, place in self._places.items() if place.loaded]
 
     @property
+    def coming(self) -> list[str]:
+        """Names of what is not loaded and will be as soon as it can: what is being loaded, or was asked for."""
+        wanted = dict.fromkeys(item.name for loan in self._waiting for item in loan.items) | dict.fromkeys(self._users)
+        loading = [self._loading] if self._loading is not None else []
+        return [*loading, *(name for name in wanted if name not in self._places)]
+
+    @property
     def used_bytes(self) -> int:
         """Of what is loaded or being loaded."""
         return sum(place.size_bytes for place in self._places.values())

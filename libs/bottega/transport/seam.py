@@ -37,7 +37,8 @@ class End(Protocol):
         ...
 
     def shut(self, cause: LinkError) -> None:
-        """Tells the peer, if that takes no waiting, and wakes whoever waits here; then `hear` raises PeerDead.
+        """Tells the peer, if that takes no waiting to speak of, and wakes whoever waits here; then `hear` raises
+        PeerDead.
 
         Any thread may call it, at any time: a monitor ends links whose own thread is stuck in a call.
         """

@@ -26,6 +26,9 @@ _LONGEST_MS = 2**31 - 1
 # A reader of bulk bytes sleeps until that many are there: woken for each segment, it takes a third longer.
 _COARSE_BYTES = 256 << 10
 
+# For a thread that is writing a notice, which never waits, to get on.
+_NOTICE_S = 0.1
+
 _Rights = tuple[int, int, "array.array[int]"]
 
 
@@ -118,7 +121,9 @@ class FrameStream:
 
     def shut(self, cause: LinkError) -> None:
         """Says BYE if nothing is in the way, and ends the connection both ways; waiting threads wake up."""
-        if self._writing.acquire(blocking=False):
+        # Whoever is writing a notice has written it in a moment, on a busy machine even after the peer has answered it;
+        # behind half of a message there is no room for a BYE.
+        if self._writing.acquire(timeout=0.0 if self._torn else _NOTICE_S):
             try:
                 if not self._torn:
                     self.socket.send(bye(cause).pack(), socket.MSG_DONTWAIT)

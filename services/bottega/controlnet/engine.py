@@ -45,8 +45,8 @@ class EngineProcess:
         self._channel = channel
         dtype = DTYPES[config.dtype]
         self._beaten_s = 0.0
-        self._hosts = Hosts(budget_bytes=config.budget_bytes, device=device, dtype=dtype, alive=self._beat_if_due)
         self._forwards = Forwards(max_rows=config.max_rows, fixed_rows=config.fixed_rows)
+        self._hosts = Hosts(budget_bytes=config.budget_bytes, device=device, dtype=dtype, alive=self._alive)
         self._links = Links(config, hosts=self._hosts, forwards=self._forwards)
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
         ready = pb.ControlNetEngineReady(device=str(device), dtype=config.dtype)
@@ -89,6 +89,10 @@ class EngineProcess:
         except BottegaError as error:
             offered.error.CopyFrom(to_job_error(error))
         self._say(pb.ControlNetEngineEvent(offered=offered))
+
+    def _alive(self) -> None:
+        self._forwards.beat()
+        self._beat_if_due()
 
     def _beat_if_due(self) -> None:
         if time.monotonic() - self._beaten_s >= _BEAT_S:

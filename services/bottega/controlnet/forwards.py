@@ -54,11 +54,13 @@ class Forwards:
     """`put` may come from any thread; one thread calls `turn` for ever.
 
     max_rows: of one forward. fixed_rows: pads every one to so many; 0 is off.
-    turns, rows, seconds: what it has done so far.
+    turns, rows, seconds: what it has done so far. pulse: counts its signs of life, forwards and whatever else is
+    counted by `beat`.
     """
 
     def __init__(self, *, max_rows: int, fixed_rows: int = 0) -> None:
         self.turns = 0
+        self.pulse = 0
         self.rows = 0
         self.seconds = 0.0
         self._max_rows = fixed_rows or max_rows
@@ -76,6 +78,10 @@ class Forwards:
         with self._changed:
             self._waiting.append(work)
             self._changed.notify()
+
+    def beat(self) -> None:
+        """A forward that runs has got on."""
+        self.pulse += 1
 
     def drop(self, owner: object) -> None:
         """Forgets what waits of an owner. What is being computed is finished."""
@@ -113,6 +119,7 @@ class Forwards:
         if by_point[0].device.type == "cuda":
             torch.cuda.synchronize(by_point[0].device)  # else it would be said to be done at its launch
         self.turns += 1
+        self.beat()
         self.rows += len(group)
         self.seconds += perf_counter() - began_s
         for place, (work, index) in enumerate(group):

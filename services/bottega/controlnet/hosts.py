@@ -6,7 +6,7 @@ Knows folders and the shelf; knows no sessions and no links.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from bottega.diffusion.controlnets import (
 )
 from bottega.errors import ControlNetNotFound, ControlNetUnusable
 from bottega.v1 import controlnet_pb2
-from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1.controlnet_pb2 import HostedControlNet, HostedState
 
 # Characters of a digest that tell two versions of a name apart on the shelf.
 _VERSION_CHARACTERS = 12
@@ -76,7 +76,7 @@ class Hosts:
                 del self._sources[before.source.name]
             self._sources[version] = source
             host = self._hosts[name] = _Host(source=source, digest=found_digest)
-        return self._reported(name, host, {}, set())
+        return self._reported(name, host, {}, {})
 
     def borrow(self, wanted: Sequence[Wanted], *, base: ControlLayout, dtype: torch.dtype) -> Hold:
         """Borrows these together, for a worker's model of that layout and element type.
@@ -107,10 +107,12 @@ class Hosts:
 
     def report(self, sessions: dict[str, int]) -> list[HostedControlNet]:
         """All of them, by name. sessions: that are open, by name."""
-        loaded, popularity = set(self.shelf.loaded), self.shelf.popularity
+        states = dict.fromkeys(self.shelf.coming, controlnet_pb2.HOSTED_STATE_LOADING)
+        states |= dict.fromkeys(self.shelf.loaded, controlnet_pb2.HOSTED_STATE_LOADED)
+        popularity = self.shelf.popularity
         with self._lock:
             hosts = sorted(self._hosts.items())
-        reports = [self._reported(name, host, popularity, loaded) for name, host in hosts]
+        reports = [self._reported(name, host, popularity, states) for name, host in hosts]
         for report in reports:
             report.sessions = sessions.get(report.name, 0)
         return reports
@@ -120,13 +122,14 @@ class Hosts:
         net.tell_alive(self._alive)
         return net
 
-    def _reported(self, name: str, host: _Host, popularity: dict[str, int], loaded: set[str]) -> HostedControlNet:
-        here = host.source.name in loaded
+    def _reported(
+        self, name: str, host: _Host, popularity: Mapping[str, int], states: Mapping[str, HostedState.ValueType]
+    ) -> HostedControlNet:
         return HostedControlNet(
             name=name,
             digest=host.digest,
             size_bytes=host.source.size_bytes,
-            state=controlnet_pb2.HOSTED_STATE_LOADED if here else controlnet_pb2.HOSTED_STATE_ON_DISK,
+            state=states.get(host.source.name, controlnet_pb2.HOSTED_STATE_ON_DISK),
             popularity=popularity.get(host.source.name, 0),
         )
 

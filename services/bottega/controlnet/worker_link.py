@@ -148,7 +148,7 @@ class WorkerLink:
                     case Kind.CLOSE:
                         self._give_back(read_number(incoming.layout, views))
                     case Kind.PING:
-                        self._say(number_message(Kind.PONG))
+                        self._say(number_message(Kind.PONG, self._forwards.pulse))
                     case _:
                         raise ValueError(f"a worker says no {kind}")
 

@@ -40,8 +40,9 @@ class Placement:
     def __init__(self, *, fleet: Fleet, clock: Clock) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._given: dict[str, tuple[str, ...]] = {}
+        self._given: dict[str, tuple[tuple[str, str], ...]] = {}
         self._sessions: Counter[str] = Counter()
+        self._nets: Counter[tuple[str, str]] = Counter()  # by server and ControlNet
 
     def takers(self, job: Job) -> Mapping[str, float] | None:
         """Workers that may take a job, with the seconds that they need to load what no server hosts; None is any.
@@ -71,16 +72,21 @@ class Placement:
         if not job.controlnets:
             return []
         choices = list(self._choices(job, worker))
-        servers = tuple(choice.servers[0][0].name for choice in choices if choice.servers)
-        self._given[job.job_id] = servers
+        given = tuple((choice.servers[0][0].name, choice.name) for choice in choices if choice.servers)
+        servers = tuple(server for server, _ in given)
+        self._given[job.job_id] = given
         self._sessions.update(servers)
+        self._nets.update(given)
         job.use({choice.name: choice.digest for choice in choices if choice.digest}, servers=servers)
         return [_hosts(choice) for choice in choices]
 
     def release(self, job: Job) -> None:
         """The attempt is over."""
-        self._sessions.subtract(self._given.pop(job.job_id, ()))
+        given = self._given.pop(job.job_id, ())
+        self._sessions.subtract(server for server, _ in given)
+        self._nets.subtract(given)
         self._sessions += Counter()  # without those that have none
+        self._nets += Counter()
 
     def cold(self, job: Job) -> Iterator[tuple[Member, str]]:
         """ControlNets that the job will need and that are on the disk only, each with the server that would get it."""
@@ -115,9 +121,10 @@ class Placement:
     def _candidate(self, member: Member, net: HostedControlNet, before: Counter[str]) -> Candidate:
         # A report may lag behind what was given out, and may tell of other gateways' jobs.
         sessions = max(self._fleet.hosting.sessions(member), self._sessions[member.name])
-        return Candidate(
-            server=member.name, digest=net.digest, state=net.state, sessions=sessions + before[member.name]
-        )
+        state = net.state
+        if self._nets[member.name, net.name] and state == controlnet_pb2.HOSTED_STATE_ON_DISK:
+            state = controlnet_pb2.HOSTED_STATE_LOADING  # or will be in a moment
+        return Candidate(server=member.name, digest=net.digest, state=state, sessions=sessions + before[member.name])
 
     def _digest_at(self, worker: Member | None, job: Job, name: str) -> str:
         return next((net.digest for member, net in self._workers(job, name) if member is worker), "")

@@ -16,6 +16,7 @@ from bottega.diffusion.events import (
     Event,
     Failed,
     Finished,
+    LorasIn,
     PairRecord,
     Progress,
     Started,
@@ -93,6 +94,9 @@ def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
                 attempt=attempt, steps_total=event.steps_total, steps_resumed=event.steps_resumed
             )
             return engine_pb2.EngineEvent(started=started)
+        case LorasIn():
+            loras_in = engine_pb2.EngineLorasIn(attempt=attempt, step=event.step)
+            return engine_pb2.EngineEvent(loras_in=loras_in)
         case Progress():
             progress = engine_pb2.EngineProgress(
                 attempt=attempt, steps_done=event.steps_done, preview_index=event.preview_index

@@ -82,6 +82,12 @@ class ControlNetShelf:
             return self._shelf.loaded
 
     @property
+    def coming(self) -> list[str]:
+        """Names of those that are on their way, or wait for it because somebody has asked for them."""
+        with self._changed:
+            return self._shelf.coming
+
+    @property
     def used_bytes(self) -> int:
         """Of those that are loaded or being loaded."""
         with self._changed:

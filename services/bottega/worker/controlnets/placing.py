@@ -13,7 +13,7 @@ import torch
 
 from bottega.diffusion.control_messages import Opening, Session, open_message
 from bottega.diffusion.controlnets import ControlLayout, LocalControlNets
-from bottega.diffusion.controls import ControlServer
+from bottega.diffusion.controls import Control, ControlServer
 from bottega.errors import BottegaError, ControlNetUnusable, NoControlNet, TooLarge
 from bottega.transport import Counters
 from bottega.worker.controlnets.news import News
@@ -59,17 +59,25 @@ class Placing:
         return list(self._links.values())
 
     def place(self, seats: Sequence[Seat], why: BottegaError | None = None) -> None:
-        """Begins sessions with the best servers that were not tried, else here. why: what the last ones failed of."""
+        """Begins one request's sessions with the best servers that were not tried, else here.
+
+        why: what the last ones failed of.
+        """
         by_server: dict[ControlServer, list[Seat]] = {}
+        here: list[Seat] = []
         for seat in seats:
             server = seat.next_server
             if server is not None:
                 seat.tried.append(server.name)
                 by_server.setdefault(server, []).append(seat)
+            elif self._at_hand(seat.control):
+                here.append(seat)
             else:
-                self._place_here(seat, why)
+                seat.error = why if isinstance(why, _FINAL) else _nobody(seat, why)
         for server, together in by_server.items():
             self._borrow(self._linked(server), together)
+        if here:
+            self._place_here(here)
 
     def vacate(self, seats: Sequence[Seat]) -> None:
         """They are not needed any more."""
@@ -99,9 +107,9 @@ class Placing:
             link = loan.link
             if link.lost is not None:
                 self._move(loan, link.lost)
-            elif (refusal := link.refused.pop(loan.number, None)) is not None:
-                self._move(loan, refusal)
-            elif not loan.opened and loan.number in link.opened:
+            elif loan.answer.refusal is not None:
+                self._move(loan, loan.answer.refusal)
+            elif not loan.opened and loan.answer.opened:
                 loan.opened = True
                 for seat in loan.seats:
                     seat.ran.append(link.server.name)
@@ -127,17 +135,22 @@ class Placing:
             self._local.close([seat.local])
             seat.local = None
 
-    def _place_here(self, seat: Seat, why: BottegaError | None) -> None:
-        control = seat.control
+    def _at_hand(self, control: Control) -> bool:
         digest = self._digests.get(control.name)
-        if self._local is None or digest is None or control.hosts.digest not in {"", digest}:
-            seat.error = why if isinstance(why, _FINAL) else _nobody(seat, why)
-            return
+        return self._local is not None and digest is not None and control.hosts.digest in {"", digest}
+
+    def _place_here(self, seats: Sequence[Seat]) -> None:
+        """Borrows them together: one by one, a request could hold what it waits for room for."""
+        assert self._local is not None, "they are at hand"
         try:
-            (seat.local,) = self._local.open([control])
-            seat.ran.append("")
+            handles = self._local.open([seat.control for seat in seats])
         except BottegaError as error:
-            seat.error = error
+            for seat in seats:
+                seat.error = error
+            return
+        for seat, handle in zip(seats, handles, strict=True):
+            seat.local = handle
+            seat.ran.append("")
 
     def _linked(self, server: ControlServer) -> ServerLink:
         link = self._links.get(server)
@@ -174,7 +187,7 @@ class Placing:
             controls=tuple(seat.control for seat in seats),
         )
         self._loans.append(loan)
-        link.open(loan.number, open_message(opening))
+        loan.answer = link.open(loan.number, open_message(opening))
 
 
 def _nobody(seat: Seat, why: BottegaError | None) -> NoControlNet:

@@ -1,7 +1,8 @@
 """The engine's ControlNets where they run on servers: steps asked for, residuals waited for and taken.
 
-The step of a ControlNet whose server is lost is asked for again of whoever goes on with it. Without any the request
-fails: a picture is never drawn without its controls. All of it happens in the engine's thread; links have threads of
+The step of a ControlNet whose server is lost is asked for again of whoever goes on with it, once that one has it
+loaded; until then its request is in nobody's way. Without any the request fails: a picture is never drawn without its
+controls. All of it happens in the engine's thread; links have threads of
 their own, and ring when something has come.
 """
 
@@ -136,7 +137,7 @@ class RemoteControlNets:
         return self._ready(row, points)
 
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
-        """See ResidualProvider. Raises why nobody runs a ControlNet of theirs any more, where that is so for all."""
+        """See ResidualProvider."""
         began = time.monotonic()
         missing = {seat for row in rows for seat in _seats(row) if not self._has(seat, row, points)}
         try:
@@ -145,9 +146,8 @@ class RemoteControlNets:
                 self._placing.attend()
                 self._send()
                 self._compute()
-                if any(self._ready(row, points) for row in rows):
+                if any(self._ready(row, points) or self._is_spoilt(row) for row in rows):
                     return
-                self._raise_if_hopeless(rows)
                 self._alive()
                 self._placing.news.wait(seen, min(left_s, _LOOK_S))
         finally:
@@ -157,7 +157,7 @@ class RemoteControlNets:
     def spoilt(self, row: Row) -> bool:
         """See ResidualProvider."""
         self._placing.attend()
-        return any(reply.void for reply in self._taken.get(row, ()))
+        return self._is_spoilt(row)
 
     def take(self, row: Row, point: int) -> list[Tensor]:
         """See ResidualProvider."""
@@ -192,11 +192,10 @@ class RemoteControlNets:
         answer = seat.answer(row)
         return answer is not None and answer[0].has(points)
 
-    def _raise_if_hopeless(self, rows: Sequence[Row]) -> None:
-        errors = [next((seat.error for seat in _seats(row) if seat.error is not None), None) for row in rows]
-        if errors and None not in errors:
-            assert errors[0] is not None
-            raise errors[0]
+    def _is_spoilt(self, row: Row) -> bool:
+        if any(reply.void for reply in self._taken.get(row, ())):
+            return True
+        return not all(self._placing.is_open(seat) for seat in _seats(row))
 
     def _send(self) -> None:
         """Asks for what the rows of this turn need and was not asked for; a message a server, and group."""

@@ -12,16 +12,17 @@ from bottega.diffusion.controls import Control, ControlRecord, ControlServer
 from bottega.diffusion.row import Half, Row
 from bottega.errors import BottegaError
 from bottega.worker.controlnets.reply import Reply
-from bottega.worker.controlnets.server_link import ServerLink
+from bottega.worker.controlnets.server_link import LoanAnswer, ServerLink
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Loan:
-    """What one request has open, or is opening, with one server."""
+    """What one request has open, or is opening, with one server. opened: whether that was taken in."""
 
     number: int
     link: ServerLink
     seats: Sequence[Seat]
+    answer: LoanAnswer = field(default_factory=LoanAnswer)
     opened: bool = False
 
 

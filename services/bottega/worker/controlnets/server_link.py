@@ -1,12 +1,11 @@
 """One ControlNet server as a worker's engine sees it: a link, with a thread that sends and one that receives.
 
-It notices a server that is dead at once, and one that is silent within `silence_s`: a server answers pings whatever it
-computes. Knows loans and steps by number; knows no rows.
+It notices a server that is dead at once, one that is silent within `silence_s`, as a server answers pings whatever it
+computes, and one that computes nothing within `stall_s`. Knows loans and steps by number; knows no rows.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import queue
@@ -79,10 +78,23 @@ class Offers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSettings:
-    """silence_s: after which a server is taken for dead. limits: of what comes in."""
+    """silence_s: after which a server is taken for dead. limits: of what comes in.
+
+    stall_s: after which one is given up whose forwards show no sign of life though it owes an answer: longer than the
+    longest block of a network takes, or the embedding of a control image.
+    """
 
     silence_s: float = 5.0
+    stall_s: float = 20.0
     limits: Limits = field(default_factory=lambda: Limits(slots=8, slot_bytes=1 << 30))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LoanAnswer:
+    """What the server has said of a loan that it was asked for: that it is open, or why it will not be."""
+
+    opened: bool = False
+    refusal: BottegaError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,8 +109,8 @@ class _Sending:
 class ServerLink:
     """`start` it, use it at once: what is sent waits for the link. One thread uses it; when `lost`, it is over.
 
-    lost: why the link has ended, once it has. opened: loans that the server has opened. refused: those that it will
-    not, with its reasons. answer_s: seconds from a step to its whole answer, of late; 0 is not known.
+    lost: why the link has ended, once it has. answer_s: seconds from a step to its whole answer, of late; 0 is not
+    known.
     """
 
     def __init__(
@@ -106,8 +118,6 @@ class ServerLink:
     ) -> None:
         self.server = server
         self.lost: BottegaError | None = None
-        self.opened: set[int] = set()
-        self.refused: dict[int, BottegaError] = {}
         self.answer_s = 0.0
         self.link_id = ""
         self._offers = offers
@@ -115,10 +125,14 @@ class ServerLink:
         self._settings = settings
         self._counters = counters
         self._numbers = itertools.count(1)
+        self._loans: dict[int, LoanAnswer] = {}  # that were not answered yet
         self._replies: dict[int, Reply] = {}
         self._outbox: queue.Queue[_Sending | None] = queue.Queue(_MOST_WAITING)
         self._outstanding: list[Reply] = []
         self._heard_s = 0.0
+        self._pulse = 0
+        self._pulse_s = 0.0
+        self._link: Link | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -131,17 +145,21 @@ class ServerLink:
         self._thread = threading.Thread(target=self._live, args=(before,), name=f"link-{self.server.name}", daemon=True)
         self._thread.start()
 
-    def open(self, loan: int, message: Message) -> None:
-        """Asks for a loan, in the background; `opened` or `refused` will have its number, unless the link is lost."""
+    def open(self, loan: int, message: Message) -> LoanAnswer:
+        """Asks for a loan, in the background; what it returns will say what came of it, unless the link is lost."""
+        answer = self._loans[loan] = LoanAnswer()
         self._put(_Sending(message=message, loan=loan))
+        return answer
 
     def close(self, loan: int) -> None:
         """Ends a loan, in the background."""
+        self._loans.pop(loan, None)
         self._put(_Sending(message=number_message(Kind.CLOSE, loan)))
-        self.opened.discard(loan)
 
     def ask(self, step: Step, reply: Reply) -> None:
         """Asks for a step, whose number is new, in the background; the answer goes there."""
+        if not self._replies:
+            self._pulse_s = time.monotonic()
         self._replies[step.number] = reply
         self._outstanding.append(reply)
         self._put(_Sending(message=step_message(step), step=step.number))
@@ -163,22 +181,27 @@ class ServerLink:
 
     def end(self) -> None:
         """Closes the link, and tells the server."""
-        if self.lost is None:
-            self.lost = LinkClosed("the worker is stopping")
-        self._finish_sending()
+        self._lose(LinkClosed("the worker is stopping"))
         if self._thread is not None:
             self._thread.join(_END_S)
 
     def _live(self, before: str) -> None:
         try:
-            link = self._open(before)
-        except BottegaError as error:
-            self._lose(error)
-            return
+            self._serve(before)
         except FutureTimeoutError:
             self._lose(Unavailable(f"ControlNet server {self.server.name} made no offer within {_CONNECT_S:g} s"))
-            return
-        with link:
+        except BottegaError as error:
+            self._lose(error)
+        except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
+            _log.exception("a link could not be served", extra={"server": self.server.name})
+            self._lose(PeerDead("the worker could not serve the link"))
+
+    def _serve(self, before: str) -> None:
+        """The link from its beginning to its end. Raises what it died of."""
+        with self._open(before) as link:
+            self._link = link
+            if self.lost is not None:
+                return  # meanwhile
             sending = threading.Thread(target=self._send_all, args=(link,), name="sends", daemon=True)
             sending.start()
             try:
@@ -187,11 +210,9 @@ class ServerLink:
                 link.end(error)
             except ValueError as error:
                 link.end(BadFrame(f"the ControlNet server broke the rules of its messages: {error}"))
-            except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
-                _log.exception("a link could not be served", extra={"server": self.server.name})
-                link.end(PeerDead("the worker could not serve the link"))
-            self._lose(link.cause or PeerDead("the link is gone"))
-            sending.join()  # ends: the link is dead, and so is every wait in it
+            finally:
+                self._lose(link.cause or PeerDead("the worker could not serve the link"))
+                sending.join()  # ends: the link is dead, and so is every wait in it
 
     def _open(self, before: str) -> Link:
         deadline = Deadline.after(_CONNECT_S)
@@ -205,9 +226,11 @@ class ServerLink:
 
     def _lose(self, error: BottegaError) -> None:
         if self.lost is None:
-            _log.warning("a ControlNet server is lost", extra={"server": self.server.name, "text": error.message})
+            if not isinstance(error, LinkClosed):
+                _log.warning("a ControlNet server is lost", extra={"server": self.server.name, "text": error.message})
             self.lost = error
-        self._finish_sending()
+        if not self._finish_sending() and self._link is not None:
+            self._link.end(PeerDead("the ControlNet server takes nothing"))
         self._news.ring()
 
     def _put(self, sending: _Sending) -> None:
@@ -216,9 +239,13 @@ class ServerLink:
         except queue.Full:
             self._lose(Unavailable(f"ControlNet server {self.server.name} takes nothing"))
 
-    def _finish_sending(self) -> None:
-        with contextlib.suppress(queue.Full):  # then the thread that sends finds the link dead
+    def _finish_sending(self) -> bool:
+        """Has the thread that sends end the link, after what waits to be sent; whether it will hear of it."""
+        try:
             self._outbox.put_nowait(_CLOSED)
+        except queue.Full:
+            return False
+        return True
 
     def _send_all(self, link: Link) -> None:
         try:
@@ -251,9 +278,10 @@ class ServerLink:
         views = [incoming.view(index) for index in range(len(layout.specs))]
         match kind_of(layout):
             case Kind.PONG:
-                pass
+                self._feel(read_number(layout, views))
             case Kind.OPENED:
-                self.opened.add(read_number(layout, views))
+                if (answer := self._loans.pop(read_number(layout, views), None)) is not None:
+                    answer.opened = True
             case Kind.REFUSED:
                 refusal = read_refusal(layout, views)
                 error = from_job_error(json_format.Parse(refusal.error, JobError()))
@@ -263,11 +291,12 @@ class ServerLink:
 
     def _refuse(self, error: BottegaError, *, loan: int | None, step: int | None) -> None:
         """A loan will not be opened, or a step not be computed."""
-        if loan is not None:
-            self.refused[loan] = error
+        if loan is not None and (answer := self._loans.pop(loan, None)) is not None:
+            answer.refusal = error
         if step is not None and (reply := self._replies.pop(step, None)) is not None:
             _log.warning("a step was refused", extra={"server": self.server.name, "text": error.message})
             reply.refused = True
+            self._pulse_s = time.monotonic()
         self._news.ring()
 
     def _take_residuals(self, link: Link, incoming: Incoming) -> None:
@@ -287,7 +316,13 @@ class ServerLink:
                 continue  # nobody reads it any more
             reply.put(reply.points - index, tensor_of(incoming.layout.specs[index], view))
             self._news.ring()
-        self.answer_s = _smoothed(self.answer_s, time.monotonic() - reply.asked_s)
+        self._pulse_s = time.monotonic()
+        self.answer_s = _smoothed(self.answer_s, self._pulse_s - reply.asked_s)
+
+    def _feel(self, pulse: int) -> None:
+        """The server has counted so many signs of life of its forwards."""
+        if pulse != self._pulse:
+            self._pulse, self._pulse_s = pulse, time.monotonic()
 
     def _next(self, link: Link) -> Incoming:
         """The next message. Raises DeadlineExceeded when the server has been silent for too long."""
@@ -320,6 +355,11 @@ class ServerLink:
         if quiet_s > self._settings.silence_s:
             raise DeadlineExceeded(
                 f"ControlNet server {self.server.name} was silent for {quiet_s:.1f} s; it is stopped, or cut off"
+            ) from error
+        still_s = time.monotonic() - self._pulse_s
+        if self._replies and still_s > self._settings.stall_s:
+            raise DeadlineExceeded(
+                f"ControlNet server {self.server.name} owes an answer and has computed nothing for {still_s:.1f} s"
             ) from error
         if quiet_s > min(_PING_SHARE * self._settings.silence_s, _PING_S) and self._outbox.empty():
             self._put(_Sending(message=number_message(Kind.PING)))

@@ -1,7 +1,4 @@
-"""A LoRA as the engine takes it: its layers in their canonical form, and how strongly a request uses it.
-
-Knows no files and no network: where the layers come from, and how they are added, is others' matter.
-"""
+"""A LoRA as the engine takes it: its layers in their canonical form. Knows no files, no network and no request."""
 
 from __future__ import annotations
 
@@ -9,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+
+# Of a pipeline, in the order in which a LoRA's file has them: text first, because a prompt waits for it.
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
+UNET = "unet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,10 +25,14 @@ class LoraLayer:
     scale: float
 
 
+Layers = Mapping[str, LoraLayer]
+"""Layers of one component, by module path below it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoraUse:
-    """A LoRA at a strength. layers: by module path below the backbone's network."""
+    """A LoRA at a strength. digest: SHA-256 of its canonical file, hex. layers: by component."""
 
-    name: str
-    layers: Mapping[str, LoraLayer]
+    digest: str
     scale: float
+    layers: Mapping[str, Layers]

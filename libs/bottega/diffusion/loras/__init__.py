@@ -1,0 +1,32 @@
+"""LoRAs in the engine: what one is, where it comes from, and its two ways in, beside the weights and inside them.
+
+Knows modules and rows' places; knows no requests, no wire and no files.
+"""
+
+from bottega.diffusion.loras.costs import SwapCosts
+from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, Layers, LoraLayer, LoraUse
+from bottega.diffusion.loras.lora_set import Factors, LoraSet, SetKey, make_set, set_key
+from bottega.diffusion.loras.patching import Patcher
+from bottega.diffusion.loras.side_path import SidePath
+from bottega.diffusion.loras.source import LoraHandle, LoraRef, LoraSource
+from bottega.diffusion.loras.weights import LoraWeights
+
+__all__ = [
+    "TEXT_ENCODERS",
+    "UNET",
+    "Factors",
+    "Layers",
+    "LoraHandle",
+    "LoraLayer",
+    "LoraRef",
+    "LoraSet",
+    "LoraSource",
+    "LoraUse",
+    "LoraWeights",
+    "Patcher",
+    "SetKey",
+    "SidePath",
+    "SwapCosts",
+    "make_set",
+    "set_key",
+]

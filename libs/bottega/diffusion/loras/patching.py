@@ -1,0 +1,82 @@
+"""LoRAs in the weights: W = W0 + up @ down in place, from pristine copies of the touched layers and of no others.
+
+Restoring copies the pristine weights back, so that they are equal bit for bit after any number of swaps, in every
+element type. Parameters stay where they are in memory. Knows one network; knows no rows and no turns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bottega.diffusion.loras.lora_set import Factors, LoraSet
+
+
+class Patcher:
+    """The weights of one component. keep_on: where pristine copies are kept; None is beside the weights.
+
+    Everything is between two forwards: nothing may read the weights meanwhile.
+    """
+
+    def __init__(self, network: nn.Module, component: str, *, keep_on: torch.device | None = None) -> None:
+        self._modules = dict(network.named_modules())
+        self._component = component
+        self._keep_on = keep_on
+        self._pristine: dict[str, Tensor] = {}
+        self._patched: LoraSet | None = None
+
+    @property
+    def patched(self) -> LoraSet | None:
+        """What is in the weights; None where they are untouched."""
+        return self._patched
+
+    @property
+    def pristine_bytes(self) -> int:
+        """What the pristine copies take."""
+        return sum(copy.nbytes for copy in self._pristine.values())
+
+    def touched_bytes(self, loras: LoraSet) -> int:
+        """Of the weights that a set changes."""
+        return sum(self._weight(path).nbytes for path in loras.of(self._component))
+
+    @torch.inference_mode()
+    def patch(self, loras: LoraSet) -> None:
+        """Puts a set into the weights, in place of what was in them."""
+        if loras is self._patched:
+            return
+        factors = loras.of(self._component)
+        self._put_back([path for path in self._pristine if path not in factors])
+        self._patched = loras  # before the first weight changes: whatever fails below, restore puts all back
+        for path, each in factors.items():
+            weight = self._weight(path)
+            if path not in self._pristine:
+                self._pristine[path] = weight.to(self._keep_on or weight.device, copy=True)
+            _write_sum(weight, self._pristine[path], each)
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Back to the untouched weights, bit for bit. Harmless when nothing is patched."""
+        self._put_back(list(self._pristine))
+        self._patched = None
+
+    def _put_back(self, paths: list[str]) -> None:
+        if paths:
+            torch._foreach_copy_([self._weight(path) for path in paths], [self._pristine[path] for path in paths])
+        for path in paths:  # only now: a copy that failed can be tried again
+            del self._pristine[path]
+
+    def _weight(self, path: str) -> Tensor:
+        weight = self._modules[path].weight
+        assert isinstance(weight, Tensor), "a set names linear and convolution layers alone"
+        return weight.data
+
+
+def _write_sum(weight: Tensor, pristine: Tensor, factors: Factors) -> None:
+    """weight = pristine + up @ down, rounded once."""
+    low = factors.down.flatten(1)
+    before = pristine.to(weight.device).flatten(1)
+    if weight.dtype == torch.float32:
+        torch.addmm(before, factors.up, low, out=weight.view(before.shape))
+    else:
+        total = torch.addmm(before.float(), factors.up.float(), low.float())
+        weight.view(before.shape).copy_(total)

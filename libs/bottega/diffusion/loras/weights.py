@@ -1,0 +1,173 @@
+"""The weight state of one model: which set is in the weights, and whose LoRAs go beside them.
+
+Weights change only between two forwards. Text encoders are always patched, for one prompt at a time; the UNet when all
+of its rows share one set for long enough. Knows rows only by their sets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from bottega.diffusion.loras.costs import SwapCosts
+from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, LoraLayer, LoraUse
+from bottega.diffusion.loras.lora_set import LoraSet, SetKey, make_set, set_key
+from bottega.diffusion.loras.patching import Patcher
+from bottega.diffusion.loras.side_path import SidePath
+from bottega.diffusion.model import Model
+
+_log = logging.getLogger(__name__)
+
+# What the probe touches, and its rank: attention's projections, as most LoRAs do.
+_PROBE_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
+_PROBE_RANK = 16
+
+
+class LoraWeights:
+    """patches: whether sets may go into the UNet's weights; if not, all go beside them, row by row, so that the last
+    bits of a picture depend neither on its neighbours nor on what was measured.
+
+    pristine_on_host: keep the copies that restoring needs in host memory. swaps: of the UNet's weights so far.
+    """
+
+    def __init__(self, model: Model, *, patches: bool = True, pristine_on_host: bool = False) -> None:
+        networks: Mapping[str, nn.Module] = {
+            UNET: model.backbone.unet,
+            **dict(zip(TEXT_ENCODERS, model.text_encoders, strict=True)),
+        }
+        keep_on = torch.device("cpu") if pristine_on_host else None
+        self.costs = SwapCosts()
+        self.swaps = 0
+        self._networks = networks
+        self._patches = patches
+        self._side_path = SidePath(networks[UNET], row_by_row=not patches)
+        self._patchers = {name: Patcher(network, name, keep_on=keep_on) for name, network in networks.items()}
+        self._sets: WeakValueDictionary[SetKey, LoraSet] = WeakValueDictionary()
+
+    @property
+    def patched(self) -> LoraSet | None:
+        """The set in the UNet's weights; None where they are untouched."""
+        return self._patchers[UNET].patched
+
+    @property
+    def pristine_bytes(self) -> int:
+        """What the copies of touched weights take, of all components."""
+        return sum(patcher.pristine_bytes for patcher in self._patchers.values())
+
+    def text_set(self, uses: Sequence[LoraUse]) -> LoraSet:
+        """What LoRAs do to the text encoders. Raises LoraUnusable."""
+        return make_set(uses, self._networks, TEXT_ENCODERS)
+
+    def unet_set(self, uses: Sequence[LoraUse]) -> LoraSet:
+        """What LoRAs do to the UNet; the same object for the same set while somebody uses it. Raises LoraUnusable."""
+        key = set_key([(use.digest, use.scale) for use in uses])
+        known = self._sets.get(key)
+        if known is None:
+            known = self._sets[key] = make_set(uses, self._networks, [UNET])
+        return known
+
+    def put_in_text(self, loras: LoraSet | None) -> float:
+        """Makes the next prompt read these LoRAs, or none. Returns the seconds it took."""
+        began_s = perf_counter()
+        for name in TEXT_ENCODERS:
+            _put(self._patchers[name], loras)
+        return perf_counter() - began_s
+
+    def choose(self, sets: Sequence[LoraSet | None], *, steps: int, step_s: float) -> float:
+        """Patches, or puts back, as the next turns want it. Returns the seconds it took.
+
+        sets: of all requests under way. steps: how many more the longest of them has; step_s: seconds of one.
+        """
+        wanted = sets[0] if sets and all(each is sets[0] for each in sets) else None
+        if not sets or wanted is self.patched:
+            return 0.0  # without requests it stays: the next one may want the same
+        if wanted is None or not self._pays(wanted, steps, step_s):
+            return self._change(None) if self.patched else 0.0
+        try:
+            return self._change(wanted)
+        except torch.OutOfMemoryError as error:
+            self._patches = False
+            _log.warning(
+                "the device has no memory for copies of patched weights; LoRAs go beside the weights from now on",
+                extra={"pristine_mib": self._patchers[UNET].touched_bytes(wanted) >> 20, "why": str(error)},
+            )
+            return 0.0
+
+    def enter(self, sets: Sequence[LoraSet | None]) -> None:
+        """Row i of the forward that begins now, or goes on with fewer rows, uses sets[i]."""
+        if self.patched is not None and any(each is not self.patched for each in sets):
+            self._change(None)
+        self._side_path.enter([None if each is self.patched else each for each in sets])
+
+    def leave(self) -> None:
+        """The forward is over."""
+        self._side_path.leave()
+
+    def saw_step(self, sets: Sequence[LoraSet | None], seconds: float, plain_s: float | None) -> bool:
+        """Learns from a forward what the side path costs. plain_s: what it takes without LoRAs, where that is known.
+
+        Whether the forward says how long a plain one takes.
+        """
+        beside = {each for each in sets if each is not None and each is not self.patched}
+        if len(beside) == 1 and plain_s and all(each is not None for each in sets):
+            self.costs.saw_step(next(iter(beside)).key, seconds, plain_s)
+        return not beside
+
+    def probe(self) -> LoraSet:
+        """A set that changes nothing, to measure by."""
+        layers = {}
+        for path, module in self._networks[UNET].named_modules():
+            if isinstance(module, nn.Linear) and path.endswith(_PROBE_LAYERS):
+                down = torch.zeros(_PROBE_RANK, module.in_features)
+                layers[path] = LoraLayer(down=down, up=torch.zeros(module.out_features, _PROBE_RANK), scale=1.0)
+        return self.unet_set([LoraUse(digest="", scale=0.0, layers={UNET: layers})])
+
+    def measure_swap(self, loras: LoraSet) -> None:
+        """Puts a set into the UNet's weights and takes it out again."""
+        if self._patches:
+            self._change(loras)
+            self._change(None)
+
+    def restore(self) -> None:
+        """All weights are untouched after this."""
+        self.put_in_text(None)
+        self._change(None)
+
+    def _pays(self, wanted: LoraSet, steps: int, step_s: float) -> bool:
+        touched = self._patchers[UNET].touched_bytes(wanted)
+        return self._patches and self.costs.pays(wanted.key, steps=steps, step_s=step_s, touched_bytes=touched)
+
+    def _change(self, loras: LoraSet | None) -> float:
+        patcher = self._patchers[UNET]
+        began_s = perf_counter()
+        _put(patcher, loras)
+        _finish(self._networks[UNET])
+        seconds = perf_counter() - began_s
+        self.swaps += 1
+        if loras is not None:
+            self.costs.saw_patch(patcher.touched_bytes(loras), seconds)
+        return seconds
+
+
+def _put(patcher: Patcher, loras: LoraSet | None) -> None:
+    """Whole or not at all."""
+    if loras is None:
+        patcher.restore()
+        return
+    try:
+        patcher.patch(loras)
+    except Exception:
+        patcher.restore()
+        raise
+
+
+def _finish(network: nn.Module) -> None:
+    """Waits until the device has done it: else a time would be that of the launch."""
+    device = next(network.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,231 @@
+"""The canonical form of a LoRA: one safetensors file whose SHA-256 is the LoRA's digest, and whose bytes travel as
+they are.
+
+    __metadata__  {"format": "bottega.lora/1"}, and nothing else
+    tensors       three for each module: <component>.<module path>.scale (F32, [], alpha / rank),
+                  .down ([rank, in] or [rank, in, height, width]), .up ([out, rank] or [out, rank, 1, 1])
+    data          two sections, all text encoders' tensors before the UNet's, for only they are waited for before a
+                  prompt is encoded; in each the scales first, then what has the larger items, then by name; no gaps
+
+On a link a LoRA is one message of three uint8 tensors: the header, the text encoders' section (one zero byte where it
+is empty) and the UNet's. Knows no base model: whether the modules exist, the importer has seen to.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import BinaryIO, NoReturn
+
+from bottega.errors import BadLora
+from bottega.lora.safetensors_header import (
+    ITEM_BYTES,
+    LENGTH_BYTES,
+    MAX_NAME_BYTES,
+    Header,
+    TensorEntry,
+    parse_header,
+    read_header,
+)
+
+FORMAT = "bottega.lora/1"
+COMPONENTS = ("text_encoder", "text_encoder_2", "unet")
+BACKBONE = "unet"
+DTYPES = frozenset({"F32", "F16", "BF16"})
+# Extracted from fine-tuned models, LoRAs have ranks of some hundreds; a higher one is hardly lower than the weights'.
+MAX_RANK = 512
+# SDXL's UNet has about 800 modules with weights, its text encoders 264.
+MAX_MODULES = 4096
+# A LoRA of rank 512 on all of SDXL would take some GiB.
+MAX_FILE_BYTES = 8 << 30
+_METADATA = MappingProxyType({"format": FORMAT})
+_PARTS = ("scale", "down", "up")
+_PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
+# Sections begin where a page of a mapped file is cut least: at whole cache lines.
+_HEADER_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """What one module gets: scale * up(down(x)). The entries' begin and end are bytes in the section of its component.
+
+    component: one of COMPONENTS. path: of the module in it.
+    """
+
+    component: str
+    path: str
+    scale: TensorEntry
+    down: TensorEntry
+    up: TensorEntry
+
+    @property
+    def rank(self) -> int:
+        """Of this module."""
+        return self.down.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canonical:
+    """What a canonical header says. modules: in the order of their scales. text_bytes, unet_bytes: of the sections."""
+
+    header_bytes: int
+    text_bytes: int
+    unet_bytes: int
+    modules: tuple[Module, ...]
+
+    @property
+    def file_bytes(self) -> int:
+        """Of the whole file."""
+        return self.header_bytes + self.text_bytes + self.unet_bytes
+
+    @property
+    def rank(self) -> int:
+        """The highest of its modules."""
+        return max(module.rank for module in self.modules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModuleWeights:
+    """One module's part of a LoRA that is to be written. down, up: dtype, shape and little-endian bytes."""
+
+    component: str
+    path: str
+    scale: float
+    down: Weights
+    up: Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weights:
+    """A tensor's row-major elements. dtype: one of DTYPES."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | memoryview
+
+
+def read(file: BinaryIO) -> Canonical:
+    """What the header of an open file says. Raises BadLora naming the rule that it breaks, OSError."""
+    return _checked(read_header(file))
+
+
+def parse(head: bytes, *, file_bytes: int) -> Canonical:
+    """What a header says that came over a link. file_bytes: of header and sections together.
+
+    head: bytes of our own, not memory that the sender may still change. Raises BadLora naming the rule that it breaks.
+    """
+    return _checked(parse_header(head, file_bytes=file_bytes))
+
+
+def write(file: BinaryIO, modules: Iterable[ModuleWeights]) -> None:
+    """Writes a LoRA, from the file's beginning: the same modules give the same bytes, in whatever order they come.
+
+    Raises BadLora for what `read` would refuse, OSError.
+    """
+    pieces = sorted(_pieces(modules), key=lambda piece: _order(piece.name, piece.weights.dtype))
+    head = _head(pieces)
+    _checked(parse_header(head, file_bytes=len(head) + sum(len(piece.weights.data) for piece in pieces)))
+    file.write(head)
+    file.writelines(piece.weights.data for piece in pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Piece:
+    name: str
+    weights: Weights
+
+
+def _pieces(modules: Iterable[ModuleWeights]) -> Iterator[_Piece]:
+    for module in modules:
+        prefix = f"{module.component}.{module.path}"
+        scale = Weights(dtype="F32", shape=(), data=struct.pack("<f", module.scale))
+        for part, weights in zip(_PARTS, (scale, module.down, module.up), strict=True):
+            yield _Piece(name=f"{prefix}.{part}", weights=weights)
+
+
+def _head(pieces: Sequence[_Piece]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": dict(_METADATA)}
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + len(piece.weights.data)
+        shape = list(piece.weights.shape)
+        fields[piece.name] = {"dtype": piece.weights.dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    padding = -(LENGTH_BYTES + len(text)) % _HEADER_ALIGNMENT
+    return (len(text) + padding).to_bytes(LENGTH_BYTES, "little") + text + b" " * padding
+
+
+def _checked(header: Header) -> Canonical:
+    if header.metadata != _METADATA:
+        _refuse(f"its metadata is not {dict(_METADATA)}")
+    if not 0 < len(header.tensors) <= len(_PARTS) * MAX_MODULES:
+        _refuse(f"it has {len(header.tensors)} tensors, not three for each of 1 to {MAX_MODULES} modules")
+    if header.size_bytes + header.data_bytes > MAX_FILE_BYTES:
+        _refuse(f"it has {header.data_bytes} bytes; at most {MAX_FILE_BYTES} are taken")
+    names = [_order(entry.name, entry.dtype) for entry in header.tensors]
+    if names != sorted(names):
+        _refuse("its tensors are not in their order")
+    text = [entry for entry in header.tensors if not entry.name.startswith(f"{BACKBONE}.")]
+    text_bytes = text[-1].end if text else 0
+    return Canonical(
+        header_bytes=header.size_bytes,
+        text_bytes=text_bytes,
+        unet_bytes=header.data_bytes - text_bytes,
+        modules=tuple(_modules(header.tensors, text_bytes)),
+    )
+
+
+def _modules(tensors: Sequence[TensorEntry], text_bytes: int) -> Iterator[Module]:
+    parts: dict[tuple[str, str], dict[str, TensorEntry]] = {}
+    for entry in tensors:
+        component, path, part = _name(entry.name)
+        offset = text_bytes if component == BACKBONE else 0
+        parts.setdefault((component, path), {})[part] = TensorEntry(
+            name=entry.name,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            begin=entry.begin - offset,
+            end=entry.end - offset,
+        )
+    for (component, path), found in parts.items():
+        if len(found) < len(_PARTS):
+            _refuse(f"{component}.{path} lacks {', '.join(part for part in _PARTS if part not in found)}")
+        _check_shapes(f"{component}.{path}", found)
+        yield Module(component=component, path=path, **found)
+
+
+def _check_shapes(name: str, parts: Mapping[str, TensorEntry]) -> None:
+    scale, down, up = (parts[part] for part in _PARTS)
+    if (scale.dtype, scale.shape) != ("F32", ()):
+        _refuse(f"the scale of {name[:80]} is not a single F32")
+    if down.dtype not in DTYPES or up.dtype not in DTYPES:
+        _refuse(f"{name[:80]} has elements that are none of {', '.join(sorted(DTYPES))}")
+    if len(down.shape) not in {2, 4} or 0 in down.shape or 0 in up.shape:
+        _refuse(f"down of {name[:80]} has the shape {list(down.shape)}; [rank, in] or a convolution's is taken")
+    rank = down.shape[0]
+    if rank > MAX_RANK:
+        _refuse(f"{name[:80]} has rank {rank}; at most {MAX_RANK} is taken")
+    if up.shape[1:] != (rank, *(1 for _ in down.shape[2:])):
+        _refuse(f"up of {name[:80]} has the shape {list(up.shape)}, which does not follow down's, {list(down.shape)}")
+
+
+def _name(name: str) -> tuple[str, str, str]:
+    """Component, module path and part."""
+    component, _, rest = name.partition(".")
+    path, _, part = rest.rpartition(".")
+    if component not in COMPONENTS or part not in _PARTS or not _PATH.fullmatch(path) or len(name) > MAX_NAME_BYTES:
+        _refuse(f"it has a tensor {name[:80]!r}, which is no part of a module")
+    return component, path, part
+
+
+def _order(name: str, dtype: str) -> tuple[bool, bool, int, str]:
+    """Text encoders before the UNet, scales before weights, larger items before smaller ones, then by name."""
+    return name.startswith(f"{BACKBONE}."), not name.endswith(".scale"), -ITEM_BYTES.get(dtype, 0), name
+
+
+def _refuse(what: str) -> NoReturn:
+    raise BadLora(f"the file is no LoRA in canonical form: {what}")

@@ -1,0 +1,127 @@
+"""What a worker's engine and a LoRA store say to each other over a link: each message as tensors.
+
+The first tensor of a message has the name of its kind, and is a number. Who receives one checks it here, from a copy,
+before anything is done with it; what breaks a rule raises ValueError. Knows no links and no torch.
+
+    worker -> store    fetch: the LoRA of a digest          lora, or refused
+                       ping: are you there?                 pong
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from bottega.lora.canonical import Canonical
+from bottega.transport import DType, Layout, TensorSpec
+
+DIGEST_BYTES = 32
+# A status of ours, as JSON.
+_MAX_ERROR_BYTES = 64 << 10
+_NUMBER_BYTES = 8
+# Tensors of a lora message, in the order in which they come. With TEXT there, a prompt can be encoded.
+HEADER, TEXT, UNET = 1, 2, 3
+
+
+class Kind(StrEnum):
+    """What a message is."""
+
+    FETCH = "fetch"
+    LORA = "lora"
+    REFUSED = "refused"
+    PING = "ping"
+    PONG = "pong"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Message:
+    """A message to send: its layout, and a buffer for each of its tensors."""
+
+    layout: Layout
+    buffers: tuple[bytes, ...]
+
+
+def kind_of(layout: Layout) -> Kind:
+    """What a message of this layout is. Raises ValueError for what is none."""
+    return Kind(layout.specs[0].name)
+
+
+def number_message(kind: Kind, number: int = 0) -> Message:
+    """A ping or pong message."""
+    return Message(layout=Layout.of(_number(kind)), buffers=(_packed(number),))
+
+
+def fetch_message(number: int, digest: str) -> Message:
+    """A fetch message. digest: SHA-256, hex."""
+    layout = Layout.of(_number(Kind.FETCH), _bytes("digest", DIGEST_BYTES))
+    return Message(layout=layout, buffers=(_packed(number), bytes.fromhex(digest)))
+
+
+def refused_message(number: int, error: bytes) -> Message:
+    """A refused message. error: a JobError as JSON."""
+    return Message(
+        layout=Layout.of(_number(Kind.REFUSED), _bytes("error", len(error))), buffers=(_packed(number), error)
+    )
+
+
+def lora_layout(lora: Canonical) -> Layout:
+    """Of the answer to a fetch: its number, the file's header and its two sections; a zero byte is an empty one."""
+    return Layout.of(
+        _number(Kind.LORA),
+        _bytes("header", lora.header_bytes),
+        _bytes("text", max(1, lora.text_bytes)),
+        _bytes("unet", max(1, lora.unet_bytes)),
+    )
+
+
+def packed_number(number: int) -> bytes:
+    """What the first tensor of a lora message holds."""
+    return _packed(number)
+
+
+def read_number(layout: Layout, view: memoryview) -> int:
+    """The number that a message begins with. view: of its first tensor."""
+    spec = layout.specs[0]
+    if (spec.dtype, spec.shape) != (DType.INT64, (1,)):
+        raise ValueError(f"a {spec.name} message does not begin with a number")
+    return int.from_bytes(bytes(view), "little", signed=True)
+
+
+def read_fetch(layout: Layout, views: Sequence[memoryview]) -> tuple[int, str]:
+    """Number and digest of a fetch message."""
+    _check(layout, {"digest": DIGEST_BYTES})
+    return read_number(layout, views[0]), bytes(views[1]).hex()
+
+
+def read_refusal(layout: Layout, views: Sequence[memoryview]) -> tuple[int, bytes]:
+    """Number and reason of a refused message."""
+    _check(layout, {"error": _MAX_ERROR_BYTES})
+    return read_number(layout, views[0]), bytes(views[1])
+
+
+def check_lora(layout: Layout, *, max_bytes: int) -> None:
+    """Raises ValueError where a message of this layout can be no LoRA of at most so many bytes."""
+    _check(layout, {"header": max_bytes, "text": max_bytes, "unet": max_bytes})
+
+
+def _check(layout: Layout, rest: dict[str, int]) -> None:
+    """rest: most bytes of each tensor behind the number."""
+    specs = layout.specs[1:]
+    if [spec.name for spec in specs] != list(rest):
+        raise ValueError(f"a {layout.specs[0].name} message has other tensors than {', '.join(rest)}")
+    for spec in specs:
+        if spec.dtype != DType.UINT8 or len(spec.shape) != 1 or spec.shape[0] > rest[spec.name]:
+            raise ValueError(f"{spec.name} of a {layout.specs[0].name} message is not at most {rest[spec.name]} bytes")
+
+
+def _number(kind: Kind) -> TensorSpec:
+    return TensorSpec(name=kind.value, dtype=DType.INT64, shape=(1,))
+
+
+def _bytes(name: str, size_bytes: int) -> TensorSpec:
+    return TensorSpec(name=name, dtype=DType.UINT8, shape=(size_bytes,))
+
+
+def _packed(number: int) -> bytes:
+    return number.to_bytes(_NUMBER_BYTES, "little", signed=True)

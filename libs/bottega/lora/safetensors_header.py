@@ -1,0 +1,181 @@
+"""Headers of safetensors files, read as a stranger's: nothing is mapped before all that they say has been checked.
+
+Knows the format (https://huggingface.co/docs/safetensors, "Format"), not what the tensors are for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import BinaryIO, NoReturn
+
+from bottega.errors import BadLora
+
+LENGTH_BYTES = 8
+# Trainers write their whole configuration into the metadata, word counts included: some MiB at most.
+MAX_HEADER_BYTES = 8 << 20
+# A LoRA of SDXL with convolutions and both text encoders has about 3,300 tensors; the largest base models some 2,000.
+MAX_TENSORS = 16_384
+MAX_RANK = 8
+MAX_NAME_BYTES = 512
+# Far above any file, far below where products of extents get slow.
+_MAX_FILE_BYTES = 1 << 44
+
+ITEM_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        "BOOL": 1,
+        "U8": 1,
+        "I8": 1,
+        "F8_E5M2": 1,
+        "F8_E4M3": 1,
+        "I16": 2,
+        "U16": 2,
+        "F16": 2,
+        "BF16": 2,
+        "I32": 4,
+        "U32": 4,
+        "F32": 4,
+        "F64": 8,
+        "I64": 8,
+        "U64": 8,
+    }
+)
+"""Bytes of one element, by the format's own names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One tensor. begin, end: bytes behind the header, the end exclusive."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What a file says of itself. size_bytes: of the header with its length. tensors: in the order of their bytes."""
+
+    size_bytes: int
+    metadata: Mapping[str, str]
+    tensors: tuple[TensorEntry, ...]
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes behind the header."""
+        return self.tensors[-1].end if self.tensors else 0
+
+
+def read_header(file: BinaryIO) -> Header:
+    """The header of an open file. Raises BadLora naming the rule that it breaks, OSError."""
+    file_bytes = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    length = header_bytes(file.read(LENGTH_BYTES))
+    if length > file_bytes:
+        _refuse(f"its header of {length} bytes is longer than the file, which has {file_bytes}")
+    file.seek(0)
+    return parse_header(file.read(length), file_bytes=file_bytes)
+
+
+def header_bytes(beginning: bytes) -> int:
+    """Bytes of the header with its length, from the file's first 8. Raises BadLora."""
+    if len(beginning) < LENGTH_BYTES:
+        _refuse("it is shorter than the length of a header")
+    length = int.from_bytes(beginning[:LENGTH_BYTES], "little")
+    if not 2 <= length <= MAX_HEADER_BYTES:
+        _refuse(f"it says that its header has {length} bytes; 2 to {MAX_HEADER_BYTES} are taken")
+    return LENGTH_BYTES + length
+
+
+def parse_header(head: bytes, *, file_bytes: int) -> Header:
+    """The header in a file's first bytes. file_bytes: of the whole file, all of which the tensors must account for.
+
+    Raises BadLora naming the rule that it breaks.
+    """
+    size_bytes = header_bytes(head)
+    if len(head) != size_bytes or file_bytes < size_bytes or file_bytes > _MAX_FILE_BYTES:
+        _refuse(f"its header should have {size_bytes} bytes, and {len(head)} of {file_bytes} are there")
+    fields = _decoded(head[LENGTH_BYTES:])
+    metadata = _metadata(fields.pop("__metadata__", {}))
+    if len(fields) > MAX_TENSORS:
+        _refuse(f"it has {len(fields)} tensors; at most {MAX_TENSORS} are taken")
+    entries = [_entry(name, value) for name, value in fields.items()]
+    tensors = tuple(sorted(entries, key=lambda entry: (entry.begin, entry.end)))
+    _check_spans(tensors, file_bytes - size_bytes)
+    return Header(size_bytes=size_bytes, metadata=MappingProxyType(metadata), tensors=tensors)
+
+
+def _decoded(text: bytes) -> dict[str, object]:
+    if not text.startswith(b"{"):
+        _refuse("its header does not begin as JSON's objects do")
+    try:
+        fields = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        _refuse("its header is no JSON object whose names differ")
+    if not isinstance(fields, dict):
+        _refuse("its header is no JSON object")
+    return fields
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a name comes twice")
+    return fields
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _metadata(value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        _refuse("its __metadata__ is no object of texts")
+    return value
+
+
+def _entry(name: str, value: object) -> TensorEntry:
+    if not (name.isprintable() and 0 < len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES):
+        _refuse(f"a tensor has the name {name[:80]!r}; 1 to {MAX_NAME_BYTES} printable bytes are taken")
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        _refuse(f"tensor {name[:80]} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        _refuse(f"tensor {name[:80]} has an element type that is not known")
+    if not _counts(shape) or len(shape) > MAX_RANK:
+        _refuse(f"tensor {name[:80]} has a shape that is no list of at most {MAX_RANK} extents")
+    if not _counts(offsets) or len(offsets) != 2:
+        _refuse(f"tensor {name[:80]} has data_offsets that are no begin and end")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+        _refuse(f"tensor {name[:80]} does not have the bytes that its shape needs")
+    return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), begin=begin, end=end)
+
+
+def _counts(value: object) -> bool:
+    """Whether it is a list of whole numbers that a file could hold."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _MAX_FILE_BYTES for item in value)
+
+
+def _check_spans(tensors: tuple[TensorEntry, ...], data_bytes: int) -> None:
+    """Tensors lie one behind the other: no overlap, no gap, nothing behind the last."""
+    if tensors and tensors[0].begin != 0:
+        _refuse(f"tensor {tensors[0].name[:80]} leaves a gap behind the header")
+    for before, after in pairwise(tensors):
+        if after.begin != before.end:
+            what = "overlaps" if after.begin < before.end else "leaves a gap behind"
+            _refuse(f"tensor {after.name[:80]} {what} {before.name[:80]}")
+    told = tensors[-1].end if tensors else 0
+    if told != data_bytes:
+        _refuse(f"its tensors take {told} bytes, and {data_bytes} are behind its header")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise BadLora(f"the file is no safetensors file that can be taken: {what}")

@@ -1,0 +1,76 @@
+"""What a LoRA store may be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from bottega.config import STRICT
+from bottega.rpc.server import ServerConfig
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinksConfig:
+    """Where workers' links come in.
+
+    listen: host:port for those of other hosts; port 0 is any free one, empty is none. advertised: host:port that
+    workers are told instead, where a relay or an address translation is between. socket: path of the unix socket for
+    those of this host, in a folder that they can see; empty is one in the folder that systemd makes for the unit, else
+    in one for this user's temporary files; null is none. bytes_per_s: that each link may take of the network; 0 is all.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
+    advertised: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
+    socket: str | None = ""
+    bytes_per_s: NotNegative = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportConfig:
+    """How strangers' files are taken in.
+
+    root: below it are the files and folders that callers may register; empty is none. max_bytes: of one file, or of a
+    folder's files. at_once: imports that run. deadline_s, cpu_s: of one import, whose memory its file's size bounds.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    root: str = ""
+    max_bytes: AtLeastOne = 4 << 30
+    at_once: AtLeastOne = 2
+    deadline_s: Seconds = 300.0
+    cpu_s: AtLeastOne = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """What a LoRA store may be told.
+
+    name: unique in the fleet; empty is "loras-" and the process's id. gateway: its host:port; empty joins no fleet.
+    folder: of catalogue and files; empty is loras in the folder for Bottega's state. bases: by the name of the model,
+    the folder of each base model in Diffusers' layout; "miniature" is the embedded one. budget_bytes: of LoRAs in
+    memory. disk_bytes: of those on the disk. loads_at_once: from the disk into memory. lease_s: for how long a LoRA
+    that was prefetched is not deleted.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    name: Annotated[str, Field(max_length=128)] = ""
+    gateway: str = "127.0.0.1:8470"
+    server: ServerConfig = field(default_factory=ServerConfig)
+    links: LinksConfig = field(default_factory=LinksConfig)
+    imports: ImportConfig = field(default_factory=ImportConfig)
+    folder: str = ""
+    bases: dict[str, str] = field(default_factory=lambda: {"miniature": "miniature"})
+    budget_bytes: AtLeastOne = 4 << 30
+    disk_bytes: AtLeastOne = 256 << 30
+    loads_at_once: AtLeastOne = 4
+    lease_s: Seconds = 10.0

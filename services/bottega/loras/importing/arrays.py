@@ -1,0 +1,107 @@
+"""Tensors of a LoRA's file as arrays: read, checked for what is not finite, reshaped, folded. Knows no names.
+
+numpy has no bfloat16: such tensors stay as they are, 16-bit words, unless they have to be computed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bottega.errors import BadLora
+from bottega.lora.canonical import DTYPES, MAX_RANK, Weights
+from bottega.lora.safetensors_header import Header, TensorEntry
+from bottega.loras.importing.base import BaseModule
+
+_NUMPY = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "BF16": "<u2"}
+_BF16_EXPONENT = 0x7F80
+
+
+def read_number(file: BinaryIO, header: Header, entry: TensorEntry) -> float:
+    """A tensor of a single number. Raises BadLora for another one."""
+    if entry.dtype not in _NUMPY or entry.shape not in {(), (1,), (1, 1)}:
+        raise BadLora(f"{entry.name} is no single number: {entry.dtype}{list(entry.shape)}")
+    number = float(_computable(_words(file, header, entry), entry.dtype).reshape(-1)[0])
+    if not np.isfinite(number):
+        raise BadLora(f"{entry.name} is not finite")
+    return number
+
+
+def read_weights(file: BinaryIO, header: Header, entry: TensorEntry) -> Weights:
+    """A tensor of weights. Raises BadLora where an element is not finite, or its type is none that is served."""
+    if entry.dtype not in DTYPES:
+        raise BadLora(f"{entry.name} has elements of {entry.dtype}; {', '.join(sorted(DTYPES))} are served")
+    words = _words(file, header, entry)
+    if entry.dtype == "BF16":
+        finite = bool(((words.view(np.uint16) & _BF16_EXPONENT) != _BF16_EXPONENT).all())
+    else:
+        finite = bool(np.isfinite(words).all())
+    if not finite:
+        raise BadLora(f"{entry.name} has elements that are not finite (NaN or infinity)")
+    return Weights(dtype=entry.dtype, shape=entry.shape, data=words.tobytes())
+
+
+def folded(down: Weights, mid: Weights) -> Weights:
+    """One convolution in the place of two: `down` is [rank, in, 1, 1], `mid` [rank, rank, height, width].
+
+    A product of matrices, so it is the same map; computed in float64, and kept in F32.
+    """
+    rank = down.shape[0]
+    if down.shape[2:] != (1, 1) or len(mid.shape) != 4 or mid.shape[:2] != (rank, rank):
+        raise BadLora(f"lora_mid is {list(mid.shape)}, which does not follow lora_down, {list(down.shape)}")
+    first = _array(down).astype(np.float64).reshape(rank, -1)
+    both = np.einsum("orhw,ri->oihw", _array(mid).astype(np.float64), first)
+    return Weights(dtype="F32", shape=both.shape, data=both.astype("<f4").tobytes())
+
+
+def fitted(module: BaseModule, down: Weights, up: Weights) -> tuple[Weights, Weights]:
+    """Both as the base's module needs them: 1x1 convolutions are written as matrices and the other way round.
+
+    Raises BadLora naming the module where they do not fit.
+    """
+    rank = down.shape[0] if down.shape else 0
+    if rank > MAX_RANK:
+        raise BadLora(f"{module.name} has rank {rank}; at most {MAX_RANK} is served")
+    outputs, inputs, *kernel = module.shape
+    ones = [1] * len(kernel)
+    shaped_down = _reshaped(down, [rank, inputs, *kernel])
+    shaped_up = _reshaped(up, [outputs, rank, *ones])
+    if rank == 0 or shaped_down is None or shaped_up is None:
+        raise BadLora(
+            f"{module.name} is {list(module.shape)} in the base model; "
+            f"down {list(down.shape)} and up {list(up.shape)} do not fit it"
+        )
+    return shaped_down, shaped_up
+
+
+def _reshaped(weights: Weights, shape: Sequence[int]) -> Weights | None:
+    """With that shape, where they differ in trailing extents of one alone."""
+    if _stripped(weights.shape) != _stripped(shape):
+        return None
+    return Weights(dtype=weights.dtype, shape=tuple(shape), data=weights.data)
+
+
+def _stripped(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(shape[:2]) if all(extent == 1 for extent in shape[2:]) else tuple(shape)
+
+
+def _array(weights: Weights) -> NDArray[np.floating]:
+    words = np.frombuffer(weights.data, dtype=_NUMPY[weights.dtype]).reshape(weights.shape)
+    return _computable(words, weights.dtype)
+
+
+def _computable(words: NDArray[np.generic], dtype: str) -> NDArray[np.floating]:
+    if dtype == "BF16":  # the upper half of a float
+        return (words.astype(np.uint32) << 16).view(np.float32)
+    return words.astype(np.float64) if dtype in {"F64", "I64", "I32"} else words.view(_NUMPY[dtype])
+
+
+def _words(file: BinaryIO, header: Header, entry: TensorEntry) -> NDArray[np.generic]:
+    file.seek(header.size_bytes + entry.begin)
+    data = file.read(entry.end - entry.begin)
+    if len(data) < entry.end - entry.begin:
+        raise BadLora("the file has become shorter while it was read")
+    return np.frombuffer(data, dtype=_NUMPY[entry.dtype]).reshape(entry.shape)

@@ -1,0 +1,131 @@
+"""A stranger's LoRA to its canonical modules: every tensor is matched with the base model, or the whole is refused.
+
+Source of the definition: W' = W + alpha / rank * up @ down, with each module's own alpha (kohya's and PEFT's code).
+Where nothing says an alpha it is the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from bottega.errors import BadLora
+from bottega.lora.canonical import ModuleWeights
+from bottega.lora.safetensors_header import Header, TensorEntry, read_header
+from bottega.loras.importing.alphas import AdapterConfig, from_metadata
+from bottega.loras.importing.arrays import fitted, folded, read_number, read_weights
+from bottega.loras.importing.base import Base, BaseModule
+from bottega.loras.importing.naming import Format, Name, Part, format_of, module_of, refuse_other_methods, taken_apart
+from bottega.loras.importing.source import Source, sources
+
+# Of the names in a refusal, which travels in a status.
+_LISTED = 8
+_TRIGGERS = ("modelspec.trigger_phrase", "trigger_phrase")
+_MAX_TRIGGER_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Converted:
+    """A LoRA in canonical modules. trigger_phrase: that its trainer wrote into the file; empty is none."""
+
+    modules: tuple[ModuleWeights, ...]
+    format: Format
+    trigger_phrase: str
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Found:
+    """The parts of one module of the base."""
+
+    module: BaseModule
+    config: AdapterConfig | None
+    name: str
+    parts: dict[Part, tuple[BinaryIO, Header, TensorEntry]] = field(default_factory=dict)
+
+
+def convert(path: Path, *, adapter_config: bytes, base: Base) -> Converted:
+    """The LoRA at a path, for the base. Raises BadLora naming what is wrong with it, OSError."""
+    with ExitStack() as stack:
+        found: dict[str, _Found] = {}
+        headers = []
+        for source in sources(path, adapter_config):
+            file = stack.enter_context(source.path.open("rb"))
+            headers.append(read_header(file))
+            _collect(file, headers[-1], source, base=base, found=found)
+        if not found:
+            raise BadLora("nothing in the file matches the base model: it has no tensors")
+        first = taken_apart(headers[0].tensors[0].name)
+        assert first is not None, "every name was taken apart"
+        return Converted(
+            modules=tuple(_module(each) for each in found.values()),
+            format=format_of(first),
+            trigger_phrase=_trigger(headers),
+        )
+
+
+def _collect(file: BinaryIO, header: Header, source: Source, *, base: Base, found: dict[str, _Found]) -> None:
+    """Finds the module of each tensor of a file. Raises BadLora with the list of those that have none."""
+    refuse_other_methods([entry.name for entry in header.tensors])
+    configs = from_metadata(header.metadata)
+    lacking = []
+    for entry in header.tensors:
+        name = taken_apart(entry.name)
+        module = module_of(name, base, source.component) if name is not None else None
+        if name is None or module is None:
+            lacking.append(entry.name)
+            continue
+        config = source.config or configs.get(module.component)
+        each = found.setdefault(module.name, _Found(module=module, config=config, name=_path(name)))
+        if name.part in each.parts:
+            raise BadLora(f"{entry.name} and {each.parts[name.part][2].name} are the same part of {module.name}")
+        each.parts[name.part] = (file, header, entry)
+    if lacking:
+        _refuse_unmatched(lacking, len(header.tensors))
+
+
+def _module(found: _Found) -> ModuleWeights:
+    missing = [part.value for part in (Part.DOWN, Part.UP) if part not in found.parts]
+    if missing:
+        raise BadLora(f"{found.module.name} lacks {' and '.join(missing)}")
+    down, up = read_weights(*found.parts[Part.DOWN]), read_weights(*found.parts[Part.UP])
+    if not down.shape:
+        raise BadLora(f"{found.module.name}: down is a single number")
+    rank = down.shape[0]
+    if Part.MID in found.parts:
+        down = folded(down, read_weights(*found.parts[Part.MID]))
+    down, up = fitted(found.module, down, up)
+    return ModuleWeights(
+        component=found.module.component, path=found.module.path, scale=_scale(found, rank), down=down, up=up
+    )
+
+
+def _scale(found: _Found, rank: int) -> float:
+    if Part.ALPHA in found.parts:
+        return read_number(*found.parts[Part.ALPHA]) / rank
+    return found.config.scale(found.name, rank) if found.config is not None else 1.0
+
+
+def _path(name: Name) -> str:
+    """As the trainer's own patterns know the module."""
+    return name.module.replace(".processor.", ".")
+
+
+def _trigger(headers: Iterable[Header]) -> str:
+    for header in headers:
+        metadata: Mapping[str, str] = header.metadata
+        for key in _TRIGGERS:
+            text = metadata.get(key, "").strip()
+            if text and text.isprintable() and len(text) <= _MAX_TRIGGER_CHARACTERS:
+                return text
+    return ""
+
+
+def _refuse_unmatched(names: list[str], tensors: int) -> NoReturn:
+    listed = ", ".join(name[:120] for name in names[:_LISTED])
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    if len(names) == tensors:
+        raise BadLora(f"nothing in the file matches the base model; it has {listed}{more}")
+    raise BadLora(f"{len(names)} of {tensors} tensors match nothing in the base model: {listed}{more}")

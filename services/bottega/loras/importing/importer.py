@@ -1,0 +1,109 @@
+"""Starts import processes, within limits: one for each LoRA, a few at a time. Opens no stranger's file itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from bottega.errors import BadLora, InternalError, QueueFull, Unavailable
+from bottega.process import Child
+from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
+
+_log = logging.getLogger(__name__)
+
+# An interpreter that imports numpy takes .3 s; this is for a machine that is busy with everything else.
+_START_S = 60.0
+_STOP_S = 2.0
+# The interpreter with numpy reserves about .6 GiB; the file is in memory once, read, and folded convolutions twice.
+_ADDRESS_SPACE_BYTES = 1 << 30
+_COPIES = 4
+_MAX_WAITING = 64
+# One thread: what an import computes is little, and every further one reserves address space.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """What is to be imported. source: file or folder of `size_bytes`. output: an empty file. base: its folder."""
+
+    source: Path
+    size_bytes: int
+    adapter_config: bytes
+    base: Path
+    output: Path
+
+
+class Importer:
+    """at_once: processes. deadline_s, cpu_s: of one import."""
+
+    def __init__(self, *, at_once: int, deadline_s: float, cpu_s: int) -> None:
+        self._deadline_s = deadline_s
+        self._cpu_s = cpu_s
+        self._room = asyncio.Semaphore(at_once)
+        self._waiting = 0
+
+    async def run(self, job: Import) -> LoraImportAnswer:
+        """Writes the canonical form to job.output.
+
+        Raises BadLora where the source is refused, or its import beyond the limits; QueueFull when too many wait.
+        """
+        if self._waiting >= _MAX_WAITING:
+            raise QueueFull("too many LoRAs wait to be imported", retry_after_s=1.0)
+        self._waiting += 1
+        try:
+            async with self._room:
+                answer = await self._serve(job)
+        finally:
+            self._waiting -= 1
+        if answer.refusal:
+            raise BadLora(answer.refusal)
+        return answer
+
+    async def _serve(self, job: Import) -> LoraImportAnswer:
+        child = await Child.start("bottega.loras.importing.process", env=_ENVIRONMENT, limits=self._limits(job))
+        try:
+            await self._started(child)
+            async with asyncio.timeout(self._deadline_s):
+                answered = await self._exchange(child, job)
+        except TimeoutError:
+            child.kill()
+            raise BadLora(f"the file's import took more than {self._deadline_s:g} s") from None
+        finally:
+            code = await child.stop(_STOP_S)
+        if answered is None:
+            _log.warning("an import process died", extra={"pid": child.pid, "exit_code": code})
+            raise BadLora("the file's import failed: it needs more memory or time than it may have, or is damaged")
+        return LoraImportAnswer.FromString(answered)
+
+    async def _started(self, child: Child) -> None:
+        try:
+            async with asyncio.timeout(_START_S):
+                ready = await child.channel.recv()
+        except TimeoutError:
+            ready = None
+        if ready is None:
+            child.kill()
+            raise InternalError("an import process did not start")
+
+    async def _exchange(self, child: Child, job: Import) -> bytes | None:
+        call = LoraImportCall(
+            source=str(job.source), adapter_config=job.adapter_config, base=str(job.base), output=str(job.output)
+        )
+        try:
+            await child.channel.send(call.SerializeToString())
+            return await child.channel.recv()
+        except Unavailable:
+            return None
+
+    def _limits(self, job: Import) -> dict[int, int]:
+        memory = _ADDRESS_SPACE_BYTES + _COPIES * job.size_bytes
+        # A canonical file has the tensors of its source; folding can make a convolution of nine times the bytes.
+        return {
+            resource.RLIMIT_AS: memory,
+            resource.RLIMIT_CPU: self._cpu_s,
+            resource.RLIMIT_FSIZE: memory,
+            resource.RLIMIT_CORE: 0,
+        }

@@ -1,0 +1,63 @@
+"""What is imported: one file, or the files of a folder, each with what is known of it. Reads no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bottega.errors import BadLora
+from bottega.lora.canonical import COMPONENTS
+from bottega.loras.importing.alphas import AdapterConfig, read_adapter_config
+
+_PEFT_WEIGHTS = "adapter_model.safetensors"
+_PEFT_CONFIG = "adapter_config.json"
+_DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
+# PEFT writes the names of all modules into it: some ten thousand bytes.
+MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One safetensors file. component: all of it is for that one, where that is known."""
+
+    path: Path
+    config: AdapterConfig | None = None
+    component: str | None = None
+
+
+def sources(path: Path, adapter_config: bytes) -> list[Source]:
+    """The files at a path. adapter_config: PEFT's, where the path is its file alone. Raises BadLora, OSError."""
+    if not path.is_dir():
+        return [Source(path=path, config=read_adapter_config(adapter_config) if adapter_config else None)]
+    found = list(_in_folder(path))
+    if not found:
+        wanted = f"{_PEFT_WEIGHTS} with {_PEFT_CONFIG}, {_DIFFUSERS_WEIGHTS}, or one .safetensors file"
+        raise BadLora(f"the folder is no LoRA: it should hold {wanted}; pickled weights are never opened")
+    return found
+
+
+def _in_folder(folder: Path) -> Iterator[Source]:
+    if (folder / _PEFT_WEIGHTS).is_file():
+        yield _peft(folder, None)
+        return
+    parts = [component for component in COMPONENTS if (folder / component / _PEFT_WEIGHTS).is_file()]
+    if parts:
+        yield from (_peft(folder / component, component) for component in parts)
+        return
+    files = sorted(folder.glob("*.safetensors"))
+    named = [file for file in files if file.name == _DIFFUSERS_WEIGHTS]
+    if named or len(files) == 1:
+        yield Source(path=(named or files)[0])
+
+
+def _peft(folder: Path, component: str | None) -> Source:
+    path = folder / _PEFT_CONFIG
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+    except FileNotFoundError:
+        raise BadLora(f"{_PEFT_WEIGHTS} has no {_PEFT_CONFIG} beside it, which says its alpha") from None
+    if len(text) > MAX_CONFIG_BYTES:
+        raise BadLora(f"{_PEFT_CONFIG} is over {MAX_CONFIG_BYTES} bytes")
+    return Source(path=folder / _PEFT_WEIGHTS, config=read_adapter_config(text), component=component)

@@ -1,0 +1,67 @@
+"""What a LoRA store shows of itself: loans by tier, loads, bytes, imports, links. Knows only numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from bottega.loras.tiers import Tier, TierCounts
+from bottega.rpc.link_counts import LinkMetrics
+from bottega.v1.link_pb2 import LinkCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFigures:
+    """The store at one moment."""
+
+    counts: TierCounts
+    memory_bytes: int
+    disk_bytes: int
+    links: LinkCounts
+
+
+class LoraMetrics(Collector):
+    """Registered once, on the server's registry; `watch` says where its figures come from."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._figures: Callable[[], StoreFigures] | None = None
+        self._links = LinkMetrics(registry)
+        self._imports = Counter("bottega_lora_imports", "LoRAs that were brought.", ("outcome",), registry=registry)
+        registry.register(self)
+
+    def watch(self, figures: Callable[[], StoreFigures]) -> None:
+        """figures: called for every scrape, in a thread of its own."""
+        self._figures = figures
+
+    def imported(self, outcome: str) -> None:
+        """A LoRA was brought. outcome: "added", or the name of an error's reason."""
+        self._imports.labels(outcome).inc()
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        if self._figures is None:
+            return
+        figures = self._figures()
+        self._links.counts = figures.links
+        counts = figures.counts
+        fetches = CounterMetricFamily(
+            "bottega_lora_fetches", "LoRAs that workers fetched, by where they were.", labels=("tier",)
+        )
+        for tier in Tier:
+            fetches.add_metric((tier.value,), counts.by_tier[tier])
+        yield fetches
+        for name, text, value in (
+            ("loads", "LoRAs that were loaded into memory.", counts.loads),
+            ("loaded_bytes", "Their bytes.", counts.loaded_bytes),
+            ("load_seconds", "Seconds that loading took.", counts.load_s),
+            ("load_failures", "Loads that failed.", counts.failures),
+            ("evictions", "LoRAs that memory let go.", counts.evictions),
+        ):
+            yield CounterMetricFamily(f"bottega_lora_{name}", text, value=value)
+        yield GaugeMetricFamily("bottega_lora_memory_bytes", "Bytes of LoRAs in memory.", value=figures.memory_bytes)
+        yield GaugeMetricFamily("bottega_lora_disk_bytes", "Bytes of LoRAs on the disk.", value=figures.disk_bytes)

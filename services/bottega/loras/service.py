@@ -1,0 +1,159 @@
+"""The LoRA store on the wire: translates LoraService's messages to the store's words and back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from bottega import rules
+from bottega.errors import InvalidRequest, Violation
+from bottega.loras.intake import Brought, Upload
+from bottega.loras.records import LoraRecord
+from bottega.loras.store import LoraStore
+from bottega.transport import offer_to_wire
+from bottega.v1 import lora_pb2 as pb
+from bottega.v1 import lora_pb2_grpc
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["LoraService"].full_name
+
+# By the contract.
+_MAX_WORKER_CHARACTERS = 128
+_MAX_DIGESTS = 256
+_MAX_PAGE = 1000
+_DEFAULT_PAGE = 100
+_MAX_BOUNDS = 16
+_MAX_NAME_CHARACTERS = 200
+
+_STATES = {None: pb.LORA_STATE_ON_DISK, False: pb.LORA_STATE_LOADING, True: pb.LORA_STATE_IN_MEMORY}
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class LoraService(lora_pb2_grpc.LoraServiceServicer):
+    """bottega.v1.LoraService."""
+
+    def __init__(self, store: LoraStore) -> None:
+        self._store = store
+
+    async def UploadLora(
+        self, requests: AsyncIterator[pb.UploadLoraRequest], _context: _Context
+    ) -> pb.UploadLoraResponse:
+        """UploadLora."""
+        first = await anext(requests, pb.UploadLoraRequest())
+        if not first.HasField("head"):
+            rules.refuse([Violation(field="head", description="must be the first message")])
+        head = first.head
+        upload = Upload(
+            brought=Brought(name=head.name, base=head.base, trigger_words=tuple(head.trigger_words)),
+            sha256=head.sha256,
+            size_bytes=head.size_bytes,
+            adapter_config=head.adapter_config,
+        )
+        return pb.UploadLoraResponse(lora=self._stored(await self._store.intake.upload(upload, _chunks(requests))))
+
+    async def RegisterLora(self, request: pb.RegisterLoraRequest, _context: _Context) -> pb.RegisterLoraResponse:
+        """RegisterLora."""
+        brought = Brought(name=request.name, base=request.base, trigger_words=tuple(request.trigger_words))
+        return pb.RegisterLoraResponse(lora=self._stored(await self._store.intake.register(brought, request.path)))
+
+    async def ListLoras(self, request: pb.ListLorasRequest, _context: _Context) -> pb.ListLorasResponse:
+        """ListLoras."""
+        rules.refuse(list(_check_page(request)))
+        size = request.page_size or _DEFAULT_PAGE
+        records = await self._store.page(size=size + 1, after=request.page_token, base=request.base)
+        shown = records[:size]
+        return pb.ListLorasResponse(
+            loras=[self._stored(record) for record in shown],
+            next_page_token=shown[-1].name if len(records) > size else "",
+            bases=sorted(self._store.bases),
+        )
+
+    async def GetLora(self, request: pb.GetLoraRequest, _context: _Context) -> pb.GetLoraResponse:
+        """GetLora."""
+        _check_name(request.name)
+        return pb.GetLoraResponse(lora=self._stored(await self._store.get(request.name)))
+
+    async def DeleteLora(self, request: pb.DeleteLoraRequest, _context: _Context) -> pb.DeleteLoraResponse:
+        """DeleteLora."""
+        _check_name(request.name)
+        await self._store.remove(request.name)
+        return pb.DeleteLoraResponse()
+
+    async def PrefetchLoras(self, request: pb.PrefetchLorasRequest, _context: _Context) -> pb.PrefetchLorasResponse:
+        """PrefetchLoras."""
+        rules.refuse(list(_check_digests(request.digests)))
+        return pb.PrefetchLorasResponse(accepted=await self._store.prefetch(list(request.digests)))
+
+    async def PinLora(self, request: pb.PinLoraRequest, _context: _Context) -> pb.PinLoraResponse:
+        """PinLora."""
+        _check_name(request.name)
+        return pb.PinLoraResponse(lora=self._stored(await self._store.pin(request.name, request.pinned)))
+
+    async def SetLoraProfile(self, request: pb.SetLoraProfileRequest, _context: _Context) -> pb.SetLoraProfileResponse:
+        """SetLoraProfile."""
+        _check_name(request.name)
+        rules.refuse(list(_check_bounds(request.bounds)))
+        bounds = tuple((bound.num_inference_steps, bound.max_step) for bound in request.bounds)
+        record = await self._store.set_bounds(request.name, request.digest, bounds)
+        return pb.SetLoraProfileResponse(lora=self._stored(record))
+
+    async def OpenLoraLink(self, request: pb.OpenLoraLinkRequest, _context: _Context) -> pb.OpenLoraLinkResponse:
+        """OpenLoraLink."""
+        if len(request.worker) > _MAX_WORKER_CHARACTERS:
+            rule = f"must be at most {_MAX_WORKER_CHARACTERS} characters"
+            rules.refuse([Violation(field="worker", description=rule)])
+        return pb.OpenLoraLinkResponse(offer=offer_to_wire(self._store.offer(request.worker, request.link_id)))
+
+    def _stored(self, record: LoraRecord) -> pb.StoredLora:
+        return pb.StoredLora(
+            name=record.name,
+            digest=record.digest,
+            base=record.base,
+            rank=record.rank,
+            modules=record.modules,
+            size_bytes=record.size_bytes,
+            text_bytes=record.text_bytes,
+            trigger_words=record.trigger_words,
+            format=record.format,
+            bounds=[pb.LoraBound(num_inference_steps=steps, max_step=step) for steps, step in record.bounds],
+            pinned=record.pinned,
+            added_s=record.added_s,
+            state=_STATES[self._store.state(record)],
+        )
+
+
+async def _chunks(requests: AsyncIterator[pb.UploadLoraRequest]) -> AsyncIterator[bytes]:
+    async for request in requests:
+        if request.WhichOneof("message") != "chunk":
+            rule = "only chunks follow the head"
+            raise InvalidRequest(rule, violations=[Violation(field="chunk", description=rule)])
+        yield request.chunk
+
+
+def _check_name(name: str) -> None:
+    if not rules.is_adapter_name(name):
+        rules.refuse([Violation(field="name", description="cannot be the name of a LoRA")])
+
+
+def _check_page(request: pb.ListLorasRequest) -> Iterator[Violation]:
+    if not 0 <= request.page_size <= _MAX_PAGE:
+        yield Violation(field="page_size", description=f"must be 0 to {_MAX_PAGE}")
+    for field in ("page_token", "base"):
+        if len(getattr(request, field)) > _MAX_NAME_CHARACTERS:
+            yield Violation(field=field, description=f"must be at most {_MAX_NAME_CHARACTERS} characters")
+
+
+def _check_digests(digests: Sequence[str]) -> Iterator[Violation]:
+    if len(digests) > _MAX_DIGESTS:
+        yield Violation(field="digests", description=f"must be at most {_MAX_DIGESTS}")
+
+
+def _check_bounds(bounds: Sequence[pb.LoraBound]) -> Iterator[Violation]:
+    if len({bound.num_inference_steps for bound in bounds}) < len(bounds) or len(bounds) > _MAX_BOUNDS:
+        yield Violation(field="bounds", description=f"at most {_MAX_BOUNDS}, each for another number of steps")
+    for index, bound in enumerate(bounds[:_MAX_BOUNDS]):
+        if not 1 <= bound.num_inference_steps <= rules.MAX_STEPS:
+            yield Violation(field=f"bounds[{index}].num_inference_steps", description=f"must be 1 to {rules.MAX_STEPS}")
+        if not 0 <= bound.max_step <= bound.num_inference_steps:
+            yield Violation(field=f"bounds[{index}].max_step", description="must be 0 to the number of steps")

@@ -1,0 +1,200 @@
+"""The LoRA store itself: catalogue, files, tiers and links in one, and its place in the fleet.
+
+This module knows no gRPC server: `service.py` translates for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bottega.errors import ConfigError, Draining, LoraInUse
+from bottega.loras.catalogue import Catalogue
+from bottega.loras.config import LoraConfig
+from bottega.loras.files import LoraFiles
+from bottega.loras.importing.importer import Importer
+from bottega.loras.intake import Intake
+from bottega.loras.links import Links
+from bottega.loras.metrics import LoraMetrics, StoreFigures
+from bottega.loras.records import LoraRecord
+from bottega.loras.tiers import Tiers
+from bottega.miniature import WEIGHTS
+from bottega.process.memory import resident_bytes
+from bottega.rpc.fleet import FleetMembership
+from bottega.rpc.link_counts import link_counts
+from bottega.transport import Offer
+from bottega.v1 import fleet_pb2
+
+_log = logging.getLogger(__name__)
+
+_MINIATURE = "miniature"
+_MEMORY_INTERVAL_S = 1.0
+# Leases of prefetched LoRAs that are remembered; jobs in a queue have some thousand different ones at most.
+_MOST_LEASES = 65_536
+
+
+class LoraStore:
+    """Start it with `start`, end it with `drain` and `stop`. address: where the server itself listens, once it does.
+
+    Raises ConfigError where a base model cannot be found.
+    """
+
+    def __init__(self, config: LoraConfig, *, folder: Path, metrics: LoraMetrics, address: Callable[[], str]) -> None:
+        self.name = config.name or f"loras-{os.getpid()}"
+        self.bases = {name: _base(name, folder) for name, folder in config.bases.items()}
+        self._config = config
+        self._address = address
+        self._version = importlib.metadata.version("bottega-services")
+        self._catalogue = Catalogue(folder / "catalogue.db")
+        self._files = LoraFiles(folder / "files", budget_bytes=config.disk_bytes)
+        self._tiers = Tiers(self._files.path, budget_bytes=config.budget_bytes, at_once=config.loads_at_once)
+        self._links = Links(config.links, tiers=self._tiers)
+        imports = config.imports
+        self.intake = Intake(
+            bases=self.bases,
+            root=Path(imports.root) if imports.root else None,
+            max_bytes=imports.max_bytes,
+            files=self._files,
+            catalogue=self._catalogue,
+            importer=Importer(at_once=imports.at_once, deadline_s=imports.deadline_s, cpu_s=imports.cpu_s),
+            metrics=metrics,
+        )
+        self._leases: dict[str, float] = {}
+        self._membership: FleetMembership | None = None
+        self._measuring: asyncio.Task[None] | None = None
+        self._memory_bytes = 0
+        self._draining = False
+        metrics.watch(self._figures)
+
+    async def start(self) -> None:
+        """Opens catalogue and files, loads what is pinned, and joins the fleet. Raises what they do."""
+        await self._catalogue.open()
+        digests = await self._catalogue.digests()
+        for digest in await asyncio.to_thread(self._files.open, digests):
+            names = await self._catalogue.names(digest)
+            _log.error("the file of a LoRA is gone; bring it again", extra={"loras": names, "digest": digest})
+        await self._pin()
+        self._measuring = asyncio.create_task(self._measure())
+        if self._config.gateway:
+            self._membership = self._join()
+            self._membership.start()
+
+    def state(self, record: LoraRecord) -> bool | None:
+        """Whether it is in memory; False while it is on its way there, None where it is not."""
+        return self._tiers.state(record.digest)
+
+    async def get(self, name: str) -> LoraRecord:
+        """Raises LoraNotFound."""
+        return await self._catalogue.get(name)
+
+    async def page(self, *, size: int, after: str, base: str) -> list[LoraRecord]:
+        """See Catalogue."""
+        return await self._catalogue.page(size=size, after=after, base=base)
+
+    async def remove(self, name: str) -> None:
+        """Forgets a LoRA. Raises LoraNotFound, LoraInUse while it is being sent, or may be at any moment."""
+        async with self.intake.keeping:
+            record = await self._catalogue.get(name)
+            left_s = max(0.0, self._leases.get(record.digest, 0.0) - time.monotonic())
+            if self._tiers.lent(record.digest) or left_s:
+                raise LoraInUse(
+                    f"{name} is being sent to workers, or was asked for a moment ago",
+                    metadata={"loras": name},
+                    retry_after_s=max(1.0, left_s),
+                )
+            record, alone = await self._catalogue.remove(name)
+            if alone:
+                self._tiers.forget(record.digest)
+                await asyncio.to_thread(self._files.remove, record.digest)
+        _log.info("a LoRA is removed", extra={"lora": name, "digest": record.digest})
+
+    async def prefetch(self, digests: Sequence[str]) -> list[str]:
+        """Has these in memory soon, as far as they are known and have room; which will be. They cannot be deleted for
+        a while."""
+        known = await self._catalogue.digests()
+        wanted = [digest for digest in dict.fromkeys(digests) if digest in known]
+        now = time.monotonic()
+        if len(self._leases) > _MOST_LEASES:
+            self._leases = {digest: until for digest, until in self._leases.items() if until > now}
+        self._leases.update(dict.fromkeys(wanted, now + self._config.lease_s))
+        return [digest for digest in wanted if self._tiers.prefetch(digest)]
+
+    async def pin(self, name: str, pinned: bool) -> LoraRecord:
+        """Keeps it in memory, or no longer. Raises LoraNotFound."""
+        record = await self._catalogue.pin(name, pinned)
+        await self._pin()
+        return record
+
+    async def set_bounds(self, name: str, digest: str, bounds: tuple[tuple[int, int], ...]) -> LoraRecord:
+        """Records its profile. Raises LoraNotFound."""
+        return await self._catalogue.set_bounds(name, digest, bounds)
+
+    def offer(self, worker: str, link_id: str) -> Offer:
+        """A link's offer for a worker. Raises Draining, TooLarge, InvalidRequest."""
+        if self._draining:
+            raise Draining("the LoRA store is stopping")
+        return self._links.offer(worker, link_id)
+
+    def load(self) -> fleet_pb2.Load:
+        """How busy it is."""
+        return fleet_pb2.Load(draining=self._draining, memory_bytes=self._memory_bytes)
+
+    async def drain(self) -> None:
+        """Offers no links any more, and returns when nothing is being sent."""
+        self._draining = True
+        self._links.drain()
+        if self._membership:
+            self._membership.changed()
+        await asyncio.to_thread(self._tiers.wait_idle, self._config.server.drain_grace_s)
+
+    async def stop(self) -> None:
+        """Leaves the fleet and ends every link."""
+        if self._membership:
+            await self._membership.stop()
+        if self._measuring:
+            self._measuring.cancel()
+            await asyncio.gather(self._measuring, return_exceptions=True)
+        await asyncio.to_thread(self._links.close)
+        await asyncio.to_thread(self._tiers.close)
+        await self._catalogue.close()
+
+    async def _pin(self) -> None:
+        pinned = [digest for digest, is_pinned in (await self._catalogue.digests()).items() if is_pinned]
+        self._tiers.pin(pinned)
+        for digest in pinned:
+            self._tiers.prefetch(digest)
+
+    def _join(self) -> FleetMembership:
+        registration = fleet_pb2.Registration(
+            kind=fleet_pb2.SERVICE_KIND_LORAS,
+            name=self.name,
+            address=self._address(),
+            version=self._version,
+        )
+        return FleetMembership(self._config.gateway, registration, load=self.load)
+
+    def _figures(self) -> StoreFigures:
+        return StoreFigures(
+            counts=self._tiers.counts,
+            memory_bytes=self._tiers.used_bytes,
+            disk_bytes=self._files.used_bytes,
+            links=link_counts(self._links.counters, open_links=self._links.open),
+        )
+
+    async def _measure(self) -> None:
+        while True:
+            # What lies in memory without a name is no process's resident memory.
+            self._memory_bytes = resident_bytes([os.getpid()]) + self._tiers.used_bytes
+            await asyncio.sleep(_MEMORY_INTERVAL_S)
+
+
+def _base(name: str, folder: str) -> Path:
+    path = WEIGHTS if folder == _MINIATURE else Path(folder).absolute()
+    if not (path / "unet" / "config.json").is_file():
+        raise ConfigError(f"bases.{name}: {path} is no model in Diffusers' layout")
+    return path

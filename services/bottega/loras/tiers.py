@@ -1,0 +1,292 @@
+"""Where a LoRA's bytes are read from: host memory within a budget, over the disk.
+
+What is in memory lies in files without a name (memfd), so that sending copies straight from there into a link's slot,
+without the interpreter's lock. Loads run in parallel, one for each LoRA. What finds no room in memory, because all
+that is there is pinned or being sent, is sent from the disk. Knows digests and bytes; knows no names and no links.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from bottega.errors import BottegaError, DataLoss, LoraNotFound, StorageUnavailable
+from bottega.storage import faults
+
+_log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 4 << 20
+
+
+class Tier(StrEnum):
+    """Where a LoRA was found when somebody asked for it. LOADED: read from the disk into memory for it."""
+
+    MEMORY = "memory"
+    LOADED = "loaded"
+    DISK = "disk"
+
+
+@dataclass(slots=True, kw_only=True)
+class TierCounts:
+    """What has happened since the start. by_tier: loans, by where the LoRA was. load_s: seconds of loading."""
+
+    by_tier: Counter[Tier]
+    loads: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    failures: int = 0
+    evictions: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Resident:
+    """A LoRA in memory, or on its way there. loans: being sent."""
+
+    descriptor: int
+    size_bytes: int
+    loaded: Future[None]
+    loans: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Loan:
+    """Bytes that stay readable until it is given back, whatever else is loaded or deleted. Read them with os.preadv."""
+
+    digest: str
+    descriptor: int
+    size_bytes: int
+    tier: Tier
+    resident: bool
+
+
+class Tiers:
+    """Any thread may call it.
+
+    file: where the LoRA of a digest is. budget_bytes: of what is in memory. at_once: loads that run.
+    """
+
+    def __init__(self, file: Callable[[str], Path], *, budget_bytes: int, at_once: int) -> None:
+        self.counts = TierCounts(by_tier=Counter())
+        self.budget_bytes = budget_bytes
+        self._file = file
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        # The one used longest ago first.
+        self._residents: OrderedDict[str, _Resident] = OrderedDict()
+        self._pinned: set[str] = set()
+        self._lent: Counter[str] = Counter()
+        self._trusted: set[str] = set()
+        self._pool = ThreadPoolExecutor(max_workers=at_once, thread_name_prefix="lora-load")
+
+    @property
+    def used_bytes(self) -> int:
+        """Of what is in memory, or on its way there."""
+        with self._lock:
+            return sum(resident.size_bytes for resident in self._residents.values())
+
+    def state(self, digest: str) -> bool | None:
+        """Whether it is in memory; False while it is on its way there, None where it is not."""
+        resident = self._residents.get(digest)
+        return None if resident is None else resident.loaded.done()
+
+    def lent(self, digest: str) -> int:
+        """Loans of it that have not been given back."""
+        return self._lent[digest]
+
+    def wait_idle(self, seconds: float) -> bool:
+        """Whether nothing is lent, or will not be within so many seconds. It blocks."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._lent, seconds)
+
+    def pin(self, digests: Iterable[str]) -> None:
+        """These, and no others, stay in memory once they are there."""
+        with self._lock:
+            self._pinned = set(digests)
+
+    def prefetch(self, digest: str) -> bool:
+        """Has it in memory soon, where there is room; whether it will be."""
+        with self._lock:
+            return self._resident(digest) is not None
+
+    def borrow(self, digest: str) -> Future[Loan]:
+        """The LoRA's bytes, as soon as they can be read. It fails with LoraNotFound, DataLoss, StorageUnavailable."""
+        with self._lock:
+            self._lent[digest] += 1
+            before = digest in self._residents
+            resident = self._resident(digest)
+            if resident is not None:
+                resident.loans += 1
+                self.counts.by_tier[Tier.MEMORY if before else Tier.LOADED] += 1
+        outcome: Future[Loan] = Future()
+        if resident is None:
+            self._pool.submit(self._from_disk, digest, outcome)
+        else:
+            tier = Tier.MEMORY if before else Tier.LOADED
+            resident.loaded.add_done_callback(lambda loaded: self._lend(digest, resident, tier, loaded, outcome))
+        return outcome
+
+    def give_back(self, loan: Loan) -> None:
+        """Ends a loan."""
+        with self._lock:
+            self._return(loan.digest)
+            resident = self._residents.get(loan.digest)
+            if loan.resident and resident is not None and resident.descriptor == loan.descriptor:
+                resident.loans -= 1
+                return
+        os.close(loan.descriptor)
+
+    def forget(self, digest: str) -> None:
+        """It is deleted: memory lets it go."""
+        with self._lock:
+            self._trusted.discard(digest)
+            self._pinned.discard(digest)
+            resident = self._residents.get(digest)
+            if resident is not None and resident.loaded.done() and not resident.loans:
+                self._evict(digest)
+
+    def close(self) -> None:
+        """Loads nothing more, and gives the memory back."""
+        self._pool.shutdown(cancel_futures=True)
+        with self._lock:
+            for digest in list(self._residents):
+                self._evict(digest)
+
+    def _resident(self, digest: str) -> _Resident | None:
+        """The LoRA in memory, or being loaded from now on; None where there is no room. Under the lock."""
+        found = self._residents.get(digest)
+        if found is not None:
+            self._residents.move_to_end(digest)
+            return found
+        try:
+            size_bytes = self._file(digest).stat().st_size
+        except OSError:
+            return None  # whoever reads it from the disk says why
+        if not self._make_room(size_bytes):
+            return None
+        resident = _Resident(descriptor=os.memfd_create("lora"), size_bytes=size_bytes, loaded=Future())
+        self._residents[digest] = resident
+        self._pool.submit(self._load, digest, resident)
+        return resident
+
+    def _make_room(self, size_bytes: int) -> bool:
+        """Lets go what was used longest ago, where that helps. Under the lock."""
+        lack = sum(resident.size_bytes for resident in self._residents.values()) + size_bytes - self.budget_bytes
+        victims = []
+        for digest, resident in self._residents.items():
+            if lack <= 0:
+                break
+            if resident.loaded.done() and not resident.loans and digest not in self._pinned:
+                victims.append(digest)
+                lack -= resident.size_bytes
+        if lack > 0:
+            return False
+        for digest in victims:
+            self._evict(digest)
+            self.counts.evictions += 1
+        return True
+
+    def _evict(self, digest: str) -> None:
+        os.close(self._residents.pop(digest).descriptor)
+
+    def _load(self, digest: str, resident: _Resident) -> None:
+        """In a thread of the pool."""
+        began = time.monotonic()
+        try:
+            self._copy(digest, resident)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the load is awaited
+            with self._lock:
+                self.counts.failures += 1
+                del self._residents[digest]
+            resident.loaded.set_exception(error)
+            os.close(resident.descriptor)
+            return
+        with self._lock:
+            self.counts.loads += 1
+            self.counts.loaded_bytes += resident.size_bytes
+            self.counts.load_s += time.monotonic() - began
+        resident.loaded.set_result(None)
+
+    def _copy(self, digest: str, resident: _Resident) -> None:
+        source = self._open(digest)
+        try:
+            with faults.translated():
+                # Once since the start: a disk that has changed a bit is noticed here, and by every worker.
+                _copied(source, resident, None if digest in self._trusted else digest)
+        finally:
+            os.close(source)
+        self._trusted.add(digest)
+
+    def _lend(self, digest: str, resident: _Resident, tier: Tier, loaded: Future[None], outcome: Future[Loan]) -> None:
+        error = loaded.exception()
+        if error is None:
+            outcome.set_result(
+                Loan(
+                    digest=digest,
+                    descriptor=resident.descriptor,
+                    size_bytes=resident.size_bytes,
+                    tier=tier,
+                    resident=True,
+                )
+            )
+            return
+        with self._lock:
+            self._return(digest)
+        outcome.set_exception(error)
+
+    def _from_disk(self, digest: str, outcome: Future[Loan]) -> None:
+        """In a thread of the pool."""
+        try:
+            descriptor = self._open(digest)
+        except BottegaError as error:
+            with self._lock:
+                self._return(digest)
+            outcome.set_exception(error)
+            return
+        with self._lock:
+            self.counts.by_tier[Tier.DISK] += 1
+        size_bytes = os.fstat(descriptor).st_size
+        outcome.set_result(
+            Loan(digest=digest, descriptor=descriptor, size_bytes=size_bytes, tier=Tier.DISK, resident=False)
+        )
+
+    def _open(self, digest: str) -> int:
+        try:
+            return os.open(self._file(digest), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise LoraNotFound("the store has no LoRA of that digest", metadata={"loras": digest}) from None
+        except OSError as error:
+            raise StorageUnavailable(
+                f"the LoRA {digest[:12]} cannot be read: {error.strerror}", retry_after_s=faults.RETRY_AFTER_S
+            ) from error
+
+    def _return(self, digest: str) -> None:
+        self._lent[digest] -= 1
+        if not self._lent[digest]:
+            del self._lent[digest]
+            self._idle.notify_all()
+
+
+def _copied(source: int, resident: _Resident, digest: str | None) -> None:
+    """Copies a file into memory. digest: to be checked, where it is. Raises DataLoss, OSError."""
+    hashed = hashlib.sha256()
+    buffer = bytearray(min(_PIECE_BYTES, resident.size_bytes))
+    done = 0
+    while got := os.readv(source, [buffer]):
+        piece = memoryview(buffer)[:got]
+        done += got
+        if done > resident.size_bytes:
+            break
+        if digest is not None:
+            hashed.update(piece)
+        os.pwrite(resident.descriptor, piece, done - got)
+    if done != resident.size_bytes or (digest is not None and hashed.hexdigest() != digest):
+        raise DataLoss("the LoRA's file is damaged; its operator has to bring it again")

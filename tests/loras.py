@@ -1,0 +1,105 @@
+"""LoRA files for tests: random ones in the namings of trainers, and what a canonical file adds to each module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bottega.lora import canonical
+from bottega.lora.safetensors_header import TensorEntry
+from bottega.miniature import WEIGHTS
+
+_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one module gets. rank: of `down` and `up`; alpha: None leaves it out."""
+
+    rank: int
+    alpha: float | None = None
+
+
+def base_shapes(component: str, folder: Path = WEIGHTS) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of a model's linear layers and convolutions, by path."""
+    shapes = {}
+    for path in (folder / component).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                shape = tuple(file.get_slice(name).get_shape())
+                if name.endswith(".weight") and len(shape) in {2, 4} and "embeddings" not in name:
+                    shapes[name.removesuffix(".weight")] = shape
+    return shapes
+
+
+def factors(shape: tuple[int, ...], rank: int, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """down and up of one module, random."""
+    outputs, inputs, *kernel = shape
+    down = torch.randn(rank, inputs, *kernel, generator=generator) / math.sqrt(inputs)
+    return down, torch.randn(outputs, rank, *[1] * len(kernel), generator=generator) / math.sqrt(rank)
+
+
+def delta(down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """What is added to a weight, from the definition: scale * up @ down."""
+    down, up = down.double(), up.double()
+    return scale * (up.flatten(1) @ down.flatten(1)).reshape(up.shape[0], *down.shape[1:])
+
+
+def kohya(parts: Mapping[tuple[str, str], Part], *, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A file in kohya's naming, and by component and path what it adds, from the definition.
+
+    parts: by component and path.
+    """
+    prefixes = {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    deltas: dict[str, Tensor] = {}
+    for (component, path), part in parts.items():
+        shape = base_shapes(component)[path]
+        down, up = factors(shape, part.rank, generator=generator)
+        spelled = path if component == "unet" or path.startswith(("text_model", "text_proj")) else f"text_model.{path}"
+        name = f"{prefixes[component]}_{spelled.replace('.', '_')}"
+        tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
+        if part.alpha is not None:
+            tensors[f"{name}.alpha"] = torch.tensor(part.alpha)
+        scale = 1.0 if part.alpha is None else part.alpha / part.rank
+        deltas[f"{component}.{path}"] = delta(down, up, scale)
+    return tensors, deltas
+
+
+def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> Path:
+    """Writes a safetensors file."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=dict(metadata or {}))
+    return path
+
+
+def canonical_deltas(path: Path) -> dict[str, Tensor]:
+    """By component and path, what a canonical file adds to each module."""
+    data = path.read_bytes()
+    with path.open("rb") as file:
+        lora = canonical.read(file)
+    text, unet = data[lora.header_bytes :][: lora.text_bytes], data[lora.header_bytes + lora.text_bytes :]
+    deltas = {}
+    for module in lora.modules:
+        section = unet if module.component == canonical.BACKBONE else text
+        scale, down, up = (_tensor(entry, section) for entry in (module.scale, module.down, module.up))
+        deltas[f"{module.component}.{module.path}"] = delta(down, up, float(scale))
+    return deltas
+
+
+def names_of(deltas: Iterable[str], component: str) -> set[str]:
+    """Paths of one component."""
+    prefix = f"{component}."
+    return {name.removeprefix(prefix) for name in deltas if name.startswith(prefix)}
+
+
+def _tensor(entry: TensorEntry, section: bytes) -> Tensor:
+    raw = bytearray(section[entry.begin : entry.end])
+    return torch.frombuffer(raw, dtype=_TORCH[entry.dtype]).reshape(entry.shape)

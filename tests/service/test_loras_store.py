@@ -1,0 +1,233 @@
+"""A LoRA store: what is brought is imported, listed, sent by digest over links, kept over a restart, and removed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import (
+    BadLora,
+    DataLoss,
+    InvalidRequest,
+    LoraExists,
+    LoraInUse,
+    LoraNotFound,
+    TooLarge,
+)
+from bottega.loras.config import ImportConfig, LinksConfig
+from bottega.transport import Backend
+from bottega.v1 import lora_pb2 as pb
+from tests.loras import canonical_deltas
+from tests.service.running_loras import (
+    MODULE,
+    PATIENCE_S,
+    config,
+    fetch,
+    lora_file,
+    refused,
+    running,
+    upload_requests,
+)
+
+
+async def test_an_uploaded_lora_is_listed_and_sent_by_its_digest(tmp_path: Path) -> None:
+    async with running(tmp_path / "store") as store:
+        lora = await store.upload("style/ink", lora_file(tmp_path, text=True), trigger_words=["in ink"])
+        assert (lora.name, lora.base, lora.rank, lora.modules) == ("style/ink", "miniature", 2, 2)
+        assert (lora.format, list(lora.trigger_words)) == ("kohya", ["in ink"])
+        assert lora.text_bytes > 0
+        got = await store.stub.GetLora(pb.GetLoraRequest(name="style/ink"), timeout=PATIENCE_S)
+        assert got.lora.digest == lora.digest
+        with await store.link() as link:
+            data = await asyncio.to_thread(fetch, link, lora.digest)
+    assert hashlib.sha256(data).hexdigest() == lora.digest
+    assert len(data) == lora.size_bytes
+    path = tmp_path / "fetched.safetensors"
+    path.write_bytes(data)
+    assert set(canonical_deltas(path)) == {f"unet.{MODULE}", "text_encoder.encoder.layers.0.self_attn.q_proj"}
+
+
+@pytest.mark.parametrize("backend", [Backend.MEMFD, Backend.TCP])
+async def test_loras_travel_over_every_backend_between_processes(tmp_path: Path, backend: Backend) -> None:
+    # Within one process links hand over references: to test the others, the offer hides that it is this one.
+    links = LinksConfig(socket=str(tmp_path / "s.sock") if backend is Backend.MEMFD else None)
+    async with running(tmp_path / "store", config(links=links)) as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        response = await store.stub.OpenLoraLink(pb.OpenLoraLinkRequest(worker="w"), timeout=PATIENCE_S)
+        response.offer.process.process = "elsewhere"
+        from bottega.transport import Deadline, connect, offer_from_wire
+
+        link = await asyncio.to_thread(connect, offer_from_wire(response.offer), Deadline.after(PATIENCE_S))
+        with link:
+            assert link.answer.backend == backend
+            data = await asyncio.to_thread(fetch, link, lora.digest)
+    assert hashlib.sha256(data).hexdigest() == lora.digest
+
+
+async def test_the_same_lora_again_changes_nothing_and_another_of_its_name_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path / "store") as store:
+        first = await store.upload("a", lora_file(tmp_path))
+        again = await store.upload("a", lora_file(tmp_path))
+        assert again == first
+        other = upload_requests("a", lora_file(tmp_path, seed=1).read_bytes())
+        assert isinstance(await refused(store.stub.UploadLora(other, timeout=PATIENCE_S)), LoraExists)
+    assert len(list((tmp_path / "store" / "files").glob("??/*"))) == 1
+
+
+async def test_what_was_brought_is_there_after_a_restart(tmp_path: Path) -> None:
+    async with running(tmp_path / "store") as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        await store.stub.PinLora(pb.PinLoraRequest(name="a", pinned=True), timeout=PATIENCE_S)
+        bounds = [pb.LoraBound(num_inference_steps=30, max_step=12)]
+        profile = pb.SetLoraProfileRequest(name="a", digest=lora.digest, bounds=bounds)
+        await store.stub.SetLoraProfile(profile, timeout=PATIENCE_S)
+    async with running(tmp_path / "store") as store:
+        kept = (await store.stub.GetLora(pb.GetLoraRequest(name="a"), timeout=PATIENCE_S)).lora
+        assert (kept.digest, kept.pinned, list(kept.bounds)) == (lora.digest, True, bounds)
+        with await store.link() as link:
+            assert len(await asyncio.to_thread(fetch, link, lora.digest)) == lora.size_bytes
+
+
+async def test_an_upload_whose_bytes_are_not_those_announced_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    data = lora_file(tmp_path).read_bytes()
+    async with running(tmp_path / "store") as store:
+        for requests, kind in (
+            (upload_requests("a", data, sha256="0" * 64), BadLora),
+            (upload_requests("a", data, size_bytes=len(data) + 1), InvalidRequest),
+            (upload_requests("a", data, size_bytes=len(data) - 1), InvalidRequest),
+            (upload_requests("a", data, size_bytes=1 << 50), InvalidRequest),
+            (upload_requests("a", data, base="other"), InvalidRequest),
+            (upload_requests("../a", data), InvalidRequest),
+            (upload_requests("a", data[:-40]), BadLora),
+            (iter([pb.UploadLoraRequest(chunk=b"x")]), InvalidRequest),
+        ):
+            error = await refused(store.stub.UploadLora(requests, timeout=PATIENCE_S))
+            assert type(error) is kind, error.message
+    assert not [path for path in (tmp_path / "store" / "files").rglob("*") if path.is_file()]
+
+
+async def test_a_folder_below_the_root_is_registered_and_nothing_beside_it(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    lora_file(root)
+    lora_file(outside)
+    (root / "link").symlink_to(outside)
+    async with running(tmp_path / "store", config(imports=ImportConfig(root=str(root)))) as store:
+
+        def register(path: str) -> object:
+            request = pb.RegisterLoraRequest(name="a", base="miniature", path=path)
+            return store.stub.RegisterLora(request, timeout=PATIENCE_S)
+
+        for path in ("../outside", "link", str(outside), "absent", "", "a\0b"):
+            assert isinstance(await refused(register(path)), InvalidRequest), path
+        response = await register(".")  # type: ignore[misc]
+        assert response.lora.modules == 1
+
+
+async def test_lists_come_in_pages_and_by_base(tmp_path: Path) -> None:
+    path = lora_file(tmp_path)
+    async with running(tmp_path / "store") as store:
+        for name in ("c", "a", "b"):
+            await store.upload(name, path)
+        first = await store.stub.ListLoras(pb.ListLorasRequest(page_size=2), timeout=PATIENCE_S)
+        assert ([lora.name for lora in first.loras], list(first.bases)) == (["a", "b"], ["miniature"])
+        request = pb.ListLorasRequest(page_size=2, page_token=first.next_page_token)
+        second = await store.stub.ListLoras(request, timeout=PATIENCE_S)
+        assert ([lora.name for lora in second.loras], second.next_page_token) == (["c"], "")
+        none = await store.stub.ListLoras(pb.ListLorasRequest(base="other"), timeout=PATIENCE_S)
+        assert not none.loras
+
+
+async def test_a_lora_that_was_asked_for_a_moment_ago_is_not_removed(tmp_path: Path) -> None:
+    async with running(tmp_path / "store", config(lease_s=0.5)) as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        asked = pb.PrefetchLorasRequest(digests=[lora.digest, "0" * 64])
+        accepted = await store.stub.PrefetchLoras(asked, timeout=PATIENCE_S)
+        assert list(accepted.accepted) == [lora.digest]
+        error = await refused(store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S))
+        assert isinstance(error, LoraInUse)
+        await asyncio.sleep(0.6)
+        await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S)
+        error = await refused(store.stub.GetLora(pb.GetLoraRequest(name="a"), timeout=PATIENCE_S))
+        assert isinstance(error, LoraNotFound)
+    assert not list((tmp_path / "store" / "files").glob("??/*"))
+
+
+async def test_a_lora_that_is_being_sent_is_not_removed(tmp_path: Path) -> None:
+    links = LinksConfig(socket=None, bytes_per_s=10_000)
+    async with running(tmp_path / "store", config(links=links)) as store:
+        lora = await store.upload("a", lora_file(tmp_path, rank=8))
+        with await store.link() as link:
+            fetching = asyncio.create_task(asyncio.to_thread(fetch, link, lora.digest))
+            while not store.store._tiers.lent(lora.digest):  # noqa: ASYNC110 - the moment at which it begins
+                await asyncio.sleep(0.005)
+            error = await refused(store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S))
+            assert isinstance(error, LoraInUse)
+            assert len(await fetching) == lora.size_bytes
+
+
+async def test_files_of_a_name_that_others_share_stay(tmp_path: Path) -> None:
+    path = lora_file(tmp_path)
+    async with running(tmp_path / "store") as store:
+        lora = await store.upload("a", path)
+        await store.upload("b", path)
+        await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S)
+        with await store.link() as link:
+            assert len(await asyncio.to_thread(fetch, link, lora.digest)) == lora.size_bytes
+
+
+async def test_a_digest_that_is_not_there_is_refused_and_the_link_lives(tmp_path: Path) -> None:
+    async with running(tmp_path / "store") as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        with await store.link() as link:
+            with pytest.raises(LoraNotFound):
+                await asyncio.to_thread(fetch, link, "0" * 64)
+            assert len(await asyncio.to_thread(fetch, link, lora.digest, 2)) == lora.size_bytes
+
+
+async def test_a_file_that_was_damaged_on_the_disk_is_not_sent(tmp_path: Path) -> None:
+    async with running(tmp_path / "store") as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        (path,) = (tmp_path / "store" / "files").glob("??/*")
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        with await store.link() as link, pytest.raises(DataLoss):
+            await asyncio.to_thread(fetch, link, lora.digest)
+
+
+async def test_what_is_too_large_for_the_disk_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path / "store", config(disk_bytes=100)) as store:
+        requests = upload_requests("a", lora_file(tmp_path).read_bytes())
+        assert isinstance(await refused(store.stub.UploadLora(requests, timeout=PATIENCE_S)), TooLarge)
+    assert not [path for path in (tmp_path / "store" / "files").rglob("*") if path.is_file()]
+
+
+async def test_an_import_that_needs_too_much_time_or_memory_is_ended_and_the_store_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.loras.importing.importer._ADDRESS_SPACE_BYTES", 40 << 20)
+    before = set(_children())
+    async with running(tmp_path / "store") as store:
+        requests = upload_requests("a", lora_file(tmp_path).read_bytes())
+        error = await refused(store.stub.UploadLora(requests, timeout=60))
+        assert error.reason_name in {"BAD_LORA", "INTERNAL"}
+        monkeypatch.undo()
+        assert (await store.upload("a", lora_file(tmp_path))).modules == 1
+    async with running(tmp_path / "store", config(imports=ImportConfig(deadline_s=0.001))) as store:
+        requests = upload_requests("b", lora_file(tmp_path, seed=2).read_bytes())
+        error = await refused(store.stub.UploadLora(requests, timeout=60))
+        assert isinstance(error, BadLora)
+        assert "0.001 s" in error.message
+    assert set(_children()) == before
+
+
+def _children() -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(os.getpid()).children(recursive=True)]

@@ -1,0 +1,75 @@
+"""A worker's link to one ControlNet server, by itself: when it cannot begin, and when too much waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bottega.diffusion.control_messages import Kind, number_message
+from bottega.diffusion.controls import ControlServer
+from bottega.errors import LinkClosed, PeerDead, Unavailable
+from bottega.transport import Counters, Deadline, Doors, Listener, Offer, TcpEndpoint
+from bottega.worker.controlnets.news import News
+from bottega.worker.controlnets.server_link import LinkSettings, ServerLink
+from tests.running import wait_until
+from tests.service.linked_servers import ELSEWHERE
+
+WAIT_S = 20.0
+
+
+class Slowly:
+    """Brings an offer when it is told to."""
+
+    def __init__(self) -> None:
+        self.offer = Future[Offer]()
+
+    def ask(self, address: str, link_id: str) -> Future[Offer]:
+        """See Offers."""
+        return self.offer
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[Listener]:
+    with Listener(Doors(unix_path=tmp_path / "links.sock")) as listener:
+        yield listener
+
+
+def begun(offers: Slowly) -> ServerLink:
+    link = ServerLink(
+        ControlServer(name="s", address="s"), offers=offers, news=News(), settings=LinkSettings(), counters=Counters()
+    )
+    link.start()
+    return link
+
+
+def threads_of_links() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name in ("link-s", "sends")}
+
+
+def test_a_link_on_which_too_much_waits_is_lost_and_leaves_nothing(listener: Listener) -> None:
+    offers = Slowly()
+    link = begun(offers)
+    message = number_message(Kind.PING)
+    for loan in range(2000):
+        link.open(loan, message)
+    assert isinstance(link.lost, Unavailable)
+    offer = listener.offer()
+    offers.offer.set_result(replace(offer, process=ELSEWHERE))
+    with listener.accept(offer, Deadline.after(WAIT_S)) as far, pytest.raises(LinkClosed):
+        far.recv(Deadline.after(WAIT_S))
+    wait_until(lambda: not threads_of_links(), WAIT_S, "the threads of the link to end")
+
+
+def test_an_offer_that_leads_nowhere_at_all_loses_the_link(listener: Listener) -> None:
+    offers = Slowly()
+    link = begun(offers)
+    nowhere = TcpEndpoint(host="a" * 64 + ".example", port=1)  # no name of a host, which is no error of a socket
+    offers.offer.set_result(replace(listener.offer(), process=ELSEWHERE, memfd=None, tcp=nowhere))
+    wait_until(lambda: link.lost is not None, WAIT_S, "the link to be lost")
+    assert isinstance(link.lost, PeerDead)
+    wait_until(lambda: not threads_of_links(), WAIT_S, "the threads of the link to end")

@@ -1,0 +1,143 @@
+"""Memory over disk: what is used stays within the budget, what is pinned or being sent is not let go, loads are one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import DataLoss, LoraNotFound
+from bottega.loras.tiers import Loan, Tier, Tiers
+
+_SIZE = 1000
+_WAIT_S = 10.0
+
+
+class _Shelf:
+    """Tiers over files of `_SIZE` bytes each, with room for two in memory."""
+
+    def __init__(self, folder: Path, *, room: int = 2) -> None:
+        self.folder = folder
+        self.opened: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.tiers = Tiers(self._file, budget_bytes=room * _SIZE, at_once=4)
+
+    def put(self, number: int) -> str:
+        data = bytes([number]) * _SIZE
+        digest = hashlib.sha256(data).hexdigest()
+        (self.folder / digest).write_bytes(data)
+        return digest
+
+    def lend(self, digest: str) -> Loan:
+        return self.tiers.borrow(digest).result(_WAIT_S)
+
+    def use(self, digest: str) -> Tier:
+        loan = self.lend(digest)
+        assert os.pread(loan.descriptor, _SIZE, 0) == (self.folder / digest).read_bytes()
+        self.tiers.give_back(loan)
+        return loan.tier
+
+    def _file(self, digest: str) -> Path:
+        if threading.current_thread().name.startswith("lora-load"):
+            self.gate.wait(_WAIT_S)
+            self.opened.append(digest)
+        return self.folder / digest
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[_Shelf]:
+    made = _Shelf(tmp_path)
+    yield made
+    made.gate.set()
+    made.tiers.close()
+
+
+def test_what_was_used_is_in_memory_until_others_need_the_room(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    assert [shelf.use(digest) for digest in (a, b, a)] == [Tier.LOADED, Tier.LOADED, Tier.MEMORY]
+    assert shelf.use(c) is Tier.LOADED
+    assert shelf.tiers.state(b) is None, "the one used longest ago goes"
+    assert shelf.use(a) is Tier.MEMORY
+    assert shelf.tiers.used_bytes == 2 * _SIZE
+    assert shelf.tiers.counts.evictions == 1
+
+
+def test_what_is_being_sent_is_not_let_go_and_others_come_from_the_disk(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    loans = [shelf.lend(a), shelf.lend(b)]
+    assert shelf.use(c) is Tier.DISK
+    assert shelf.tiers.used_bytes == 2 * _SIZE
+    for loan in loans:
+        shelf.tiers.give_back(loan)
+    assert shelf.use(c) is Tier.LOADED
+
+
+def test_what_is_pinned_stays(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    shelf.tiers.pin([a])
+    for digest in (a, b, c, b, c):
+        shelf.use(digest)
+    assert shelf.tiers.state(a) is True
+
+
+def test_one_load_serves_all_who_ask_meanwhile(shelf: _Shelf) -> None:
+    a = shelf.put(0)
+    shelf.gate.clear()
+    asked = [shelf.tiers.borrow(a) for _ in range(5)]
+    shelf.gate.set()
+    loans = [each.result(_WAIT_S) for each in asked]
+    assert shelf.opened == [a]
+    assert len({loan.descriptor for loan in loans}) == 1
+    assert shelf.tiers.lent(a) == 5
+    for loan in loans:
+        shelf.tiers.give_back(loan)
+    assert shelf.tiers.lent(a) == 0
+    assert shelf.tiers.wait_idle(0.0)
+
+
+def test_different_loras_load_at_the_same_time(shelf: _Shelf) -> None:
+    shelf.gate.clear()
+    asked = [shelf.tiers.borrow(shelf.put(number)) for number in range(2)]
+    assert shelf.tiers.used_bytes == 2 * _SIZE, "room is taken before the bytes come"
+    shelf.gate.set()
+    for each in asked:
+        shelf.tiers.give_back(each.result(_WAIT_S))
+
+
+def test_a_damaged_file_and_one_that_is_gone_are_told_apart_and_hold_no_room(shelf: _Shelf) -> None:
+    a = shelf.put(0)
+    (shelf.folder / a).write_bytes(b"x" * _SIZE)
+    with pytest.raises(DataLoss):
+        shelf.lend(a)
+    with pytest.raises(LoraNotFound):
+        shelf.lend("0" * 64)
+    assert shelf.tiers.used_bytes == 0
+    assert shelf.tiers.lent(a) == 0
+    assert shelf.tiers.counts.failures == 1
+
+
+def test_what_was_lent_is_readable_though_its_file_is_removed(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    loans = [shelf.lend(digest) for digest in (a, b, c)]
+    assert loans[2].tier is Tier.DISK
+    for digest, loan in zip((a, b, c), loans, strict=True):
+        shelf.tiers.forget(digest)
+        (shelf.folder / digest).unlink()
+        assert hashlib.sha256(os.pread(loan.descriptor, _SIZE, 0)).hexdigest() == digest
+        shelf.tiers.give_back(loan)
+
+
+def test_descriptors_do_not_grow(shelf: _Shelf) -> None:
+    digests = [shelf.put(number) for number in range(8)]
+    for digest in digests:
+        shelf.use(digest)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
+    for _ in range(5):
+        for digest in digests:
+            shelf.use(digest)
+    assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208 - names alone
