@@ -7,9 +7,9 @@ from collections.abc import Hashable, Mapping, Sequence
 import pytest
 import torch
 
-from bottega.diffusion.denoiser import Denoiser, Prediction
+from bottega.diffusion.denoiser import Prediction
 from bottega.diffusion.follower import Guest, LentRow, Returned
-from bottega.diffusion.lora import LoraUse
+from bottega.diffusion.loras import LoraSet
 from bottega.diffusion.pair import Lendable, Pair, PairPrediction
 from bottega.diffusion.row import Embeds, Half, Row
 from bottega.planning import StepTimes
@@ -19,15 +19,9 @@ GUEST = Guest(halves={Half.UNCONDITIONAL: EMBEDS, Half.CONDITIONAL: EMBEDS})
 OWN_S = 0.1
 
 
-class Network(Denoiser):
-    """Takes OWN_S for every row, and says so at once. here: how many rows each forward had."""
-
-    def __init__(self) -> None:
-        self.here: list[int] = []
-
-    def predict(self, rows: Sequence[Row]) -> Prediction:
-        self.here.append(len(rows))
-        return Prediction(noise={row: row.sample for row in rows}, seconds=OWN_S * len(rows))
+def predict(rows: Sequence[Row]) -> Prediction:
+    """Takes OWN_S for every row, and says so at once."""
+    return Prediction(noise={row: row.sample for row in rows}, seconds=OWN_S * len(rows))
 
 
 class ScriptedFollower:
@@ -58,7 +52,7 @@ class ScriptedFollower:
         return Returned(noise={each.row: each.row.sample + 1 for each in self._rows}, seconds=seconds)
 
 
-def rows_of(owner: str, *, loras: tuple[LoraUse, ...] = ()) -> list[Row]:
+def rows_of(owner: str, *, loras: LoraSet | None = None) -> list[Row]:
     sample = torch.zeros(4, 8, 8)
     return [
         Row(owner=owner, step=0, half=half, sample=sample, timestep=torch.tensor(1.0), embeds=EMBEDS, loras=loras)
@@ -75,7 +69,7 @@ def pair_with(*seconds: float) -> tuple[Pair, ScriptedFollower]:
     times = StepTimes()
     for rows in (1, 2):
         times.observe((8, 8), rows, OWN_S * rows)
-    return Pair(Network(), follower, times), follower
+    return Pair(predict, follower, times), follower
 
 
 def shared(pair: Pair, turns: int) -> list[bool]:
@@ -127,6 +121,6 @@ def test_one_that_is_quick_again_is_used_in_every_turn_again() -> None:
 
 def test_a_row_with_a_lora_stays_here() -> None:
     pair, follower = pair_with(OWN_S)
-    rows = rows_of("a", loras=(LoraUse(name="style", layers={}, scale=1.0),))
+    rows = rows_of("a", loras=LoraSet(key=(("style", 1.0),), components={}))
     assert not isinstance(pair.predict(rows, lendable("a")), PairPrediction)
     assert follower.turns == 0

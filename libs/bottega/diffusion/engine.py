@@ -119,7 +119,7 @@ class Engine:
         self._batcher: Batcher[Request] = Batcher(
             self.step_times, max_rows=limits.fixed_rows or limits.max_rows, max_wait_turns=limits.max_wait_turns
         )
-        self._pair = Pair(self._denoiser, follower, self.step_times) if follower is not None else None
+        self._pair = Pair(self._predict, follower, self.step_times) if follower is not None else None
         self.guests = Guests(self._predict, device=model.device, dtype=model.dtype, controlnets=controlnets)
         self._preview = LatentPreview.fit(model)
         self._arrivals: deque[_Arrival] = deque()

@@ -12,7 +12,7 @@ from time import perf_counter
 
 from torch import Tensor
 
-from bottega.diffusion.denoiser import Denoiser, Prediction
+from bottega.diffusion.denoiser import Prediction
 from bottega.diffusion.follower import Follower, Guest, LentRow, Returned
 from bottega.diffusion.row import Row
 from bottega.planning import Shape, StepTimes, rows_to_lend
@@ -51,15 +51,15 @@ class PairPrediction(Prediction):
 
 
 class Pair:
-    """times: of forwards here, which it keeps. alive: called often while it waits.
+    """predict: a forward here. times: of those, kept by whoever runs them. alive: called often while it waits.
 
     backlog: requests that wait elsewhere for a worker.
     """
 
-    def __init__(self, denoiser: Denoiser, follower: Follower, times: StepTimes) -> None:
+    def __init__(self, predict: Callable[[Sequence[Row]], Prediction], follower: Follower, times: StepTimes) -> None:
         self.alive: Callable[[], None] = lambda: None
         self.backlog = 0
-        self._denoiser = denoiser
+        self._predict = predict
         self._follower = follower
         self._times = times
         self._theirs = StepTimes()
@@ -78,19 +78,19 @@ class Pair:
     def predict(self, rows: Sequence[Row], lendable: Mapping[Hashable, Lendable]) -> Prediction:
         """One turn's noise. lendable: by owner, those whose rows the follower may compute.
 
-        Raises as Denoiser.predict does.
+        Raises as `predict` does.
         """
         lent = self._lend(rows, lendable)
         if not lent:
-            return self._here(rows)
+            return self._predict(rows)
         began_s = perf_counter()
-        own = self._here([row for row in rows if row not in lent])
+        own = self._predict([row for row in rows if row not in lent])
         waiting_s = perf_counter()
         returned = self._wait(_shape(rows[0]), len(lent), own.waited_s)
         if returned is not None:
             self._judge(_shape(rows[0]), len(rows), max(own.seconds, returned.seconds))
         peer_wait_s = perf_counter() - waiting_s
-        rest = self._here(lent) if returned is None else None
+        rest = self._predict(lent) if returned is None else None
         theirs = rest.noise if rest is not None else returned.noise if returned is not None else {}
         waited_s = own.waited_s + (rest.waited_s if rest is not None else 0.0)
         owners = frozenset(row.owner for row in lent)
@@ -104,20 +104,14 @@ class Pair:
             peer_wait_s=peer_wait_s,
         )
 
-    def _here(self, rows: Sequence[Row]) -> Prediction:
-        prediction = self._denoiser.predict(rows)
-        if len(prediction.noise) == len(rows):  # else some of them ran only half of it
-            self._times.observe(_shape(rows[0]), len(rows), prediction.seconds)
-        return prediction
-
     def _lend(self, rows: Sequence[Row], lendable: Mapping[Hashable, Lendable]) -> list[Row]:
         """Sends away what the other should compute; those rows."""
         free = self._follower.free
         able = [
             LentRow(row=row, guest=known.guest, image=known.image)
             for row in rows
-            # A LoRA of a row is not at hand there.
-            if free and not row.loras and (known := lendable.get(row.owner)) and self._follower.knows(known.guest)
+            # A LoRA of a row is not at hand there. Rows without one are for untouched weights, which it has.
+            if free and row.loras is None and (known := lendable.get(row.owner)) and self._follower.knows(known.guest)
         ]
         count = self._count(_shape(rows[0]), len(rows), len(able)) if able else 0
         lent = able[len(able) - count :]
