@@ -17,7 +17,7 @@ finish() {
 trap finish EXIT
 
 mkdir -p "$top/out"
-bottega up --detach --port 0
+bottega up --detach --port 0 --controlnet-servers 0 # ready sooner
 echo "Drawing: $prompt"
 # A fixed seed, so that everybody gets the same picture; it was picked by hand for the prompt above.
 bottega generate "$prompt" --output "$picture" --seed 14

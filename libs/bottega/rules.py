@@ -12,9 +12,12 @@ from types import MappingProxyType
 
 from bottega.errors import InvalidRequest, Violation
 from bottega.planning import steps_to_run
+from bottega.v1.controlnet_pb2 import ResidualProfile
 from bottega.v1.generation_pb2 import ControlNet, Fidelity, GenerationSpec, ImageFormat, Sampler
 
 MAX_ADAPTERS = 8
+# Of one ControlNet, one for each base model.
+MAX_PROFILES = 16
 MAX_IMAGES = 8
 MAX_STEPS = 200
 MAX_SIDE = 1 << 14
@@ -23,6 +26,7 @@ MAX_GUIDANCE_SCALE = 50
 MAX_SEED = 2**53 - MAX_IMAGES
 
 MAX_PROMPT_BYTES = 16 << 10
+_MAX_HASH_CHARACTERS = 128
 
 # Of a LoRA or a ControlNet. A slash is as in hub names; no name ever becomes a path.
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
@@ -97,6 +101,17 @@ def check_controlnets(spec: GenerationSpec) -> Iterator[Violation]:
         yield from _check_controlnet(f"spec.controlnets[{index}]", net)
 
 
+def check_profile(path: str, profile: ResidualProfile) -> Iterator[Violation]:
+    """What is wrong with a ControlNet's profile."""
+    if not 0 < len(profile.model_hash) <= _MAX_HASH_CHARACTERS:
+        yield Violation(field=f"{path}.model_hash", description=f"must be 1 to {_MAX_HASH_CHARACTERS} characters")
+    if not 1 <= profile.num_inference_steps <= MAX_STEPS:
+        yield Violation(field=f"{path}.num_inference_steps", description=f"must be 1 to {MAX_STEPS}")
+    # Written so that NaN breaks the rule.
+    if not -1 <= profile.similarity <= 1:
+        yield Violation(field=f"{path}.similarity", description="must be a cosine, -1 to 1")
+
+
 def refuse(violations: Sequence[Violation], kind: type[InvalidRequest] = InvalidRequest) -> None:
     """Raises InvalidRequest, or a kind of it, with all of them, if there are any."""
     if violations:
@@ -107,11 +122,13 @@ def refuse(violations: Sequence[Violation], kind: type[InvalidRequest] = Invalid
 
 def _check_controlnet(path: str, net: ControlNet) -> Iterator[Violation]:
     if not is_adapter_name(net.name):
-        yield Violation(field=f"{path}.name", description="must be the name of a ControlNet")
+        rule = "must be the name of a ControlNet: up to 200 letters, digits and . _ / + -, a letter or digit first"
+        yield Violation(field=f"{path}.name", description=rule)
     if net.HasField("controlnet_conditioning_scale") and not math.isfinite(net.controlnet_conditioning_scale):
         yield Violation(field=f"{path}.controlnet_conditioning_scale", description="must be a finite number")
     start = net.control_guidance_start
     end = net.control_guidance_end if net.HasField("control_guidance_end") else 1.0
     # Written so that NaN breaks the rule.
     if not 0 <= start < end <= 1:
-        yield Violation(field=f"{path}.control_guidance_start", description="0 <= start < end <= 1 must hold")
+        rule = f"0 <= start < end <= 1 must hold; start is {start:g} and end {end:g}"
+        yield Violation(field=f"{path}.control_guidance_start", description=rule)

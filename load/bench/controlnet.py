@@ -9,7 +9,6 @@ with those of the step before.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import socket
@@ -93,8 +92,6 @@ def _near(bench: Bench, reference: ControlledReference, client: Client) -> dict[
 
 def _far(bench: Bench, near: Mapping[str, float]) -> dict[str, float]:
     """Synchronous and pipelined in turns, on one slow link."""
-    profile = bench.folder / "profile.json"
-    profile.write_text(json.dumps({"edges": 1.0}))
     with Throttle() as throttle:
         throttle.target = _free_port()
         server = {
@@ -102,7 +99,8 @@ def _far(bench: Bench, near: Mapping[str, float]) -> dict[str, float]:
             "links_listen": f"127.0.0.1:{throttle.target}",
             "links_advertised": f"127.0.0.1:{throttle.port}",
         }
-        with suite(bench, "tcp", server, {"controlnet_profile": str(profile)}) as client:
+        with suite(bench, "tcp", server, {}) as client:
+            client.set_controlnet_profile("edges", similarity=1.0, num_inference_steps=1)
             draw(bench, client, 0)
             throttle.bytes_per_s = _slow(bench, client, throttle, near)
             synchronous, pipelined = [], []

@@ -15,6 +15,9 @@ from tests.chaos.scene import Scene
 from tests.chaos.tally import Tally
 from tests.chaos.workers import freeze_engines, freeze_workers, kill_workers
 
+# Two workers and more draw on all cores, and losses are to be noticed in time.
+pytestmark = pytest.mark.alone
+
 RNG = random.Random(7)
 
 

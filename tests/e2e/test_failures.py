@@ -22,6 +22,9 @@ from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.e2e.conftest import ENGINE
 from tests.running import Service, Services, gateway_config, wait_until, worker_config
 
+# Two workers draw on all cores, and losses are to be noticed in time.
+pytestmark = pytest.mark.alone
+
 PROMPT = "a big yellow square on a black background"
 # Draws noise at every step: a resumed request needs its generator, not only its latent.
 OPTIONS: dict[str, Any] = {"num_inference_steps": 120, "guidance_scale": 4.0, "sampler": "euler_ancestral", "seed": 3}

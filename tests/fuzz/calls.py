@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
+from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
 # A service answers any single request in far less, or it hangs.
@@ -31,6 +31,7 @@ SERVICES: Mapping[str, str] = MappingProxyType(
             (image_pb2.DESCRIPTOR, "ImageService"),
             (fleet_pb2.DESCRIPTOR, "FleetService"),
             (worker_pb2.DESCRIPTOR, "WorkerService"),
+            (controlnet_pb2.DESCRIPTOR, "ControlNetService"),
         )
         for method in file.services_by_name[service].methods
     }
@@ -54,11 +55,12 @@ _FINE = Outcome(code=grpc.StatusCode.OK)
 
 
 class Caller:
-    """Calls the methods of a gateway and of a worker, with bytes as they are."""
+    """Calls the methods of a gateway, of a worker and of a ControlNet server, with bytes as they are."""
 
-    def __init__(self, gateway: grpc.Channel, worker: grpc.Channel) -> None:
+    def __init__(self, gateway: grpc.Channel, worker: grpc.Channel, nets: grpc.Channel) -> None:
         self._reader = ThreadPoolExecutor(1)
         self._channels = {"ImageService": gateway, "FleetService": gateway, "WorkerService": worker}
+        self._channels["ControlNetService"] = nets
         self._special: Mapping[str, Callable[[tuple[bytes, ...]], Outcome]] = {
             "Generate": self._generate,
             "SubmitJob": self._submit,
@@ -67,6 +69,7 @@ class Caller:
             "Join": self._join,
             "RunAttempt": self._run_attempt,
             "WatchCheckpoints": self._watch_checkpoints,
+            "OpenPeerLink": self._open_peer_link,
         }
 
     def close(self) -> None:
@@ -139,6 +142,16 @@ class Caller:
                 raise
         finally:
             call.cancel()
+        return _FINE
+
+    def _open_peer_link(self, raw: tuple[bytes, ...]) -> Outcome:
+        """The worker has no peer; a request with nothing else wrong is told so."""
+        try:
+            return self._ask("OpenPeerLink", raw)
+        except grpc.RpcError as error:
+            lonely = error.code() is grpc.StatusCode.UNAVAILABLE and "has no peer" in (error.details() or "")
+            if not lonely:
+                raise
         return _FINE
 
     def _run_attempt(self, raw: tuple[bytes, ...]) -> Outcome:

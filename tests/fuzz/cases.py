@@ -12,21 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
-from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED, HostedControlNet
+from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED, HostedControlNet, ResidualProfile
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
+from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, UNSERVED, Case, case_of, shown
+from tests.fuzz.controlnets import controlnet_corpus
 from tests.fuzz.hosting import LONGEST_NAME
 from tests.fuzz.images import bad_images, good_images, largest_image, png_of_size, too_large_image
 
-OK = grpc.StatusCode.OK
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
-NOT_FOUND = grpc.StatusCode.NOT_FOUND
-UNSERVED = grpc.StatusCode.UNIMPLEMENTED
-
-NAN, INF = float("nan"), float("inf")
 # Fields that the gateway fills in for the worker.
 FILLED: dict[str, Any] = {
     "num_inference_steps": 30,
@@ -38,21 +33,6 @@ FILLED: dict[str, Any] = {
 }
 # One past what a message may have.
 TOO_LARGE_BYTES = (24 << 20) + 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One call of a method, by its name in the contract.
-
-    raw: the messages of the caller, one but for Join.
-    fields: all that are named as wrong, in any order.
-    """
-
-    method: str
-    name: str
-    raw: tuple[bytes, ...]
-    code: grpc.StatusCode
-    fields: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,20 +84,24 @@ _MODEL_FACTS = {
 }
 
 
-def corpus(job_id: str) -> Iterator[Case]:
-    """All cases, those of the job first. job_id: of a job that has completed, with one picture."""
+def corpus(job_id: str, digest: str) -> Iterator[Case]:
+    """All cases, those of the job first.
+
+    job_id: of a job that has completed, with one picture. digest: of the ControlNet that the ControlNet server hosts.
+    """
     for method in ("GetJob", "WatchJob", "CancelJob", "GetImage"):
         request = getattr(image_pb2, f"{method}Request")
-        yield _case(method, "a job that is there", request(job_id=job_id))
+        yield case_of(method, "a job that is there", request(job_id=job_id))
         for unknown in _JOB_IDS:
-            yield _case(method, f"no job is {_shown(unknown)}", request(job_id=unknown), NOT_FOUND)
+            yield case_of(method, f"no job is {shown(unknown)}", request(job_id=unknown), NOT_FOUND)
     for index in (-1, 1, 2**31 - 1, -(2**31)):
-        yield _case("GetImage", f"image {index}", image_pb2.GetImageRequest(job_id=job_id, index=index), NOT_FOUND)
+        yield case_of("GetImage", f"image {index}", image_pb2.GetImageRequest(job_id=job_id, index=index), NOT_FOUND)
     for method, request in (("Generate", image_pb2.GenerateRequest), ("SubmitJob", image_pb2.SubmitJobRequest)):
         yield from _drawing(method, request)
     yield from _lists()
     yield from _fleet()
     yield from _attempts()
+    yield from controlnet_corpus(digest)
     yield from _bytes()
 
 
@@ -133,15 +117,15 @@ def _drawing(method: str, request: Any) -> Iterator[Case]:
     ) -> Case:
         full = GenerationSpec(**{"prompt": "a star", **spec})
         whole = request(request_id=request_id, spec=full, deadline_s=deadline_s)
-        return _case(method, name, whole, code, *fields)
+        return case_of(method, name, whole, code, *fields)
 
     yield case("nothing but a prompt")
-    yield _case(method, "nothing at all", request())
+    yield case_of(method, "nothing at all", request())
     yield from _ranges(case)
     for request_id in _REQUEST_IDS.good:
-        yield case(f"request_id {_shown(request_id)}", request_id=f"{request_id}-{method}" if request_id else "")
+        yield case(f"request_id {shown(request_id)}", request_id=f"{request_id}-{method}" if request_id else "")
     for request_id in _REQUEST_IDS.bad:
-        yield case(f"request_id {_shown(request_id)}", INVALID, "request_id", request_id=request_id)
+        yield case(f"request_id {shown(request_id)}", INVALID, "request_id", request_id=request_id)
     for deadline_s in (60.0, 1e308):
         yield case(f"deadline_s {deadline_s:g}", deadline_s=deadline_s)
     for deadline_s in (0.0, -1.0, NAN, INF, -INF):
@@ -149,7 +133,7 @@ def _drawing(method: str, request: Any) -> Iterator[Case]:
     yield case("width 65", INVALID, "spec.width", width=65)
     yield case("more pixels than the model takes", INVALID, "spec.width", width=16_384, height=16_384)
     for model in ("nobody", "", "\0", "../../etc/passwd", "x" * 200):
-        yield case(f"model {_shown(model)}", NOT_FOUND, model=model)
+        yield case(f"model {shown(model)}", NOT_FOUND, model=model)
     yield case("model of 201", INVALID, "spec.model", model="x" * 201)
     yield from _pictures(case)
     yield from _adapters(case)
@@ -178,9 +162,9 @@ def _drawing(method: str, request: Any) -> Iterator[Case]:
 def _ranges(case: Any) -> Iterator[Case]:
     for bounds in _RANGES:
         for good in bounds.good:
-            yield case(f"{bounds.field} {_shown(good)}", **{bounds.field: good})
+            yield case(f"{bounds.field} {shown(good)}", **{bounds.field: good})
         for bad in bounds.bad:
-            yield case(f"{bounds.field} {_shown(bad)}", INVALID, f"spec.{bounds.field}", **{bounds.field: bad})
+            yield case(f"{bounds.field} {shown(bad)}", INVALID, f"spec.{bounds.field}", **{bounds.field: bad})
 
 
 def _pictures(case: Any) -> Iterator[Case]:
@@ -204,9 +188,9 @@ def _adapters(case: Any) -> Iterator[Case]:
     yield case("nine LoRAs", INVALID, "spec.loras", loras=[Lora(name="ink")] * 9)
     yield case("nine ControlNets", INVALID, "spec.controlnets", controlnets=[ControlNet(name="edges", image=png)] * 9)
     for name in ("", "x" * 201, "../../etc/passwd", "a b", "\0", "ü"):
-        yield case(f"LoRA {_shown(name)}", INVALID, "spec.loras[0].name", loras=[Lora(name=name)])
+        yield case(f"LoRA {shown(name)}", INVALID, "spec.loras[0].name", loras=[Lora(name=name)])
         nets = [ControlNet(name=name, image=png)]
-        yield case(f"ControlNet {_shown(name)}", INVALID, "spec.controlnets[0].name", controlnets=nets)
+        yield case(f"ControlNet {shown(name)}", INVALID, "spec.controlnets[0].name", controlnets=nets)
     for scale in (NAN, INF, -INF):
         yield case(f"LoRA scaled {scale}", INVALID, "spec.loras[0].scale", loras=[Lora(name="ink", scale=scale)])
         field, nets = "controlnet_conditioning_scale", [ControlNet(name="edges", image=png)]
@@ -262,14 +246,14 @@ def _controlnets(case: Any, png: bytes) -> Iterator[Case]:
 
 def _lists() -> Iterator[Case]:
     def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, **request: Any) -> Case:
-        return _case("ListJobs", name, image_pb2.ListJobsRequest(**request), code, *fields)
+        return case_of("ListJobs", name, image_pb2.ListJobsRequest(**request), code, *fields)
 
     for size in (0, 1, 100):
         yield case(f"page_size {size}", page_size=size)
     for size in (-1, 101, 2**31 - 1, -(2**31)):
         yield case(f"page_size {size}", INVALID, "page_size", page_size=size)
     for token in ("x", "AAAA", "=" * 12, "\0", "ü" * 8, "../../etc/passwd", "x" * (1 << 20)):
-        yield case(f"page_token {_shown(token)}", INVALID, "page_token", page_token=token)
+        yield case(f"page_token {shown(token)}", INVALID, "page_token", page_token=token)
     yield case("all states", states=[1, 2, 3, 4, 5])
     for state in (0, 6, 99, -1):
         yield case(f"state {state}", INVALID, "states", states=[state])
@@ -284,8 +268,8 @@ def _lists() -> Iterator[Case]:
             yield case(f"{name} {nanos} ns", INVALID, name, **{name: Timestamp(nanos=nanos)})
     both: dict[str, Any] = {name: Timestamp(nanos=-1) for name in ("created_after", "created_before")}
     yield case("everything at once", INVALID, *both, "page_size", "states", page_size=101, states=[99], **both)
-    yield _case("ListModels", "the only one", image_pb2.ListModelsRequest())
-    yield _case("ListMembers", "the only one", fleet_pb2.ListMembersRequest())
+    yield case_of("ListModels", "the only one", image_pb2.ListModelsRequest())
+    yield case_of("ListMembers", "the only one", fleet_pb2.ListMembersRequest())
 
 
 def _fleet() -> Iterator[Case]:
@@ -301,7 +285,7 @@ def _fleet() -> Iterator[Case]:
     for kind in (0, 99, -1):
         yield case(f"kind {kind}", INVALID, "kind", kind=kind)
     for name in ("", "x" * 129, "x" * (1 << 20)):
-        yield case(f"name {_shown(name)}", INVALID, "name", name=name)
+        yield case(f"name {shown(name)}", INVALID, "name", name=name)
     for address in (
         "",
         "x",
@@ -315,7 +299,7 @@ def _fleet() -> Iterator[Case]:
         "\0:1",
         "x" * 257 + ":1",
     ):
-        yield case(f"address {_shown(address)}", INVALID, "address", address=address)
+        yield case(f"address {shown(address)}", INVALID, "address", address=address)
     for field in ("version", "device"):
         for length, code in ((128, OK), (129, INVALID)):
             facts: dict[str, Any] = {field: "x" * length}
@@ -323,7 +307,7 @@ def _fleet() -> Iterator[Case]:
     model = image_pb2.Model(name="x" * 200)
     yield case("a model", models=[model])
     for name in ("", "x" * 201, "x" * (1 << 20)):
-        yield case(f"model {_shown(name)}", INVALID, "models", models=[image_pb2.Model(name=name)])
+        yield case(f"model {shown(name)}", INVALID, "models", models=[image_pb2.Model(name=name)])
     yield case("model_hash of 129", INVALID, "models", models=[image_pb2.Model(name="x", model_hash="x" * 129)])
     for field, values in _MODEL_FACTS.items():
         for value in values:
@@ -370,6 +354,7 @@ def _hosted(case: Any) -> Iterator[Case]:
         "a nameful of": [net(LONGEST_NAME, digest="x" * 128, base="x" * 128, size_bytes=2**63 - 1)],
         "1024": [net(f"n{number}") for number in range(1024)],
         "a bare": [HostedControlNet(name="lines")],
+        "well profiled": [net(profiles=[_profile(f"m{number}") for number in range(16)])],
     }
     for name, nets in good.items():
         yield case(f"{name} ControlNets", kind=fleet_pb2.SERVICE_KIND_CONTROLNET, load=fleet_pb2.Load(controlnets=nets))
@@ -378,14 +363,21 @@ def _hosted(case: Any) -> Iterator[Case]:
         "twice the same": [net(), net()],
         "too long a hash": [net(digest="x" * 129)],
         "too long a base": [net(base="x" * 129)],
-        **{f"called {_shown(name)}": [net(name)] for name in ("", "x" * 201, "a b", "../up", "\0", "ü")},
+        **{f"called {shown(name)}": [net(name)] for name in ("", "x" * 201, "a b", "../up", "\0", "ü")},
         **{f"of negative {field}": [net(**{field: -1})] for field in ("size_bytes", "popularity", "sessions")},
         **{f"in state {state}": [net(state=state)] for state in (4, 99, -1)},
+        "with a profile of nothing": [net(profiles=[ResidualProfile()])],
+        "of similarity 2": [net(profiles=[ResidualProfile(model_hash="m", num_inference_steps=1, similarity=2)])],
+        "with 17 profiles": [net(profiles=[_profile(f"m{number}") for number in range(17)])],
     }
     for name, nets in bad.items():
         for kind in (fleet_pb2.SERVICE_KIND_CONTROLNET, fleet_pb2.SERVICE_KIND_LORAS):
             whole = case(f"ControlNets {name}, from {kind}", kind=kind, load=fleet_pb2.Load(controlnets=nets))
             yield dataclasses.replace(whole, code=INVALID, fields=frozenset({"load.controlnets"}))
+
+
+def _profile(model_hash: str) -> ResidualProfile:
+    return ResidualProfile(model_hash=model_hash, num_inference_steps=200, similarity=-1.0)
 
 
 def _attempts() -> Iterator[Case]:
@@ -394,7 +386,7 @@ def _attempts() -> Iterator[Case]:
     def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, whole: Any = None, **spec: Any) -> Case:
         drawn = GenerationSpec(**{"prompt": "a star", **FILLED, **spec})
         request = worker_pb2.RunAttemptRequest(**{"attempt": attempt, "spec": drawn, **(whole or {})})
-        return _case("RunAttempt", name, request, code, *fields)
+        return case_of("RunAttempt", name, request, code, *fields)
 
     yield case("a whole order")
     yield from _ranges(case)
@@ -422,7 +414,7 @@ def _attempts() -> Iterator[Case]:
             f"a checkpoint of {size} bytes of noise", whole={"checkpoint": bad_images()["noise"] * (size // 500)}
         )
     nothing = ("attempt.job_id", "attempt.number", *(f"spec.{name}" for name in FILLED))
-    yield _case("RunAttempt", "nothing at all", worker_pb2.RunAttemptRequest(), INVALID, *nothing)
+    yield case_of("RunAttempt", "nothing at all", worker_pb2.RunAttemptRequest(), INVALID, *nothing)
     for method in ("RunAttempt", "CancelAttempt", "PreviewAttempt"):
         for job_id, number, field in (
             ("", 1, "job_id"),
@@ -434,13 +426,13 @@ def _attempts() -> Iterator[Case]:
             request = getattr(worker_pb2, f"{method}Request")(attempt=broken)
             if method == "RunAttempt":
                 request.spec.CopyFrom(GenerationSpec(**FILLED))
-            yield _case(method, f"attempt {_shown(job_id)} {number}", request, INVALID, f"attempt.{field}")
+            yield case_of(method, f"attempt {shown(job_id)} {number}", request, INVALID, f"attempt.{field}")
     for method in ("CancelAttempt", "PreviewAttempt"):
         unknown = worker_pb2.AttemptId(job_id="x" * 128, number=2**31 - 1)
-        yield _case(method, "an unknown attempt", getattr(worker_pb2, f"{method}Request")(attempt=unknown))
+        yield case_of(method, "an unknown attempt", getattr(worker_pb2, f"{method}Request")(attempt=unknown))
     yield from _peer_links()
-    yield _case("ListAttempts", "the only one", worker_pb2.ListAttemptsRequest())
-    yield _case("WatchCheckpoints", "the only one", worker_pb2.WatchCheckpointsRequest())
+    yield case_of("ListAttempts", "the only one", worker_pb2.ListAttemptsRequest())
+    yield case_of("WatchCheckpoints", "the only one", worker_pb2.WatchCheckpointsRequest())
 
 
 def _peer_links() -> Iterator[Case]:
@@ -455,32 +447,24 @@ def _peer_links() -> Iterator[Case]:
     ):
         terms = worker_pb2.PeerTerms(model_hash=model_hash, dtype=dtype)
         request = worker_pb2.OpenPeerLinkRequest(worker=worker, terms=terms)
-        name = f"peer {_shown(worker)} {_shown(model_hash)} {_shown(dtype)}"
-        yield _case("OpenPeerLink", name, request, INVALID, field)
+        name = f"peer {shown(worker)} {shown(model_hash)} {shown(dtype)}"
+        yield case_of("OpenPeerLink", name, request, INVALID, field)
     terms = worker_pb2.PeerTerms(model_hash="x" * 128, dtype="x" * 128)
     stranger = worker_pb2.OpenPeerLinkRequest(worker="x" * 128, terms=terms, link_id="no name of a link")
-    yield _case("OpenPeerLink", "a stranger", stranger, grpc.StatusCode.UNAVAILABLE)
+    yield case_of("OpenPeerLink", "a stranger", stranger)
 
 
 def _bytes() -> Iterator[Case]:
     """What is no message at all."""
     surrogate = b"\n\x03\xed\xa0\x80"  # a lone surrogate, as if UTF-8 had any, in the first field
-    texts = ("GetJob", "CancelJob", "WatchJob", "GetImage", "Generate", "SubmitJob")
+    texts = ("GetJob", "CancelJob", "WatchJob", "GetImage", "Generate", "SubmitJob", "OpenLink", "AddControlNet")
     for method in texts:
         yield Case(method=method, name="a lone surrogate", raw=(surrogate,), code=INVALID)
-    methods = (*texts, "ListJobs", "ListModels", "ListMembers", "Join", "RunAttempt", "CancelAttempt")
+    nets = ("Prefetch", "ListControlNets", "SetProfile")
+    methods = (*texts, *nets, "ListJobs", "ListModels", "ListMembers", "Join", "RunAttempt", "CancelAttempt")
     for method in (*methods, "ListAttempts", "WatchCheckpoints", "PreviewAttempt", "OpenPeerLink"):
         yield Case(method=method, name="no message", raw=(b"\xff" * 9,), code=INVALID)
         yield Case(method=method, name="a length beyond the end", raw=(b"\n" + struct.pack("<B", 99),), code=INVALID)
     for method in ("SubmitJob", "RunAttempt"):
         huge = bytes(TOO_LARGE_BYTES)
         yield Case(method=method, name="beyond the limit", raw=(huge,), code=grpc.StatusCode.RESOURCE_EXHAUSTED)
-
-
-def _case(method: str, name: str, request: Message, code: grpc.StatusCode = OK, *fields: str) -> Case:
-    return Case(method=method, name=name, raw=(request.SerializeToString(),), code=code, fields=frozenset(fields))
-
-
-def _shown(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 40 else f"{text[:16]}... ({len(str(value))})"

@@ -16,9 +16,11 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
-from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, worker_pb2
+from bottega.v1 import controlnet_pb2, fleet_pb2, generation_pb2, image_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
+from tests.fuzz import controlnets
+from tests.fuzz.calls import SERVICES
 from tests.fuzz.cases import FILLED
 from tests.fuzz.house import House
 from tests.fuzz.images import good_images
@@ -61,9 +63,8 @@ class Tally:
 def fuzz(house: House, method: str, requests: int, seed: int, tally: Tally | None = None) -> Tally:
     """Sends so many mutated requests, unless too much is found on the way. tally: of those that were sent before."""
     tally = tally or Tally()
-    strategy = _requests(method, house.draw())
+    strategy = _requests(method, house.draw(), house.digest)
 
-    @hypothesis.given(strategy)
     def answer_is_right(raw: tuple[bytes, ...]) -> None:
         outcome = house.caller.call(method, raw)
         tally.codes[outcome.code] += 1
@@ -72,13 +73,15 @@ def fuzz(house: House, method: str, requests: int, seed: int, tally: Tally | Non
             raise Found(f"{method}: {problem}\n  {[part[:_SHOWN_BYTES] for part in raw]}")
 
     while tally.requests < requests and len(tally.found) < _MOST_FOUND and not house.dead():
-        run = hypothesis.settings(
+        settings = hypothesis.settings(
             max_examples=requests - tally.requests,
             database=None,
             deadline=None,
             phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
-        )(hypothesis.seed(seed + tally.requests)(answer_is_right))
+        )
+        # A test of its own for every run: one that has its settings takes no others.
+        run = settings(hypothesis.seed(seed + tally.requests)(hypothesis.given(strategy)(answer_is_right)))
         try:
             run()
         except Found as found:
@@ -86,8 +89,10 @@ def fuzz(house: House, method: str, requests: int, seed: int, tally: Tally | Non
     return tally
 
 
-def _requests(method: str, job_id: str) -> st.SearchStrategy[tuple[bytes, ...]]:
+def _requests(method: str, job_id: str, digest: str) -> st.SearchStrategy[tuple[bytes, ...]]:
     words = (job_id, "fuzz", "miniature")
+    if SERVICES[method] == controlnet_pb2.DESCRIPTOR.services_by_name["ControlNetService"].full_name:
+        return mutated(controlnets.valid(method, digest), (*words, controlnets.NET)).map(lambda raw: (raw,))
     if method != "Join":
         return mutated(_valid(method, job_id), words).map(lambda raw: (raw,))
     first = mutated([fleet_pb2.JoinRequest(registration=registration) for registration in _registrations()], words)

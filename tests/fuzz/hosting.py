@@ -6,7 +6,7 @@ Speaks the contract with a thread of its own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -36,23 +36,25 @@ def hosting(gateway: grpc.Channel) -> Iterator[None]:
         while not stopping.wait(_REPORT_S):
             yield fleet_pb2.JoinRequest(load=_load())
 
-    call = fleet_pb2_grpc.FleetServiceStub(gateway).Join(said())
-    reading = threading.Thread(target=_read, args=(call,), daemon=True)
-    reading.start()
+    joining = threading.Thread(target=_stay, args=(gateway, said, stopping), daemon=True)
+    joining.start()
     try:
         yield
     finally:
         stopping.set()
-        call.cancel()
-        reading.join(_JOIN_S)
+        joining.join(_JOIN_S)
 
 
-def _read(call: Iterator[fleet_pb2.JoinResponse]) -> None:
-    try:
-        for _ in call:
-            pass
-    except grpc.RpcError:
-        return  # it was cancelled, or the gateway has stopped
+def _stay(
+    gateway: grpc.Channel, said: Callable[[], Iterator[fleet_pb2.JoinRequest]], stopping: threading.Event
+) -> None:
+    """Joins, and joins again when a busy machine has let its lease pass."""
+    while not stopping.is_set():
+        try:
+            for _ in fleet_pb2_grpc.FleetServiceStub(gateway).Join(said()):
+                pass
+        except grpc.RpcError:
+            stopping.wait(_REPORT_S)
 
 
 def _load() -> fleet_pb2.Load:

@@ -1,6 +1,7 @@
-"""What is fuzzed: a gateway and a worker of the embedded model as real processes, small enough to show growth.
+"""What is fuzzed: a gateway, a worker and a ControlNet server of the embedded model, as real processes.
 
-A ControlNet server has joined them in name only (hosting.py).
+They are small enough to show growth. That server stands alone: one that runs nothing has joined the gateway
+(hosting.py).
 
 Knows how they are set up and how much memory they have; sends nothing.
 """
@@ -16,23 +17,36 @@ import grpc
 import psutil
 
 from bottega.client import Client
+from bottega.miniature import WEIGHTS
 from bottega.rpc.channel import channel_options
+from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc
 from tests.fuzz.calls import Caller
+from tests.fuzz.controlnets import NET
 from tests.fuzz.hosting import HOSTED, hosting
 from tests.running import Service, Services, gateway_config, wait_until, worker_config
 
 # Small bounds are full after the first requests: what grows later is a leak.
 _GATEWAY = {"max_jobs": 200, "max_queued": 64}
 _ENGINE = {"model": "miniature", "threads": 1, "max_pixels": 128 * 128}
+_NETS: dict[str, object] = {
+    "name": "alone",
+    "gateway": "",
+    "server": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"},
+    "engine": {"threads": 1},
+    "controlnets": {NET: str(WEIGHTS / "controlnets" / NET)},
+    "root": str(WEIGHTS / "controlnets"),
+}
 _JOIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class House:
-    """A gateway and its worker."""
+    """A gateway and its worker, and a ControlNet server. digest: of the ControlNet that it hosts."""
 
     gateway: Service
     worker: Service
+    nets: Service
+    digest: str
     caller: Caller
     client: Client
 
@@ -41,22 +55,27 @@ class House:
         return self.client.generate("a circle", model="miniature", num_inference_steps=2).job_id
 
     def dead(self) -> list[str]:
-        """Which of the two have ended."""
-        return [service.name for service in (self.gateway, self.worker) if service.process.poll() is not None]
+        """Which of them have ended."""
+        return [service.name for service in self.services if service.process.poll() is not None]
+
+    @property
+    def services(self) -> tuple[Service, ...]:
+        """All of them."""
+        return self.gateway, self.worker, self.nets
 
     def engines_lost(self) -> int:
-        """How often the worker has had to start another engine."""
-        return sum(event.get("event") == "engine lost" for event in self.worker.events())
+        """How often one of them has had to start another engine."""
+        return sum(event.get("event") == "engine lost" for each in self.services for event in each.events())
 
     def errors(self) -> list[str]:
-        """What the two have logged as errors."""
-        found = [event for service in (self.gateway, self.worker) for event in service.events()]
+        """What they have logged as errors."""
+        found = [event for service in self.services for event in service.events()]
         return [str(event) for event in found if event.get("level") in {"ERROR", "CRITICAL"}]
 
     def memory_bytes(self) -> Mapping[str, int]:
-        """Resident memory of every process of the two that is alive, by what it is."""
+        """Resident memory of every process of theirs that is alive, by what it is."""
         found = {}
-        for service in (self.gateway, self.worker):
+        for service in self.services:
             this = psutil.Process(service.process.pid)
             for number, process in enumerate([this, *this.children(recursive=True)]):
                 part = f" {_module(process)} {number}" if number else ""
@@ -66,22 +85,26 @@ class House:
 
 @contextmanager
 def running_house(services: Services) -> Iterator[House]:
-    """Starts both; the worker has joined."""
+    """Starts all; the worker has joined."""
     gateway = services.start("bottega.gateway", gateway_config(**_GATEWAY), name="gateway")
     worker = services.start(
         "bottega.worker", worker_config(gateway.address, name="fuzzed", engine=_ENGINE), name="worker"
     )
+    nets = services.start("bottega.controlnet", _NETS, name="nets")
     options = channel_options()
     with (
         Client(gateway.address, timeout_s=60.0) as client,
         grpc.insecure_channel(gateway.address, options=options) as to_gateway,
         grpc.insecure_channel(worker.address, options=options) as to_worker,
+        grpc.insecure_channel(nets.address, options=options) as to_nets,
         hosting(to_gateway),
     ):
         wait_until(lambda: bool(client.models()), _JOIN_S, "the worker to join")
         wait_until(lambda: len(client.controlnets()) == len(HOSTED), _JOIN_S, "the ControlNets to be reported")
-        with closing(Caller(to_gateway, to_worker)) as caller:
-            yield House(gateway=gateway, worker=worker, caller=caller, client=client)
+        stub: controlnet_pb2_grpc.ControlNetServiceStub = controlnet_pb2_grpc.ControlNetServiceStub(to_nets)
+        (net,) = stub.ListControlNets(controlnet_pb2.ListControlNetsRequest(), timeout=_JOIN_S).controlnets
+        with closing(Caller(to_gateway, to_worker, to_nets)) as caller:
+            yield House(gateway=gateway, worker=worker, nets=nets, digest=net.digest, caller=caller, client=client)
 
 
 def _module(process: psutil.Process) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fuzz.calls import SERVICES, Outcome
-from tests.fuzz.cases import Case, corpus
+from tests.fuzz.case import Case
+from tests.fuzz.cases import corpus
 from tests.fuzz.crowd import crowd
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.house import House, running_house
@@ -28,7 +29,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 def answered(house: House) -> dict[str, list[tuple[Case, Outcome]]]:
     """The fixed corpus and its answers, by method."""
     found: dict[str, list[tuple[Case, Outcome]]] = defaultdict(list)
-    for case in corpus(house.draw()):
+    for case in corpus(house.draw(), house.digest):
         found[case.method].append((case, house.caller.call(case.method, case.raw)))
     return found
 

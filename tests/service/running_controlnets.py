@@ -79,6 +79,13 @@ class ControlNetServer:
         request = controlnet_pb2.AddControlNetRequest(name=name, folder=folder)
         return self._stub.AddControlNet(request, timeout=10).controlnet
 
+    def set_profile(
+        self, name: str, digest: str, profile: controlnet_pb2.ResidualProfile
+    ) -> controlnet_pb2.HostedControlNet:
+        """SetProfile."""
+        request = controlnet_pb2.SetProfileRequest(name=name, digest=digest, profile=profile)
+        return self._stub.SetProfile(request, timeout=10).controlnet
+
     def prefetch(self, *names: str) -> list[str]:
         """Prefetch."""
         return list(self._stub.Prefetch(controlnet_pb2.PrefetchRequest(names=names), timeout=5).accepted)

@@ -43,6 +43,7 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         self.answers = asyncio.Event()
         self.answers.set()
         self.added: list[tuple[str, str]] = []
+        self.root = ""
         self.failure: BottegaError | None = None
         self.draining = False
         self._gateway = gateway
@@ -101,7 +102,7 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
     ) -> controlnet_pb2.ListControlNetsResponse:
         """See the contract."""
         nets = [self.nets[name] for name in sorted(self.nets)]
-        return controlnet_pb2.ListControlNetsResponse(controlnets=nets, budget_bytes=1 << 30)
+        return controlnet_pb2.ListControlNetsResponse(controlnets=nets, budget_bytes=1 << 30, root=self.root)
 
     async def AddControlNet(
         self, request: controlnet_pb2.AddControlNetRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -114,3 +115,15 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         if self.membership is not None:
             self.membership.changed()
         return controlnet_pb2.AddControlNetResponse(controlnet=net)
+
+    async def SetProfile(
+        self, request: controlnet_pb2.SetProfileRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> controlnet_pb2.SetProfileResponse:
+        """See the contract."""
+        if self.failure is not None:
+            await context.abort_with_status(to_grpc_status(self.failure))
+        net = self.nets[request.name]
+        net.profiles.append(request.profile)
+        if self.membership is not None:
+            self.membership.changed()
+        return controlnet_pb2.SetProfileResponse(controlnet=net)

@@ -37,6 +37,7 @@ class Script:
     """What the worker does with every attempt.
 
     hold_at: steps after which it waits for `release`; None waits nowhere. pace_s: seconds of a step.
+    similarity: of every ControlNet's residuals, where that is to be measured.
     """
 
     hold_at: int | None = None
@@ -44,6 +45,7 @@ class Script:
     picture: Callable[[int], bytes] = lambda index: b"picture %d" % index
     failure: BottegaError | None = None
     preview: bytes = b""
+    similarity: float | None = 0.995
     release: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -171,7 +173,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             for part, last in ((data[:half], False), (data[half:], True)):
                 chunk = worker_pb2.AttemptImageChunk(index=index, chunk=part, last=last)
                 chunks.append(worker_pb2.RunAttemptResponse(image=chunk))
-        provenance = generation_pb2.Provenance(worker=self.name, exact=True, controlnets=_uses(request))
+        provenance = generation_pb2.Provenance(
+            worker=self.name,
+            exact=True,
+            model_hash=self._model.model_hash,
+            controlnets=_uses(request, script.similarity),
+        )
         completed = worker_pb2.AttemptCompleted(provenance=provenance)
         return [*chunks, worker_pb2.RunAttemptResponse(completed=completed)]
 
@@ -216,7 +223,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             yield checkpoint
 
 
-def _uses(request: worker_pb2.RunAttemptRequest) -> Iterator[generation_pb2.ControlNetUse]:
+def _uses(request: worker_pb2.RunAttemptRequest, similarity: float | None) -> Iterator[generation_pb2.ControlNetUse]:
     """Of each ControlNet its best server, as if nothing had happened on the way."""
     for net, hosts in zip(request.spec.controlnets, request.controlnets, strict=True):
         yield generation_pb2.ControlNetUse(
@@ -226,4 +233,5 @@ def _uses(request: worker_pb2.RunAttemptRequest) -> Iterator[generation_pb2.Cont
             servers=[server.name for server in hosts.servers[:1]],
             mode=generation_pb2.RESIDUAL_MODE_SYNCHRONOUS,
             waited_s=0.25,
+            similarity=similarity if net.measure_similarity else None,
         )

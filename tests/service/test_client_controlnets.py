@@ -48,7 +48,7 @@ async def test_controlnets_are_listed_with_size_model_and_where_they_are_loaded(
         result = await _run(house, *listing)
         assert result.exit_code == 0
         rows = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
-        assert rows["edges"].split() == ["edges", "24", "MiB", "miniature", "s1,", "s2", "2", "7"]
+        assert rows["edges"].split() == ["edges", "24", "MiB", "miniature", "s1,", "s2", "2", "7", "-"]
         assert "nobody" in rows["depth"]
         assert "no model here (sdxl)" in rows["pose"]
 
@@ -154,3 +154,14 @@ def _png() -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (32, 32), "red").save(buffer, "PNG")
     return buffer.getvalue()
+
+
+async def test_what_is_wrong_with_a_control_image_is_said_by_its_name_and_file(house: Running, tmp_path: Path) -> None:
+    await house.worker()
+    await house.controlnets("s1", hosted("edges"), hosted("depth"))
+    good, bad = tmp_path / "good.png", tmp_path / "bad.png"
+    good.write_bytes(_png())
+    bad.write_bytes(_png()[:60])
+    result = await _run(house, "generate", "a star", "--control", f"edges={good}", "--control", f"depth={bad}:0.8")
+    assert result.exit_code == 2
+    assert f"--control depth={bad}: the image is not a complete, well-formed PNG" in result.stderr

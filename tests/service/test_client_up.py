@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from bottega.client.suite.state import Record, StateFolder
+from bottega.miniature.scenes import Layout, Placed, Thing, draw_edges
 
 BOTTEGA = [sys.executable, "-m", "bottega.client.cli"]
 
@@ -89,6 +90,26 @@ def test_a_newcomer_draws_a_picture_and_draws_it_again(up: Up, tmp_path: Path) -
         assert first.tobytes() == second.tobytes()
 
 
+def test_a_newcomer_draws_with_a_control_image_at_once(up: Up, tmp_path: Path) -> None:
+    star = Thing(shape="star", colour="red")
+    draw_edges(Layout(placed=(Placed(thing=star, x=0.7, y=0.5, radius=0.24),), ground="blue")).save(tmp_path / "e.png")
+    control = ["--control", "edges=e.png:0.8", "--steps", "4", "--seed", "2"]
+    drawn = bottega(up, "generate", "a big red star on a blue background", *control, "-o", "star.png", cwd=tmp_path)
+    assert drawn.returncode == 0, drawn.stderr
+    assert "control edges: by controlnet-0, scale 0.8, waited" in drawn.stdout
+    assert "ControlNets ran beside" in drawn.stdout
+    profiled = bottega(up, "controlnets", "profile", "edges", "--steps", "20")
+    assert profiled.returncode == 0, profiled.stderr
+    found = re.match(r"edges: (0\.\d+) from step to step, of 20; controlnet-0 will remember it", profiled.stdout)
+    assert found
+    assert 0.99 < float(found[1]) < 1.0, "the embedded model's own are alike from step to step"
+    listed = bottega(up, "controlnets")
+    assert {line.split()[0] for line in listed.stdout.splitlines() if "miniature" in line} == {"edges", "layout"}
+    assert found[1] in listed.stdout
+    assert "edges" in bottega(up, "fleet", "--once").stdout
+    assert "engine ready" in bottega(up, "logs", "controlnet-0").stdout
+
+
 def test_a_second_instance_is_refused_with_the_first_ones_id(up: Up) -> None:
     second = bottega(up, "up", "--port", "0")
     assert second.returncode == 1
@@ -101,13 +122,14 @@ def test_the_doctor_finds_a_healthy_suite(up: Up) -> None:
     assert checked.returncode == 0, checked.stdout
     assert f"the gateway at {up.record().address} serves" in checked.stdout
     assert "1 joined, for miniature" in checked.stdout
+    assert "1 ControlNet server joined, with edges, layout" in checked.stdout
 
 
 def test_a_killed_worker_is_started_again(up: Up, tmp_path: Path) -> None:
     pids = {child.name: child.pid for child in up.record().children}
     os.kill(pids["worker-0"], signal.SIGKILL)
-    until(lambda: "worker-0   was killed by SIGKILL; starting it again" in up.printed.read_text(), 10, up.printed)
-    until(lambda: up.printed.read_text().count("worker-0   serves") == 2, START_S, up.printed)
+    until(lambda: "worker-0     was killed by SIGKILL; starting it again" in up.printed.read_text(), 10, up.printed)
+    until(lambda: up.printed.read_text().count("worker-0     serves") == 2, START_S, up.printed)
     assert up.process.poll() is None
     assert {child.name: child.pid for child in up.record().children} != pids
     drawn = bottega(up, "generate", "a star", "-o", "star.png", "--steps", "2", cwd=tmp_path)
@@ -118,9 +140,9 @@ def test_a_killed_gateway_is_started_again_and_knows_its_jobs(up: Up, tmp_path: 
     drawn = bottega(up, "generate", "a star", "-o", "star.png", "--steps", "2", cwd=tmp_path)
     assert drawn.returncode == 0, drawn.stderr
     listed = _job_ids(up)
-    served = up.printed.read_text().count("gateway    serves")
+    served = up.printed.read_text().count("gateway      serves")
     os.kill({child.name: child.pid for child in up.record().children}["gateway"], signal.SIGKILL)
-    until(lambda: up.printed.read_text().count("gateway    serves") > served, START_S, up.printed)
+    until(lambda: up.printed.read_text().count("gateway      serves") > served, START_S, up.printed)
     assert _job_ids(up) == listed != []
     drawn = bottega(up, "generate", "a star", "-o", "other.png", "--steps", "2", cwd=tmp_path)
     assert drawn.returncode == 0, drawn.stderr
@@ -143,7 +165,7 @@ def test_a_killed_supervisor_takes_its_services_along(tmp_path: Path) -> None:
     with printed.open("wb") as output:
         process = subprocess.Popen([*BOTTEGA, "up", *options], stdout=output, stderr=subprocess.STDOUT)
     up = Up(process=process, state=state, printed=printed)
-    until(lambda: "gateway    serves" in printed.read_text(), START_S, printed)
+    until(lambda: "gateway      serves" in printed.read_text(), START_S, printed)
     family = up.family()
     assert len(family) >= 3
     process.kill()
@@ -156,7 +178,7 @@ def test_a_killed_supervisor_takes_its_services_along(tmp_path: Path) -> None:
 
 def test_a_suite_in_the_background_that_does_not_start_says_why(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    options = ["--port", "0", "--device", "abacus", "--state", str(state)]
+    options = ["--port", "0", "--controlnet-servers", "0", "--device", "abacus", "--state", str(state)]
     failed = subprocess.run(
         [*BOTTEGA, "up", "--detach", *options], capture_output=True, text=True, timeout=START_S, check=False
     )

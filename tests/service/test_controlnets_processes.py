@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,10 +17,11 @@ import torch
 from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 from PIL import Image
 
-from bottega.errors import ControlNetUnusable, InvalidRequest, NoControlNet
+from bottega.errors import ControlNetNotFound, ControlNetUnusable, InvalidRequest, NoControlNet
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import controlnet_pb2
+from bottega.v1 import controlnet_pb2, generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
+from load.bench.throttle import Throttle
 from tests.controlnets import control_image, random_controlnet, save
 from tests.running import Services, wait_until
 from tests.service.running_controlnets import ControlNetServer, Drawn, House, Worker, controlled, hosts
@@ -221,6 +223,66 @@ def test_another_controlnet_can_be_added_below_the_root_and_nowhere_else(cast: C
             cast.far.add(name, folder)
         assert isinstance(from_rpc_error(refusal.value), kind)
     assert "mine/x" not in cast.far.hosted()
+
+
+def test_a_profile_is_remembered_over_restarts_and_only_for_what_is_hosted(
+    folders: Mapping[str, Path], tmp_path: Path
+) -> None:
+    profile = controlnet_pb2.ResidualProfile(model_hash="m", num_inference_steps=20, similarity=0.995)
+    with Services(tmp_path) as services:
+        house = House(services, tmp_path, {"edges": folders["edges"]})
+        server = house.server("server")
+        digest = server.hosted()["edges"].digest
+        assert server.set_profile("edges", digest, profile).profiles == [profile]
+        with pytest.raises(grpc.RpcError) as refusal:
+            server.set_profile("edges", "0" * 64, profile)
+        assert isinstance(from_rpc_error(refusal.value), ControlNetNotFound)
+        server.service.stop()
+        assert house.server("server").hosted()["edges"].profiles == [profile]
+
+
+@pytest.mark.parametrize(
+    ("similarity", "fidelity", "mode"),
+    [
+        (0.99, generation_pb2.FIDELITY_BALANCED, generation_pb2.RESIDUAL_MODE_PIPELINED),
+        (0.9899, generation_pb2.FIDELITY_BALANCED, generation_pb2.RESIDUAL_MODE_SYNCHRONOUS),
+        (1.0, generation_pb2.FIDELITY_EXACT, generation_pb2.RESIDUAL_MODE_SYNCHRONOUS),
+        (None, generation_pb2.FIDELITY_FAST, generation_pb2.RESIDUAL_MODE_SYNCHRONOUS),
+    ],
+)
+def test_on_a_slow_link_the_mode_follows_from_profile_and_fidelity(
+    slow: tuple[ControlNetServer, Worker], similarity: float | None, fidelity: Any, mode: Any
+) -> None:
+    server, worker = slow
+    spec = controlled(("edges", IMAGES["edges"], 0.8), fidelity=fidelity)
+    told = hosts(spec, server)
+    if similarity is not None:
+        told[0].similarity = similarity
+    drawn = worker.draw(spec, told)
+    (use,) = drawn.provenance.controlnets
+    assert drawn.picture is not None
+    assert use.mode == mode
+    assert bool(use.stale_steps) == (mode == generation_pb2.RESIDUAL_MODE_PIPELINED)
+    assert drawn.provenance.exact == (use.stale_steps == 0)
+
+
+@pytest.fixture(scope="module")
+def slow(
+    folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ControlNetServer, Worker]]:
+    """A server behind a link on which residuals take several times as long as a step, and a worker."""
+    folder = tmp_path_factory.mktemp("slow")
+    with Services(folder) as services, Throttle(bytes_per_s=4e6) as throttle, socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        throttle.target = found.getsockname()[1]
+        found.close()
+        engine = {
+            "links_socket": None,
+            "links_listen": f"127.0.0.1:{throttle.target}",
+            "links_advertised": f"127.0.0.1:{throttle.port}",
+        }
+        house = House(services, folder, {"edges": folders["edges"]})
+        yield house.server("server", engine=engine), house.worker("worker")
 
 
 def once(act: Any) -> Any:

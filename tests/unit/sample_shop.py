@@ -151,7 +151,7 @@ class Shop:
 
     def worker(self, name: str = "w1", *, seconds: float = 0.1) -> Member:
         """A worker joins and reports turns whose time doubles with their rows. seconds: of one row."""
-        model = image_pb2.Model(name="m", vae_scale_factor=4)
+        model = image_pb2.Model(name="m", model_hash="hash of m", vae_scale_factor=4)
         address = f"127.0.0.1:{len(self.clients) + 1}"
         kind = fleet_pb2.SERVICE_KIND_WORKER
         member = self.fleet.join(fleet_pb2.Registration(kind=kind, name=name, address=address, models=[model]))

@@ -26,15 +26,20 @@ def record(*children: Child, ready: bool = True) -> Record:
     return Record(pid=os.getpid(), address="127.0.0.1:8470", ready=ready, children=children)
 
 
+def held(folder: Path) -> StateFolder:
+    """A state folder that was held once, and so has all its folders."""
+    state = StateFolder(folder)
+    with state.hold():
+        return state
+
+
 def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
-    plan = plan_suite(
-        SuiteWish(workers=2, port=0, model="some/folder", dtype="bfloat16"), tmp_path, kept=tmp_path / "kept"
-    )
-    assert [service.name for service in plan.services] == ["gateway", "worker-0", "worker-1"]
+    plan = plan_suite(SuiteWish(workers=2, port=0, model="some/folder", dtype="bfloat16"), held(tmp_path))
+    assert [service.name for service in plan.services] == ["gateway", "worker-0", "worker-1", "controlnet-0"]
     assert plan.threads == max(1, len(os.sched_getaffinity(0)) // 2)
     assert all(service.environment["OMP_WAIT_POLICY"] == "PASSIVE" for service in plan.services)
-    gateway = yaml.safe_load((tmp_path / "gateway.yaml").read_text())
-    worker = yaml.safe_load((tmp_path / "worker-1.yaml").read_text())
+    gateway = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())
+    worker = yaml.safe_load((tmp_path / "config" / "worker-1.yaml").read_text())
     assert gateway["server"]["listen"] == worker["gateway"] == plan.address
     assert worker["name"] == "worker-1"
     assert worker["engine"]["model"] == str(Path("some/folder").resolve())
@@ -42,13 +47,26 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
 
 
 def test_threads_can_be_chosen(tmp_path: Path) -> None:
-    assert plan_suite(SuiteWish(workers=2, port=0, threads=5), tmp_path, kept=tmp_path).threads == 5
+    assert plan_suite(SuiteWish(workers=2, port=0, threads=5), held(tmp_path)).threads == 5
+
+
+def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path: Path) -> None:
+    state = held(tmp_path)
+    plan = plan_suite(SuiteWish(controlnet_servers=2, port=0, dtype="bfloat16"), state)
+    assert [service.name for service in plan.services] == ["gateway", "worker-0", "controlnet-0", "controlnet-1"]
+    first, second = (yaml.safe_load((state.config / f"controlnet-{n}.yaml").read_text()) for n in (0, 1))
+    assert first["gateway"] == plan.address
+    assert first["engine"]["dtype"] == "bfloat16"
+    assert set(first["controlnets"]) == {"edges", "layout"}
+    assert first["root"] == second["root"] == str(state.controlnets)
+    assert first["catalogue"] != second["catalogue"]
+    assert plan_suite(SuiteWish(controlnet_servers=0, port=0), state).services[-1].name == "worker-0"
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortTaken):
-        plan_suite(SuiteWish(port=taken.getsockname()[1]), tmp_path, kept=tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        plan_suite(SuiteWish(port=taken.getsockname()[1]), held(tmp_path))
+    assert list((tmp_path / "config").iterdir()) == []
 
 
 def test_only_one_instance_holds_a_state_folder(tmp_path: Path) -> None:

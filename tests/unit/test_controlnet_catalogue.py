@@ -36,9 +36,13 @@ def test_what_was_added_is_there_after_a_restart_and_the_same_name_is_another_fo
     }
 
 
-@pytest.mark.parametrize("folder", ["../outside", "/etc", "link", "edges/../../outside", "missing", "", "a\0b"])
+@pytest.mark.parametrize(
+    "folder",
+    ["../outside", "/etc", "link", "circle", "edges/../../outside", "missing", "", "a\0b", "x" * 300],
+)
 def test_no_folder_outside_the_root_is_taken_links_followed(root: Path, tmp_path: Path, folder: str) -> None:
     (root / "link").symlink_to(tmp_path / "outside")
+    (root / "circle").symlink_to(root / "circle")
     with pytest.raises(InvalidRequest) as refusal:
         catalogue(root, tmp_path).checked("edges", folder)
     assert [violation.field for violation in refusal.value.violations] == ["folder"]

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from bottega.config import load
+from bottega.controlnet.config import ControlNetConfig
+from bottega.controlnet.server import open_catalogue
 from bottega.gateway.config import GatewayConfig
 from bottega.loras.config import LoraConfig
+from bottega.miniature import WEIGHTS
 from bottega.rpc.server import ServerConfig
 from bottega.worker.config import WorkerConfig
 
@@ -97,6 +99,7 @@ def test_a_machine_with_workers_only_gets_no_gateway_with_them() -> None:
 @pytest.mark.parametrize(
     ("module", "unit"),
     [
+        ("controlnet", "bottega-controlnet@.service"),
         ("gateway", "bottega-gateway.service"),
         ("worker", "bottega-worker@.service"),
         ("loras", "bottega-loras.service"),
@@ -152,19 +155,26 @@ def test_workers_of_the_machine_may_reach_the_socket_of_a_services_links(unit: s
     assert int(setting(unit, "RuntimeDirectoryMode"), 8) & 0o005 == 0o005, "each is a user of its own"
 
 
+def test_the_controlnet_servers_configuration_hosts_the_embedded_models_own(tmp_path: Path) -> None:
+    net = load(ControlNetConfig, DEPLOY / "config" / "controlnets" / "miniature.yaml")
+    folders = open_catalogue(net, tmp_path)[0].folders
+    assert set(folders) == {path.name for path in (WEIGHTS / "controlnets").iterdir()}
+    assert all((folder / "config.json").is_file() for folder in folders.values())
+
+
 def test_the_services_take_their_configurations() -> None:
     gateway = load(GatewayConfig, DEPLOY / "config" / "gateway.yaml")
     assert gateway == GatewayConfig(), "the file shows the defaults"
     worker = load(WorkerConfig, DEPLOY / "config" / "workers" / "miniature.yaml")
     assert (worker.name, worker.gateway) == ("miniature", gateway.server.listen)
-    net = yaml.safe_load((DEPLOY / "config" / "controlnets" / "miniature.yaml").read_text())
-    assert net["gateway"] == gateway.server.listen
-    assert float(setting("bottega-controlnet@.service", "TimeoutStopSec")) > net["server"]["drain_grace_s"]
+    net = load(ControlNetConfig, DEPLOY / "config" / "controlnets" / "miniature.yaml")
+    assert (net.gateway, net.engine.dtype) == (gateway.server.listen, worker.engine.dtype)
     loras = load(LoraConfig, DEPLOY / "config" / "loras.yaml")
     assert (loras.gateway, loras.bases) == (gateway.server.listen, LoraConfig().bases)
     for unit, server in (
         ("bottega-gateway.service", gateway.server),
         ("bottega-worker@.service", worker.server),
+        ("bottega-controlnet@.service", net.server),
         ("bottega-loras.service", loras.server),
     ):
         assert float(setting(unit, "TimeoutStopSec")) > server.drain_grace_s

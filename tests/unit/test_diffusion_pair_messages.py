@@ -11,6 +11,7 @@ from torch import Tensor
 from bottega.diffusion.controls import Control, ControlHosts, ControlServer
 from bottega.diffusion.follower import Guest, LentRow
 from bottega.diffusion.guests import GuestRow
+from bottega.diffusion.loras import LoraSet, LoraStore
 from bottega.diffusion.pair_messages import (
     Kind,
     Noise,
@@ -25,6 +26,7 @@ from bottega.diffusion.pair_messages import (
     step_message,
 )
 from bottega.diffusion.row import Embeds, Half, Row
+from bottega.diffusion.spec import LoraSpec
 from bottega.diffusion.tensor_messages import Message, message_of
 
 EMBEDS = {
@@ -41,11 +43,15 @@ CONTROL = Control(
     hosts=ControlHosts(digest="abc", servers=(ControlServer(name="s", address="h:1"),)),
     may_be_stale=True,
 )
-GUEST = Guest(halves=EMBEDS, controls=(CONTROL, CONTROL), handles=("first", "second"))
-TABLE = [[5, 0, 0, 0, 0], [3, 0, 1, 4, 2]]
+LORA = LoraSpec(name="outline", digest="abc", scale=-0.5)
+STORE = LoraStore(name="s", address="h:2")
+GUEST = Guest(
+    halves=EMBEDS, controls=(CONTROL, CONTROL), handles=("first", "second"), loras=(LORA,), lora_stores=(STORE,)
+)
+TABLE = [[5, 0, 0, 0, 0, 0], [3, 0, 1, 4, 2, 0]]
 
 
-def lent(half: Half = Half.CONDITIONAL, controls: tuple[str, ...] = ()) -> LentRow:
+def lent(half: Half = Half.CONDITIONAL, controls: tuple[str, ...] = (), loras: LoraSet | None = None) -> LentRow:
     row = Row(
         owner="request",
         step=4,
@@ -54,6 +60,7 @@ def lent(half: Half = Half.CONDITIONAL, controls: tuple[str, ...] = ()) -> LentR
         timestep=torch.tensor(901),
         embeds=EMBEDS[half],
         controls=controls,
+        loras=loras,
     )
     return LentRow(row=row, guest=GUEST, image=2)
 
@@ -82,16 +89,17 @@ def test_a_job_comes_as_it_was_sent_but_never_with_stale_residuals() -> None:
     assert (control.hosts, control.height, control.width) == (CONTROL.hosts, 64, 64)
     assert set(control.halves) == {Half.CONDITIONAL}
     assert not control.may_be_stale
+    assert (guest.loras, guest.lora_stores) == ((LORA,), (STORE,))
 
 
 def test_rows_come_as_they_were_lent() -> None:
-    rows = [lent(), lent(Half.UNCONDITIONAL, ("second",))]
+    rows = [lent(), lent(Half.UNCONDITIONAL, ("second",), LoraSet(key=(), components={}))]
     message = step_message(5, rows, {GUEST: 3})
     step = read_step(message.layout, message.buffers)
     assert step.number == 5
     assert step.rows == (
         GuestRow(guest=3, image=2, half=Half.CONDITIONAL, step=4),
-        GuestRow(guest=3, image=2, half=Half.UNCONDITIONAL, step=4, controls=(1,)),
+        GuestRow(guest=3, image=2, half=Half.UNCONDITIONAL, step=4, controls=(1,), loras=True),
     )
     assert torch.equal(step.samples, torch.stack([each.row.sample for each in rows]))
     assert step.timesteps.tolist() == [901.0, 901.0]
@@ -117,14 +125,27 @@ def test_a_number_comes_as_it_is(kind: Kind) -> None:
     [
         step_of(step=torch.tensor(TABLE[:1])),
         step_of(step=torch.tensor(TABLE).float()),
-        step_of(step=torch.tensor([TABLE[0], [3, 0, 2, 4, 0]])),
-        step_of(step=torch.tensor([TABLE[0], [3, 0, 0, 4, 256]])),
-        step_of(step=torch.tensor([TABLE[0], [-1, 0, 0, 4, 0]])),
+        step_of(step=torch.tensor([TABLE[0], [3, 0, 2, 4, 0, 0]])),
+        step_of(step=torch.tensor([TABLE[0], [3, 0, 0, 4, 256, 0]])),
+        step_of(step=torch.tensor([TABLE[0], [-1, 0, 0, 4, 0, 0]])),
+        step_of(step=torch.tensor([TABLE[0], [3, 0, 0, 4, 0, 2]])),
+        step_of(step=torch.tensor(TABLE)[:, :5]),
         step_of(samples=torch.zeros(2, 4, 8, 8)),
         step_of(samples=torch.zeros(1, 4, 8, 8, dtype=torch.uint8)),
         step_of(timesteps=torch.zeros(2)),
     ],
-    ids=["no row", "floats", "a third half", "a ninth ControlNet", "a negative job", "samples", "bytes", "timesteps"],
+    ids=[
+        "no row",
+        "floats",
+        "a third half",
+        "a ninth ControlNet",
+        "a negative job",
+        "half LoRAs",
+        "no LoRAs",
+        "samples",
+        "bytes",
+        "timesteps",
+    ],
 )
 def test_a_step_that_breaks_a_rule_is_not_taken(message: Message) -> None:
     with pytest.raises(ValueError, match="a step"):

@@ -12,7 +12,7 @@ from bottega.errors import NoControlNet, NoWorker, QueueFull, Unavailable, Worke
 from bottega.gateway.jobs import Checkpoint, Job
 from bottega.gateway.members import Member
 from bottega.v1 import image_pb2
-from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1.controlnet_pb2 import HostedControlNet, ResidualProfile
 from tests.unit.sample_jobs import sample_job
 from tests.unit.sample_nets import LOADING, ON_DISK, load, net, server
 from tests.unit.sample_shop import FakeServer, Shop
@@ -57,6 +57,33 @@ async def test_an_attempt_is_told_who_hosts_its_controlnets_the_best_first(shop:
     ]
     (edges, *_) = shop.client().requests[-1].controlnets
     assert [one.address for one in edges.servers] == ["127.0.0.1:102", "127.0.0.1:101"]
+
+
+@pytest.mark.parametrize(
+    ("profiles", "said"),
+    [
+        ([[("hash of m", 20, 0.995)]], 0.995),
+        ([[("hash of m", 20, 0.995)], [("hash of m", 10, 0.9)]], 0.9),  # the least of what servers know
+        ([[("hash of m", 21, 0.995)]], None),  # with fewer steps they are further apart
+        ([[("another model", 20, 0.995)]], None),
+        ([[]], None),
+    ],
+)
+async def test_an_attempt_is_told_the_profile_that_holds_for_its_model_and_steps(
+    shop: Shop, profiles: list[list[tuple[str, int, float]]], said: float | None
+) -> None:
+    shop.worker()
+    for number, known in enumerate(profiles, start=1):
+        found = [
+            ResidualProfile(model_hash=model, num_inference_steps=steps, similarity=similarity)
+            for model, steps, similarity in known
+        ]
+        _server(shop, net("edges", profiles=found), name=f"s{number}")
+    job = _job(shop, "edges")
+    job.bare.num_inference_steps = 20
+    shop.take(job)
+    (edges,) = shop.client().requests[-1].controlnets
+    assert (edges.similarity if edges.HasField("similarity") else None) == said
 
 
 async def test_controlnets_of_one_job_go_to_different_servers_where_they_can(shop: Shop) -> None:

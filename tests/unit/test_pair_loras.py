@@ -1,4 +1,4 @@
-"""LoRAs and a pair: rows with a LoRA stay with the leader, the others are computed on untouched weights."""
+"""A pair whose follower has a LoRA in its weights: it computes rows with another one, or none, as they are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPEC = DrawingSpec(
 FROM_STEP = 3
 
 
-def test_what_has_no_lora_yet_is_shared_though_the_follower_has_another_one_in_its_weights() -> None:
+def test_a_follower_with_another_lora_in_its_weights_computes_rows_as_they_are() -> None:
     stock, components = styled_stock()
     late = Order(key="late", spec=replace(SPEC, loras=(lora_spec("pastel", from_step=FROM_STEP),)))
     plain = Order(key="plain", spec=replace(SPEC, seed=4))
@@ -30,9 +30,7 @@ def test_what_has_no_lora_yet_is_shared_though_the_follower_has_another_one_in_i
         peer.stop()
     assert_close(drawings["late"].latents[0], styled_latent(stock, SPEC, {"pastel": 1.0}, FROM_STEP))
     assert_close(drawings["plain"].latents[0], latent_of(load_stock(), plain.spec))
-    shared = {key: drawing.record.pair.steps for key, drawing in drawings.items() if drawing.record.pair is not None}
-    assert sum(shared.values()) > 0
-    assert shared.get("late", 0) <= FROM_STEP
+    assert any(drawing.record.pair is not None for drawing in drawings.values())
 
 
 def _patched_engine(loras: LorasByHand) -> Engine:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from bottega.diffusion.controls import Control, ControlHosts
-from bottega.errors import ConfigError
-from bottega.worker.controlnets import Pace, read_profile
+from bottega.worker.controlnets import Pace
 
 CONTROL = Control(
     name="edges",
@@ -18,7 +16,7 @@ CONTROL = Control(
     height=64,
     width=64,
     halves={},
-    hosts=ControlHosts(digest="ab"),
+    hosts=ControlHosts(digest="ab", similarity=0.995),
     may_be_stale=True,
 )
 
@@ -33,10 +31,10 @@ class Clock:
         return self.now
 
 
-def measured(similarity: dict[str, float], *, encoder_s: float = 0.1, step_s: float = 0.5) -> Pace:
+def measured(*, encoder_s: float = 0.1, step_s: float = 0.5) -> Pace:
     """After some steps of these times."""
     clock = Clock()
-    pace = Pace(similarity, clock)
+    pace = Pace(clock)
     for _ in range(3):
         pace.asked()
         clock.now += encoder_s
@@ -50,31 +48,31 @@ def measured(similarity: dict[str, float], *, encoder_s: float = 0.1, step_s: fl
 @pytest.mark.parametrize(
     ("similarity", "answer_s", "expected"),
     [
-        ({"ab": 0.995}, 0.4, True),
-        ({"edges": 0.995}, 0.4, True),  # by name, where the version has no entry
-        ({"ab": 0.9, "edges": 0.995}, 0.4, False),  # the version counts
-        ({"depth": 0.995}, 0.4, False),
-        ({"ab": 0.995}, 0.12, False),  # the encoder hides it
-        ({"ab": 0.995}, 0.0, False),  # not measured yet
+        (0.995, 0.4, True),
+        (0.98, 0.4, False),
+        (None, 0.4, False),  # without a profile
+        (0.995, 0.12, False),  # the encoder hides it
+        (0.995, 0.0, False),  # not measured yet
     ],
 )
 def test_it_takes_a_profile_and_a_wait_that_is_worth_it(
-    similarity: dict[str, float], answer_s: float, expected: bool
+    similarity: float | None, answer_s: float, expected: bool
 ) -> None:
-    assert measured(similarity).pipelined(CONTROL, answer_s) is expected
+    control = replace(CONTROL, hosts=replace(CONTROL.hosts, similarity=similarity))
+    assert measured().pipelined(control, answer_s) is expected
 
 
 def test_a_request_that_wants_exact_steps_has_them() -> None:
-    assert not measured({"ab": 1.0}).pipelined(replace(CONTROL, may_be_stale=False), 0.4)
+    assert not measured().pipelined(replace(CONTROL, may_be_stale=False), 0.4)
 
 
 def test_before_anything_was_measured_steps_wait() -> None:
-    assert not Pace({"ab": 1.0}).pipelined(CONTROL, 0.4)
+    assert not Pace().pipelined(CONTROL, 0.4)
 
 
 def test_a_rest_between_requests_is_no_long_step() -> None:
     clock = Clock()
-    pace = Pace({"ab": 1.0}, clock)
+    pace = Pace(clock)
     for _ in range(2):
         pace.asked()
         clock.now += 0.1
@@ -84,15 +82,3 @@ def test_a_rest_between_requests_is_no_long_step() -> None:
     clock.now += 3600
     pace.asked()
     assert pace.pipelined(CONTROL, 0.4)
-
-
-def test_a_profile_is_read_and_one_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text('{"edges": 0.991}')
-    assert read_profile(path) == {"edges": 0.991}
-    for text in ("{", '{"edges": "much"}', '{"edges": 7}'):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=r"profile\.json"):
-            read_profile(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_profile(tmp_path / "missing")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 
+from bottega.diffusion import pair
 from bottega.diffusion.controlnets import ControlNetShelf, LocalControlNets
 from bottega.diffusion.engine import Engine, EngineLimits
 from bottega.diffusion.events import PairRecord
@@ -24,6 +25,7 @@ from bottega.transport import Counters
 from bottega.worker.peer import Peer
 from tests.controlnets import control_image, control_spec, random_controlnet, save, shelf_of, stock_options
 from tests.drawing import Drawing, Easel, load
+from tests.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.pairs import FollowerThread, WatchedPeer, led
 from tests.running import wait_until
 from tests.stock import Stock, assert_close, latent_of, load_stock, variant
@@ -91,9 +93,9 @@ def test_a_guided_request_ends_as_stock_does_with_half_of_its_rows_elsewhere(
     spec = replace(PLAIN, sampler=kind)
     drawing = easel.draw(Order(key="a", spec=spec))
     assert_close(drawing.latents[0], stock.reference(spec).latent)
-    pair = pair_of(drawing)
-    assert pair.worker == "follower"
-    assert (pair.steps, pair.taken_back_steps) == (6, 0)
+    record = pair_of(drawing)
+    assert record.worker == "follower"
+    assert (record.steps, record.taken_back_steps) == (6, 0)
 
 
 def test_a_mixed_group_ends_as_stock_does_and_only_rows_that_may_be_lent_are(
@@ -267,6 +269,56 @@ def test_waiting_for_residuals_does_not_make_a_follower_slow_nor_let_it_be_given
     assert pair_of(drawing).taken_back_steps == 0
     assert pair_of(drawing).steps > 0
     assert all(returned.seconds < SLOW_S for returned in watched.kept)
+
+
+@pytest.fixture(scope="module")
+def styled() -> tuple[Any, dict[str, Components]]:
+    return styled_stock()
+
+
+@pytest.mark.parametrize("patches", [False, True], ids=["beside", "inside"])
+def test_rows_with_loras_are_lent_too_once_they_are_there_and_go_in_at_the_leaders_step(
+    model: Model, styled: tuple[Any, dict[str, Components]], patches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair, "rows_to_lend", lambda _, able, **__: min(able, 1))  # whatever was measured
+    pipeline, components = styled
+    scales = {"pastel": 1.0, "outline": 0.8}
+    ours, theirs = LorasByHand.of(components), LorasByHand.of(components)
+    ours.here.clear()
+    other = Engine(load(), TOGETHER, loras=theirs)  # it has weights of its own, as another process has
+    with FollowerThread(other) as follower:
+        peer = led(follower)
+        easel = Easel(Engine(model, TOGETHER, loras=ours, follower=peer))
+        easel.engine.weights.costs.pays = lambda *_, **__: patches  # type: ignore[method-assign]
+        loras = tuple(lora_spec(name, scale, bound=6) for name, scale in scales.items())
+        drawing = easel.submit(Order(key="a", spec=replace(PLAIN, num_inference_steps=9, loras=loras)))
+        while drawing.job is None or drawing.job.steps_done < 4:
+            easel.turn()
+        ours.come(*scales)
+        easel.run()
+        wait_until(lambda: not theirs.open, WAIT_S, "the follower to let go of them")
+        peer.stop()
+    easel.engine.weights.restore()
+    assert [each.from_step for each in drawing.record.loras] == [4, 4]
+    spec = replace(PLAIN, num_inference_steps=9)
+    assert_close(drawing.latents[0], styled_latent(pipeline, spec, scales, 4))
+    assert pair_of(drawing).steps > 5
+
+
+def test_a_job_whose_loras_do_not_come_to_the_follower_is_drawn_here(
+    model: Model, styled: tuple[Any, dict[str, Components]]
+) -> None:
+    pipeline, components = styled
+    theirs = LorasByHand.of(components, here=False)
+    theirs.failed["outline"] = STORE_DOWN
+    with FollowerThread(Engine(load(), TOGETHER, loras=theirs)) as follower:
+        peer = led(follower)
+        easel = Easel(Engine(model, TOGETHER, loras=LorasByHand.of(components), follower=peer))
+        drawing = easel.draw(Order(key="a", spec=replace(PLAIN, loras=(lora_spec("outline"),))))
+        peer.stop()
+    easel.engine.weights.restore()
+    assert drawing.record.pair is None
+    assert_close(drawing.latents[0], styled_latent(pipeline, PLAIN, {"outline": 1.0}))
 
 
 def test_the_follower_forgets_jobs_that_have_ended(easel: Easel, follower: FollowerThread) -> None:

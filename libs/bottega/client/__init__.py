@@ -14,11 +14,12 @@ from bottega.client.aio import AsyncClient
 from bottega.client.aio_job import AsyncJob
 from bottega.client.control import ControlNet
 from bottega.client.events import Completed, Event, Interrupted, Preview, Progress, Queued
-from bottega.client.hosting import AddedControlNet, ControlNetHost, Readiness, ServedControlNet
+from bottega.client.hosting import AddedControlNet, ControlNetHost, Readiness, ResidualProfile, ServedControlNet
 from bottega.client.jobs import JobPage, JobState, JobStatus
 from bottega.client.options import GenerationOptions
 from bottega.client.picture import Picture
 from bottega.client.png import parameters_of
+from bottega.client.profiling import MeasuredProfile, ProfileCase
 from bottega.client.retry import RetryPolicy
 from bottega.client.sync import Client, Job
 
@@ -37,11 +38,14 @@ __all__ = [
     "JobPage",
     "JobState",
     "JobStatus",
+    "MeasuredProfile",
     "Picture",
     "Preview",
+    "ProfileCase",
     "Progress",
     "Queued",
     "Readiness",
+    "ResidualProfile",
     "RetryPolicy",
     "ServedControlNet",
     "parameters_of",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from datetime import datetime
 from types import TracebackType
@@ -21,11 +21,19 @@ from bottega.client.aio_job import AsyncJob
 from bottega.client.connection import Connection
 from bottega.client.events import Completed, Event
 from bottega.client.farewell import Farewells, is_over
-from bottega.client.hosting import AddedControlNet, ServedControlNet, add_to_servers, controlnets_of
+from bottega.client.hosting import (
+    AddedControlNet,
+    ResidualProfile,
+    ServedControlNet,
+    add_to_servers,
+    controlnets_of,
+    root_of,
+)
 from bottega.client.jobs import JobPage, JobState, state_number, status_from
 from bottega.client.late import Heard, late
 from bottega.client.options import GenerationOptions, spec_from
 from bottega.client.picture import Picture
+from bottega.client.profiling import MeasuredProfile, ProfileCase, hash_of, measure, note, noted_by
 from bottega.client.retry import Deadline, OutOfTime, RetryPolicy
 from bottega.client.watching import watch
 from bottega.errors import BottegaError, DeadlinePassed, InternalError
@@ -228,3 +236,41 @@ class AsyncClient:
         folder: in Diffusers' layout on the servers' machines, below the root that their configuration allows.
         """
         return await add_to_servers(await self.fleet(), name, folder, server=server)
+
+    async def controlnet_root(self, *, server: str | None = None) -> str:
+        """The folder, on their machine, below which ControlNet servers host what is added; or one of them, by name."""
+        return await root_of(await self.fleet(), server=server)
+
+    async def profile_controlnet(
+        self,
+        name: str,
+        cases: Iterable[ProfileCase],
+        *,
+        num_inference_steps: int | None = None,
+        model: str | None = None,
+        on_picture: Callable[[float], None] = lambda _: None,
+    ) -> MeasuredProfile:
+        """Draws a picture of each case, measures how similar the ControlNet's residuals are from step to step, and has
+        its servers remember the worst picture's.
+
+        From .99 on, requests of at least so many steps that allow it (by their fidelity, or stale_residuals) go on with
+        the residuals of the step before where they would wait for a slow link.
+        num_inference_steps: of the pictures; absent is the model's default. Take the fewest that you draw with.
+        on_picture: told the similarity of each.
+        """
+        measured = await measure(
+            self.generate, name, cases, num_inference_steps=num_inference_steps, model=model, on_picture=on_picture
+        )
+        servers = await note(await self.fleet(), name, measured.profile, digest=measured.digest)
+        return noted_by(measured, servers)
+
+    async def set_controlnet_profile(
+        self, name: str, *, similarity: float, num_inference_steps: int, model: str | None = None
+    ) -> tuple[str, ...]:
+        """Has the servers of a ControlNet remember what you know of it, whatever was measured; says who they are.
+
+        similarity: cosine, -1 to 1; num_inference_steps: from how many on it holds. See profile_controlnet().
+        """
+        model_hash = hash_of(await self.models(), model)
+        profile = ResidualProfile(model_hash=model_hash, num_inference_steps=num_inference_steps, similarity=similarity)
+        return await note(await self.fleet(), name, profile, digest=None)

@@ -34,6 +34,7 @@ class ControlNet:
     controlnet_conditioning_scale: how strongly it counts.
     control_guidance_start, control_guidance_end: the fractions of the steps at which it begins and ends, 0 to 1.
     guess_mode: only the conditional half is controlled.
+    measure_similarity: measure how similar its residuals are from step to step; the provenance has it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ControlNet:
     control_guidance_start: float = field(default=0.0, kw_only=True)
     control_guidance_end: float = field(default=1.0, kw_only=True)
     guess_mode: bool = field(default=False, kw_only=True)
+    measure_similarity: bool = field(default=False, kw_only=True)
 
 
 _NUMBERS = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
@@ -70,22 +72,28 @@ def controlnet_from(message: generation_pb2.ControlNet) -> ControlNet:
         control_guidance_start=message.control_guidance_start,
         control_guidance_end=end,
         guess_mode=message.guess_mode,
+        measure_similarity=message.measure_similarity,
     )
 
 
 def encoded(image: ImageSource) -> bytes:
-    """An image as bytes that travel. Raises OSError where it is a path that cannot be read."""
+    """An image as bytes that travel. Raises OSError where it is a path that cannot be read, TypeError for no image."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, str | os.PathLike):
-        return Path(image).read_bytes()
+        try:
+            return Path(image).read_bytes()
+        except OSError as error:
+            raise OSError(f"{image} cannot be read: {error.strerror}") from None
+    if not hasattr(image, "save"):
+        raise TypeError(f"must be bytes, a path or a Pillow image; got {type(image).__name__}")
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 def _add(message: generation_pb2.ControlNet, net: ControlNet, path: str) -> Iterator[Violation]:
-    for name in ("name", "guess_mode", *_NUMBERS):
+    for name in ("name", "guess_mode", "measure_similarity", *_NUMBERS):
         try:
             setattr(message, name, getattr(net, name))
         except (TypeError, ValueError) as error:

@@ -6,7 +6,8 @@ Reads what the fleet says of itself; knows gRPC, and nothing of pictures.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,6 +21,7 @@ from bottega.v1.controlnet_pb2 import HostedControlNet
 
 # A server reads the headers of the weights and their hash, which of some GiB takes a while.
 _ADD_S = 120.0
+_LIST_S = 5.0
 
 
 class Readiness(StrEnum):
@@ -54,11 +56,23 @@ class ControlNetHost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualProfile:
+    """How similar residuals were from step to step, with one base model, in pictures of so many steps.
+
+    similarity: cosine; from .99 on, requests that allow it may go on with the residuals of the step before.
+    """
+
+    model_hash: str
+    num_inference_steps: int
+    similarity: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedControlNet:
     """A ControlNet in one version. Those of one name for one base model should be one.
 
     digest: hash of its weights and configuration, hex. base: what it was made for; models: those served now that it
-    fits. size_bytes: of its weights in memory.
+    fits. size_bytes: of its weights in memory. profiles: what was measured of it.
     """
 
     name: str
@@ -67,6 +81,7 @@ class ServedControlNet:
     models: tuple[str, ...]
     size_bytes: int
     hosts: tuple[ControlNetHost, ...]
+    profiles: tuple[ResidualProfile, ...] = ()
 
     @property
     def popularity(self) -> int:
@@ -105,28 +120,59 @@ async def add_to_servers(
 
     Raises NoControlNet where there is no such server at all, and InvalidRequest where none has that name.
     """
+    chosen = _chosen(fleet, server)
+    return tuple(await asyncio.gather(*(_add(one, name, folder) for one in chosen)))
+
+
+async def root_of(fleet: fleet_pb2.ListMembersResponse, *, server: str | None) -> str:
+    """The folder below which the ControlNet servers of a fleet, or one of them by its name, host what is added.
+
+    Raises as add_to_servers does, and InvalidRequest where they have none in common.
+    """
+    roots = set()
+    for one in _chosen(fleet, server):
+        async with controlnet_server(one) as stub:
+            listed = await stub.ListControlNets(controlnet_pb2.ListControlNetsRequest(), timeout=_LIST_S)
+            roots.add(listed.root)
+    if len(roots) > 1 or "" in roots:
+        why = "the servers have different roots: choose one" if len(roots) > 1 else "the configuration has no root"
+        raise InvalidRequest(f"nothing can be added: {why}", violations=[Violation(field="server", description=why)])
+    return roots.pop()
+
+
+def _chosen(fleet: fleet_pb2.ListMembersResponse, server: str | None) -> list[fleet_pb2.Registration]:
     servers = [m.registration for m in fleet.members if m.registration.kind == fleet_pb2.SERVICE_KIND_CONTROLNET]
-    chosen = [one for one in servers if server in (None, one.name)]
     if not servers:
         raise NoControlNet("no ControlNet server has joined")
+    chosen = [one for one in servers if server in (None, one.name)]
     if not chosen:
         names = ", ".join(one.name for one in servers)
         rule = Violation(field="server", description=f"there is none of that name; joined: {names}")
         raise InvalidRequest(f"{server}: {rule.description}", violations=[rule])
-    return tuple(await asyncio.gather(*(_add(one, name, folder) for one in chosen)))
+    return chosen
+
+
+@asynccontextmanager
+async def controlnet_server(
+    server: fleet_pb2.Registration,
+) -> AsyncIterator[controlnet_pb2_grpc.ControlNetServiceAsyncStub]:
+    """Calls to one ControlNet server. What goes wrong in the block is raised as a BottegaError."""
+    async with open_channel(server.address) as channel:
+        try:
+            yield controlnet_pb2_grpc.ControlNetServiceStub(channel)
+        except grpc.aio.AioRpcError as error:
+            if not was_answered(error):
+                raise Unavailable(f"{server.name} does not answer at {server.address}") from None
+            raise from_rpc_error(error) from None
 
 
 async def _add(server: fleet_pb2.Registration, name: str, folder: str) -> AddedControlNet:
-    async with open_channel(server.address) as channel:
-        stub: controlnet_pb2_grpc.ControlNetServiceAsyncStub = controlnet_pb2_grpc.ControlNetServiceStub(channel)
-        try:
-            request = controlnet_pb2.AddControlNetRequest(name=name, folder=folder)
+    request = controlnet_pb2.AddControlNetRequest(name=name, folder=folder)
+    try:
+        async with controlnet_server(server) as stub:
             answer = await stub.AddControlNet(request, timeout=_ADD_S)
-        except grpc.aio.AioRpcError as error:
-            why = from_rpc_error(error)
-            if not was_answered(error):
-                why = Unavailable(f"{server.name} does not answer at {server.address}")
-            return AddedControlNet(server=server.name, error=why)
+    except BottegaError as error:
+        return AddedControlNet(server=server.name, error=error)
     return AddedControlNet(server=server.name, size_bytes=answer.controlnet.size_bytes)
 
 
@@ -142,7 +188,22 @@ def _served(
         models=tuple(sorted(set(_models(fleet, net.base)))),
         size_bytes=net.size_bytes,
         hosts=tuple(hosts),
+        profiles=_profiles(one for _, one in hosted),
     )
+
+
+def _profiles(hosted: Iterable[HostedControlNet]) -> tuple[ResidualProfile, ...]:
+    """By base model, the one that says least: what decides."""
+    least: dict[str, ResidualProfile] = {}
+    for profile in (profile for net in hosted for profile in net.profiles):
+        known = least.get(profile.model_hash)
+        if known is None or profile.similarity < known.similarity:
+            least[profile.model_hash] = ResidualProfile(
+                model_hash=profile.model_hash,
+                num_inference_steps=profile.num_inference_steps,
+                similarity=profile.similarity,
+            )
+    return tuple(least.values())
 
 
 def _host(member: fleet_pb2.Member, net: HostedControlNet) -> ControlNetHost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from datetime import datetime
 from types import TracebackType
 from typing import Self, Unpack
@@ -16,6 +16,7 @@ from bottega.client.jobs import JobPage, JobState, JobStatus
 from bottega.client.loop_thread import LoopThread
 from bottega.client.options import GenerationOptions
 from bottega.client.picture import Picture
+from bottega.client.profiling import MeasuredProfile, ProfileCase
 from bottega.client.retry import RetryPolicy
 from bottega.v1.fleet_pb2 import ListMembersResponse
 from bottega.v1.image_pb2 import Model
@@ -164,6 +165,36 @@ class Client:
     def add_controlnet(self, name: str, folder: str, *, server: str | None = None) -> tuple[AddedControlNet, ...]:
         """Has every ControlNet server host one more, or one of them by its name."""
         return self._loop.run(self._client.add_controlnet(name, folder, server=server))
+
+    def controlnet_root(self, *, server: str | None = None) -> str:
+        """The folder, on their machine, below which ControlNet servers host what is added."""
+        return self._loop.run(self._client.controlnet_root(server=server))
+
+    def profile_controlnet(
+        self,
+        name: str,
+        cases: Iterable[ProfileCase],
+        *,
+        num_inference_steps: int | None = None,
+        model: str | None = None,
+        on_picture: Callable[[float], None] = lambda _: None,
+    ) -> MeasuredProfile:
+        """Measures how similar a ControlNet's residuals are from step to step; its servers remember it."""
+        return self._loop.run(
+            self._client.profile_controlnet(
+                name, cases, num_inference_steps=num_inference_steps, model=model, on_picture=on_picture
+            )
+        )
+
+    def set_controlnet_profile(
+        self, name: str, *, similarity: float, num_inference_steps: int, model: str | None = None
+    ) -> tuple[str, ...]:
+        """Has the servers of a ControlNet remember what you know of it."""
+        return self._loop.run(
+            self._client.set_controlnet_profile(
+                name, similarity=similarity, num_inference_steps=num_inference_steps, model=model
+            )
+        )
 
 
 class Job:

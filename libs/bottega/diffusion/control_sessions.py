@@ -23,16 +23,14 @@ from bottega.errors import InternalError, Unavailable
 class ControlSessions:
     """Those of one job; without a provider there are none.
 
-    active: by session, what the job's requests are told of it. begun: what it began with.
-    places: of its ControlNet in the spec. digests: of the version of each of the spec's ControlNets, hex; empty where
-    that is not known.
+    active: by session, what the job's requests are told of it. begun: what it began with. places: of its ControlNet in
+    the spec.
     """
 
     provider: ControlNets | None = None
     active: tuple[ActiveControl, ...] = ()
     begun: tuple[Control, ...] = ()
     places: tuple[int, ...] = ()
-    digests: tuple[str, ...] = ()
     records: tuple[ControlRecord, ...] | None = None
 
     @property
@@ -61,10 +59,8 @@ class ControlSessions:
     def uses(self, spec: DrawingSpec) -> tuple[ControlUse, ...]:
         """What the job's ControlNets came to, in the spec's order; those that took no part included."""
         records = dict(zip(self.places, self.records or (), strict=False))
-        digests = self.digests or ("",) * len(spec.controlnets)
         return tuple(
-            _use(spec, control, digests[place], records.get(place, ControlRecord()))
-            for place, control in enumerate(spec.controlnets)
+            _use(spec, control, records.get(place, ControlRecord())) for place, control in enumerate(spec.controlnets)
         )
 
 
@@ -84,18 +80,21 @@ def open_controls(
     Raises BottegaError where one can never be opened.
     """
     hosts = hosts or [ControlHosts() for _ in images]
-    digests = tuple(each.digest for each in hosts)
     if len(images) != len(spec.controlnets):
         raise InternalError(f"{len(images)} control images came for {len(spec.controlnets)} ControlNets")
     needed = [
         (place, control) for place, control in enumerate(spec.controlnets) if spec.control_steps(control)[1] > from_step
     ]
     if not needed:
-        return ControlSessions(digests=digests)
+        return ControlSessions()
     if provider is None:
         raise Unavailable("this worker has no ControlNets")
     controls = [
-        replace(_control(spec, control, images[place], conditions), hosts=hosts[place], may_be_stale=may_be_stale)
+        replace(
+            _control(spec, control, images[place], conditions),
+            hosts=hosts[place],
+            may_be_stale=may_be_stale and not control.measured,
+        )
         for place, control in needed
     ]
     handles = provider.open(controls)
@@ -109,9 +108,7 @@ def open_controls(
         for handle, begun, (_, control) in zip(handles, controls, needed, strict=True)
     ]
     places = tuple(place for place, _ in needed)
-    return ControlSessions(
-        provider=provider, active=tuple(active), begun=tuple(controls), places=places, digests=digests
-    )
+    return ControlSessions(provider=provider, active=tuple(active), begun=tuple(controls), places=places)
 
 
 def _control(spec: DrawingSpec, control: ControlSpec, image: Tensor, conditions: Conditions) -> Control:
@@ -126,10 +123,11 @@ def _control(spec: DrawingSpec, control: ControlSpec, image: Tensor, conditions:
         halves=halves,
         scale=control.controlnet_conditioning_scale,
         guess_mode=control.guess_mode,
+        measured=control.measured,
     )
 
 
-def _use(spec: DrawingSpec, control: ControlSpec, digest: str, record: ControlRecord) -> ControlUse:
+def _use(spec: DrawingSpec, control: ControlSpec, record: ControlRecord) -> ControlUse:
     begin, end = spec.control_steps(control)
     return ControlUse(
         name=control.name,
@@ -137,9 +135,10 @@ def _use(spec: DrawingSpec, control: ControlSpec, digest: str, record: ControlRe
         begin_step=begin,
         end_step=end,
         scale=control.controlnet_conditioning_scale,
-        digest=digest,
+        digest=control.digest,
         waited_s=record.waited_s,
         stale_steps=record.stale_steps,
         pipelined=record.pipelined,
         servers=record.servers,
+        similarity=record.similarity,
     )

@@ -25,10 +25,14 @@ class ControlServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlHosts:
-    """Where a ControlNet is. digest: of the version meant, hex; empty is any. servers: the best first."""
+    """Where a ControlNet is. digest: of the version meant, hex; empty is any. servers: the best first.
+
+    similarity: cosine of its residuals between adjacent steps of such a job, from its profile; None is not known.
+    """
 
     digest: str = ""
     servers: tuple[ControlServer, ...] = ()
+    similarity: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,7 +41,8 @@ class Control:
 
     image: the control image, uint8 [its height, its width, 3]. height, width: of the picture that is drawn, pixels.
     halves: those that it controls, with their conditions: guess mode leaves the unconditional one alone.
-    hosts: where it is, beside here. may_be_stale: whether its residuals may be one step old.
+    hosts: where it is, beside here. may_be_stale: whether its residuals may be one step old. measured: whether its
+    record shall say how similar they are from step to step.
     """
 
     name: str
@@ -49,6 +54,7 @@ class Control:
     guess_mode: bool = False
     hosts: ControlHosts = ControlHosts()
     may_be_stale: bool = False
+    measured: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +62,15 @@ class ControlRecord:
     """What a session came to.
 
     waited_s: seconds that forwards waited for it. stale_steps: that used residuals one step old. pipelined: whether
-    it was meant to use such. servers: who ran it, in their order; an empty name is this process.
+    it was meant to use such. servers: who ran it, in their order; an empty name is this process. similarity: mean
+    cosine of its residuals between adjacent steps, where it was measured.
     """
 
     waited_s: float = 0.0
     stale_steps: int = 0
     pipelined: bool = False
     servers: tuple[str, ...] = ()
+    similarity: float | None = None
 
 
 class ControlNets(ResidualProvider, Protocol):

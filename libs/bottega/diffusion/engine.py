@@ -25,7 +25,7 @@ from bottega.diffusion.denoiser import Denoiser, Prediction
 from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, LorasIn, Progress, Started
 from bottega.diffusion.faults import named
 from bottega.diffusion.follower import Follower
-from bottega.diffusion.guests import Guests
+from bottega.diffusion.guests import GuestLoras, Guests
 from bottega.diffusion.job import Job, Order, open_job
 from bottega.diffusion.job_loras import JobLoras, ask_for_loras
 from bottega.diffusion.loras import LoraSource, LoraWeights
@@ -35,6 +35,7 @@ from bottega.diffusion.preview import LatentPreview
 from bottega.diffusion.pulse import beat_in
 from bottega.diffusion.request import Request
 from bottega.diffusion.row import Half, Row
+from bottega.diffusion.similarity import MeasuredControlNets
 from bottega.diffusion.spec import DrawingSpec, undrawable
 from bottega.errors import NotFinite, TooLarge, Unavailable
 from bottega.planning import StepTimes
@@ -112,15 +113,21 @@ class Engine:
         self.step_times = StepTimes()
         self._limits = limits
         self._clock = clock
-        self._controlnets = controlnets
+        self._controlnets = MeasuredControlNets(controlnets) if controlnets is not None else None
         self._loras = loras
         self.weights = LoraWeights(model, patches=not limits.fixed_rows, pristine_on_host=limits.pristine_on_host)
-        self._denoiser = Denoiser(model.backbone, self.weights, controlnets, fixed_rows=limits.fixed_rows)
+        self._denoiser = Denoiser(model.backbone, self.weights, self._controlnets, fixed_rows=limits.fixed_rows)
         self._batcher: Batcher[Request] = Batcher(
             self.step_times, max_rows=limits.fixed_rows or limits.max_rows, max_wait_turns=limits.max_wait_turns
         )
         self._pair = Pair(self._predict, follower, self.step_times) if follower is not None else None
-        self.guests = Guests(self._predict, device=model.device, dtype=model.dtype, controlnets=controlnets)
+        self.guests = Guests(
+            self._predict,
+            device=model.device,
+            dtype=model.dtype,
+            controlnets=controlnets,
+            loras=GuestLoras(source=loras, weights=self.weights, timeout_s=limits.lora_timeout_s, clock=clock),
+        )
         self._preview = LatentPreview.fit(model)
         self._arrivals: deque[_Arrival] = deque()
         self._jobs: dict[Hashable, Job] = {}
@@ -157,7 +164,15 @@ class Engine:
                 f"{self.max_pixels} (max_pixels)",
                 metadata={"limit": "max_pixels", "max_pixels": str(self.max_pixels)},
             )
-        loras = ask_for_loras(self._loras, order.spec, now_s=self._clock(), timeout_s=self._limits.lora_timeout_s)
+        loras = ask_for_loras(
+            self._loras,
+            order.spec.loras,
+            order.lora_stores,
+            now_s=self._clock(),
+            timeout_s=self._limits.lora_timeout_s,
+            bound=order.spec.lora_bound,
+            step=order.spec.lora_step,
+        )
         self._arrivals.append(_Arrival(order=order, loras=loras))
 
     def cancel(self, key: Hashable) -> None:

@@ -62,10 +62,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlUse:
-    """A ControlNet as a job used it: in the steps [begin_step, end_step).
-
-    See ControlSpec and ControlRecord. digest: see ControlHosts.
-    """
+    """A ControlNet as a job used it: in the steps [begin_step, end_step). See ControlSpec and ControlRecord."""
 
     name: str
     image_digest: str
@@ -77,6 +74,7 @@ class ControlUse:
     stale_steps: int = 0
     pipelined: bool = False
     servers: tuple[str, ...] = ()
+    similarity: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

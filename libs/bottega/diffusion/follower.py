@@ -12,7 +12,9 @@ from typing import Protocol
 from torch import Tensor
 
 from bottega.diffusion.controls import Control
+from bottega.diffusion.loras import LoraStore
 from bottega.diffusion.row import Embeds, Half, Row
+from bottega.diffusion.spec import LoraSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,12 +22,15 @@ class Guest:
     """A job whose rows may be lent. The follower is told of it once, and keeps it.
 
     halves: its conditions. controls: its ControlNets; the follower opens sessions of its own with the same ones.
-    handles: by which rows name those here, in the same order.
+    handles: by which rows name those here, in the same order. loras: in force in the rows that say so; when, the leader
+    decides. lora_stores: that have them.
     """
 
     halves: Mapping[Half, Embeds]
     controls: tuple[Control, ...] = ()
     handles: tuple[Hashable, ...] = ()
+    loras: tuple[LoraSpec, ...] = ()
+    lora_stores: tuple[LoraStore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

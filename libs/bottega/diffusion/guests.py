@@ -1,7 +1,7 @@
 """What this engine computes for the other worker of its pair: rows of jobs that are not its own.
 
-It keeps their conditions and sessions with their ControlNets; latents, samplers and steps are the other's. All calls
-come from the engine's thread. Knows no links.
+It keeps their conditions, sessions with their ControlNets, and LoRAs; latents, samplers and steps are the other's. All
+calls come from the engine's thread. Knows no links.
 """
 
 from __future__ import annotations
@@ -15,19 +15,44 @@ from torch import Tensor
 from bottega.diffusion.controls import ControlNets
 from bottega.diffusion.denoiser import Prediction
 from bottega.diffusion.follower import Guest
+from bottega.diffusion.job_loras import JobLoras, ask_for_loras
+from bottega.diffusion.loras import LoraSource, LoraWeights
 from bottega.diffusion.row import Embeds, Half, Row
 from bottega.errors import BottegaError, Unavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuestRow:
-    """One row of a step. controls: places of its guest's ControlNets that are active in it."""
+    """One row of a step. controls: places of its guest's ControlNets that are active in it. loras: whether its
+    LoRAs are."""
 
     guest: int
     image: int
     half: Half
     step: int
     controls: tuple[int, ...] = ()
+    loras: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GuestLoras:
+    """Who brings guests' LoRAs, how long each may take, and what they go into."""
+
+    source: LoraSource | None
+    weights: LoraWeights
+    timeout_s: float
+    clock: Callable[[], float]
+
+    def ask(self, guest: Guest) -> JobLoras:
+        """Raises Unavailable where nobody brings any."""
+        return ask_for_loras(
+            self.source, guest.loras, guest.lora_stores, now_s=self.clock(), timeout_s=self.timeout_s, step=0
+        )
+
+    def here(self, loras: JobLoras) -> bool:
+        """Whether they are here. Raises the BottegaError for which they never will be."""
+        loras.arrive(self.weights, (), self.clock())
+        return not loras.pending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,15 +70,18 @@ class Computed:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Seat:
-    """A guest that is here. handles: of its sessions. opened: whether rows with controls can be computed."""
+    """A guest that is here. handles: of its sessions. opened: whether all its rows can be computed."""
 
     guest: Guest
+    loras: JobLoras
     handles: tuple[Hashable, ...] = ()
     opened: bool = False
 
 
 class Guests:
-    """predict: a forward of this engine. controlnets: where sessions are opened; none where there are none."""
+    """predict: a forward of this engine. controlnets: where sessions are opened; none where there are none. loras: who
+    brings theirs.
+    """
 
     def __init__(
         self,
@@ -62,11 +90,13 @@ class Guests:
         device: torch.device,
         dtype: torch.dtype,
         controlnets: ControlNets | None,
+        loras: GuestLoras,
     ) -> None:
         self._predict = predict
         self._device = device
         self._dtype = dtype
         self._controlnets = controlnets
+        self._loras = loras
         self._seats: dict[int, _Seat] = {}
 
     @property
@@ -80,24 +110,29 @@ class Guests:
         return any(not seat.opened for seat in self._seats.values())
 
     def admit(self, number: int, guest: Guest) -> None:
-        """Takes a job in. Raises BottegaError where its ControlNets can never be opened here."""
+        """Takes a job in. Raises BottegaError where its ControlNets or LoRAs can never be here."""
         handles: tuple[Hashable, ...] = ()
         if guest.controls:
             if self._controlnets is None:
                 raise Unavailable("this worker has no ControlNets")
             handles = self._controlnets.open(guest.controls)
         halves = {half: self._here(embeds) for half, embeds in guest.halves.items()}
-        seat = _Seat(guest=Guest(halves=halves), handles=handles, opened=not handles)
-        self._seats[number] = seat
+        try:
+            loras = self._loras.ask(guest)
+        except BottegaError:
+            self._close(handles)
+            raise
+        opened = not handles and not loras.pending
+        self._seats[number] = _Seat(guest=Guest(halves=halves), loras=loras, handles=handles, opened=opened)
 
     def settled(self) -> list[tuple[int, BottegaError | None]]:
-        """Jobs whose ControlNets have been opened since the last call, or never will be, with the reason."""
+        """Jobs whose ControlNets and LoRAs have come since the last call, or never will, with the reason."""
         news: list[tuple[int, BottegaError | None]] = []
         for number, seat in list(self._seats.items()):
-            if seat.opened or self._controlnets is None:
+            if seat.opened:
                 continue
             try:
-                seat.opened = self._controlnets.opened(seat.handles)
+                seat.opened = self._loras.here(seat.loras) and self._sessions_open(seat)
             except BottegaError as error:
                 self.dismiss(number)
                 news.append((number, error))
@@ -109,8 +144,9 @@ class Guests:
     def dismiss(self, number: int) -> None:
         """Forgets a job. Harmless when it is not here."""
         seat = self._seats.pop(number, None)
-        if seat is not None and seat.handles and self._controlnets is not None:
-            self._controlnets.close(seat.handles)
+        if seat is not None:
+            self._close(seat.handles)
+            seat.loras.close()
 
     def clear(self) -> None:
         """Forgets all."""
@@ -134,7 +170,8 @@ class Guests:
     def _row(self, row: GuestRow, sample: Tensor, timestep: Tensor) -> Row:
         seat = self._seats.get(row.guest)
         known = seat is not None and row.half in seat.guest.halves
-        if seat is None or not known or max(row.controls, default=-1) >= len(seat.handles):
+        lacks = seat is not None and row.loras and seat.loras.loras is None
+        if seat is None or not known or lacks or max(row.controls, default=-1) >= len(seat.handles):
             raise ValueError(f"a row is of job {row.guest}, which is not here as it says")
         return Row(
             # Rows of one image belong together, and no other engine's do.
@@ -145,7 +182,15 @@ class Guests:
             timestep=timestep,
             embeds=seat.guest.halves[row.half],
             controls=tuple(seat.handles[place] for place in row.controls),
+            loras=seat.loras.loras if row.loras else None,
         )
+
+    def _sessions_open(self, seat: _Seat) -> bool:
+        return self._controlnets is None or not seat.handles or self._controlnets.opened(seat.handles)
+
+    def _close(self, handles: tuple[Hashable, ...]) -> None:
+        if handles and self._controlnets is not None:
+            self._controlnets.close(handles)
 
     def _here(self, embeds: Embeds) -> Embeds:
         return Embeds(

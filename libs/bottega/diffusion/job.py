@@ -22,6 +22,7 @@ from bottega.diffusion.encode import Conditions, encode_image, encode_prompts
 from bottega.diffusion.events import PairRecord, Record
 from bottega.diffusion.follower import Guest
 from bottega.diffusion.job_loras import JobLoras
+from bottega.diffusion.loras import LoraStore
 from bottega.diffusion.model import Model
 from bottega.diffusion.pair import PairPrediction
 from bottega.diffusion.request import Request
@@ -50,7 +51,8 @@ class Order:
     control_hosts: where each of those is, beside here; without them they are here.
     stale_residuals: whether residuals may be one step old. latent_parallelism: whether the other worker of a pair may
     compute rows.
-    loras_step: at which the LoRAs went in in an earlier attempt, where it told so.
+    lora_stores: that have the spec's LoRAs, the best first. loras_step: at which they went in in an earlier attempt,
+    where it told so.
     checkpoint: of an earlier attempt; empty to begin at the beginning. preview: whether to show the way.
     """
 
@@ -60,6 +62,7 @@ class Order:
     control_images: tuple[Tensor, ...] = ()
     control_hosts: tuple[ControlHosts, ...] = ()
     stale_residuals: bool = False
+    lora_stores: tuple[LoraStore, ...] = ()
     loras_step: int | None = None
     latent_parallelism: bool = True
     checkpoint: bytes = b""
@@ -230,7 +233,13 @@ def _guest(order: Order, conditions: Conditions, controls: ControlSessions) -> G
     if conditions.unconditional is None or not order.latent_parallelism:
         return None
     halves = {Half.UNCONDITIONAL: conditions.unconditional, Half.CONDITIONAL: conditions.conditional}
-    return Guest(halves=halves, controls=controls.begun, handles=tuple(controls.handles))
+    return Guest(
+        halves=halves,
+        controls=controls.begun,
+        handles=tuple(controls.handles),
+        loras=order.spec.loras,
+        lora_stores=order.lora_stores,
+    )
 
 
 def _begun(model: Model, order: Order, conditions: Conditions) -> list[Request]:

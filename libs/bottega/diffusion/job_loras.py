@@ -9,9 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bottega.diffusion.events import LoraRecord
-from bottega.diffusion.loras import TEXT_ENCODERS, UNET, LoraHandle, LoraRef, LoraSet, LoraSource, LoraUse, LoraWeights
+from bottega.diffusion.loras import (
+    TEXT_ENCODERS,
+    UNET,
+    LoraHandle,
+    LoraRef,
+    LoraSet,
+    LoraSource,
+    LoraStore,
+    LoraUse,
+    LoraWeights,
+)
 from bottega.diffusion.request import Request
-from bottega.diffusion.spec import DrawingSpec, LoraSpec
+from bottega.diffusion.spec import LoraSpec
 from bottega.errors import NoLora, Unavailable
 
 
@@ -128,18 +138,28 @@ class JobLoras:
             self._waiting_since_s = waiting_since_s
 
 
-def ask_for_loras(source: LoraSource | None, spec: DrawingSpec, *, now_s: float, timeout_s: float) -> JobLoras:
-    """Asks for a job's LoRAs. Raises Unavailable where nobody brings any."""
-    if not spec.loras:
+def ask_for_loras(
+    source: LoraSource | None,
+    specs: Sequence[LoraSpec],
+    stores: tuple[LoraStore, ...],
+    *,
+    now_s: float,
+    timeout_s: float,
+    bound: int = 0,
+    step: int | None = None,
+) -> JobLoras:
+    """Asks for a job's LoRAs, in these stores. Raises Unavailable where nobody brings any."""
+    if not specs:
         return JobLoras()
     if source is None:
         raise Unavailable("this worker has no LoRAs")
+    refs = [LoraRef(name=spec.name, digest=spec.digest, stores=stores) for spec in specs]
     return JobLoras(
         source=source,
-        specs=spec.loras,
-        handles=tuple(source.begin(LoraRef(name=lora.name, digest=lora.digest)) for lora in spec.loras),
+        specs=tuple(specs),
+        handles=tuple(source.begin(ref) for ref in refs),
         since_s=now_s,
         timeout_s=timeout_s,
-        bound=spec.lora_bound,
-        step=spec.lora_step,
+        bound=bound,
+        step=step,
     )

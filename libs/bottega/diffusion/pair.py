@@ -23,10 +23,11 @@ _PATIENCE = 4.0
 _LEAST_PATIENCE_S = 1.0
 # Between two signs of life while it waits.
 _LOOK_S = 0.1
-# Turns without the follower after which what is known of its speed is forgotten and it is tried again: others on its
-# cores may have gone. Doubled each time in vain.
+# Turns without the follower after which it is tried again in so many, whatever was measured: others on the cores may
+# have gone, and what fewer rows take here is only measured while they are shared. Doubled each time in vain.
 _LEAST_PAUSE_TURNS = 2
 _MOST_PAUSE_TURNS = 32
+_TRIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,12 +60,13 @@ class Pair:
     def __init__(self, predict: Callable[[Sequence[Row]], Prediction], follower: Follower, times: StepTimes) -> None:
         self.alive: Callable[[], None] = lambda: None
         self.backlog = 0
-        self._predict = predict
+        self._here = predict
         self._follower = follower
         self._times = times
         self._theirs = StepTimes()
         self._unused_turns = 0
         self._pause_turns = _LEAST_PAUSE_TURNS
+        self._tries = 0
 
     @property
     def name(self) -> str:
@@ -82,15 +84,15 @@ class Pair:
         """
         lent = self._lend(rows, lendable)
         if not lent:
-            return self._predict(rows)
+            return self._here(rows)
         began_s = perf_counter()
-        own = self._predict([row for row in rows if row not in lent])
+        own = self._here([row for row in rows if row not in lent])
         waiting_s = perf_counter()
         returned = self._wait(_shape(rows[0]), len(lent), own.waited_s)
         if returned is not None:
             self._judge(_shape(rows[0]), len(rows), max(own.seconds, returned.seconds))
         peer_wait_s = perf_counter() - waiting_s
-        rest = self._predict(lent) if returned is None else None
+        rest = self._here(lent) if returned is None else None
         theirs = rest.noise if rest is not None else returned.noise if returned is not None else {}
         waited_s = own.waited_s + (rest.waited_s if rest is not None else 0.0)
         owners = frozenset(row.owner for row in lent)
@@ -110,8 +112,7 @@ class Pair:
         able = [
             LentRow(row=row, guest=known.guest, image=known.image)
             for row in rows
-            # A LoRA of a row is not at hand there. Rows without one are for untouched weights, which it has.
-            if free and row.loras is None and (known := lendable.get(row.owner)) and self._follower.knows(known.guest)
+            if free and (known := lendable.get(row.owner)) and self._follower.knows(known.guest)
         ]
         count = self._count(_shape(rows[0]), len(rows), len(able)) if able else 0
         lent = able[len(able) - count :]
@@ -120,16 +121,18 @@ class Pair:
         return [each.row for each in lent]
 
     def _count(self, shape: Shape, rows: int, able: int) -> int:
+        trying = self._tries > 0
         count = rows_to_lend(
             rows,
             able,
-            own=lambda count: self._times.seconds(shape, count),
-            theirs=lambda count: self._theirs.seconds(shape, count),
+            own=lambda count: None if trying else self._times.seconds(shape, count),
+            theirs=lambda count: None if trying else self._theirs.seconds(shape, count),
             backlog=self.backlog,
         )
+        self._tries -= bool(trying and count)
         self._unused_turns = 0 if count or self.backlog else self._unused_turns + 1
         if self._unused_turns >= self._pause_turns:
-            self._theirs, self._unused_turns = StepTimes(), 0
+            self._theirs, self._unused_turns, self._tries = StepTimes(), 0, _TRIES
             self._pause_turns = min(2 * self._pause_turns, _MOST_PAUSE_TURNS)
         return count
 

@@ -3,7 +3,7 @@
 The first tensor of a message has the name of its kind. Who receives one checks it here, from a copy, before anything is
 done with it; what breaks a rule raises ValueError. Knows jobs by number; knows no links.
 
-    leader -> follower    guest: a job's conditions and control images     ready, or refused: only with ControlNets
+    leader -> follower    guest: a job's conditions and control images     ready, or refused: with ControlNets or LoRAs
                           step: latents and timesteps of rows              noise, or declined
                           leave: a job has ended                           -
                           ping: are you there?                             pong
@@ -25,7 +25,9 @@ from torch import Tensor
 from bottega.diffusion.controls import Control, ControlHosts, ControlServer
 from bottega.diffusion.follower import Guest, LentRow
 from bottega.diffusion.guests import GuestRow
+from bottega.diffusion.loras import LoraStore
 from bottega.diffusion.row import Embeds, Half
+from bottega.diffusion.spec import LoraSpec
 from bottega.diffusion.tensor_messages import DTYPES, Message, message_of, packed, parts_of, tensor_at, unpacked
 from bottega.transport import DType, Layout
 
@@ -33,6 +35,7 @@ _MAX_NUMBER = 2**53
 # The best ones: a follower that finds none of these refuses, and the leader computes the rows itself.
 _MOST_SERVERS = 8
 _MOST_CONTROLS = 8
+_MOST_LORAS = 8
 # Times go as microseconds.
 _PER_S = 1_000_000
 # Of one step; a group of any size that is run has some tens.
@@ -73,12 +76,23 @@ class _Control:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Lora:
+    """A LoRA of a job. See LoraSpec; the step at which it goes in is the leader's to say, row by row."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    digest: Annotated[str, Field(max_length=128)]
+    scale: Annotated[float, Field(allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Header:
     """What a guest message says beside its tensors. halves: of the conditions, in the tensors' order."""
 
     number: _Number
     halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
     controls: Annotated[tuple[_Control, ...], Field(max_length=_MOST_CONTROLS)]
+    loras: Annotated[tuple[_Lora, ...], Field(max_length=_MOST_LORAS)]
+    lora_stores: Annotated[tuple[tuple[str, str], ...], Field(max_length=_MOST_SERVERS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,7 +139,13 @@ def guest_message(number: int, guest: Guest) -> Message:
         )
         for control in guest.controls
     )
-    header = _Header(number=number, halves=tuple(guest.halves), controls=controls)
+    header = _Header(
+        number=number,
+        halves=tuple(guest.halves),
+        controls=controls,
+        loras=tuple(_Lora(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in guest.loras),
+        lora_stores=tuple((store.name, store.address) for store in guest.lora_stores[:_MOST_SERVERS]),
+    )
     images = {f"image.{place}": control.image for place, control in enumerate(guest.controls)}
     return message_of(
         {
@@ -149,16 +169,19 @@ def read_guest(layout: Layout, views: Sequence[memoryview]) -> tuple[int, Guest]
     return header.number, Guest(
         halves=halves,
         controls=tuple(_control(control, parts, place, halves) for place, control in enumerate(header.controls)),
+        loras=tuple(LoraSpec(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in header.loras),
+        lora_stores=tuple(LoraStore(name=name, address=address) for name, address in header.lora_stores),
     )
 
 
 def step_message(number: int, rows: Sequence[LentRow], guests: Mapping[Guest, int]) -> Message:
     """A step message. guests: their numbers."""
-    table = [[number, 0, 0, 0, 0]]
+    table = [[number, 0, 0, 0, 0, 0]]
     for each in rows:
         active = [each.guest.handles.index(handle) for handle in each.row.controls]
         mask = sum(1 << place for place in active)
-        table.append([guests[each.guest], each.image, each.row.half.value, each.row.step, mask])
+        styled = int(each.row.loras is not None)
+        table.append([guests[each.guest], each.image, each.row.half.value, each.row.step, mask, styled])
     return message_of(
         {
             Kind.STEP.value: torch.tensor(table),
@@ -172,20 +195,20 @@ def read_step(layout: Layout, views: Sequence[memoryview]) -> GuestStep:
     """What a step message says; its tensors are copies."""
     parts = parts_of(layout, views)
     table, samples, timesteps = parts[Kind.STEP.value], parts.get("samples"), parts.get("timesteps")
-    if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 5 or not 2 <= len(table) <= _MOST_ROWS:
-        raise ValueError("a step's table is no int64 [1 + rows, 5]")
+    if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 6 or not 2 <= len(table) <= _MOST_ROWS:
+        raise ValueError("a step's table is no int64 [1 + rows, 6]")
     if samples is None or samples.dim() != 4 or samples.dtype not in DTYPES or len(samples) != len(table) - 1:
         raise ValueError("a step's samples are not [rows, channels, height, width]")
     if timesteps is None or timesteps.dtype != torch.float32 or timesteps.shape != samples.shape[:1]:
         raise ValueError("a step has not one float32 timestep for each row")
     (number, *_), *rows = table.tolist()
-    if any(min(row) < 0 or row[2] > 1 or row[4] >> _MOST_CONTROLS for row in rows):
-        raise ValueError("a step's table names a half or a ControlNet that there is not")
+    if any(min(row) < 0 or row[2] > 1 or row[4] >> _MOST_CONTROLS or row[5] > 1 for row in rows):
+        raise ValueError("a step's table names a half or a ControlNet that there is not, or its LoRAs neither way")
     return GuestStep(
         number=number,
         rows=tuple(
-            GuestRow(guest=guest, image=image, half=Half(half), step=step, controls=_places(mask))
-            for guest, image, half, step, mask in rows
+            GuestRow(guest=guest, image=image, half=Half(half), step=step, controls=_places(mask), loras=bool(styled))
+            for guest, image, half, step, mask, styled in rows
         ),
         samples=samples.clone(),
         timesteps=timesteps.clone(),

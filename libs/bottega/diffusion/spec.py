@@ -14,15 +14,18 @@ from bottega.planning import control_steps, rows_per_image, steps_to_run
 class ControlSpec:
     """One ControlNet of a job. Names and meanings are Diffusers'.
 
-    image_digest: SHA-256 of its control image, hex: a checkpoint fits no other one.
+    image_digest: SHA-256 of its control image, hex. digest: of the version meant, hex; empty is any. A checkpoint fits
+    no other ones. measured: whether to measure how similar its residuals are from step to step.
     """
 
     name: str
     image_digest: str
+    digest: str = ""
     controlnet_conditioning_scale: float = 1.0
     control_guidance_start: float = 0.0
     control_guidance_end: float = 1.0
     guess_mode: bool = False
+    measured: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

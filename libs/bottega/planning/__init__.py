@@ -6,12 +6,13 @@ The gateway's scheduler and the worker's engine decide by the same functions, so
 from bottega.planning.cost import Shape, StepTimes
 from bottega.planning.pairing import rows_to_lend
 from bottega.planning.popularity import EvictionOrder, Popularity
-from bottega.planning.residuals import pipelines
+from bottega.planning.residuals import LEAST_SIMILARITY, pipelines
 from bottega.planning.shelf import Item, Load, Loan, Shelf, ShelfCounts
 from bottega.planning.width import best_width, completion_times
 from bottega.planning.work import Work, control_steps, rows_per_image, steps_to_run
 
 __all__ = [
+    "LEAST_SIMILARITY",
     "EvictionOrder",
     "Item",
     "Load",

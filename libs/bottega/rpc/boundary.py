@@ -52,6 +52,8 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         self._default_deadline_s = default_deadline_s
         self._budget = budget
         self._active = 0
+        metrics.watch_in_flight(lambda: self._active)
+        self._wrapped: dict[str, _Handler] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -65,13 +67,16 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
         """See grpc.aio.ServerInterceptor."""
-        handler: _Handler = await continuation(handler_call_details)
         method = handler_call_details.method
+        wrapped = self._wrapped.get(method)  # methods are never added to a server that has started
+        if wrapped is not None:
+            return wrapped
+        handler: _Handler = await continuation(handler_call_details)
         if handler is None or method.startswith("/grpc."):
             return handler
-        if handler.response_streaming:
-            return self._streaming(handler, method)
-        return self._unary(handler, method)
+        wrap = self._streaming if handler.response_streaming else self._unary
+        wrapped = self._wrapped[method] = wrap(handler, method)
+        return wrapped
 
     def _unary(self, handler: _Handler, method: str) -> _Handler:
         parse: _Parse = handler.request_deserializer
@@ -139,12 +144,10 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         logs.bind(**_request_id(context))
         self._active += 1
         self._idle.clear()
-        self._metrics.in_flight.inc()
 
     def leave(self, method: str, code: Code | None, seconds: float) -> None:
         """It has ended. code: None is OK."""
         self._active -= 1
-        self._metrics.in_flight.dec()
         if not self._active:
             self._idle.set()
         self._metrics.observe(method, code.name if code else "OK", seconds)

@@ -6,6 +6,7 @@ A registry of its own for every server, so that several may live in one process.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -33,11 +34,15 @@ class CallMetrics:
     """Calls by method and code, and how long they took."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.in_flight = Gauge("bottega_rpc_in_flight", "Calls being served.", registry=registry)
+        self._in_flight = Gauge("bottega_rpc_in_flight", "Calls being served.", registry=registry)
         self._calls = Counter("bottega_rpc_calls", "Calls by method and code.", ("method", "code"), registry=registry)
         self._seconds = Histogram(
             "bottega_rpc_seconds", "Seconds that a call took.", ("method",), buckets=_SECONDS_BUCKETS, registry=registry
         )
+
+    def watch_in_flight(self, count: Callable[[], float]) -> None:
+        """Where to read how many calls are being served."""
+        self._in_flight.set_function(count)
 
     def observe(self, method: str, code: str, seconds: float) -> None:
         """Counts one call that has ended."""

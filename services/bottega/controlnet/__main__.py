@@ -13,9 +13,10 @@ from bottega.controlnet.catalogue import Catalogue
 from bottega.controlnet.config import ControlNetConfig, EngineConfig
 from bottega.controlnet.engine_front import EngineFront
 from bottega.controlnet.metrics import ControlNetMetrics
+from bottega.controlnet.profiles import Profiles
 from bottega.controlnet.server import ControlNetServer, open_catalogue
 from bottega.controlnet.service import SERVICE_NAME, ControlNetService
-from bottega.errors import BottegaError
+from bottega.errors import BottegaError, ConfigError
 from bottega.process import Patience
 from bottega.process.memory import spare_the_collector
 from bottega.rpc.server import Server, run
@@ -24,22 +25,24 @@ from bottega.v1 import controlnet_pb2_grpc
 
 
 def main() -> int:
-    """Returns the exit code: 1 with a line on stderr when the server cannot start."""
+    """Returns the exit code, with a line on stderr when the server cannot start: 2 by its configuration, else 1."""
     parser = argparse.ArgumentParser(prog="python -m bottega.controlnet", description="Bottega's ControlNet server")
     parser.add_argument("--config", type=Path, help="YAML file; see ControlNetConfig for the keys")
     parser.add_argument("--stop-with-stdin", action="store_true", help="stop as at SIGTERM when stdin, a pipe, ends")
     arguments = parser.parse_args()
     try:
         settings = config.load(ControlNetConfig, arguments.config)
-        catalogue = open_catalogue(settings, config.state_folder())
-        asyncio.run(_serve(settings, catalogue, stop_with_stdin=arguments.stop_with_stdin))
+        catalogue, profiles = open_catalogue(settings, config.state_folder())
+        asyncio.run(_serve(settings, catalogue, profiles, stop_with_stdin=arguments.stop_with_stdin))
     except BottegaError as error:
         print(f"bottega.controlnet: {error.message}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
-async def _serve(settings: ControlNetConfig, catalogue: Catalogue, *, stop_with_stdin: bool) -> None:
+async def _serve(
+    settings: ControlNetConfig, catalogue: Catalogue, profiles: Profiles, *, stop_with_stdin: bool
+) -> None:
     spare_the_collector()
     patience = Patience(start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
     engine = EngineFront(_with_socket(settings.engine), patience=patience)
@@ -49,6 +52,7 @@ async def _serve(settings: ControlNetConfig, catalogue: Catalogue, *, stop_with_
         controlnets = ControlNetServer(
             settings,
             catalogue=catalogue,
+            profiles=profiles,
             engine=engine,
             metrics=ControlNetMetrics(server.registry),
             address=lambda: server.address,

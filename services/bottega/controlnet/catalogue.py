@@ -5,16 +5,13 @@ The latter are remembered in a file. Knows names and folders; knows nothing of w
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from bottega import rules
-from bottega.errors import ConfigError, InvalidRequest, StorageUnavailable, TooLarge, Violation
-from bottega.storage import folders
+from bottega.controlnet.record import read_record, unusable, write_record
+from bottega.errors import ConfigError, InvalidRequest, TooLarge, Violation
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +31,7 @@ class Catalogue:
             if not rules.is_adapter_name(name):
                 raise ConfigError(f"controlnets: {name!r} cannot be the name of a ControlNet")
         self._file = file
-        self._root = root.resolve() if root is not None else None
+        self.root = root.resolve() if root is not None else None
         self._fixed = {name: Path(folder).absolute() for name, folder in fixed.items()}
         self._added = self._read()
 
@@ -60,43 +57,30 @@ class Catalogue:
     def add(self, name: str, folder: Path) -> None:
         """Remembers it. Raises StorageUnavailable, and then it is not remembered."""
         added = {**self._added, name: str(folder)}
-        partial = self._file.with_suffix(".new")
-        try:
-            folders.make(self._file.parent)
-            with partial.open("w", encoding="utf-8") as file:
-                json.dump(added, file, indent=1, sort_keys=True)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self._file)
-            folders.sync(self._file.parent)
-        except OSError as error:
-            raise StorageUnavailable(
-                f"the catalogue {self._file} cannot be written: {error.strerror}",
-                metadata={"cause": _name_of(error)},
-            ) from None
+        write_record(self._file, added)
         self._added = added
 
     def _below_root(self, folder: str) -> Path:
-        if self._root is None:
+        if self.root is None:
             raise _refused("this server lets nobody add ControlNets: its configuration has no root")
-        path = (self._root / folder).resolve()
-        if not path.is_relative_to(self._root):
-            raise _refused(f"must be below {self._root}, links followed")
-        if not path.is_dir():
+        try:
+            path = (self.root / folder).resolve()
+            there = path.is_dir()
+        except OSError as error:  # as a name that is too long for the disk
+            raise _refused(f"cannot be looked at: {error.strerror}") from None
+        except RuntimeError:  # Path.resolve's word for it
+            raise _refused("cannot be looked at: its links lead in circles") from None
+        if not path.is_relative_to(self.root):
+            raise _refused(f"must be below {self.root}, links followed")
+        if not there:
             raise _refused("is no folder on the server's machine")
         return path
 
     def _read(self) -> dict[str, str]:
-        try:
-            added = json.loads(self._file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"catalogue {self._file} cannot be used: {error}; mend it or remove it") from None
-        if not isinstance(added, dict) or not all(isinstance(folder, str) for folder in added.values()):
-            raise ConfigError(f"catalogue {self._file} cannot be used: it is no object of names and folders")
         kept = {}
-        for name, folder in added.items():
+        for name, folder in read_record(self._file).items():
+            if not isinstance(folder, str):
+                raise unusable(self._file, "it is no object of names and folders")
             try:
                 kept[name] = str(self._checked_again(name, folder))
             except InvalidRequest as error:
@@ -112,7 +96,3 @@ class Catalogue:
 
 def _refused(rule: str) -> InvalidRequest:
     return InvalidRequest(f"folder: {rule}", violations=[Violation(field="folder", description=rule)])
-
-
-def _name_of(error: OSError) -> str:
-    return errno.errorcode.get(error.errno or 0, "EIO")

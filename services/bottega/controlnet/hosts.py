@@ -128,6 +128,7 @@ class Hosts:
         return HostedControlNet(
             name=name,
             digest=host.digest,
+            base=host.source.layout.base,
             size_bytes=host.source.size_bytes,
             state=states.get(host.source.name, controlnet_pb2.HOSTED_STATE_ON_DISK),
             popularity=popularity.get(host.source.name, 0),

@@ -16,17 +16,21 @@ from bottega.controlnet.catalogue import Catalogue
 from bottega.controlnet.config import ControlNetConfig
 from bottega.controlnet.engine_front import EngineFront
 from bottega.controlnet.metrics import ControlNetMetrics
-from bottega.errors import BottegaError, Draining, InternalError, Unavailable
+from bottega.controlnet.profiles import Profiles
+from bottega.errors import BottegaError, ControlNetNotFound, Draining, InternalError, Unavailable
+from bottega.miniature import WEIGHTS
 from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet import FleetMembership
 from bottega.v1 import fleet_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
-from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1.controlnet_pb2 import HostedControlNet, ResidualProfile
 from bottega.v1.link_pb2 import LinkOffer
 
 _log = logging.getLogger(__name__)
 
 _MEMORY_INTERVAL_S = 1.0
+# What a configuration may call the embedded model's own, wherever that is installed.
+_EMBEDDED = {f"miniature/{name}": str(WEIGHTS / "controlnets" / name) for name in ("edges", "layout")}
 
 
 class ControlNetServer:
@@ -40,6 +44,7 @@ class ControlNetServer:
         config: ControlNetConfig,
         *,
         catalogue: Catalogue,
+        profiles: Profiles,
         engine: EngineFront,
         metrics: ControlNetMetrics,
         address: Callable[[], str],
@@ -47,14 +52,17 @@ class ControlNetServer:
     ) -> None:
         self.name = config.name or f"controlnet-{os.getpid()}"
         self.budget_bytes = config.engine.budget_bytes
+        self.root = str(catalogue.root or "")
         self._config = config
         self._catalogue = catalogue
+        self._profiles = profiles
         self._engine = engine
         self._metrics = metrics
         self._address = address
         self._set_serving = set_serving
         self._version = importlib.metadata.version("bottega-services")
         self._beat = ControlNetEngineBeat()
+        self._hosted: list[HostedControlNet] = []
         self._device = ""
         self._membership: FleetMembership | None = None
         self._first_hosting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -68,8 +76,8 @@ class ControlNetServer:
 
     @property
     def hosted(self) -> list[HostedControlNet]:
-        """The ControlNets that it hosts, by name, as the engine last said."""
-        return list(self._beat.controlnets)
+        """The ControlNets that it hosts, by name, as the engine last said, with their profiles."""
+        return list(self._hosted)
 
     async def start(self) -> None:
         """Returns when the engine hosts all that it can. Raises InternalError when the first one does not start."""
@@ -99,14 +107,28 @@ class ControlNetServer:
             path = await asyncio.to_thread(self._catalogue.checked, name, folder)
             hosted = await self._engine.host(name, path)
             await asyncio.to_thread(self._catalogue.add, name, path)
+        self._hosts_now(hosted)
         _log.info("a ControlNet is hosted", extra={"controlnet": name, "folder": str(path)})
         return hosted
 
+    async def set_profile(self, name: str, digest: str, profile: ResidualProfile) -> HostedControlNet:
+        """Notes what was measured of a ControlNet that it hosts, and remembers it.
+
+        Raises ControlNetNotFound where it hosts none of that name and hash, StorageUnavailable.
+        """
+        async with self._adding:
+            if not any(net.name == name and net.digest == digest for net in self._beat.controlnets):
+                served = ", ".join(net.name for net in self._beat.controlnets)
+                raise ControlNetNotFound(f"{name} is not hosted here with that hash", metadata={"served": served})
+            await asyncio.to_thread(self._profiles.set, digest, profile)
+        self._hosted = self._with_profiles(self._beat)
+        self._report()
+        _log.info("a ControlNet is profiled", extra={"controlnet": name, "similarity": profile.similarity})
+        return next(net for net in self._hosted if net.name == name)
+
     def load(self) -> fleet_pb2.Load:
         """What it hosts, and how busy it is."""
-        return fleet_pb2.Load(
-            controlnets=self._beat.controlnets, draining=self._draining, memory_bytes=self._memory_bytes
-        )
+        return fleet_pb2.Load(controlnets=self._hosted, draining=self._draining, memory_bytes=self._memory_bytes)
 
     async def drain(self) -> None:
         """Opens no sessions any more, and returns when those that are open have ended."""
@@ -138,6 +160,7 @@ class ControlNetServer:
             self._engine.hear(event)
             return
         before, self._beat = self._beat, event.beat
+        self._hosted = self._with_profiles(event.beat)
         self._metrics.heard(event.beat)
         if any(net.sessions for net in event.beat.controlnets):
             self._idle.clear()
@@ -156,13 +179,14 @@ class ControlNetServer:
         await self._set_serving(False)
         await self._leave()
         self._beat = ControlNetEngineBeat()
+        self._hosted = []
         self._idle.set()
 
     async def _host_all(self) -> None:
         """Has a new engine host what the catalogue says, then joins the fleet."""
         for name, folder in self._catalogue.folders.items():
             try:
-                await self._engine.host(name, folder)
+                self._hosts_now(await self._engine.host(name, folder))
             except BottegaError as error:
                 facts = {"controlnet": name, "folder": str(folder), "text": error.message}
                 _log.error("a ControlNet cannot be hosted", extra=facts)
@@ -189,6 +213,23 @@ class ControlNetServer:
             membership, self._membership = self._membership, None
             await membership.stop()
 
+    def _hosts_now(self, net: HostedControlNet) -> None:
+        """It is known at once; the engine's next beat has it as well."""
+        nets = {each.name: each for each in [*self._beat.controlnets, net]}
+        beat = ControlNetEngineBeat()
+        beat.CopyFrom(self._beat)
+        del beat.controlnets[:]
+        beat.controlnets.extend(nets[name] for name in sorted(nets))
+        self._beat, self._hosted = beat, self._with_profiles(beat)
+        self._report()
+
+    def _with_profiles(self, beat: ControlNetEngineBeat) -> list[HostedControlNet]:
+        """Those of a beat, which becomes theirs."""
+        for net in beat.controlnets:
+            del net.profiles[:]
+            net.profiles.extend(self._profiles.of(net.digest))
+        return list(beat.controlnets)
+
     def _report(self) -> None:
         if self._membership:
             self._membership.changed()
@@ -199,7 +240,9 @@ class ControlNetServer:
             await asyncio.sleep(_MEMORY_INTERVAL_S)
 
 
-def open_catalogue(config: ControlNetConfig, state_folder: Path) -> Catalogue:
-    """The catalogue that the configuration means. Raises ConfigError."""
+def open_catalogue(config: ControlNetConfig, state_folder: Path) -> tuple[Catalogue, Profiles]:
+    """The catalogue that the configuration means, and the profiles beside it. Raises ConfigError."""
     file = Path(config.catalogue) if config.catalogue else state_folder / "controlnets.json"
-    return Catalogue(file, root=Path(config.root) if config.root else None, fixed=config.controlnets)
+    fixed = {name: _EMBEDDED.get(folder, folder) for name, folder in config.controlnets.items()}
+    catalogue = Catalogue(file, root=Path(config.root) if config.root else None, fixed=fixed)
+    return catalogue, Profiles(file.with_suffix(".profiles.json"))

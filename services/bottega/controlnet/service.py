@@ -44,11 +44,23 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
         self, _request: pb.ListControlNetsRequest, _context: _Context
     ) -> pb.ListControlNetsResponse:
         """ListControlNets."""
-        return pb.ListControlNetsResponse(controlnets=self._server.hosted, budget_bytes=self._server.budget_bytes)
+        server = self._server
+        return pb.ListControlNetsResponse(controlnets=server.hosted, budget_bytes=server.budget_bytes, root=server.root)
 
     async def AddControlNet(self, request: pb.AddControlNetRequest, _context: _Context) -> pb.AddControlNetResponse:
         """AddControlNet."""
         return pb.AddControlNetResponse(controlnet=await self._server.add(request.name, request.folder))
+
+    async def SetProfile(self, request: pb.SetProfileRequest, _context: _Context) -> pb.SetProfileResponse:
+        """SetProfile."""
+        rules.refuse([*_check_name(request.name), *rules.check_profile("profile", request.profile)])
+        hosted = await self._server.set_profile(request.name, request.digest, request.profile)
+        return pb.SetProfileResponse(controlnet=hosted)
+
+
+def _check_name(name: str) -> Iterator[Violation]:
+    if not rules.is_adapter_name(name):
+        yield Violation(field="name", description="cannot be the name of a ControlNet")
 
 
 def _check_names(request: pb.PrefetchRequest) -> Iterator[Violation]:

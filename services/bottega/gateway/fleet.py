@@ -50,6 +50,7 @@ class Fleet:
         self._clock = clock
         self._members: dict[tuple[int, str], Member] = {}
         self._seen: dict[str, _Seen] = {}
+        self._wholes: dict[str, image_pb2.Model] = {}  # until somebody comes or goes
         self.hosting = Hosting(grace_s=model_grace_s, clock=clock)
         self.closed = asyncio.Event()
         self.observer: FleetObserver | None = None
@@ -155,10 +156,10 @@ class Fleet:
     def models(self) -> list[image_pb2.Model]:
         """Models that are served now, by name, with the number of their workers."""
         names = {model.name for member in self.members() for model in member.models}
-        return [_together(self._served(name)) for name in sorted(names)]
+        return [self._whole(name) for name in sorted(names)]
 
     def resolve(self, name: str | None) -> image_pb2.Model:
-        """The model of that name; without a name the only one served.
+        """The model of that name; without a name the only one served. Not to be changed.
 
         Raises ModelNotFound, NoWorker (none now, nor within the grace), InvalidRequest (which of them?).
         """
@@ -169,7 +170,7 @@ class Fleet:
                 raise InvalidRequest(f"model: {rule}", violations=[Violation(field="spec.model", description=rule)])
             name = served[0] if served else None
         if name in served:
-            return _together(self._served(name) or [self._seen[name].model])
+            return self._whole(name)
         if name is None or name in self._seen or not self._seen:
             raise NoWorker("no worker serves the model now", retry_after_s=_RETRY_AFTER_S)
         listed = ", ".join(served) or "none"
@@ -208,9 +209,13 @@ class Fleet:
                     metadata={"model": model.name, "member": by.name},
                 )
 
-    def _served(self, name: str) -> list[image_pb2.Model]:
-        """The model as each of its workers that are here has registered it."""
-        return [model for member in self.members() for model in member.models if model.name == name]
+    def _whole(self, name: str) -> image_pb2.Model:
+        """The model of all its workers that are here, or as it was when the last one was."""
+        whole = self._wholes.get(name)
+        if whole is None:
+            served = [model for member in self.members() for model in member.models if model.name == name]
+            whole = self._wholes[name] = _together(served or [self._seen[name].model])
+        return whole
 
     def _lose(self, member: Member) -> None:
         del self._members[member.registration.kind, member.name]
@@ -224,6 +229,8 @@ class Fleet:
             self.observer.member_lost(member)
 
     def _see(self, member: Member, now: float) -> None:
+        """A member comes or goes."""
+        self._wholes.clear()
         for model in member.models:
             self._seen[model.name] = _Seen(model=model, at=now)
         while len(self._seen) > MAX_MODELS:

@@ -6,7 +6,7 @@ Reads the fleet and keeps count of what was given out; calls nobody.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bottega.errors import NoControlNet
@@ -18,6 +18,7 @@ from bottega.gateway.jobs import Job
 from bottega.gateway.members import Member
 from bottega.v1 import controlnet_pb2, fleet_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1.generation_pb2 import GenerationSpec
 
 # Servers that an attempt is told of for one ControlNet; more failures than that are no accident.
 _MOST_SERVERS = 8
@@ -27,11 +28,15 @@ _LOADED_BYTES_PER_S = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """One ControlNet of a job. servers: the best first; none where only workers have it at hand."""
+    """One ControlNet of a job. servers: the best first; none where only workers have it at hand.
+
+    similarity: see worker_pb2.ControlNetHosts.
+    """
 
     name: str
     digest: str
     servers: tuple[tuple[Member, Candidate], ...]
+    similarity: float | None
 
 
 class Placement:
@@ -116,7 +121,9 @@ class Placement:
                 before[ranked[0].server] += 1
             versions[name] = ranked[0].digest if ranked else self._digest_at(worker, job, name)
             chosen = tuple((servers[candidate.server], candidate) for candidate in ranked)
-            yield _Choice(name=name, digest=versions[name], servers=chosen)
+            hosted = [net for _, net in hosts if net.digest == versions[name]]
+            similarity = _similarity(hosted, worker, job.bare) if worker is not None else None
+            yield _Choice(name=name, digest=versions[name], servers=chosen, similarity=similarity)
 
     def _candidate(self, member: Member, net: HostedControlNet, before: Counter[str]) -> Candidate:
         # A report may lag behind what was given out, and may tell of other gateways' jobs.
@@ -152,4 +159,16 @@ def _hosts(choice: _Choice) -> worker_pb2.ControlNetHosts:
         worker_pb2.ControlNetServer(name=member.name, address=member.registration.address)
         for member, _ in choice.servers[:_MOST_SERVERS]
     ]
-    return worker_pb2.ControlNetHosts(digest=choice.digest, servers=servers)
+    return worker_pb2.ControlNetHosts(digest=choice.digest, servers=servers, similarity=choice.similarity)
+
+
+def _similarity(hosted: Sequence[HostedControlNet], worker: Member, spec: GenerationSpec) -> float | None:
+    """The least that a profile of it says for the worker's model, of those that cover so many steps."""
+    model_hash = next((model.model_hash for model in worker.models if model.name == spec.model), "")
+    found = [
+        profile.similarity
+        for net in hosted
+        for profile in net.profiles
+        if profile.model_hash == model_hash and profile.num_inference_steps <= spec.num_inference_steps
+    ]
+    return min(found) if model_hash and found else None

@@ -69,6 +69,9 @@ def _controlnets(load: fleet_pb2.Load) -> Iterator[Violation]:
     elif not all(map(_can_be_hosted, load.controlnets)):
         rule = f"names must be such as a request may have, hashes and bases of {_MAX_CHARACTERS} characters at most"
         yield Violation(field="load.controlnets", description=f"{rule}, numbers not negative, states known")
+    elif not all(map(_is_profiled_well, load.controlnets)):
+        rule = f"profiles must be such as SetProfile takes, and at most {rules.MAX_PROFILES} of a ControlNet"
+        yield Violation(field="load.controlnets", description=rule)
 
 
 def _can_be_hosted(net: HostedControlNet) -> bool:
@@ -77,6 +80,12 @@ def _can_be_hosted(net: HostedControlNet) -> bool:
         and max(len(net.digest), len(net.base)) <= _MAX_CHARACTERS
         and min(net.size_bytes, net.popularity, net.sessions) >= 0
         and net.state in HostedState.values()
+    )
+
+
+def _is_profiled_well(net: HostedControlNet) -> bool:
+    return len(net.profiles) <= rules.MAX_PROFILES and not any(
+        True for profile in net.profiles for _ in rules.check_profile("profile", profile)
     )
 
 

@@ -45,7 +45,10 @@ class Trails:
         self._add(job_id, _Step(write=write, outcome=None))
 
     async def written(self, job_id: str, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """What `write` returns when it could be written, after all that was to be written of the job before."""
+        """What `write` returns when it could be written, after all that was to be written of the job before.
+
+        Raises CancelledError where `close` could not wait for it.
+        """
         outcome: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._add(job_id, _Step(write=write, outcome=outcome))
         return await outcome
@@ -70,18 +73,19 @@ class Trails:
 
     async def _follow(self, job_id: str) -> None:
         steps = self._steps[job_id]
-        while steps:
-            await self._take(steps[0])
-            steps.popleft()
-        del self._steps[job_id]
+        try:
+            while steps:
+                await self._take(steps[0])
+                steps.popleft()
+        finally:
+            del self._steps[job_id]
+            for step in steps:  # at the end of this gateway: nobody comes to write them
+                if step.outcome is not None:
+                    step.outcome.cancel()
 
     async def _take(self, step: _Step) -> None:
         try:
             result = await self._storehouse.insist(step.write)
-        except asyncio.CancelledError:
-            if step.outcome is not None:
-                step.outcome.cancel()
-            raise
         except Exception as error:  # noqa: BLE001 - it is raised where it is awaited
             if step.outcome is not None and not step.outcome.done():
                 step.outcome.set_exception(error)

@@ -12,7 +12,9 @@ from bottega.diffusion.controlnets import (
     find_controlnet,
 )
 from bottega.diffusion.model import Model
-from bottega.v1 import controlnet_pb2
+from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED as LOADED
+from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADING as LOADING
+from bottega.v1.controlnet_pb2 import HOSTED_STATE_ON_DISK as ON_DISK
 from bottega.v1.controlnet_pb2 import HostedControlNet
 from bottega.worker.config import EngineConfig
 
@@ -41,14 +43,15 @@ class AtHand:
         """All of them, by name."""
         if self._shelf is None:
             return []
-        loaded, popularity = set(self._shelf.loaded), self._shelf.popularity
-        states = {True: controlnet_pb2.HOSTED_STATE_LOADED, False: controlnet_pb2.HOSTED_STATE_ON_DISK}
+        popularity = self._shelf.popularity
+        states = dict.fromkeys(self._shelf.coming, LOADING) | dict.fromkeys(self._shelf.loaded, LOADED)
         return [
             HostedControlNet(
                 name=name,
                 digest=self.digests[name],
+                base=source.layout.base,
                 size_bytes=source.size_bytes,
-                state=states[name in loaded],
+                state=states.get(name, ON_DISK),
                 popularity=popularity.get(name, 0),
             )
             for name, source in sorted(self._sources.items())

@@ -27,8 +27,7 @@ class EngineConfig:
     max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
     controlnets: by name, folders of ControlNets that it runs itself when no server does, and controlnet_budget_bytes
     the most bytes of their weights that are loaded at once. controlnet_silence_s: after which a ControlNet server that
-    says nothing is taken for dead. controlnet_profile: a file with the similarity of residuals between steps by
-    ControlNet; without one every step waits for its own residuals.
+    says nothing is taken for dead.
     peer: host:port of the worker that it forms a pair with, which names this one: each computes rows of the other one's
     requests while it has none of its own. Not together with fixed_rows, under which fewer rows take no less time.
     peer_silence_s: after which a peer that says nothing is taken for dead. links_listen: host:port on which the link of
@@ -51,7 +50,6 @@ class EngineConfig:
     controlnets: dict[str, str] = field(default_factory=dict)
     controlnet_budget_bytes: AtLeastOne = 8 << 30
     controlnet_silence_s: Seconds = 5.0
-    controlnet_profile: str = ""
     peer: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
     peer_silence_s: Seconds = 5.0
     links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"

@@ -34,7 +34,7 @@ from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EnginePeerOffer, E
 from bottega.v1.worker_pb2 import PeerTerms
 from bottega.worker.at_hand import AtHand
 from bottega.worker.config import EngineConfig
-from bottega.worker.controlnets import LinkSettings, Pace, RemoteControlNets, read_profile
+from bottega.worker.controlnets import LinkSettings, RemoteControlNets
 from bottega.worker.engine_wire import beat_of, event_of, failed, key_of, order_of, ready_of
 from bottega.worker.link_desk import LinkDesk
 from bottega.worker.peer import Following, Peer, PeerSettings
@@ -215,7 +215,6 @@ def start(config: EngineConfig, desk: LinkDesk) -> Studio:
         local=at_hand.controlnets,
         digests=at_hand.digests,
         settings=LinkSettings(silence_s=config.controlnet_silence_s),
-        pace=Pace(read_profile(Path(config.controlnet_profile)) if config.controlnet_profile else {}),
     )
     desk.terms = PeerTerms(model_hash=model.digest, dtype=model.dtype_name)
     peer = None
@@ -244,7 +243,7 @@ def main() -> int:
         return 1
     try:
         process = EngineProcess(channel, studio, desk)
-        channel.send(ready_of(studio.engine).SerializeToString())
+        channel.send(ready_of(studio.engine, studio.at_hand.base).SerializeToString())
         process.run()
     except Unavailable:
         return 0  # the front is gone

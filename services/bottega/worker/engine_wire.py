@@ -7,6 +7,7 @@ import time
 import torch
 from torch import Tensor
 
+from bottega.diffusion.controlnets import ControlLayout
 from bottega.diffusion.controls import ControlHosts, ControlServer
 from bottega.diffusion.engine import Engine
 from bottega.diffusion.events import (
@@ -126,8 +127,8 @@ def failed(attempt: AttemptId, error: BottegaError) -> engine_pb2.EngineEvent:
     return engine_pb2.EngineEvent(failed=engine_pb2.EngineFailed(attempt=attempt, error=to_job_error(error)))
 
 
-def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
-    """The message that the engine is warm."""
+def ready_of(engine: Engine, base: ControlLayout) -> engine_pb2.EngineEvent:
+    """The message that the engine is warm. base: of its model."""
     model, defaults = engine.model, engine.model.defaults
     said = image_pb2.Model(
         name=model.name,
@@ -141,6 +142,7 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
         default_guidance_scale=defaults.guidance_scale,
         default_sampler=next(number for number, kind in _SAMPLERS.items() if kind is defaults.sampler),
         vae_scale_factor=model.latent_scale,
+        base=base.base,
     )
     return engine_pb2.EngineEvent(ready=engine_pb2.EngineReady(model=said, device=str(model.device)))
 
@@ -177,20 +179,28 @@ def _spec(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Drawin
         sampler=_SAMPLERS.get(spec.sampler, default_sampler),
         use_karras_sigmas=spec.use_karras_sigmas,
         controlnets=tuple(
-            _control(net, control.image_digest) for net, control in zip(spec.controlnets, start.controls, strict=True)
+            _control(net, control) for net, control in zip(spec.controlnets, start.controls, strict=True)
         ),
         **said,
     )
 
 
-def _control(net: generation_pb2.ControlNet, image_digest: str) -> ControlSpec:
+def _control(net: generation_pb2.ControlNet, control: engine_pb2.EngineControl) -> ControlSpec:
     said = {name: getattr(net, name) for name in _OPTIONAL_OF_CONTROL if net.HasField(name)}  # type: ignore[arg-type]
-    return ControlSpec(name=net.name, image_digest=image_digest, guess_mode=net.guess_mode, **said)
+    return ControlSpec(
+        name=net.name,
+        image_digest=control.image_digest,
+        digest=control.hosts.digest,
+        guess_mode=net.guess_mode,
+        measured=net.measure_similarity,
+        **said,
+    )
 
 
 def _hosts(hosts: worker_pb2.ControlNetHosts) -> ControlHosts:
     servers = tuple(ControlServer(name=server.name, address=server.address) for server in hosts.servers)
-    return ControlHosts(digest=hosts.digest, servers=servers)
+    similarity = hosts.similarity if hosts.HasField("similarity") else None
+    return ControlHosts(digest=hosts.digest, servers=servers, similarity=similarity)
 
 
 def _may_be_stale(spec: generation_pb2.GenerationSpec) -> bool:
@@ -241,6 +251,7 @@ def _use(use: ControlUse) -> generation_pb2.ControlNetUse:
         mode=pb.RESIDUAL_MODE_PIPELINED if use.pipelined else pb.RESIDUAL_MODE_SYNCHRONOUS,
         scale=use.scale,
         digest=use.digest,
+        similarity=use.similarity,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,10 @@ import click
 
 from bottega import rules
 from bottega.client.control import ControlNet
+from bottega.errors import Violation
+
+# As the gateway names fields of a request's ControlNets.
+_PLACE = re.compile(r"(?:spec\.)?controlnets\[(\d+)\]\.(\w+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,21 @@ def merged(then: Sequence[ControlNet], given: Sequence[Control], like: Path | No
         scale = 1.0 if control.scale is None else control.scale
         nets.append(ControlNet(control.name, control.file, controlnet_conditioning_scale=scale))
     return nets
+
+
+def by_their_names(violations: Sequence[Violation], nets: Sequence[ControlNet]) -> list[Violation]:
+    """What is wrong with a request, its ControlNets called as the person who asks calls them."""
+    return [_by_its_name(violation, nets) for violation in violations]
+
+
+def _by_its_name(violation: Violation, nets: Sequence[ControlNet]) -> Violation:
+    found = _PLACE.match(violation.field)
+    if not found or int(found[1]) >= len(nets):
+        return violation
+    net, part = nets[int(found[1])], found[2]
+    file = f"={net.image}" if isinstance(net.image, Path) else ""
+    field = f"--control {net.name}{file}" if part == "image" else f"--control {net.name}, {part}"
+    return Violation(field=field, description=violation.description)
 
 
 def _split(rest: str) -> tuple[Path, str | None]:

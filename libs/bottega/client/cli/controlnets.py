@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.controlnet_profile import command as profile_command
 from bottega.client.cli.terminal import fail, new_table, note, print_table, say
 
 if TYPE_CHECKING:
     from bottega.client.hosting import AddedControlNet, ServedControlNet
 
 _HASH_LETTERS = 12
+_HUB = "hub:"
 
 
 class _ControlNets(click.Group):
@@ -28,12 +30,13 @@ class _ControlNets(click.Group):
 
 @click.group("controlnets", cls=_ControlNets)
 def command() -> None:
-    """Look after ControlNets: list, where, add.
+    """Look after ControlNets: list, where, add, profile.
 
     \b
       bottega controlnets                               those that are served, and for which models
       bottega controlnets where edges                   who has it, and whether it is loaded there
       bottega controlnets add depth /srv/nets/depth     every ControlNet server hosts it from now on
+      bottega controlnets profile depth *.png           measures whether it may run one step behind
       bottega generate "a red star" --control edges=edges.png:0.8
     """
 
@@ -47,7 +50,7 @@ def list_command(*, address: str) -> None:
     if not nets:
         note("Nobody hosts a ControlNet; bottega fleet shows whether a ControlNet server has joined.")
         return
-    table = new_table("controlnet", ">size", "for", "loaded at", ">hosts", ">popularity")
+    table = new_table("controlnet", ">size", "for", "loaded at", ">hosts", ">popularity", ">similarity")
     for net in nets:
         table.add_row(*_row(net))
     print_table(table)
@@ -79,22 +82,41 @@ def where(*, name: str, address: str) -> None:
 
 @command.command("add")
 @click.argument("name")
-@click.argument("folder")
+@click.argument("folder", metavar="FOLDER|hub:OWNER/NAME")
 @click.option("--server", metavar="NAME", help="Only this server, as bottega fleet lists it; default: all of them.")
+@click.option("--revision", metavar="NAME", help="Of what comes from the hub; default: its newest.")
 @address_option
-def add(*, name: str, folder: str, server: str | None, address: str) -> None:
+def add(*, name: str, folder: str, server: str | None, revision: str | None, address: str) -> None:
     """Have ControlNet servers host one more, as NAME.
 
     FOLDER is in Diffusers' layout (config.json, diffusion_pytorch_model.safetensors) on the servers' machines, below
     the root that their configuration allows; what is not absolute counts from here, else from that root.
+    hub:OWNER/NAME is downloaded to a folder of its own below that root first, from the servers' machine.
     """
-    here = Path(folder)
+    on_hub = folder.startswith(_HUB)
+    if revision is not None and not on_hub:
+        raise click.UsageError(f"--revision is of what comes from the hub: {_HUB}OWNER/NAME")
     with connect(address) as client:
+        if on_hub:
+            folder = _fetched(folder.removeprefix(_HUB), revision, client.controlnet_root(server=server))
+        here = Path(folder)
         added = client.add_controlnet(name, str(here.resolve()) if here.is_dir() else folder, server=server)
     for one in added:
         if one.error is None:
             say(f"{one.server} hosts {name}, {_size(one.size_bytes)}")
     _fail_for(name, added)
+
+
+command.add_command(profile_command)
+
+
+def _fetched(repo: str, revision: str | None, root: str) -> str:
+    from bottega.client.hub import HubFailure, fetch
+
+    try:
+        return str(fetch(repo, revision, Path(root)))
+    except HubFailure as error:
+        fail(error.message, error.todo)
 
 
 def _row(net: ServedControlNet) -> tuple[str, ...]:
@@ -105,6 +127,7 @@ def _row(net: ServedControlNet) -> tuple[str, ...]:
         ", ".join(net.loaded_at) or "nobody",
         str(len(net.hosts)),
         str(net.popularity),
+        " ".join(f"{profile.similarity:.4f}" for profile in net.profiles) or "-",
     )
 
 

@@ -6,6 +6,7 @@ import shlex
 import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -83,7 +84,7 @@ def command(
     options["format"] = target.format
     _check_preview(preview, detach=detach)
     began_s = time.monotonic()
-    with connect(address, timeout_s=timeout_s or DEFAULT_TIMEOUT_S) as client:
+    with connect(address, timeout_s=timeout_s or DEFAULT_TIMEOUT_S) as client, _as_given(options):
         if detach:
             job = client.submit(prompt, num_images=num_images, deadline_s=timeout_s, **options)
             _say_detached(job.id, output)
@@ -93,6 +94,19 @@ def command(
         except KeyboardInterrupt:
             fail("stopped; the job is cancelled")
     _report(completed, target, time.monotonic() - began_s)
+
+
+@contextmanager
+def _as_given(options: GenerationOptions) -> Iterator[None]:
+    """What is wrong with a ControlNet is said by the name and file that it was given by."""
+    from bottega.client.cli.control_option import by_their_names
+    from bottega.errors import InvalidRequest
+
+    try:
+        yield
+    except InvalidRequest as error:
+        error.violations = tuple(by_their_names(error.violations, options.get("controlnets") or ()))
+        raise
 
 
 def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) -> tuple[str, GenerationOptions]:

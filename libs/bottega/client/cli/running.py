@@ -42,13 +42,13 @@ class SuiteLines:
         """See Reporter."""
         self._write("INFO", f"{name} serves", address=address)
         if not self._quiet:
-            say(f"  {name:<10} serves at {address}")
+            say(f"  {name:<12} serves at {address}")
 
     def died(self, name: str, how: str, wait_s: float) -> None:
         """See Reporter."""
         self._write("WARNING", f"{name} {how}", wait_s=wait_s)
         if not self._quiet:
-            note(f"  {name:<10} {how}; starting it again in {wait_s:g} s (bottega logs {name} says why)")
+            note(f"  {name:<12} {how}; starting it again in {wait_s:g} s (bottega logs {name} says why)")
 
     def _write(self, level: str, event: str, **facts: object) -> None:
         # As the services' own lines look, so that bottega logs can merge them.

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
 @click.command("up")
 @click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Worker processes.")
+@click.option(
+    "--controlnet-servers",
+    type=click.IntRange(0, 64),
+    default=1,
+    show_default=True,
+    help="ControlNet server processes.",
+)
 @click.option("--model", default="miniature", show_default=True, help="miniature, or a folder in Diffusers' layout.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
 @click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
@@ -28,7 +35,10 @@ if TYPE_CHECKING:
 @click.option("-d", "--detach", is_flag=True, help="Return when everything is ready; bottega stop ends it.")
 @click.option("--in-background", is_flag=True, hidden=True, help="What --detach starts.")
 def command(*, state: StateFolder, detach: bool, in_background: bool, **wished: Any) -> None:
-    """Run the suite here: a gateway and its workers."""
+    """Run the suite here: a gateway, its workers and a ControlNet server.
+
+    The server hosts the ControlNets in the model's own folder `controlnets`; the embedded model has edges and layout.
+    """
     from bottega.client.suite.keeper import DoesNotStart
     from bottega.client.suite.plan import SuiteWish
     from bottega.client.suite.state import AlreadyHeld
@@ -71,7 +81,7 @@ def _foreground(wish: SuiteWish, state: StateFolder, *, in_background: bool) -> 
     with state.hold():
         for name in end_leftovers(state.read()):
             note(f"{name} was still running from an instance that was killed; ended it")
-        plan = plan_suite(wish, state.config, kept=state.gateway)
+        plan = plan_suite(wish, state)
         say(f"Bottega: {_described(plan, wish)}; logs in {state.logs}")
         if not in_background:
             say("Ctrl-C stops it.")
@@ -102,6 +112,11 @@ def _refuse(state: StateFolder) -> None:
 
 
 def _described(plan: SuitePlan, wish: SuiteWish) -> str:
-    workers = "1 worker" if plan.workers == 1 else f"{plan.workers} workers"
-    threads = "1 thread" if plan.threads == 1 else f"{plan.threads} threads"
-    return f"a gateway and {workers} of {wish.model}, {threads} each"
+    workers = f"{_counted(plan.workers, 'worker')} of {wish.model}"
+    if plan.controlnet_servers:
+        workers = f"{workers} and {_counted(plan.controlnet_servers, 'ControlNet server')}"
+    return f"a gateway, {workers}; {_counted(plan.threads, 'thread')} a worker"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -45,7 +45,7 @@ def start_in_background(wish: SuiteWish, state: StateFolder) -> Background:
         raise AlreadyHeld
     state.logs.mkdir(parents=True, exist_ok=True)
     said = state.logs / "up.out"
-    options = [f"--{name}={value}" for name, value in asdict(wish).items()]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(wish).items()]
     began_s = time.monotonic()
     with said.open("wb") as output:
         process = subprocess.Popen(

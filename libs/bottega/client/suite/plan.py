@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
+from bottega import rules
 from bottega.client.address import DEFAULT_PORT
+from bottega.client.suite.state import StateFolder
 from bottega.errors import BottegaError, Code
+from bottega.miniature import WEIGHTS
 
 GATEWAY = "gateway"
 
@@ -30,12 +33,15 @@ class PortTaken(BottegaError):
 class SuiteWish:
     """What somebody wants to run.
 
+    controlnet_servers: each hosts the ControlNets in the model's own folder `controlnets`, if it has one, and those
+    that are added.
     model: "miniature" or a folder in Diffusers' layout.
-    threads: of each worker; 0 divides the cores over the workers.
+    threads: of each worker; 0 divides the cores over the workers. ControlNet servers share them as one more worker.
     port: of the gateway; the next one is for its metrics. 0 takes two that are free.
     """
 
     workers: int = 1
+    controlnet_servers: int = 1
     model: str = "miniature"
     device: str = "auto"
     dtype: str = "float32"
@@ -57,29 +63,36 @@ class ServicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuitePlan:
-    """The processes of a suite, the gateway first."""
+    """The processes of a suite, the gateway first. workers, controlnet_servers: how many of them join it."""
 
     address: str
     workers: int
+    controlnet_servers: int
     threads: int
     services: tuple[ServicePlan, ...]
 
 
-def plan_suite(wish: SuiteWish, config: Path, *, kept: Path) -> SuitePlan:
-    """Writes every service's configuration to the folder `config` and says how to start them.
-
-    kept: folder of the gateway's jobs and images.
-    """
+def plan_suite(wish: SuiteWish, state: StateFolder) -> SuitePlan:
+    """Writes every service's configuration to the state folder and says how to start them."""
     port, metrics_port = _ports(wish.port)
     address = f"127.0.0.1:{port}"
-    threads = wish.threads or max(1, len(os.sched_getaffinity(0)) // wish.workers)
+    cores = len(os.sched_getaffinity(0))
+    threads = wish.threads or max(1, cores // wish.workers)
+    beside = wish.threads or max(1, cores // (wish.workers + 1) // max(1, wish.controlnet_servers))
     server = {"listen": address, "metrics_listen": f"127.0.0.1:{metrics_port}", "drain_grace_s": _DRAIN_GRACE_S}
-    gateway = _service(GATEWAY, "bottega.gateway", {"server": server, "state": str(kept)}, config)
-    workers = [_worker(f"worker-{n}", wish, address, threads, config) for n in range(wish.workers)]
-    return SuitePlan(address=address, workers=wish.workers, threads=threads, services=(gateway, *workers))
+    gateway = _service(GATEWAY, "bottega.gateway", {"server": server, "state": str(state.gateway)}, state.config)
+    workers = [_worker(f"worker-{n}", wish, address, threads, state) for n in range(wish.workers)]
+    nets = [_controlnet(f"controlnet-{n}", wish, address, beside, state) for n in range(wish.controlnet_servers)]
+    return SuitePlan(
+        address=address,
+        workers=wish.workers,
+        controlnet_servers=wish.controlnet_servers,
+        threads=threads,
+        services=(gateway, *workers, *nets),
+    )
 
 
-def _worker(name: str, wish: SuiteWish, gateway: str, threads: int, config: Path) -> ServicePlan:
+def _worker(name: str, wish: SuiteWish, gateway: str, threads: int, state: StateFolder) -> ServicePlan:
     model = wish.model if wish.model == "miniature" else str(Path(wish.model).resolve())
     values = {
         "name": name,
@@ -87,7 +100,28 @@ def _worker(name: str, wish: SuiteWish, gateway: str, threads: int, config: Path
         "server": {"drain_grace_s": _DRAIN_GRACE_S},
         "engine": {"model": model, "device": wish.device, "dtype": wish.dtype, "threads": threads},
     }
-    return _service(name, "bottega.worker", values, config)
+    return _service(name, "bottega.worker", values, state.config)
+
+
+def _controlnet(name: str, wish: SuiteWish, gateway: str, threads: int, state: StateFolder) -> ServicePlan:
+    folder = WEIGHTS if wish.model == "miniature" else Path(wish.model).resolve()
+    values = {
+        "name": name,
+        "gateway": gateway,
+        "server": {"drain_grace_s": _DRAIN_GRACE_S},
+        "engine": {"device": wish.device, "dtype": wish.dtype, "threads": threads},
+        "controlnets": dict(_own_controlnets(folder)),
+        "root": str(state.controlnets),
+        "catalogue": str(state.root / "controlnet" / f"{name}.json"),
+    }
+    return _service(name, "bottega.controlnet", values, state.config)
+
+
+def _own_controlnets(model: Path) -> Iterator[tuple[str, str]]:
+    """Name and folder of those that lie in a model's folder."""
+    for config in sorted((model / "controlnets").glob("*/config.json")):
+        if rules.is_adapter_name(config.parent.name):
+            yield config.parent.name, str(config.parent)
 
 
 def _service(name: str, module: str, values: Mapping[str, object], config: Path) -> ServicePlan:

@@ -66,10 +66,15 @@ class StateFolder:
         """The gateway's jobs and images, which outlive an instance."""
         return self.root / "gateway"
 
+    @property
+    def controlnets(self) -> Path:
+        """Folders of ControlNets that may be added, which outlive an instance."""
+        return self.root / "controlnets"
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Makes the folder this process's own while the context lasts. Raises AlreadyHeld, or OSError."""
-        for folder in (self.root, self.logs, self.config):
+        for folder in (self.root, self.logs, self.config, self.controlnets):
             folder.mkdir(parents=True, exist_ok=True)
         with self._lock.open("a") as lock:
             _lock_alone(lock)

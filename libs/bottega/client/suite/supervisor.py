@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import psutil
@@ -33,7 +34,7 @@ class Supervisor:
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Runs the suite until `stop`; then nothing of it is left.
 
-        on_ready: called once, when the gateway serves and every worker has joined it.
+        on_ready: called once, when the gateway serves and every worker and ControlNet server has joined it.
         Raises DoesNotStart when a service never serves.
         """
         keepers = [asyncio.create_task(keeper.run()) for keeper in self._keepers]
@@ -75,8 +76,11 @@ class Supervisor:
             members = (await client.fleet()).members
         except (Unavailable, DeadlinePassed):
             return False
-        workers = [member for member in members if member.registration.kind == fleet_pb2.SERVICE_KIND_WORKER]
-        return len(workers) >= self._plan.workers
+        joined = Counter(member.registration.kind for member in members)
+        return (
+            joined[fleet_pb2.SERVICE_KIND_WORKER] >= self._plan.workers
+            and joined[fleet_pb2.SERVICE_KIND_CONTROLNET] >= self._plan.controlnet_servers
+        )
 
     def _children(self) -> Iterable[Child]:
         for keeper in self._keepers:

@@ -5,16 +5,19 @@ Knows configurations as plain values; knows no weights and no torch.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import groupby, repeat
 from pathlib import Path
 from typing import Any
 
 # SDXL's original size, crop and target size: what time_ids are.
 _TIME_IDS = 6
 _ADDED = "text_time"
+# By the contract.
+_MAX_BASE_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,15 @@ class ControlLayout:
     latent_scale: int
     points: tuple[tuple[int, int], ...]
 
+    @property
+    def base(self) -> str:
+        """What a base model and the ControlNets that fit it are told by, of at most 128 characters."""
+        points = " ".join(f"{len(list(same))}x{point}" for point, same in groupby(_points_said(self.points)))
+        said = f"{self.latent_channels}/{self.latent_scale} {self.context_width}+{self.pooled_width} {points}"
+        if len(said) <= _MAX_BASE_CHARACTERS:
+            return said
+        return hashlib.sha256(said.encode()).hexdigest()
+
     def misfits(self, base: ControlLayout) -> Iterator[str]:
         """What a ControlNet of this layout does not have in common with its base model, each with both values."""
         for name in ("latent_channels", "context_width", "pooled_width", "latent_scale"):
@@ -39,7 +51,8 @@ class ControlLayout:
             if ours != theirs:
                 yield f"its {name} is {ours}, the model's {theirs}"
         if self.points != base.points:
-            yield f"its residual points are {_said(self.points)}, the model's {_said(base.points)}"
+            ours, theirs = (" ".join(_points_said(points)) for points in (self.points, base.points))
+            yield f"its residual points are {ours}, the model's {theirs}"
 
     def shapes(self, height: int, width: int) -> list[tuple[int, int, int]]:
         """[channels, height, width] of the residual at every point, for a latent of this height and width."""
@@ -97,5 +110,5 @@ def _halved(side: int, times: int) -> int:
     return side
 
 
-def _said(points: tuple[tuple[int, int], ...]) -> str:
-    return " ".join(f"{channels}/{2**halvings}" for channels, halvings in points)
+def _points_said(points: tuple[tuple[int, int], ...]) -> list[str]:
+    return [f"{channels}/{2**halvings}" for channels, halvings in points]

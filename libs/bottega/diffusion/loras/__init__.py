@@ -8,7 +8,7 @@ from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, Layers, LoraLayer,
 from bottega.diffusion.loras.lora_set import Factors, LoraSet, SetKey, make_set, set_key
 from bottega.diffusion.loras.patching import Patcher
 from bottega.diffusion.loras.side_path import SidePath
-from bottega.diffusion.loras.source import LoraHandle, LoraRef, LoraSource
+from bottega.diffusion.loras.source import LoraHandle, LoraRef, LoraSource, LoraStore
 from bottega.diffusion.loras.weights import LoraWeights
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "LoraRef",
     "LoraSet",
     "LoraSource",
+    "LoraStore",
     "LoraUse",
     "LoraWeights",
     "Patcher",

@@ -10,11 +10,23 @@ from bottega.diffusion.loras.lora import Layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraStore:
+    """A LoRA store. name: in the fleet; address: host:port."""
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoraRef:
-    """Which LoRA. name: in the store, for messages. digest: SHA-256 of its canonical file, hex."""
+    """Which LoRA. name: in the store, for messages. digest: SHA-256 of its canonical file, hex.
+
+    stores: that have it, the best first.
+    """
 
     name: str
     digest: str
+    stores: tuple[LoraStore, ...] = ()
 
 
 class LoraHandle(Protocol):

@@ -78,6 +78,18 @@ class LoraWeights:
             _put(self._patchers[name], loras)
         return perf_counter() - began_s
 
+    def put_in_unet(self, loras: LoraSet | None) -> float:
+        """Makes the UNet's weights have this set in them, or none. Returns the seconds it took."""
+        patcher = self._patchers[UNET]
+        began_s = perf_counter()
+        _put(patcher, loras)
+        _finish(self._networks[UNET])
+        seconds = perf_counter() - began_s
+        self.swaps += 1
+        if loras is not None:
+            self.costs.saw_patch(patcher.touched_bytes(loras), seconds)
+        return seconds
+
     def choose(self, sets: Sequence[LoraSet | None], *, steps: int, step_s: float) -> float:
         """Patches, or puts back, as the next turns want it. Returns the seconds it took.
 
@@ -87,9 +99,9 @@ class LoraWeights:
         if not sets or wanted is self.patched:
             return 0.0  # without requests it stays: the next one may want the same
         if wanted is None or not self._pays(wanted, steps, step_s):
-            return self._change(None) if self.patched else 0.0
+            return self.put_in_unet(None) if self.patched else 0.0
         try:
-            return self._change(wanted)
+            return self.put_in_unet(wanted)
         except torch.OutOfMemoryError as error:
             self._patches = False
             _log.warning(
@@ -101,7 +113,7 @@ class LoraWeights:
     def enter(self, sets: Sequence[LoraSet | None]) -> None:
         """Row i of the forward that begins now, or goes on with fewer rows, uses sets[i]."""
         if self.patched is not None and any(each is not self.patched for each in sets):
-            self._change(None)
+            self.put_in_unet(None)
         self._side_path.enter([None if each is self.patched else each for each in sets])
 
     def leave(self) -> None:
@@ -130,28 +142,17 @@ class LoraWeights:
     def measure_swap(self, loras: LoraSet) -> None:
         """Puts a set into the UNet's weights and takes it out again."""
         if self._patches:
-            self._change(loras)
-            self._change(None)
+            self.put_in_unet(loras)
+            self.put_in_unet(None)
 
     def restore(self) -> None:
         """All weights are untouched after this."""
         self.put_in_text(None)
-        self._change(None)
+        self.put_in_unet(None)
 
     def _pays(self, wanted: LoraSet, steps: int, step_s: float) -> bool:
         touched = self._patchers[UNET].touched_bytes(wanted)
         return self._patches and self.costs.pays(wanted.key, steps=steps, step_s=step_s, touched_bytes=touched)
-
-    def _change(self, loras: LoraSet | None) -> float:
-        patcher = self._patchers[UNET]
-        began_s = perf_counter()
-        _put(patcher, loras)
-        _finish(self._networks[UNET])
-        seconds = perf_counter() - began_s
-        self.swaps += 1
-        if loras is not None:
-            self.costs.saw_patch(patcher.touched_bytes(loras), seconds)
-        return seconds
 
 
 def _put(patcher: Patcher, loras: LoraSet | None) -> None:

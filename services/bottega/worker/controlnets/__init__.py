@@ -3,8 +3,8 @@
 `RemoteControlNets` is what the engine holds. Knows offers of links, and nothing of how they come.
 """
 
-from bottega.worker.controlnets.pace import Pace, read_profile
+from bottega.worker.controlnets.pace import Pace
 from bottega.worker.controlnets.provider import RemoteControlNets
 from bottega.worker.controlnets.server_link import LinkSettings, Offers
 
-__all__ = ["LinkSettings", "Offers", "Pace", "RemoteControlNets", "read_profile"]
+__all__ = ["LinkSettings", "Offers", "Pace", "RemoteControlNets"]

@@ -6,40 +6,18 @@ Measures how long a step's encoder half takes, and the step; decides by planning
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field, TypeAdapter, ValidationError
+from collections.abc import Callable
 
 from bottega.diffusion.controls import Control
-from bottega.errors import ConfigError
 from bottega.planning import pipelines
 
 _WEIGHT = 0.3
 
 
-_PROFILE = TypeAdapter(dict[str, Annotated[float, Field(ge=-1, le=1)]])
-
-
-def read_profile(path: Path) -> dict[str, float]:
-    """By a ControlNet's digest or name, the cosine of its residuals between adjacent steps, from a JSON file.
-
-    Raises ConfigError naming the file.
-    """
-    try:
-        return _PROFILE.validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"controlnet_profile {path} cannot be read: {error.strerror}") from None
-    except ValidationError as error:
-        raise ConfigError(f"controlnet_profile {path}: {error.errors()[0]['msg']}") from None
-
-
 class Pace:
-    """similarity: by a ControlNet's digest or name, the cosine of its residuals between adjacent steps."""
+    """Of one engine's turns."""
 
-    def __init__(self, similarity: Mapping[str, float], clock: Callable[[], float] = time.monotonic) -> None:
-        self._similarity = similarity
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._asked_s: float | None = None
         self._encoder_s = 0.0
@@ -65,7 +43,7 @@ class Pace:
 
     def pipelined(self, control: Control, answer_s: float) -> bool:
         """Whether its steps go on with the residuals of the step before. answer_s: see ServerLink."""
-        similarity = self._similarity.get(control.hosts.digest, self._similarity.get(control.name))
+        similarity = control.hosts.similarity
         if not control.may_be_stale or similarity is None:
             return False
         return pipelines(similarity, answer_s=answer_s, encoder_s=self._encoder_s, step_s=self._step_s)

@@ -62,7 +62,7 @@ class RemoteControlNets:
             digests=digests or {},
             settings=settings or LinkSettings(),
         )
-        self._pace = pace or Pace({})
+        self._pace = pace or Pace()
         self._alive: Callable[[], None] = lambda: None
         self._rows: list[Row] = []
         self._local_rows: dict[Row, Row] = {}

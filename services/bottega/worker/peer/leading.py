@@ -149,7 +149,7 @@ class Peer:
             return False
         if guest not in life.guests:
             number = life.guests[guest] = next(self._numbers)
-            if not guest.controls:
+            if not guest.controls and not guest.loras:
                 life.ready.add(number)  # the link keeps order: rows come after this
             life.talk.send(guest_message(number, guest))
         return life.guests[guest] in life.ready

@@ -1,0 +1,92 @@
+"""LoRAs from canonical files on this machine, for an engine without a store: each is mapped and hashed in a thread.
+
+Knows files; knows no store and no links.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+from bottega.diffusion.loras.lora import Layers
+from bottega.diffusion.loras.reading import read_layers
+from bottega.diffusion.loras.source import LoraHandle, LoraRef
+from bottega.errors import DataLoss, LoraNotFound
+from bottega.lora import canonical
+
+_THREADS = 4
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Handle:
+    """A LoraHandle, see there."""
+
+    load: Future[tuple[Mapping[str, Layers], float]]
+    begun_s: float
+
+    @property
+    def text_ready(self) -> bool:
+        return self.ready
+
+    @property
+    def ready(self) -> bool:
+        return self.load.done() and bool(self.load.result())
+
+    @property
+    def load_s(self) -> float:
+        return (self.load.result()[1] if self.ready else monotonic()) - self.begun_s
+
+    def layers(self, component: str) -> Layers:
+        return self.load.result()[0].get(component, {})
+
+
+class LocalLoras:
+    """A LoraSource, see there. files: by digest. Stop it (`with` does)."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="loras")
+
+    def __enter__(self) -> LocalLoras:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends its threads."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def begin(self, ref: LoraRef) -> LoraHandle:
+        """See LoraSource."""
+        return _Handle(load=self._threads.submit(self._load, ref), begun_s=monotonic())
+
+    def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:
+        """See LoraSource."""
+        pending = {handle.load for handle in handles if isinstance(handle, _Handle) and not handle.load.done()}
+        if pending:
+            wait(pending, timeout_s, FIRST_COMPLETED)
+
+    def close(self, handles: Sequence[LoraHandle]) -> None:
+        """See LoraSource; a mapping ends with the last tensor that views it."""
+        for handle in handles:
+            assert isinstance(handle, _Handle), "every handle was made here"
+            handle.load.cancel()
+
+    def _load(self, ref: LoraRef) -> tuple[Mapping[str, Layers], float]:
+        path = self._files.get(ref.digest)
+        if path is None:
+            raise LoraNotFound(f"no LoRA {ref.name} ({ref.digest})", metadata={"loras": ref.name})
+        with path.open("rb") as file:
+            said = canonical.read(file)
+            # Private and writable, as torch wants it; nobody writes.
+            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        if hashlib.sha256(content).hexdigest() != ref.digest:
+            raise DataLoss(f"LoRA {ref.name} is not what its digest says", metadata={"loras": ref.name})
+        text = content[said.header_bytes : said.header_bytes + said.text_bytes]
+        return read_layers(said, text=text, unet=content[said.header_bytes + said.text_bytes :]), monotonic()

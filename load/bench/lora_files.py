@@ -1,0 +1,67 @@
+"""Random LoRAs for benches, each as Diffusers saves it and in the suite's canonical form. It knows no bench."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bottega.lora.canonical import ModuleWeights, Weights, write
+
+# What Diffusers' own training scripts touch.
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraFiles:
+    """One LoRA. theirs: as Diffusers saves it; ours: canonical; digest: of that. size_bytes: of its weights."""
+
+    theirs: Path
+    ours: Path
+    digest: str
+    size_bytes: int
+
+
+def random_lora(model: Path, folder: Path, *, seed: int, rank: int, targets: Sequence[str] = ATTENTION) -> LoraFiles:
+    """Writes one into `folder`, of float16, for all of the UNet's modules whose path ends so."""
+    generator = torch.Generator().manual_seed(seed)
+    theirs: dict[str, Tensor] = {}
+    modules: list[ModuleWeights] = []
+    for path, shape in _shapes(model / "unet", targets):
+        out, *rest = shape
+        down = (torch.randn(rank, *rest, generator=generator) / math.sqrt(math.prod(rest))).half()
+        up = (torch.randn(out, rank, *[1] * (len(rest) - 1), generator=generator) / 50).half()
+        theirs |= {f"unet.{path}.lora_A.weight": down, f"unet.{path}.lora_B.weight": up}
+        modules.append(ModuleWeights(component="unet", path=path, scale=1.0, down=_weights(down), up=_weights(up)))
+    save_file(theirs, folder / f"{seed}.safetensors")
+    ours = folder / f"{seed}.lora"
+    with ours.open("wb") as file:
+        write(file, modules)
+    return LoraFiles(
+        theirs=folder / f"{seed}.safetensors",
+        ours=ours,
+        digest=hashlib.sha256(ours.read_bytes()).hexdigest(),
+        size_bytes=sum(tensor.nbytes for tensor in theirs.values()),
+    )
+
+
+def _shapes(folder: Path, targets: Sequence[str]) -> list[tuple[str, list[int]]]:
+    shapes = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                module = name.removesuffix(".weight")
+                if name != module and module.endswith(tuple(targets)):
+                    shapes.append((module, file.get_slice(name).get_shape()))
+    return sorted(shapes)
+
+
+def _weights(tensor: Tensor) -> Weights:
+    return Weights(dtype="F16", shape=tuple(tensor.shape), data=tensor.numpy().tobytes())

@@ -1,0 +1,209 @@
+"""The two sides of the LoRA benches, each in a process of its own: stock Diffusers, and the suite's engine.
+
+`python -m load.bench.lora_sides SIDE --model FOLDER --threads N` answers one JSON line for each that it is given:
+{"swap": LORA} (a LoRA goes in and out again) or {"draw": {...}} (pictures). It knows no gateway and no store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+from load.bench.lora_files import LoraFiles
+
+START_TIMEOUT_S = 120.0
+PROMPT = "a big red star on the left on a blue background"
+GUIDANCE_SCALE = 5.0
+MIB = 1 << 20
+
+Answers = Mapping[str, Callable[[Any], dict[str, float]]]
+
+
+class Side:
+    """One side's process, driven from here. side: diffusers or suite. Stop it (`with` does)."""
+
+    def __init__(self, side: str, model: Path, threads: int) -> None:
+        module = "load.bench.lora_sides"
+        command = [sys.executable, "-m", module, side, "--model", str(model), "--threads", str(threads)]
+        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self._answer()
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=START_TIMEOUT_S)
+
+    def swap(self, lora: LoraFiles) -> Mapping[str, float]:
+        """Puts a LoRA in and takes it out again: seconds, and peak_mib of memory beyond what was there before."""
+        return self._ask({"swap": {"theirs": str(lora.theirs), "ours": str(lora.ours), "digest": lora.digest}})
+
+    def draw(self, loras: Sequence[LoraFiles | None], *, steps: int, size: int) -> float:
+        """Seconds for one picture with each of these LoRAs, or none. size: pixels a side."""
+        said = [each and {"theirs": str(each.theirs), "ours": str(each.ours), "digest": each.digest} for each in loras]
+        return self._ask({"draw": {"loras": said, "steps": steps, "size": size}})["seconds"]
+
+    def _ask(self, question: object) -> Mapping[str, float]:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Mapping[str, float]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a side ended with {self._process.wait(START_TIMEOUT_S)}")
+        answer: Mapping[str, float] = json.loads(line)
+        return answer
+
+
+def diffusers_side(model: Path) -> Answers:
+    """Load, fuse, unfuse, unload; and pictures one by one, each with its LoRA swapped in."""
+    import torch
+    from diffusers import StableDiffusionXLPipeline
+    from diffusers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    pipeline = StableDiffusionXLPipeline.from_pretrained(
+        model, use_safetensors=True, dtype=torch.float32, add_watermarker=False
+    )
+    pipeline.set_progress_bar_config(disable=True)
+
+    def swap(said: Any) -> dict[str, float]:
+        def work() -> None:
+            pipeline.load_lora_weights(said["theirs"], use_safetensors=True)
+            pipeline.fuse_lora()
+            pipeline.unfuse_lora()
+            pipeline.unload_lora_weights()
+
+        return _measured(work)
+
+    def draw(said: Any) -> dict[str, float]:
+        began_s = perf_counter()
+        for seed, lora in enumerate(said["loras"]):
+            if lora is not None:
+                pipeline.load_lora_weights(lora["theirs"], use_safetensors=True)
+            pipeline(
+                PROMPT,
+                num_inference_steps=said["steps"],
+                guidance_scale=GUIDANCE_SCALE,
+                width=said["size"],
+                height=said["size"],
+                generator=torch.Generator("cpu").manual_seed(seed),
+            )
+            if lora is not None:
+                pipeline.unload_lora_weights()
+        return {"seconds": perf_counter() - began_s}
+
+    return {"swap": swap, "draw": draw}
+
+
+def suite_side(model: Path) -> Answers:
+    """Fetch, patch, restore; and pictures all at once, by an engine that gets its LoRAs from files."""
+    import torch
+
+    from bottega.diffusion.engine import Engine, EngineLimits
+    from bottega.diffusion.events import Failed
+    from bottega.diffusion.job import Order
+    from bottega.diffusion.loras import LoraRef, LoraUse, LoraWeights
+    from bottega.diffusion.loras.local import LocalLoras
+    from bottega.diffusion.model import load_model
+    from bottega.diffusion.spec import DrawingSpec, LoraSpec
+
+    loaded = load_model(model, name="bench", device=torch.device("cpu"), dtype=torch.float32)
+    files: dict[str, Path] = {}
+    source = LocalLoras(files)
+    weights = LoraWeights(loaded)
+    engine = Engine(loaded, EngineLimits(), loras=source)
+    engine.warm_up()
+
+    def swap(said: Any) -> dict[str, float]:
+        files[said["digest"]] = Path(said["ours"])
+
+        def work() -> None:
+            handle = source.begin(LoraRef(name="bench", digest=said["digest"]))
+            while not handle.ready:
+                source.settle([handle], 1.0)
+            layers = {name: handle.layers(name) for name in ("text_encoder", "text_encoder_2", "unet")}
+            uses = [LoraUse(digest=said["digest"], scale=1.0, layers=layers)]
+            weights.put_in_text(weights.text_set(uses))
+            weights.put_in_unet(weights.unet_set(uses))
+            source.close([handle])
+            weights.restore()
+
+        return _measured(work)
+
+    def draw(said: Any) -> dict[str, float]:
+        began_s = perf_counter()
+        for seed, lora in enumerate(said["loras"]):
+            if lora is not None:
+                files[lora["digest"]] = Path(lora["ours"])
+            spec = DrawingSpec(
+                prompt=PROMPT,
+                num_inference_steps=said["steps"],
+                guidance_scale=GUIDANCE_SCALE,
+                width=said["size"],
+                height=said["size"],
+                seed=seed,
+                loras=() if lora is None else (LoraSpec(name="bench", digest=lora["digest"]),),
+            )
+            engine.submit(Order(key=seed, spec=spec))
+        while engine.busy:
+            for event in engine.turn():
+                if isinstance(event, Failed):
+                    raise event.error
+        return {"seconds": perf_counter() - began_s}
+
+    return {"swap": swap, "draw": draw}
+
+
+def _measured(work: Callable[[], None]) -> dict[str, float]:
+    """Seconds of it, and how far the process's memory rose in it, MiB."""
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
+    before = _memory_kib("VmRSS")
+    began_s = perf_counter()
+    work()
+    seconds = perf_counter() - began_s
+    return {"seconds": seconds, "peak_mib": (_memory_kib("VmHWM") - before) / 1024}
+
+
+def _memory_kib(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def main() -> None:
+    """Loads the side's model, says so with a line, then answers every line of stdin."""
+    import torch
+
+    parser = argparse.ArgumentParser(prog="python -m load.bench.lora_sides", description=__doc__)
+    parser.add_argument("side", choices=["diffusers", "suite"])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    answers = diffusers_side(options.model) if options.side == "diffusers" else suite_side(options.model)
+    _say({})
+    for line in sys.stdin:
+        ((what, said),) = json.loads(line).items()
+        _say(answers[what](said))
+
+
+def _say(answer: Mapping[str, float]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

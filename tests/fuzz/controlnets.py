@@ -1,0 +1,103 @@
+"""The fixed corpus of a ControlNet server's methods: every field at its limits and one past. Sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from google.protobuf.message import Message
+
+from bottega.v1 import controlnet_pb2
+from bottega.v1.controlnet_pb2 import ResidualProfile
+from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, Case, case_of, shown
+
+NET = "edges"
+"""A ControlNet that the server hosts, and its folder below the root."""
+
+# Values of a field that are taken, and that are not.
+_PROFILES: tuple[tuple[str, tuple[Any, ...], tuple[Any, ...]], ...] = (
+    ("model_hash", ("m", "x" * 128), ("", "x" * 129)),
+    ("num_inference_steps", (1, 200), (0, -1, 201, 2**31 - 1)),
+    ("similarity", (-1.0, 0.0, 1.0), (1.001, -1.001, NAN, INF, -INF)),
+)
+_BAD_NAMES = ("", "x" * 201, "a b", "../up", "\0", "ü", "/etc")
+
+
+def valid(method: str, digest: str) -> list[Message]:
+    """Requests that are taken. digest: of NET."""
+    match method:
+        case "OpenLink":
+            return [controlnet_pb2.OpenLinkRequest(worker="fuzz")]
+        case "Prefetch":
+            return [controlnet_pb2.PrefetchRequest(names=[NET, "nobody"])]
+        case "AddControlNet":
+            return [controlnet_pb2.AddControlNetRequest(name="mine", folder=NET)]
+        case "SetProfile":
+            return [controlnet_pb2.SetProfileRequest(name=NET, digest=digest, profile=_profile())]
+        case _:
+            return [controlnet_pb2.ListControlNetsRequest()]
+
+
+def controlnet_corpus(digest: str) -> Iterator[Case]:
+    """digest: of NET."""
+    yield case_of("ListControlNets", "the only one", controlnet_pb2.ListControlNetsRequest())
+    yield from _links()
+    yield from _names()
+    yield from _folders()
+    yield from _profiles(digest)
+
+
+def _links() -> Iterator[Case]:
+    for worker in ("", "x" * 128):
+        request = controlnet_pb2.OpenLinkRequest(worker=worker)
+        yield case_of("OpenLink", f"worker {shown(worker)}", request)
+    request = controlnet_pb2.OpenLinkRequest(worker="x" * 129)
+    yield case_of("OpenLink", "worker of 129", request, INVALID, "worker")
+    for link_id in ("x", "../up", "x" * (1 << 20), "\0"):
+        request = controlnet_pb2.OpenLinkRequest(worker="fuzz", link_id=link_id)
+        yield case_of("OpenLink", f"link_id {shown(link_id)}", request, INVALID, "link_id")
+
+
+def _names() -> Iterator[Case]:
+    for names in ([], [NET], ["nobody"] * 256, ["x" * 200]):
+        yield case_of("Prefetch", f"{len(names)} names", controlnet_pb2.PrefetchRequest(names=names))
+    for name in _BAD_NAMES:
+        request = controlnet_pb2.PrefetchRequest(names=[NET, name])
+        yield case_of("Prefetch", f"name {shown(name)}", request, INVALID, "names[1]")
+    many = controlnet_pb2.PrefetchRequest(names=["x"] * 257)
+    yield case_of("Prefetch", "257 names", many, INVALID, "names")
+
+
+def _folders() -> Iterator[Case]:
+    def added(**facts: Any) -> controlnet_pb2.AddControlNetRequest:
+        return controlnet_pb2.AddControlNetRequest(**{"name": "mine", "folder": NET, **facts})
+
+    yield case_of("AddControlNet", "below the root", added(name="x" * 200))
+    for name in _BAD_NAMES:
+        yield case_of("AddControlNet", f"name {shown(name)}", added(name=name), INVALID, "name")
+    for folder in ("", "/", "..", f"{NET}/../..", "/etc", "nobody", "\0", "x" * 4096, "x" * 4097, "~", "$HOME"):
+        yield case_of("AddControlNet", f"folder {shown(folder)}", added(folder=folder), INVALID, "folder")
+    yield case_of("AddControlNet", "nothing at all", added(name="", folder=""), INVALID, "name", "folder")
+
+
+def _profiles(digest: str) -> Iterator[Case]:
+    def measured(name: str = NET, of: str = digest, **facts: Any) -> controlnet_pb2.SetProfileRequest:
+        return controlnet_pb2.SetProfileRequest(name=name, digest=of, profile=_profile(**facts))
+
+    for field, good, bad in _PROFILES:
+        for value in good:
+            facts: dict[str, Any] = {field: value}
+            yield case_of("SetProfile", f"{field} {shown(value)}", measured(**facts))
+        for value in bad:
+            facts = {field: value}
+            yield case_of("SetProfile", f"{field} {shown(value)}", measured(**facts), INVALID, f"profile.{field}")
+    yield case_of("SetProfile", "another version", measured(of="ab"), NOT_FOUND)
+    yield case_of("SetProfile", "a stranger", measured("nobody"), NOT_FOUND)
+    for name in _BAD_NAMES:
+        yield case_of("SetProfile", f"name {shown(name)}", measured(name), INVALID, "name")
+    nothing = ("name", "profile.model_hash", "profile.num_inference_steps")
+    yield case_of("SetProfile", "nothing at all", controlnet_pb2.SetProfileRequest(), INVALID, *nothing)
+
+
+def _profile(**facts: Any) -> ResidualProfile:
+    return ResidualProfile(**{"model_hash": "m", "num_inference_steps": 30, "similarity": 0.995, **facts})
