@@ -238,7 +238,7 @@ async def test_an_attempt_that_is_adopted_before_its_server_is_back_keeps_its_ch
     worker = shop.worker()
     job = next(shop.log.live())
     assert job.adopt(worker.name, job.number)
-    shop.foreman._dispatcher.adopt(job, worker)
+    shop.dispatcher.adopt(job, worker)
     assert _told(shop, job) == [("", [])]
     job.keep(job.number, Checkpoint(steps_done=4, data=b"4"))
     _server(shop, net("edges"))
