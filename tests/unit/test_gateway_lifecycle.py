@@ -31,7 +31,8 @@ from bottega.errors import (
     Unavailable,
     WorkerLost,
 )
-from bottega.gateway.jobs import MOST_ATTEMPTS, Checkpoint, Job
+from bottega.gateway.job_values import Checkpoint
+from bottega.gateway.jobs import MOST_ATTEMPTS, Job
 from bottega.gateway.members import Member
 from bottega.rpc.status import to_job_error
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bottega.errors import NoControlNet, NoWorker, QueueFull, Unavailable, WorkerLost
-from bottega.gateway.jobs import Checkpoint, Job
+from bottega.gateway.job_values import Checkpoint
+from bottega.gateway.jobs import Job
 from bottega.gateway.members import Member
 from bottega.v1 import image_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet, ResidualProfile

@@ -14,7 +14,8 @@ from bottega.gateway.deadlines import Deadlines
 from bottega.gateway.endings import Endings
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.job_log import JobLog
-from bottega.gateway.jobs import MOST_ATTEMPTS, Job, Picture
+from bottega.gateway.job_values import Picture
+from bottega.gateway.jobs import MOST_ATTEMPTS, Job
 from bottega.gateway.matching import Matching
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.placement import Placement

@@ -21,7 +21,8 @@ from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.endings import Endings
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.job_log import JobLog
-from bottega.gateway.jobs import Job, Standing
+from bottega.gateway.job_values import Standing
+from bottega.gateway.jobs import Job
 from bottega.gateway.matching import Matching
 from bottega.gateway.members import Member
 from bottega.gateway.metrics import GatewayMetrics

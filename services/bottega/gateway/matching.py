@@ -12,7 +12,8 @@ from bottega.gateway.clock import Clock
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.job_log import JobLog
-from bottega.gateway.jobs import Job, Standing
+from bottega.gateway.job_values import Standing
+from bottega.gateway.jobs import Job
 from bottega.gateway.members import Member
 from bottega.gateway.queueing import JobQueue
 from bottega.gateway.scheduler import assign
