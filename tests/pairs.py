@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 
 from bottega.diffusion.engine import Engine
+from bottega.diffusion.follower import Guest, LentRow, Returned
 from bottega.errors import BottegaError, Unavailable
 from bottega.transport import Counters, Doors
 from bottega.worker.peer import Following, Peer, PeerOffer, PeerSettings
@@ -89,6 +90,53 @@ class FollowerThread:
             if self._following is not None:
                 self._following.report(busy=self.busy)
                 self._following.attend()
+
+
+class WatchedPeer:
+    """A Follower: a peer with what came back over it kept. on_lent: told of each turn that was lent, from 1."""
+
+    def __init__(self, peer: Peer, on_lent: Callable[[int], None] = lambda _: None) -> None:
+        self.turns = 0
+        self.kept: list[Returned] = []
+        self._peer = peer
+        self._on_lent = on_lent
+
+    @property
+    def name(self) -> str:
+        """See Follower."""
+        return self._peer.name
+
+    @property
+    def free(self) -> bool:
+        """See Follower."""
+        return self._peer.free
+
+    @property
+    def owes(self) -> bool:
+        """See Follower."""
+        return self._peer.owes
+
+    def knows(self, guest: Guest) -> bool:
+        """See Follower."""
+        return self._peer.knows(guest)
+
+    def forget(self, guest: Guest) -> None:
+        """See Follower."""
+        self._peer.forget(guest)
+
+    def lend(self, rows: Sequence[LentRow]) -> bool:
+        """See Follower."""
+        lent = self._peer.lend(rows)
+        self.turns += 1
+        self._on_lent(self.turns)
+        return lent
+
+    def returned(self, timeout_s: float) -> Returned | None:
+        """See Follower."""
+        returned = self._peer.returned(timeout_s)
+        if returned is not None:
+            self.kept.append(returned)
+        return returned
 
 
 def led(follower: FollowerThread) -> Peer:

@@ -3,18 +3,15 @@
 Worker and server have a core and a thread each, the reference has one; it runs the ControlNet first and then the UNet.
 The ideal follows from the parts' own times: the ControlNet runs while the encoder half does. Then the same over TCP
 behind a relay that is slowed down to where waiting for every step's residuals gains little, against steps that go on
-with those of the step before.
+with those of the step before; and how often the embedded model's pictures follow their control images then.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import signal
-import socket
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -26,17 +23,18 @@ from PIL import Image
 
 from bottega.client import Client, ControlNet, Picture
 from bottega.diffusion.bench_model import BenchShape, write_bench_model
+from load.bench.controlnet_follow import CASES
 from load.bench.controlnet_reference import ControlledReference
+from load.bench.controlnet_stale import follow
+from load.bench.controlnet_suite import Cast, pinned, relayed, suite
 from load.bench.report import report
 from load.bench.throttle import Throttle
-from tests.running import Service, Services, gateway_config, wait_until, worker_config
 
 # The encoder half of a guided step takes more than 100 ms with one thread.
 SHAPE = BenchShape(block_out_channels=(64, 128, 256), transformer_layers=(1, 4), sample_size=32)
 PROMPT = "a big red star on the left on a blue background"
 GUIDANCE_SCALE = 5.0
 WARM_UPS = 2
-JOIN_S = 60.0
 # Serial over suite, synchronous, on the slow link.
 SLOW_GAIN = 1.1
 
@@ -52,6 +50,11 @@ class Bench:
     steps: int
     requests: int
 
+    @property
+    def cast(self) -> Cast:
+        """Whom to start."""
+        return Cast(folder=self.folder, model=str(self.model), net=self.net)
+
 
 def main() -> None:
     """Runs both comparisons and reports."""
@@ -64,10 +67,12 @@ def main() -> None:
         with reference:
             parts = reference.parts(options.rounds)
             values = dict(parts)
-            with suite(bench, "memfd", {}, {}) as client:
+            with suite(bench.cast, "memfd", {}, {}) as client:
                 values |= _near(bench, reference, client)
             values |= _far(bench, values) if not options.only_near else {}
             values |= {f"{name}_again": seconds for name, seconds in reference.parts(options.rounds).items()}
+        if options.cases and not options.only_near:
+            values |= follow(Path(name), options.cases)
     _report(values, options)
 
 
@@ -92,24 +97,17 @@ def _near(bench: Bench, reference: ControlledReference, client: Client) -> dict[
 
 def _far(bench: Bench, near: Mapping[str, float]) -> dict[str, float]:
     """Synchronous and pipelined in turns, on one slow link."""
-    with Throttle() as throttle:
-        throttle.target = _free_port()
-        server = {
-            "links_socket": None,
-            "links_listen": f"127.0.0.1:{throttle.target}",
-            "links_advertised": f"127.0.0.1:{throttle.port}",
-        }
-        with suite(bench, "tcp", server, {}) as client:
-            client.set_controlnet_profile("edges", similarity=1.0, num_inference_steps=1)
-            draw(bench, client, 0)
-            throttle.bytes_per_s = _slow(bench, client, throttle, near)
-            synchronous, pipelined = [], []
-            for seed in range(WARM_UPS + bench.requests):
-                waiting = draw(bench, client, seed, stale_residuals=False)
-                going_on = draw(bench, client, seed, stale_residuals=True)
-                if seed >= WARM_UPS:
-                    synchronous.append(step_s(waiting))
-                    pipelined.append(going_on)
+    with Throttle() as throttle, suite(bench.cast, "tcp", relayed(throttle), {}) as client:
+        client.set_controlnet_profile("edges", similarity=1.0, num_inference_steps=1)
+        draw(bench, client, 0)
+        throttle.bytes_per_s = _slow(bench, client, throttle, near)
+        synchronous, pipelined = [], []
+        for seed in range(WARM_UPS + bench.requests):
+            waiting = draw(bench, client, seed, stale_residuals=False)
+            going_on = draw(bench, client, seed, stale_residuals=True)
+            if seed >= WARM_UPS:
+                synchronous.append(step_s(waiting))
+                pipelined.append(going_on)
     return {
         "slow_bytes_per_s": throttle.bytes_per_s,
         "synchronous_step_s": median(synchronous),
@@ -152,54 +150,6 @@ def step_s(picture: Picture) -> float:
     ) / picture.provenance.parameters.num_inference_steps
 
 
-@contextmanager
-def suite(bench: Bench, name: str, server: Mapping[str, object], engine: Mapping[str, object]) -> Iterator[Client]:
-    """A gateway, a worker on the first core and a ControlNet server on the second, with a thread each."""
-    folder = bench.folder / name
-    folder.mkdir()
-    with Services(folder) as services:
-        gateway = services.start("bottega.gateway", gateway_config())
-        with pinned(1):
-            remote = _start_server(bench, services, gateway, server)
-        with pinned(0):
-            said = {"model": str(bench.model), "threads": 1, **engine}
-            worker = services.start("bottega.worker", worker_config(gateway.address, name="worker", engine=said))
-        _check_apart(worker, remote)
-        with Client(gateway.address, timeout_s=600) as client:
-            wait_until(lambda: bool(client.models()) and bool(client.controlnets()), JOIN_S, "all to join")
-            yield client
-
-
-@contextmanager
-def pinned(core: int) -> Iterator[None]:
-    """What is started in the block runs on this core alone, where there is more than one. Blocks do not nest."""
-    before = os.sched_getaffinity(0)
-    cores = sorted(before)
-    os.sched_setaffinity(0, {cores[core % len(cores)]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def _check_apart(worker: Service, server: Service) -> None:
-    """Raises where both are on one core: what is measured would be that they take turns."""
-    theirs = [os.sched_getaffinity(each.process.pid) for each in (worker, server)]
-    if theirs[0] & theirs[1]:
-        raise SystemExit(f"worker and ControlNet server need a core each; they have {theirs[0]} and {theirs[1]}")
-
-
-def _start_server(bench: Bench, services: Services, gateway: Service, engine: Mapping[str, object]) -> Service:
-    config = {
-        "name": "server",
-        "gateway": gateway.address,
-        "server": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"},
-        "engine": {"threads": 1, **engine},
-        "controlnets": {"edges": str(bench.net)},
-    }
-    return services.start("bottega.controlnet", config)
-
-
 def _prepare(folder: Path, options: argparse.Namespace) -> Bench:
     write_bench_model(folder / "model", SHAPE)
     unet = UNet2DConditionModel.from_pretrained(folder / "model" / "unet", use_safetensors=True)
@@ -218,12 +168,6 @@ def _prepare(folder: Path, options: argparse.Namespace) -> Bench:
         steps=options.steps,
         requests=options.requests,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _report(values: Mapping[str, float], options: argparse.Namespace) -> None:
@@ -263,6 +207,15 @@ def _report(values: Mapping[str, float], options: argparse.Namespace) -> None:
             ("synchronous over pipelined (pipelined_over_sync)", f"{gain:.3f}", "at least 1.2"),
             ("stale steps of a picture", f"{values['stale_steps']:g} of {options.steps}", ""),
         ]
+    if "follow_pipelined" in values:
+        lost = 100 * (values["follow_synchronous"] - values["follow_pipelined"])
+        figures |= {name: value for name, value in values.items() if name.startswith("follow_")}
+        figures["follow_lost_points"] = lost
+        rows += [
+            ("pictures that follow, exact steps", f"{values['follow_synchronous']:.2f}", ""),
+            ("  steps that go on with those before", f"{values['follow_pipelined']:.2f}", ""),
+            ("  points lost (follow_lost_points)", f"{lost:.1f}", "at most 3"),
+        ]
     report("controlnet", [(row[0], row[1], row[2]) for row in rows], figures)
 
 
@@ -275,6 +228,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=8, help="pictures on each side")
     parser.add_argument("--steps", type=int, default=12, help="of a picture")
     parser.add_argument("--rounds", type=int, default=15, help="of the parts alone")
+    parser.add_argument("--cases", type=int, default=CASES, help="in which pictures shall follow; 0 leaves them out")
     parser.add_argument("--only-near", action="store_true", help="leave the slow link out")
     return parser.parse_args()
 

@@ -88,12 +88,17 @@ def reference(stock: Any, nets: Mapping[str, ControlNetModel], spec: GenerationS
     used = [nets[net.name] for net in spec.controlnets]
     images = [Image.fromarray(IMAGES[net.name].numpy()) for net in spec.controlnets]
     scales = [net.controlnet_conditioning_scale for net in spec.controlnets]
+    starts = [net.control_guidance_start for net in spec.controlnets]
+    ends = [net.control_guidance_end if net.HasField("control_guidance_end") else 1.0 for net in spec.controlnets]
     one = len(used) == 1
     pipeline = variant(stock, StableDiffusionXLControlNetPipeline, controlnet=used[0] if one else used)
     drawn = pipeline(
         spec.prompt,
         image=images[0] if one else images,
         controlnet_conditioning_scale=scales[0] if one else scales,
+        control_guidance_start=starts[0] if one else starts,
+        control_guidance_end=ends[0] if one else ends,
+        guess_mode=any(net.guess_mode for net in spec.controlnets),
         num_inference_steps=spec.num_inference_steps,
         guidance_scale=spec.guidance_scale,
         width=spec.width,
@@ -115,6 +120,23 @@ def test_with_one_two_and_three_controlnets_it_is_the_stock_pipelines_picture(
     assert all(use.waited_s > 0 for use in uses)
     assert drawn.provenance.exact
     assert drawn.provenance.encoder_s > 0
+
+
+@pytest.mark.parametrize("guess_mode", [False, True], ids=["guided", "guess mode"])
+@pytest.mark.parametrize("names", [("edges",), ("layout", "depth")], ids=len)
+def test_where_each_begins_and_ends_and_guess_mode_are_the_stock_pipelines(
+    cast: Cast, stock: Any, nets: Mapping[str, ControlNetModel], names: tuple[str, ...], guess_mode: bool
+) -> None:
+    spec = controlled(*((name, IMAGES[name], 1.1 - 0.3 * place) for place, name in enumerate(names)))
+    for place, net in enumerate(spec.controlnets):
+        net.guess_mode = guess_mode
+        net.control_guidance_start = 0.25 * place
+        net.control_guidance_end = 0.5 + 0.25 * place
+    drawn = cast.bare.draw(spec, hosts(spec, cast.near))
+    assert_same_image(drawn.picture, reference(stock, nets, spec))
+    uses = drawn.provenance.controlnets
+    assert [(use.begin_step, use.end_step) for use in uses] == [(0, 4), (2, 6)][: len(names)]
+    assert {use.mode for use in uses} == {generation_pb2.RESIDUAL_MODE_SYNCHRONOUS}
 
 
 def test_over_tcp_it_is_the_same(cast: Cast, stock: Any, nets: Mapping[str, ControlNetModel]) -> None:

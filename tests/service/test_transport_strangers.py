@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bottega.errors import AuthFailed, ConfigError, DeadlineExceeded, LinkClosed, PeerDead, TooLarge
-from bottega.transport import Backend, Deadline, Doors, Limits, Listener, MemfdEndpoint, Offer, TcpEndpoint, connect
+from bottega.transport import (
+    Backend,
+    Deadline,
+    Doors,
+    Limits,
+    Link,
+    Listener,
+    MemfdEndpoint,
+    Offer,
+    TcpEndpoint,
+    connect,
+)
 from bottega.transport import hello as greeting
 from bottega.transport.door import MAX_STRANGERS, STRANGER_S
 from bottega.transport.hello import CHALLENGE_BYTES, HELLO_BYTES, Direction, Verdict
@@ -20,6 +33,8 @@ from bottega.transport.listener import MAX_OFFERS
 from tests.service.transport_backends import LAYOUT, content, listening, open_descriptors, opened, patience, read, write
 
 WAYS = (Backend.MEMFD, Backend.TCP)
+# Workers that come back to one server at once.
+_CROWD = 100
 
 
 @pytest.fixture
@@ -129,7 +144,7 @@ def test_silent_strangers_are_few_and_do_not_keep_others_out(listener: Listener,
     before = open_descriptors()
     offer = listener.offer()
     with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(_dial(offer, way)) for _ in range(MAX_STRANGERS * 3)]
+        silent = [stack.enter_context(_dial(offer, way)) for _ in range(MAX_STRANGERS * 2)]
         began = time.monotonic()
         with connect(offer, patience(), ways=(way,)) as near, listener.accept(offer, patience()) as far:
             assert time.monotonic() - began < 1
@@ -137,6 +152,19 @@ def test_silent_strangers_are_few_and_do_not_keep_others_out(listener: Listener,
             assert held <= MAX_STRANGERS
             write(near, LAYOUT, content(LAYOUT, 1))
             assert read(far, LAYOUT) == content(LAYOUT, 1)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_crowd_that_comes_at_once_gets_in(listener: Listener, way: Backend) -> None:
+    begin = threading.Barrier(_CROWD)
+
+    def come(offer: Offer) -> Link:
+        begin.wait(10)
+        return connect(offer, patience(), ways=(way,))
+
+    with ThreadPoolExecutor(_CROWD) as pool:
+        for link in pool.map(come, [listener.offer() for _ in range(_CROWD)]):
+            link.close()
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -369,3 +369,14 @@ def test_inputs_of_other_types_are_taken_as_the_network_needs_them(net: ControlN
     half = replace(row, sample=row.sample.half().double(), timestep=torch.tensor(100))
     residuals = run_group([half])
     assert residuals[0].dtype == torch.float32
+
+
+def test_a_base_model_and_what_fits_it_are_told_by_one_short_text() -> None:
+    base = read_base_layout(WEIGHTS)
+    for folder in (WEIGHTS / "controlnets").iterdir():
+        assert find_controlnet("own", folder, base=None, dtype=torch.float32).layout.base == base.base
+    others = [replace(base, context_width=2048), replace(base, points=base.points[:-1]), replace(base, latent_scale=8)]
+    deep = [replace(base, points=tuple((64 + level, level) for level in range(count))) for count in (40, 41)]
+    said = [layout.base for layout in (base, *others, *deep)]
+    assert len(set(said)) == len(said)
+    assert all(0 < len(text) <= 128 for text in said)

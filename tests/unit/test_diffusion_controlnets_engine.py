@@ -225,6 +225,9 @@ def test_a_checkpoint_fits_no_other_controls(model: Model, other: Order) -> None
     assert read_checkpoint(data, model, one)
     with pytest.raises(CheckpointMismatch, match="its spec"):
         read_checkpoint(data, model, other.spec)
+    (net,) = one.controlnets
+    with pytest.raises(CheckpointMismatch):  # another version of the ControlNet
+        read_checkpoint(data, model, replace(one, controlnets=(replace(net, digest="ab"),)))
 
 
 def test_the_record_says_what_took_part_and_what_was_waited_for(company: dict[str, Drawing]) -> None:

@@ -107,9 +107,9 @@ def test_rows_come_as_they_were_lent() -> None:
 
 def test_noise_comes_for_the_rows_that_have_some() -> None:
     noise = torch.randn(2, 4, 8, 8)
-    message = noise_message(Noise(number=5, places=(0, 2), noise=noise))
+    message = noise_message(Noise(number=5, places=(0, 2), noise=noise, waited_s=0.25))
     answer = read_noise(message.layout, message.buffers)
-    assert (answer.number, answer.places) == (5, (0, 2))
+    assert (answer.number, answer.places, answer.waited_s) == (5, (0, 2), 0.25)
     assert torch.equal(answer.noise, noise)
 
 
@@ -152,8 +152,9 @@ def test_a_step_that_breaks_a_rule_is_not_taken(message: Message) -> None:
         read_step(message.layout, message.buffers)
 
 
-def test_noise_without_a_number_for_each_row_is_not_taken() -> None:
-    message = message_of({Kind.NOISE.value: torch.tensor([5, 0]), "rows": torch.zeros(2, 4, 8, 8)})
+@pytest.mark.parametrize("table", [[5, 0, 0], [5], [5, -1, 0, 1]], ids=["a row less", "no wait", "a negative wait"])
+def test_noise_without_a_number_for_each_row_is_not_taken(table: list[int]) -> None:
+    message = message_of({Kind.NOISE.value: torch.tensor(table), "rows": torch.zeros(2, 4, 8, 8)})
     with pytest.raises(ValueError, match="noise"):
         read_noise(message.layout, message.buffers)
 

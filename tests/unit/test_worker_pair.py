@@ -17,6 +17,7 @@ from bottega.diffusion.engine import Engine, EngineLimits
 from bottega.diffusion.events import PairRecord
 from bottega.diffusion.job import Order
 from bottega.diffusion.model import Model
+from bottega.diffusion.row import Row
 from bottega.diffusion.samplers import SamplerKind
 from bottega.diffusion.spec import DrawingSpec
 from bottega.errors import ModelMismatch
@@ -25,7 +26,7 @@ from bottega.worker.peer import Peer
 from tests.controlnets import control_image, control_spec, random_controlnet, save, shelf_of, stock_options
 from tests.drawing import Drawing, Easel, load
 from tests.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
-from tests.pairs import FollowerThread, led
+from tests.pairs import FollowerThread, WatchedPeer, led
 from tests.running import wait_until
 from tests.stock import Stock, assert_close, latent_of, load_stock, variant
 
@@ -42,6 +43,8 @@ UNGUIDED = replace(PLAIN, prompt="a green circle", guidance_scale=1.0, seed=2)
 NAMES = ("edges", "depth")
 IMAGES = (control_image(1), control_image(2))
 WAIT_S = 10.0
+# Longer than a forward takes here, also beside others.
+SLOW_S = 0.8
 
 
 @pytest.fixture(scope="module")
@@ -244,6 +247,28 @@ def test_a_job_whose_controlnets_the_follower_does_not_have_is_drawn_here(
     drawing = easel.draw(controlled())
     assert drawing.record.pair is None
     assert_close(drawing.latents[0], alone.draw(controlled()).latents[0])
+
+
+class SlowControlNets(LocalControlNets):
+    """As on a server that takes long."""
+
+    def ask(self, rows: list[Row]) -> None:
+        time.sleep(SLOW_S)
+        super().ask(rows)
+
+
+def test_waiting_for_residuals_does_not_make_a_follower_slow_nor_let_it_be_given_up(
+    model: Model, shelf: ControlNetShelf
+) -> None:
+    with FollowerThread(Engine(model, TOGETHER, controlnets=SlowControlNets(shelf))) as follower:
+        peer = led(follower)
+        watched = WatchedPeer(peer)
+        easel = Easel(Engine(model, TOGETHER, controlnets=SlowControlNets(shelf), follower=watched))
+        drawing = easel.draw(controlled())
+        peer.stop()
+    assert pair_of(drawing).taken_back_steps == 0
+    assert pair_of(drawing).steps > 0
+    assert all(returned.seconds < SLOW_S for returned in watched.kept)
 
 
 @pytest.fixture(scope="module")

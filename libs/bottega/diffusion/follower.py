@@ -47,7 +47,7 @@ class Returned:
     """What the follower made of the rows that it was lent.
 
     noise: [channels, height, width] by row; those whose residuals were late there are missing. seconds: from lending to
-    the answer.
+    the answer, without waiting for residuals there: this engine waits for its own meanwhile.
     """
 
     noise: Mapping[Row, Tensor]

@@ -55,6 +55,19 @@ class GuestLoras:
         return not loras.pending
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Computed:
+    """What became of a step's rows.
+
+    places: of those that were not late for their residuals. noise: [places, channels, height, width], in that order.
+    waited_s: for residuals.
+    """
+
+    places: tuple[int, ...]
+    noise: Tensor
+    waited_s: float
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Seat:
     """A guest that is here. handles: of its sessions. opened: whether all its rows can be computed."""
@@ -140,17 +153,19 @@ class Guests:
         for number in list(self._seats):
             self.dismiss(number)
 
-    def compute(self, rows: Sequence[GuestRow], samples: Tensor, timesteps: Tensor) -> tuple[list[int], Tensor | None]:
+    def compute(self, rows: Sequence[GuestRow], samples: Tensor, timesteps: Tensor) -> Computed | None:
         """One forward. samples: [rows, channels, height, width]; timesteps: [rows].
 
-        Returns the places of the rows that were not late for their residuals, and their noise in that order. Raises
-        ValueError for a row of a job that is not here, and as Denoiser.predict does.
+        Returns None where all rows were late for their residuals. Raises ValueError for a row of a job that is not
+        here, and as Denoiser.predict does.
         """
         samples = samples.to(self._device, self._dtype)
         made = [self._row(row, samples[place], timesteps[place]) for place, row in enumerate(rows)]
-        noise = self._predict(made).noise
-        places = [place for place, row in enumerate(made) if row in noise]
-        return places, torch.stack([noise[made[place]] for place in places]) if places else None
+        prediction = self._predict(made)
+        noise = {place: prediction.noise[row] for place, row in enumerate(made) if row in prediction.noise}
+        if not noise:
+            return None
+        return Computed(places=tuple(noise), noise=torch.stack(list(noise.values())), waited_s=prediction.waited_s)
 
     def _row(self, row: GuestRow, sample: Tensor, timestep: Tensor) -> Row:
         seat = self._seats.get(row.guest)

@@ -23,10 +23,11 @@ _PATIENCE = 4.0
 _LEAST_PATIENCE_S = 1.0
 # Between two signs of life while it waits.
 _LOOK_S = 0.1
-# Turns without the follower after which what is known of its speed is forgotten and it is tried again: its first
-# forward takes several times what others do, and a hiccup must not end the pair. Doubled each time in vain.
+# Turns without the follower after which it is tried again in so many, whatever was measured: others on the cores may
+# have gone, and what fewer rows take here is only measured while they are shared. Doubled each time in vain.
 _LEAST_PAUSE_TURNS = 2
 _MOST_PAUSE_TURNS = 32
+_TRIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,7 +52,7 @@ class PairPrediction(Prediction):
 
 
 class Pair:
-    """predict: a forward here. times: of such ones. alive: called often while it waits.
+    """predict: a forward here. times: of those, kept by whoever runs them. alive: called often while it waits.
 
     backlog: requests that wait elsewhere for a worker.
     """
@@ -65,6 +66,7 @@ class Pair:
         self._theirs = StepTimes()
         self._unused_turns = 0
         self._pause_turns = _LEAST_PAUSE_TURNS
+        self._tries = 0
 
     @property
     def name(self) -> str:
@@ -78,7 +80,7 @@ class Pair:
     def predict(self, rows: Sequence[Row], lendable: Mapping[Hashable, Lendable]) -> Prediction:
         """One turn's noise. lendable: by owner, those whose rows the follower may compute.
 
-        Raises as Denoiser.predict does.
+        Raises as `predict` does.
         """
         lent = self._lend(rows, lendable)
         if not lent:
@@ -86,7 +88,9 @@ class Pair:
         began_s = perf_counter()
         own = self._here([row for row in rows if row not in lent])
         waiting_s = perf_counter()
-        returned = self._wait(_shape(rows[0]), len(lent))
+        returned = self._wait(_shape(rows[0]), len(lent), own.waited_s)
+        if returned is not None:
+            self._judge(_shape(rows[0]), len(rows), max(own.seconds, returned.seconds))
         peer_wait_s = perf_counter() - waiting_s
         rest = self._here(lent) if returned is None else None
         theirs = rest.noise if rest is not None else returned.noise if returned is not None else {}
@@ -117,35 +121,52 @@ class Pair:
         return [each.row for each in lent]
 
     def _count(self, shape: Shape, rows: int, able: int) -> int:
+        trying = self._tries > 0
         count = rows_to_lend(
             rows,
             able,
-            own=lambda count: self._times.seconds(shape, count),
-            theirs=lambda count: self._theirs.seconds(shape, count),
+            own=lambda count: None if trying else self._times.seconds(shape, count),
+            theirs=lambda count: None if trying else self._theirs.seconds(shape, count),
             backlog=self.backlog,
         )
-        if count and self._theirs.seconds(shape, count) is not None:
-            self._pause_turns = _LEAST_PAUSE_TURNS  # it pays by what was measured
+        self._tries -= bool(trying and count)
         self._unused_turns = 0 if count or self.backlog else self._unused_turns + 1
         if self._unused_turns >= self._pause_turns:
-            self._theirs, self._unused_turns = StepTimes(), 0
+            self._theirs, self._unused_turns, self._tries = StepTimes(), 0, _TRIES
             self._pause_turns = min(2 * self._pause_turns, _MOST_PAUSE_TURNS)
         return count
 
-    def _wait(self, shape: Shape, rows: int) -> Returned | None:
+    def _wait(self, shape: Shape, rows: int, residuals_s: float) -> Returned | None:
+        """What was lent; None when it does not come. residuals_s: that this engine has waited for residuals."""
         expected_s = self._theirs.seconds(shape, rows) or self._times.seconds(shape, rows) or 0.0
-        until_s = perf_counter() + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s)
+        until_s = perf_counter() + max(_LEAST_PATIENCE_S, _PATIENCE * (expected_s + residuals_s))
         while (left_s := until_s - perf_counter()) > 0:
             owed = self._follower.owes  # asked first: what comes in between is still taken
             returned = self._follower.returned(min(left_s, _LOOK_S))
             if returned is not None:
-                self._theirs.observe(shape, rows, returned.seconds)
+                self._learn(shape, rows, returned.seconds)
                 return returned
             if not owed:
                 return None
             self.alive()
-        self._theirs.observe(shape, rows, _PATIENCE * expected_s)
+        self._learn(shape, rows, _PATIENCE * expected_s)
         return None
+
+    def _judge(self, shape: Shape, rows: int, seconds: float) -> None:
+        """A turn of so many rows was shared. Whether that paid decides how soon one that is given up is tried again."""
+        alone_s = self._times.seconds(shape, rows)
+        if alone_s is None or seconds < alone_s:
+            self._pause_turns = _LEAST_PAUSE_TURNS
+
+    def _learn(self, shape: Shape, rows: int, seconds: float) -> None:
+        """Takes in an answer. Before the first one of a shape it is taken to be as quick as this worker.
+
+        So a slow first answer, which most are, counts as at most twice that, and does not end the pair by itself.
+        """
+        own_s = self._times.seconds(shape, rows)
+        if own_s is not None and all(known != shape for known, _, _ in self._theirs.entries()):
+            self._theirs.observe(shape, rows, own_s)
+        self._theirs.observe(shape, rows, seconds)
 
 
 def _whole(rows: Sequence[Row], noise: Mapping[Row, Tensor]) -> dict[Row, Tensor]:

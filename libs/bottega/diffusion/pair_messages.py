@@ -36,6 +36,8 @@ _MAX_NUMBER = 2**53
 _MOST_SERVERS = 8
 _MOST_CONTROLS = 8
 _MOST_LORAS = 8
+# Times go as microseconds.
+_PER_S = 1_000_000
 # Of one step; a group of any size that is run has some tens.
 _MOST_ROWS = 512
 _Number = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
@@ -105,11 +107,15 @@ class GuestStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Noise:
-    """The answer to a step. places: of its rows that were computed; noise: [places, channels, height, width]."""
+    """The answer to a step. places: of its rows that were computed; noise: [places, channels, height, width].
+
+    waited_s: for residuals.
+    """
 
     number: int
     places: tuple[int, ...]
     noise: Tensor
+    waited_s: float = 0.0
 
 
 def kind_of(layout: Layout) -> Kind:
@@ -211,17 +217,20 @@ def read_step(layout: Layout, views: Sequence[memoryview]) -> GuestStep:
 
 def noise_message(answer: Noise) -> Message:
     """A noise message."""
-    return message_of({Kind.NOISE.value: torch.tensor([answer.number, *answer.places]), "rows": answer.noise})
+    table = [answer.number, round(answer.waited_s * _PER_S), *answer.places]
+    return message_of({Kind.NOISE.value: torch.tensor(table), "rows": answer.noise})
 
 
 def read_noise(layout: Layout, views: Sequence[memoryview]) -> Noise:
     """What a noise message says; its tensor is a copy."""
     parts = parts_of(layout, views)
     table, noise = parts[Kind.NOISE.value], parts.get("rows")
-    if table.dtype != torch.int64 or table.dim() != 1 or noise is None or len(noise) != len(table) - 1:
+    if table.dtype != torch.int64 or table.dim() != 1 or noise is None or len(noise) != len(table) - 2:
         raise ValueError("a noise message has not one number for each row")
-    number, *places = table.tolist()
-    return Noise(number=number, places=tuple(places), noise=noise.clone())
+    number, waited, *places = table.tolist()
+    if not 0 <= waited <= _MAX_NUMBER:
+        raise ValueError(f"a noise message says that {waited} microseconds were waited")
+    return Noise(number=number, places=tuple(places), noise=noise.clone(), waited_s=waited / _PER_S)
 
 
 def number_message(kind: Kind, number: int = 0) -> Message:

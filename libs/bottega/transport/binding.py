@@ -12,7 +12,8 @@ from pathlib import Path
 
 from bottega.errors import ConfigError
 
-_BACKLOG = 64
+# Of a unix socket's callers who cannot wait: beyond it they are refused at once. See door.MAX_STRANGERS.
+_BACKLOG = 256
 # sun_path of sockaddr_un, with its final zero.
 _MAX_PATH_BYTES = 107
 _PROBE_S = 0.2

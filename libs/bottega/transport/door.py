@@ -20,7 +20,8 @@ from bottega.errors import BadFrame
 from bottega.transport.hello import HELLO_BYTES, PROOF_BYTES, Hello, Verdict, challenge, read_hello, refusal
 from bottega.transport.seam import Backend
 
-MAX_STRANGERS = 16
+# As many as a fleet of workers that all lost one server, and come back to it at once: those are no attack.
+MAX_STRANGERS = 128
 STRANGER_S = 2.0
 # Out of descriptors: waiting a little costs less than asking again at once.
 _FULL_PAUSE_S = 0.05

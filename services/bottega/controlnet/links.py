@@ -70,6 +70,7 @@ class Links:
             on_end=self._ended,
         )
         with self._lock:
+            link.draining = self._draining
             self._links.add(link)
         link.start()
         return offer if self._advertised is None else replace(offer, tcp=self._advertised)

@@ -172,6 +172,8 @@ class ControlNetServer:
     async def engine_lost(self, why: str) -> None:
         """See Listener."""
         self._metrics.engine_lost()
+        if self._hosting is not None:
+            self._hosting.cancel()  # else it would say that an engine serves which is gone
         self._engine.forget(Unavailable(f"the ControlNet server's engine was lost: {why}"))
         if not self._first_hosting.done():
             self._first_hosting.set_exception(InternalError(f"the engine could not be started: {why}"))

@@ -120,7 +120,8 @@ class ControlNetShelf:
 
     def expect(self, names: Iterable[str]) -> None:
         """Requests that wait elsewhere will borrow these. Names that are not known are left out."""
-        items = [_item(self._sources[name]) for name in names if name in self._sources]
+        # Looked up once each: another thread may host another version of one meanwhile.
+        items = [_item(source) for name in names if (source := self._sources.get(name)) is not None]
         with self._changed:
             self._shelf.expect(items)
             self._changed.notify()

@@ -125,6 +125,7 @@ class Placing:
         """A server does not serve a loan any more: its ControlNets go on elsewhere."""
         self._loans.remove(loan)
         for seat in loan.seats:
+            seat.give_up_answers()
             self._leave(seat)
         self.place(loan.seats, why)
 

@@ -112,20 +112,24 @@ class Seat:
         return None
 
     def forget_answers(self) -> None:
-        """Those that are there, and those that may come, are not wanted any more."""
+        """Those that are there, and those that may come, are not wanted any more, here: others may be in them, too."""
         for answers in self._answers.values():
-            _give_up(answers.newest)
-            _give_up(answers.before)
+            _drop(answers.newest)
+            _drop(answers.before)
         self._answers.clear()
+
+    def give_up_answers(self) -> None:
+        """Those that are not here will not come: whoever sends them is lost, and who has read their first points knows
+        by `void`.
+        """
+        for answers in self._answers.values():
+            for answer in (answers.newest, answers.before):
+                if answer is not None and not answer.reply.whole:
+                    answer.reply.void = True
+        self.forget_answers()
 
     def _of(self, row: Row) -> _Answers:
         return self._answers.setdefault((row.owner, row.half), _Answers())
-
-
-def _give_up(answer: _Answer | None) -> None:
-    if answer is not None:
-        answer.reply.void = answer.reply.void or not answer.reply.whole
-        _drop(answer)
 
 
 def _drop(answer: _Answer | None) -> None:

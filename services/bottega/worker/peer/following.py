@@ -187,13 +187,14 @@ class Following:
         """In the engine's thread."""
         if talk is not self._talk:
             return  # nobody waits for it
+        computed = None
         try:
-            places, noise = self._guests.compute(step.rows, step.samples, step.timesteps)
+            computed = self._guests.compute(step.rows, step.samples, step.timesteps)
         except Exception as error:  # noqa: BLE001 - the boundary of a step: the leader computes it itself
             _log.warning("rows of the peer could not be computed", extra={"why": f"{type(error).__name__}: {error}"})
-            noise = None
         talk.stepping = False
-        if noise is None:
+        if computed is None:
             talk.send(number_message(Kind.DECLINED, step.number))
-        else:
-            talk.send(noise_message(Noise(number=step.number, places=tuple(places), noise=noise)))
+            return
+        answer = Noise(number=step.number, places=computed.places, noise=computed.noise, waited_s=computed.waited_s)
+        talk.send(noise_message(answer))

@@ -253,7 +253,8 @@ class Peer:
         kind = kind_of(layout)
         if kind is Kind.NOISE:
             answer = read_noise(layout, views)
-            self._settle(life, answer.number, dict(zip(answer.places, answer.noise, strict=True)))
+            noise = dict(zip(answer.places, answer.noise, strict=True))
+            self._settle(life, answer.number, noise, waited_s=answer.waited_s)
             return
         number = read_number(layout, views)
         match kind:
@@ -268,7 +269,7 @@ class Peer:
             case _:
                 raise ValueError(f"a follower says no {kind}")
 
-    def _settle(self, life: _Life, number: int, noise: dict[int, Tensor] | None) -> None:
+    def _settle(self, life: _Life, number: int, noise: dict[int, Tensor] | None, *, waited_s: float = 0.0) -> None:
         """The answer to a step has come."""
         with self._changed:
             if number != life.step:
@@ -279,6 +280,6 @@ class Peer:
                 rows = {life.rows[place]: tensor.to(life.rows[place].sample) for place, tensor in noise.items()}
                 if any(tensor.shape != row.sample.shape for row, tensor in rows.items()):
                     raise ValueError(f"step {number} had rows of another shape")
-                life.outcome = Returned(noise=rows, seconds=time.monotonic() - life.sent_s)
+                life.outcome = Returned(noise=rows, seconds=max(0.0, time.monotonic() - life.sent_s - waited_s))
             life.step, life.rows = 0, ()
             self._changed.notify_all()

@@ -1,0 +1,92 @@
+"""The suite for benches of one ControlNet: a gateway, a worker on the first core, a ControlNet server on the second.
+
+It knows how to start them, not what is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bottega.client import Client
+from load.bench.throttle import Throttle
+from tests.running import Service, Services, gateway_config, wait_until, worker_config
+
+JOIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """Whom to start. folder: for configurations and logs. model: of the worker. net: what the server calls "edges"."""
+
+    folder: Path
+    model: str
+    net: Path
+
+
+@contextmanager
+def suite(cast: Cast, name: str, server: Mapping[str, object], engine: Mapping[str, object]) -> Iterator[Client]:
+    """All, the last two with a thread each. server, engine: settings of the server's engine and of the worker's."""
+    folder = cast.folder / name
+    folder.mkdir()
+    with Services(folder) as services:
+        gateway = services.start("bottega.gateway", gateway_config())
+        with pinned(1):
+            remote = _start_server(cast, services, gateway, server)
+        with pinned(0):
+            said = {"model": cast.model, "threads": 1, **engine}
+            worker = services.start("bottega.worker", worker_config(gateway.address, name="worker", engine=said))
+        check_apart(worker, remote)
+        with Client(gateway.address, timeout_s=600) as client:
+            wait_until(lambda: bool(client.models()) and bool(client.controlnets()), JOIN_S, "all to join")
+            yield client
+
+
+def relayed(throttle: Throttle) -> Mapping[str, object]:
+    """Settings of a server's engine that workers reach through the relay alone."""
+    throttle.target = _free_port()
+    return {
+        "links_socket": None,
+        "links_listen": f"127.0.0.1:{throttle.target}",
+        "links_advertised": f"127.0.0.1:{throttle.port}",
+    }
+
+
+@contextmanager
+def pinned(core: int) -> Iterator[None]:
+    """What is started in the block runs on this core alone, where there is more than one. Blocks do not nest."""
+    before = os.sched_getaffinity(0)
+    cores = sorted(before)
+    os.sched_setaffinity(0, {cores[core % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def check_apart(worker: Service, server: Service) -> None:
+    """Raises where both are on one core: what is measured would be that they take turns."""
+    theirs = [os.sched_getaffinity(each.process.pid) for each in (worker, server)]
+    if theirs[0] & theirs[1]:
+        raise SystemExit(f"worker and ControlNet server need a core each; they have {theirs[0]} and {theirs[1]}")
+
+
+def _start_server(cast: Cast, services: Services, gateway: Service, engine: Mapping[str, object]) -> Service:
+    config = {
+        "name": "server",
+        "gateway": gateway.address,
+        "server": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"},
+        "engine": {"threads": 1, **engine},
+        "controlnets": {"edges": str(cast.net)},
+    }
+    return services.start("bottega.controlnet", config)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -1,0 +1,89 @@
+"""A ControlNet server whose engine dies while it is told what to host: what it says of itself then."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from bottega.controlnet.catalogue import Catalogue
+from bottega.controlnet.config import ControlNetConfig, EngineConfig
+from bottega.controlnet.engine_front import EngineFront
+from bottega.controlnet.metrics import ControlNetMetrics
+from bottega.controlnet.profiles import Profiles
+from bottega.controlnet.server import ControlNetServer
+from bottega.errors import BottegaError, Unavailable
+from bottega.process import Patience
+from bottega.v1.controlnet_engine_pb2 import ControlNetEngineReady
+from bottega.v1.controlnet_pb2 import HostedControlNet
+
+
+class Engine(EngineFront):
+    """Hosts while `lives`; there is no process. asked: for what was to be hosted."""
+
+    def __init__(self) -> None:
+        super().__init__(EngineConfig(), patience=Patience(start_s=1, hang_s=1, stall_s=1))
+        self.lives = asyncio.Event()
+        self.asked: list[str] = []
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def host(self, name: str, folder: Path) -> HostedControlNet:
+        """See EngineFront."""
+        self.asked.append(name)
+        while not self.lives.is_set():
+            if self._gone.done():
+                raise Unavailable("there is no engine")
+            await asyncio.sleep(0.001)
+        return HostedControlNet(name=name)
+
+    def forget(self, error: BottegaError) -> None:
+        """See EngineFront."""
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    def renew(self) -> None:
+        """Another process, in place of the one that is gone."""
+        self._gone = asyncio.get_running_loop().create_future()
+
+
+async def test_an_engine_that_dies_while_it_is_told_what_to_host_is_not_said_to_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[bool] = []
+
+    async def set_serving(serving: bool) -> None:
+        said.append(serving)
+
+    engine = Engine()
+    config = ControlNetConfig(gateway="", controlnets={"edges": "a", "depth": "b"})
+    catalogue = Catalogue(tmp_path / "catalogue.json", root=None, fixed=config.controlnets)
+    metrics = ControlNetMetrics(CollectorRegistry())
+    server = ControlNetServer(
+        config,
+        catalogue=catalogue,
+        profiles=Profiles(tmp_path / "profiles.json"),
+        engine=engine,
+        metrics=metrics,
+        address=lambda: "a:1",
+        set_serving=set_serving,
+    )
+    engine.lives.set()
+    await server.engine_ready(ControlNetEngineReady())
+    await asyncio.sleep(0.05)
+    assert engine.asked == ["edges", "depth"]
+    engine.lives.clear()
+    await server.engine_lost("killed")
+    for _ in range(2):
+        engine.renew()
+        await server.engine_ready(ControlNetEngineReady())
+        await asyncio.sleep(0.05)
+        await server.engine_lost("killed again, while it was told")
+        await asyncio.sleep(0.05)
+    assert said == [False, False, False]
+    engine.lives.set()
+    engine.renew()
+    await server.engine_ready(ControlNetEngineReady())
+    await asyncio.sleep(0.05)
+    assert said[-1]

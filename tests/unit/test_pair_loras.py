@@ -1,0 +1,42 @@
+"""A pair whose follower has a LoRA in its weights: it computes rows with another one, or none, as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bottega.diffusion.engine import Engine, EngineLimits
+from bottega.diffusion.job import Order
+from bottega.diffusion.spec import DrawingSpec
+from tests.drawing import Easel, load
+from tests.engine_loras import LorasByHand, lora_spec, styled_latent, styled_stock
+from tests.pairs import FollowerThread, led
+from tests.stock import assert_close, latent_of, load_stock
+
+TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
+SPEC = DrawingSpec(
+    prompt="a big red star on the left on a blue background", num_inference_steps=6, width=64, height=64, seed=15
+)
+FROM_STEP = 3
+
+
+def test_a_follower_with_another_lora_in_its_weights_computes_rows_as_they_are() -> None:
+    stock, components = styled_stock()
+    late = Order(key="late", spec=replace(SPEC, loras=(lora_spec("pastel", from_step=FROM_STEP),)))
+    plain = Order(key="plain", spec=replace(SPEC, seed=4))
+    with FollowerThread(_patched_engine(LorasByHand.of(components))) as follower:
+        peer = led(follower)
+        easel = Easel(Engine(load(), TOGETHER, loras=LorasByHand.of(components), follower=peer))
+        drawings = easel.run({0: [late, plain]})
+        peer.stop()
+    assert_close(drawings["late"].latents[0], styled_latent(stock, SPEC, {"pastel": 1.0}, FROM_STEP))
+    assert_close(drawings["plain"].latents[0], latent_of(load_stock(), plain.spec))
+    assert any(drawing.record.pair is not None for drawing in drawings.values())
+
+
+def _patched_engine(loras: LorasByHand) -> Engine:
+    """A worker's with a model of its own, as a job with a LoRA has left it."""
+    engine = Engine(load(), TOGETHER, loras=loras)
+    engine.weights.costs.pays = lambda *_, **__: True  # type: ignore[method-assign]
+    Easel(engine).draw(Order(key="own", spec=replace(SPEC, loras=(lora_spec("outline", 0.8),))))
+    assert engine.weights.patched is not None
+    return engine
