@@ -13,7 +13,7 @@ from types import MappingProxyType
 from bottega.errors import InvalidRequest, Violation
 from bottega.planning import steps_to_run
 from bottega.v1.controlnet_pb2 import ResidualProfile
-from bottega.v1.generation_pb2 import ControlNet, Fidelity, GenerationSpec, ImageFormat, Sampler
+from bottega.v1.generation_pb2 import ControlNet, Fidelity, GenerationSpec, ImageFormat, Lora, Sampler
 
 MAX_ADAPTERS = 8
 # Of one ControlNet, one for each base model.
@@ -30,6 +30,7 @@ _MAX_HASH_CHARACTERS = 128
 
 # Of a LoRA or a ControlNet. A slash is as in hub names; no name ever becomes a path.
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
+_DIGEST = re.compile("[0-9a-f]{64}")
 _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
 # Lowest and highest value of every number whose range has both ends.
 _RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -101,6 +102,33 @@ def check_controlnets(spec: GenerationSpec) -> Iterator[Violation]:
         yield from _check_controlnet(f"spec.controlnets[{index}]", net)
 
 
+def check_loras(spec: GenerationSpec) -> Iterator[Violation]:
+    """What is wrong with the LoRAs of a spec, whatever the number of its steps."""
+    if len(spec.loras) > MAX_ADAPTERS:
+        yield Violation(field="spec.loras", description=f"at most {MAX_ADAPTERS}")
+    for index, lora in enumerate(spec.loras[:MAX_ADAPTERS]):
+        yield from _check_lora(f"spec.loras[{index}]", lora)
+        if (lora.HasField("from_step"), lora.from_step) != (
+            spec.loras[0].HasField("from_step"),
+            spec.loras[0].from_step,
+        ):
+            rule = "must be that of the first LoRA: all go in at one step"
+            yield Violation(field=f"spec.loras[{index}].from_step", description=rule)
+
+
+def check_lora_steps(spec: GenerationSpec, steps: int) -> Iterator[Violation]:
+    """Which LoRAs of a spec would go in after its last step. Silent where `check_loras` has something to say."""
+    for index, lora in enumerate(spec.loras[:MAX_ADAPTERS]):
+        if lora.HasField("from_step") and 0 < steps <= lora.from_step <= MAX_STEPS:
+            rule = f"must be below the number of steps, {steps}"
+            yield Violation(field=f"spec.loras[{index}].from_step", description=rule)
+
+
+def is_digest(text: str) -> bool:
+    """Whether it has the form of a SHA-256, hex."""
+    return _DIGEST.fullmatch(text) is not None
+
+
 def check_profile(path: str, profile: ResidualProfile) -> Iterator[Violation]:
     """What is wrong with a ControlNet's profile."""
     if not 0 < len(profile.model_hash) <= _MAX_HASH_CHARACTERS:
@@ -118,6 +146,18 @@ def refuse(violations: Sequence[Violation], kind: type[InvalidRequest] = Invalid
         first = f"{violations[0].field}: {violations[0].description}"
         more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
         raise kind(first + more, violations=violations)
+
+
+def _check_lora(path: str, lora: Lora) -> Iterator[Violation]:
+    if not is_adapter_name(lora.name):
+        yield Violation(field=f"{path}.name", description="must be the name of a LoRA")
+    if lora.HasField("scale") and not math.isfinite(lora.scale):
+        yield Violation(field=f"{path}.scale", description="must be a finite number")
+    if lora.HasField("digest") and not is_digest(lora.digest):
+        yield Violation(field=f"{path}.digest", description="must be 64 hexadecimal digits, in lower case")
+    for name in ("from_step", "max_step"):
+        if lora.HasField(name) and not 0 <= getattr(lora, name) <= MAX_STEPS:
+            yield Violation(field=f"{path}.{name}", description=f"must be 0 to {MAX_STEPS}")
 
 
 def _check_controlnet(path: str, net: ControlNet) -> Iterator[Violation]:

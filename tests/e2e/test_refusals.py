@@ -23,7 +23,7 @@ from bottega.errors import (
     TooLarge,
 )
 from bottega.rpc.status import from_rpc_error
-from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Techniques
 from bottega.v1.image_pb2 import GenerateRequest, SubmitJobRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 
@@ -92,7 +92,6 @@ def test_every_violation_is_listed_at_once(client: Client) -> None:
 @pytest.mark.parametrize(
     ("extra", "field"),
     [
-        ({"loras": [Lora(name="ink")]}, "loras"),
         ({"image": _png(), "mask_image": _png()}, "mask_image"),
         ({"techniques": Techniques(approximate_cache=True)}, "techniques"),
     ],
@@ -105,7 +104,8 @@ def test_a_field_that_is_not_served_is_named(images: ImageServiceStub, extra: di
 
 
 def test_a_bad_value_is_told_before_a_field_that_is_not_served(images: ImageServiceStub) -> None:
-    error = _refusal(images, GenerationSpec(prompt=PROMPT, loras=[Lora(name="ink")], num_inference_steps=0))
+    techniques = Techniques(approximate_cache=True)
+    error = _refusal(images, GenerationSpec(prompt=PROMPT, techniques=techniques, num_inference_steps=0))
 
     assert isinstance(error, InvalidRequest)
     assert "num_inference_steps" in error.violations[0].field

@@ -11,6 +11,7 @@ OK = grpc.StatusCode.OK
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
 UNSERVED = grpc.StatusCode.UNIMPLEMENTED
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 NAN, INF = float("nan"), float("inf")
 

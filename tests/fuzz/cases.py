@@ -17,7 +17,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED, HostedControlNet, ResidualProfile
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
-from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, UNSERVED, Case, case_of, shown
+from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, UNSERVED, Case, case_of, shown
 from tests.fuzz.controlnets import controlnet_corpus
 from tests.fuzz.hosting import LONGEST_NAME
 from tests.fuzz.images import bad_images, good_images, largest_image, png_of_size, too_large_image
@@ -184,7 +184,15 @@ def _pictures(case: Any) -> Iterator[Case]:
 
 def _adapters(case: Any) -> Iterator[Case]:
     png = good_images()["png"]
-    yield case("eight LoRAs", UNSERVED, loras=[Lora(name="ink")] * 8)
+    yield case("eight LoRAs, and no store", UNAVAILABLE, loras=[Lora(name="ink")] * 8)
+    for step in (-1, 201):
+        late = [Lora(name="ink", max_step=step)]
+        yield case(f"LoRA at {step} at the latest", INVALID, "spec.loras[0].max_step", loras=late)
+    for text in ("", "A" * 64, "a" * 63, "a" * 65):
+        pinned = [Lora(name="ink", digest=text)]
+        yield case(f"LoRA of digest {shown(text)}", INVALID, "spec.loras[0].digest", loras=pinned)
+    mixed = [Lora(name="ink", from_step=1), Lora(name="ink", from_step=2)]
+    yield case("LoRAs from two steps", INVALID, "spec.loras[1].from_step", loras=mixed)
     yield case("nine LoRAs", INVALID, "spec.loras", loras=[Lora(name="ink")] * 9)
     yield case("nine ControlNets", INVALID, "spec.controlnets", controlnets=[ControlNet(name="edges", image=png)] * 9)
     for name in ("", "x" * 201, "../../etc/passwd", "a b", "\0", "ü"):
@@ -237,7 +245,7 @@ def _controlnets(case: Any, png: bytes) -> Iterator[Case]:
     yield case("guess mode", controlnets=[net(guess_mode=True)])
     yield case("a ControlNet that nobody hosts", NOT_FOUND, controlnets=[net(), net("nobody")])
     yield case("neither ControlNet nor model", NOT_FOUND, model="nobody", controlnets=[net("nobody")])
-    yield case("a LoRA beside it", UNSERVED, loras=[Lora(name="ink")], controlnets=[net("nobody")])
+    yield case("a LoRA beside it", UNAVAILABLE, loras=[Lora(name="ink")], controlnets=[net("nobody")])
     wrong = [net("a b", controlnet_conditioning_scale=NAN, control_guidance_start=2.0), ControlNet()]
     fields = ("[0].name", "[0].controlnet_conditioning_scale", "[0].control_guidance_start", "[1].name", "[1].image")
     named = [f"spec.controlnets{field}" for field in fields]

@@ -18,12 +18,13 @@ _S = grpc.StatusCode
 _ALWAYS = frozenset({_S.OK, _S.INVALID_ARGUMENT, _S.NOT_FOUND, _S.RESOURCE_EXHAUSTED})
 _ALSO = {
     # FAILED_PRECONDITION: a ControlNet that somebody has joined with for another base model.
-    "Generate": {_S.ALREADY_EXISTS, _S.UNIMPLEMENTED, _S.CANCELLED, _S.FAILED_PRECONDITION},
-    "SubmitJob": {_S.ALREADY_EXISTS, _S.UNIMPLEMENTED, _S.FAILED_PRECONDITION},
+    # UNAVAILABLE: LoRAs, for which there is no store, or one that does not answer.
+    "Generate": {_S.ALREADY_EXISTS, _S.UNIMPLEMENTED, _S.CANCELLED, _S.FAILED_PRECONDITION, _S.UNAVAILABLE},
+    "SubmitJob": {_S.ALREADY_EXISTS, _S.UNIMPLEMENTED, _S.FAILED_PRECONDITION, _S.UNAVAILABLE},
     "GetImage": {_S.FAILED_PRECONDITION},
     "Join": {_S.FAILED_PRECONDITION},
     # UNIMPLEMENTED: the worker runs no ControlNets.
-    "RunAttempt": {_S.FAILED_PRECONDITION, _S.CANCELLED, _S.ABORTED, _S.UNIMPLEMENTED},
+    "RunAttempt": {_S.FAILED_PRECONDITION, _S.CANCELLED, _S.ABORTED, _S.UNIMPLEMENTED, _S.UNAVAILABLE},
     "AddControlNet": {_S.FAILED_PRECONDITION},
 }
 # Paths, addresses of hosts and of memory, and what libraries of ours say.

@@ -25,7 +25,7 @@ from bottega.transport import Deadline, Limits, Link, connect, offer_from_wire
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 from bottega.v1.error_pb2 import JobError
-from tests.loras import Part, kohya, save
+from tests.lora_files import Part, kohya, save
 
 PATIENCE_S = 20.0
 MODULE = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"

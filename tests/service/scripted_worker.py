@@ -37,6 +37,7 @@ class Script:
     """What the worker does with every attempt.
 
     hold_at: steps after which it waits for `release`; None waits nowhere. pace_s: seconds of a step.
+    loras_step: before which it says that LoRAs go in, of requests that have some.
     similarity: of every ControlNet's residuals, where that is to be measured.
     """
 
@@ -45,6 +46,7 @@ class Script:
     picture: Callable[[int], bytes] = lambda index: b"picture %d" % index
     failure: BottegaError | None = None
     preview: bytes = b""
+    loras_step: int = 0
     similarity: float | None = 0.995
     release: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -64,6 +66,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._told_checkpoints: dict[str, worker_pb2.WatchCheckpointsResponse] = {}
         self.backlogs: list[int] = []
         self.draining = False
+        self.loras: list[str] = []
         self._gateway = gateway
         self._model = model
         self._step_s = step_s or {}
@@ -109,6 +112,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             ],
             draining=self.draining,
             max_rows=16,
+            loras=self.loras,
         )
 
     def still_running(self, job_id: str, number: int) -> None:
@@ -150,6 +154,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             for step in range(self._left_at.get(key, resumed) + 1, total + 1):
                 self._running[key] = total - step
                 self._left_at[key] = step - 1
+                if spec.loras and step - 1 == script.loras_step:
+                    yield worker_pb2.RunAttemptResponse(loras_in=worker_pb2.AttemptLorasIn(step=step - 1))
                 preview = script.preview if key in self.previewed else b""
                 yield worker_pb2.RunAttemptResponse(
                     progress=worker_pb2.AttemptProgress(steps_done=step, preview_jpeg=preview)

@@ -98,13 +98,10 @@ async def test_violations_come_all_at_once_and_before_everything_else(house: Run
 
 async def test_what_is_not_served_yet_is_unimplemented_and_named(house: Running) -> None:
     await house.worker()
-    error = await refusal(lambda: house.generate(loras=[Lora(name="pastel")]))
-    assert isinstance(error, errors.FieldNotServed)
-    assert error.metadata == {"field": "spec.loras"}
     techniques = Techniques(masked_blocks=True)
-    error = await refusal(lambda: house.generate(loras=[Lora(name="pastel")], techniques=techniques, model="no-such"))
+    error = await refusal(lambda: house.generate(techniques=techniques, model="no-such"))
     assert isinstance(error, errors.FieldNotServed)
-    assert error.metadata == {"field": "spec.loras,spec.techniques"}
+    assert error.metadata == {"field": "spec.techniques"}
 
 
 async def test_an_unknown_model_is_not_found_with_those_served(house: Running) -> None:

@@ -21,7 +21,7 @@ from bottega.errors import (
 from bottega.loras.config import ImportConfig, LinksConfig
 from bottega.transport import Backend
 from bottega.v1 import lora_pb2 as pb
-from tests.loras import canonical_deltas
+from tests.lora_files import canonical_deltas
 from tests.service.running_loras import (
     MODULE,
     PATIENCE_S,

@@ -17,6 +17,7 @@ from bottega.gateway.fleet import Fleet
 from bottega.gateway.foreman import Foreman
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job
+from bottega.gateway.loras import LoraClient, LoraDesk
 from bottega.gateway.members import Member
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.placement import Placement
@@ -119,6 +120,7 @@ class Shop:
         self.dispatcher = Dispatcher(
             connect=self._connect,
             placement=self.placement,
+            loras=LoraDesk(connect=_no_store, fleet=self.fleet),
             storehouse=self.storehouse,
             max_result_bytes=1 << 20,
         )
@@ -253,3 +255,7 @@ class Shop:
 
     def _connect(self, address: str) -> FakeClient:
         return self.clients.setdefault(address, FakeClient())
+
+
+def _no_store(address: str) -> LoraClient:
+    raise AssertionError(f"no LoRA store has joined, at {address} or elsewhere")

@@ -12,11 +12,11 @@ import PIL.PngImagePlugin
 import pytest
 from google.protobuf import json_format
 
-from bottega.client import ControlNet, GenerationOptions, Picture, parameters_of
+from bottega.client import ControlNet, GenerationOptions, Lora, Picture, parameters_of
 from bottega.client.options import options_from, spec_from
 from bottega.errors import InvalidRequest
 from bottega.v1 import generation_pb2
-from bottega.v1.generation_pb2 import GenerationSpec, Lora, Provenance, Techniques
+from bottega.v1.generation_pb2 import GenerationSpec, Provenance, Techniques
 
 FULL: GenerationOptions = {
     "model": "miniature",
@@ -145,10 +145,39 @@ def test_a_picture_tells_how_to_draw_it_again(tmp_path: Path) -> None:
     assert parameters_of(png(tmp_path / "star.png", {"bottega": text})) == ("a red star", FULL)
 
 
-def test_a_picture_with_a_lora_is_refused_until_there_is_an_argument_for_it(tmp_path: Path) -> None:
-    text = json_format.MessageToJson(GenerationSpec(prompt="a star", loras=[Lora(name="pastel")]))
-    with pytest.raises(InvalidRequest, match="loras"):
-        parameters_of(png(tmp_path / "star.png", {"bottega": text}))
+def test_loras_are_said_by_name_by_name_and_scale_or_in_full() -> None:
+    full = Lora("pastel", 0.5, from_step=3, digest="a" * 64, max_step=6)
+    sent = spec_from("a star", {"lora": ["ink", ("outline", 0.8), full], "bounded_lora_loading": False})
+    first, second, third = sent.loras
+    assert (first.name, first.scale, first.HasField("from_step")) == ("ink", 1.0, False)
+    assert (second.name, second.scale) == ("outline", 0.8)
+    assert (third.from_step, third.digest, third.max_step) == (3, "a" * 64, 6)
+    assert sent.techniques.bounded_lora_loading is False
+    said = options_from(sent)
+    assert said.get("lora") == (Lora("ink"), Lora("outline", 0.8), full)
+    assert said.get("bounded_lora_loading") is False
+
+
+@pytest.mark.parametrize(
+    ("lora", "field"),
+    [
+        ("ink", "lora"),
+        ([3], "lora[0]"),
+        ([("ink", "x")], "lora[0]"),
+        ([Lora("ink", from_step=2**40)], "lora[0].from_step"),
+    ],
+)
+def test_what_is_no_lora_is_named(lora: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        spec_from("a star", {"lora": lora})
+    assert [violation.field for violation in refused.value.violations] == [field]
+
+
+def test_a_picture_with_a_lora_tells_how_to_draw_it_again(tmp_path: Path) -> None:
+    spec = spec_from("a star", {"lora": [Lora("pastel", 0.5, from_step=2, digest="a" * 64)]})
+    text = json_format.MessageToJson(spec, preserving_proto_field_name=True)
+    _, options = parameters_of(png(tmp_path / "star.png", {"bottega": text}))
+    assert options == {"lora": (Lora("pastel", 0.5, from_step=2, digest="a" * 64),)}
 
 
 @pytest.mark.parametrize("text", [{}, {"bottega": "not json"}, {"bottega": '{"no_such_field": 1}'}])

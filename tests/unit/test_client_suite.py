@@ -35,7 +35,7 @@ def held(folder: Path) -> StateFolder:
 
 def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
     plan = plan_suite(SuiteWish(workers=2, port=0, model="some/folder", dtype="bfloat16"), held(tmp_path))
-    assert [service.name for service in plan.services] == ["gateway", "worker-0", "worker-1", "controlnet-0"]
+    assert [service.name for service in plan.services] == ["gateway", "loras", "worker-0", "worker-1", "controlnet-0"]
     assert plan.threads == max(1, len(os.sched_getaffinity(0)) // 2)
     assert all(service.environment["OMP_WAIT_POLICY"] == "PASSIVE" for service in plan.services)
     gateway = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())
@@ -43,6 +43,9 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
     assert gateway["server"]["listen"] == worker["gateway"] == plan.address
     assert worker["name"] == "worker-1"
     assert worker["engine"]["model"] == str(Path("some/folder").resolve())
+    loras = yaml.safe_load((tmp_path / "config" / "loras.yaml").read_text())
+    assert loras["bases"] == {"folder": str(Path("some/folder").resolve())}
+    assert (loras["gateway"], loras["folder"]) == (plan.address, str(tmp_path / "loras"))
     assert (worker["engine"]["dtype"], worker["engine"]["threads"]) == ("bfloat16", plan.threads)
 
 
@@ -53,7 +56,7 @@ def test_threads_can_be_chosen(tmp_path: Path) -> None:
 def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path: Path) -> None:
     state = held(tmp_path)
     plan = plan_suite(SuiteWish(controlnet_servers=2, port=0, dtype="bfloat16"), state)
-    assert [service.name for service in plan.services] == ["gateway", "worker-0", "controlnet-0", "controlnet-1"]
+    assert [service.name for service in plan.services][2:] == ["worker-0", "controlnet-0", "controlnet-1"]
     first, second = (yaml.safe_load((state.config / f"controlnet-{n}.yaml").read_text()) for n in (0, 1))
     assert first["gateway"] == plan.address
     assert first["engine"]["dtype"] == "bfloat16"

@@ -178,6 +178,8 @@ def test_adapters_are_checked_before_they_are_served() -> None:
         "controlnets[0].control_guidance_start",
     ]
     assert _fields(GenerationSpec(loras=[Lora(name="pastel")] * 9)) == ["loras"]
+    late = [Lora(name="pastel"), Lora(name="ink", from_step=3, digest="A" * 64, max_step=201)]
+    assert _fields(GenerationSpec(loras=late)) == ["loras[1].digest", "loras[1].max_step", "loras[1].from_step"]
 
 
 def test_all_violations_come_at_once() -> None:
@@ -202,7 +204,6 @@ def test_a_request_id_of_another_kind_is_refused(request_id: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "field"),
     [
-        (GenerationSpec(loras=[Lora(name="pastel")]), "spec.loras"),
         (GenerationSpec(image=PNG, mask_image=PNG), "spec.mask_image"),
         (GenerationSpec(techniques=Techniques(approximate_cache=True)), "spec.techniques"),
         (GenerationSpec(techniques=Techniques(stale_residuals=True, masked_blocks=False)), "spec.techniques"),

@@ -20,7 +20,7 @@ from bottega.lora import canonical
 from bottega.loras.importing.base import Base, read_base
 from bottega.loras.importing.converting import Converted, convert
 from bottega.miniature import WEIGHTS
-from tests.loras import Part, base_shapes, canonical_deltas, delta, factors, kohya, names_of, save
+from tests.lora_files import Part, base_shapes, canonical_deltas, delta, factors, kohya, names_of, save
 
 _Q = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
 _OUT = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_out.0"

@@ -16,6 +16,7 @@ from bottega.client.control import ControlNet
 from bottega.client.events import Completed, Event, Interrupted, Preview, Progress, Queued
 from bottega.client.hosting import AddedControlNet, ControlNetHost, Readiness, ResidualProfile, ServedControlNet
 from bottega.client.jobs import JobPage, JobState, JobStatus
+from bottega.client.lora import Lora, LoraLike
 from bottega.client.options import GenerationOptions
 from bottega.client.picture import Picture
 from bottega.client.png import parameters_of
@@ -38,6 +39,8 @@ __all__ = [
     "JobPage",
     "JobState",
     "JobStatus",
+    "Lora",
+    "LoraLike",
     "MeasuredProfile",
     "Picture",
     "Preview",

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from datetime import datetime
+from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -31,6 +32,7 @@ from bottega.client.hosting import (
 )
 from bottega.client.jobs import JobPage, JobState, state_number, status_from
 from bottega.client.late import Heard, late
+from bottega.client.lora_store import LoraStores
 from bottega.client.options import GenerationOptions, spec_from
 from bottega.client.picture import Picture
 from bottega.client.profiling import MeasuredProfile, ProfileCase, hash_of, measure, note, noted_by
@@ -40,6 +42,7 @@ from bottega.errors import BottegaError, DeadlinePassed, InternalError
 from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import ListMembersRequest, ListMembersResponse
 from bottega.v1.image_pb2 import Model
+from bottega.v1.lora_pb2 import StoredLora
 
 
 class AsyncClient:
@@ -236,6 +239,40 @@ class AsyncClient:
         folder: in Diffusers' layout on the servers' machines, below the root that their configuration allows.
         """
         return await add_to_servers(await self.fleet(), name, folder, server=server)
+
+    async def loras(self) -> tuple[StoredLora, ...]:
+        """The LoRAs that the suite has, by name, as the contract describes them."""
+        return await (await self._lora_stores()).all()
+
+    async def lora(self, name: str) -> StoredLora:
+        """One LoRA of the suite."""
+        return await (await self._lora_stores()).get(name)
+
+    async def add_lora(
+        self, name: str, path: Path, *, base: str | None = None, trigger_words: Sequence[str] = ()
+    ) -> StoredLora:
+        """Uploads a LoRA: a safetensors file, or a folder of PEFT or Diffusers.
+
+        base: the model that it was made for; absent where the store knows one alone.
+        """
+        return await (await self._lora_stores()).add(name, path, base=base, trigger_words=trigger_words)
+
+    async def register_lora(
+        self, name: str, path: str, *, base: str | None = None, trigger_words: Sequence[str] = ()
+    ) -> StoredLora:
+        """Has the store take in a file or folder of its own machine, below the root that its configuration allows."""
+        return await (await self._lora_stores()).register(name, path, base=base, trigger_words=trigger_words)
+
+    async def remove_lora(self, name: str) -> None:
+        """Forgets a LoRA."""
+        await (await self._lora_stores()).remove(name)
+
+    async def pin_lora(self, name: str, pinned: bool = True) -> StoredLora:
+        """Keeps a LoRA in the store's memory, or no longer."""
+        return await (await self._lora_stores()).pin(name, pinned)
+
+    async def _lora_stores(self) -> LoraStores:
+        return LoraStores(await self.fleet())
 
     async def controlnet_root(self, *, server: str | None = None) -> str:
         """The folder, on their machine, below which ControlNet servers host what is added; or one of them, by name."""

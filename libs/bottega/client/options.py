@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast
 
 from bottega.client.control import ControlNet, ImageSource, add_to, controlnet_from, encoded
+from bottega.client.lora import LoraLike, add_loras, lora_from
 from bottega.client.picture import FORMATS, Format
 from bottega.errors import InvalidRequest, Violation
 from bottega.v1 import generation_pb2
@@ -46,6 +47,10 @@ class GenerationOptions(TypedDict, total=False):
     image: source of image-to-image: encoded bytes, a path or a Pillow image.
     strength: how much of the source is redrawn, above 0 to 1.
     controlnets: ControlNets to draw with, at most 8; their residuals are summed.
+    lora: LoRAs to draw with, at most 8, such as [("outline", 0.8)]; they are summed. Without a model, the request goes
+        to the one that they were made for.
+    bounded_lora_loading: whether steps may be made before the LoRAs are at the worker, which is approximate; absent
+        leaves it to the fidelity.
     stale_residuals: whether steps may go on with the ControlNets' residuals of the step before, which is approximate;
         absent leaves it to the fidelity.
     latent_parallelism: whether another worker may compute rows of the request, which is exact; absent is yes.
@@ -70,6 +75,8 @@ class GenerationOptions(TypedDict, total=False):
     image: ImageSource | None
     strength: float | None
     controlnets: Sequence[ControlNet] | None
+    lora: Sequence[LoraLike] | None
+    bounded_lora_loading: bool | None
     stale_residuals: bool | None
     latent_parallelism: bool | None
     format: Format | None
@@ -80,9 +87,9 @@ class GenerationOptions(TypedDict, total=False):
 _NAMED: dict[str, Mapping[Any, int]] = {"sampler": SAMPLERS, "fidelity": FIDELITIES, "format": FORMATS}
 _OPTIONS = tuple(GenerationOptions.__annotations__)
 # Of the contract's Techniques, those that have an argument.
-_TECHNIQUES = ("stale_residuals", "latent_parallelism")
+_TECHNIQUES = ("bounded_lora_loading", "stale_residuals", "latent_parallelism")
 # Of a spec, what becomes of no argument, or of several.
-_LEFT_OUT = frozenset({"prompt", "num_images", "image", "techniques"})
+_LEFT_OUT = frozenset({"prompt", "num_images", "image", "loras", "techniques"})
 
 
 def spec_from(prompt: str, options: GenerationOptions, *, num_images: int = 1) -> GenerationSpec:
@@ -99,6 +106,9 @@ def spec_from(prompt: str, options: GenerationOptions, *, num_images: int = 1) -
             continue
         if name == "controlnets":
             broken.extend(add_to(spec, value))
+            continue
+        if name == "lora":
+            broken.extend(add_loras(spec, value))
             continue
         try:
             setattr(spec.techniques if name in _TECHNIQUES else spec, name, _sendable(name, value))
@@ -122,6 +132,8 @@ def options_from(spec: GenerationSpec) -> GenerationOptions:
         said[name] = next(key for key, number in _NAMED[name].items() if number == said[name])
     if spec.controlnets:
         said["controlnets"] = tuple(map(controlnet_from, spec.controlnets))
+    if spec.loras:
+        said["lora"] = tuple(map(lora_from, spec.loras))
     return cast("GenerationOptions", said)
 
 

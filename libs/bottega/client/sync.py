@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import datetime
+from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -20,6 +21,7 @@ from bottega.client.profiling import MeasuredProfile, ProfileCase
 from bottega.client.retry import RetryPolicy
 from bottega.v1.fleet_pb2 import ListMembersResponse
 from bottega.v1.image_pb2 import Model
+from bottega.v1.lora_pb2 import StoredLora
 
 
 class Client:
@@ -165,6 +167,34 @@ class Client:
     def add_controlnet(self, name: str, folder: str, *, server: str | None = None) -> tuple[AddedControlNet, ...]:
         """Has every ControlNet server host one more, or one of them by its name."""
         return self._loop.run(self._client.add_controlnet(name, folder, server=server))
+
+    def loras(self) -> tuple[StoredLora, ...]:
+        """The LoRAs that the suite has."""
+        return self._loop.run(self._client.loras())
+
+    def lora(self, name: str) -> StoredLora:
+        """One LoRA of the suite."""
+        return self._loop.run(self._client.lora(name))
+
+    def add_lora(
+        self, name: str, path: Path, *, base: str | None = None, trigger_words: Sequence[str] = ()
+    ) -> StoredLora:
+        """Uploads a LoRA: a safetensors file, or a folder of PEFT or Diffusers."""
+        return self._loop.run(self._client.add_lora(name, path, base=base, trigger_words=trigger_words))
+
+    def register_lora(
+        self, name: str, path: str, *, base: str | None = None, trigger_words: Sequence[str] = ()
+    ) -> StoredLora:
+        """Has the store take in a file or folder of its own machine."""
+        return self._loop.run(self._client.register_lora(name, path, base=base, trigger_words=trigger_words))
+
+    def remove_lora(self, name: str) -> None:
+        """Forgets a LoRA."""
+        self._loop.run(self._client.remove_lora(name))
+
+    def pin_lora(self, name: str, pinned: bool = True) -> StoredLora:
+        """Keeps a LoRA in the store's memory, or no longer."""
+        return self._loop.run(self._client.pin_lora(name, pinned))
 
     def controlnet_root(self, *, server: str | None = None) -> str:
         """The folder, on their machine, below which ControlNet servers host what is added."""

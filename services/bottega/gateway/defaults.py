@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from bottega.v1 import generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora
+from bottega.v1.lora_pb2 import StoredLora
 
 # Drawn seeds are short enough to be read out, and leave room for the other images.
 _DRAWN_SEED_BITS = 32
 STRENGTH = 0.3
 _QUALITY = 90
+# Of the steps, that a LoRA without a profile may be late: Katz's bound, 10 of 50.
+_LORA_SHARE = 0.2
 # Diffusers'.
 _CONTROLNET: Mapping[str, float] = MappingProxyType(
     {"controlnet_conditioning_scale": 1.0, "control_guidance_start": 0.0, "control_guidance_end": 1.0}
 )
 
 
-def complete(spec: GenerationSpec, model: image_pb2.Model) -> GenerationSpec:
-    """A copy of `spec` with every default filled in and the seed drawn. `spec` has passed validation."""
+def complete(spec: GenerationSpec, model: image_pb2.Model, loras: Sequence[StoredLora] = ()) -> GenerationSpec:
+    """A copy of `spec` with every default filled in and the seed drawn. `spec` has passed validation.
+
+    loras: what the store has of each LoRA in the spec.
+    """
     full = GenerationSpec()
     full.CopyFrom(spec)
     # Only a caller who gave a seed wants to see the same picture again.
@@ -39,6 +45,8 @@ def complete(spec: GenerationSpec, model: image_pb2.Model) -> GenerationSpec:
     _complete_denoising(full, spec, model)
     for net in full.controlnets:
         _complete_controlnet(net)
+    for lora, stored in zip(full.loras, loras, strict=True):
+        _complete_lora(lora, stored, full)
     return full
 
 
@@ -52,6 +60,9 @@ def as_before(spec: GenerationSpec, drawn: GenerationSpec) -> GenerationSpec:
     for field, value in drawn.ListFields():
         if not field.is_repeated and field.message_type is None:
             setattr(full, field.name, value)
+    if drawn.loras:
+        del full.loras[:]
+        full.loras.extend(drawn.loras)
     return full
 
 
@@ -61,6 +72,29 @@ def _complete_denoising(full: GenerationSpec, spec: GenerationSpec, model: image
     full.guidance_rescale = spec.guidance_rescale
     if spec.HasField("image"):
         full.strength = spec.strength if spec.HasField("strength") else STRENGTH
+
+
+def _complete_lora(lora: Lora, stored: StoredLora, full: GenerationSpec) -> None:
+    lora.digest = stored.digest
+    if not lora.HasField("scale"):
+        lora.scale = 1.0
+    if not lora.HasField("max_step"):
+        lora.max_step = _max_step(stored, full.num_inference_steps) if _may_come_late(full) else 0
+
+
+def _may_come_late(spec: GenerationSpec) -> bool:
+    """Whether steps may be made without LoRAs: as the request says, else as its fidelity does."""
+    if spec.techniques.HasField("bounded_lora_loading"):
+        return spec.techniques.bounded_lora_loading
+    return spec.fidelity in (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
+
+
+def _max_step(stored: StoredLora, steps: int) -> int:
+    """As its profile says for the number of steps nearest to these, in proportion."""
+    if not stored.bounds:
+        return int(steps * _LORA_SHARE)
+    nearest = min(stored.bounds, key=lambda bound: abs(bound.num_inference_steps - steps))
+    return nearest.max_step * steps // max(1, nearest.num_inference_steps)
 
 
 def _complete_controlnet(net: ControlNet) -> None:

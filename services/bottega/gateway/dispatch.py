@@ -13,12 +13,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bottega.errors import BottegaError, InternalError, QueueFull, TooLarge, Unavailable, WorkerLost
+from bottega.errors import BottegaError, InternalError, NoLora, QueueFull, TooLarge, Unavailable, WorkerLost
 from bottega.gateway import log_lines
 from bottega.gateway.attempts import AttemptEvents, AttemptObserver, WorkerClient
 from bottega.gateway.errands import Errands, gather_checkpoints
 from bottega.gateway.job_values import Checkpoint
 from bottega.gateway.jobs import Job
+from bottega.gateway.loras import LoraDesk
 from bottega.gateway.members import Member
 from bottega.gateway.placement import Placement
 from bottega.gateway.provenance import completed_provenance
@@ -65,11 +66,13 @@ class Dispatcher:
         *,
         connect: Callable[[str], WorkerClient],
         placement: Placement,
+        loras: LoraDesk,
         storehouse: Storehouse,
         max_result_bytes: int,
     ) -> None:
         self._connect = connect
         self._placement = placement
+        self._loras = loras
         self._storehouse = storehouse
         self._max_result_bytes = max_result_bytes
         self._lines: dict[Member, _Line] = {}
@@ -174,7 +177,7 @@ class Dispatcher:
         self._attempts[job.job_id] = line.attempts[job.job_id] = attempt
         line.moves += 1
         hosts = self._placement.place(job, member)  # first: the checkpoint may be of no use with them
-        request = _request(attempt, hosts)
+        request = _request(attempt, hosts, self._loras.stores() if job.bare.loras else ())
         attempt.previewed = request.preview
         events = line.client.run_attempt(request)
         attempt.task = asyncio.create_task(self._run(attempt, events))
@@ -183,6 +186,10 @@ class Dispatcher:
         try:
             await self._follow(attempt, events)
             await self._complete(attempt)
+        except NoLora as error:  # another worker would not get it either
+            self._over(attempt)
+            if self.observer:
+                self.observer.attempt_failed(attempt.job, attempt.number, error)
         except (Unavailable, QueueFull) as error:
             self._over(attempt)
             self._lost(attempt, error)
@@ -215,6 +222,8 @@ class Dispatcher:
                 self._ask_for_previews(attempt)
             case "progress":
                 self._take_progress(attempt, event.progress)
+            case "loras_in":
+                job.dress(number, event.loras_in.step)
             case "image":
                 self._take_chunk(attempt, event.image)
             case "completed":
@@ -316,7 +325,9 @@ def _name(attempt: _Attempt) -> worker_pb2.AttemptId:
     return worker_pb2.AttemptId(job_id=attempt.job.job_id, number=attempt.number)
 
 
-def _request(attempt: _Attempt, hosts: Sequence[worker_pb2.ControlNetHosts]) -> worker_pb2.RunAttemptRequest:
+def _request(
+    attempt: _Attempt, hosts: Sequence[worker_pb2.ControlNetHosts], stores: Sequence[worker_pb2.LoraStore]
+) -> worker_pb2.RunAttemptRequest:
     job = attempt.job
     request = worker_pb2.RunAttemptRequest(
         attempt=_name(attempt),
@@ -325,6 +336,8 @@ def _request(attempt: _Attempt, hosts: Sequence[worker_pb2.ControlNetHosts]) -> 
         preview=job.preview,
         request_id=job.log_id,
         controlnets=hosts,
+        lora_stores=stores,
+        loras_step=job.loras_step,
     )
     if job.deadline is not None:
         request.deadline_s = max(0.0, job.deadline - job.clock.monotonic())

@@ -21,6 +21,8 @@ from bottega.gateway.foreman import Foreman
 from bottega.gateway.intake import Intake
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.job_store import SqliteJobStore
+from bottega.gateway.lora_client import GrpcLoraClient
+from bottega.gateway.loras import LoraDesk
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.placement import Placement
 from bottega.gateway.prefetch import Prefetcher
@@ -55,6 +57,7 @@ class Gateway:
             clock=clock,
         )
         placement = Placement(fleet=fleet, clock=clock)
+        self._loras = LoraDesk(connect=GrpcLoraClient, fleet=fleet)
         _watch_controlnets(fleet, metrics)
         self._storehouse = storehouse = _storehouse(config, metrics, clock)
         self._jobs = log = JobLog(storehouse=storehouse, clock=clock)
@@ -65,6 +68,7 @@ class Gateway:
             dispatcher=Dispatcher(
                 connect=GrpcWorkerClient,
                 placement=placement,
+                loras=self._loras,
                 storehouse=storehouse,
                 max_result_bytes=config.max_result_bytes,
             ),
@@ -80,6 +84,7 @@ class Gateway:
         )
         intake = Intake(
             fleet=fleet,
+            loras=self._loras,
             foreman=self._foreman,
             queue=queue,
             log=log,
@@ -133,6 +138,7 @@ class Gateway:
         """Ends whatever is left."""
         await self._stop_telling()
         await self._foreman.stop()
+        await self._loras.close()
         await self._storehouse.close()
         await self._codec.stop()
 

@@ -6,6 +6,7 @@ Nothing is acknowledged before every check has passed, the pixels of input image
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol
@@ -31,12 +32,14 @@ from bottega.gateway.foreman import Foreman
 from bottega.gateway.input_images import has_images, input_images, without_images
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job
+from bottega.gateway.loras import LoraDesk, refuse_misfits
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.orders import Order
 from bottega.gateway.queueing import JobQueue
 from bottega.gateway.storehouse import Storehouse
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.lora_pb2 import StoredLora
 
 # image, mask_image and as many ControlNets as a request may have.
 _MAX_INPUT_IMAGES = 2 + rules.MAX_ADAPTERS
@@ -58,6 +61,7 @@ class Intake:
         self,
         *,
         fleet: Fleet,
+        loras: LoraDesk,
         foreman: Foreman,
         queue: JobQueue,
         log: JobLog,
@@ -69,6 +73,7 @@ class Intake:
         clock: Clock,
     ) -> None:
         self._fleet = fleet
+        self._loras = loras
         self._foreman = foreman
         self._queue = queue
         self._jobs = log
@@ -85,8 +90,8 @@ class Intake:
 
         Raises RequestIdReused, InvalidRequest or BadImage, FieldNotServed, Draining, ModelNotFound or NoWorker,
         ControlNetNotFound or ControlNetUnusable or NoControlNet, QueueFull, DeadlineUnmeetable, StorageUnavailable, in
-        this order; except that without room no image is decoded, and that a request_id cannot be looked for where the
-        disk cannot be read.
+        this order; LoraNotFound, LoraUnusable or NoLora come before what is wrong because of the model. Except that
+        without room no image is decoded, and that a request_id cannot be looked for where the disk cannot be read.
         """
         try:
             return await self._accept(order)
@@ -103,9 +108,9 @@ class Intake:
         known, before = await self._known(order, fingerprint)
         if known is not None:
             return known, False
-        model = await self._check(order, size_bytes, before)
+        model, loras = await self._check(order, size_bytes, before)
         image_digest = await digest(spec.image) if spec.HasField("image") else ""
-        job = self._job(order, model, fingerprint, began, before)
+        job = self._job(order, model, loras, fingerprint=fingerprint, began=began, before=before)
         job.image_digest, job.size_bytes = image_digest, size_bytes
         self._refuse_if_draining()  # which may have begun meanwhile
         return await self._take_whatever_happens(order, job, before.job_id if before else "")
@@ -161,17 +166,27 @@ class Intake:
             self._foreman.show(job)
         return job, None
 
-    async def _check(self, order: Order, size_bytes: int, before: Job | None) -> image_pb2.Model:
-        """Every rule; the model: that of the job before it, where there was one. Raises all violations at once."""
+    async def _check(
+        self, order: Order, size_bytes: int, before: Job | None
+    ) -> tuple[image_pb2.Model, list[StoredLora]]:
+        """Every rule; the model: that of the job before it, where there was one, or the base of its LoRAs.
+
+        Raises all violations at once.
+        """
         spec = order.spec
-        model, unknown = self._resolve(before.bare if before else spec)
         found = [
             *validation.check_request_id(order.request_id),
             *validation.check_deadline(order.deadline_s),
             *validation.check_spec(spec, max_image_bytes=self._max_image_bytes),
-            *(unknown.violations if unknown else ()),
-            *(validation.check_model(spec, model) if model else ()),
         ]
+        meant = before.bare if before else spec
+        # What is wrong with a request comes before what the stores know: they are asked when nothing is.
+        likely, _ = self._resolve(meant, [])
+        asks = not found and not (likely and any(validation.check_model(spec, likely)))
+        loras = await self._find_loras(meant) if asks else []
+        model, unknown = self._resolve(meant, loras)
+        found += unknown.violations if unknown else ()
+        found += validation.check_model(spec, model) if model else ()
         if has_images(spec):
             if not found:
                 self._refuse_if_draining()
@@ -183,13 +198,28 @@ class Intake:
         if model is None:
             assert unknown is not None
             raise unknown
+        refuse_misfits(loras, model.name)
         self._fleet.hosting.resolve((net.name for net in spec.controlnets), model)
-        return model
+        return model, loras
 
-    def _resolve(self, spec: GenerationSpec) -> tuple[image_pb2.Model | None, BottegaError | None]:
-        """The model, or why there is none."""
+    async def _find_loras(self, spec: GenerationSpec) -> list[StoredLora]:
+        if not spec.loras:
+            return []
+        self._refuse_if_draining()
+        return await self._loras.resolve(spec.loras)
+
+    def _resolve(
+        self, spec: GenerationSpec, loras: Sequence[StoredLora]
+    ) -> tuple[image_pb2.Model | None, BottegaError | None]:
+        """The model, or why there is none. A request that names LoRAs and no model is for their base."""
+        named = spec.model if spec.HasField("model") else None
+        if named is None and spec.loras and not loras:
+            # Nobody has looked for them, for want of a request without violations: there may be more.
+            with contextlib.suppress(BottegaError):
+                return self._fleet.resolve(None), None
+            return None, None
         try:
-            return self._fleet.resolve(spec.model if spec.HasField("model") else None), None
+            return self._fleet.resolve(loras[0].base if named is None and loras else named), None
         except BottegaError as error:
             # Who keeps the error must not keep these frames by it: they hold the request, of many MiB perhaps.
             return None, error.with_traceback(None)
@@ -221,9 +251,19 @@ class Intake:
         rule = f"is {size.width}x{size.height} pixels; at most {self._max_image_pixels} in all"
         return [Violation(field=path, description=rule)]
 
-    def _job(self, order: Order, model: image_pb2.Model, fingerprint: str, began: float, before: Job | None) -> Job:
+    def _job(
+        self,
+        order: Order,
+        model: image_pb2.Model,
+        loras: Sequence[StoredLora],
+        *,
+        fingerprint: str,
+        began: float,
+        before: Job | None,
+    ) -> Job:
         # Whoever comes again by the same request_id wants the same picture.
-        spec = defaults.as_before(order.spec, before.bare) if before else defaults.complete(order.spec, model)
+        spec = defaults.as_before(order.spec, before.bare) if before else defaults.complete(order.spec, model, loras)
+        self._loras.prefetch(loras)
         return Job(
             clock=self._clock,
             spec=spec,

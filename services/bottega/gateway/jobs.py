@@ -44,7 +44,8 @@ class Job:
     current attempt began. suspect_until: steps within which a worker died of it, perhaps.
     log_id: the request_id of its log lines, here and at the workers; never empty.
     controlnets: their names, one for each in the spec. versions: their hashes, by name, that the newest attempt uses;
-    servers: those that it was given for them.
+    servers: those that it was given for them. loras: digests, one for each in the spec. loras_step: at which they went
+    in, once an attempt has told it: later ones put them in at the same one.
     life: lives of the gateway before this one. number: of the newest attempt. created_wall: 0 is now.
     outcome: decided, and not to be told before it is durable. left: why nobody here follows the job any further.
     """
@@ -83,6 +84,7 @@ class Job:
     checkpoint: Checkpoint | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     servers: tuple[str, ...] = ()
+    loras_step: int | None = None
     pictures: tuple[Picture, ...] = ()
     provenance: Provenance | None = None
     error: BottegaError | None = None
@@ -103,6 +105,7 @@ class Job:
     num_images: int = field(init=False)
     rows: int = field(init=False)
     controlnets: tuple[str, ...] = field(init=False)
+    loras: tuple[str, ...] = field(init=False)
 
     listeners: set[Callable[[], None]] = field(default_factory=set)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -115,6 +118,7 @@ class Job:
         # Asked for at every look of the scheduler, where a message would be too slow to ask.
         self.num_images, self.rows = self.spec.num_images, work.rows(self.spec)
         self.controlnets = tuple(net.name for net in self.bare.controlnets)
+        self.loras = tuple(lora.digest for lora in self.bare.loras)
         self.steps_total = work.steps_to_run(self.spec) * self.num_images
         if self.deaths and self.suspect_until is None:
             self.suspect_until = self.steps_total  # how far it was is not remembered over a restart
@@ -219,6 +223,13 @@ class Job:
         if not self.is_current(number):
             return False
         self.checkpoint = checkpoint
+        return True
+
+    def dress(self, number: int, step: int) -> bool:
+        """The LoRAs go in at that step."""
+        if not self.is_current(number):
+            return False
+        self.loras_step = step
         return True
 
     def use(self, versions: Mapping[str, str], *, servers: tuple[str, ...]) -> None:

@@ -20,6 +20,8 @@ def completed_provenance(job: Job, told: Provenance) -> Provenance:
     full = Provenance()
     full.CopyFrom(told)
     full.parameters.CopyFrom(job.bare)
+    for lora, use in zip(full.parameters.loras, told.loras, strict=False):
+        lora.from_step = use.from_step  # what timing decided: with it, they make the same picture again
     full.image_digest = job.image_digest
     full.worker = told.worker or job.worker
     full.bottega_version = told.bottega_version or version()

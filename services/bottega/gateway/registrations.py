@@ -22,6 +22,9 @@ MAX_MODELS = 256
 MAX_CONTROLNETS = 1024
 """Of one service."""
 
+MAX_LORAS = 256
+"""That a worker says it has at hand."""
+
 _MAX_CHARACTERS = 128
 _MAX_MODEL_CHARACTERS = 200
 _MAX_ADDRESS_CHARACTERS = 256
@@ -58,6 +61,8 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
     for name in ("max_rows", "memory_bytes"):
         if getattr(load, name) < 0:
             yield Violation(field=f"load.{name}", description="must not be negative")
+    if len(load.loras) > MAX_LORAS or not all(map(rules.is_digest, load.loras)):
+        yield Violation(field="load.loras", description=f"must be digests, at most {MAX_LORAS}")
     yield from _controlnets(load)
 
 

@@ -26,6 +26,8 @@ _TRUST_AFTER_S = 0.25
 _FOREIGN_ROWS = 2
 # Most jobs ask for what others ask for: a queue is gone through every second, and these need not be made again.
 _DEMANDS = 1024
+# Of a LoRA that comes over a link, beside those that a worker has: a guess, for comparing the two.
+_FETCH_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +61,12 @@ class Seating:
 
         Others wait for a ControlNet that is away, and are not in the way of those behind them.
         """
-        known: dict[tuple[str, ...], Mapping[str, float] | None] = {(): None}
+        known: dict[tuple[tuple[str, ...], tuple[str, ...]], Mapping[str, float] | None] = {((), ()): None}
         for job in line:
-            if job.controlnets not in known:
-                known[job.controlnets] = self._placement.takers(job)
-            takers = known[job.controlnets]
+            adapters = (job.controlnets, job.loras)
+            if adapters not in known:
+                known[adapters] = _with_loras(job.loras, self._placement.takers(job), members)
+            takers = known[adapters]
             if takers is None or takers:
                 yield self.waiting(job, members, takers)
 
@@ -114,6 +117,20 @@ class Seating:
 def demand(job: Job) -> Demand:
     """What a job that waits asks for; a checkpoint saves it steps."""
     return _demand(job, job.steps_total - (job.checkpoint.steps_done if job.checkpoint else 0))
+
+
+def _with_loras(
+    loras: tuple[str, ...], takers: Mapping[str, float] | None, members: Mapping[str, Member]
+) -> Mapping[str, float] | None:
+    """With the seconds that each worker needs to fetch what it has not at hand."""
+    if not loras:
+        return takers
+    load_s = dict.fromkeys(members, 0.0) if takers is None else takers
+    return {
+        name: seconds + _FETCH_S * len(set(loras) - set(members[name].load.loras))
+        for name, seconds in load_s.items()
+        if name in members
+    }
 
 
 def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:

@@ -16,15 +16,15 @@ from bottega.gateway.defaults import STRENGTH
 from bottega.rules import (
     MAX_ADAPTERS,
     MAX_SIDE,
-    MAX_STEPS,
     check_controlnets,
+    check_lora_steps,
+    check_loras,
     check_ranges,
     check_steps_left,
     check_texts,
-    is_adapter_name,
 )
 from bottega.v1 import generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import GenerationSpec, Lora, Sampler
+from bottega.v1.generation_pb2 import GenerationSpec, Sampler
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MAX_MODEL_CHARACTERS = 200
@@ -36,8 +36,8 @@ _MAX_STATES = 16
 _FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
 
 # Fields that are designed and not served yet, in the order in which they are named; and the techniques that are.
-_UNSERVED = ("loras", "mask_image", "techniques")
-_SERVED_TECHNIQUES = frozenset({"stale_residuals", "latent_parallelism"})
+_UNSERVED = ("mask_image", "techniques")
+_SERVED_TECHNIQUES = frozenset({"bounded_lora_loading", "stale_residuals", "latent_parallelism"})
 
 
 def check_request_id(request_id: str) -> Iterator[Violation]:
@@ -76,6 +76,8 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violat
     if spec.use_karras_sigmas and spec.sampler in Sampler.values() and sampler not in _KARRAS_SAMPLERS:
         yield _violation("use_karras_sigmas", "only with the samplers EULER and DPMPP_2M")
     yield from _img2img_steps(spec, model)
+    steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
+    yield from check_lora_steps(spec, steps)
 
 
 def refuse_unserved(spec: GenerationSpec) -> None:
@@ -119,22 +121,10 @@ def _images(spec: GenerationSpec, max_bytes: int) -> Iterator[Violation]:
 
 
 def _adapters(spec: GenerationSpec, max_bytes: int) -> Iterator[Violation]:
-    if len(spec.loras) > MAX_ADAPTERS:
-        yield _violation("loras", f"at most {MAX_ADAPTERS}")
-    for index, lora in enumerate(spec.loras[:MAX_ADAPTERS]):
-        yield from _lora(f"spec.loras[{index}]", lora)
+    yield from check_loras(spec)
     yield from check_controlnets(spec)
     for index, net in enumerate(spec.controlnets[:MAX_ADAPTERS]):
         yield from _encoded(f"spec.controlnets[{index}].image", net.image, max_bytes)
-
-
-def _lora(path: str, lora: Lora) -> Iterator[Violation]:
-    if not is_adapter_name(lora.name):
-        yield Violation(field=f"{path}.name", description="must be the name of a LoRA")
-    if lora.HasField("scale") and not math.isfinite(lora.scale):
-        yield Violation(field=f"{path}.scale", description="must be a finite number")
-    if lora.HasField("from_step") and not 0 <= lora.from_step <= MAX_STEPS:
-        yield Violation(field=f"{path}.from_step", description=f"must be 0 to {MAX_STEPS}")
 
 
 def _img2img_steps(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violation]:

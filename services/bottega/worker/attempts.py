@@ -80,7 +80,14 @@ class Failed:
     error: BottegaError
 
 
-Event = Started | Progress | Picture | Completed | Failed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LorasIn:
+    """The LoRAs go in at a step, which has not run yet."""
+
+    step: int
+
+
+Event = Started | LorasIn | Progress | Picture | Completed | Failed
 
 
 class AttemptState(Enum):
@@ -102,6 +109,7 @@ class Attempt:
         self.key = key
         self.state = AttemptState.ACCEPTED
         self.started: Started | None = None
+        self.loras_in: LorasIn | None = None
         self.progress: Progress | None = None
         self.pictures: list[Picture] = []
         self.outcome: Completed | Failed | None = None
@@ -130,6 +138,12 @@ class Attempt:
         if self.state is AttemptState.ACCEPTED:
             self.state = AttemptState.RUNNING
             self.started = started
+            self._tell()
+
+    def dress(self, loras_in: LorasIn) -> None:
+        """The LoRAs go in."""
+        if not self.ended:
+            self.loras_in = loras_in
             self._tell()
 
     def advance(self, progress: Progress) -> None:
@@ -184,6 +198,7 @@ class _Teller:
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._started = False
+        self._loras_in = False
         self._progress: Progress | None = None
         self._pictures = 0
         self._outcome = False
@@ -196,6 +211,9 @@ class _Teller:
         if attempt.started and not self._started:
             self._started = True
             yield attempt.started
+        if attempt.loras_in and not self._loras_in:
+            self._loras_in = True
+            yield attempt.loras_in
         if attempt.progress is not None and attempt.progress is not self._progress:
             self._progress = attempt.progress
             yield attempt.progress

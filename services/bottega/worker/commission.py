@@ -18,8 +18,8 @@ from bottega.planning import steps_to_run
 from bottega.process import MAX_FRAME_BYTES
 from bottega.v1 import engine_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
-from bottega.v1.worker_pb2 import ControlNetHosts
-from bottega.worker.attempts import Attempt, AttemptKey, Failed, Picture, Progress, Started
+from bottega.v1.worker_pb2 import ControlNetHosts, LoraStore
+from bottega.worker.attempts import Attempt, AttemptKey, Failed, LorasIn, Picture, Progress, Started
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.pictures import Pictures
 
@@ -42,14 +42,17 @@ class Order:
     """An attempt as the gateway orders it.
 
     spec: every default filled in, the seed drawn, input images removed. image: source of image-to-image, encoded, or
-    empty. controls: one for each of the spec's ControlNets. checkpoint: to resume from, or empty. deadline_s: seconds
-    from now. request_id: for logs.
+    empty. controls: one for each of the spec's ControlNets. lora_stores: where the spec's LoRAs are. loras_step: at
+    which they went in in an earlier attempt, where it told so. checkpoint: to resume from, or empty. deadline_s:
+    seconds from now. request_id: for logs.
     """
 
     key: AttemptKey
     spec: GenerationSpec
     image: bytes = b""
     controls: tuple[OrderedControl, ...] = ()
+    lora_stores: tuple[LoraStore, ...] = ()
+    loras_step: int | None = None
     checkpoint: bytes = b""
     deadline_s: float | None = None
     preview: bool = False
@@ -151,6 +154,8 @@ class Commission:
             case "started":
                 started = event.started
                 self.attempt.begin(Started(steps_total=started.steps_total, steps_resumed=started.steps_resumed))
+            case "loras_in":
+                self._dress(event.loras_in.step)
             case "progress":
                 self._advance(event.progress)
             case "picture":
@@ -165,6 +170,9 @@ class Commission:
         start.attempt.CopyFrom(self._order.key.message())
         start.spec.CopyFrom(self._order.spec)
         start.checkpoint = self._checkpoint
+        start.lora_stores.extend(self._order.lora_stores)
+        if self._order.loras_step is not None:
+            start.loras_step = self._order.loras_step
         size_bytes = len(self._checkpoint)
         if self._image:
             source = await self._pictures.source(self._image, self._order.spec)
@@ -194,6 +202,12 @@ class Commission:
             await source.tensor_into(control.image)
             size_bytes += len(source.pixels.data)
         return size_bytes
+
+    def _dress(self, step: int) -> None:
+        """The LoRAs go in. With the step in it, the spec makes the same picture again."""
+        for lora in self._order.spec.loras:
+            lora.from_step = step
+        self.attempt.dress(LorasIn(step=step))
 
     def _advance(self, progress: engine_pb2.EngineProgress) -> None:
         self._metrics.steps_done(max(0, progress.steps_done - self.attempt.steps_done))

@@ -28,6 +28,9 @@ class EngineConfig:
     controlnets: by name, folders of ControlNets that it runs itself when no server does, and controlnet_budget_bytes
     the most bytes of their weights that are loaded at once. controlnet_silence_s: after which a ControlNet server that
     says nothing is taken for dead.
+    lora_budget_bytes: of LoRAs that are kept beside those that requests wait for. lora_timeout_s: how long a request
+    waits for its LoRAs. lora_silence_s: after which a LoRA store that says nothing is taken for dead. lora_pristine:
+    where copies of weights that LoRAs were patched into are kept, as long again as what they touch.
     peer: host:port of the worker that it forms a pair with, which names this one: each computes rows of the other one's
     requests while it has none of its own. Not together with fixed_rows, under which fewer rows take no less time.
     peer_silence_s: after which a peer that says nothing is taken for dead. links_listen: host:port on which the link of
@@ -50,6 +53,10 @@ class EngineConfig:
     controlnets: dict[str, str] = field(default_factory=dict)
     controlnet_budget_bytes: AtLeastOne = 8 << 30
     controlnet_silence_s: Seconds = 5.0
+    lora_budget_bytes: AtLeastOne = 1 << 30
+    lora_timeout_s: Seconds = 60.0
+    lora_silence_s: Seconds = 5.0
+    lora_pristine: Literal["device", "host"] = "device"
     peer: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
     peer_silence_s: Seconds = 5.0
     links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"

@@ -35,8 +35,9 @@ from bottega.v1.worker_pb2 import PeerTerms
 from bottega.worker.at_hand import AtHand
 from bottega.worker.config import EngineConfig
 from bottega.worker.controlnets import LinkSettings, RemoteControlNets
-from bottega.worker.engine_wire import beat_of, event_of, failed, key_of, order_of, ready_of
+from bottega.worker.engine_wire import beat_of, event_of, failed, key_of, order_of, ready_of, stores_of
 from bottega.worker.link_desk import LinkDesk
+from bottega.worker.loras import LinkedLoras, LoraLinkSettings
 from bottega.worker.peer import Following, Peer, PeerSettings
 
 _log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class EngineProcess:
             else:
                 self._commands.put(command)
         self._studio.controlnets.stop()
+        self._studio.loras.stop()
         if self._following is not None:
             self._following.close()  # its socket leaves no file behind
         os._exit(0)  # the front is gone: there is nobody to finish for, and a turn may take long
@@ -139,6 +141,7 @@ class EngineProcess:
     def _carry_out(self, command: EngineCommand) -> None:
         match command.WhichOneof("command"):
             case "start":
+                self._studio.loras.know(stores_of(command.start))
                 self._engine.submit(order_of(command.start, self._engine.model.defaults.sampler))
                 self._tell_peer()  # before the next turn: what it has lent until then is computed before it, too
             case "cancel":
@@ -156,7 +159,7 @@ class EngineProcess:
         self._beaten_s = time.monotonic()
         studio = self._studio
         linked = sum(end is not None and end.linked for end in (studio.peer, self._following))
-        self._say(beat_of(self._engine, studio.controlnets, studio.at_hand, peer_links=linked))
+        self._say(beat_of(self._engine, studio.controlnets, studio.at_hand, studio.loras, peer_links=linked))
 
     def _say(self, event: EngineEvent) -> None:
         self._channel.send(event.SerializeToString())
@@ -166,13 +169,14 @@ class EngineProcess:
 class Studio:
     """All that draws. at_hand: the ControlNets of this process; controlnets: those, and those on servers.
 
-    peer: the other worker of a pair, as this engine leads it; None where it is none.
+    loras: those of stores. peer: the other worker of a pair, as this engine leads it; None where it is none.
     """
 
     config: EngineConfig
     engine: Engine
     controlnets: RemoteControlNets
     at_hand: AtHand
+    loras: LinkedLoras
     peer: Peer | None = None
 
     def follow(self, post: Callable[[Callable[[], None]], None]) -> Following | None:
@@ -205,6 +209,8 @@ def start(config: EngineConfig, desk: LinkDesk) -> Studio:
         max_pixels=config.max_pixels,
         checkpoint_interval_s=config.checkpoint_interval_s,
         progress_interval_s=config.progress_interval_s,
+        lora_timeout_s=config.lora_timeout_s,
+        pristine_on_host=config.lora_pristine == "host",
     )
     at_hand = AtHand(model, config)
     controlnets = RemoteControlNets(
@@ -221,9 +227,17 @@ def start(config: EngineConfig, desk: LinkDesk) -> Studio:
     if config.peer:
         settings = PeerSettings(silence_s=config.peer_silence_s)
         peer = Peer(config.peer, offers=desk, counters=controlnets.counters, settings=settings)
-    engine = Engine(model, limits, controlnets=controlnets, follower=peer)
+    loras = LinkedLoras(
+        offers=desk,
+        device=model.device,
+        dtype=model.dtype,
+        budget_bytes=config.lora_budget_bytes,
+        settings=LoraLinkSettings(silence_s=config.lora_silence_s),
+        counters=controlnets.counters,
+    )
+    engine = Engine(model, limits, controlnets=controlnets, loras=loras, follower=peer)
     engine.warm_up()
-    return Studio(config=config, engine=engine, controlnets=controlnets, at_hand=at_hand, peer=peer)
+    return Studio(config=config, engine=engine, controlnets=controlnets, at_hand=at_hand, loras=loras, peer=peer)
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ from bottega.diffusion.events import (
     Event,
     Failed,
     Finished,
+    LoraRecord,
     LorasIn,
     PairRecord,
     Progress,
@@ -24,7 +25,7 @@ from bottega.diffusion.events import (
 )
 from bottega.diffusion.job import Order
 from bottega.diffusion.samplers import SamplerKind
-from bottega.diffusion.spec import ControlSpec, DrawingSpec
+from bottega.diffusion.spec import ControlSpec, DrawingSpec, LoraSpec
 from bottega.errors import BottegaError
 from bottega.rpc.link_counts import link_counts
 from bottega.rpc.status import to_job_error
@@ -32,6 +33,7 @@ from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_
 from bottega.v1.worker_pb2 import AttemptId
 from bottega.worker.at_hand import AtHand
 from bottega.worker.controlnets import RemoteControlNets
+from bottega.worker.loras import LinkedLoras, Store
 
 # A key of the engine: job and number, which is all that an AttemptId holds.
 Key = tuple[str, int]
@@ -49,6 +51,9 @@ _OPTIONAL = frozenset(
         "strength",
     }
 )
+
+# Of those at hand, that are reported: by the contract.
+_MOST_LORAS = 256
 
 _OPTIONAL_OF_CONTROL = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
 
@@ -81,6 +86,7 @@ def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Ord
         control_hosts=tuple(_hosts(control.hosts) for control in start.controls),
         stale_residuals=_may_be_stale(start.spec),
         latent_parallelism=_may_be_lent(start.spec),
+        loras_step=start.loras_step if start.HasField("loras_step") else None,
         checkpoint=start.checkpoint,
         preview=start.preview,
     )
@@ -148,7 +154,7 @@ def ready_of(engine: Engine, base: ControlLayout) -> engine_pb2.EngineEvent:
 
 
 def beat_of(
-    engine: Engine, controlnets: RemoteControlNets, at_hand: AtHand, *, peer_links: int
+    engine: Engine, controlnets: RemoteControlNets, at_hand: AtHand, loras: LinkedLoras, *, peer_links: int
 ) -> engine_pb2.EngineEvent:
     """The message that the engine is alive, and how busy. peer_links: with the other worker of its pair."""
     beat = engine_pb2.EngineBeat(
@@ -162,7 +168,8 @@ def beat_of(
         ],
         fixed_s=engine.fixed_s,
         controlnets=at_hand.report(),
-        links=link_counts(controlnets.counters, open_links=len(controlnets.servers) + peer_links),
+        links=link_counts(controlnets.counters, open_links=len(controlnets.servers) + loras.linked + peer_links),
+        loras=loras.resident[-_MOST_LORAS:],
     )
     return engine_pb2.EngineEvent(beat=beat)
 
@@ -181,6 +188,7 @@ def _spec(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Drawin
         controlnets=tuple(
             _control(net, control) for net, control in zip(spec.controlnets, start.controls, strict=True)
         ),
+        loras=tuple(map(_lora, spec.loras)),
         **said,
     )
 
@@ -195,6 +203,21 @@ def _control(net: generation_pb2.ControlNet, control: engine_pb2.EngineControl) 
         measured=net.measure_similarity,
         **said,
     )
+
+
+def _lora(lora: generation_pb2.Lora) -> LoraSpec:
+    return LoraSpec(
+        name=lora.name,
+        digest=lora.digest,
+        scale=lora.scale,
+        from_step=lora.from_step if lora.HasField("from_step") else None,
+        bound=lora.max_step,
+    )
+
+
+def stores_of(start: engine_pb2.EngineStart) -> list[Store]:
+    """The LoRA stores that a start command names."""
+    return [Store(name=store.name, address=store.address) for store in start.lora_stores]
 
 
 def _hosts(hosts: worker_pb2.ControlNetHosts) -> ControlHosts:
@@ -221,14 +244,28 @@ def _provenance(event: Finished, engine: Engine) -> generation_pb2.Provenance:
         model_hash=engine.model.digest,
         dtype=engine.model.dtype_name,
         device=str(engine.model.device),
-        exact=not any(use.stale_steps for use in record.controlnets),
+        exact=not any(use.stale_steps for use in record.controlnets)
+        and all(lora.from_step <= record.begin_step for lora in record.loras),
         begin_step=record.begin_step,
         truncations=[generation_pb2.Truncation(field=name, text=text) for name, text in record.truncations.items()],
         times=[generation_pb2.StageTime(stage=name, seconds=seconds) for name, seconds in record.seconds.items()],
         mean_group_requests=record.mean_group_requests,
         controlnets=[_use(use) for use in record.controlnets],
+        loras=[_lora_use(lora) for lora in record.loras],
         encoder_s=record.encoder_s,
         pair=None if record.pair is None else _pair(record.pair),
+    )
+
+
+def _lora_use(lora: LoraRecord) -> generation_pb2.LoraUse:
+    return generation_pb2.LoraUse(
+        name=lora.name,
+        digest=lora.digest,
+        scale=lora.scale,
+        from_step=lora.from_step,
+        load_s=lora.load_s,
+        wait_s=lora.wait_s,
+        patch_s=lora.patch_s,
     )
 
 

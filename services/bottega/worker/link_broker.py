@@ -1,4 +1,4 @@
-"""Brings offers of links from ControlNet servers and the peer to the engine, which speaks no gRPC.
+"""Brings offers of links from ControlNet servers, LoRA stores and the peer to the engine, which speaks no gRPC.
 
 Tensors never come this way.
 """
@@ -13,9 +13,17 @@ import grpc
 from bottega.errors import BottegaError, Unavailable
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error, to_job_error
-from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, engine_pb2, worker_pb2, worker_pb2_grpc
+from bottega.v1 import (
+    controlnet_pb2,
+    controlnet_pb2_grpc,
+    engine_pb2,
+    lora_pb2,
+    lora_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 
-_Response = controlnet_pb2.OpenLinkResponse | worker_pb2.OpenPeerLinkResponse
+_Response = controlnet_pb2.OpenLinkResponse | lora_pb2.OpenLoraLinkResponse | worker_pb2.OpenPeerLinkResponse
 
 # A server answers at once; the engine waits a little longer than this.
 _DEADLINE_S = 4.0
@@ -70,6 +78,10 @@ class LinkBroker:
                     worker=self._worker, terms=request.peer, link_id=request.link_id
                 )
                 return await peer.OpenPeerLink(wanted, timeout=_DEADLINE_S)
+            if request.lora_store:
+                store: lora_pb2_grpc.LoraServiceAsyncStub = lora_pb2_grpc.LoraServiceStub(channel)
+                fetching = lora_pb2.OpenLoraLinkRequest(worker=self._worker, link_id=request.link_id)
+                return await store.OpenLoraLink(fetching, timeout=_DEADLINE_S)
             server: controlnet_pb2_grpc.ControlNetServiceAsyncStub = controlnet_pb2_grpc.ControlNetServiceStub(channel)
             asked = controlnet_pb2.OpenLinkRequest(worker=self._worker, link_id=request.link_id)
             return await server.OpenLink(asked, timeout=_DEADLINE_S)

@@ -1,4 +1,7 @@
-"""Where the engine asks for links to ControlNet servers and its peer, and the answers come in. Knows no link."""
+"""Where the engine asks for links to ControlNet servers, LoRA stores and its peer, and the answers come in.
+
+Knows no link.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,11 @@ class LinkDesk:
 
     def ask(self, address: str, link_id: str) -> Future[Offer]:
         """See Offers."""
-        wanted = Future[Offer]()
-        asked = self._ask(EngineLinkRequest(address=address, link_id=link_id))
-        asked.add_done_callback(lambda asked: _pass_on(asked, wanted))
-        return wanted
+        return self._ask_server(EngineLinkRequest(address=address, link_id=link_id))
+
+    def ask_loras(self, address: str, link_id: str) -> Future[Offer]:
+        """See LoraOffers."""
+        return self._ask_server(EngineLinkRequest(address=address, link_id=link_id, lora_store=True))
 
     def ask_peer(self, address: str, link_id: str) -> Future[PeerOffer]:
         """See PeerOffers."""
@@ -46,6 +50,11 @@ class LinkDesk:
             asked.set_result(PeerOffer(offer=offer_from_wire(message.offer), worker=message.worker))
         except InvalidRequest as error:
             asked.set_exception(error)
+
+    def _ask_server(self, request: EngineLinkRequest) -> Future[Offer]:
+        wanted = Future[Offer]()
+        self._ask(request).add_done_callback(lambda asked: _pass_on(asked, wanted))
+        return wanted
 
     def _ask(self, request: EngineLinkRequest) -> Future[PeerOffer]:
         request.request = next(self._numbers)

@@ -40,6 +40,7 @@ def order_from(raw: bytes) -> Order:
             *_check_spec(request.spec),
             *_check_call(request),
             *_check_controls(request),
+            *_check_loras(request),
         ]
     )
     spec = request.spec
@@ -59,6 +60,10 @@ def order_from(raw: bytes) -> Order:
             OrderedControl(image=control, hosts=worker_pb2.ControlNetHosts.FromString(hosts.SerializeToString()))
             for control, hosts in zip(images, request.controlnets, strict=True)
         ),
+        lora_stores=tuple(
+            worker_pb2.LoraStore(name=store.name, address=store.address) for store in request.lora_stores
+        ),
+        loras_step=request.loras_step if request.HasField("loras_step") else None,
         checkpoint=request.checkpoint,
         deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
         preview=request.preview,
@@ -95,6 +100,8 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
     yield from rules.check_texts(spec)
     yield from rules.check_ranges(spec)
     yield from rules.check_controlnets(spec)
+    yield from rules.check_loras(spec)
+    yield from rules.check_lora_steps(spec, spec.num_inference_steps)
     if spec.HasField("image") and not 0 < len(spec.image) <= MAX_IMAGE_BYTES:
         yield Violation(field="spec.image", description=f"must be 1 to {MAX_IMAGE_BYTES} bytes")
     if spec.HasField("strength") != spec.HasField("image"):
@@ -120,6 +127,21 @@ def _check_controls(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation
         ):
             rule = f"must be at most {_MAX_SERVERS}, each with a name and an address"
             yield Violation(field=f"controlnets[{index}].servers", description=rule)
+
+
+def _check_loras(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
+    for index, lora in enumerate(request.spec.loras):
+        for name in ("scale", "digest", "max_step"):
+            if not lora.HasField(name):
+                yield Violation(field=f"spec.loras[{index}].{name}", description="must be filled in")
+    if len(request.lora_stores) > _MAX_SERVERS or any(
+        not 0 < len(store.name) <= _MAX_ID_CHARACTERS or not 0 < len(store.address) <= _MAX_ADDRESS_CHARACTERS
+        for store in request.lora_stores
+    ):
+        rule = f"must be at most {_MAX_SERVERS}, each with a name and an address"
+        yield Violation(field="lora_stores", description=rule)
+    if request.HasField("loras_step") and not 0 <= request.loras_step < max(1, request.spec.num_inference_steps):
+        yield Violation(field="loras_step", description="must be one of the spec's steps")
 
 
 def _check_call(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:

@@ -17,7 +17,7 @@ from bottega.rpc import logs
 from bottega.rpc.status import to_job_error
 from bottega.rules import refuse
 from bottega.v1 import worker_pb2
-from bottega.worker.attempts import Attempt, Completed, Event, Failed, Picture, Progress, Started
+from bottega.worker.attempts import Attempt, Completed, Event, Failed, LorasIn, Picture, Progress, Started
 from bottega.worker.orders import check_peer_link, checked_key, order_from
 from bottega.worker.worker import Worker
 
@@ -118,6 +118,8 @@ def _responses(event: Event) -> Iterator[worker_pb2.RunAttemptResponse]:
     match event:
         case Started(steps_total=total, steps_resumed=resumed):
             yield pb.RunAttemptResponse(started=pb.AttemptStarted(steps_total=total, steps_resumed=resumed))
+        case LorasIn(step=step):
+            yield pb.RunAttemptResponse(loras_in=pb.AttemptLorasIn(step=step))
         case Progress(steps_done=done, preview_index=index, preview_jpeg=jpeg):
             progress = pb.AttemptProgress(steps_done=done, preview_index=index, preview_jpeg=jpeg)
             yield pb.RunAttemptResponse(progress=progress)

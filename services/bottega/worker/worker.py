@@ -167,6 +167,7 @@ class Worker:
             max_rows=self._config.engine.group_rows,
             memory_bytes=self._memory_bytes,
             controlnets=self._beat.controlnets,
+            loras=self._beat.loras,
         )
 
     async def drain(self) -> None:

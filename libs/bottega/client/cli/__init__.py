@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 # In the order in which a newcomer needs them; each module has the click command as `command`.
-_COMMANDS = ("up", "stop", "generate", "jobs", "models", "controlnets", "fleet", "logs", "doctor")
+_COMMANDS = ("up", "stop", "generate", "jobs", "models", "controlnets", "loras", "fleet", "logs", "doctor")
 
 
 class _Commands(click.Group):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # As the contract names them.
 _STAGES = (
-    *("validate", "queue", "route", "decode_image", "encode", "controlnets", "denoise"),
+    *("validate", "queue", "route", "decode_image", "encode", "controlnets", "loras", "denoise"),
     *("batch", "decode", "handoff", "encode_image"),
 )
 _SHORTEST_S = 0.0005
@@ -120,7 +120,7 @@ def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) ->
     if prompt is None:
         raise click.UsageError("say what to draw: bottega generate PROMPT")
     options.pop("format", None)  # the new file's name says it
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in given.items() if value is not None and value != ()}
     if nets := merged(options.pop("controlnets", None) or (), controls, like):
         chosen["controlnets"] = nets
     options = cast("GenerationOptions", options | chosen)
@@ -170,6 +170,8 @@ def _report(completed: Completed, output: Output, elapsed_s: float) -> None:
     say(f"{elapsed_s:.2f} s{f' ({stages})' if stages else ''}")
     for line in _controls(completed.provenance):
         say(line)
+    for use in completed.provenance.loras:
+        say(f"LoRA {use.name}: scale {use.scale:g}, in from step {use.from_step}, there after {use.load_s:.3f} s")
     for cut in completed.provenance.truncations:
         lost = textwrap.shorten(cut.text, _CUT_LETTERS, placeholder=" ...")
         note(f"{cut.field} was too long for the model; without effect: {lost}")

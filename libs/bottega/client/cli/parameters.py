@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from bottega.client.cli.control_option import ControlType
+from bottega.client.cli.lora_option import LoraType
 from bottega.client.options import FIDELITIES, SAMPLERS
 from bottega.client.picture import FORMATS
 
@@ -36,6 +37,20 @@ _OPTIONS = (
         multiple=True,
         metavar="NAME=FILE[:SCALE]",
         help="Follow this control image by the ControlNet NAME (bottega controlnets lists them); may be repeated.",
+    ),
+    click.option(
+        "--lora",
+        "lora",
+        type=LoraType(),
+        multiple=True,
+        metavar="NAME[:SCALE]",
+        help="Draw with the LoRA NAME (bottega loras lists them); may be repeated.",
+    ),
+    click.option(
+        "--late-loras/--no-late-loras",
+        "bounded_lora_loading",
+        default=None,
+        help="Make steps before the LoRAs are there (approximate). Default: by --fidelity.",
     ),
     click.option(
         "--stale-residuals/--no-stale-residuals",

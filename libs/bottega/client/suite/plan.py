@@ -18,6 +18,7 @@ from bottega.errors import BottegaError, Code
 from bottega.miniature import WEIGHTS
 
 GATEWAY = "gateway"
+LORAS = "loras"
 
 # People who press Ctrl-C wait for it; the services' own default is for machines in production.
 _DRAIN_GRACE_S = 5.0
@@ -81,6 +82,7 @@ def plan_suite(wish: SuiteWish, state: StateFolder) -> SuitePlan:
     beside = wish.threads or max(1, cores // (wish.workers + 1) // max(1, wish.controlnet_servers))
     server = {"listen": address, "metrics_listen": f"127.0.0.1:{metrics_port}", "drain_grace_s": _DRAIN_GRACE_S}
     gateway = _service(GATEWAY, "bottega.gateway", {"server": server, "state": str(state.gateway)}, state.config)
+    loras = _service(LORAS, "bottega.loras", _store(wish, address, state), state.config)
     workers = [_worker(f"worker-{n}", wish, address, threads, state) for n in range(wish.workers)]
     nets = [_controlnet(f"controlnet-{n}", wish, address, beside, state) for n in range(wish.controlnet_servers)]
     return SuitePlan(
@@ -88,7 +90,7 @@ def plan_suite(wish: SuiteWish, state: StateFolder) -> SuitePlan:
         workers=wish.workers,
         controlnet_servers=wish.controlnet_servers,
         threads=threads,
-        services=(gateway, *workers, *nets),
+        services=(gateway, loras, *workers, *nets),
     )
 
 
@@ -122,6 +124,19 @@ def _own_controlnets(model: Path) -> Iterator[tuple[str, str]]:
     for config in sorted((model / "controlnets").glob("*/config.json")):
         if rules.is_adapter_name(config.parent.name):
             yield config.parent.name, str(config.parent)
+
+
+def _store(wish: SuiteWish, gateway: str, state: StateFolder) -> dict[str, object]:
+    """Of the LoRA store: LoRAs are for the model that the workers serve, by its name."""
+    folder = Path(wish.model).resolve()
+    bases = {"miniature": "miniature"} if wish.model == "miniature" else {folder.name: str(folder)}
+    return {
+        "name": LORAS,
+        "gateway": gateway,
+        "server": {"drain_grace_s": _DRAIN_GRACE_S},
+        "folder": str(state.root / LORAS),
+        "bases": bases,
+    }
 
 
 def _service(name: str, module: str, values: Mapping[str, object], config: Path) -> ServicePlan:

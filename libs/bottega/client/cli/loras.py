@@ -1,0 +1,119 @@
+"""`bottega loras`: which LoRAs the suite has, and how to add and remove them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.terminal import new_table, note, print_table, say
+
+if TYPE_CHECKING:
+    from bottega.v1.lora_pb2 import StoredLora
+
+_HASH_LETTERS = 12
+
+
+class _Loras(click.Group):
+    """Its options alone are those of its list."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group("loras", cls=_Loras)
+def command() -> None:
+    """Look after LoRAs: list, show, add, remove.
+
+    \b
+      bottega loras                                 those that the suite has, and for which base models
+      bottega loras add outline outline.safetensors kohya's, Diffusers' or PEFT's; a folder of theirs as well
+      bottega loras show outline                    all that is known of one
+      bottega generate "a red star" --lora outline:0.8
+    """
+
+
+@command.command("list")
+@address_option
+def list_command(*, address: str) -> None:
+    """List the LoRAs that the suite has."""
+    with connect(address) as client:
+        loras = client.loras()
+    if not loras:
+        note("There are no LoRAs yet: bottega loras add NAME FILE.")
+        return
+    table = new_table("lora", "base", ">rank", ">size", "pinned", "trigger words")
+    for lora in loras:
+        facts = (str(lora.rank), _size(lora.size_bytes), "yes" if lora.pinned else "")
+        table.add_row(lora.name, lora.base, *facts, ", ".join(lora.trigger_words))
+    print_table(table)
+
+
+@command.command("show")
+@click.argument("name")
+@address_option
+def show(*, name: str, address: str) -> None:
+    """Say all that is known of the LoRA NAME."""
+    with connect(address) as client:
+        lora = client.lora(name)
+    table = new_table("", "")
+    for label, text in _facts(lora):
+        table.add_row(label, text)
+    print_table(table)
+
+
+@command.command("add")
+@click.argument("name")
+@click.argument("path")
+@click.option("--base", metavar="MODEL", help="The model that it was made for; default: the store's only one.")
+@click.option("--trigger", "trigger_words", multiple=True, metavar="WORDS", help="That call its style; repeatable.")
+@address_option
+def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...], address: str) -> None:
+    """Bring a LoRA, and call it NAME.
+
+    PATH is a .safetensors file or a folder of PEFT or Diffusers, and is uploaded; what is not on this machine is
+    looked for on the store's, below the root that its configuration allows.
+    """
+    here = Path(path)
+    with connect(address) as client:
+        if here.exists():
+            lora = client.add_lora(name, here, base=base, trigger_words=trigger_words)
+        else:
+            lora = client.register_lora(name, path, base=base, trigger_words=trigger_words)
+    say(f"{lora.name} is there for {lora.base}: {lora.modules} modules of rank {lora.rank}, {_size(lora.size_bytes)}")
+
+
+@command.command("remove")
+@click.argument("name")
+@address_option
+def remove(*, name: str, address: str) -> None:
+    """Forget the LoRA NAME."""
+    with connect(address) as client:
+        client.remove_lora(name)
+    say(f"{name} is removed")
+
+
+def _facts(lora: StoredLora) -> list[tuple[str, str]]:
+    bounds = ", ".join(f"step {bound.max_step} of {bound.num_inference_steps}" for bound in lora.bounds)
+    return [
+        ("name", lora.name),
+        ("base", lora.base),
+        ("rank", str(lora.rank)),
+        ("modules", str(lora.modules)),
+        ("size", f"{_size(lora.size_bytes)}, of them text encoders {_size(lora.text_bytes)}"),
+        ("format", lora.format),
+        ("trigger words", ", ".join(lora.trigger_words) or "none"),
+        ("may be late until", bounds or "not measured; a fifth of the steps"),
+        ("pinned", "yes" if lora.pinned else "no"),
+        ("added", datetime.fromtimestamp(lora.added_s, UTC).strftime("%Y-%m-%d %H:%M UTC")),
+        ("hash", lora.digest[:_HASH_LETTERS]),
+    ]
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 10 << 20 else f"{size_bytes / 2**20:.2f} MiB"

@@ -1,0 +1,39 @@
+"""Calls to one LoRA store over gRPC; every failure comes out as a BottegaError. Knows no jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+
+from bottega.rpc.channel import open_channel
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import lora_pb2, lora_pb2_grpc
+from bottega.v1.lora_pb2 import StoredLora
+
+
+class GrpcLoraClient:
+    """See loras.LoraClient. Connects by itself and reconnects."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self._store: lora_pb2_grpc.LoraServiceAsyncStub = lora_pb2_grpc.LoraServiceStub(self._channel)
+
+    async def get(self, name: str, *, deadline_s: float) -> StoredLora:
+        """What the store has of that name. Raises LoraNotFound among others."""
+        try:
+            response = await self._store.GetLora(lora_pb2.GetLoraRequest(name=name), timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        return response.lora
+
+    async def prefetch(self, digests: Sequence[str], *, deadline_s: float) -> None:
+        """Has it load these, the most wanted first."""
+        try:
+            await self._store.PrefetchLoras(lora_pb2.PrefetchLorasRequest(digests=digests), timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def close(self) -> None:
+        """Ends every call."""
+        await self._channel.close()

@@ -1,0 +1,193 @@
+"""Brings LoRAs to the engine: from its cache, or from the stores that its orders name. See LoraSource.
+
+What is on its way is shared by all who asked. A store that is lost is asked again, or another one, for as long as the
+engine waits; when that is over the engine gives up, and says so. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+from bottega.diffusion.loras import LoraHandle, LoraRef
+from bottega.errors import BottegaError, DataLoss, NoLora
+from bottega.transport import Counters
+from bottega.worker.loras.arrival import Arrival, Handle
+from bottega.worker.loras.store_link import LoraLinkSettings, LoraOffers, Store, StoreLink
+
+# Links that are kept: a fleet has one store, or a few.
+_MOST_STORES = 16
+
+
+class LinkedLoras:
+    """One thread of the engine's calls it.
+
+    device, dtype: of the model. budget_bytes: of LoRAs that nobody waits for; those that somebody does are as many as
+    the engine's jobs have.
+    """
+
+    def __init__(
+        self,
+        *,
+        offers: LoraOffers,
+        device: torch.device,
+        dtype: torch.dtype,
+        budget_bytes: int,
+        settings: LoraLinkSettings,
+        counters: Counters,
+    ) -> None:
+        self._offers = offers
+        self._device = device
+        self._dtype = dtype
+        self._budget_bytes = budget_bytes
+        self._settings = settings
+        self._counters = counters
+        self._stores: tuple[Store, ...] = ()
+        self._links: OrderedDict[str, StoreLink] = OrderedDict()
+        # The one used longest ago first.
+        self._arrivals: OrderedDict[str, Arrival] = OrderedDict()
+        self._refusals: dict[Arrival, set[str]] = {}  # by address
+        self._changed = threading.Condition()
+        self._news = 0
+
+    @property
+    def resident(self) -> list[str]:
+        """Digests of what is here, the newest used last."""
+        return [digest for digest, arrival in list(self._arrivals.items()) if arrival.ready]
+
+    @property
+    def used_bytes(self) -> int:
+        """Of what is here."""
+        return sum(arrival.size_bytes for arrival in list(self._arrivals.values()))
+
+    @property
+    def linked(self) -> int:
+        """Links that are open."""
+        return sum(link.linked for link in list(self._links.values()))
+
+    def know(self, stores: Sequence[Store]) -> None:
+        """The stores that there are, the best first. Before `begin`."""
+        if stores:
+            self._stores = tuple(stores)
+
+    def begin(self, ref: LoraRef) -> LoraHandle:
+        """See LoraSource."""
+        with self._changed:
+            arrival = self._arrivals.get(ref.digest)
+            if arrival is None or arrival.error is not None:
+                arrival = self._arrivals[ref.digest] = Arrival(ref, device=self._device, dtype=self._dtype)
+                self._ask(arrival)
+            arrival.users += 1
+            if arrival.error is None:
+                self._arrivals.move_to_end(ref.digest)
+        return Handle(arrival)
+
+    def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:
+        """See LoraSource."""
+        with self._changed:
+            before = self._news
+            if not any(_settled(handle) for handle in handles):
+                self._changed.wait_for(lambda: self._news != before, timeout_s)
+
+    def close(self, handles: Sequence[LoraHandle]) -> None:
+        """See LoraSource."""
+        with self._changed:
+            for handle in handles:
+                assert isinstance(handle, Handle), "every handle was made here"
+                if handle.open:
+                    handle.open = False
+                    handle.arrival.users -= 1
+            self._let_go()
+
+    def stop(self) -> None:
+        """Ends all links."""
+        for link in list(self._links.values()):
+            link.close()
+
+    def _ask(self, arrival: Arrival) -> None:
+        """Asks the best store that has not refused it. Under the lock."""
+        store = self._next_store(arrival)
+        if store is None:
+            self._fail(arrival, NoLora("no LoRA store is known", metadata={"loras": arrival.ref.name}))
+            return
+        self._link_to(store).fetch(arrival)
+
+    def _next_store(self, arrival: Arrival) -> Store | None:
+        refused = self._refusals.get(arrival, set())
+        return next((store for store in self._stores if store.address not in refused), None)
+
+    def _link_to(self, store: Store) -> StoreLink:
+        link = self._links.get(store.address)
+        if link is None:
+            link = self._links[store.address] = StoreLink(
+                store,
+                offers=self._offers,
+                settings=self._settings,
+                counters=self._counters,
+                on_news=self._ring,
+                on_refused=self._refused,
+                on_lost=self._lost,
+            )
+            idle = [address for address, each in self._links.items() if each is not link and not each.wanted()]
+            for address in idle[: max(0, len(self._links) - _MOST_STORES)]:
+                self._links.pop(address).close()
+        self._links.move_to_end(store.address)
+        return link
+
+    def _refused(self, link: StoreLink, arrival: Arrival, error: BottegaError) -> None:
+        """A store will not send it: another one may. In the thread of its link."""
+        with self._changed:
+            refused = self._refusals.setdefault(arrival, set())
+            refused.add(link.store.address)
+            if isinstance(error, DataLoss) or self._next_store(arrival) is None:
+                self._fail(arrival, error)
+            else:
+                self._ask(arrival)
+
+    def _lost(self, link: StoreLink, _error: BottegaError) -> None:
+        """A store is lost: what nobody waits for is not asked for again, the rest elsewhere, or there again."""
+        with self._changed:
+            others = [store for store in self._stores if store.address != link.store.address]
+            for arrival in link.wanted():
+                if not arrival.users:
+                    link.give_up(arrival)
+                    self._arrivals.pop(arrival.ref.digest, None)
+                    self._refusals.pop(arrival, None)
+                elif others:
+                    link.give_up(arrival)
+                    self._link_to(others[0]).fetch(arrival)
+
+    def _fail(self, arrival: Arrival, error: BottegaError) -> None:
+        arrival.error = error
+        self._refusals.pop(arrival, None)
+        if self._arrivals.get(arrival.ref.digest) is arrival:
+            del self._arrivals[arrival.ref.digest]
+        self._news += 1
+        self._changed.notify_all()
+
+    def _ring(self) -> None:
+        with self._changed:
+            self._news += 1
+            self._changed.notify_all()
+
+    def _let_go(self) -> None:
+        """Of what is here and nobody waits for, as much as is over the budget, that used longest ago first."""
+        idle = [arrival for arrival in self._arrivals.values() if arrival.ready and not arrival.users]
+        excess = sum(arrival.size_bytes for arrival in idle) - self._budget_bytes
+        for arrival in idle:
+            if excess <= 0:
+                return
+            excess -= arrival.size_bytes
+            del self._arrivals[arrival.ref.digest]
+            self._refusals.pop(arrival, None)
+
+
+def _settled(handle: LoraHandle) -> bool:
+    """Whether there is nothing more to wait for."""
+    try:
+        return handle.ready
+    except BottegaError:
+        return True

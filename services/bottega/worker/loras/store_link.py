@@ -1,0 +1,288 @@
+"""One LoRA store as a worker's engine sees it: a link, opened anew when it is lost while something is wanted.
+
+Notices a store that is dead at once, and one that is silent within `silence_s`. Knows LoRAs by number; keeps none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from google.protobuf import json_format
+
+from bottega.errors import BadFrame, BottegaError, DataLoss, DeadlineExceeded, LinkClosed, LinkError, PeerDead
+from bottega.lora import messages
+from bottega.lora.canonical import MAX_FILE_BYTES
+from bottega.lora.messages import HEADER, TEXT, UNET, Kind, Message
+from bottega.rpc.status import from_job_error
+from bottega.transport import Counters, Deadline, Incoming, Limits, Link, Offer, connect
+from bottega.v1.error_pb2 import JobError
+from bottega.worker.loras.arrival import Arrival
+
+_log = logging.getLogger(__name__)
+
+# Of offer and connection; a store that lives takes milliseconds.
+_CONNECT_S = 5.0
+# How often a quiet link is looked at.
+_LOOK_S = 0.25
+# Stores give up workers that are silent for half a minute.
+_PING_S = 5.0
+# Of a LoRA whose beginning is here, for each of its sections.
+_SECTION_S = 120.0
+# Between two attempts at a store that is down, while something is wanted of it.
+_RETRY_S = 0.5
+_CLOSED = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """A LoRA store that may be asked. address: host:port of its LoraService."""
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraLinkSettings:
+    """silence_s: after which a store is taken for dead. limits: of what comes in."""
+
+    silence_s: float = 5.0
+    # The slots grow to the largest LoRA that came: two, so that the next one comes while one is read.
+    limits: Limits = field(default_factory=lambda: Limits(slots=2, slot_bytes=MAX_FILE_BYTES + (1 << 20)))
+
+
+class LoraOffers(Protocol):
+    """Who brings offers of links."""
+
+    def ask_loras(self, address: str, link_id: str) -> Future[Offer]:
+        """An offer of the LoRA store at host:port. link_id: of the lost link that it replaces, or empty.
+
+        Its exception is a BottegaError.
+        """
+        ...
+
+
+class StoreLink:
+    """`fetch` what is wanted; it is asked for as long as the link takes. Any thread may call it.
+
+    on_news: called when more of something is here. on_refused: called with what the store will not send, and why.
+    on_lost: called with all that was asked for when the store was lost, or could not be reached; what it takes out of
+    the mapping is no longer wanted here.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        offers: LoraOffers,
+        settings: LoraLinkSettings,
+        counters: Counters,
+        on_news: Callable[[], None],
+        on_refused: Callable[[StoreLink, Arrival, BottegaError], None],
+        on_lost: Callable[[StoreLink, BottegaError], None],
+    ) -> None:
+        self.store = store
+        self.linked = False
+        self._offers = offers
+        self._settings = settings
+        self._counters = counters
+        self._on_news = on_news
+        self._on_refused = on_refused
+        self._on_lost = on_lost
+        self._numbers = itertools.count(1)
+        self._wanted: dict[int, Arrival] = {}
+        self._changed = threading.Condition()
+        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._link: Link | None = None
+        self._link_id = ""
+        self._heard_s = 0.0
+        self._closed = False
+        threading.Thread(target=self._live, name=f"loras-{store.name}", daemon=True).start()
+
+    def fetch(self, arrival: Arrival) -> None:
+        """Asks for it, in the background."""
+        with self._changed:
+            number = next(self._numbers)
+            self._wanted[number] = arrival
+            if self.linked:
+                self._outbox.put(messages.fetch_message(number, arrival.ref.digest))
+            self._changed.notify_all()
+
+    def give_up(self, arrival: Arrival) -> None:
+        """It is wanted elsewhere, or by nobody; what comes of it is thrown away."""
+        with self._changed:
+            self._wanted = {number: each for number, each in self._wanted.items() if each is not arrival}
+
+    def wanted(self) -> list[Arrival]:
+        """What was asked for and has not come."""
+        with self._changed:
+            return list(self._wanted.values())
+
+    def close(self) -> None:
+        """Ends the link."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._link is not None:
+            self._link.end(LinkClosed("the worker is stopping"))
+
+    def _live(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted or self._closed)
+                if self._closed:
+                    return
+            error = self._serve_once()
+            _log.warning("a LoRA store is lost", extra={"store": self.store.name, "text": error.message})
+            for arrival in self.wanted():
+                arrival.begin_again()
+            self._on_lost(self, error)
+            time.sleep(_RETRY_S)
+
+    def _serve_once(self) -> BottegaError:
+        """Opens a link and serves it to its end; returns what it died of."""
+        try:
+            link = self._open()
+        except BottegaError as error:
+            return error
+        except FutureTimeoutError:
+            return PeerDead(f"LoRA store {self.store.name} made no offer within {_CONNECT_S:g} s")
+        with link:
+            sending = threading.Thread(target=self._send_all, args=(link,), name="sends", daemon=True)
+            sending.start()
+            try:
+                self._receive(link)
+            except LinkError as error:
+                link.end(error)
+            except ValueError as error:
+                link.end(BadFrame(f"the LoRA store broke the rules of its messages: {error}"))
+            except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
+                _log.exception("a link could not be served", extra={"store": self.store.name})
+                link.end(PeerDead("the worker could not serve the link"))
+            with self._changed:
+                self.linked, self._link = False, None
+                self._outbox.put(_CLOSED)
+            sending.join()  # ends: the link is dead, and so is every wait in it
+            return link.cause or PeerDead("the link is gone")
+
+    def _open(self) -> Link:
+        deadline = Deadline.after(_CONNECT_S)
+        offer = self._offers.ask_loras(self.store.address, self._link_id).result(_CONNECT_S)
+        link = connect(offer, deadline, limits=self._settings.limits, counters=self._counters)
+        self._link_id = link.link_id
+        self._heard_s = time.monotonic()
+        with self._changed:
+            self._outbox = queue.SimpleQueue()
+            for number, arrival in self._wanted.items():
+                self._outbox.put(messages.fetch_message(number, arrival.ref.digest))
+            self.linked, self._link = True, link
+            if self._closed:
+                link.end(LinkClosed("the worker is stopping"))
+        facts = {"store": self.store.name, "backend": link.answer.backend, "why": link.answer.reason}
+        _log.info("linked to a LoRA store", extra=facts)
+        return link
+
+    def _send_all(self, link: Link) -> None:
+        outbox = self._outbox
+        try:
+            while (message := outbox.get()) is not _CLOSED:
+                link.send(message.layout, message.buffers, Deadline.after(self._settings.silence_s))
+        except LinkError as error:
+            link.end(error)
+        except BottegaError as error:
+            link.end(PeerDead(f"nothing more can be sent: {error.message}"))
+
+    def _receive(self, link: Link) -> None:
+        while True:
+            with self._next(link) as incoming:
+                self._heard_s = time.monotonic()
+                match messages.kind_of(incoming.layout):
+                    case Kind.LORA:
+                        self._take_lora(link, incoming)
+                    case Kind.REFUSED:
+                        self._wait(link, incoming, len(incoming.layout.specs))
+                        self._take_refusal(incoming)
+                    case Kind.PONG:
+                        self._wait(link, incoming, 1)
+                    case kind:
+                        raise ValueError(f"a store says no {kind}")
+
+    def _take_lora(self, link: Link, incoming: Incoming) -> None:
+        layout = incoming.layout
+        messages.check_lora(layout, max_bytes=MAX_FILE_BYTES)
+        self._wait(link, incoming, TEXT + 1)
+        number = messages.read_number(layout, incoming.view(0))
+        arrival = self._wanted.get(number)
+        if arrival is None:
+            self._wait(link, incoming, UNET + 1)  # nobody wants it any more
+            return
+        try:
+            arrival.take_text(bytes(incoming.view(HEADER)), incoming.view(TEXT), layout.specs[UNET].size_bytes)
+            self._on_news()
+            self._wait(link, incoming, UNET + 1)
+            arrival.take_unet(incoming.view(UNET))
+        except DataLoss as error:
+            self._wait(link, incoming, UNET + 1)
+            self._refuse(number, error)
+            return
+        with self._changed:
+            self._wanted.pop(number, None)
+        self._on_news()
+
+    def _take_refusal(self, incoming: Incoming) -> None:
+        layout = incoming.layout
+        number, packed = messages.read_refusal(layout, [incoming.view(index) for index in range(len(layout.specs))])
+        try:
+            error = from_job_error(json_format.Parse(packed, JobError()))
+        except json_format.ParseError as problem:
+            raise ValueError(f"a refusal that cannot be read: {problem}") from None
+        self._refuse(number, error)
+
+    def _refuse(self, number: int, error: BottegaError) -> None:
+        with self._changed:
+            arrival = self._wanted.pop(number, None)
+        if arrival is not None:
+            self._on_refused(self, arrival, error)
+
+    def _next(self, link: Link) -> Incoming:
+        """The next message. Raises DeadlineExceeded when the store has been silent for too long."""
+        while True:
+            try:
+                return link.recv(Deadline.after(_LOOK_S))
+            except DeadlineExceeded as error:
+                self._look(link, error)
+
+    def _wait(self, link: Link, incoming: Incoming, count: int) -> None:
+        """Waits for tensors of a message. A store that paces itself says nothing until a section is whole."""
+        deadline = Deadline.after(_SECTION_S)
+        while True:
+            try:
+                incoming.wait(count, deadline.sooner(_LOOK_S))
+            except DeadlineExceeded:
+                if link.cause is not None:
+                    raise link.cause from None
+                if not deadline.left_s():
+                    raise
+            else:
+                self._heard_s = time.monotonic()
+                return
+
+    def _look(self, link: Link, error: DeadlineExceeded) -> None:
+        """Nothing has come for a moment."""
+        if link.cause is not None:
+            raise link.cause
+        quiet_s = time.monotonic() - self._heard_s
+        if quiet_s > self._settings.silence_s:
+            raise DeadlineExceeded(
+                f"LoRA store {self.store.name} was silent for {quiet_s:.1f} s; it is stopped, or cut off"
+            ) from error
+        if quiet_s > min(0.2 * self._settings.silence_s, _PING_S) and self._outbox.empty():
+            self._outbox.put(messages.number_message(Kind.PING))

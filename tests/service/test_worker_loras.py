@@ -1,0 +1,221 @@
+"""A worker's LoRAs come over real links from a real store: right, once, late, damaged, or never."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from bottega.diffusion.loras import LoraHandle, LoraRef
+from bottega.errors import BottegaError, DataLoss, LoraNotFound
+from bottega.rpc.server import ServerConfig
+from bottega.rpc.status import from_rpc_error
+from bottega.transport import Counters, Offer, offer_from_wire
+from bottega.v1 import lora_pb2 as pb
+from bottega.v1 import lora_pb2_grpc
+from bottega.worker.loras import LinkedLoras, LoraLinkSettings, Store
+from tests.lora_files import Part, delta, kohya, save
+from tests.service.running_loras import MODULE, PATIENCE_S, TEXT_MODULE, Running, config, lora_file, running
+
+
+class _Offers:
+    """Asks stores themselves, where a worker's front would."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._pool = ThreadPoolExecutor(2)
+
+    def ask_loras(self, address: str, link_id: str) -> Future[Offer]:
+        self.asked += 1
+        return self._pool.submit(self._ask, address, link_id)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _ask(self, address: str, link_id: str) -> Offer:
+        with grpc.insecure_channel(address) as channel:
+            stub = lora_pb2_grpc.LoraServiceStub(channel)
+            try:
+                answer = stub.OpenLoraLink(pb.OpenLoraLinkRequest(worker="w", link_id=link_id), timeout=2)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from None
+        return offer_from_wire(answer.offer)
+
+
+class _Worker:
+    """A source as an engine has it."""
+
+    def __init__(self, *, budget_bytes: int = 1 << 20, dtype: torch.dtype = torch.float32) -> None:
+        self.offers = _Offers()
+        self.counters = Counters()
+        self.source = LinkedLoras(
+            offers=self.offers,
+            device=torch.device("cpu"),
+            dtype=dtype,
+            budget_bytes=budget_bytes,
+            settings=LoraLinkSettings(),
+            counters=self.counters,
+        )
+
+    def know(self, *stores: Running) -> None:
+        self.source.know([Store(name=store.store.name, address=store.server.address) for store in stores])
+
+    def begin(self, lora: pb.StoredLora) -> LoraHandle:
+        return self.source.begin(LoraRef(name=lora.name, digest=lora.digest))
+
+    async def wait(self, handle: LoraHandle, seconds: float = PATIENCE_S) -> bool:
+        """Whether it is ready by then. Raises its error."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + seconds
+        while not handle.ready and loop.time() < ends:
+            await asyncio.to_thread(self.source.settle, [handle], 0.1)
+        return handle.ready
+
+    def close(self) -> None:
+        self.source.stop()
+        self.offers.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[_Worker]:
+    made = _Worker()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Running]:
+    async with running(tmp_path / "store") as made:
+        yield made
+
+
+async def test_layers_are_those_of_the_file(store: Running, worker: _Worker, tmp_path: Path) -> None:
+    parts = {("unet", MODULE): Part(rank=3, alpha=1.5), ("text_encoder", TEXT_MODULE): Part(rank=2, alpha=8.0)}
+    tensors, expected = kohya(parts)
+    lora = await store.upload("a", save(tensors, tmp_path / "a.safetensors"))
+    worker.know(store)
+    handle = worker.begin(lora)
+    assert await worker.wait(handle)
+    assert handle.text_ready
+    assert not handle.layers("text_encoder_2")
+    for name, paths in (("unet", [MODULE]), ("text_encoder", [TEXT_MODULE])):
+        layers = handle.layers(name)
+        assert list(layers) == paths
+        for path, layer in layers.items():
+            torch.testing.assert_close(delta(layer.down, layer.up, layer.scale), expected[f"{name}.{path}"])
+    assert 0 < handle.load_s < PATIENCE_S
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+async def test_layers_come_in_the_models_element_type(store: Running, tmp_path: Path, dtype: torch.dtype) -> None:
+    worker = _Worker(dtype=dtype)
+    try:
+        worker.know(store)
+        handle = worker.begin(await store.upload("a", lora_file(tmp_path)))
+        assert await worker.wait(handle)
+        assert {layer.down.dtype for layer in handle.layers("unet").values()} == {dtype}
+    finally:
+        worker.close()
+
+
+async def test_what_is_here_is_not_fetched_again(store: Running, worker: _Worker, tmp_path: Path) -> None:
+    lora = await store.upload("a", lora_file(tmp_path))
+    worker.know(store)
+    first, second = worker.begin(lora), worker.begin(lora)
+    assert await worker.wait(first)
+    assert second.ready
+    worker.source.close([first, second])
+    assert worker.begin(lora).ready
+    assert worker.source.resident == [lora.digest]
+    received = worker.counters.snapshot().received.messages
+    assert received == 1
+
+
+async def test_what_nobody_waits_for_stays_within_the_budget(store: Running, tmp_path: Path) -> None:
+    loras = [await store.upload(f"l{seed}", lora_file(tmp_path, seed=seed)) for seed in range(3)]
+    worker = _Worker(budget_bytes=2 * 2 * 2 * 96 * 4)  # of two: down and up of rank 2, 96 wide, float32
+    try:
+        worker.know(store)
+        for lora in loras:
+            handle = worker.begin(lora)
+            assert await worker.wait(handle)
+            worker.source.close([handle])
+        assert worker.source.resident == [lora.digest for lora in loras[1:]]
+        handle = worker.begin(loras[0])
+        assert await worker.wait(handle)
+    finally:
+        worker.close()
+
+
+async def test_a_digest_that_no_store_has_is_said_and_can_be_asked_for_again(
+    store: Running, worker: _Worker, tmp_path: Path
+) -> None:
+    worker.know(store)
+    lora = pb.StoredLora(name="a", digest="0" * 64)
+    with pytest.raises(LoraNotFound):
+        await worker.wait(worker.begin(lora))
+    lora = await store.upload("b", lora_file(tmp_path))
+    assert await worker.wait(worker.begin(lora))
+
+
+async def test_another_store_is_asked_when_the_first_has_not_got_it(tmp_path: Path, worker: _Worker) -> None:
+    async with running(tmp_path / "one") as one, running(tmp_path / "two") as two:
+        lora = await two.upload("a", lora_file(tmp_path))
+        worker.know(one, two)
+        assert await worker.wait(worker.begin(lora))
+
+
+async def test_weights_of_another_digest_are_data_loss_and_others_undisturbed(tmp_path: Path, worker: _Worker) -> None:
+    # Without room in memory a store sends straight from its disk, and checks nothing: the worker does.
+    async with running(tmp_path / "store", config(budget_bytes=1)) as store:
+        good = await store.upload("good", lora_file(tmp_path))
+        bad = await store.upload("bad", lora_file(tmp_path, seed=1))
+        files = tmp_path / "store" / "files"
+        (source,) = files.glob(f"??/{good.digest}*")
+        (target,) = files.glob(f"??/{bad.digest}*")
+        target.write_bytes(source.read_bytes())
+        worker.know(store)
+        handles = [worker.begin(bad), worker.begin(good)]
+        assert await worker.wait(handles[1])
+        with pytest.raises(DataLoss, match="bad"):
+            await worker.wait(handles[0])
+        assert worker.offers.asked == 1, "the link lives"
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+async def test_a_store_that_comes_back_is_linked_to_again_while_somebody_waits(tmp_path: Path, worker: _Worker) -> None:
+    server = ServerConfig(listen=f"127.0.0.1:{_free_port()}", metrics_listen="127.0.0.1:0", drain_grace_s=1.0)
+    folder, settings = tmp_path / "store", config(server=server)
+    async with running(folder, settings) as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        later = await store.upload("b", lora_file(tmp_path, seed=1))
+        worker.know(store)
+        assert await worker.wait(worker.begin(lora))
+    handle = worker.begin(later)
+    assert not await worker.wait(handle, 1.0)
+    async with running(folder, settings):
+        assert await worker.wait(handle)
+
+
+async def test_without_a_store_a_lora_is_refused_at_once(worker: _Worker) -> None:
+    handle = worker.begin(pb.StoredLora(name="a", digest="0" * 64))
+    with pytest.raises(BottegaError, match="no LoRA store"):
+        _ = handle.ready
+    assert _quick(lambda: worker.source.settle([handle], 5.0))
+
+
+def _quick(do: Callable[[], None]) -> bool:
+    began_s = time.monotonic()
+    do()
+    return time.monotonic() - began_s < 1.0
