@@ -37,12 +37,14 @@ class Script:
     """What the worker does with every attempt.
 
     hold_at: steps after which it waits for `release`; None waits nowhere. pace_s: seconds of a step.
+    linger_s: for which a call goes on after its last message.
     loras_step: before which it says that LoRAs go in, of requests that have some.
     similarity: of every ControlNet's residuals, where that is to be measured.
     """
 
     hold_at: int | None = None
     pace_s: float = 0.0
+    linger_s: float = 0.0
     picture: Callable[[int], bytes] = lambda index: b"picture %d" % index
     failure: BottegaError | None = None
     preview: bytes = b""
@@ -73,6 +75,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._running: dict[tuple[str, int], int] = {}
         self._left_at: dict[tuple[str, int], int] = {}
         self.begun: list[tuple[str, int]] = []
+        self.finished: list[tuple[str, int]] = []
         self.previewed: set[tuple[str, int]] = set()
         self._server = Server(name, ServerConfig(drain_grace_s=0.1))
         self.membership: FleetMembership | None = None
@@ -166,6 +169,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             for answer in self._answers(request, script):
                 yield answer
             self._left_at.pop(key, None)
+            await asyncio.sleep(script.linger_s)
+            self.finished.append(key)
         finally:
             self._running.pop(key, None)
 
