@@ -212,6 +212,7 @@ def _lora(lora: generation_pb2.Lora) -> LoraSpec:
         scale=lora.scale,
         from_step=lora.from_step if lora.HasField("from_step") else None,
         bound=lora.max_step,
+        measured=lora.measure_similarity,
     )
 
 
@@ -266,6 +267,7 @@ def _lora_use(lora: LoraRecord) -> generation_pb2.LoraUse:
         load_s=lora.load_s,
         wait_s=lora.wait_s,
         patch_s=lora.patch_s,
+        similarities=lora.similarities,
     )
 
 
