@@ -170,6 +170,8 @@ def beat_of(
         controlnets=at_hand.report(),
         links=link_counts(controlnets.counters, open_links=len(controlnets.servers) + loras.linked + peer_links),
         loras=loras.resident[-_MOST_LORAS:],
+        lora_swaps=engine.weights.swaps,
+        lora_pristine_bytes=engine.weights.pristine_bytes,
     )
     return engine_pb2.EngineEvent(beat=beat)
 
