@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from bottega import errors
-from bottega.gateway import foreman
+from bottega.gateway import rounds
 from bottega.gateway.config import GatewayConfig, GatewayServerConfig
 from bottega.gateway.gateway import Gateway
 from bottega.v1 import image_pb2, image_pb2_grpc, worker_pb2
@@ -393,8 +393,8 @@ async def test_one_damaged_job_keeps_neither_the_gateway_from_starting_nor_the_o
 async def test_a_gateway_that_cannot_look_after_its_queue_does_not_say_that_it_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(foreman, "_TICK_S", 0.01)
-    monkeypatch.setattr(foreman, "_FAULTS_S", 2.0)
+    monkeypatch.setattr(rounds, "_TICK_S", 0.01)
+    monkeypatch.setattr(rounds, "_FAULTS_S", 2.0)
     async with running_gateway() as house:
         await house.worker()
         stranger = sample_job()

@@ -117,15 +117,16 @@ class Shop:
         self.storehouse = memory_storehouse(clock, self.shelf)
         self.log = JobLog(storehouse=self.storehouse, clock=clock)
         self.queue = JobQueue(max_jobs=1000, budget_bytes=1 << 24, clock=clock)
+        self.dispatcher = Dispatcher(
+            connect=self._connect,
+            placement=self.placement,
+            loras=LoraDesk(connect=_no_store, fleet=self.fleet),
+            storehouse=self.storehouse,
+            max_result_bytes=1 << 20,
+        )
         self.foreman = Foreman(
             fleet=self.fleet,
-            dispatcher=Dispatcher(
-                connect=self._connect,
-                placement=self.placement,
-                loras=LoraDesk(connect=_no_store, fleet=self.fleet),
-                storehouse=self.storehouse,
-                max_result_bytes=1 << 20,
-            ),
+            dispatcher=self.dispatcher,
             placement=self.placement,
             prefetcher=Prefetcher(connect=self._connect_server, placement=self.placement, metrics=metrics),
             queue=self.queue,

@@ -14,8 +14,7 @@ from diffusers.utils import load_image
 from numpy.typing import NDArray
 from PIL import Image
 
-from bottega.codec import images
-from bottega.codec.images import Pixels
+from bottega.codec import Pixels, images
 from bottega.codec.limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from bottega.errors import BadImage
 from bottega.v1 import generation_pb2

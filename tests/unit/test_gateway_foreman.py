@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bottega.errors import DeadlineUnmeetable, Draining, NoWorker, Poisoned, QueueFull, Unavailable, WorkerLost
-from bottega.gateway import foreman
+from bottega.gateway import rounds
 from bottega.gateway.jobs import Job
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from tests.unit.sample_jobs import sample_job
@@ -81,11 +81,13 @@ async def test_progress_of_many_workers_costs_no_look_at_all_of_them_each_time(s
     running = [shop.submit() for _ in range(64)]
     for _ in range(20):
         shop.submit()
+    observer = shop.dispatcher.observer
+    assert observer is not None
     began = time.thread_time()
     for steps_done in range(1, 6):
         for job in running:
             job.advance(1, steps_done)
-            shop.foreman.attempt_advanced(job)
+            observer.attempt_advanced(job)
     assert (time.thread_time() - began) / (5 * 64) < 0.0001
 
 
@@ -291,7 +293,7 @@ async def test_a_job_that_no_worker_takes_fails_in_the_end(shop: Shop) -> None:
 async def test_a_fault_while_the_queue_is_looked_after_is_logged_told_and_ends_no_lease(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(foreman, "_TICK_S", 0.005)
+    monkeypatch.setattr(rounds, "_TICK_S", 0.005)
     shop.worker()
     stranger = sample_job(shop.time)
     shop.queue.add(stranger)  # nobody knows of it, which is a fault of ours

@@ -12,7 +12,8 @@ import pytest
 from bottega.errors import InternalError, InvalidRequest, JobNotFound, StorageUnavailable
 from bottega.gateway.job_log import Filter, JobLog
 from bottega.gateway.job_store import JobRecord, SqliteJobStore
-from bottega.gateway.jobs import Job, Picture
+from bottega.gateway.job_values import Picture
+from bottega.gateway.jobs import Job
 from bottega.gateway.storehouse import Storehouse
 from bottega.storage import ContentStore, faults
 from bottega.v1 import image_pb2

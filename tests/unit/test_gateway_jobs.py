@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bottega.errors import InternalError, JobCancelled
-from bottega.gateway.jobs import Checkpoint, Picture
+from bottega.gateway.job_values import Checkpoint, Picture
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import Provenance
 from tests.unit.sample_jobs import FakeTime, sample_job, tell

@@ -31,7 +31,8 @@ from bottega.errors import (
     Unavailable,
     WorkerLost,
 )
-from bottega.gateway.jobs import MOST_ATTEMPTS, Checkpoint, Job
+from bottega.gateway.job_values import Checkpoint
+from bottega.gateway.jobs import MOST_ATTEMPTS, Job
 from bottega.gateway.members import Member
 from bottega.rpc.status import to_job_error
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
@@ -490,17 +491,18 @@ class Lifecycle(RuleBasedStateMachine):
         if not self.jobs:
             return
         job = self.jobs[place % len(self.jobs)]
-        number, foreman = job.number - back, self.wire.foreman
+        number, observer = job.number - back, self.wire.dispatcher.observer
+        assert observer is not None
 
         def answer() -> None:
             before = _all_of(job)
             job.resume(number, steps_total=99, steps_resumed=99)
             job.advance(number, 99)
             job.keep(number, Checkpoint(steps_done=99, data=b"99"))
-            foreman.attempt_completed(job, number, (), Provenance())
-            foreman.attempt_failed(job, number, Unavailable("late"))
-            foreman.attempt_returned(job, number, Unavailable("late"))
-            foreman.attempt_lost(job, number, WorkerLost("late", metadata={"died": "worker"}))
+            observer.attempt_completed(job, number, (), Provenance())
+            observer.attempt_failed(job, number, Unavailable("late"))
+            observer.attempt_returned(job, number, Unavailable("late"))
+            observer.attempt_lost(job, number, WorkerLost("late", metadata={"died": "worker"}))
             assert _all_of(job) == before
 
         self.do(self._call(answer))
@@ -534,7 +536,7 @@ class Lifecycle(RuleBasedStateMachine):
     def what_is_given_to_servers_is_at_workers(self) -> None:
         placement = self.wire.placement
         assert placement._given.keys() == {
-            job.job_id for job in self.jobs if job.controlnets and job.job_id in self.wire.foreman._dispatcher._attempts
+            job.job_id for job in self.jobs if job.controlnets and job.job_id in self.wire.dispatcher._attempts
         }
         assert placement._sessions.total() == sum(map(len, placement._given.values()))
 

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bottega.errors import NoControlNet, NoWorker, QueueFull, Unavailable, WorkerLost
-from bottega.gateway.jobs import Checkpoint, Job
+from bottega.gateway.job_values import Checkpoint
+from bottega.gateway.jobs import Job
 from bottega.gateway.members import Member
 from bottega.v1 import image_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet, ResidualProfile
@@ -238,7 +239,7 @@ async def test_an_attempt_that_is_adopted_before_its_server_is_back_keeps_its_ch
     worker = shop.worker()
     job = next(shop.log.live())
     assert job.adopt(worker.name, job.number)
-    shop.foreman._dispatcher.adopt(job, worker)
+    shop.dispatcher.adopt(job, worker)
     assert _told(shop, job) == [("", [])]
     job.keep(job.number, Checkpoint(steps_done=4, data=b"4"))
     _server(shop, net("edges"))

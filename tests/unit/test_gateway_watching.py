@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from bottega.errors import Draining
-from bottega.gateway.jobs import Standing
+from bottega.gateway.job_values import Standing
 from bottega.gateway.watching import Drawing, Ended, Event, Watch
 from bottega.v1.generation_pb2 import Provenance
 from tests.unit.sample_jobs import sample_job, tell

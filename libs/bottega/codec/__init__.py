@@ -1,7 +1,7 @@
 """Images in and out of the suite: decoded and encoded in processes of their own, within limits."""
 
-from bottega.codec.images import ImageSize, Pixels
 from bottega.codec.limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
+from bottega.codec.pixels import ImageSize, Pixels
 from bottega.codec.pool import CodecPool, EncodedImage
 
 __all__ = ["MAX_IMAGE_BYTES", "MAX_IMAGE_PIXELS", "CodecPool", "EncodedImage", "ImageSize", "Pixels"]

@@ -12,8 +12,8 @@ import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from bottega.codec.images import ImageSize, Pixels
 from bottega.codec.limits import ADDRESS_SPACE_BYTES
+from bottega.codec.pixels import ImageSize, Pixels
 from bottega.errors import BadImage, BottegaError, InternalError, QueueFull, Unavailable
 from bottega.process import Child, copied
 from bottega.v1 import codec_pb2, tensor_pb2

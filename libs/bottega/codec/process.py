@@ -13,6 +13,7 @@ import time
 
 from bottega.codec import images
 from bottega.codec.limits import CPU_S
+from bottega.codec.pixels import Pixels
 from bottega.errors import BadImage
 from bottega.process import Channel
 from bottega.v1 import codec_pb2, tensor_pb2
@@ -59,12 +60,12 @@ def _done(call: codec_pb2.CodecCall) -> codec_pb2.CodecAnswer:
 
 def _encoded(call: codec_pb2.CodecEncode) -> codec_pb2.CodecAnswer:
     height, width, _channels = call.pixels.shape
-    pixels = images.Pixels(width=width, height=height, data=call.pixels.data)
+    pixels = Pixels(width=width, height=height, data=call.pixels.data)
     image = images.encode(pixels, call.format, call.quality, call.text)
     return codec_pb2.CodecAnswer(width=width, height=height, image=image)
 
 
-def _with_pixels(pixels: images.Pixels) -> codec_pb2.CodecAnswer:
+def _with_pixels(pixels: Pixels) -> codec_pb2.CodecAnswer:
     tensor = tensor_pb2.Tensor(
         data_type=tensor_pb2.DATA_TYPE_UINT8, shape=(pixels.height, pixels.width, 3), data=pixels.data
     )

@@ -4,11 +4,12 @@ What is what when things die, on one page. Each part is a small state machine th
 message between them may be lost, doubled or late: each is safe to hear again, and one that counts no more changes
 nothing.
 
-A job (jobs.py; durable: job_store/records.py). A number fences every attempt; only the newest is listened to.
+A job (jobs.py; durable: job_store/records.py; what follows from an attempt: aftermath.py). A number fences every
+attempt; only the newest is listened to.
 
     state      what happens                                     next
     queued     a worker is free for it (scheduler.py)           running, with the next number
-               its deadline passes, or cannot be met any more   failed (foreman.py, standings.py)
+               its deadline passes, or cannot be met any more   failed (deadlines.py, standings.py)
                no worker of its model within the grace          failed: NO_WORKER
                nobody hosts a ControlNet of it, for the grace   failed: NO_CONTROLNET
     running    progress, checkpoint of the newest attempt       running

@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from bottega.errors import BottegaError, WorkerLost
-from bottega.gateway.jobs import Job, Picture
+from bottega.gateway.job_values import Picture
+from bottega.gateway.jobs import Job
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 

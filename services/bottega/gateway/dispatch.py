@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from bottega.errors import BottegaError, InternalError, NoLora, QueueFull, TooLarge, Unavailable, WorkerLost
 from bottega.gateway import log_lines
 from bottega.gateway.attempts import AttemptEvents, AttemptObserver, WorkerClient
-from bottega.gateway.jobs import Checkpoint, Job
+from bottega.gateway.errands import Errands, gather_checkpoints
+from bottega.gateway.job_values import Checkpoint
+from bottega.gateway.jobs import Job
 from bottega.gateway.loras import LoraDesk
 from bottega.gateway.members import Member
 from bottega.gateway.placement import Placement
@@ -26,12 +28,9 @@ from bottega.rpc.status import from_job_error
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 
-_CANCEL_DEADLINE_S = 2.0
-_PREVIEW_DEADLINE_S = 2.0
 _LIST_DEADLINE_S = 2.0
 # design.md: under 1 MiB a picture.
 _MAX_CHECKPOINT_BYTES = 16 << 20
-_WATCH_PAUSE_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ class Dispatcher:
         self._max_result_bytes = max_result_bytes
         self._lines: dict[Member, _Line] = {}
         self._attempts: dict[str, _Attempt] = {}
-        self._chores: set[asyncio.Task[None]] = set()
+        self._errands = Errands()
         self._keeping: set[asyncio.Task[None]] = set()
         self.observer: AttemptObserver | None = None
 
@@ -150,13 +149,13 @@ class Dispatcher:
         for attempt in list(line.attempts.values()):
             self._forget(attempt.job.job_id)
             self._lost(attempt, WorkerLost("the worker was cut off"))
-        self._chore(line.client.close())
+        self._errands.close_client(line.client)
 
     def stop_attempt(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
         """Tells a worker, as far as it can be reached, that nobody waits for an attempt."""
         line = self._lines.get(member)
         if line is not None:
-            self._chore(self._stop_attempt(line.client, attempt))
+            self._errands.stop_attempt(line.client, attempt)
 
     def let_go(self) -> None:
         """Follows no attempt any more, and stops none: a later life of the gateway takes them up."""
@@ -170,7 +169,8 @@ class Dispatcher:
         self.let_go()
         for member in list(self._lines):
             self.lose(member)
-        await asyncio.gather(*self._chores, *self._keeping, return_exceptions=True)
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await self._errands.close()
 
     def _call(self, job: Job, member: Member, line: _Line) -> None:
         attempt = _Attempt(job=job, number=job.number, member=member)
@@ -271,18 +271,8 @@ class Dispatcher:
             self._keeping.discard(attempt.task)
 
     def _watch_checkpoints(self, member: Member, client: WorkerClient) -> asyncio.Task[None]:
-        return asyncio.create_task(self._gather_checkpoints(member, client))
-
-    async def _gather_checkpoints(self, member: Member, client: WorkerClient) -> None:
-        while True:
-            try:
-                async for news in client.checkpoints():
-                    self._take_checkpoint(member, news)
-            except BottegaError as error:
-                _log.debug("checkpoints cannot be watched", extra={"member": member.name, "text": error.message})
-            except Exception:  # noqa: BLE001 - the boundary of the task: without it a worker's jobs begin anew when it dies
-                _log.exception("checkpoints could not be taken", extra={"member": member.name})
-            await asyncio.sleep(_WATCH_PAUSE_S)
+        take = functools.partial(self._take_checkpoint, member)
+        return asyncio.create_task(gather_checkpoints(client, member.name, take))
 
     def _take_checkpoint(self, member: Member, news: worker_pb2.WatchCheckpointsResponse) -> None:
         attempt = self._attempts.get(news.attempt.job_id)
@@ -293,21 +283,7 @@ class Dispatcher:
         """Where they are wanted, and the worker has not been told. Not before it surely knows the attempt."""
         if attempt.job.preview and attempt.started and not attempt.previewed:
             attempt.previewed = True
-            self._chore(self._preview_attempt(self._lines[attempt.member].client, attempt))
-
-    async def _preview_attempt(self, client: WorkerClient, attempt: _Attempt) -> None:
-        try:
-            await client.preview_attempt(_name(attempt), deadline_s=_PREVIEW_DEADLINE_S)
-        except BottegaError as error:
-            # It goes on without previews, unless it is lost; then the next attempt has them.
-            _log.warning("no previews", extra={**log_lines.names(attempt.job), "text": error.message})
-
-    async def _stop_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
-        try:
-            await client.cancel_attempt(attempt, deadline_s=_CANCEL_DEADLINE_S)
-        except BottegaError as error:
-            # The worker gives the attempt up by itself once its deadline or grace is over.
-            _log.info("attempt could not be cancelled", extra={"job_id": attempt.job_id, "text": error.message})
+            self._errands.preview_attempt(self._lines[attempt.member].client, _name(attempt), attempt.job)
 
     def _lost(self, attempt: _Attempt, error: BottegaError) -> None:
         if not self.observer:
@@ -344,11 +320,6 @@ class Dispatcher:
         line = self._lines.get(attempt.member)
         if line is not None:
             line.moves += 1
-
-    def _chore(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
 
 
 def _name(attempt: _Attempt) -> worker_pb2.AttemptId:

@@ -31,9 +31,10 @@ from bottega.gateway.fleet import Fleet
 from bottega.gateway.foreman import Foreman
 from bottega.gateway.input_images import has_images, input_images, without_images
 from bottega.gateway.job_log import JobLog
-from bottega.gateway.jobs import Job, Order
+from bottega.gateway.jobs import Job
 from bottega.gateway.loras import LoraDesk, refuse_misfits
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.orders import Order
 from bottega.gateway.queueing import JobQueue
 from bottega.gateway.storehouse import Storehouse
 from bottega.v1 import image_pb2

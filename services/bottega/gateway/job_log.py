@@ -36,7 +36,8 @@ from bottega.gateway.job_records import (
     to_record,
 )
 from bottega.gateway.job_store import JobRecord
-from bottega.gateway.jobs import Job, Outcome
+from bottega.gateway.job_values import Outcome
+from bottega.gateway.jobs import Job
 from bottega.gateway.storehouse import Storehouse
 from bottega.gateway.trails import Trails
 from bottega.storage import faults

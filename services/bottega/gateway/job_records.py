@@ -9,7 +9,8 @@ from bottega.errors import BottegaError
 from bottega.gateway.clock import Clock
 from bottega.gateway.input_images import has_images
 from bottega.gateway.job_store import JobRecord, StoredPicture
-from bottega.gateway.jobs import LIVE, Job, Outcome, Picture
+from bottega.gateway.job_values import Outcome, Picture
+from bottega.gateway.jobs import LIVE, Job
 from bottega.process import copied
 from bottega.rpc.status import from_job_error, to_job_error
 from bottega.v1 import image_pb2

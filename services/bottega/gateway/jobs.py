@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from bottega.errors import BottegaError, JobCancelled
 from bottega.gateway import work
 from bottega.gateway.clock import Clock
+from bottega.gateway.job_values import Checkpoint, Outcome, Picture, Preview, Standing
 from bottega.planning import Shape
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
@@ -29,70 +30,6 @@ _COUNT_BITS = 12
 MOST_ATTEMPTS = (1 << _COUNT_BITS) - 1
 # A caller that attaches again says the same deadline, a little later for the time on the wire.
 _SAME_DEADLINE_S = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What a caller asks for.
-
-    spec: as it came. deadline_s: as it came: seconds from now after which nobody wants it; None is without bound.
-    caller_s: seconds until its caller goes, and the job with it; None for one that goes on without.
-    preview: whether previews are wanted. log_id: what the log calls the request where it has no request_id.
-    """
-
-    spec: GenerationSpec
-    request_id: str = ""
-    deadline_s: float | None = None
-    caller_s: float | None = None
-    preview: bool = False
-    log_id: str = ""
-
-    def deadline(self, now: float) -> float | None:
-        """The moment after which nobody wants it, on the clock that says `now`."""
-        return min((now + s for s in (self.deadline_s, self.caller_s) if s is not None), default=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """Where a queued job stands: jobs of its model before it, and expected seconds until it completes."""
-
-    place: int
-    estimate_s: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preview:
-    """The newest look at one image. version: counts the previews of the job."""
-
-    jpeg: bytes
-    version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """Where a lost attempt can be taken up again."""
-
-    steps_done: int
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """A finished image; its bytes are stored under its digest."""
-
-    digest: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a job ends. state: JOB_STATE_COMPLETED, _FAILED or _CANCELLED. ended_wall: Unix seconds."""
-
-    state: JobState.ValueType
-    ended_wall: float
-    pictures: tuple[Picture, ...] = ()
-    provenance: Provenance | None = None
-    error: BottegaError | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

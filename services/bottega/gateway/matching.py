@@ -12,11 +12,13 @@ from bottega.gateway.clock import Clock
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.job_log import JobLog
-from bottega.gateway.jobs import Job, Standing
+from bottega.gateway.job_values import Standing
+from bottega.gateway.jobs import Job
 from bottega.gateway.members import Member
 from bottega.gateway.queueing import JobQueue
 from bottega.gateway.scheduler import assign
 from bottega.gateway.seating import Seating
+from bottega.v1 import image_pb2
 
 # Between two looks for the sake of progress: a fraction of a turn, which is all that such news can move.
 # Every worker tells progress up to ten times a second, and a look costs what the number of workers is.
@@ -72,6 +74,13 @@ class Matching:
         else:
             self._looked_at.pop(model, None)
         self._tell_backlog(model)
+
+    def line_up_again(self, job: Job) -> None:
+        """One that had its turn waits again, before the others."""
+        self._queue.add(job, first=True)
+        self.at_once(job.spec.model)
+        if job.state == image_pb2.JOB_STATE_QUEUED:
+            job.stand(Standing(place=0, estimate_s=None))
 
     def soon(self, model: str) -> None:
         """The same within some milliseconds, together with other news of that time."""

@@ -17,6 +17,9 @@ from bottega.gateway.members import Member
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.placement import Placement
 
+AHEAD = 8
+"""The first jobs of a line, whose ControlNets are loaded ahead: those behind them would drive these out again."""
+
 # A server answers at once, and loads afterwards.
 _DEADLINE_S = 2.0
 # Between two requests to one server: its report of what it loads comes sooner than that.

@@ -16,7 +16,9 @@ from bottega.gateway.fleet import Fleet
 from bottega.gateway.foreman import Foreman
 from bottega.gateway.intake import Intake
 from bottega.gateway.job_log import Filter, JobLog
-from bottega.gateway.jobs import Job, Order, Picture
+from bottega.gateway.job_values import Picture
+from bottega.gateway.jobs import Job
+from bottega.gateway.orders import Order
 from bottega.gateway.watching import Ended, Event, Watch
 from bottega.gateway.wire import event_to_wire, image_to_wire, job_to_wire, travels_inline
 from bottega.rpc import logs

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from bottega.errors import DeadlineUnmeetable
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet import Fleet
-from bottega.gateway.jobs import Job, Standing
+from bottega.gateway.job_values import Standing
+from bottega.gateway.jobs import Job
 from bottega.gateway.queueing import JobQueue
 from bottega.gateway.scheduler import Demand, Prospect, Seat, estimates
 from bottega.gateway.seating import Seating, demand

@@ -17,7 +17,7 @@ from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.gateway.clock import Clock
 from bottega.gateway.digests import digest
 from bottega.gateway.job_store import JobStore
-from bottega.gateway.jobs import Picture
+from bottega.gateway.job_values import Picture
 from bottega.storage import ContentStore, faults
 
 ResultT = TypeVar("ResultT")

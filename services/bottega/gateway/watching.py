@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 
-from bottega.gateway.jobs import Job, Standing
+from bottega.gateway.job_values import Standing
+from bottega.gateway.jobs import Job
 from bottega.v1 import image_pb2
 
 _PROGRESS_INTERVAL_S = 0.1

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from bottega.gateway.jobs import Job, Standing
+from bottega.gateway.job_values import Standing
+from bottega.gateway.jobs import Job
 from bottega.gateway.watching import Drawing, Event
 from bottega.rpc.status import to_job_error
 from bottega.v1 import image_pb2

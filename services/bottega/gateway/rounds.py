@@ -1,0 +1,130 @@
+"""Looks after the fleet several times a second, and after those who wait every second: what no news would tell.
+
+Silence ends leases, and waiting in vain ends jobs. Knows no wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from bottega.errors import BottegaError, NoWorker
+from bottega.gateway.clock import Clock
+from bottega.gateway.fleet import Fleet
+from bottega.gateway.jobs import Job
+from bottega.gateway.matching import Matching
+from bottega.gateway.placement import Placement
+from bottega.gateway.prefetch import AHEAD, Prefetcher
+from bottega.gateway.queueing import JobQueue
+from bottega.gateway.standings import Standings
+
+# A tick later than this says that this process, not its members, was silent.
+_LATE_S = 0.5
+_TICK_S = 0.1
+_TICKS_PER_SECOND = 10
+# Rounds that failed within so many seconds, after which the gateway says that it does not serve. The queue has a round
+# a second.
+_MOST_FAULTS = 3
+_FAULTS_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class Rounds:
+    """`start` it with the gateway, and `stop` it first.
+
+    fail: ends a job. patience_s: how long the jobs of an earlier life wait for a worker of their model to join at all.
+    """
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        queue: JobQueue,
+        matching: Matching,
+        standings: Standings,
+        placement: Placement,
+        prefetcher: Prefetcher,
+        fail: Callable[[Job, BottegaError], None],
+        patience_s: float,
+        clock: Clock,
+    ) -> None:
+        self._fleet = fleet
+        self._queue = queue
+        self._matching = matching
+        self._standings = standings
+        self._placement = placement
+        self._prefetcher = prefetcher
+        self._fail = fail
+        self._patience_s = patience_s
+        self._patient_until = 0.0
+        self._clock = clock
+        self._ticking: asyncio.Task[None] | None = None
+        self._faults: deque[float] = deque(maxlen=_MOST_FAULTS)
+
+    @property
+    def sound(self) -> bool:
+        """Whether fleet and queue are looked after: one fault may pass, several in a row are ours and stay."""
+        faults = self._faults
+        return len(faults) < _MOST_FAULTS or self._clock.monotonic() - faults[0] > _FAULTS_S
+
+    def be_patient(self) -> None:
+        """The jobs of an earlier life line up now."""
+        self._patient_until = self._clock.monotonic() + self._patience_s
+
+    def start(self) -> None:
+        """Begins."""
+        self._ticking = asyncio.create_task(self._tick())
+
+    async def stop(self) -> None:
+        """Ends. Harmless where it was not begun."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+
+    async def _tick(self) -> None:
+        for tick in itertools.count(1):
+            due = self._clock.monotonic() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            try:
+                await self._look_after(tick, late=self._clock.monotonic() - due > _LATE_S)
+            except Exception:  # noqa: BLE001 - the boundary of the task: without it no lease ends, and nobody gets a turn
+                _log.exception("the fleet and the queue could not be looked after")
+                self._faults.append(self._clock.monotonic())
+                await asyncio.sleep(_TICK_S * _TICKS_PER_SECOND)  # what fails every time is not logged every time
+
+    async def _look_after(self, tick: int, *, late: bool) -> None:
+        if late:
+            _log.warning("the event loop was late; leases are renewed")
+            self._fleet.forgive()
+        else:
+            self._fleet.expire()
+        if tick % _TICKS_PER_SECOND == 0:
+            await self._look_after_queue()
+
+    async def _look_after_queue(self) -> None:
+        patient = self._clock.monotonic() < self._patient_until
+        for model in self._queue.models():
+            if patient or self._fleet.expected(model):
+                self._matching.at_once(model)
+                for job, error in list(self._standings.unmeetable(model)):
+                    self._fail(job, error)
+                self._look_after_controlnets(model, patient=patient)
+                continue
+            for job in list(self._queue.line(model)):
+                retry_after_s = self._queue.retry_after_s()
+                self._fail(job, NoWorker("no worker came back for the model", retry_after_s=retry_after_s))
+        await self._standings.tell_all()
+
+    def _look_after_controlnets(self, model: str, *, patient: bool) -> None:
+        line = self._queue.line(model)
+        self._prefetcher.ahead(itertools.islice(line, AHEAD))
+        if patient:
+            return
+        for job in [job for job in line if job.controlnets]:
+            gone = self._placement.missing(job)
+            if gone is not None:
+                self._fail(job, gone)
