@@ -39,7 +39,7 @@ class Script:
     hold_at: steps after which it waits for `release`; None waits nowhere. pace_s: seconds of a step.
     linger_s: for which a call goes on after its last message.
     loras_step: before which it says that LoRAs go in, of requests that have some.
-    similarity: of every ControlNet's residuals, where that is to be measured.
+    similarity: of every ControlNet's residuals, where that is to be measured; similarities: of every LoRA's latents.
     """
 
     hold_at: int | None = None
@@ -50,6 +50,7 @@ class Script:
     preview: bytes = b""
     loras_step: int = 0
     similarity: float | None = 0.995
+    similarities: tuple[float, ...] = (1.0, 0.995, 0.98)
     release: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -189,6 +190,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             exact=True,
             model_hash=self._model.model_hash,
             controlnets=_uses(request, script.similarity),
+            loras=_lora_uses(request, script),
         )
         completed = worker_pb2.AttemptCompleted(provenance=provenance)
         return [*chunks, worker_pb2.RunAttemptResponse(completed=completed)]
@@ -245,4 +247,15 @@ def _uses(request: worker_pb2.RunAttemptRequest, similarity: float | None) -> It
             mode=generation_pb2.RESIDUAL_MODE_SYNCHRONOUS,
             waited_s=0.25,
             similarity=similarity if net.measure_similarity else None,
+        )
+
+
+def _lora_uses(request: worker_pb2.RunAttemptRequest, script: Script) -> Iterator[generation_pb2.LoraUse]:
+    for lora in request.spec.loras:
+        yield generation_pb2.LoraUse(
+            name=lora.name,
+            digest=lora.digest,
+            scale=lora.scale,
+            from_step=script.loras_step,
+            similarities=script.similarities if lora.measure_similarity else (),
         )
