@@ -286,7 +286,7 @@ class Engine:
             return
         job.seconds["encode"] = perf_counter() - began_s
         self._jobs[job.key] = job
-        self._owners |= dict.fromkeys(job.requests, job)
+        self._owners |= dict.fromkeys(job.runs, job)
         self._opening[job] = self._clock()
 
     def _begin(self) -> Iterator[Event]:
@@ -319,7 +319,7 @@ class Engine:
             raise Unavailable(f"the ControlNets were not there within {OPENING_TIMEOUT_S:g} s")
         if job not in self._opening and any(job.controls.needed(request.step) for request in job.requests):
             self._opening[job] = now_s
-            for request in job.requests:
+            for request in job.runs:
                 self._batcher.remove(request)
         return False
 
@@ -328,13 +328,15 @@ class Engine:
         if job in self._opening:
             job.opened(now_s - self._opening.pop(job))
         blocked = job.loras.block(job.requests, now_s)
-        for request in job.requests:
+        if job.loras.pending:
+            blocked.update(job.meter.shadows)
+        for request in job.runs:
             runs = request in self._batcher
             if runs and request in blocked:
                 self._batcher.remove(request)
             elif not (runs or request in blocked or request.done):
                 self._batcher.add(request)
-        if not job.started and len(blocked) < len(job.requests):
+        if not job.started and len(blocked) < len(job.runs):
             job.started, job.checkpoint_s = True, now_s
             yield Started(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)
 
@@ -419,6 +421,7 @@ class Engine:
             job = self._owners[request]
             try:
                 request.advance(halves[request])
+                job.meter.saw(request)
             except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
                 failed[job] = error
             job.shared(len(stepped))
@@ -459,10 +462,10 @@ class Engine:
     def _decode(self) -> Iterator[Event]:
         """The oldest latent that is finished."""
         for job in self._jobs.values():
-            for request in job.requests:
-                if request.done and request.index not in job.drawn:
-                    yield from self._draw(job, request)
-                    return
+            request = job.undrawn()
+            if request is not None:
+                yield from self._draw(job, request)
+                return
 
     def _draw(self, job: Job, request: Request) -> Iterator[Event]:
         try:
@@ -492,7 +495,7 @@ class Engine:
         job.loras.close()
         if self._pair is not None and job.guest is not None:
             self._pair.forget(job.guest)
-        for request in job.requests:
+        for request in job.runs:
             del self._owners[request]
             self._batcher.remove(request)
 
