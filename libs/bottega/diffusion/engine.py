@@ -238,8 +238,7 @@ class Engine:
         probe = self.weights.probe()
         for _ in range(3):
             self._predict([replace(row, loras=probe)])
-        for _ in range(2):
-            self.weights.measure_swap(probe)
+        self.weights.measure_swap(probe)
 
     def turn(self) -> Iterator[Event]:
         """One turn, and what there is to say about it, as it happens. Harmless when there is nothing to do."""
