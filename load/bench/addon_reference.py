@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,6 +100,8 @@ class Stock:
         from diffusers import StableDiffusionXLPipeline
         from diffusers.utils import logging
 
+        # PEFT's, of every LoRA that comes to another one.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         transformers.logging.disable_progress_bar()

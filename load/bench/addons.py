@@ -34,10 +34,10 @@ SHAPE = BenchShape(
 BASE = "bench"
 THREADS = 2
 RANK = 16
-LORAS = 2
-# Of the measured rows, how many ControlNets and LoRAs. Those with LoRAs follow each other: each takes out again what
-# the one before it left in the weights.
+# Of the measured rows, how many ControlNets and LoRAs. Those with LoRAs follow each other, and each has other ones than
+# the one before: it takes out again what that one left in the weights.
 ROWS = ((0, 0), (1, 0), (3, 0), (0, 1), (1, 1), (2, 2), (3, 2))
+SETS, OF_SET = 2, 2
 WANTED_PLAIN, WANTED_LORAS, WANTED_SPEEDUP, LOADING_SHARE = 0.95, 0.9, 1.35, 0.37
 
 
@@ -49,6 +49,16 @@ class Props:
     nets: tuple[Path, ...]
     images: tuple[Path, ...]
     loras: tuple[LoraFiles, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """One picture, for both sides. nets, loras: places in the props."""
+
+    nets: Sequence[int]
+    loras: Sequence[int]
+    seed: int
+    steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,40 +103,42 @@ def measure(props: Props, folder: Path, options: argparse.Namespace) -> tuple[di
     """All rows by name, the one with a cold ControlNet, and whether fusing is the faster way for Diffusers."""
     rows = {_name(nets, loras): Row() for nets, loras in ROWS}
     cold = Row()
+    steps = options.steps
     with AddonReference(props.model, THREADS) as reference, suite(_cast(props, folder)) as running:
         for number, lora in enumerate(props.loras):
             running.client.add_lora(_lora(number), lora.theirs)
-        fuse = _fusing_is_faster(reference, props, options.steps)
-        ours(running, props, nets=3, loras=0, seed=0, steps=2)
+        fuse = _fusing_is_faster(reference, props, steps)
+        ours(running, props, _play(3, 0, seed=0, steps=2))
         for seed in range(1, options.rounds + 1):
-            for nets, loras in ROWS:
-                if (nets, loras) in ((0, 0), (0, 1)):  # what is in the weights is that of a row of the same kind
-                    ours(running, props, nets=nets, loras=loras, seed=0, steps=options.steps if loras else 2)
-                ask = _ask(props, nets=nets, loras=loras, seed=seed, steps=options.steps, fuse=fuse)
-                rows[_name(nets, loras)].theirs.append(reference.draw(ask))
-                rows[_name(nets, loras)].ours.append(
-                    ours(running, props, nets=nets, loras=loras, seed=seed, steps=options.steps)
-                )
-        ours(running, props, nets=0, loras=0, seed=0, steps=2)
-        last = len(props.nets) - 1
-        cold.theirs.append(reference.draw(_cold_ask(props, last, options.steps)))
-        cold.ours.append(ours(running, props, nets=1, loras=0, seed=1, steps=options.steps, first=last))
+            for place, (nets, loras) in enumerate(ROWS):
+                if (nets, loras) == (0, 0):  # the weights are as they were, as before every row without LoRAs
+                    ours(running, props, _play(0, 0, seed=0, steps=2))
+                elif (nets, loras) == (0, 1):  # other LoRAs are in the weights, as before every row with some
+                    ours(running, props, _play(0, 1, seed=0, steps=steps, of_set=place - 1))
+                play = _play(nets, loras, seed=seed, steps=steps, of_set=place)
+                row = rows[_name(nets, loras)]
+                row.theirs.append(reference.draw(_ask(props, play, fuse=fuse)))
+                row.ours.append(ours(running, props, play))
+        ours(running, props, _play(0, 0, seed=0, steps=2))
+        play = Play(nets=[len(props.nets) - 1], loras=[], seed=1, steps=steps)
+        cold.theirs.append(reference.draw(_ask(props, play, cold=True)))
+        cold.ours.append(ours(running, props, play))
     return rows, cold, fuse
 
 
-def ours(running: LoraSuite, props: Props, *, nets: int, loras: int, seed: int, steps: int, first: int = 0) -> Drawn:
-    """One picture of the suite. first: which ControlNet is the first."""
+def ours(running: LoraSuite, props: Props, play: Play) -> Drawn:
+    """One picture of the suite."""
     before_s, began_s = processor_s(), time.perf_counter()
     picture = running.client.generate(
         PROMPT,
-        seed=seed,
-        num_inference_steps=steps,
+        seed=play.seed,
+        num_inference_steps=play.steps,
         guidance_scale=GUIDANCE_SCALE,
         controlnets=[
             ControlNet(_net(number), props.images[number], controlnet_conditioning_scale=CONTROL_SCALE)
-            for number in range(first, first + nets)
+            for number in play.nets
         ],
-        lora=[_lora(number) for number in range(loras)],
+        lora=[_lora(number) for number in play.loras],
     )
     seconds = time.perf_counter() - began_s
     return Drawn(seconds=seconds, lora_s=lora_s(picture), processor_s=processor_s() - before_s)
@@ -148,7 +160,7 @@ def prepare(folder: Path) -> Props:
         model=model,
         nets=nets,
         images=tuple(_write_image(folder / f"image{number}.png", number) for number in range(len(nets))),
-        loras=tuple(random_lora(model, folder / "loras", seed=seed, rank=RANK) for seed in range(LORAS)),
+        loras=tuple(random_lora(model, folder / "loras", seed=seed, rank=RANK) for seed in range(SETS * OF_SET)),
     )
 
 
@@ -173,27 +185,29 @@ def _fusing_is_faster(reference: AddonReference, props: Props, steps: int) -> bo
     """Diffusers is given the better of its two ways; each is warm when it is measured."""
     taken = {}
     for fuse in (True, False):
-        ask = _ask(props, nets=1, loras=1, seed=0, steps=steps, fuse=fuse)
+        ask = _ask(props, _play(1, 1, seed=0, steps=steps), fuse=fuse)
         reference.draw(ask)
         taken[fuse] = reference.draw(ask).seconds
-    reference.draw(_ask(props, nets=3, loras=2, seed=0, steps=2, fuse=True))
+    reference.draw(_ask(props, _play(3, 2, seed=0, steps=2)))
     return taken[True] < taken[False]
 
 
-def _ask(props: Props, *, nets: int, loras: int, seed: int, steps: int, fuse: bool) -> Ask:
+def _play(nets: int, loras: int, *, seed: int, steps: int, of_set: int = 0) -> Play:
+    """The first ones of each kind, of LoRAs those of a set."""
+    first = of_set % SETS * OF_SET
+    return Play(nets=range(nets), loras=range(first, first + loras), seed=seed, steps=steps)
+
+
+def _ask(props: Props, play: Play, *, fuse: bool = True, cold: bool = False) -> Ask:
     return Ask(
-        seed=seed,
-        steps=steps,
-        nets=list(map(str, props.nets[:nets])),
-        images=list(map(str, props.images[:nets])),
-        loras=[str(lora.theirs) for lora in props.loras[:loras]],
+        seed=play.seed,
+        steps=play.steps,
+        nets=[str(props.nets[number]) for number in play.nets],
+        images=[str(props.images[number]) for number in play.nets],
+        loras=[str(props.loras[number].theirs) for number in play.loras],
         fuse=fuse,
+        cold=cold,
     )
-
-
-def _cold_ask(props: Props, number: int, steps: int) -> Ask:
-    net, image = str(props.nets[number]), str(props.images[number])
-    return Ask(seed=1, steps=steps, nets=[net], images=[image], cold=True)
 
 
 def _cast(props: Props, folder: Path) -> Cast:
