@@ -17,6 +17,7 @@ from bottega.miniature.training.controlnet import ControlNetRecipe, ControlNetSt
 from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
 from bottega.miniature.training.parts import load_parts
 from bottega.miniature.training.train import Training, export, train
+from tests.threads import torch_threads
 
 PICTURES = 32
 
@@ -24,10 +25,8 @@ PICTURES = 32
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Batches here are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +51,11 @@ def test_a_controlnet_learns_and_the_model_stays(kind: str, corpus: Corpus, late
         name: {key: kept.clone() for key, kept in net.state_dict().items()} for name, net in parts.networks.items()
     }
     torch.manual_seed(0)
-    stage = ControlNetStage(parts, corpus, latents, ControlNetRecipe(kind=kind, rows=16, empty_share=0.0))
+    stage = ControlNetStage(parts, corpus, latents, ControlNetRecipe(kind=kind, rows=8, empty_share=0.0))
 
-    losses = [stage.step(0, 1.0) for _ in range(40)]  # one batch, again and again: what there is to learn is in it
+    losses = [stage.step(0, 1.0) for _ in range(20)]  # one batch, again and again: what there is to learn is in it
 
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.7 * losses[0]
     for name, kept in before.items():
         assert all(torch.equal(kept[key], tensor) for key, tensor in parts[name].state_dict().items())
 
