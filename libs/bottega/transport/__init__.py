@@ -62,7 +62,7 @@ from bottega.transport.limits import Limits
 from bottega.transport.link import Link
 from bottega.transport.listener import Listener
 from bottega.transport.offer import Answer, MemfdEndpoint, Offer, TcpEndpoint
-from bottega.transport.offer_wire import answer_from_wire, answer_to_wire, offer_from_wire, offer_to_wire
+from bottega.transport.offer_wire import offer_from_wire, offer_to_wire
 from bottega.transport.receiving import Incoming
 from bottega.transport.seam import Backend
 from bottega.transport.sending import Outgoing
@@ -87,8 +87,6 @@ __all__ = [
     "TcpEndpoint",
     "offer_to_wire",
     "offer_from_wire",
-    "answer_to_wire",
-    "answer_from_wire",
     "Counters",
     "Snapshot",
     "Flow",
