@@ -38,6 +38,7 @@ _MESSAGE_S = 5.0
 _MOST_GUESTS = 256
 # Taken only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=4, slot_bytes=128 << 20)
+_REFUSED = "rows of a job of the peer cannot be computed here"
 
 
 class Following:
@@ -84,11 +85,13 @@ class Following:
             talk.send(number_message(Kind.STATE, int(busy)))
 
     def attend(self) -> None:
-        """Tells the leader of jobs whose ControlNets are there, or never will be. From the engine's thread."""
-        for number, error in self._guests.settled():
+        """Tells the leader of jobs whose rows can be computed now, or cannot any more. From the engine's thread."""
+        for standing in self._guests.settled():
+            if standing.error is not None:
+                _log.warning(_REFUSED, extra={"text": standing.error.message})
             talk = self._talk
             if talk is not None:
-                talk.send(number_message(Kind.READY if error is None else Kind.REFUSED, number))
+                talk.send(number_message(Kind.READY if standing.ready else Kind.REFUSED, standing.guest))
 
     def close(self) -> None:
         """Ends its link, and takes no other one."""
@@ -180,7 +183,7 @@ class Following:
             if talk is self._talk:
                 admit()
         except BottegaError as error:
-            _log.warning("rows of a job of the peer cannot be computed here", extra={"text": error.message})
+            _log.warning(_REFUSED, extra={"text": error.message})
             talk.send(number_message(Kind.REFUSED, number))
 
     def _compute(self, talk: Talk, step: GuestStep) -> None:
@@ -192,6 +195,7 @@ class Following:
             computed = self._guests.compute(step.rows, step.samples, step.timesteps)
         except Exception as error:  # noqa: BLE001 - the boundary of a step: the leader computes it itself
             _log.warning("rows of the peer could not be computed", extra={"why": f"{type(error).__name__}: {error}"})
+        self.attend()  # before the answer: rows that were late for good are not lent again
         talk.stepping = False
         if computed is None:
             talk.send(number_message(Kind.DECLINED, step.number))

@@ -264,8 +264,10 @@ class Peer:
                 life.busy = number != 0
             case Kind.READY:
                 life.ready.add(number)
-            case Kind.REFUSED | Kind.PONG:
-                return  # what it refuses never becomes ready
+            case Kind.REFUSED:
+                life.ready.discard(number)
+            case Kind.PONG:
+                return
             case _:
                 raise ValueError(f"a follower says no {kind}")
 
