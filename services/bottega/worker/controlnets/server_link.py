@@ -110,7 +110,7 @@ class ServerLink:
     """`start` it, use it at once: what is sent waits for the link. One thread uses it; when `lost`, it is over.
 
     lost: why the link has ended, once it has. answer_s: seconds from a step to its whole answer, of late; 0 is not
-    known.
+    known. transfer_s: from the answer's beginning on; 0 within this host, where whoever waits waits for a processor.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class ServerLink:
     ) -> None:
         self.server = server
         self.lost: BottegaError | None = None
-        self.answer_s = 0.0
+        self.answer_s = self.transfer_s = 0.0
         self.link_id = ""
         self._offers = offers
         self._news = news
@@ -318,6 +318,8 @@ class ServerLink:
             self._news.ring()
         self._pulse_s = time.monotonic()
         self.answer_s = _smoothed(self.answer_s, self._pulse_s - reply.asked_s)
+        if not link.answer.backend.within_host:
+            self.transfer_s = _smoothed(self.transfer_s, self._pulse_s - incoming.began)
 
     def _feel(self, pulse: int) -> None:
         """The server has counted so many signs of life of its forwards."""
