@@ -22,8 +22,8 @@ from bottega.diffusion.pair_messages import (
     read_number,
     read_step,
 )
-from bottega.errors import BadFrame, BottegaError, InvalidRequest, LinkError, PeerDead, Unavailable, Violation
-from bottega.transport import Counters, Deadline, Doors, Incoming, Limits, Listener, Offer
+from bottega.errors import BottegaError, LinkError, PeerDead, Unavailable
+from bottega.transport import Counters, Deadline, Doors, Incoming, Limits, Listener, Offer, link_boundary
 from bottega.worker.peer.talk import Talk
 
 _log = logging.getLogger(__name__)
@@ -69,11 +69,7 @@ class Following:
             if self._leader not in ("", worker) and self._talk is not None:
                 raise Unavailable(f"this worker follows {self._leader} already, and {worker} asked to lead it, too")
             self._leader = worker
-        try:
-            offer = self._listener.offer(link_id or None)
-        except ValueError as error:
-            violation = Violation(field="link_id", description=str(error))
-            raise InvalidRequest(f"link_id: {error}", violations=[violation]) from None
+        offer = self._listener.offer(link_id or None)
         threading.Thread(target=self._live, args=(offer, worker), name="leader", daemon=True).start()
         return offer
 
@@ -110,15 +106,8 @@ class Following:
         with link:
             talk = Talk(link)
             self._begin(talk)
-            try:
+            with link_boundary(link, here="the worker", peer="its peer"):
                 self._receive(talk)
-            except LinkError as error:
-                link.end(error)
-            except ValueError as error:
-                link.end(BadFrame(f"the peer broke the rules of its messages: {error}"))
-            except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
-                _log.exception("the peer's link could not be served", extra={"peer": worker})
-                link.end(PeerDead("the worker could not serve the link"))
             self._end(talk)
             cause = link.cause
             facts = {"peer": worker, "cause": type(cause).__name__, "text": cause.message if cause else ""}
