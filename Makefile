@@ -65,7 +65,7 @@ clean: ## Remove everything that the commands made
 	@echo "the CPU build is far smaller: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ..."
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -r requirements-dev.txt \
-		-e protos -e 'libs[client,diffusion]' -e 'services[controlnet,gateway,worker]'
+		-e protos -e 'libs[client,diffusion]' -e 'services[controlnet,gateway,loras,worker]'
 	@touch $@
 
 .venv/.stubs: .venv/.ready protos/generate.py $(wildcard protos/bottega/v1/*.proto)

@@ -81,6 +81,9 @@ class MemoryJobStore:
     async def requeue(self, job_id: str, attempt: int, *, deaths: int) -> bool:
         return await self._change(job_id, lambda record: record.requeued(attempt, deaths=deaths))
 
+    async def dress(self, job_id: str, attempt: int, *, loras_step: int) -> bool:
+        return await self._change(job_id, lambda record: record.dressed(attempt, loras_step=loras_step))
+
     async def extend(self, job_id: str, deadline_wall: float | None) -> bool:
         return await self._change(job_id, lambda record: record.extended(deadline_wall))
 

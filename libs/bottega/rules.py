@@ -114,6 +114,9 @@ def check_loras(spec: GenerationSpec) -> Iterator[Violation]:
         ):
             rule = "must be that of the first LoRA: all go in at one step"
             yield Violation(field=f"spec.loras[{index}].from_step", description=rule)
+        if lora.measure_similarity and spec.controlnets:
+            rule = "cannot be measured beside ControlNets: take them away"
+            yield Violation(field=f"spec.loras[{index}].measure_similarity", description=rule)
 
 
 def check_lora_steps(spec: GenerationSpec, steps: int) -> Iterator[Violation]:

@@ -21,6 +21,7 @@ from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, UNSER
 from tests.fuzz.controlnets import controlnet_corpus
 from tests.fuzz.hosting import LONGEST_NAME
 from tests.fuzz.images import bad_images, good_images, largest_image, png_of_size, too_large_image
+from tests.fuzz.loras import lora_attempts, lora_drawings, lora_loads
 
 # Fields that the gateway fills in for the worker.
 FILLED: dict[str, Any] = {
@@ -184,28 +185,15 @@ def _pictures(case: Any) -> Iterator[Case]:
 
 def _adapters(case: Any) -> Iterator[Case]:
     png = good_images()["png"]
-    yield case("eight LoRAs, and no store", UNAVAILABLE, loras=[Lora(name="ink")] * 8)
-    for step in (-1, 201):
-        late = [Lora(name="ink", max_step=step)]
-        yield case(f"LoRA at {step} at the latest", INVALID, "spec.loras[0].max_step", loras=late)
-    for text in ("", "A" * 64, "a" * 63, "a" * 65):
-        pinned = [Lora(name="ink", digest=text)]
-        yield case(f"LoRA of digest {shown(text)}", INVALID, "spec.loras[0].digest", loras=pinned)
-    mixed = [Lora(name="ink", from_step=1), Lora(name="ink", from_step=2)]
-    yield case("LoRAs from two steps", INVALID, "spec.loras[1].from_step", loras=mixed)
-    yield case("nine LoRAs", INVALID, "spec.loras", loras=[Lora(name="ink")] * 9)
+    yield from lora_drawings(case)
     yield case("nine ControlNets", INVALID, "spec.controlnets", controlnets=[ControlNet(name="edges", image=png)] * 9)
     for name in ("", "x" * 201, "../../etc/passwd", "a b", "\0", "ü"):
-        yield case(f"LoRA {shown(name)}", INVALID, "spec.loras[0].name", loras=[Lora(name=name)])
         nets = [ControlNet(name=name, image=png)]
         yield case(f"ControlNet {shown(name)}", INVALID, "spec.controlnets[0].name", controlnets=nets)
     for scale in (NAN, INF, -INF):
-        yield case(f"LoRA scaled {scale}", INVALID, "spec.loras[0].scale", loras=[Lora(name="ink", scale=scale)])
         field, nets = "controlnet_conditioning_scale", [ControlNet(name="edges", image=png)]
         setattr(nets[0], field, scale)
         yield case(f"ControlNet scaled {scale}", INVALID, f"spec.controlnets[0].{field}", controlnets=nets)
-    for step in (-1, 201):
-        yield case(f"LoRA from {step}", INVALID, "spec.loras[0].from_step", loras=[Lora(name="ink", from_step=step)])
     for start, end in ((0.5, 0.5), (-0.1, 1.0), (0.0, 1.1), (NAN, 1.0), (0.0, NAN)):
         nets = [ControlNet(name="edges", image=png, control_guidance_start=start, control_guidance_end=end)]
         field = "spec.controlnets[0].control_guidance_start"
@@ -346,6 +334,7 @@ def _fleet() -> Iterator[Case]:
     fields = frozenset({f"load.{name}" for name in ("running", "step_times", "fixed_s", "max_rows", "memory_bytes")})
     yield dataclasses.replace(case("a load of nonsense", load=load), code=INVALID, fields=fields)
     yield from _hosted(case)
+    yield from lora_loads(case)
     yield Case(method="Join", name="nothing", raw=(), code=INVALID, fields=frozenset({"registration"}))
     no_registration = fleet_pb2.JoinRequest(load=fleet_pb2.Load()).SerializeToString()
     yield Case(
@@ -417,6 +406,7 @@ def _attempts() -> Iterator[Case]:
     bare = ("controlnets", "spec.controlnets[0].name", "spec.controlnets[0].image")
     yield case("a bare ControlNet", INVALID, *bare, controlnets=[ControlNet()])
     yield case("nine ControlNets", INVALID, "controlnets", "spec.controlnets", controlnets=[net] * 9)
+    yield from lora_attempts(FILLED)
     for size in (500, 20 << 20):
         yield case(
             f"a checkpoint of {size} bytes of noise", whole={"checkpoint": bad_images()["noise"] * (size // 500)}

@@ -37,17 +37,20 @@ class Script:
     """What the worker does with every attempt.
 
     hold_at: steps after which it waits for `release`; None waits nowhere. pace_s: seconds of a step.
+    linger_s: for which a call goes on after its last message.
     loras_step: before which it says that LoRAs go in, of requests that have some.
-    similarity: of every ControlNet's residuals, where that is to be measured.
+    similarity: of every ControlNet's residuals, where that is to be measured; similarities: of every LoRA's latents.
     """
 
     hold_at: int | None = None
     pace_s: float = 0.0
+    linger_s: float = 0.0
     picture: Callable[[int], bytes] = lambda index: b"picture %d" % index
     failure: BottegaError | None = None
     preview: bytes = b""
     loras_step: int = 0
     similarity: float | None = 0.995
+    similarities: tuple[float, ...] = (1.0, 0.995, 0.98)
     release: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -73,6 +76,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._running: dict[tuple[str, int], int] = {}
         self._left_at: dict[tuple[str, int], int] = {}
         self.begun: list[tuple[str, int]] = []
+        self.finished: list[tuple[str, int]] = []
         self.previewed: set[tuple[str, int]] = set()
         self._server = Server(name, ServerConfig(drain_grace_s=0.1))
         self.membership: FleetMembership | None = None
@@ -166,6 +170,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             for answer in self._answers(request, script):
                 yield answer
             self._left_at.pop(key, None)
+            await asyncio.sleep(script.linger_s)
+            self.finished.append(key)
         finally:
             self._running.pop(key, None)
 
@@ -184,6 +190,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             exact=True,
             model_hash=self._model.model_hash,
             controlnets=_uses(request, script.similarity),
+            loras=_lora_uses(request, script),
         )
         completed = worker_pb2.AttemptCompleted(provenance=provenance)
         return [*chunks, worker_pb2.RunAttemptResponse(completed=completed)]
@@ -240,4 +247,15 @@ def _uses(request: worker_pb2.RunAttemptRequest, similarity: float | None) -> It
             mode=generation_pb2.RESIDUAL_MODE_SYNCHRONOUS,
             waited_s=0.25,
             similarity=similarity if net.measure_similarity else None,
+        )
+
+
+def _lora_uses(request: worker_pb2.RunAttemptRequest, script: Script) -> Iterator[generation_pb2.LoraUse]:
+    for lora in request.spec.loras:
+        yield generation_pb2.LoraUse(
+            name=lora.name,
+            digest=lora.digest,
+            scale=lora.scale,
+            from_step=script.loras_step,
+            similarities=script.similarities if lora.measure_similarity else (),
         )

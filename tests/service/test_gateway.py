@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import io
@@ -126,6 +127,18 @@ async def test_a_worker_that_refuses_the_job_fails_it_typed(house: Running) -> N
     error = await refusal(lambda: house.generate(prompt="a star"))
     assert isinstance(error, errors.TooLarge)
     assert error.metadata == {"limit": "max_rows"}
+
+
+@pytest.mark.parametrize("failure", [None, errors.TooLarge("too large")])
+async def test_a_worker_ends_its_call_itself_after_the_last_word(
+    house: Running, failure: errors.BottegaError | None
+) -> None:
+    worker = await house.worker()
+    worker.script.failure = failure
+    worker.script.linger_s = 0.1
+    with contextlib.nullcontext() if failure is None else pytest.raises(grpc.aio.AioRpcError):
+        assert [answer async for answer in house.generate(prompt="a star")]
+    await _within(5, lambda: worker.finished == worker.begun)
 
 
 async def test_an_input_image_is_looked_at_before_anything_is_acknowledged() -> None:

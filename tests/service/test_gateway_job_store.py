@@ -149,6 +149,17 @@ async def test_only_the_newest_attempt_counts(store: JobStore) -> None:
     assert await _complete(store, "j1", 3)
 
 
+async def test_the_step_of_the_loras_is_that_of_an_attempt_that_counts_and_stays_for_the_next(store: JobStore) -> None:
+    await _running(store)
+    assert not await store.dress("j1", 2, loras_step=9), "there is no such attempt"
+    assert await store.dress("j1", 1, loras_step=4)
+    assert await store.requeue("j1", 1, deaths=0)
+    assert not await store.dress("j1", 1, loras_step=9), "it is lost"
+    assert await store.begin("j1", 2, started_wall=103.0)
+    (found,) = await store.live()
+    assert found.loras_step == 4
+
+
 async def test_the_newest_attempt_counts_again_when_it_turns_out_not_to_be_lost(store: JobStore) -> None:
     await store.add(record("j0"))
     assert not await store.begin("j0", 0, started_wall=1.0), "there was none"

@@ -51,6 +51,7 @@ SAME = (
     "state",
     "attempt",
     "deaths",
+    "loras_step",
     "deadline_wall",
     "started_wall",
     "ended_wall",
@@ -73,6 +74,7 @@ class Known:
     state: JobState.ValueType = JOB_STATE_QUEUED
     attempt: int = 0
     deaths: int = 0
+    loras_step: int | None = None
     deadline_wall: float | None = 0.0
     started_wall: float | None = None
     ended_wall: float | None = None
@@ -177,6 +179,14 @@ class Machine(RuleBasedStateMachine):
         assert self.runner.run(self.stores[which].requeue(job_id, attempt, deaths=deaths)) is right
         if right:
             self.known[job_id].state, self.known[job_id].deaths = JOB_STATE_QUEUED, deaths
+
+    @rule(which=st.integers(0, 1), job_id=JOB_IDS, step=STEPS, loras_step=st.integers(0, 3))
+    def dress(self, which: int, job_id: str, step: int, loras_step: int) -> None:
+        attempt = self._attempt(job_id, step)
+        right = self._current(job_id, attempt)
+        assert self.runner.run(self.stores[which].dress(job_id, attempt, loras_step=loras_step)) is right
+        if right:
+            self.known[job_id].loras_step = loras_step
 
     @rule(which=st.integers(0, 1), job_id=JOB_IDS, deadline=st.none() | TIMES)
     def extend(self, which: int, job_id: str, deadline: float | None) -> None:

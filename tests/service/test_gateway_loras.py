@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bottega import errors
-from bottega.v1 import fleet_pb2, generation_pb2, image_pb2
+from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.generation_pb2 import Lora, Techniques
 from tests.service import running_loras
-from tests.service.running_gateway import Running, refusal, running_gateway
-from tests.service.running_loras import PATIENCE_S, lora_file
+from tests.service.lora_house import House, lora_house
+from tests.service.running_gateway import refusal, running_gateway
+from tests.service.running_loras import PATIENCE_S
 from tests.service.scripted_worker import MODEL
 
 _EXACT, _BALANCED = generation_pb2.FIDELITY_EXACT, generation_pb2.FIDELITY_BALANCED
-_BASES = {"miniature": "miniature", "other": "miniature"}
 
 
 def _model(name: str) -> image_pb2.Model:
@@ -32,36 +30,10 @@ def _model(name: str) -> image_pb2.Model:
     return model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class House:
-    """A gateway and its LoRA store, which has `ink` for the miniature and `wash` for another model."""
-
-    gateway: Running
-    store: running_loras.Running
-    ink: pb.StoredLora
-    wash: pb.StoredLora
-
-
-@contextlib.asynccontextmanager
-async def _store(gateway: Running, folder: Path) -> AsyncIterator[running_loras.Running]:
-    settings = running_loras.config(gateway=gateway.address, name="loras", bases=_BASES, lease_s=30.0)
-    async with running_loras.running(folder, settings) as store, asyncio.timeout(PATIENCE_S):
-        while not await _joined(gateway):  # noqa: ASYNC110 - joining has no event here
-            await asyncio.sleep(0.02)
-        yield store
-
-
-async def _joined(gateway: Running) -> bool:
-    members = (await gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
-    return any(member.registration.kind == fleet_pb2.SERVICE_KIND_LORAS for member in members)
-
-
 @pytest.fixture
 async def house(tmp_path: Path) -> AsyncIterator[House]:
-    async with running_gateway() as gateway, _store(gateway, tmp_path / "store") as store:
-        ink = await store.upload("ink", lora_file(tmp_path))
-        wash = await store.upload("wash", lora_file(tmp_path, seed=1), base="other")
-        yield House(gateway=gateway, store=store, ink=ink, wash=wash)
+    async with lora_house(tmp_path) as made:
+        yield made
 
 
 async def test_a_request_that_names_a_lora_and_no_model_goes_to_its_base(house: House) -> None:
@@ -173,6 +145,23 @@ async def test_a_later_attempt_is_told_the_step_at_which_the_loras_went_in(house
     assert (await house.gateway.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
     assert not first.requests[0].HasField("loras_step")
     assert second.requests[0].loras_step == 4
+
+
+async def test_the_step_is_kept_though_the_gateway_and_its_workers_die_together(tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    async with lora_house(tmp_path, state=state) as house:
+        first = await house.gateway.worker("w1")
+        first.script.loras_step, first.script.hold_at = 4, 10
+        job = await house.gateway.submit(loras=[Lora(name="ink")])
+        await asyncio.wait_for(first.arrived.wait(), PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await house.gateway.job(job.job_id)).steps_done < 10:  # noqa: ASYNC110 - it has no event here
+                await asyncio.sleep(0.02)
+    async with running_gateway(state=state, hold_s=0.2) as later:
+        second = await later.worker("w2")
+        assert (await later.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+    assert second.requests[0].loras_step == 4
+    assert not second.requests[0].checkpoint
 
 
 async def test_a_store_that_sends_nothing_fails_the_job_once_with_its_reason(house: House) -> None:

@@ -12,18 +12,17 @@ from bottega.rpc.channel import channel_options
 from bottega.v1 import worker_pb2, worker_pb2_grpc
 from tests.chaos.peers import kill_peers
 from tests.chaos.tally import Tally
-from tests.running import wait_until
+from tests.running import SMALL_ENGINE, wait_until
 from tests.stock import assert_same_image
 from tests.worker_pair import LINK_TIMEOUT_S, TIMEOUT_S, WorkerPair
 
-ENGINE = {"model": "miniature", "threads": 1}
 # Long enough to be disturbed in the middle.
 LONG = 60
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPair]:
-    with WorkerPair(tmp_path_factory.mktemp("pair"), ENGINE) as pair:
+    with WorkerPair(tmp_path_factory.mktemp("pair"), SMALL_ENGINE) as pair:
         yield pair
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
+from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import StepTime
+from bottega.v1.generation_pb2 import LoraUse
 from bottega.worker.metrics import WorkerMetrics
 
 
@@ -18,3 +20,16 @@ def test_sizes_that_the_engine_has_forgotten_leave_no_series() -> None:
         ("99x99", "1"): 0.5,
         ("99x99", "2"): 0.5,
     }
+
+
+def test_waiting_and_patching_count_once_for_all_loras_of_an_attempt() -> None:
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry)
+    metrics.used_loras([LoraUse(load_s=1.0, wait_s=0.25, patch_s=0.5), LoraUse(load_s=2.0, wait_s=0.25, patch_s=0.5)])
+    metrics.used_loras([])
+    metrics.heard(EngineBeat(lora_swaps=3, lora_pristine_bytes=1 << 20))
+    read = {what: registry.get_sample_value(f"bottega_worker_lora_{what}_seconds_sum") for what in ("load", "wait")}
+    assert read == {"load": 3.0, "wait": 0.25}
+    assert registry.get_sample_value("bottega_worker_lora_patch_seconds_count") == 1
+    assert registry.get_sample_value("bottega_worker_lora_swaps_total") == 3
+    assert registry.get_sample_value("bottega_worker_lora_pristine_bytes") == 1 << 20

@@ -17,6 +17,7 @@ from bottega.client.events import Completed, Event, Interrupted, Preview, Progre
 from bottega.client.hosting import AddedControlNet, ControlNetHost, Readiness, ResidualProfile, ServedControlNet
 from bottega.client.jobs import JobPage, JobState, JobStatus
 from bottega.client.lora import Lora, LoraLike
+from bottega.client.lora_profiling import LoraBoundMeasured
 from bottega.client.options import GenerationOptions
 from bottega.client.picture import Picture
 from bottega.client.png import parameters_of
@@ -40,6 +41,7 @@ __all__ = [
     "JobState",
     "JobStatus",
     "Lora",
+    "LoraBoundMeasured",
     "LoraLike",
     "MeasuredProfile",
     "Picture",

@@ -32,6 +32,7 @@ from bottega.client.hosting import (
 )
 from bottega.client.jobs import JobPage, JobState, state_number, status_from
 from bottega.client.late import Heard, late
+from bottega.client.lora_profiling import LoraBoundMeasured, measure_lora
 from bottega.client.lora_store import LoraStores
 from bottega.client.options import GenerationOptions, spec_from
 from bottega.client.picture import Picture
@@ -270,6 +271,38 @@ class AsyncClient:
     async def pin_lora(self, name: str, pinned: bool = True) -> StoredLora:
         """Keeps a LoRA in the store's memory, or no longer."""
         return await (await self._lora_stores()).pin(name, pinned)
+
+    async def profile_lora(
+        self,
+        name: str,
+        prompts: Sequence[str],
+        *,
+        scale: float = 1.0,
+        num_inference_steps: int | None = None,
+        model: str | None = None,
+        on_prompt: Callable[[int], None] = lambda _: None,
+    ) -> LoraBoundMeasured:
+        """Draws two pictures of each prompt with the LoRA and without, and has the store remember how late it may come.
+
+        That is the first step after which the latents' cosine is below .99, in the worst of the pictures. Requests that
+        allow it (by their fidelity, or bounded_lora_loading) then make that many steps of this number of steps without
+        it, at most, where it is not at the worker yet; those of another number, in proportion.
+        prompts: at least four, of the kind that the LoRA is used with, its trigger words included.
+        scale: the strongest that you use it with. num_inference_steps: of the pictures; absent is the model's default.
+        on_prompt: told the step of each.
+        """
+        measured = await measure_lora(
+            self.generate_many,
+            name,
+            prompts,
+            scale=scale,
+            num_inference_steps=num_inference_steps,
+            model=model,
+            on_prompt=on_prompt,
+        )
+        bounds = {measured.num_inference_steps: measured.max_step}
+        await (await self._lora_stores()).note_bounds(name, measured.digest, bounds)
+        return measured
 
     async def _lora_stores(self) -> LoraStores:
         return LoraStores(await self.fleet())

@@ -17,6 +17,7 @@ class Lora:
     from_step: the step at which it goes in, the same for all of a request, and digest: the hash of its weights; a
     provenance says both, and with both the picture is the same again.
     max_step: the step that is not made without it, where from_step is not given; absent is what its profile says.
+    measure_similarity: draw everything once more without it, and say in the provenance how alike the latents are.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Lora:
     from_step: int | None = None
     digest: str | None = None
     max_step: int | None = None
+    measure_similarity: bool = False
 
 
 LoraLike = Lora | tuple[str, float] | str
@@ -48,7 +50,8 @@ def add_loras(spec: generation_pb2.GenerationSpec, loras: object) -> Iterator[Vi
 def lora_from(message: generation_pb2.Lora) -> Lora:
     """The LoRA of a spec."""
     said = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
-    return Lora(message.name, message.scale if message.HasField("scale") else 1.0, **said)
+    scale = message.scale if message.HasField("scale") else 1.0
+    return Lora(message.name, scale, **said, measure_similarity=message.measure_similarity)
 
 
 def _meant(given: object) -> Lora | None:
@@ -63,7 +66,7 @@ def _meant(given: object) -> Lora | None:
 
 
 def _add(message: generation_pb2.Lora, lora: Lora, path: str) -> Iterator[Violation]:
-    for name in ("name", "scale", *_OPTIONAL):
+    for name in ("name", "scale", *_OPTIONAL, "measure_similarity"):
         value = getattr(lora, name)
         if value is None:
             continue

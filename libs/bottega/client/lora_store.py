@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,19 @@ class LoraStores:
         """Keeps it in memory, or no longer. Raises LoraNotFound."""
         async with self._asked() as store:
             return (await store.PinLora(lora_pb2.PinLoraRequest(name=name, pinned=pinned), timeout=_ASK_S)).lora
+
+    async def note_bounds(self, name: str, digest: str, bounds: Mapping[int, int]) -> StoredLora:
+        """Has it remember how late the LoRA may come, by number of steps; of other numbers it keeps what it knows.
+
+        digest: of the weights that were measured. Raises LoraNotFound, also where it has other ones now.
+        """
+        async with self._asked() as store:
+            known = (await store.GetLora(lora_pb2.GetLoraRequest(name=name), timeout=_ASK_S)).lora.bounds
+            merged = {bound.num_inference_steps: bound.max_step for bound in known} | dict(bounds)
+            request = lora_pb2.SetLoraProfileRequest(name=name, digest=digest)
+            for steps, step in sorted(merged.items()):
+                request.bounds.add(num_inference_steps=steps, max_step=step)
+            return (await store.SetLoraProfile(request, timeout=_ASK_S)).lora
 
     async def _base(self, base: str | None) -> str:
         if base is not None:

@@ -15,6 +15,7 @@ from bottega.client.events import Event
 from bottega.client.hosting import AddedControlNet, ServedControlNet
 from bottega.client.jobs import JobPage, JobState, JobStatus
 from bottega.client.loop_thread import LoopThread
+from bottega.client.lora_profiling import LoraBoundMeasured
 from bottega.client.options import GenerationOptions
 from bottega.client.picture import Picture
 from bottega.client.profiling import MeasuredProfile, ProfileCase
@@ -195,6 +196,28 @@ class Client:
     def pin_lora(self, name: str, pinned: bool = True) -> StoredLora:
         """Keeps a LoRA in the store's memory, or no longer."""
         return self._loop.run(self._client.pin_lora(name, pinned))
+
+    def profile_lora(
+        self,
+        name: str,
+        prompts: Sequence[str],
+        *,
+        scale: float = 1.0,
+        num_inference_steps: int | None = None,
+        model: str | None = None,
+        on_prompt: Callable[[int], None] = lambda _: None,
+    ) -> LoraBoundMeasured:
+        """Measures how late a LoRA may come into a picture; its store remembers it."""
+        return self._loop.run(
+            self._client.profile_lora(
+                name,
+                prompts,
+                scale=scale,
+                num_inference_steps=num_inference_steps,
+                model=model,
+                on_prompt=on_prompt,
+            )
+        )
 
     def controlnet_root(self, *, server: str | None = None) -> str:
         """The folder, on their machine, below which ControlNet servers host what is added."""

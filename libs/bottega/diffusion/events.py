@@ -82,7 +82,8 @@ class LoraRecord:
     """A LoRA as a job used it, from `from_step` on.
 
     load_s: until it was here. wait_s: that the job could not go on for want of its LoRAs; patch_s: for changing
-    weights for them. Those are of all of the job's LoRAs together.
+    weights for them. Those are of all of the job's LoRAs together, as are similarities: where it was measured, after
+    each step, see LatentMeter.
     """
 
     name: str
@@ -92,6 +93,7 @@ class LoraRecord:
     load_s: float
     wait_s: float
     patch_s: float
+    similarities: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from bottega.diffusion.encode import Conditions, encode_image, encode_prompts
 from bottega.diffusion.events import PairRecord, Record
 from bottega.diffusion.follower import Guest
 from bottega.diffusion.job_loras import JobLoras
+from bottega.diffusion.lora_similarity import LatentMeter
 from bottega.diffusion.loras import LoraStore
 from bottega.diffusion.model import Model
 from bottega.diffusion.pair import PairPrediction
@@ -73,6 +74,7 @@ class Order:
 class Job:
     """A job whose prompt has been encoded. truncations: see Conditions. encoder_s, pair: see Record.
 
+    meter: measures what its LoRAs change, where the order says so.
     started: whether its ControlNets have been there, and it was told to have begun.
     guest: what the other worker of a pair is told of it; None where none of its rows may be lent.
     """
@@ -82,6 +84,7 @@ class Job:
     truncations: dict[str, str]
     controls: ControlSessions = field(default_factory=ControlSessions)
     loras: JobLoras = field(default_factory=JobLoras)
+    meter: LatentMeter = field(default_factory=LatentMeter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     guest: Guest | None = None
     encoder_s: float = 0.0
@@ -100,6 +103,11 @@ class Job:
         return self.order.key
 
     @property
+    def runs(self) -> tuple[Request, ...]:
+        """All that is denoised for it: its images, and what is measured beside them."""
+        return (*self.requests, *self.meter.shadows)
+
+    @property
     def steps_total(self) -> int:
         """Over all images."""
         return sum(request.steps for request in self.requests)
@@ -113,6 +121,12 @@ class Job:
     def steps_resumed(self) -> int:
         """That a checkpoint brought."""
         return sum(request.resumed_from - request.begin for request in self.requests)
+
+    def undrawn(self) -> Request | None:
+        """An image whose latent is finished, and which has not been handed out; none before all was measured."""
+        if not self.meter.done:
+            return None
+        return next((request for request in self.requests if request.done and request.index not in self.drawn), None)
 
     @property
     def finished(self) -> bool:
@@ -174,7 +188,7 @@ class Job:
             mean_group_requests=self._group_requests / self._steps if self._steps else 0.0,
             controlnets=self.controls.uses(self.order.spec),
             encoder_s=self.encoder_s,
-            loras=self.loras.records(),
+            loras=self.loras.records(self.meter.similarities),
             pair=self.pair,
         )
 
@@ -193,12 +207,14 @@ def open_job(model: Model, order: Order, controlnets: ControlNets | None = None,
     """
     conditions = encode_prompts(model, order.spec)
     requests = _resumed(model, order, conditions) or _begun(model, order, conditions)
+    shadows = _begun(model, order, conditions) if order.spec.loras_measured else ()
     steps = sum(request.step - request.begin for request in requests)
     job = Job(
         order=order,
         requests=requests,
         truncations=conditions.truncations,
         loras=loras or JobLoras(),
+        meter=LatentMeter(shadows),
         checkpoint_steps=steps,
     )
     _pin(job)
@@ -251,8 +267,11 @@ def _begun(model: Model, order: Order, conditions: Conditions) -> list[Request]:
 
 
 def _resumed(model: Model, order: Order, conditions: Conditions) -> list[Request]:
-    """The requests as the order's checkpoint has them; none where there is none that fits."""
-    if not order.checkpoint:
+    """The requests as the order's checkpoint has them; none where there is none that fits.
+
+    None as well where LoRAs are measured: what was measured before the checkpoint is not in it.
+    """
+    if not order.checkpoint or order.spec.loras_measured:
         return []
     try:
         states = read_checkpoint(order.checkpoint, model, order.spec)

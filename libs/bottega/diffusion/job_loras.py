@@ -96,8 +96,8 @@ class JobLoras:
             self.source.close(self.handles)
             self.handles = ()
 
-    def records(self) -> tuple[LoraRecord, ...]:
-        """What they came to; nothing before they are in."""
+    def records(self, similarities: tuple[float, ...] = ()) -> tuple[LoraRecord, ...]:
+        """What they came to; nothing before they are in. similarities: what was measured of all of them together."""
         if self.step is None or self.loras is None:
             return ()
         return tuple(
@@ -109,6 +109,7 @@ class JobLoras:
                 load_s=load_s,
                 wait_s=self.wait_s,
                 patch_s=self.patch_s,
+                similarities=similarities if spec.measured else (),
             )
             for spec, load_s in zip(self.specs, self._load_s, strict=True)
         )

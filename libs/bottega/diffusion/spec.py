@@ -34,6 +34,7 @@ class LoraSpec:
 
     from_step: the denoising step at which it goes in, where that is pinned. Else it goes in when it is there, but
     before the job has made `bound` steps without it; with 0 it is waited for before the first one: exact.
+    measured: whether to measure how similar the latents with and without are; then it is waited for as well.
     """
 
     name: str
@@ -41,6 +42,7 @@ class LoraSpec:
     scale: float = 1.0
     from_step: int | None = None
     bound: int = 0
+    measured: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +92,14 @@ class DrawingSpec:
         return self.num_inference_steps - self.steps
 
     @property
+    def loras_measured(self) -> bool:
+        """Whether to measure what its LoRAs change."""
+        return any(lora.measured for lora in self.loras)
+
+    @property
     def lora_bound(self) -> int:
         """The step that does not run without its LoRAs, where none is pinned."""
-        least = min((lora.bound for lora in self.loras), default=0)
+        least = 0 if self.loras_measured else min((lora.bound for lora in self.loras), default=0)
         return self.begin_step + min(least, self.steps - 1)
 
     @property
@@ -126,6 +133,8 @@ def undrawable(spec: DrawingSpec, size_multiple: int) -> Iterator[Violation]:
             yield Violation(field=f"spec.loras[{index}].from_step", description="must be the same for all LoRAs")
         if lora.from_step is not None and not 0 <= lora.from_step < spec.num_inference_steps:
             yield Violation(field=f"spec.loras[{index}].from_step", description="must be one of the job's steps")
+    if spec.loras_measured and spec.controlnets:
+        yield Violation(field="spec.controlnets", description="must be none where a LoRA is measured")
     for name, side in (("width", spec.width), ("height", spec.height)):
         if side < 1 or side % size_multiple:
             yield Violation(field=f"spec.{name}", description=f"must be a multiple of {size_multiple} with this model")

@@ -4,6 +4,7 @@ The gateway's scheduler and the worker's engine decide by the same functions, so
 """
 
 from bottega.planning.cost import Shape, StepTimes
+from bottega.planning.lora_bounds import LEAST_LATENT_SIMILARITY, latest_step
 from bottega.planning.pairing import rows_to_lend
 from bottega.planning.popularity import EvictionOrder, Popularity
 from bottega.planning.residuals import LEAST_SIMILARITY, pipelines
@@ -12,6 +13,7 @@ from bottega.planning.width import best_width, completion_times
 from bottega.planning.work import Work, control_steps, rows_per_image, steps_to_run
 
 __all__ = [
+    "LEAST_LATENT_SIMILARITY",
     "LEAST_SIMILARITY",
     "EvictionOrder",
     "Item",
@@ -26,6 +28,7 @@ __all__ = [
     "best_width",
     "completion_times",
     "control_steps",
+    "latest_step",
     "pipelines",
     "rows_to_lend",
     "rows_per_image",

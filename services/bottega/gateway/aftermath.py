@@ -71,6 +71,10 @@ class Aftermath:
         """See AttemptObserver."""
         self._matching.soon(job.spec.model)
 
+    def attempt_dressed(self, job: Job) -> None:
+        """See AttemptObserver."""
+        self._jobs.dressed(job)
+
     def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
         """See AttemptObserver."""
         if not job.is_current(number):

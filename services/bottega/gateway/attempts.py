@@ -62,6 +62,9 @@ class AttemptObserver(Protocol):
     def attempt_advanced(self, job: Job) -> None:
         """Denoising went on."""
 
+    def attempt_dressed(self, job: Job) -> None:
+        """Its LoRAs go in at a step that it has told."""
+
     def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
         """The worker, or the way to it, is lost; the job is not, though it may have been its doing."""
 

@@ -223,7 +223,8 @@ class Dispatcher:
             case "progress":
                 self._take_progress(attempt, event.progress)
             case "loras_in":
-                job.dress(number, event.loras_in.step)
+                if job.dress(number, event.loras_in.step) and self.observer:
+                    self.observer.attempt_dressed(job)
             case "image":
                 self._take_chunk(attempt, event.image)
             case "completed":

@@ -157,6 +157,12 @@ class JobLog:
         job_id, number, deaths = job.job_id, job.number, job.deaths
         self._trails.note(job_id, lambda: self._store.requeue(job_id, number, deaths=deaths))
 
+    def dressed(self, job: Job) -> None:
+        """The LoRAs go in at a step; the worker, which goes on, is not kept waiting until that is written."""
+        job_id, number, step = job.job_id, job.number, job.loras_step
+        assert step is not None
+        self._trails.note(job_id, lambda: self._store.dress(job_id, number, loras_step=step))
+
     def extended(self, job: Job) -> None:
         """The job has more time; nobody is kept waiting until that is written."""
         job_id, until_wall = job.job_id, deadline_wall(job)

@@ -65,6 +65,7 @@ def to_job(record: JobRecord, *, inputs: bytes = b"", life: int, clock: Clock) -
         state=record.state if record.live else image_pb2.JOB_STATE_QUEUED,
         number=record.attempt,
         deaths=record.deaths,
+        loras_step=record.loras_step,
         created_wall=record.created_wall,
         started_wall=record.started_wall,
     )

@@ -227,7 +227,7 @@ class Job:
 
     def dress(self, number: int, step: int) -> bool:
         """The LoRAs go in at that step."""
-        if not self.is_current(number):
+        if not self.is_current(number) or self.loras_step == step:
             return False
         self.loras_step = step
         return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 import grpc
@@ -14,6 +16,11 @@ from bottega.v1 import worker_pb2, worker_pb2_grpc
 
 # Failures of a call that say nothing about the job, and so do those that gRPC made: another worker may well draw it.
 _OF_THE_WORKER = (InternalError, JobCancelled, StaleAttempt)
+
+# After them the worker ends the call by itself, at once. Were it cancelled first, the worker would count a cancelled
+# call, and keep the images for somebody who still wants them.
+_LAST_WORDS = ("completed", "failed")
+_END_S = 2.0
 
 _AttemptCall = grpc.aio.UnaryStreamCall[worker_pb2.RunAttemptRequest, worker_pb2.RunAttemptResponse]
 
@@ -70,6 +77,8 @@ class GrpcWorkerClient:
         try:
             async for event in call:
                 heard = True
+                if event.WhichOneof("event") in _LAST_WORDS:
+                    await _ended(call)
                 yield event
         except grpc.aio.AioRpcError as error:
             if not heard and self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
@@ -77,6 +86,12 @@ class GrpcWorkerClient:
             raise _typed(error, heard=heard) from None
         finally:
             call.cancel()
+
+
+async def _ended(call: _AttemptCall) -> None:
+    """Waits until the worker has ended a call, for a while; how does not matter any more."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(call.code(), _END_S)
 
 
 def _typed(failure: grpc.aio.AioRpcError, *, heard: bool = False) -> BottegaError:

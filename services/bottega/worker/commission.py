@@ -239,6 +239,7 @@ class Commission:
         if self._done is None or len(self.attempt.pictures) < self._order.spec.num_images:
             return
         self._metrics.grouped(self._done.mean_group_requests)
+        self._metrics.used_loras(self._done.loras)
         self.attempt.complete(self._provenance(self._done))
         self._ended()
 

@@ -170,6 +170,8 @@ def beat_of(
         controlnets=at_hand.report(),
         links=link_counts(controlnets.counters, open_links=len(controlnets.servers) + loras.linked + peer_links),
         loras=loras.resident[-_MOST_LORAS:],
+        lora_swaps=engine.weights.swaps,
+        lora_pristine_bytes=engine.weights.pristine_bytes,
     )
     return engine_pb2.EngineEvent(beat=beat)
 
@@ -212,6 +214,7 @@ def _lora(lora: generation_pb2.Lora) -> LoraSpec:
         scale=lora.scale,
         from_step=lora.from_step if lora.HasField("from_step") else None,
         bound=lora.max_step,
+        measured=lora.measure_similarity,
     )
 
 
@@ -266,6 +269,7 @@ def _lora_use(lora: LoraRecord) -> generation_pb2.LoraUse:
         load_s=lora.load_s,
         wait_s=lora.wait_s,
         patch_s=lora.patch_s,
+        similarities=lora.similarities,
     )
 
 

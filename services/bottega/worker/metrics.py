@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from bottega.rpc.link_counts import LinkMetrics
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import StepTime
+from bottega.v1.generation_pb2 import LoraUse
 
 _CODEC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _GROUP_BUCKETS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
+# From one that is at hand to one that is fetched from a slow store.
+_LORA_BUCKETS = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60)
+
+
+class _LoraWeights(Collector):
+    """What the engine has last said of its weights; an engine that is new begins at 0 again."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.beat = EngineBeat()
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        yield CounterMetricFamily(
+            "bottega_worker_lora_swaps",
+            "Times that LoRAs went into the UNet's weights, or out of them.",
+            value=self.beat.lora_swaps,
+        )
+        yield GaugeMetricFamily(
+            "bottega_worker_lora_pristine_bytes",
+            "Bytes of the copies that put weights back as they were.",
+            value=self.beat.lora_pristine_bytes,
+        )
 
 
 class WorkerMetrics:
@@ -42,6 +69,15 @@ class WorkerMetrics:
             ("latent", "rows"),
             registry=registry,
         )
+        self._lora_load, self._lora_wait, self._lora_patch = (
+            Histogram(f"bottega_worker_lora_{what}_seconds", text, buckets=_LORA_BUCKETS, registry=registry)
+            for what, text in (
+                ("load", "Seconds until a LoRA was at the worker."),
+                ("wait", "Seconds that an attempt with LoRAs could not go on for want of them."),
+                ("patch", "Seconds of changing weights for the LoRAs of an attempt."),
+            )
+        )
+        self._weights = _LoraWeights(registry)
         self._links = LinkMetrics(registry)
         self._measured: set[tuple[str, str]] = set()
         self._restarts = Counter("bottega_worker_engine_restarts", "Engines that were lost.", registry=registry)
@@ -63,6 +99,14 @@ class WorkerMetrics:
         """How many requests shared the turns of an attempt that is done."""
         self._group.observe(mean_requests)
 
+    def used_loras(self, uses: Sequence[LoraUse]) -> None:
+        """The LoRAs of an attempt that is done; waiting and patching were for all of them together."""
+        for use in uses:
+            self._lora_load.observe(use.load_s)
+        for use in uses[:1]:
+            self._lora_wait.observe(use.wait_s)
+            self._lora_patch.observe(use.patch_s)
+
     def codec_took(self, work: str, seconds: float) -> None:
         """A codec process worked on one image. work: decode or encode; previews are not counted."""
         self._codec.labels(work).observe(seconds)
@@ -71,6 +115,7 @@ class WorkerMetrics:
         """The engine's newest word."""
         self.step_times(beat.step_times)
         self._links.counts = beat.links
+        self._weights.beat = beat
 
     def step_times(self, times: Iterable[StepTime]) -> None:
         """The engine's newest measurements. What it has forgotten is forgotten here: callers choose the sizes."""

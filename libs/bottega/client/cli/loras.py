@@ -1,4 +1,4 @@
-"""`bottega loras`: which LoRAs the suite has, and how to add and remove them."""
+"""`bottega loras`: which LoRAs the suite has, and how to add, measure and remove them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.lora_profile import command as profile_command
 from bottega.client.cli.terminal import new_table, note, print_table, say
 
 if TYPE_CHECKING:
@@ -28,12 +29,13 @@ class _Loras(click.Group):
 
 @click.group("loras", cls=_Loras)
 def command() -> None:
-    """Look after LoRAs: list, show, add, remove.
+    """Look after LoRAs: list, show, add, remove, profile.
 
     \b
       bottega loras                                 those that the suite has, and for which base models
       bottega loras add outline outline.safetensors kohya's, Diffusers' or PEFT's; a folder of theirs as well
       bottega loras show outline                    all that is known of one
+      bottega loras profile outline                 measures how late it may come into a picture
       bottega generate "a red star" --lora outline:0.8
     """
 
@@ -96,6 +98,9 @@ def remove(*, name: str, address: str) -> None:
     with connect(address) as client:
         client.remove_lora(name)
     say(f"{name} is removed")
+
+
+command.add_command(profile_command)
 
 
 def _facts(lora: StoredLora) -> list[tuple[str, str]]:

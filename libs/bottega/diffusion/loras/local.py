@@ -64,7 +64,8 @@ class LocalLoras:
 
     def begin(self, ref: LoraRef) -> LoraHandle:
         """See LoraSource."""
-        return _Handle(load=self._threads.submit(self._load, ref), begun_s=monotonic())
+        begun_s = monotonic()  # before its thread has any chance to end
+        return _Handle(load=self._threads.submit(self._load, ref), begun_s=begun_s)
 
     def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:
         """See LoraSource."""

@@ -31,8 +31,8 @@ class JobRecord:
     spec: GenerationSpec, complete but for its input images. fingerprint: of the request as the caller sent it.
     shape: of the latent, height and width. image_digest, size_bytes: of the input image, and of the request.
     *_wall: Unix seconds. attempt: number of the newest one, 0 before the first. deaths: workers that died while
-    they ran this job alone. provenance, error: Provenance and JobError. sequence: place among all jobs, given by
-    the store.
+    they ran this job alone. loras_step: at which an attempt put its LoRAs in, None before one did. provenance, error:
+    Provenance and JobError. sequence: place among all jobs, given by the store.
 
     Each method gives the record after something happened, or None where that changes nothing.
     """
@@ -52,6 +52,7 @@ class JobRecord:
     ended_wall: float | None = None
     attempt: int = 0
     deaths: int = 0
+    loras_step: int | None = None
     pictures: tuple[StoredPicture, ...] = ()
     provenance: bytes = b""
     error: bytes = b""
@@ -82,6 +83,12 @@ class JobRecord:
         if not self.is_current(attempt):
             return None
         return replace(self, state=image_pb2.JOB_STATE_QUEUED, deaths=deaths)
+
+    def dressed(self, attempt: int, *, loras_step: int) -> JobRecord | None:
+        """The attempt puts its LoRAs in at that step; so will every later one."""
+        if not self.is_current(attempt):
+            return None
+        return replace(self, loras_step=loras_step)
 
     def extended(self, deadline_wall: float | None) -> JobRecord | None:
         """It is given until another time; None is without bound."""

@@ -90,6 +90,10 @@ class SqliteJobStore:
         """See JobStore."""
         return await self._change(job_id, lambda record: record.requeued(attempt, deaths=deaths))
 
+    async def dress(self, job_id: str, attempt: int, *, loras_step: int) -> bool:
+        """See JobStore."""
+        return await self._change(job_id, lambda record: record.dressed(attempt, loras_step=loras_step))
+
     async def extend(self, job_id: str, deadline_wall: float | None) -> bool:
         """See JobStore."""
         return await self._change(job_id, lambda record: record.extended(deadline_wall))

@@ -33,6 +33,7 @@ COLUMNS = (
     "deadline_wall",
     "attempt",
     "deaths",
+    "loras_step",
     "pictures",
     "provenance",
     "error",
@@ -59,6 +60,7 @@ def to_row(record: JobRecord) -> tuple[Value, ...]:
         _real(record.deadline_wall),
         record.attempt,
         record.deaths,
+        record.loras_step,
         json.dumps([[picture.digest, picture.size_bytes] for picture in record.pictures]),
         record.provenance,
         record.error,
@@ -73,7 +75,7 @@ def from_row(row: Sequence[Any]) -> JobRecord:
         raise _damaged_row(sequence)
     job_id, request_id, log_id, fingerprint, state, spec, height, width = values[:8]
     image_digest, size_bytes, created, started, ended, deadline, attempt, deaths = values[8:16]
-    pictures, provenance, error = values[16:]
+    loras_step, pictures, provenance, error = values[16:]
     return JobRecord(
         job_id=job_id,
         request_id=request_id,
@@ -90,6 +92,7 @@ def from_row(row: Sequence[Any]) -> JobRecord:
         deadline_wall=deadline,
         attempt=attempt,
         deaths=deaths,
+        loras_step=loras_step,
         pictures=tuple(StoredPicture(digest=digest, size_bytes=size) for digest, size in json.loads(pictures)),
         provenance=provenance,
         error=error,

@@ -20,7 +20,7 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": what PRAGMA application_id says of a file of ours.
 APPLICATION_ID = 0x42747467
-VERSION = 1
+VERSION = 2
 
 # Another process's group commit takes milliseconds, and a checkpoint some tens of them.
 _BUSY_TIMEOUT_S = 5.0
@@ -53,6 +53,7 @@ _TABLES = (
         deadline_wall REAL,
         attempt INTEGER NOT NULL,
         deaths INTEGER NOT NULL,
+        loras_step INTEGER,
         pictures TEXT NOT NULL,
         provenance BLOB NOT NULL,
         error BLOB NOT NULL,

@@ -65,6 +65,10 @@ class JobStore(Protocol):
         """The attempt is lost: the job waits again, with so many deaths."""
         ...
 
+    async def dress(self, job_id: str, attempt: int, *, loras_step: int) -> bool:
+        """The attempt puts its LoRAs in at that step."""
+        ...
+
     async def extend(self, job_id: str, deadline_wall: float | None) -> bool:
         """The job is given until then; None is without bound."""
         ...

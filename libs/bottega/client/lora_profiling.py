@@ -1,0 +1,98 @@
+"""Measures how late a LoRA may come into a picture, with real pictures of the running suite.
+
+Draws as everybody does, on whatever workers there are. Knows no gateway's and no store's calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bottega.client.lora import Lora
+from bottega.client.picture import Picture
+from bottega.errors import InvalidRequest, LoraUnusable, Violation
+from bottega.planning import latest_step
+from bottega.v1.generation_pb2 import LoraUse
+
+# One picture says little of the next one: the least that a profile is made of.
+LEAST_PROMPTS = 4
+SEEDS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraBoundMeasured:
+    """How late the LoRA of that digest may come into requests of so many steps: max_step, see client.Lora.
+
+    prompts: of each, the bound that its own pictures have; max_step is the least of them.
+    """
+
+    digest: str
+    num_inference_steps: int
+    max_step: int
+    prompts: tuple[int, ...]
+
+
+class DrawMany(Protocol):
+    """AsyncClient.generate_many."""
+
+    def __call__(
+        self,
+        prompt: str,
+        num_images: int,
+        *,
+        seed: int,
+        model: str | None,
+        num_inference_steps: int | None,
+        lora: Sequence[Lora],
+    ) -> Awaitable[tuple[Picture, ...]]: ...
+
+
+async def measure_lora(
+    draw: DrawMany,
+    name: str,
+    prompts: Sequence[str],
+    *,
+    scale: float,
+    num_inference_steps: int | None,
+    model: str | None,
+    on_prompt: Callable[[int], None],
+) -> LoraBoundMeasured:
+    """Pictures of one prompt after the other, each with two seeds. on_prompt: told the bound of each.
+
+    Raises InvalidRequest for too few prompts, LoraUnusable where the LoRA is replaced meanwhile, and what drawing
+    raises.
+    """
+    if len(set(prompts)) < LEAST_PROMPTS:
+        rule = f"at least {LEAST_PROMPTS} different ones are needed: one picture says little of the next"
+        raise InvalidRequest(f"prompts: {rule}", violations=[Violation(field="prompts", description=rule)])
+    lora = Lora(name, scale, measure_similarity=True)
+    bounds: list[int] = []
+    digests: set[str] = set()
+    for number, prompt in enumerate(prompts):
+        picture, *_ = await draw(
+            prompt, SEEDS, seed=SEEDS * number, model=model, num_inference_steps=num_inference_steps, lora=[lora]
+        )
+        use = _use(picture, name)
+        digests.add(use.digest)
+        bounds.append(latest_step(use.similarities))
+        on_prompt(bounds[-1])
+    if len(digests) > 1:
+        raise LoraUnusable(f"{name} was replaced between two pictures: measure again", metadata={"lora": name})
+    return LoraBoundMeasured(
+        digest=digests.pop(),
+        num_inference_steps=picture.provenance.parameters.num_inference_steps,
+        max_step=min(bounds),
+        prompts=tuple(bounds),
+    )
+
+
+def _use(picture: Picture, name: str) -> LoraUse:
+    """Raises LoraUnusable where nothing was measured."""
+    (use,) = picture.provenance.loras
+    if not use.similarities:
+        raise LoraUnusable(
+            f"worker {picture.provenance.worker} did not measure {name}: is it of an earlier version?",
+            metadata={"lora": name},
+        )
+    return use

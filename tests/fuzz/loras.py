@@ -1,0 +1,89 @@
+"""The fixed corpus of LoRAs in requests: of callers, of workers that join, and of the gateway to a worker.
+
+Knows the contract's bounds; sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bottega.v1 import fleet_pb2, worker_pb2
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora
+from bottega.v1.worker_pb2 import LoraStore
+from tests.fuzz.case import INF, INVALID, NAN, OK, UNAVAILABLE, Case, case_of, shown
+from tests.fuzz.images import good_images
+
+_NAMES = ("", "x" * 201, "../../etc/passwd", "a b", "\0", "ü")
+_DIGESTS = ("", "A" * 64, "a" * 63, "a" * 65, "\0" * 64)
+_STEPS = (-(2**31), -1, 201, 2**31 - 1)
+# Nobody listens there: what such an attempt lacks, it waits for until it is cancelled.
+_NOWHERE = LoraStore(name="nowhere", address="127.0.0.1:1")
+
+
+def lora_drawings(case: Any) -> Iterator[Case]:
+    """Of callers, to a gateway without a LoRA store. case: makes one."""
+
+    def bad(name: str, field: str, *loras: Lora, **spec: Any) -> Case:
+        made: Case = case(f"LoRA {name}", INVALID, f"spec.loras{field}", loras=loras, **spec)
+        return made
+
+    yield case("eight LoRAs, and no store", UNAVAILABLE, loras=[Lora(name="ink")] * 8)
+    whole = Lora(name="x" * 200, scale=-1e300, from_step=0, max_step=200, digest="a" * 64, measure_similarity=True)
+    yield case("a LoRA with everything, and no store", UNAVAILABLE, loras=[whole])
+    yield case("nine LoRAs", INVALID, "spec.loras", loras=[Lora(name="ink")] * 9)
+    for step in _STEPS:
+        yield bad(f"at {step} at the latest", "[0].max_step", Lora(name="ink", max_step=step))
+        yield bad(f"from {step}", "[0].from_step", Lora(name="ink", from_step=step))
+    for text in _DIGESTS:
+        yield bad(f"of digest {shown(text)}", "[0].digest", Lora(name="ink", digest=text))
+    for name in _NAMES:
+        yield bad(f"called {shown(name)}", "[0].name", Lora(name=name))
+    for scale in (NAN, INF, -INF):
+        yield bad(f"scaled {scale}", "[0].scale", Lora(name="ink", scale=scale))
+    yield bad("from two steps", "[1].from_step", Lora(name="ink", from_step=1), Lora(name="ink", from_step=2))
+    yield bad("from one step and from any", "[1].from_step", Lora(name="ink", from_step=0), Lora(name="ink"))
+    measured = Lora(name="ink", measure_similarity=True)
+    nets = [ControlNet(name="edges", image=good_images()["png"])]
+    yield bad("measured beside a ControlNet", "[0].measure_similarity", measured, controlnets=nets)
+
+
+def lora_loads(case: Any) -> Iterator[Case]:
+    """Of workers that say what LoRAs they have. case: makes one of them that joins."""
+    yield case("256 LoRAs at hand", load=fleet_pb2.Load(loras=[f"{number:064x}" for number in range(256)]))
+    for name, loras in {"257": ["a" * 64] * 257, **{shown(text): [text] for text in _DIGESTS}}.items():
+        joins = case(f"LoRAs at hand: {name}", load=fleet_pb2.Load(loras=loras))
+        yield Case(method="Join", name=joins.name, raw=joins.raw, code=INVALID, fields=frozenset({"load.loras"}))
+
+
+def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
+    """Of a gateway, to a worker. filled: fields of a spec that are filled in."""
+    whole = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0)
+    steps = filled["num_inference_steps"]
+
+    def case(name: str, loras: list[Lora], *fields: str, **order: Any) -> Case:
+        request = worker_pb2.RunAttemptRequest(
+            attempt=worker_pb2.AttemptId(job_id="fuzz", number=1),
+            spec=GenerationSpec(prompt="a star", loras=loras, **filled),
+            **{"lora_stores": [_NOWHERE], **order},
+        )
+        return case_of("RunAttempt", name, request, INVALID if fields else OK, *fields)
+
+    yield case("LoRAs that a store has which is not there", [whole] * 8)
+    yield case("LoRAs that went in at the last step", [whole], loras_step=steps - 1)
+    yield case("64 LoRA stores", [whole], lora_stores=[_NOWHERE] * 64)
+    lacking = [f"spec.loras[0].{name}" for name in ("scale", "digest", "max_step")]
+    yield case("a bare LoRA", [Lora(name="ink")], *lacking)
+    yield case("nine LoRAs", [whole] * 9, "spec.loras")
+    for step in (-1, steps, 2**31 - 1):
+        yield case(f"LoRAs that went in at {step}", [whole], "loras_step", loras_step=step)
+    late = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, from_step=steps)
+    yield case("a LoRA from after the end", [late], "spec.loras[0].from_step")
+    for name, stores in {
+        "65 LoRA stores": [_NOWHERE] * 65,
+        "a LoRA store without a name": [LoraStore(address="127.0.0.1:1")],
+        "a LoRA store without an address": [LoraStore(name="nowhere")],
+        "a LoRA store of a long name": [LoraStore(name="x" * 129, address="127.0.0.1:1")],
+        "a LoRA store of a long address": [LoraStore(name="nowhere", address="x" * 301)],
+    }.items():
+        yield case(name, [whole], "lora_stores", lora_stores=stores)

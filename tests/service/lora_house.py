@@ -1,0 +1,51 @@
+"""A real gateway with a real LoRA store in its fleet; whoever works there is the test's matter."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bottega.v1 import fleet_pb2
+from bottega.v1 import lora_pb2 as pb
+from tests.service import running_loras
+from tests.service.running_gateway import Running, running_gateway
+from tests.service.running_loras import PATIENCE_S, lora_file
+
+_BASES = {"miniature": "miniature", "other": "miniature"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class House:
+    """A gateway and its LoRA store, which has `ink` for the miniature and `wash` for another model."""
+
+    gateway: Running
+    store: running_loras.Running
+    ink: pb.StoredLora
+    wash: pb.StoredLora
+
+
+@contextlib.asynccontextmanager
+async def lora_house(folder: Path, **config: Any) -> AsyncIterator[House]:
+    """config: of the gateway."""
+    async with running_gateway(**config) as gateway, _store(gateway, folder / "store") as store:
+        ink = await store.upload("ink", lora_file(folder))
+        wash = await store.upload("wash", lora_file(folder, seed=1), base="other")
+        yield House(gateway=gateway, store=store, ink=ink, wash=wash)
+
+
+@contextlib.asynccontextmanager
+async def _store(gateway: Running, folder: Path) -> AsyncIterator[running_loras.Running]:
+    settings = running_loras.config(gateway=gateway.address, name="loras", bases=_BASES, lease_s=30.0)
+    async with running_loras.running(folder, settings) as store, asyncio.timeout(PATIENCE_S):
+        while not await _joined(gateway):  # noqa: ASYNC110 - joining has no event here
+            await asyncio.sleep(0.02)
+        yield store
+
+
+async def _joined(gateway: Running) -> bool:
+    members = (await gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
+    return any(member.registration.kind == fleet_pb2.SERVICE_KIND_LORAS for member in members)
