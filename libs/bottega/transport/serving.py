@@ -202,7 +202,7 @@ class ServedLinks(Generic[Served]):
 
     def _forget(self, link: ServedLink) -> None:
         with self._lock:
-            self._links.discard(link)  # type: ignore[arg-type]
+            self._links.discard(link)
 
 
 def send(link: Link, message: Message) -> None:
