@@ -47,7 +47,7 @@ SOON_S = 20.0
 
 @pytest.fixture(autouse=True)
 def _lines(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "bottega.controlnet")
+    caplog.set_level(logging.INFO, "bottega")
 
 
 @pytest.fixture(scope="module")
