@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,14 +13,14 @@ import grpc
 import pytest
 import torch
 
-from bottega.diffusion.loras import LoraHandle, LoraRef
+from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
 from bottega.errors import BottegaError, DataLoss, LoraNotFound
 from bottega.rpc.server import ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.transport import Counters, Offer, offer_from_wire
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
-from bottega.worker.loras import LinkedLoras, LoraLinkSettings, Store
+from bottega.worker.loras import LinkedLoras, LoraLinkSettings
 from tests.lora_files import Part, delta, kohya, save
 from tests.service.running_loras import MODULE, PATIENCE_S, TEXT_MODULE, Running, config, lora_file, running
 
@@ -49,6 +49,10 @@ class _Offers:
         return offer_from_wire(answer.offer)
 
 
+def _named(stores: Iterable[Running]) -> tuple[LoraStore, ...]:
+    return tuple(LoraStore(name=store.store.name, address=store.server.address) for store in stores)
+
+
 class _Worker:
     """A source as an engine has it."""
 
@@ -65,10 +69,10 @@ class _Worker:
         )
 
     def know(self, *stores: Running) -> None:
-        self.source.know([Store(name=store.store.name, address=store.server.address) for store in stores])
+        self.source.know(_named(stores))
 
-    def begin(self, lora: pb.StoredLora) -> LoraHandle:
-        return self.source.begin(LoraRef(name=lora.name, digest=lora.digest))
+    def begin(self, lora: pb.StoredLora, *stores: Running) -> LoraHandle:
+        return self.source.begin(LoraRef(name=lora.name, digest=lora.digest, stores=_named(stores)))
 
     async def wait(self, handle: LoraHandle, seconds: float = PATIENCE_S) -> bool:
         """Whether it is ready by then. Raises its error."""
@@ -205,6 +209,23 @@ async def test_a_store_that_comes_back_is_linked_to_again_while_somebody_waits(t
     handle = worker.begin(later)
     assert not await worker.wait(handle, 1.0)
     async with running(folder, settings):
+        assert await worker.wait(handle)
+
+
+async def test_a_store_that_comes_back_elsewhere_is_found_by_those_who_wait(tmp_path: Path, worker: _Worker) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        first = store.server.address
+        handle = worker.begin(lora, store)
+        assert await worker.wait(handle), "of the stores that it names itself, while no others are known"
+        later = await store.upload("b", lora_file(tmp_path, seed=1))
+        worker.know(store)
+    handle = worker.begin(later)
+    assert not await worker.wait(handle, 0.5)
+    async with running(folder) as store:
+        assert store.server.address != first
+        worker.know(store)
         assert await worker.wait(handle)
 
 

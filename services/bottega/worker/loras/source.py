@@ -1,7 +1,7 @@
-"""Brings LoRAs to the engine: from its cache, or from the stores that its orders name. See LoraSource.
+"""Brings LoRAs to the engine: from its cache, or from the stores that there are. See LoraSource.
 
-What is on its way is shared by all who asked. A store that is lost is asked again, or another one, for as long as the
-engine waits; when that is over the engine gives up, and says so. Knows no requests.
+What is on its way is shared by all who asked. A store that is lost is asked again, where it is now, or another one, for
+as long as the engine waits; when that is over the engine gives up, and says so. Knows no requests.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from bottega.diffusion.loras import LoraHandle, LoraRef
+from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
 from bottega.errors import BottegaError, DataLoss, NoLora
 from bottega.transport import Counters
 from bottega.worker.loras.arrival import Arrival, Handle
-from bottega.worker.loras.store_link import LoraLinkSettings, LoraOffers, Store, StoreLink
+from bottega.worker.loras.store_link import LoraLinkSettings, LoraOffers, StoreLink
 
 # Links that are kept: a fleet has one store, or a few.
 _MOST_STORES = 16
@@ -45,7 +45,7 @@ class LinkedLoras:
         self._budget_bytes = budget_bytes
         self._settings = settings
         self._counters = counters
-        self._stores: tuple[Store, ...] = ()
+        self._known: tuple[LoraStore, ...] = ()
         self._links: OrderedDict[str, StoreLink] = OrderedDict()
         # The one used longest ago first.
         self._arrivals: OrderedDict[str, Arrival] = OrderedDict()
@@ -68,10 +68,9 @@ class LinkedLoras:
         """Links that are open."""
         return sum(link.linked for link in list(self._links.values()))
 
-    def know(self, stores: Sequence[Store]) -> None:
-        """The stores that there are, the best first. Before `begin`."""
-        if stores:
-            self._stores = tuple(stores)
+    def know(self, stores: tuple[LoraStore, ...]) -> None:
+        """The stores that there are now, the best first; while there are none, those that were named by who asked."""
+        self._known = stores
 
     def begin(self, ref: LoraRef) -> LoraHandle:
         """See LoraSource."""
@@ -115,11 +114,13 @@ class LinkedLoras:
             return
         self._link_to(store).fetch(arrival)
 
-    def _next_store(self, arrival: Arrival) -> Store | None:
-        refused = self._refusals.get(arrival, set())
-        return next((store for store in self._stores if store.address not in refused), None)
+    def _next_store(self, arrival: Arrival, *, but: str = "") -> LoraStore | None:
+        """The best that has not refused it. but: the address of another one that is not meant."""
+        passed = {but, *self._refusals.get(arrival, ())}
+        stores = self._known or arrival.ref.stores
+        return next((store for store in stores if store.address not in passed), None)
 
-    def _link_to(self, store: Store) -> StoreLink:
+    def _link_to(self, store: LoraStore) -> StoreLink:
         link = self._links.get(store.address)
         if link is None:
             link = self._links[store.address] = StoreLink(
@@ -150,15 +151,14 @@ class LinkedLoras:
     def _lost(self, link: StoreLink, _error: BottegaError) -> None:
         """A store is lost: what nobody waits for is not asked for again, the rest elsewhere, or there again."""
         with self._changed:
-            others = [store for store in self._stores if store.address != link.store.address]
             for arrival in link.wanted():
                 if not arrival.users:
                     link.give_up(arrival)
                     self._arrivals.pop(arrival.ref.digest, None)
                     self._refusals.pop(arrival, None)
-                elif others:
+                elif (other := self._next_store(arrival, but=link.store.address)) is not None:
                     link.give_up(arrival)
-                    self._link_to(others[0]).fetch(arrival)
+                    self._link_to(other).fetch(arrival)
 
     def _fail(self, arrival: Arrival, error: BottegaError) -> None:
         arrival.error = error
