@@ -193,6 +193,23 @@ async def test_weights_of_another_digest_are_data_loss_and_others_undisturbed(tm
         assert worker.offers.asked == 1, "the link lives"
 
 
+async def test_what_one_store_has_damaged_another_one_is_asked_for(tmp_path: Path, worker: _Worker) -> None:
+    async with running(tmp_path / "one", config(budget_bytes=1)) as one, running(tmp_path / "two") as two:
+        lora = await one.upload("a", lora_file(tmp_path))
+        _damage(tmp_path / "one")
+        worker.know(one, two)
+        with pytest.raises(DataLoss):  # and not that the other one has not got it
+            await worker.wait(worker.begin(lora))
+        await two.upload("a", lora_file(tmp_path))
+        assert await worker.wait(worker.begin(lora))
+
+
+def _damage(store: Path) -> None:
+    (path,) = (store / "files").glob("??/*")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])

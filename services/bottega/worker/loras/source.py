@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
-from bottega.errors import BottegaError, DataLoss, NoLora
+from bottega.errors import BottegaError, LoraNotFound, NoLora
 from bottega.transport import Counters
 from bottega.worker.loras.arrival import Arrival, Handle
 from bottega.worker.loras.store_link import LoraLinkSettings, LoraOffers, StoreLink
@@ -49,7 +49,7 @@ class LinkedLoras:
         self._links: OrderedDict[str, StoreLink] = OrderedDict()
         # The one used longest ago first.
         self._arrivals: OrderedDict[str, Arrival] = OrderedDict()
-        self._refusals: dict[Arrival, set[str]] = {}  # by address
+        self._refusals: dict[Arrival, dict[str, BottegaError]] = {}  # by address
         self._changed = threading.Condition()
         self._news = 0
 
@@ -141,11 +141,14 @@ class LinkedLoras:
     def _refused(self, link: StoreLink, arrival: Arrival, error: BottegaError) -> None:
         """A store will not send it: another one may. In the thread of its link."""
         with self._changed:
-            refused = self._refusals.setdefault(arrival, set())
-            refused.add(link.store.address)
-            if isinstance(error, DataLoss) or self._next_store(arrival) is None:
-                self._fail(arrival, error)
+            refused = self._refusals.setdefault(arrival, {})
+            refused[link.store.address] = error
+            if self._next_store(arrival) is None:
+                # That one has it not says nothing beside what is wrong with it elsewhere.
+                told = (each for each in refused.values() if not isinstance(each, LoraNotFound))
+                self._fail(arrival, next(told, error))
             else:
+                arrival.begin_again()
                 self._ask(arrival)
 
     def _lost(self, link: StoreLink, _error: BottegaError) -> None:
