@@ -94,3 +94,48 @@ async def test_a_store_that_is_gone_hides_what_it_has_and_nothing_else(
     assert (await client.lora("pastel")).name == "pastel"
     with pytest.raises(errors.NoLora, match="loras"):
         await client.lora("ink")
+
+
+async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path: Path) -> None:
+    path = lora_file(tmp_path, seed=2, text=True)
+    added = await _run(house, "add", "pastel", path, "--base", "miniature", "--trigger", "in pastel")
+    assert added.stdout == "pastel is there for miniature: 2 modules of rank 2, 0.00 MiB\n"
+    assert [line.split()[:2] for line in (await _run(house)).stdout.splitlines() if "miniature" in line] == [
+        ["ink", "miniature"],
+        ["pastel", "miniature"],
+    ]
+    shown = (await _run(house, "show", "pastel")).stdout
+    for said in ("in pastel", "kohya", "not measured; a fifth of the steps", house.ink.base):
+        assert said in shown
+    assert (await _run(house, "remove", "pastel")).stdout == "pastel is removed\n"
+    gone = await _run(house, "show", "pastel")
+    assert (gone.exit_code, gone.stderr) == (1, "error: no such LoRA: pastel\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("x", b"I am no safetensors file", "error: "),
+        ("x", b"", "size_bytes"),
+        ("bad name", b"x", "letters, digits"),
+        ("x", None, "no imports.root"),
+    ],
+)
+async def test_what_cannot_be_taken_is_said_in_words(
+    house: House, tmp_path: Path, name: str, data: bytes | None, says: str
+) -> None:
+    path = tmp_path / "given.safetensors"
+    if data is not None:
+        path.write_bytes(data)
+    result = await _run(house, "add", name, path, "--base", "miniature")
+    assert result.exit_code in {1, 2}
+    assert says in result.stderr
+    assert ("is not on this machine" in result.stderr) is (data is None)
+    assert "Traceback" not in result.output
+
+
+async def test_one_that_was_asked_for_a_moment_ago_is_removed_later(house: House) -> None:
+    await house.store.stub.PrefetchLoras(pb.PrefetchLorasRequest(digests=[house.ink.digest]), timeout=PATIENCE_S)
+    result = await _run(house, "remove", "ink")
+    assert result.exit_code == 1
+    assert "try again in 30 s" in result.stderr

@@ -166,7 +166,7 @@ class Intake:
     def _check(self, brought: Brought) -> list[Violation]:
         violations = []
         if not rules.is_adapter_name(brought.name):
-            violations.append(Violation(field="name", description="cannot be the name of a LoRA"))
+            violations.append(Violation(field="name", description=f"must be {rules.ADAPTER_NAMES}"))
         if brought.base not in self._bases:
             listed = ", ".join(sorted(self._bases)) or "none"
             violations.append(Violation(field="base", description=f"the store has these base models: {listed}"))

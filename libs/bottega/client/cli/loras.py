@@ -86,6 +86,7 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
         if here.exists():
             lora = client.add_lora(name, here, base=base, trigger_words=trigger_words)
         else:
+            note(f"{path} is not on this machine: its store looks for it.")
             lora = client.register_lora(name, path, base=base, trigger_words=trigger_words)
     say(f"{lora.name} is there for {lora.base}: {lora.modules} modules of rank {lora.rank}, {_size(lora.size_bytes)}")
 
