@@ -53,32 +53,6 @@ def test_without_guidance_and_against_the_request_s_will_nothing_is_lent(pair: W
     assert not pair.alone("a").provenance.HasField("pair")
 
 
-def test_rows_with_a_lora_are_lent_too_though_the_other_has_drawn_nothing_with_one(
-    pair: WorkerPair, tmp_path: Path
-) -> None:
-    server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
-    with Services(tmp_path) as services:
-        store = services.start("bottega.loras", {"name": "loras", "gateway": "", "server": server})
-        where = [worker_pb2.LoraStore(name="loras", address=store.address)]
-        lora = Lora(name="ink", scale=1.0, max_step=0, digest=_brought(store.address, tmp_path))
-        options = {"loras": [lora], "num_inference_steps": LONG}
-        drawn = pair.draw("a", lora_stores=where, **options)
-        alone = pair.alone("a", lora_stores=where, **options)
-    assert drawn.lent_steps > LONG // 3
-    assert_same_image(drawn.pixels, alone.pixels)
-    assert (drawn.pixels != pair.alone("a", num_inference_steps=LONG).pixels).any()
-
-
-def _brought(store: str, folder: Path) -> str:
-    """The digest of a LoRA that a store has from now on."""
-    parts = {("unet", path): Part(rank=4, alpha=2.0) for path in base_shapes("unet") if path.endswith("to_q")}
-    data = save(kohya(parts)[0], folder / "ink.safetensors").read_bytes()
-    with grpc.insecure_channel(store, options=channel_options()) as channel:
-        stub = lora_pb2_grpc.LoraServiceStub(channel)
-        answer: lora_pb2.UploadLoraResponse = stub.UploadLora(upload_requests("ink", data), timeout=TIMEOUT_S)
-    return answer.lora.digest
-
-
 def test_two_with_requests_of_their_own_draw_alone_and_then_together_again(pair: WorkerPair) -> None:
     alone = pair.alone("a", num_inference_steps=LONG)
     drawings = [pair.begin(name, num_inference_steps=LONG) for name in "ab"]
@@ -120,3 +94,29 @@ def test_a_peer_killed_in_the_middle_of_a_picture_changes_nothing_and_is_used_ag
     kill_peers(pair, tally, times=1, rng=random.Random(3))
     assert tally.well, (tally.zeros, tally.faults)
     wait_until(lambda: pair.draw("a").lent_steps > 0, LINK_TIMEOUT_S, "the pair to draw together again")
+
+
+def test_rows_with_a_lora_are_lent_too_though_the_other_has_drawn_nothing_with_one(
+    pair: WorkerPair, tmp_path: Path
+) -> None:
+    server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
+    with Services(tmp_path) as services:
+        store = services.start("bottega.loras", {"name": "loras", "gateway": "", "server": server})
+        where = [worker_pb2.LoraStore(name="loras", address=store.address)]
+        lora = Lora(name="ink", scale=1.0, max_step=0, digest=_brought(store.address, tmp_path))
+        options = {"loras": [lora], "num_inference_steps": LONG}
+        drawn = pair.draw("a", lora_stores=where, **options)
+        alone = pair.alone("a", lora_stores=where, **options)
+    assert drawn.lent_steps > LONG // 3
+    assert_same_image(drawn.pixels, alone.pixels)
+    assert (drawn.pixels != pair.alone("a", num_inference_steps=LONG).pixels).any()
+
+
+def _brought(store: str, folder: Path) -> str:
+    """The digest of a LoRA that a store has from now on."""
+    parts = {("unet", path): Part(rank=4, alpha=2.0) for path in base_shapes("unet") if path.endswith("to_q")}
+    data = save(kohya(parts)[0], folder / "ink.safetensors").read_bytes()
+    with grpc.insecure_channel(store, options=channel_options()) as channel:
+        stub = lora_pb2_grpc.LoraServiceStub(channel)
+        answer: lora_pb2.UploadLoraResponse = stub.UploadLora(upload_requests("ink", data), timeout=TIMEOUT_S)
+    return answer.lora.digest
