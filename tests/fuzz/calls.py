@@ -134,7 +134,9 @@ class Caller:
         return ordered[0] if ordered and ordered[0].code in _OURS else _FINE
 
     def _watch_checkpoints(self, raw: tuple[bytes, ...]) -> Outcome:
-        call = self._stream("WatchCheckpoints", raw[0], timeout_s=_SILENT_S)
+        # What is no message must be refused, which on a busy machine takes longer than an open stream is listened to.
+        timeout_s = _SILENT_S if _is_watch(raw[0]) else ANSWER_S
+        call = self._stream("WatchCheckpoints", raw[0], timeout_s=timeout_s)
         try:
             next(call)
         except grpc.RpcError as error:
@@ -200,6 +202,14 @@ def _cancel_of(raw: bytes) -> bytes | None:
     if not 0 < len(attempt.job_id) <= 128 or attempt.number < 1:
         return None
     return worker_pb2.CancelAttemptRequest(attempt=attempt).SerializeToString()
+
+
+def _is_watch(raw: bytes) -> bool:
+    try:
+        worker_pb2.WatchCheckpointsRequest.FromString(raw)
+    except DecodeError:
+        return False
+    return True
 
 
 def _refused(failure: grpc.RpcError) -> Outcome:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.diffusion import denoiser, engine
+from bottega.diffusion import denoiser, entry
 from bottega.diffusion.control_sessions import open_controls
 from bottega.diffusion.controlnets import ControlNetShelf, LocalControlNets
 from bottega.diffusion.denoiser import Denoiser
@@ -105,7 +105,7 @@ def test_an_engine_with_nothing_to_do_but_wait_sleeps_and_hears_of_the_load(mode
         while time.monotonic() - began_s < 0.5:
             easel.turn()
             turns += 1
-        assert turns <= 0.5 / engine._PAUSE_S + 1
+        assert turns <= 0.5 / entry._PAUSE_S + 1
         gate.open()
         easel.run()
         assert drawing.record.controlnets[0].name == "edges"
@@ -189,7 +189,7 @@ def test_a_job_does_not_wait_for_ever(model: Model, shelves: Shelves) -> None:
         easel = easel_of(model, shelf, clock=lambda: now_s)
         drawing = easel.submit(controlled())
         easel.turn()
-        now_s = engine.OPENING_TIMEOUT_S + 1
+        now_s = entry.OPENING_TIMEOUT_S + 1
         easel.run()
         assert isinstance(drawing.error, Unavailable)
         assert "within 120 s" in drawing.error.message
