@@ -246,6 +246,21 @@ async def test_a_store_that_comes_back_elsewhere_is_found_by_those_who_wait(tmp_
         assert await worker.wait(handle)
 
 
+async def test_what_is_asked_for_while_there_is_no_store_waits_for_the_next(tmp_path: Path, worker: _Worker) -> None:
+    async with running(tmp_path / "store") as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        worker.know(store)
+        worker.know()
+        given_up = worker.begin(pb.StoredLora(name="b", digest="1" * 64))
+        handle = worker.begin(lora)
+        assert not await worker.wait(handle, 0.3)
+        worker.source.close([given_up])
+        worker.know(store)
+        assert await worker.wait(handle)
+        with pytest.raises(LoraNotFound):
+            await worker.wait(worker.begin(pb.StoredLora(name="b", digest="1" * 64)))
+
+
 async def test_without_a_store_a_lora_is_refused_at_once(worker: _Worker) -> None:
     handle = worker.begin(pb.StoredLora(name="a", digest="0" * 64))
     with pytest.raises(BottegaError, match="no LoRA store"):

@@ -45,7 +45,8 @@ class LinkedLoras:
         self._budget_bytes = budget_bytes
         self._settings = settings
         self._counters = counters
-        self._known: tuple[LoraStore, ...] = ()
+        self._known: tuple[LoraStore, ...] | None = None
+        self._unasked: list[Arrival] = []  # for want of a store
         self._links: OrderedDict[str, StoreLink] = OrderedDict()
         # The one used longest ago first.
         self._arrivals: OrderedDict[str, Arrival] = OrderedDict()
@@ -69,8 +70,18 @@ class LinkedLoras:
         return sum(link.linked for link in list(self._links.values()))
 
     def know(self, stores: tuple[LoraStore, ...]) -> None:
-        """The stores that there are now, the best first; while there are none, those that were named by who asked."""
-        self._known = stores
+        """The stores that there are now, the best first. What is asked for while there are none waits for the next.
+
+        Who is never told takes those that are named by who asks.
+        """
+        with self._changed:
+            self._known = stores
+            unasked, self._unasked = self._unasked, []
+            for arrival in unasked:
+                if arrival.users:
+                    self._ask(arrival)
+                else:
+                    del self._arrivals[arrival.ref.digest]
 
     def begin(self, ref: LoraRef) -> LoraHandle:
         """See LoraSource."""
@@ -109,10 +120,12 @@ class LinkedLoras:
     def _ask(self, arrival: Arrival) -> None:
         """Asks the best store that has not refused it. Under the lock."""
         store = self._next_store(arrival)
-        if store is None:
+        if store is not None:
+            self._link_to(store).fetch(arrival)
+        elif self._known is None:
             self._fail(arrival, NoLora("no LoRA store is known", metadata={"loras": arrival.ref.name}))
-            return
-        self._link_to(store).fetch(arrival)
+        else:
+            self._unasked.append(arrival)
 
     def _next_store(self, arrival: Arrival, *, but: str = "") -> LoraStore | None:
         """The best that has not refused it. but: the address of another one that is not meant."""
