@@ -65,6 +65,14 @@ async def test_a_lora_for_another_base_is_refused_and_both_are_named(house: Hous
         assert error.metadata == {"lora": "wash", "made_for": "other", "model": "miniature"}
 
 
+async def test_a_lora_whose_base_nobody_serves_is_named_with_it(house: House) -> None:
+    await house.gateway.worker()
+    error = await refusal(lambda: house.gateway.generate(loras=[Lora(name="wash")]))
+    assert isinstance(error, errors.ModelNotFound)
+    assert error.message == "wash was made for the base model other, which no worker serves; served: miniature"
+    assert error.metadata == {"served": "miniature"}
+
+
 async def test_a_lora_that_no_store_has_is_not_found_and_without_a_store_nothing_is_known(
     house: House, tmp_path: Path
 ) -> None:

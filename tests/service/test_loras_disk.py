@@ -10,6 +10,7 @@ import pytest
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.loras.importing.importer import Import, Importer
 from bottega.miniature import WEIGHTS
+from bottega.v1 import lora_pb2 as pb
 from tests.full_disk import fill, small_disk
 from tests.service.running_loras import PATIENCE_S, fetch, lora_file, refused, running, upload_requests
 
@@ -30,6 +31,18 @@ async def test_a_full_disk_is_said_and_nothing_of_what_was_brought_stays(tmp_pat
             with await store.link() as link:
                 assert len(await asyncio.to_thread(fetch, link, lora.digest)) == lora.size_bytes
         assert not list((disk / "store" / "files" / "incoming").iterdir())
+
+
+async def test_on_a_full_disk_room_is_made_by_removing(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=1 << 20) as disk:
+        async with running(disk / "store") as store:
+            for seed in range(2):
+                await store.upload(f"a{seed}", lora_file(tmp_path, seed=seed, rank=64))
+            ballast = await asyncio.to_thread(fill, disk)
+            await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a0"), timeout=PATIENCE_S)
+            left = await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)
+            assert [lora.name for lora in left.loras] == ["a1"]
+            ballast.unlink()
 
 
 async def test_uploads_that_failed_for_the_disk_leave_room_for_those_that_come_later(tmp_path: Path) -> None:

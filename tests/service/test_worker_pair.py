@@ -107,7 +107,7 @@ def test_rows_with_a_lora_are_lent_too_though_the_other_has_drawn_nothing_with_o
         options = {"loras": [lora], "num_inference_steps": LONG}
         drawn = pair.draw("a", lora_stores=where, **options)
         alone = pair.alone("a", lora_stores=where, **options)
-    assert drawn.lent_steps > LONG // 3
+    assert drawn.lent_steps > 0
     assert_same_image(drawn.pixels, alone.pixels)
     assert (drawn.pixels != pair.alone("a", num_inference_steps=LONG).pixels).any()
 

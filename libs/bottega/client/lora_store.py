@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
 from bottega.errors import BottegaError, InvalidRequest, LoraNotFound, NoLora, Violation
-from bottega.rpc.channel import open_channel
+from bottega.rpc.channel import channel_options, open_channel
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import fleet_pb2, lora_pb2, lora_pb2_grpc
 from bottega.v1.fleet_pb2 import Registration
@@ -43,11 +43,16 @@ def lora_file(path: Path) -> LoraFile:
     if not path.is_dir():
         config = path.with_name(_PEFT_CONFIG)
         beside = config.read_bytes() if path.name == _WEIGHTS[0] and config.is_file() else b""
+        if path.is_file() and not path.stat().st_size:
+            rule = f"{path} is empty"
+            raise InvalidRequest(rule, violations=[Violation(field="path", description=rule)])
         return LoraFile(path=path, adapter_config=beside)
     files = sorted(path.glob("*.safetensors"))
     named = [file for name in _WEIGHTS for file in files if file.name == name]
     if not named and len(files) != 1:
         rule = f"{path} holds none of {', '.join(_WEIGHTS)}, nor one .safetensors file alone"
+        if any(path.glob(f"*/{_WEIGHTS[0]}")):
+            rule = f"{path} has a folder for each component: lay it below the store's imports.root, name it from there"
         raise InvalidRequest(rule, violations=[Violation(field="path", description=rule)])
     return lora_file((named or files)[0])
 
@@ -86,8 +91,8 @@ class LoraStores:
             adapter_config=file.adapter_config,
             trigger_words=trigger_words,
         )
-        async with _asked(place) as store:
-            return (await store.UploadLora(_messages(head, file.path), timeout=_ADD_S)).lora
+        with _typed(place):
+            return (await _uploaded(place.address, _messages(head, file.path))).lora
 
     async def register(self, name: str, path: str, *, base: str | None, trigger_words: Sequence[str]) -> StoredLora:
         """Has a store take in what is on its own machine."""
@@ -170,14 +175,42 @@ async def _pages(store: Registration) -> AsyncIterator[lora_pb2.ListLorasRespons
 
 @asynccontextmanager
 async def _asked(store: Registration) -> AsyncIterator[lora_pb2_grpc.LoraServiceAsyncStub]:
-    """Calls to one store. Raises NoLora where it does not answer, else what it says."""
+    """Calls to one store. Raises as `_typed`."""
     async with open_channel(store.address) as channel:
-        try:
+        with _typed(store):
             yield lora_pb2_grpc.LoraServiceStub(channel)
-        except grpc.aio.AioRpcError as error:
-            if not was_answered(error):
-                raise NoLora(f"LoRA store {store.name} does not answer at {store.address}") from None
-            raise from_rpc_error(error) from None
+
+
+@contextmanager
+def _typed(store: Registration) -> Iterator[None]:
+    """Raises NoLora where the store does not answer, else what it says; metadata "service" says that it was a store."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        if not was_answered(error):
+            raise NoLora(f"LoRA store {store.name} does not answer at {store.address}") from None
+        failure = from_rpc_error(error)
+        failure.metadata["service"] = "loras"
+        raise failure from None
+
+
+async def _uploaded(address: str, messages: Iterator[lora_pb2.UploadLoraRequest]) -> lora_pb2.UploadLoraResponse:
+    """The answer of a store. The call is gRPC's blocking one, in its own threads: that of asyncio loses what a server
+    says that refuses before it has heard everything. Raises grpc.RpcError."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+
+    def end(_: object) -> None:
+        loop.call_soon_threadsafe(ended.set)
+
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        call = lora_pb2_grpc.LoraServiceStub(channel).UploadLora.future(messages, timeout=_ADD_S)
+        call.add_done_callback(end)
+        try:
+            await ended.wait()
+        finally:
+            call.cancel()
+        return call.result()
 
 
 def _messages(head: lora_pb2.UploadLoraHead, path: Path) -> Iterator[lora_pb2.UploadLoraRequest]:

@@ -108,10 +108,11 @@ class LoraStore:
                     metadata={"loras": name},
                     retry_after_s=wait_s,
                 )
-            record, alone = await self._catalogue.remove(name)
-            if alone:
+            if await self._catalogue.names(record.digest) == [name]:
                 self._tiers.forget(record.digest)
+                # First: on a full disk that makes the room which forgetting the name needs.
                 await asyncio.to_thread(self._files.remove, record.digest)
+            await self._catalogue.remove(name)
         _log.info("a LoRA is removed", extra={"lora": name, "digest": record.digest})
 
     async def prefetch(self, digests: Sequence[str]) -> list[str]:
