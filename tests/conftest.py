@@ -4,7 +4,10 @@ ends what it started.
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -12,15 +15,36 @@ from tests.interruption import handle_signals
 
 # Read when torch is first imported, here and in every process that a test starts.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# The last bits of a result depend on the number of threads; the tests' own should not depend on the machine.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# The last bits of a result depend on the number of threads; the tests' own should not depend on the machine. More of
+# them cost a sixth more processor time (measured); files for which their number matters say it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing is downloaded at run time; a test that tries fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+_ALONE = "pytest.mark.alone"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--part`: `make test` runs one after the other, each in its way. Without it pytest runs both."""
     parser.addoption("--part", choices=["beside", "alone"], help="only tests without the mark `alone`, or with it")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Looks for no garbage while everything is imported, nor later in what was: that took a third of the time of it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The second part imports only files that have tests for it: the others' libraries take seconds to import."""
+    if config.getoption("part") == "alone" and collection_path.match("test_*.py") and not _has_mark(collection_path):
+        return True
+    return None  # as pytest decides
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,6 +56,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             parts[(item.get_closest_marker("alone") is not None) == (part == "alone")].append(item)
         items[:] = parts[True]
         config.hook.pytest_deselected(items=parts[False])
+        unseen = [path for path in {item.path for item in parts[False]} if part == "beside" and not _has_mark(path)]
+        if unseen:
+            raise pytest.UsageError(f"the second part would not find the tests of {unseen}: write {_ALONE} in them")
+
+
+def _has_mark(path: Path) -> bool:
+    return _ALONE in path.read_text(encoding="utf-8")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,6 +22,10 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 
+# A worker's engine beside tests. One thread: the tests' own torch has the other core. An engine measures turns of
+# every width that it may have before it serves: those of more than 4 rows take a second, and no test here needs them.
+SMALL_ENGINE: Mapping[str, object] = {"model": "miniature", "threads": 1, "max_rows": 4}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:

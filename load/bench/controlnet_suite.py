@@ -6,14 +6,13 @@ It knows how to start them, not what is measured.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.client import Client
-from load.bench.throttle import Throttle
+from load.bench.throttle import Throttle, free_port
 from tests.running import Service, Services, gateway_config, wait_until, worker_config
 
 JOIN_S = 60.0
@@ -48,7 +47,7 @@ def suite(cast: Cast, name: str, server: Mapping[str, object], engine: Mapping[s
 
 def relayed(throttle: Throttle) -> Mapping[str, object]:
     """Settings of a server's engine that workers reach through the relay alone."""
-    throttle.target = _free_port()
+    throttle.target = free_port()
     return {
         "links_socket": None,
         "links_listen": f"127.0.0.1:{throttle.target}",
@@ -84,9 +83,3 @@ def _start_server(cast: Cast, services: Services, gateway: Service, engine: Mapp
         "controlnets": {"edges": str(cast.net)},
     }
     return services.start("bottega.controlnet", config)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -45,7 +45,7 @@ class Side:
         self._process.communicate(timeout=START_TIMEOUT_S)
 
     def swap(self, lora: LoraFiles) -> Mapping[str, float]:
-        """Puts a LoRA in and takes it out again: seconds, and peak_mib of memory beyond what was there before."""
+        """Puts a LoRA in and takes it out again: seconds, and peak_mib of memory beyond that of the loaded model."""
         return self._ask({"swap": {"theirs": str(lora.theirs), "ours": str(lora.ours), "digest": lora.digest}})
 
     def draw(self, loras: Sequence[LoraFiles | None], *, steps: int, size: int) -> float:
@@ -80,6 +80,7 @@ def diffusers_side(model: Path) -> Answers:
         model, use_safetensors=True, dtype=torch.float32, add_watermarker=False
     )
     pipeline.set_progress_bar_config(disable=True)
+    loaded_kib = _memory_kib("VmRSS")
 
     def swap(said: Any) -> dict[str, float]:
         def work() -> None:
@@ -88,7 +89,7 @@ def diffusers_side(model: Path) -> Answers:
             pipeline.unfuse_lora()
             pipeline.unload_lora_weights()
 
-        return _measured(work)
+        return _measured(work, loaded_kib)
 
     def draw(said: Any) -> dict[str, float]:
         began_s = perf_counter()
@@ -128,6 +129,7 @@ def suite_side(model: Path) -> Answers:
     weights = LoraWeights(loaded)
     engine = Engine(loaded, EngineLimits(), loras=source)
     engine.warm_up()
+    loaded_kib = _memory_kib("VmRSS")
 
     def swap(said: Any) -> dict[str, float]:
         files[said["digest"]] = Path(said["ours"])
@@ -141,9 +143,10 @@ def suite_side(model: Path) -> Answers:
             weights.put_in_text(weights.text_set(uses))
             weights.put_in_unet(weights.unet_set(uses))
             source.close([handle])
-            weights.restore()
+            weights.put_in_text(None)
+            weights.put_in_unet(None)
 
-        return _measured(work)
+        return _measured(work, loaded_kib)
 
     def draw(said: Any) -> dict[str, float]:
         began_s = perf_counter()
@@ -169,14 +172,13 @@ def suite_side(model: Path) -> Answers:
     return {"swap": swap, "draw": draw}
 
 
-def _measured(work: Callable[[], None]) -> dict[str, float]:
-    """Seconds of it, and how far the process's memory rose in it, MiB."""
+def _measured(work: Callable[[], None], loaded_kib: int) -> dict[str, float]:
+    """Seconds of it, and how far the process's memory was above that at its highest, MiB."""
     Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
-    before = _memory_kib("VmRSS")
     began_s = perf_counter()
     work()
     seconds = perf_counter() - began_s
-    return {"seconds": seconds, "peak_mib": (_memory_kib("VmHWM") - before) / 1024}
+    return {"seconds": seconds, "peak_mib": (_memory_kib("VmHWM") - loaded_kib) / 1024}
 
 
 def _memory_kib(field: str) -> int:

@@ -11,11 +11,10 @@ import pytest
 from bottega.client import Client
 from bottega.rpc.channel import channel_options
 from bottega.v1.image_pb2_grpc import ImageServiceStub
-from tests.running import Service, Services, gateway_config, wait_until, worker_config
+from tests.running import SMALL_ENGINE, Service, Services, gateway_config, wait_until, worker_config
 from tests.stock import Stock
 
-# One thread: the tests' own torch has the other core.
-ENGINE = {"model": "miniature", "threads": 1, "checkpoint_interval_s": 0.2}
+ENGINE = {**SMALL_ENGINE, "checkpoint_interval_s": 0.2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

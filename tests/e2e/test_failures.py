@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import GenerateRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.e2e.conftest import ENGINE
-from tests.running import Service, Services, gateway_config, wait_until, worker_config
+from tests.running import START_TIMEOUT_S, Service, Services, gateway_config, wait_until, worker_config
 
 # Two workers draw on all cores, and losses are to be noticed in time.
 pytestmark = pytest.mark.alone
@@ -40,18 +42,34 @@ ASKING_S = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class Pair:
-    """A gateway with two workers, which tests may end and start again."""
+    """A gateway with two workers, which tests may end and have started again: that takes its time, beside the tests."""
 
     services: Services
     gateway: Service
     client: Client
-    workers: dict[str, Service] = field(default_factory=dict)
+    booting: ThreadPoolExecutor
+    workers: dict[str, Future[Service]] = field(default_factory=dict)
+    lives: Iterator[int] = field(default_factory=itertools.count)
 
-    def start(self, name: str) -> None:
-        """Starts the worker `name`; returns when it has joined."""
+    def boot(self, *names: str) -> None:
+        """Has these workers started."""
+        for name in names:
+            self.workers[name] = self.booting.submit(self._start, name, f"{name}-{next(self.lives)}")
+
+    def worker(self, name: str) -> Service:
+        """The newest life of a worker, once it has joined."""
+        return self.workers[name].result(START_TIMEOUT_S)
+
+    def wait_for_both(self) -> None:
+        """Until both have joined."""
+        for name in "ab":
+            self.worker(name)
+
+    def _start(self, name: str, life: str) -> Service:
         config = worker_config(self.gateway.address, name=name, engine=ENGINE)
-        self.workers[name] = self.services.start("bottega.worker", config)
+        worker = self.services.start("bottega.worker", config, name=life)
         wait_until(lambda: name in self.joined(), NOTICED_S + ASKING_S, f"{name} to join")
+        return worker
 
     def joined(self) -> set[str]:
         """Names of the workers that the gateway knows."""
@@ -67,16 +85,16 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with Services(tmp_path_factory.mktemp("pair")) as services:
         gateway = services.start("bottega.gateway", gateway_config())
-        with Client(gateway.address, timeout_s=90.0) as client:
-            pair = Pair(services=services, gateway=gateway, client=client)
-            pair.start("a")
-            pair.start("b")
+        with Client(gateway.address, timeout_s=90.0) as client, ThreadPoolExecutor(2) as booting:
+            pair = Pair(services=services, gateway=gateway, client=client, booting=booting)
+            pair.boot("a", "b")
             yield pair
 
 
 @pytest.fixture(scope="module")
 def undisturbed(pair: Pair) -> Picture:
     """The picture as it is when nothing dies."""
+    pair.worker("a")
     return pair.client.generate(PROMPT, **OPTIONS)
 
 
@@ -100,9 +118,11 @@ class Drawing:
 
 
 def test_a_worker_killed_in_mid_request_leaves_the_same_picture(pair: Pair, undisturbed: Picture) -> None:
+    pair.wait_for_both()
     drawing = Drawing(pair, steps=LATE)
     killed = pair.busy()
-    pair.workers[killed].kill()
+    pair.worker(killed).kill()
+    pair.boot(killed)
     picture = drawing.picture()
 
     assert picture.data == undisturbed.data
@@ -110,13 +130,12 @@ def test_a_worker_killed_in_mid_request_leaves_the_same_picture(pair: Pair, undi
     assert picture.provenance.worker not in {"", killed}
     assert picture.provenance.repeated_steps <= MOST_REPEATED
 
-    pair.start(killed)
-
 
 def test_an_engine_killed_in_mid_request_leaves_the_same_picture(pair: Pair, undisturbed: Picture) -> None:
+    pair.wait_for_both()
     drawing = Drawing(pair, steps=LATE)
     name = pair.busy()
-    front = psutil.Process(pair.workers[name].process.pid)
+    front = psutil.Process(pair.worker(name).process.pid)
     (engine,) = [child for child in front.children() if any("worker.engine" in part for part in child.cmdline())]
     engine.kill()
 
@@ -132,46 +151,46 @@ def test_a_worker_that_is_told_to_stop_loses_no_picture(pair: Pair, undisturbed:
     drawing = Drawing(pair, steps=20)
     name = pair.busy()
 
-    assert pair.workers[name].stop() == 0
+    assert pair.worker(name).stop() == 0
 
+    pair.boot(name)
     assert drawing.picture().data == undisturbed.data
-    pair.start(name)
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_worker_that_leaves_is_noticed_within_two_seconds(pair: Pair, how: str) -> None:
-    worker = pair.workers["b"]
+@pytest.mark.parametrize(("how", "name"), [("kill", "a"), ("stop", "b")])
+def test_a_worker_that_leaves_is_noticed_within_two_seconds(pair: Pair, how: str, name: str) -> None:
+    worker = pair.worker(name)
     if how == "kill":
         worker.kill()
     else:
         worker.process.send_signal(signal.SIGTERM)
 
-    wait_until(lambda: "b" not in pair.joined(), NOTICED_S + ASKING_S, "the leave to be noticed")
+    wait_until(lambda: name not in pair.joined(), NOTICED_S + ASKING_S, "the leave to be noticed")
 
     assert worker.stop() in {0, -signal.SIGKILL}
-    pair.start("b")
+    pair.boot(name)
 
 
 def test_a_worker_that_hangs_is_noticed_within_two_seconds_and_comes_back(pair: Pair) -> None:
-    process = pair.workers["b"].process
+    process = pair.worker("a").process
     process.send_signal(signal.SIGSTOP)
     try:
-        wait_until(lambda: "b" not in pair.joined(), NOTICED_S + ASKING_S, "the silence to be noticed")
+        wait_until(lambda: "a" not in pair.joined(), NOTICED_S + ASKING_S, "the silence to be noticed")
     finally:
         process.send_signal(signal.SIGCONT)
 
-    wait_until(lambda: "b" in pair.joined(), 5.0, "the worker to come back")
+    wait_until(lambda: "a" in pair.joined(), 5.0, "the worker to come back")
 
 
 def test_requests_wait_for_a_worker_that_was_there_a_moment_ago(pair: Pair, undisturbed: Picture) -> None:
     for name in ("a", "b"):
-        pair.workers[name].stop()
+        pair.worker(name).stop()
     wait_until(lambda: not pair.joined(), NOTICED_S + ASKING_S, "both leaves to be noticed")
 
     job = pair.client.submit(PROMPT, **OPTIONS)
     assert job.status().state is JobState.QUEUED
 
-    pair.start("a")
+    pair.boot("a")
     wait_until(lambda: job.status().state is JobState.COMPLETED, 60.0, "the picture")
     assert job.image().data == undisturbed.data
 

@@ -12,7 +12,7 @@ from bottega.client import Client
 from bottega.errors import LoraNotFound, NoLora
 from bottega.v1 import fleet_pb2
 from tests.lora_files import Part, base_shapes, kohya, save
-from tests.running import Service, Services, gateway_config, wait_until, worker_config
+from tests.running import SMALL_ENGINE, Service, Services, gateway_config, wait_until, worker_config
 
 _JOIN_S = 20.0
 _PROMPT = "a big red star on the left on a blue background"
@@ -25,7 +25,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Se
     folder = tmp_path_factory.mktemp("loras")
     with Services(folder) as services:
         gateway = services.start("bottega.gateway", gateway_config(), name="gateway")
-        engine = {"model": "miniature", "threads": 1, "lora_timeout_s": 3.0, "lora_silence_s": 2.0}
+        engine = {**SMALL_ENGINE, "lora_timeout_s": 3.0, "lora_silence_s": 2.0}
         services.start("bottega.worker", worker_config(gateway.address, name="w", engine=engine), name="worker")
         server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
         store = services.start(

@@ -23,11 +23,11 @@ from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc
 from tests.fuzz.calls import Caller
 from tests.fuzz.controlnets import NET
 from tests.fuzz.hosting import HOSTED, hosting
-from tests.running import Service, Services, gateway_config, wait_until, worker_config
+from tests.running import SMALL_ENGINE, Service, Services, gateway_config, wait_until, worker_config
 
 # Small bounds are full after the first requests: what grows later is a leak.
 _GATEWAY = {"max_jobs": 200, "max_queued": 64}
-_ENGINE = {"model": "miniature", "threads": 1, "max_pixels": 128 * 128}
+_ENGINE = {**SMALL_ENGINE, "max_pixels": 128 * 128}
 _NETS: dict[str, object] = {
     "name": "alone",
     "gateway": "",

@@ -70,6 +70,8 @@ _UNKNOWN_ENUMS = (99, -1, 2**31 - 1)
 # Numbers of fields that no message of ours has.
 _FIRST_UNKNOWN, _LAST_UNKNOWN = 100, 15_000
 _COPIES = (1, 8, 9, 1000)
+# Of what is copied, all together: a thousand long texts in each of a thousand messages are no request.
+_MOST_COPIED_BYTES = 32 << 20
 
 
 @st.composite
@@ -105,12 +107,18 @@ def _grow(draw: st.DrawFn, message: Message, field: FieldDescriptor, texts: st.S
     items = getattr(message, field.name)
     copies = draw(st.sampled_from(_COPIES))
     if field.cpp_type != FieldDescriptor.CPPTYPE_MESSAGE:
-        items.extend([draw(_value(field, texts))] * copies)
+        value = draw(_value(field, texts))
+        size_bytes = len(value) if isinstance(value, (str, bytes)) else 1
+        items.extend([value] * _at_most(copies, size_bytes))
         return
     item = items.add()
     for _ in range(draw(st.integers(0, 3))):
         _change(draw, item, texts, _MOST_DEEP)
-    items.extend([item] * (copies - 1))
+    items.extend([item] * (_at_most(copies, item.ByteSize()) - 1))
+
+
+def _at_most(copies: int, size_bytes: int) -> int:
+    return min(copies, max(1, _MOST_COPIED_BYTES // max(1, size_bytes)))
 
 
 def _value(field: FieldDescriptor, texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:

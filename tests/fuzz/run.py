@@ -53,7 +53,10 @@ def _run(house: House, methods: list[str], requests: int, seed: int) -> int:
     warm_up = min(_WARM_UP, requests // 10)
     tallies = {method: fuzz(house, method, warm_up, seed) for method in methods}
     before = _settled(house)
-    print(f"{'method':<18}{'requests':>9}{'accepted':>9}{'refused':>9}{'internal':>9}{'found':>7}{'seconds':>9}")
+    print(
+        f"{'method':<18}{'requests':>9}{'accepted':>9}{'refused':>9}{'internal':>9}{'found':>7}{'seconds':>9}",
+        flush=True,
+    )
     for method in methods:
         began = time.monotonic()
         tally = tallies[method] = fuzz(house, method, requests, seed + 1, tallies[method])

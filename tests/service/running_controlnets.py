@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bottega.rpc.status import from_job_error
 from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, generation_pb2, worker_pb2, worker_pb2_grpc
-from tests.running import Service, Services, worker_config
+from tests.running import SMALL_ENGINE, Service, Services, worker_config
 from tests.stock import Pixels
 
 SERVER = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "drain_grace_s": 5.0}
@@ -190,7 +190,7 @@ class House:
 
     def worker(self, name: str, **engine: object) -> Worker:
         """A worker that serves."""
-        config = worker_config("", name=name, engine={"threads": 1, "controlnet_silence_s": 1.5, **engine})
+        config = worker_config("", name=name, engine={**SMALL_ENGINE, "controlnet_silence_s": 1.5, **engine})
         return Worker(self._services.start("bottega.worker", config, name=name), name)
 
 

@@ -99,6 +99,21 @@ def fetch(link: Link, digest: str, number: int = 1) -> bytes:
     """The canonical file of a digest, over a link. Raises what the store refuses it with."""
     asked = messages.fetch_message(number, digest)
     link.send(asked.layout, asked.buffers, Deadline.after(PATIENCE_S))
+    head, text, unet_bytes = _head(link, number)
+    # An empty section is a zero byte on the link: the file has none.
+    data = head + (text if len(text) > 1 else b"")
+    whole_bytes = len(data) + unet_bytes
+    while len(data) < whole_bytes:
+        with link.recv(Deadline.after(PATIENCE_S)) as incoming:
+            incoming.wait_all(Deadline.after(PATIENCE_S))
+            messages.check_piece(incoming.layout, max_bytes=whole_bytes - len(data))
+            assert messages.read_number(incoming.layout, incoming.view(0)) == number
+            data += bytes(incoming.view(messages.PIECE))
+    canonical.parse(head, file_bytes=len(data))
+    return data
+
+
+def _head(link: Link, number: int) -> tuple[bytes, bytes, int]:
     with link.recv(Deadline.after(PATIENCE_S)) as incoming:
         incoming.wait_all(Deadline.after(PATIENCE_S))
         views = [incoming.view(index) for index in range(len(incoming.layout.specs))]
@@ -106,15 +121,8 @@ def fetch(link: Link, digest: str, number: int = 1) -> bytes:
             _, packed = messages.read_refusal(incoming.layout, views)
             raise from_job_error(json_format.Parse(packed, JobError()))
         assert messages.read_number(incoming.layout, views[0]) == number
-        head, text, unet = (bytes(views[index]) for index in (messages.HEADER, messages.TEXT, messages.UNET))
-    # An empty section is a zero byte on the link: the file has none.
-    for drop_text in (0, 1):
-        for drop_unet in (0, 1):
-            data = head + text[drop_text and len(text) :] + unet[drop_unet and len(unet) :]
-            with contextlib.suppress(BottegaError):
-                canonical.parse(head, file_bytes=len(data))
-                return data
-    raise AssertionError("the header does not fit its sections")
+        unet_bytes = messages.read_unet_bytes(views[messages.UNET_BYTES], max_bytes=canonical.MAX_FILE_BYTES)
+        return bytes(views[messages.HEADER]), bytes(views[messages.TEXT]), unet_bytes
 
 
 async def refused(call: object) -> BottegaError:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
-import torch
 from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from tests.pairs import FollowerThread, WatchedPeer, led
 from tests.running import wait_until
 from tests.service.linked_servers import LinkedServer, Offers, linked_server
 from tests.stock import Stock, assert_close, latent_of, load_stock, variant
+from tests.threads import torch_threads
 
 TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 PLAIN = DrawingSpec(
@@ -41,10 +41,8 @@ FATAL = 4
 @pytest.fixture(scope="module", autouse=True)
 def _a_thread_each() -> Iterator[None]:
     """Engines and server compute at the same time, in one process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ from tests.service import linked_servers
 from tests.service.linked_servers import LinkedServer, linked_server
 from tests.service.scripted_controlnets import Script, ScriptedServer
 from tests.stock import assert_close
+from tests.threads import torch_threads
 
 NAMES = ("edges", "depth", "layout")
 IMAGES = (control_image(1), control_image(2), control_image(3, 80, 112))
@@ -76,10 +77,8 @@ class StaleLocal(LocalControlNets):
 @pytest.fixture(scope="module", autouse=True)
 def _a_thread_each() -> Iterator[None]:
     """Engine and servers compute at the same time, in one process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")

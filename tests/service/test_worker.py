@@ -18,9 +18,9 @@ from PIL import Image
 from bottega.miniature import WEIGHTS
 from bottega.rpc.channel import channel_options
 from bottega.v1 import error_pb2, generation_pb2, worker_pb2, worker_pb2_grpc
-from tests.running import Service, Services, wait_until, worker_config
+from tests.running import SMALL_ENGINE, Service, Services, wait_until, worker_config
 
-ENGINE = {"model": "miniature", "threads": 1, "checkpoint_interval_s": 0.1}
+ENGINE = {**SMALL_ENGINE, "checkpoint_interval_s": 0.1}
 TIMEOUT_S = 60.0
 
 

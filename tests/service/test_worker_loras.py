@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
-from bottega.errors import BottegaError, DataLoss, LoraNotFound
+from bottega.errors import BottegaError, DataLoss, InternalError, LoraNotFound
+from bottega.loras.config import LinksConfig
 from bottega.rpc.server import ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.transport import Counters, Offer, offer_from_wire
@@ -139,7 +140,47 @@ async def test_what_is_here_is_not_fetched_again(store: Running, worker: _Worker
     assert worker.begin(lora).ready
     assert worker.source.resident == [lora.digest]
     received = worker.counters.snapshot().received.messages
-    assert received == 1
+    assert received == 2, "its head, and a piece"
+
+
+async def test_what_a_prompt_waits_for_waits_for_no_other_lora(tmp_path: Path, worker: _Worker) -> None:
+    """Of two LoRAs on a slow link both text parts are here before the rest of either is."""
+    links = LinksConfig(socket=None, bytes_per_s=50_000)
+    async with running(tmp_path / "store", config(links=links)) as store:
+        parts = {("unet", MODULE): Part(rank=64, alpha=1.0), ("text_encoder", TEXT_MODULE): Part(rank=1, alpha=1.0)}
+        loras = []
+        for seed in range(2):
+            tensors, _ = kohya(parts, seed=seed)
+            loras.append(await store.upload(f"l{seed}", save(tensors, tmp_path / f"{seed}.safetensors")))
+        worker.know(store)
+        handles = [worker.begin(lora) for lora in loras]
+        while not all(handle.text_ready for handle in handles):
+            assert not any(handle.ready for handle in handles)
+            await asyncio.to_thread(worker.source.settle, handles, 0.1)
+        assert not any(handle.ready for handle in handles)
+        assert all(TEXT_MODULE in handle.layers("text_encoder") for handle in handles)
+        for handle in handles:
+            assert await worker.wait(handle)
+
+
+async def test_a_lora_that_ends_in_the_middle_is_refused_and_others_come(tmp_path: Path, worker: _Worker) -> None:
+    """Without room in memory a store sends straight from its disk, where somebody cuts the file short."""
+    links = LinksConfig(socket=None, bytes_per_s=50_000)
+    async with running(tmp_path / "store", config(budget_bytes=1, links=links)) as store:
+        cut = await store.upload("cut", lora_file(tmp_path, rank=64))
+        good = await store.upload("good", lora_file(tmp_path, seed=1))
+        (path,) = (tmp_path / "store" / "files").glob(f"??/{cut.digest}*")
+        worker.know(store)
+        handle = worker.begin(cut)
+        while not handle.text_ready:
+            await asyncio.to_thread(worker.source.settle, [handle], 0.1)
+        with path.open("r+b") as file:
+            file.truncate(cut.size_bytes // 2)
+        other = worker.begin(good)
+        with pytest.raises(InternalError, match="shorter"):
+            await worker.wait(handle)
+        assert await worker.wait(other)
+        assert worker.offers.asked == 1, "the link lives"
 
 
 async def test_what_nobody_waits_for_stays_within_the_budget(store: Running, tmp_path: Path) -> None:

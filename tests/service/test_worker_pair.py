@@ -15,19 +15,18 @@ from bottega.v1.generation_pb2 import Lora
 from tests.chaos.peers import kill_peers
 from tests.chaos.tally import Tally
 from tests.lora_files import Part, base_shapes, kohya, save
-from tests.running import Services, wait_until
+from tests.running import SMALL_ENGINE, Services, wait_until
 from tests.service.running_loras import upload_requests
 from tests.stock import assert_same_image
 from tests.worker_pair import LINK_TIMEOUT_S, TIMEOUT_S, WorkerPair
 
-ENGINE = {"model": "miniature", "threads": 1}
 # Long enough to be disturbed in the middle.
 LONG = 60
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPair]:
-    with WorkerPair(tmp_path_factory.mktemp("pair"), ENGINE) as pair:
+    with WorkerPair(tmp_path_factory.mktemp("pair"), SMALL_ENGINE) as pair:
         yield pair
 
 

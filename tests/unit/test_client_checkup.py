@@ -18,7 +18,7 @@ from bottega.client.checkup.model import check_model
 from bottega.miniature import WEIGHTS
 
 TESTED = {"bottega-libs": "0.1.0", "bottega-services": "0.1.0", "torch": "2.13.0+cpu"}
-WORKER = dict.fromkeys(("accelerate", "diffusers", "peft", "safetensors", "transformers"), "1.0")
+WORKER = dict.fromkeys(("accelerate", "diffusers", "safetensors", "transformers"), "1.0")
 
 
 @pytest.mark.parametrize(("version", "level"), [((3, 10), Level.FAIL), ((3, 11), Level.OK), ((3, 13), Level.FAIL)])

@@ -18,6 +18,7 @@ from bottega.diffusion.samplers import KARRAS, SamplerKind
 from bottega.diffusion.spec import DrawingSpec
 from tests.drawing import Drawing, Easel, load
 from tests.stock import Pixels, Reference, Stock, assert_close, assert_same_image
+from tests.threads import torch_threads
 
 SAMPLERS = [*((kind, False) for kind in SamplerKind), *((kind, True) for kind in SamplerKind if kind in KARRAS)]
 NAMES = [f"{kind.name}{'_KARRAS' if karras else ''}" for kind, karras in SAMPLERS]
@@ -45,6 +46,13 @@ TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 # Beside others, sums differ in their last bits. Of 140 drawings so made, from ten seeds, the median deviation was
 # 1.5e-6 and the largest 2.8e-5.
 SEEDS = (15, 16, 17)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_threads() -> Iterator[None]:
+    """As a worker on several cores has: last bits depend on their number."""
+    with torch_threads(2):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -20,12 +21,20 @@ from bottega.diffusion.samplers import SamplerKind
 from bottega.diffusion.spec import DrawingSpec
 from tests.drawing import Drawing, Easel, load
 from tests.stock import Pixels, Stock, assert_same_image
+from tests.threads import torch_threads
 
 SPEC = DrawingSpec(
     prompt="a big red star on the left on a blue background", num_inference_steps=6, width=64, height=64, seed=15
 )
 # All that are there share every turn.
 TOGETHER = EngineLimits(max_wait_turns=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_threads() -> Iterator[None]:
+    """Shared evenly, or not: what fixed rows promise depends on it."""
+    with torch_threads(2):
+        yield
 
 
 @pytest.fixture(scope="module")

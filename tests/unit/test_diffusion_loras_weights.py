@@ -140,6 +140,8 @@ def test_after_a_thousand_random_swaps_every_weight_is_equal_bit_for_bit_and_whe
         chosen = chance.sample(uses, chance.randint(0, 3))
         if chosen:
             patcher.patch(set_of(net, *(replace(each, scale=chance.uniform(-2, 2)) for each in chosen)))
+        elif chance.random() < 0.5:
+            patcher.put_back()
         else:
             patcher.restore()
             assert patcher.pristine_bytes == 0
@@ -179,6 +181,31 @@ def test_pristine_copies_are_of_the_touched_weights_alone_and_where_they_are_wan
     assert patcher.pristine_bytes == patcher.touched_bytes(touched) == 4 * (8 * 3 * 9 + 7 * 4)
     patcher.patch(set_of(net, use(net, 2, targets=["3"])))
     assert patcher.pristine_bytes == 4 * 6 * 5
+    patcher.put_back()
+    assert patcher.pristine_bytes == 4 * 6 * 5, "the next set finds them made"
+    patcher.patch(set_of(net, use(net, 3, targets=["0"])))
+    assert patcher.pristine_bytes == 4 * 8 * 3 * 9
+
+
+@torch.inference_mode()
+def test_a_set_after_another_has_the_bits_that_it_has_alone(net: Net) -> None:
+    """Whatever was in the weights before, and whether copies were there."""
+    a, b = set_of(net, use(net, 1)), set_of(net, use(net, 2, targets=["0", "3"]))
+    patcher = Patcher(net, UNET)
+    x = torch.randn(2, 3, 8, 8)
+
+    def drawn() -> Tensor:
+        patcher.patch(a)
+        out: Tensor = net(x)
+        return out
+
+    alone = drawn()
+    patcher.put_back()
+    again = drawn()
+    patcher.patch(b)
+    after_another = drawn()
+    assert torch.equal(alone, again)
+    assert torch.equal(alone, after_another)
 
 
 def test_the_order_of_loras_changes_no_bit_and_another_scale_is_another_set(net: Net) -> None:

@@ -17,6 +17,7 @@ from bottega.miniature.training.controlnet import ControlNetRecipe, ControlNetSt
 from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
 from bottega.miniature.training.parts import load_parts
 from bottega.miniature.training.train import Training, export, train
+from tests.threads import torch_threads
 
 PICTURES = 32
 
@@ -24,10 +25,8 @@ PICTURES = 32
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Batches here are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")

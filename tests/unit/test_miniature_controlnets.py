@@ -11,6 +11,7 @@ from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 
 from bottega.miniature import WEIGHTS, oracle
 from bottega.miniature.scenes import DRAWN, Scene, Thing, caption, random_layout
+from tests.threads import torch_threads
 
 SHOWN = Scene(things=(Thing(shape="circle", colour="red"),), ground="white", size="big", place="right")
 SAID = Scene(things=SHOWN.things, ground="white", size="big", place="left")
@@ -19,10 +20,8 @@ SAID = Scene(things=SHOWN.things, ground="white", size="big", place="left")
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """As quick for one picture, and it leaves the other cores to other tests."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 @pytest.mark.parametrize("kind", list(DRAWN))

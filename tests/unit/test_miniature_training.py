@@ -20,6 +20,7 @@ from bottega.miniature.training.parts import Parts, load_parts, save_parts
 from bottega.miniature.training.text import TextRecipe, TextStage
 from bottega.miniature.training.unet import UnetRecipe, UnetStage, loss_weight
 from bottega.miniature.training.vae import VaeRecipe, VaeStage
+from tests.threads import torch_threads
 
 STEPS = 50
 PICTURES = 32
@@ -28,10 +29,8 @@ PICTURES = 32
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Batches here are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from bottega.miniature.training.text import TextStage
 from bottega.miniature.training.train import Training, train
 from bottega.miniature.training.unet import UnetStage
 from bottega.miniature.training.vae import VaeStage
+from tests.threads import torch_threads
 
 CLASSES: dict[str, Any] = {
     "vae": VaeStage,
@@ -44,10 +45,8 @@ class Watch:
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Sums are added in the same order each time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -19,15 +19,14 @@ from bottega.miniature.training.model_folder import begin_model, replace_model
 from bottega.miniature.training.parts import NETWORKS, load_parts
 from bottega.miniature.training.stages import RECIPE
 from bottega.miniature.training.train import Outcome, Training, export, train, train_all
+from tests.threads import torch_threads
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Batches here are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture

@@ -130,8 +130,7 @@ class Stepper:
         probe = self._weights.probe()
         for _ in range(3):
             self.predict([replace(row, loras=probe)])
-        for _ in range(2):
-            self._weights.measure_swap(probe)
+        self._weights.measure_swap(probe)
 
 
 def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:

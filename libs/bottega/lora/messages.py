@@ -3,8 +3,11 @@
 The first tensor of a message has the name of its kind, and is a number. Who receives one checks it here, from a copy,
 before anything is done with it; what breaks a rule raises ValueError. Knows no links and no torch.
 
-    worker -> store    fetch: the LoRA of a digest          lora, or refused
+    worker -> store    fetch: the LoRA of a digest          lora and its pieces in order, or refused
                        ping: are you there?                 pong
+
+Between the pieces of one LoRA may be any other messages: what a prompt waits for waits for no other LoRA. A LoRA that
+is refused after its head, or some of its pieces, comes to nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ DIGEST_BYTES = 32
 # A status of ours, as JSON.
 _MAX_ERROR_BYTES = 64 << 10
 _NUMBER_BYTES = 8
-# Tensors of a lora message, in the order in which they come. With TEXT there, a prompt can be encoded.
-HEADER, TEXT, UNET = 1, 2, 3
+_UNET_BYTES = "unet_bytes"
+# Tensors of a lora message: how many bytes its pieces will have, and what a prompt waits for.
+UNET_BYTES, HEADER, TEXT = 1, 2, 3
+# The tensor of a piece message.
+PIECE = 1
 
 
 class Kind(StrEnum):
@@ -29,6 +35,7 @@ class Kind(StrEnum):
 
     FETCH = "fetch"
     LORA = "lora"
+    PIECE = "piece"
     REFUSED = "refused"
     PING = "ping"
     PONG = "pong"
@@ -66,17 +73,23 @@ def refused_message(number: int, error: bytes) -> Message:
 
 
 def lora_layout(lora: Canonical) -> Layout:
-    """Of the answer to a fetch: its number, the file's header and its two sections; a zero byte is an empty one."""
+    """Of the head of an answer to a fetch: its number, the bytes of the UNet's section, the file's header and the text
+    encoders' section; a zero byte is an empty one."""
     return Layout.of(
         _number(Kind.LORA),
+        TensorSpec(name=_UNET_BYTES, dtype=DType.INT64, shape=(1,)),
         _bytes("header", lora.header_bytes),
         _bytes("text", max(1, lora.text_bytes)),
-        _bytes("unet", max(1, lora.unet_bytes)),
     )
 
 
+def piece_layout(size_bytes: int) -> Layout:
+    """Of the next bytes of the UNet's section: its LoRA's number, and they."""
+    return Layout.of(_number(Kind.PIECE), _bytes("bytes", size_bytes))
+
+
 def packed_number(number: int) -> bytes:
-    """What the first tensor of a lora message holds."""
+    """What a tensor that is a number holds."""
     return _packed(number)
 
 
@@ -101,13 +114,29 @@ def read_refusal(layout: Layout, views: Sequence[memoryview]) -> tuple[int, byte
 
 
 def check_lora(layout: Layout, *, max_bytes: int) -> None:
-    """Raises ValueError where a message of this layout can be no LoRA of at most so many bytes."""
-    _check(layout, {"header": max_bytes, "text": max_bytes, "unet": max_bytes})
+    """Raises ValueError where a message of this layout can be no head of a LoRA of at most so many bytes."""
+    size = layout.specs[UNET_BYTES] if len(layout.specs) > UNET_BYTES else None
+    if size is None or (size.name, size.dtype, size.shape) != (_UNET_BYTES, DType.INT64, (1,)):
+        raise ValueError("a lora message does not say how long its pieces will be")
+    _check(layout, {"header": max_bytes, "text": max_bytes}, behind=UNET_BYTES)
 
 
-def _check(layout: Layout, rest: dict[str, int]) -> None:
-    """rest: most bytes of each tensor behind the number."""
-    specs = layout.specs[1:]
+def read_unet_bytes(view: memoryview, *, max_bytes: int) -> int:
+    """What a lora message says of its pieces. view: of its tensor UNET_BYTES. Raises ValueError."""
+    size_bytes = int.from_bytes(bytes(view), "little", signed=True)
+    if not 0 <= size_bytes <= max_bytes:
+        raise ValueError(f"a LoRA's pieces cannot have {size_bytes} bytes")
+    return size_bytes
+
+
+def check_piece(layout: Layout, *, max_bytes: int) -> None:
+    """Raises ValueError where a message of this layout can be no piece of a LoRA of at most so many bytes."""
+    _check(layout, {"bytes": max_bytes})
+
+
+def _check(layout: Layout, rest: dict[str, int], behind: int = 0) -> None:
+    """rest: most bytes of each tensor behind the numbers, the last of which is at `behind`."""
+    specs = layout.specs[behind + 1 :]
     if [spec.name for spec in specs] != list(rest):
         raise ValueError(f"a {layout.specs[0].name} message has other tensors than {', '.join(rest)}")
     for spec in specs:

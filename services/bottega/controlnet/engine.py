@@ -1,123 +1,18 @@
 """The engine process: `python -m bottega.controlnet.engine --fd N --config-json JSON`, started by the server's front.
 
-It owns the device and the ControlNets, and is where links end. It speaks controlnet_engine.proto over the pipe and
-exits when that closes. One thread computes, and beats from between two blocks of a network, so that an engine that
-hangs falls silent, and one that is slow does not; what waits for disks and workers has threads of its own.
+It reads what it is told and decides what is imported; `engine_loop` is what it then does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-import torch
-from diffusers.utils import logging as diffusers_logging
 
 from bottega.controlnet.config import EngineConfig
-from bottega.controlnet.forwards import Forwards
-from bottega.controlnet.hosts import Hosts
-from bottega.controlnet.links import Links
-from bottega.diffusion.faults import named
-from bottega.diffusion.model import DTYPES, pick_device
-from bottega.errors import BottegaError, Unavailable
+from bottega.diffusion.lean_imports import lean_imports
 from bottega.process import Channel
 from bottega.rpc import logs
-from bottega.rpc.link_counts import link_counts
-from bottega.rpc.status import to_job_error
-from bottega.transport import offer_to_wire
-from bottega.v1 import controlnet_engine_pb2 as pb
-
-_log = logging.getLogger(__name__)
-
-_BEAT_S = 0.1
-
-
-class EngineProcess:
-    """Reads commands, computes, says what happened."""
-
-    def __init__(self, channel: Channel, config: EngineConfig, device: torch.device) -> None:
-        self._channel = channel
-        dtype = DTYPES[config.dtype]
-        self._beaten_s = 0.0
-        self._forwards = Forwards(max_rows=config.max_rows, fixed_rows=config.fixed_rows)
-        self._hosts = Hosts(budget_bytes=config.budget_bytes, device=device, dtype=dtype, alive=self._alive)
-        self._links = Links(config, hosts=self._hosts, forwards=self._forwards)
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
-        ready = pb.ControlNetEngineReady(device=str(device), dtype=config.dtype)
-        self._say(pb.ControlNetEngineEvent(ready=ready))
-
-    def run(self) -> None:
-        """Serves until the pipe closes, which ends the process."""
-        threading.Thread(target=self._listen, name="commands", daemon=True).start()
-        while True:
-            self._forwards.turn(_BEAT_S)
-            self._beat_if_due()
-
-    def _listen(self) -> None:
-        while (frame := self._channel.recv()) is not None:
-            command = pb.ControlNetEngineCommand.FromString(frame)
-            match command.WhichOneof("command"):
-                case "host":
-                    self._disk.submit(self._host, command.host)  # hashing what a ControlNet weighs takes seconds
-                case "prefetch":
-                    self._hosts.expect(list(command.prefetch.names))
-                case "offer":
-                    self._offer(command.offer)
-                case "drain":
-                    self._links.drain()
-        self._links.close()  # its socket leaves no file behind
-        os._exit(0)  # the front is gone: nobody would find this engine again
-
-    def _host(self, command: pb.ControlNetEngineHost) -> None:
-        hosted = pb.ControlNetEngineHosted(request=command.request)
-        try:
-            hosted.controlnet.CopyFrom(self._hosts.add(command.name, Path(command.folder)))
-        except Exception as error:  # noqa: BLE001 - the boundary of a command: a wrong one is not the others'
-            hosted.error.CopyFrom(to_job_error(named(error)))
-        self._say(pb.ControlNetEngineEvent(hosted=hosted))
-
-    def _offer(self, command: pb.ControlNetEngineOffer) -> None:
-        offered = pb.ControlNetEngineOffered(request=command.request)
-        try:
-            offered.offer.CopyFrom(offer_to_wire(self._links.offer(command.worker, command.link_id)))
-        except BottegaError as error:
-            offered.error.CopyFrom(to_job_error(error))
-        self._say(pb.ControlNetEngineEvent(offered=offered))
-
-    def _alive(self) -> None:
-        self._forwards.beat()
-        self._beat_if_due()
-
-    def _beat_if_due(self) -> None:
-        if time.monotonic() - self._beaten_s >= _BEAT_S:
-            self._beaten_s = time.monotonic()
-            self._say(pb.ControlNetEngineEvent(beat=self._beat()))
-
-    def _beat(self) -> pb.ControlNetEngineBeat:
-        counts = self._hosts.shelf.counts
-        return pb.ControlNetEngineBeat(
-            turns=self._forwards.turns,
-            busy=self._forwards.busy,
-            controlnets=self._hosts.report(self._links.sessions),
-            used_bytes=self._hosts.shelf.used_bytes,
-            hits=counts.hits,
-            misses=counts.misses,
-            loads=counts.loads,
-            failures=counts.failures,
-            evictions=counts.evictions,
-            rows=self._forwards.rows,
-            forward_s=self._forwards.seconds,
-            links=link_counts(self._links.counters, open_links=self._links.open),
-        )
-
-    def _say(self, event: pb.ControlNetEngineEvent) -> None:
-        self._channel.send(event.SerializeToString())
 
 
 def main() -> int:
@@ -129,19 +24,9 @@ def main() -> int:
     parser.add_argument("--config-json", type=json.loads, required=True, help="EngineConfig as JSON")
     arguments = parser.parse_args()
     logs.configure("engine", "info")
-    diffusers_logging.set_verbosity_error()
-    channel = Channel.from_fd(arguments.fd)
-    config = EngineConfig(**arguments.config_json)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    try:
-        EngineProcess(channel, config, pick_device(config.device)).run()
-    except Unavailable:
-        return 0  # the front is gone
-    except (BottegaError, OSError, ValueError) as error:
-        _log.error("the engine cannot start", extra={"why": str(error)})
-        return 1
-    return 0
+    with lean_imports():
+        from bottega.controlnet.engine_loop import run
+    return run(Channel.from_fd(arguments.fd), EngineConfig(**arguments.config_json))
 
 
 if __name__ == "__main__":

@@ -1,34 +1,24 @@
 """One worker's link: what it asks for, and LoRAs sent from memory or disk into its slots. Ends with the link.
 
-Two threads: one receives and checks, one sends. What breaks the rules of the messages ends the link, and no other.
+Two threads: one receives and checks, one sends: first whatever there is to say, else a piece of the LoRA that has been
+on its way for longest. What breaks the rules of the messages ends the link, and no other.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
-import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from google.protobuf import json_format
 
-from bottega.errors import (
-    BadFrame,
-    BottegaError,
-    DataLoss,
-    InternalError,
-    LinkError,
-    NoSharedMemory,
-    PeerDead,
-    TooLarge,
-)
+from bottega.errors import BadFrame, BottegaError, InternalError, LinkError, NoSharedMemory, PeerDead, TooLarge
 from bottega.lora import messages
-from bottega.lora.canonical import Canonical, parse
 from bottega.lora.messages import Kind, Message
-from bottega.lora.safetensors_header import LENGTH_BYTES, header_bytes
+from bottega.loras.sending import Pace, Sending
 from bottega.loras.tiers import Loan, Tiers
 from bottega.rpc.status import to_job_error
 from bottega.transport import Deadline, Incoming, Link, Listener, Offer
@@ -41,9 +31,6 @@ _ACCEPT_S = 10.0
 _SILENCE_S = 30.0
 # A message whose beginning is here must come to its end.
 _MESSAGE_S = 20.0
-# Without a limit of its own, a LoRA that is not taken in this time never will be; with one, it has that time as well.
-_SEND_S = 60.0
-_PIECE_BYTES = 4 << 20
 _CLOSED = None
 # Fetches of one worker that wait; it runs some tens of requests with at most eight LoRAs each.
 _MOST_WAITING = 512
@@ -69,7 +56,9 @@ class WorkerLink:
         self._listener = listener
         self._offer = offer
         self._tiers = tiers
-        self._bytes_per_s = bytes_per_s
+        self._pace = Pace(bytes_per_s)
+        # Of the thread that sends: the first one is sent, the others have sent their heads.
+        self._sendings: deque[Sending] = deque()
         self._on_end = on_end
         self._link: Link | None = None
         self._closed = False
@@ -167,31 +156,28 @@ class WorkerLink:
             self._refuse(link, number, error)
             return
         try:
-            self._send_lora(link, number, loan)
-        except (NoSharedMemory, TooLarge, DataLoss) as error:  # nothing of it was sent, and the link lives
-            self._refuse(link, number, error)
-        finally:
+            sending = Sending(number, loan)
+        except BottegaError as error:
             self._tiers.give_back(loan)
+            self._refuse(link, number, error)
+            return
+        self._sendings.append(sending)
+        self._advance(link, sending, sending.send_head)
 
-    def _send_lora(self, link: Link, number: int, loan: Loan) -> None:
-        """Reads the file straight into a slot, and says after its text encoders' section that it is there."""
-        lora = _header(loan)
-        layout = messages.lora_layout(lora)
-        expected_s = loan.size_bytes / self._bytes_per_s if self._bytes_per_s else 0.0
-        pace = _Pace(self._bytes_per_s)
-        with link.begin(layout, Deadline.after(_SEND_S + 2 * expected_s)) as outgoing:
-            outgoing.views[0][:] = messages.packed_number(number)
-            place = 0
-            for index, size_bytes in (
-                (messages.HEADER, lora.header_bytes),
-                (messages.TEXT, lora.text_bytes),
-                (messages.UNET, lora.unet_bytes),
-            ):
-                _fill(outgoing.views[index], loan.descriptor, place, size_bytes, pace)
-                place += size_bytes
-                if index == messages.TEXT:
-                    outgoing.ready(index + 1)
-            outgoing.finish()
+    def _advance(self, link: Link, sending: Sending, send: Callable[[Link, Pace], None]) -> None:
+        """Sends the next of a LoRA; gives it back when that was all, or nothing more of it can be sent."""
+        try:
+            send(link, self._pace)
+        except (NoSharedMemory, TooLarge, InternalError) as error:  # the link lives
+            self._drop(sending)
+            self._refuse(link, sending.number, error)
+        else:
+            if sending.done:
+                self._drop(sending)
+
+    def _drop(self, sending: Sending) -> None:
+        self._sendings.remove(sending)
+        self._tiers.give_back(sending.loan)
 
     def _refuse(self, link: Link, number: int, error: BottegaError) -> None:
         packed = json_format.MessageToJson(to_job_error(error), indent=None).encode()
@@ -199,8 +185,20 @@ class WorkerLink:
 
     def _answer(self, link: Link) -> None:
         """The thread that sends. It goes on when the link is dead, so that what was borrowed for it is given back."""
-        while (answer := self._answers.get()) is not _CLOSED:
+        while (answer := self._next(link)) is not _CLOSED:
             self._do(answer, link)
+        while self._sendings:
+            self._drop(self._sendings[0])
+
+    def _next(self, link: Link) -> Callable[[Link], None] | None:
+        """What is to be said, as soon as there is something; a piece of a LoRA meanwhile."""
+        if not self._sendings or link.cause is not None:
+            return self._answers.get()
+        try:
+            return self._answers.get(timeout=self._pace.wait_s)
+        except queue.Empty:
+            first = self._sendings[0]
+            return lambda link: self._advance(link, first, first.send_piece)
 
     def _do(self, answer: Callable[[Link], None], link: Link) -> None:
         try:
@@ -215,42 +213,6 @@ class WorkerLink:
 
     def _say(self, message: Message) -> None:
         self._answers.put(lambda link: _send(link, message))
-
-
-class _Pace:
-    """Keeps a sender to so many bytes a second; 0 does not."""
-
-    def __init__(self, bytes_per_s: int) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._until = time.monotonic()
-
-    def spend(self, size_bytes: int) -> None:
-        """Waits until they may be sent."""
-        if self._bytes_per_s:
-            self._until += size_bytes / self._bytes_per_s
-            time.sleep(max(0.0, self._until - time.monotonic()))
-
-
-def _header(loan: Loan) -> Canonical:
-    size = header_bytes(os.pread(loan.descriptor, LENGTH_BYTES, 0))
-    try:
-        return parse(os.pread(loan.descriptor, size, 0), file_bytes=loan.size_bytes)
-    except BottegaError as error:
-        raise DataLoss(f"the LoRA's file is damaged: {error.message}") from error
-
-
-def _fill(view: memoryview, descriptor: int, place: int, size_bytes: int, pace: _Pace) -> None:
-    """Reads bytes of a file into a tensor of a slot. Raises InternalError where the file has become shorter."""
-    if not size_bytes:
-        view[:] = bytes(len(view))
-    done = 0
-    while done < size_bytes:
-        piece = view[done : min(done + _PIECE_BYTES, size_bytes)]
-        got = os.preadv(descriptor, [piece], place + done)
-        if not got:
-            raise InternalError("the LoRA's file has become shorter while it was sent")
-        done += got
-        pace.spend(got)
 
 
 def _send(link: Link, message: Message) -> None:

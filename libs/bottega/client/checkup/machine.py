@@ -12,7 +12,7 @@ from pathlib import Path
 from bottega.client.checkup.finding import Finding, fail, ok, warn
 
 _OURS = ("bottega-protos", "bottega-libs", "bottega-services")
-_WORKERS = ("accelerate", "diffusers", "peft", "safetensors", "torch", "transformers")
+_WORKERS = ("accelerate", "diffusers", "safetensors", "torch", "transformers")
 _PYTHON = ((3, 11), (3, 13))
 # Logs of a suite take at most 16 MiB a service; a full disk stops more than the suite.
 _LITTLE_MIB, _TOO_LITTLE_MIB = 1024, 128

@@ -1,7 +1,8 @@
 """LoRAs in the weights: W = W0 + up @ down in place, from pristine copies of the touched layers and of no others.
 
-Restoring copies the pristine weights back, so that they are equal bit for bit after any number of swaps, in every
-element type. Parameters stay where they are in memory. Knows one network; knows no rows and no turns.
+Putting back copies the pristine weights, so that they are equal bit for bit after any number of swaps, in every element
+type. The copies stay for the next set, which then reads what it sums from them: making them costs more than the sums.
+Parameters stay where they are in memory. Knows one network; knows no rows and no turns.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Patcher:
 
     @property
     def pristine_bytes(self) -> int:
-        """What the pristine copies take."""
+        """What the pristine copies take: of the layers that the last set touched, until `restore`."""
         return sum(copy.nbytes for copy in self._pristine.values())
 
     def touched_bytes(self, loras: LoraSet) -> int:
@@ -45,7 +46,7 @@ class Patcher:
         if loras is self._patched:
             return
         factors = loras.of(self._component)
-        self._put_back([path for path in self._pristine if path not in factors])
+        self._forget([path for path in self._pristine if path not in factors])
         self._patched = loras  # before the first weight changes: whatever fails below, restore puts all back
         for path, each in factors.items():
             weight = self._weight(path)
@@ -54,16 +55,27 @@ class Patcher:
             _write_sum(weight, self._pristine[path], each)
 
     @torch.inference_mode()
-    def restore(self) -> None:
-        """Back to the untouched weights, bit for bit. Harmless when nothing is patched."""
-        self._put_back(list(self._pristine))
+    def put_back(self) -> None:
+        """Back to the untouched weights, bit for bit; keeps the copies. Harmless when nothing is patched."""
+        if self._patched is not None:
+            self._copy_back(list(self._pristine))
         self._patched = None
 
-    def _put_back(self, paths: list[str]) -> None:
-        if paths:
-            torch._foreach_copy_([self._weight(path) for path in paths], [self._pristine[path] for path in paths])
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """As `put_back`, and gives the copies' memory back."""
+        self.put_back()
+        self._pristine.clear()
+
+    def _forget(self, paths: list[str]) -> None:
+        if self._patched is not None:
+            self._copy_back(paths)
         for path in paths:  # only now: a copy that failed can be tried again
             del self._pristine[path]
+
+    def _copy_back(self, paths: list[str]) -> None:
+        if paths:
+            torch._foreach_copy_([self._weight(path) for path in paths], [self._pristine[path] for path in paths])
 
     def _weight(self, path: str) -> Tensor:
         weight = self._modules[path].weight

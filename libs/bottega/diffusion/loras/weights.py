@@ -56,7 +56,7 @@ class LoraWeights:
 
     @property
     def pristine_bytes(self) -> int:
-        """What the copies of touched weights take, of all components."""
+        """What the copies of touched weights take, of all components; they stay for the next set."""
         return sum(patcher.pristine_bytes for patcher in self._patchers.values())
 
     def text_set(self, uses: Sequence[LoraUse]) -> LoraSet:
@@ -81,12 +81,13 @@ class LoraWeights:
     def put_in_unet(self, loras: LoraSet | None) -> float:
         """Makes the UNet's weights have this set in them, or none. Returns the seconds it took."""
         patcher = self._patchers[UNET]
+        copied = patcher.pristine_bytes
         began_s = perf_counter()
         _put(patcher, loras)
         _finish(self._networks[UNET])
         seconds = perf_counter() - began_s
         self.swaps += 1
-        if loras is not None:
+        if loras is not None and patcher.pristine_bytes <= copied:  # the next one will find the copies made
             self.costs.saw_patch(patcher.touched_bytes(loras), seconds)
         return seconds
 
@@ -140,15 +141,16 @@ class LoraWeights:
         return self.unet_set([LoraUse(digest="", scale=0.0, layers={UNET: layers})])
 
     def measure_swap(self, loras: LoraSet) -> None:
-        """Puts a set into the UNet's weights and takes it out again."""
-        if self._patches:
+        """Puts a set into the UNet's weights and takes it out again: once to have the copies made, once to measure."""
+        for _ in range(2 if self._patches else 0):
             self.put_in_unet(loras)
             self.put_in_unet(None)
+        self._patchers[UNET].restore()
 
     def restore(self) -> None:
-        """All weights are untouched after this."""
-        self.put_in_text(None)
-        self.put_in_unet(None)
+        """All weights are untouched after this, and no copies are left."""
+        for patcher in self._patchers.values():
+            patcher.restore()
 
     def _pays(self, wanted: LoraSet, steps: int, step_s: float) -> bool:
         touched = self._patchers[UNET].touched_bytes(wanted)
@@ -158,7 +160,7 @@ class LoraWeights:
 def _put(patcher: Patcher, loras: LoraSet | None) -> None:
     """Whole or not at all."""
     if loras is None:
-        patcher.restore()
+        patcher.put_back()
         return
     try:
         patcher.patch(loras)

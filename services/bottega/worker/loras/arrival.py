@@ -35,7 +35,10 @@ class Arrival:
         self._device = device
         self._dtype = dtype
         self._hash = hashlib.sha256()
+        # While it comes: what its header says, its second section and how much of that is there.
         self._lora: Canonical | None = None
+        self._unet = torch.empty(0, dtype=torch.uint8)
+        self._filled = 0
         self._layers: dict[str, Layers] = {}
 
     @property
@@ -54,42 +57,58 @@ class Arrival:
 
     def begin_again(self) -> None:
         """What has come of it is not whole, and comes anew. Layers that somebody may be reading stay until then."""
-        self._hash = hashlib.sha256()
         self._lora = None
+        self._unet = torch.empty(0, dtype=torch.uint8)
         self.size_bytes = 0
 
-    def take_text(self, head: bytes, text: memoryview, unet_bytes: int) -> None:
+    def take_head(self, head: bytes, text: memoryview, unet_bytes: int) -> None:
         """The header and the first section are here. unet_bytes: that the second one will have.
 
         Raises DataLoss where they are no LoRA, or not what their header says.
         """
+        self.begin_again()
         try:
-            lora = self._lora = _parsed(head, len(text), unet_bytes)
+            lora = _parsed(head, len(text), unet_bytes)
         except BadLora as error:
             raise DataLoss(f"the LoRA store sent what is no LoRA: {error.message}") from error
-        self._hash.update(head)
-        layers = self._read(lora, text[: lora.text_bytes], [c for c in COMPONENTS if c != BACKBONE])
-        self._layers = layers
+        self._hash = hashlib.sha256(head)
+        section = torch.empty(lora.text_bytes, dtype=torch.uint8)
+        self._copy(text[: lora.text_bytes], section)
+        self._layers = self._read(lora, section, [c for c in COMPONENTS if c != BACKBONE])
+        self._lora, self._unet, self._filled = lora, torch.empty(unet_bytes, dtype=torch.uint8), 0
+        if not unet_bytes:
+            self._complete(lora)
 
-    def take_unet(self, unet: memoryview) -> None:
-        """The second section is here: it is whole. Raises DataLoss where it is not what was asked for."""
-        assert self._lora is not None, "the header comes first"
-        layers = self._read(self._lora, unet[: self._lora.unet_bytes], [BACKBONE])
+    def take_piece(self, piece: memoryview) -> None:
+        """The next bytes of the second section are here. Raises DataLoss where it is not what was asked for, and
+        ValueError where no more were to come."""
+        end = self._filled + len(piece)
+        if self._lora is None or end > len(self._unet):
+            raise ValueError("a piece of a LoRA that has not begun, or is whole")
+        self._copy(piece, self._unet[self._filled : end])
+        self._filled = end
+        if end == len(self._unet):
+            self._complete(self._lora)
+
+    def _complete(self, lora: Canonical) -> None:
         if self._hash.hexdigest() != self.ref.digest:
             self.begin_again()
             raise DataLoss(
                 f"what the LoRA store sent for {self.ref.name} has another digest than was asked for",
                 metadata={"loras": self.ref.name},
             )
-        self._layers = {**self._layers, **layers}
+        self._layers = {**self._layers, **self._read(lora, self._unet, [BACKBONE])}
+        self._lora, self._unet = None, torch.empty(0, dtype=torch.uint8)
         self.arrived_s = time.monotonic()
 
-    def _read(self, lora: Canonical, view: memoryview, components: list[str]) -> dict[str, Layers]:
-        """The layers of a section. What is hashed and used is a copy: the sender may still write to what it sent."""
-        section = torch.empty(len(view), dtype=torch.uint8)
+    def _copy(self, view: memoryview, section: Tensor) -> None:
+        """What is hashed and used is a copy: the sender may still write to what it sent."""
         if len(view):
             section.copy_(torch.frombuffer(view, dtype=torch.uint8))
         self._hash.update(section.numpy().data)
+
+    def _read(self, lora: Canonical, section: Tensor, components: list[str]) -> dict[str, Layers]:
+        """The layers of a section."""
         found: dict[str, dict[str, LoraLayer]] = {component: {} for component in components}
         for module in lora.modules:
             if module.component in found:
@@ -143,10 +162,10 @@ class Handle:
 
 
 def _parsed(head: bytes, text_bytes: int, unet_bytes: int) -> Canonical:
-    """An empty section comes as one byte, and no section has one byte otherwise."""
-    told = sum(size_bytes for size_bytes in (text_bytes, unet_bytes) if size_bytes > 1)
-    lora = canonical.parse(head, file_bytes=len(head) + told)
-    if (max(1, lora.text_bytes), max(1, lora.unet_bytes)) != (text_bytes, unet_bytes):
+    """An empty first section comes as one byte, and none has one byte otherwise."""
+    told = text_bytes if text_bytes > 1 else 0
+    lora = canonical.parse(head, file_bytes=len(head) + told + unet_bytes)
+    if (lora.text_bytes, lora.unet_bytes) != (told, unet_bytes):
         raise BadLora("its sections are not as long as its header says")
     return lora
 

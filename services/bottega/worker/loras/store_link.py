@@ -22,7 +22,7 @@ from bottega.diffusion.loras import LoraStore
 from bottega.errors import BadFrame, BottegaError, DataLoss, DeadlineExceeded, LinkClosed, LinkError, PeerDead
 from bottega.lora import messages
 from bottega.lora.canonical import MAX_FILE_BYTES
-from bottega.lora.messages import HEADER, TEXT, UNET, Kind, Message
+from bottega.lora.messages import HEADER, PIECE, TEXT, UNET_BYTES, Kind, Message
 from bottega.rpc.status import from_job_error
 from bottega.transport import Counters, Deadline, Incoming, Limits, Link, Offer, connect
 from bottega.v1.error_pb2 import JobError
@@ -36,8 +36,8 @@ _CONNECT_S = 5.0
 _LOOK_S = 0.25
 # Stores give up workers that are silent for half a minute.
 _PING_S = 5.0
-# Of a LoRA whose beginning is here, for each of its sections.
-_SECTION_S = 120.0
+# Of a message whose beginning is here: a head has a whole section.
+_MESSAGE_S = 120.0
 # Between two attempts at a store that is down, while something is wanted of it.
 _RETRY_S = 0.5
 _CLOSED = None
@@ -48,7 +48,7 @@ class LoraLinkSettings:
     """silence_s: after which a store is taken for dead. limits: of what comes in."""
 
     silence_s: float = 5.0
-    # The slots grow to the largest LoRA that came: two, so that the next one comes while one is read.
+    # The slots grow to the largest message that came: two, so that the next one comes while one is read.
     limits: Limits = field(default_factory=lambda: Limits(slots=2, slot_bytes=MAX_FILE_BYTES + (1 << 20)))
 
 
@@ -199,36 +199,38 @@ class StoreLink:
                 self._heard_s = time.monotonic()
                 match messages.kind_of(incoming.layout):
                     case Kind.LORA:
-                        self._take_lora(link, incoming)
+                        messages.check_lora(incoming.layout, max_bytes=MAX_FILE_BYTES)
+                        self._wait(link, incoming)
+                        self._take(incoming, lambda arrival: _take_head(arrival, incoming))
+                    case Kind.PIECE:
+                        messages.check_piece(incoming.layout, max_bytes=MAX_FILE_BYTES)
+                        self._wait(link, incoming)
+                        self._take(incoming, lambda arrival: arrival.take_piece(incoming.view(PIECE)))
                     case Kind.REFUSED:
-                        self._wait(link, incoming, len(incoming.layout.specs))
+                        self._wait(link, incoming)
                         self._take_refusal(incoming)
                     case Kind.PONG:
-                        self._wait(link, incoming, 1)
+                        self._wait(link, incoming)
                     case kind:
                         raise ValueError(f"a store says no {kind}")
 
-    def _take_lora(self, link: Link, incoming: Incoming) -> None:
-        layout = incoming.layout
-        messages.check_lora(layout, max_bytes=MAX_FILE_BYTES)
-        self._wait(link, incoming, TEXT + 1)
-        number = messages.read_number(layout, incoming.view(0))
+    def _take(self, incoming: Incoming, take: Callable[[Arrival], None]) -> None:
+        """A part of a LoRA is here. Of one that nobody wants any more it is thrown away."""
+        number = messages.read_number(incoming.layout, incoming.view(0))
         arrival = self._wanted.get(number)
         if arrival is None:
-            self._wait(link, incoming, UNET + 1)  # nobody wants it any more
             return
+        knew_text = arrival.text_ready
         try:
-            arrival.take_text(bytes(incoming.view(HEADER)), incoming.view(TEXT), layout.specs[UNET].size_bytes)
-            self._on_news()
-            self._wait(link, incoming, UNET + 1)
-            arrival.take_unet(incoming.view(UNET))
+            take(arrival)
         except DataLoss as error:
-            self._wait(link, incoming, UNET + 1)
             self._refuse(number, error)
             return
-        with self._changed:
-            self._wanted.pop(number, None)
-        self._on_news()
+        if arrival.ready:
+            with self._changed:
+                self._wanted.pop(number, None)
+        if arrival.ready or not knew_text:
+            self._on_news()
 
     def _take_refusal(self, incoming: Incoming) -> None:
         layout = incoming.layout
@@ -253,12 +255,12 @@ class StoreLink:
             except DeadlineExceeded as error:
                 self._look(link, error)
 
-    def _wait(self, link: Link, incoming: Incoming, count: int) -> None:
-        """Waits for tensors of a message. A store that paces itself says nothing until a section is whole."""
-        deadline = Deadline.after(_SECTION_S)
+    def _wait(self, link: Link, incoming: Incoming) -> None:
+        """Waits for all of a message. A store that is behind a slow network says nothing until it is whole."""
+        deadline = Deadline.after(_MESSAGE_S)
         while True:
             try:
-                incoming.wait(count, deadline.sooner(_LOOK_S))
+                incoming.wait_all(deadline.sooner(_LOOK_S))
             except DeadlineExceeded:
                 if link.cause is not None:
                     raise link.cause from None
@@ -279,3 +281,8 @@ class StoreLink:
             ) from error
         if quiet_s > min(0.2 * self._settings.silence_s, _PING_S) and self._outbox.empty():
             self._outbox.put(messages.number_message(Kind.PING))
+
+
+def _take_head(arrival: Arrival, incoming: Incoming) -> None:
+    unet_bytes = messages.read_unet_bytes(incoming.view(UNET_BYTES), max_bytes=MAX_FILE_BYTES)
+    arrival.take_head(bytes(incoming.view(HEADER)), incoming.view(TEXT), unet_bytes)

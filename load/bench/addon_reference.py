@@ -1,0 +1,201 @@
+"""Stock Diffusers with ControlNets and LoRAs, in a process of its own: one thing after the other.
+
+`python -m load.bench.addon_reference --model FOLDER --threads N` answers one JSON line for each that it is given. It
+knows no suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+START_TIMEOUT_S = 120.0
+PROMPT = "a big red star on the left on a blue background"
+GUIDANCE_SCALE = 5.0
+CONTROL_SCALE = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One picture. nets: folders of ControlNets; images: one for each. loras: files, as Diffusers saves them.
+
+    fetch_s: that the LoRAs take to come from a remote store. fuse: whether they go into the weights. cold: whether the
+    ControlNets are loaded for this picture.
+    """
+
+    seed: int
+    steps: int
+    nets: Sequence[str] = ()
+    images: Sequence[str] = ()
+    loras: Sequence[str] = ()
+    fetch_s: float = 0.0
+    fuse: bool = True
+    cold: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """seconds: of all. lora_s: of loading LoRAs, fusing and taking them out again. processor_s: of all cores."""
+
+    seconds: float
+    lora_s: float
+    processor_s: float
+
+
+class AddonReference:
+    """The pipeline's process, driven from here. Stop it (`with` does)."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        command = [sys.executable, "-m", "load.bench.addon_reference", "--model", str(model), "--threads", str(threads)]
+        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        try:
+            self._line()
+        except BaseException:
+            self._stop()
+            raise
+
+    def __enter__(self) -> AddonReference:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stop()
+
+    def draw(self, ask: Ask) -> Answer:
+        """Draws; returns what it took in its process."""
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(asdict(ask)) + "\n")
+        self._process.stdin.flush()
+        return Answer(**self._line())
+
+    def _line(self) -> Mapping[str, float]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the reference ended with {self._process.wait(START_TIMEOUT_S)}")
+        answer: Mapping[str, float] = json.loads(line)
+        return answer
+
+    def _stop(self) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=START_TIMEOUT_S)
+
+
+class Stock:
+    """The pipeline, and the ControlNets that it has loaded so far."""
+
+    def __init__(self, model: Path) -> None:
+        import torch
+        import transformers
+        from diffusers import StableDiffusionXLPipeline
+        from diffusers.utils import logging
+
+        # PEFT's, of every LoRA that comes to another one.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        transformers.logging.disable_progress_bar()
+        self._dtype = torch.float32
+        self._plain: Any = StableDiffusionXLPipeline.from_pretrained(
+            model, use_safetensors=True, dtype=self._dtype, add_watermarker=False
+        )
+        self._nets: dict[str, Any] = {}
+
+    def draw(self, ask: Ask) -> Answer:
+        """Fetches, loads, draws, and takes out again."""
+        began_s, processor_s = time.perf_counter(), time.process_time()
+        pipeline = self._pipeline(ask)
+        lora_s = self._load(pipeline, ask)
+        self._draw(pipeline, ask)
+        lora_s += self._unload(pipeline, ask)
+        return Answer(
+            seconds=time.perf_counter() - began_s,
+            lora_s=lora_s,
+            processor_s=time.process_time() - processor_s,
+        )
+
+    def _pipeline(self, ask: Ask) -> Any:
+        from diffusers import StableDiffusionXLControlNetPipeline
+
+        if not ask.nets:
+            pipeline = self._plain
+        else:
+            nets = [self._net(folder, cold=ask.cold) for folder in ask.nets]
+            pipeline = StableDiffusionXLControlNetPipeline(
+                **self._plain.components, controlnet=nets, add_watermarker=False
+            )
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def _net(self, folder: str, *, cold: bool) -> Any:
+        from diffusers import ControlNetModel
+
+        if cold or folder not in self._nets:
+            self._nets[folder] = ControlNetModel.from_pretrained(folder, use_safetensors=True, torch_dtype=self._dtype)
+        return self._nets[folder]
+
+    def _load(self, pipeline: Any, ask: Ask) -> float:
+        if not ask.loras:
+            return 0.0
+        time.sleep(ask.fetch_s)
+        began_s = time.perf_counter()
+        for number, file in enumerate(ask.loras):
+            pipeline.load_lora_weights(file, use_safetensors=True, adapter_name=f"lora{number}")
+        pipeline.set_adapters([f"lora{number}" for number in range(len(ask.loras))])
+        if ask.fuse:
+            pipeline.fuse_lora()
+        return time.perf_counter() - began_s
+
+    def _unload(self, pipeline: Any, ask: Ask) -> float:
+        if not ask.loras:
+            return 0.0
+        began_s = time.perf_counter()
+        if ask.fuse:
+            pipeline.unfuse_lora()
+        pipeline.unload_lora_weights()
+        return time.perf_counter() - began_s
+
+    def _draw(self, pipeline: Any, ask: Ask) -> None:
+        import torch
+        from diffusers.utils import load_image
+
+        controlled: dict[str, Any] = {}
+        if ask.nets:
+            images = [load_image(image) for image in ask.images]
+            controlled = {"image": images, "controlnet_conditioning_scale": [CONTROL_SCALE] * len(images)}
+        pipeline(
+            PROMPT,
+            num_inference_steps=ask.steps,
+            guidance_scale=GUIDANCE_SCALE,
+            generator=torch.Generator("cpu").manual_seed(ask.seed),
+            **controlled,
+        )
+
+
+def main() -> None:
+    """Loads the model, says so with a line, then answers every line of stdin."""
+    import torch
+
+    parser = argparse.ArgumentParser(prog="python -m load.bench.addon_reference", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    stock = Stock(options.model)
+    print("{}", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(asdict(stock.draw(Ask(**json.loads(line))))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
