@@ -273,14 +273,13 @@ def test_a_profile_is_remembered_over_restarts_and_only_for_what_is_hosted(
     ],
 )
 def test_on_a_slow_link_the_mode_follows_from_profile_and_fidelity(
-    slow: tuple[ControlNetServer, Worker], similarity: float | None, fidelity: Any, mode: Any
+    cast: Cast, slow: ControlNetServer, similarity: float | None, fidelity: Any, mode: Any
 ) -> None:
-    server, worker = slow
     spec = controlled(("edges", IMAGES["edges"], 0.8), fidelity=fidelity)
-    told = hosts(spec, server)
+    told = hosts(spec, slow)
     if similarity is not None:
         told[0].similarity = similarity
-    drawn = worker.draw(spec, told)
+    drawn = cast.bare.draw(spec, told)
     (use,) = drawn.provenance.controlnets
     assert drawn.picture is not None
     assert use.mode == mode
@@ -289,10 +288,8 @@ def test_on_a_slow_link_the_mode_follows_from_profile_and_fidelity(
 
 
 @pytest.fixture(scope="module")
-def slow(
-    folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[ControlNetServer, Worker]]:
-    """A server behind a link on which residuals take several times as long as a step, and a worker."""
+def slow(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlNetServer]:
+    """A server behind a link on which residuals take several times as long as a step."""
     folder = tmp_path_factory.mktemp("slow")
     with Services(folder) as services, Throttle(bytes_per_s=4e6) as throttle, socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -304,7 +301,7 @@ def slow(
             "links_advertised": f"127.0.0.1:{throttle.port}",
         }
         house = House(services, folder, {"edges": folders["edges"]})
-        yield house.server("server", engine=engine), house.worker("worker")
+        yield house.server("slow", engine=engine)
 
 
 def once(act: Any) -> Any:

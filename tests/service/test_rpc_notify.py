@@ -20,8 +20,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bottega.rpc.notify import ServiceManager
 from tests.running import gateway_config
 
-pytestmark = pytest.mark.alone
-
 WATCHDOG_S = 0.4
 ABSTRACT = f"bottega-test-{os.getpid()}"
 
@@ -67,6 +65,7 @@ def heard_until(listener: socket.socket, line: str) -> None:
         pass
 
 
+@pytest.mark.alone
 def test_a_service_tells_systemd_when_it_is_ready_that_it_lives_and_when_it_stops(
     systemd: tuple[socket.socket, str], tmp_path: Path
 ) -> None:

@@ -51,11 +51,11 @@ def test_a_controlnet_learns_and_the_model_stays(kind: str, corpus: Corpus, late
         name: {key: kept.clone() for key, kept in net.state_dict().items()} for name, net in parts.networks.items()
     }
     torch.manual_seed(0)
-    stage = ControlNetStage(parts, corpus, latents, ControlNetRecipe(kind=kind, rows=16, empty_share=0.0))
+    stage = ControlNetStage(parts, corpus, latents, ControlNetRecipe(kind=kind, rows=8, empty_share=0.0))
 
-    losses = [stage.step(0, 1.0) for _ in range(40)]  # one batch, again and again: what there is to learn is in it
+    losses = [stage.step(0, 1.0) for _ in range(20)]  # one batch, again and again: what there is to learn is in it
 
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.7 * losses[0]
     for name, kept in before.items():
         assert all(torch.equal(kept[key], tensor) for key, tensor in parts[name].state_dict().items())
 
