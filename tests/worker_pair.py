@@ -128,13 +128,14 @@ class WorkerPair:
         """Waits until `name` leads the other one, for the next time after so many."""
         wait_until(lambda: self.links(name) > more_than, LINK_TIMEOUT_S, f"{name} to be linked to its peer")
 
-    def draw(self, name: str, **options: Any) -> Drawn:
+    def draw(self, name: str, *, lora_stores: Sequence[worker_pb2.LoraStore] = (), **options: Any) -> Drawn:
         """A picture, drawn by one of them."""
         spec = generation_pb2.GenerationSpec(**{**OPTIONS, **options})
         attempt = worker_pb2.AttemptId(job_id=f"job-{next(self._jobs)}", number=1)
         with grpc.insecure_channel(self.worker(name).address, options=channel_options()) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            events = list(stub.RunAttempt(worker_pb2.RunAttemptRequest(attempt=attempt, spec=spec), timeout=TIMEOUT_S))
+            request = worker_pb2.RunAttemptRequest(attempt=attempt, spec=spec, lora_stores=lora_stores)
+            events = list(stub.RunAttempt(request, timeout=TIMEOUT_S))
         assert events[-1].WhichOneof("event") == "completed", events[-1]
         data = b"".join(event.image.chunk for event in events if event.HasField("image"))
         pixels = np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB"))

@@ -30,6 +30,7 @@ _MAX_HASH_CHARACTERS = 128
 
 # Of a LoRA or a ControlNet. A slash is as in hub names; no name ever becomes a path.
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
+ADAPTER_NAMES = "up to 200 letters, digits and . _ / + -, a letter or digit first"
 _DIGEST = re.compile("[0-9a-f]{64}")
 _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
 # Lowest and highest value of every number whose range has both ends.
@@ -153,7 +154,7 @@ def refuse(violations: Sequence[Violation], kind: type[InvalidRequest] = Invalid
 
 def _check_lora(path: str, lora: Lora) -> Iterator[Violation]:
     if not is_adapter_name(lora.name):
-        yield Violation(field=f"{path}.name", description="must be the name of a LoRA")
+        yield Violation(field=f"{path}.name", description=f"must be the name of a LoRA: {ADAPTER_NAMES}")
     if lora.HasField("scale") and not math.isfinite(lora.scale):
         yield Violation(field=f"{path}.scale", description="must be a finite number")
     if lora.HasField("digest") and not is_digest(lora.digest):
@@ -165,8 +166,7 @@ def _check_lora(path: str, lora: Lora) -> Iterator[Violation]:
 
 def _check_controlnet(path: str, net: ControlNet) -> Iterator[Violation]:
     if not is_adapter_name(net.name):
-        rule = "must be the name of a ControlNet: up to 200 letters, digits and . _ / + -, a letter or digit first"
-        yield Violation(field=f"{path}.name", description=rule)
+        yield Violation(field=f"{path}.name", description=f"must be the name of a ControlNet: {ADAPTER_NAMES}")
     if net.HasField("controlnet_conditioning_scale") and not math.isfinite(net.controlnet_conditioning_scale):
         yield Violation(field=f"{path}.controlnet_conditioning_scale", description="must be a finite number")
     start = net.control_guidance_start

@@ -70,7 +70,13 @@ def main() -> int:
 
 
 def _round(pair: WorkerPair, number: int, steps: int) -> Round:
-    said = {"model": "bench", "num_inference_steps": steps, "width": SIZE, "height": SIZE, "seed": number}
+    said: dict[str, Any] = {
+        "model": "bench",
+        "num_inference_steps": steps,
+        "width": SIZE,
+        "height": SIZE,
+        "seed": number,
+    }
     draws: Mapping[str, Callable[[], Drawn]] = {
         "one": lambda: pair.draw("a", **said, guidance_scale=1.0),
         "two": lambda: pair.alone("a", **said),

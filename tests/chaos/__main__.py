@@ -17,6 +17,7 @@ from pathlib import Path
 from load.bench.report import report
 from tests.chaos.controlnets import kill_controlnets
 from tests.chaos.gateways import fill_disks, kill_gateways
+from tests.chaos.loras import kill_lora_stores
 from tests.chaos.peers import ENGINE, kill_peers
 from tests.chaos.restarts import roll
 from tests.chaos.scene import Scene
@@ -38,6 +39,7 @@ PARTS: Mapping[str, Callable[[Scene, argparse.Namespace, random.Random], None]] 
     "kill-controlnets": lambda scene, options, rng: kill_controlnets(
         scene, times=options.controlnet_kills, servers=CONTROLNET_SERVERS, rng=rng
     ),
+    "kill-lora-stores": lambda scene, options, rng: kill_lora_stores(scene, times=options.lora_kills, rng=rng),
     "kill-gateways": lambda scene, options, rng: kill_gateways(
         scene, times=options.gateway_kills, rng=rng, ready_s=READY_S
     ),
@@ -63,7 +65,7 @@ def main() -> int:
 def _play(name: str, options: argparse.Namespace) -> Tally:
     if name == KILL_PEERS:
         return _play_pair(options)
-    workers = WORKERS[: {"kill-workers": 3, "kill-controlnets": 1}.get(name, 2)]
+    workers = WORKERS[: {"kill-workers": 3, "kill-controlnets": 1, "kill-lora-stores": 1}.get(name, 2)]
     with tempfile.TemporaryDirectory(prefix="bottega-chaos-") as folder, Scene(Path(folder), workers) as scene:
         try:
             PARTS[name](scene, options, random.Random(options.seed))
@@ -105,6 +107,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--freezes", type=int, default=10, help="of workers")
     parser.add_argument("--engine-freezes", type=int, default=5, help="of engines")
     parser.add_argument("--controlnet-kills", type=int, default=48, help="of ControlNet servers, inside a session")
+    parser.add_argument("--lora-kills", type=int, default=24, help="of the LoRA store, while a LoRA is loaded")
     parser.add_argument("--gateway-kills", type=int, default=60, help="around acknowledgement")
     parser.add_argument("--full-disks", type=int, default=5, help="of the gateway")
     parser.add_argument("--cycles", type=int, default=10, help="of the rolling restart")

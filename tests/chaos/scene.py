@@ -27,13 +27,15 @@ PROMPT = "a big yellow square on a black background"
 # A sampler that draws noise at every step: going on needs its generator, not only the latent.
 OPTIONS: Mapping[str, Any] = {"guidance_scale": 4.0, "sampler": "euler_ancestral"}
 # Groups are padded, so that a picture is the same byte for byte whoever is drawn beside it. Checkpoints are made by
-# steps: every tenth of a request. Every step is told, so that one that runs again is known to have run before.
+# steps: every tenth of a request. Every step is told, so that one that runs again is known to have run before. No LoRA
+# is kept, so that whoever dies while one is loaded dies in every request with one.
 ENGINE = {
     "model": "miniature",
     "threads": 1,
     "fixed_rows": 4,
     "checkpoint_interval_s": 60.0,
     "progress_interval_s": 0.001,
+    "lora_budget_bytes": 1,
 }
 HANG_S = 3.0
 # design.md: a service that joins or leaves is noticed within this time; asking takes some of it on busy cores.
@@ -175,6 +177,27 @@ class Scene:
         wait_until(lambda: name in self.hosting(), JOIN_TIMEOUT_S, f"{name} to join")
         return service
 
+    def start_loras(self, bytes_per_s: int) -> Service:
+        """Starts the LoRA store, with what it had before; returns when it has joined. bytes_per_s: to each worker."""
+        config = {
+            "name": "loras",
+            "gateway": self.address,
+            "folder": str(self.folder / "loras"),
+            "links": {"bytes_per_s": bytes_per_s},
+        }
+        service = self._workers["loras"] = self._services.start("bottega.loras", config, name=self._name("loras"))
+        kind = fleet_pb2.SERVICE_KIND_LORAS
+        wait_until(
+            lambda: service.address in {member.registration.address for member in self.members(kind)},
+            JOIN_TIMEOUT_S,
+            "the LoRA store to join",
+        )
+        return service
+
+    def boot_loras(self, bytes_per_s: int) -> Future[Service]:
+        """Starts the LoRA store while other things go on."""
+        return self._booting.submit(self.start_loras, bytes_per_s)
+
     def boot(self, name: str) -> Future[Service]:
         """Starts a worker while other things go on."""
         return self._booting.submit(self.start_worker, name)
@@ -184,7 +207,7 @@ class Scene:
         return self._booting.submit(self.start_controlnets, name, nets)
 
     def worker(self, name: str) -> Service:
-        """The newest life of a worker, or of a ControlNet server."""
+        """The newest life of a worker, of a ControlNet server or of the LoRA store, "loras"."""
         return self._workers[name]
 
     def engine_of(self, name: str) -> psutil.Process:

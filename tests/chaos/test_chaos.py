@@ -10,6 +10,7 @@ import pytest
 
 from tests.chaos.controlnets import kill_controlnets
 from tests.chaos.gateways import fill_disks, kill_gateways
+from tests.chaos.loras import kill_lora_stores
 from tests.chaos.restarts import roll
 from tests.chaos.scene import Scene
 from tests.chaos.tally import Tally
@@ -58,6 +59,11 @@ def test_a_controlnet_server_killed_in_a_session_leaves_the_same_picture(tmp_pat
     with Scene(tmp_path, ("a",)) as scene:
         kill_controlnets(scene, times=2, servers=("x", "y"), rng=RNG)
         _well(scene)
+
+
+def test_a_lora_store_killed_while_a_lora_is_loaded_leaves_the_same_picture(scene: Scene) -> None:
+    kill_lora_stores(scene, times=1, rng=RNG)
+    _well(scene)
 
 
 def test_a_gateway_killed_around_acknowledgement_loses_nothing(scene: Scene) -> None:

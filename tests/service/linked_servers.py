@@ -6,6 +6,7 @@ Nothing of it is faked but the gRPC that carries offers; links go by shared memo
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -26,7 +27,10 @@ ELSEWHERE = "another process"
 
 
 class LinkedServer:
-    """Hosts these folders. computes: whether it does; else steps wait. beats: signs of life from inside forwards."""
+    """Hosts these folders. computes: whether it does; else steps wait. beats: signs of life from inside forwards.
+
+    block_s: that every block of a network takes longer.
+    """
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class LinkedServer:
         socket = str(folder / f"{name}.sock") if memfd else None
         config = EngineConfig(budget_bytes=budget_bytes, max_rows=max_rows, links_socket=socket)
         self.beats = 0
+        self.block_s = 0.0
         self.hosts = Hosts(
             budget_bytes=budget_bytes,
             device=torch.device("cpu"),
@@ -74,6 +79,7 @@ class LinkedServer:
         self.hosts.shelf.close()
 
     def _beat(self) -> None:
+        time.sleep(self.block_s)
         self.beats += 1
         self.forwards.beat()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,21 +31,25 @@ class House:
 @contextlib.asynccontextmanager
 async def lora_house(folder: Path, **config: Any) -> AsyncIterator[House]:
     """config: of the gateway."""
-    async with running_gateway(**config) as gateway, _store(gateway, folder / "store") as store:
+    async with running_gateway(**config) as gateway, lora_store(gateway, folder / "store") as store:
         ink = await store.upload("ink", lora_file(folder))
         wash = await store.upload("wash", lora_file(folder, seed=1), base="other")
         yield House(gateway=gateway, store=store, ink=ink, wash=wash)
 
 
 @contextlib.asynccontextmanager
-async def _store(gateway: Running, folder: Path) -> AsyncIterator[running_loras.Running]:
-    settings = running_loras.config(gateway=gateway.address, name="loras", bases=_BASES, lease_s=30.0)
+async def lora_store(
+    gateway: Running, folder: Path, *, name: str = "loras", bases: Mapping[str, str] = _BASES
+) -> AsyncIterator[running_loras.Running]:
+    """A store that has joined."""
+    settings = running_loras.config(gateway=gateway.address, name=name, bases=dict(bases), lease_s=30.0)
     async with running_loras.running(folder, settings) as store, asyncio.timeout(PATIENCE_S):
-        while not await _joined(gateway):  # noqa: ASYNC110 - joining has no event here
+        while name not in await _stores(gateway):  # noqa: ASYNC110 - joining has no event here
             await asyncio.sleep(0.02)
         yield store
 
 
-async def _joined(gateway: Running) -> bool:
+async def _stores(gateway: Running) -> set[str]:
     members = (await gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
-    return any(member.registration.kind == fleet_pb2.SERVICE_KIND_LORAS for member in members)
+    kind = fleet_pb2.SERVICE_KIND_LORAS
+    return {member.registration.name for member in members if member.registration.kind == kind}

@@ -43,6 +43,7 @@ class Engine:
         self.channel = channel
         self.drawings: dict[str, Drawing] = {}
         self.backlog = 0
+        self.lora_stores: list[str] = []
         self.cancels = 0
         self.turns = 0
 
@@ -64,6 +65,8 @@ class Engine:
                 del self.drawings[command.cancel.attempt.job_id]
             case "backlog":
                 self.backlog = command.backlog.requests
+            case "lora_stores":
+                self.lora_stores = [f"{store.name} at {store.address}" for store in command.lora_stores.stores]
             case "preview":
                 if command.preview.attempt.job_id in self.drawings:
                     self.drawings[command.preview.attempt.job_id].start.preview = True
@@ -124,13 +127,16 @@ class Engine:
         running = [
             fleet_pb2.RunningAttempt(attempt=d.attempt, steps_left=d.steps - d.done) for d in self.drawings.values()
         ]
-        # What it was told is reported back as fixed_s, for tests to see: the backlog, and 100 for each cancel.
+        # What it was told is reported back, for tests to see: LoRA stores as LoRAs; the backlog, and 100 for each
+        # cancel, as fixed_s.
         fixed_s = 100.0 * self.cancels + self.backlog
         times = [
             fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=rows, seconds=0.02 + rows / 1e5)
             for rows in (2, 16)
         ]
-        self.say(beat=engine_pb2.EngineBeat(turns=self.turns, running=running, step_times=times, fixed_s=fixed_s))
+        beat = engine_pb2.EngineBeat(turns=self.turns, running=running, step_times=times, fixed_s=fixed_s)
+        beat.loras.extend(self.lora_stores)
+        self.say(beat=beat)
 
 
 def flat(width: int, height: int, level: int) -> tensor_pb2.Tensor:

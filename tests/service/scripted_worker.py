@@ -7,7 +7,7 @@ is until the same attempt is asked for again. It knows no gateway but by the wir
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bottega.errors import BottegaError, Unavailable
@@ -68,6 +68,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.checkpoints: asyncio.Queue[worker_pb2.WatchCheckpointsResponse] = asyncio.Queue()
         self._told_checkpoints: dict[str, worker_pb2.WatchCheckpointsResponse] = {}
         self.backlogs: list[int] = []
+        self.lora_stores: list[tuple[str, str]] = []
         self.draining = False
         self.loras: list[str] = []
         self._gateway = gateway
@@ -86,11 +87,18 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.grpc)
         await self._server.start()
         self.membership = FleetMembership(
-            self._gateway, self.registration(), load=self.load, on_backlog=self.backlogs.append
+            self._gateway,
+            self.registration(),
+            load=self.load,
+            on_backlog=self.backlogs.append,
+            on_lora_stores=self._take_lora_stores,
         )
         self.membership.start()
         await asyncio.wait_for(self.membership.joined.wait(), join_timeout_s)
         return self
+
+    def _take_lora_stores(self, stores: Sequence[worker_pb2.LoraStore]) -> None:
+        self.lora_stores = [(store.name, store.address) for store in stores]
 
     def registration(self) -> fleet_pb2.Registration:
         """Who it is."""

@@ -33,7 +33,7 @@ from bottega.diffusion.model import Model
 from bottega.diffusion.row import Embeds, Half
 from bottega.diffusion.tensor_messages import Message
 from bottega.errors import BadFrame, DeadlineExceeded
-from bottega.transport import Deadline, DType, Layout, Link, TensorSpec, connect
+from bottega.transport import Deadline, DType, Layout, Link, TensorSpec, connect, serving
 from tests.controlnets import control_image, layout_of, random_controlnet, save
 from tests.drawing import load
 from tests.service.linked_servers import LinkedServer, linked_server
@@ -47,7 +47,7 @@ SOON_S = 20.0
 
 @pytest.fixture(autouse=True)
 def _lines(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "bottega.controlnet")
+    caplog.set_level(logging.INFO, "bottega")
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_a_worker_has_no_more_sessions_than_it_may(
 def test_a_worker_that_begins_a_message_and_stops_is_given_up(
     base: ControlLayout, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_link, "MESSAGE_S", 0.2)
+    monkeypatch.setattr(serving, "MESSAGE_S", 0.2)
     message = step_message(step())
     outgoing = link.begin(message.layout, soon())
     outgoing.ready(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from bottega.diffusion.model import Model
 from bottega.diffusion.row import Row
 from bottega.diffusion.samplers import SamplerKind
 from bottega.diffusion.spec import DrawingSpec
-from bottega.errors import ModelMismatch
+from bottega.errors import ModelMismatch, NoControlNet
 from bottega.transport import Counters
 from bottega.worker.peer import Peer
 from tests.controlnets import control_image, control_spec, random_controlnet, save, shelf_of, stock_options
@@ -247,6 +247,51 @@ def test_a_job_whose_controlnets_the_follower_does_not_have_is_drawn_here(
     drawing = easel.draw(controlled())
     assert drawing.record.pair is None
     assert_close(drawing.latents[0], alone.draw(controlled()).latents[0])
+
+
+class LosableControlNets(LocalControlNets):
+    """As on a server that can be lost. lost: whether it is; an error where nobody else will go on with it."""
+
+    lost: bool | NoControlNet = False
+
+    def opened(self, handles: Sequence[Hashable]) -> bool:
+        if isinstance(self.lost, NoControlNet):
+            raise self.lost
+        return not self.lost and super().opened(handles)
+
+    def spoilt(self, row: Row) -> bool:
+        return bool(self.lost)
+
+
+@pytest.mark.parametrize("lost", [True, NoControlNet("its only server is gone")], ids=["for a while", "for good"])
+def test_a_job_whose_controlnets_the_follower_loses_goes_on_here_beside_rows_that_it_still_computes(
+    model: Model, shelf: ControlNetShelf, lost: bool | NoControlNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair, "rows_to_lend", lambda _, able, **__: min(able, 3))  # whatever was measured
+    order = controlled()
+    order = replace(order, spec=replace(order.spec, num_inference_steps=16))
+    theirs = LosableControlNets(shelf)
+    with FollowerThread(Engine(model, TOGETHER, controlnets=theirs)) as follower:
+        peer = led(follower)
+        easel = Easel(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), follower=peer))
+        drawing = easel.submit(order)
+        easel.submit(Order(key="plain", spec=replace(PLAIN, num_inference_steps=30)))
+        while drawing.job is None or drawing.job.pair is None:
+            easel.turn()
+        theirs.lost = lost
+        easel.turn()  # its last lent row is late
+        shared, done = drawing.job.pair.steps, drawing.job.steps_done
+        for _ in range(4):
+            easel.turn()
+        assert drawing.job.steps_done == done + 4
+        assert drawing.job.pair.steps == shared
+        assert follower.forwards > shared, "the other job's rows still go there"
+        theirs.lost = False
+        easel.run()
+        peer.stop()
+    alone = Easel(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
+    assert_close(drawing.latents[0], alone.draw(order).latents[0])
+    assert (pair_of(drawing).steps > shared) == (lost is True), "it comes back where somebody goes on with it"
 
 
 class SlowControlNets(LocalControlNets):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.generation_pb2 import Lora, Techniques
 from tests.service import running_loras
-from tests.service.lora_house import House, lora_house
+from tests.service.lora_house import House, lora_house, lora_store
 from tests.service.running_gateway import refusal, running_gateway
 from tests.service.running_loras import PATIENCE_S
 from tests.service.scripted_worker import MODEL
@@ -63,6 +63,14 @@ async def test_a_lora_for_another_base_is_refused_and_both_are_named(house: Hous
         assert "other" in error.message
         assert "miniature" in error.message
         assert error.metadata == {"lora": "wash", "made_for": "other", "model": "miniature"}
+
+
+async def test_a_lora_whose_base_nobody_serves_is_named_with_it(house: House) -> None:
+    await house.gateway.worker()
+    error = await refusal(lambda: house.gateway.generate(loras=[Lora(name="wash")]))
+    assert isinstance(error, errors.ModelNotFound)
+    assert error.message == "wash was made for the base model other, which no worker serves; served: miniature"
+    assert error.metadata == {"served": "miniature"}
 
 
 async def test_a_lora_that_no_store_has_is_not_found_and_without_a_store_nothing_is_known(
@@ -130,6 +138,20 @@ async def test_a_worker_that_has_the_lora_is_preferred(house: House) -> None:
     for _ in range(3):
         completed = await house.gateway.draw(loras=[Lora(name="ink")])
         assert completed.provenance.worker == "w2"
+
+
+async def test_workers_are_told_where_stores_are_as_soon_as_that_changes(house: House, tmp_path: Path) -> None:
+    worker = await house.gateway.worker()
+    first = ("loras", house.store.server.address)
+    async with lora_store(house.gateway, tmp_path / "annex", name="annex") as annex:
+        await _until(lambda: worker.lora_stores == [("annex", annex.server.address), first])
+    await _until(lambda: worker.lora_stores == [first])
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - it has no event here
+            await asyncio.sleep(0.02)
 
 
 async def test_a_later_attempt_is_told_the_step_at_which_the_loras_went_in(house: House) -> None:

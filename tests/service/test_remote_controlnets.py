@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,9 +24,10 @@ from bottega.diffusion.model import Model
 from bottega.diffusion.row import Row
 from bottega.diffusion.spec import DrawingSpec
 from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, TooLarge, Unavailable
-from bottega.transport import Limits
+from bottega.transport import Limits, Offer
 from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADING, HOSTED_STATE_ON_DISK
 from bottega.worker.controlnets import LinkSettings, Offers, Pace, RemoteControlNets
+from load.bench.throttle import Throttle
 from tests.controlnets import Gate, control_image, control_spec, layout_of, random_controlnet, save, shelf_of
 from tests.drawing import Drawing, Easel, load
 from tests.service import linked_servers
@@ -50,8 +52,24 @@ IMPATIENT = {"is silent": {"silence_s": SILENCE_S}, "computes nothing, and answe
 class AlwaysPipelined(Pace):
     """Lets everybody who may go on with old residuals do so at once."""
 
-    def pipelined(self, control: Control, answer_s: float) -> bool:
+    def pipelined(self, control: Control, *, answer_s: float, transfer_s: float) -> bool:
         return control.may_be_stale
+
+
+class Relayed(linked_servers.Offers):
+    """Offers of a server that is reached through a relay."""
+
+    def __init__(self, server: LinkedServer, throttle: Throttle) -> None:
+        super().__init__(server)
+        self._throttle = throttle
+
+    def ask(self, address: str, link_id: str) -> Future[Offer]:
+        offer = super().ask(address, link_id).result()
+        assert offer.tcp is not None
+        self._throttle.target = offer.tcp.port
+        relayed = Future[Offer]()
+        relayed.set_result(replace(offer, tcp=replace(offer.tcp, port=self._throttle.port)))
+        return relayed
 
 
 class StaleLocal(LocalControlNets):
@@ -372,6 +390,28 @@ def test_pipelined_steps_use_the_residuals_of_the_step_before_and_the_first_one_
     assert_close(drawing.latents[0], expected)
     (use,) = drawing.record.controlnets
     assert (use.pipelined, use.stale_steps) == (True, PLAIN.num_inference_steps - 1)
+
+
+def similar(order: Order) -> Order:
+    """Its ControlNets' profiles let it go on with old residuals, where the link makes that pay."""
+    hosts = tuple(replace(each, similarity=0.999) for each in order.control_hosts)
+    return replace(order, control_hosts=hosts, stale_residuals=True)
+
+
+@pytest.mark.parametrize("link", ["near", "far"])
+def test_a_server_that_computes_for_long_is_waited_for(model: Model, link: str, request: pytest.FixtureRequest) -> None:
+    server = request.getfixturevalue(link)
+    server.block_s = 0.02
+    drawing = Desk(model, linked_servers.Offers(server)).draw(similar(on(controlled((0, 0.8)), server)))
+    server.block_s = 0.0
+    assert drawing.record.controlnets[0].waited_s > 0.3
+    assert drawing.record.controlnets[0].stale_steps == 0
+
+
+def test_a_slow_link_is_not(model: Model, far: LinkedServer) -> None:
+    with Throttle(bytes_per_s=2e6) as throttle:
+        drawing = Desk(model, Relayed(far, throttle)).draw(similar(on(controlled((0, 0.8)), far)))
+    assert drawing.record.controlnets[0].stale_steps > 0
 
 
 def test_a_job_that_ends_takes_no_answers_from_those_in_its_group(model: Model, near: LinkedServer) -> None:

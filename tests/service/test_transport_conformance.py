@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -240,6 +241,25 @@ def test_a_given_back_message_is_looked_at_no_more(ends: tuple[Link, Link]) -> N
     incoming.wait_all(patience())
     incoming.release()
     incoming.release()
+    with pytest.raises(LeaseExpired):
+        incoming.view(0)
+
+
+def test_a_message_given_back_while_it_is_looked_at_has_expired(
+    ends: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = ends
+    write(near, LAYOUT, content(LAYOUT, 1))
+    incoming = far.recv(patience(), LAYOUT)
+    incoming.wait_all(patience())
+    far.end(LinkClosed("its memory is still valid"))
+
+    def meanwhile() -> float:
+        """The clock that `view` asks: another thread gives the message back between two of its lines."""
+        incoming.release()
+        return 0.0
+
+    monkeypatch.setattr("bottega.transport.life.time", SimpleNamespace(monotonic=meanwhile))
     with pytest.raises(LeaseExpired):
         incoming.view(0)
 

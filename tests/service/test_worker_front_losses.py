@@ -16,6 +16,7 @@ from bottega.errors import Code, InternalError
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
+from bottega.v1.worker_pb2 import LoraStore
 from bottega.worker.config import EngineConfig
 from tests.service.running_front import CONFIG, Start, eventually, kinds, request, running_workers
 
@@ -88,7 +89,7 @@ async def test_stopping_leaves_no_process(start: Start) -> None:
 
 
 class Gateway(fleet_pb2_grpc.FleetServiceServicer):
-    """A fleet that remembers what it was told and says that three requests wait."""
+    """A fleet that remembers what it was told, and says that three requests wait and where a LoRA store is."""
 
     def __init__(self) -> None:
         self.registrations: list[fleet_pb2.Registration] = []
@@ -99,7 +100,7 @@ class Gateway(fleet_pb2_grpc.FleetServiceServicer):
         self, request_iterator: AsyncIterator[fleet_pb2.JoinRequest], context: object
     ) -> AsyncIterator[fleet_pb2.JoinResponse]:
         self.members += 1
-        yield fleet_pb2.JoinResponse(backlog=3)
+        yield fleet_pb2.JoinResponse(backlog=3, lora_stores=[LoraStore(name="shelf", address="host:1")])
         try:
             async for message in request_iterator:
                 if message.HasField("registration"):
@@ -124,6 +125,7 @@ async def test_the_worker_is_in_the_fleet_while_its_engine_is_ready(start: Start
     assert (registration.name, registration.address) == ("w", running.server.address)
     assert [model.name for model in registration.models] == ["scripted"]
     await eventually(lambda: gateway.loads[-1].fixed_s == 3)  # the backlog reached the engine
+    await eventually(lambda: list(gateway.loads[-1].loras) == ["shelf at host:1"])
     assert gateway.loads[-1].step_times[0].rows == 2
     assert gateway.loads[-1].max_rows == 16
     await eventually(lambda: gateway.loads[-1].memory_bytes > 2**20)
@@ -135,6 +137,7 @@ async def test_the_worker_is_in_the_fleet_while_its_engine_is_ready(start: Start
     os.kill(running.engine.pid, signal.SIGKILL)
     await eventually(lambda: gateway.members == 0)
     await eventually(lambda: gateway.members == 1 and len(gateway.registrations) == 2)
+    await eventually(lambda: list(gateway.loads[-1].loras) == ["shelf at host:1"])  # so did they the next engine
     assert (await following)[-1].failed.reason == error_pb2.ERROR_REASON_WORKER_LOST
     await running.worker.stop()
     await eventually(lambda: gateway.members == 0)

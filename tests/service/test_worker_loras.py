@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import grpc
 import pytest
 import torch
 
-from bottega.diffusion.loras import LoraHandle, LoraRef
+from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
 from bottega.errors import BottegaError, DataLoss, InternalError, LoraNotFound
 from bottega.loras.config import LinksConfig
 from bottega.rpc.server import ServerConfig
@@ -21,7 +21,7 @@ from bottega.rpc.status import from_rpc_error
 from bottega.transport import Counters, Offer, offer_from_wire
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
-from bottega.worker.loras import LinkedLoras, LoraLinkSettings, Store
+from bottega.worker.loras import LinkedLoras, LoraLinkSettings
 from tests.lora_files import Part, delta, kohya, save
 from tests.service.running_loras import MODULE, PATIENCE_S, TEXT_MODULE, Running, config, lora_file, running
 
@@ -50,6 +50,10 @@ class _Offers:
         return offer_from_wire(answer.offer)
 
 
+def _named(stores: Iterable[Running]) -> tuple[LoraStore, ...]:
+    return tuple(LoraStore(name=store.store.name, address=store.server.address) for store in stores)
+
+
 class _Worker:
     """A source as an engine has it."""
 
@@ -66,10 +70,10 @@ class _Worker:
         )
 
     def know(self, *stores: Running) -> None:
-        self.source.know([Store(name=store.store.name, address=store.server.address) for store in stores])
+        self.source.know(_named(stores))
 
-    def begin(self, lora: pb.StoredLora) -> LoraHandle:
-        return self.source.begin(LoraRef(name=lora.name, digest=lora.digest))
+    def begin(self, lora: pb.StoredLora, *stores: Running) -> LoraHandle:
+        return self.source.begin(LoraRef(name=lora.name, digest=lora.digest, stores=_named(stores)))
 
     async def wait(self, handle: LoraHandle, seconds: float = PATIENCE_S) -> bool:
         """Whether it is ready by then. Raises its error."""
@@ -248,6 +252,23 @@ async def test_weights_of_another_digest_are_data_loss_and_others_undisturbed(tm
         assert worker.offers.asked == 1, "the link lives"
 
 
+async def test_what_one_store_has_damaged_another_one_is_asked_for(tmp_path: Path, worker: _Worker) -> None:
+    async with running(tmp_path / "one", config(budget_bytes=1)) as one, running(tmp_path / "two") as two:
+        lora = await one.upload("a", lora_file(tmp_path))
+        _damage(tmp_path / "one")
+        worker.know(one, two)
+        with pytest.raises(DataLoss):  # and not that the other one has not got it
+            await worker.wait(worker.begin(lora))
+        await two.upload("a", lora_file(tmp_path))
+        assert await worker.wait(worker.begin(lora))
+
+
+def _damage(store: Path) -> None:
+    (path,) = (store / "files").glob("??/*")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
@@ -265,6 +286,38 @@ async def test_a_store_that_comes_back_is_linked_to_again_while_somebody_waits(t
     assert not await worker.wait(handle, 1.0)
     async with running(folder, settings):
         assert await worker.wait(handle)
+
+
+async def test_a_store_that_comes_back_elsewhere_is_found_by_those_who_wait(tmp_path: Path, worker: _Worker) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        first = store.server.address
+        handle = worker.begin(lora, store)
+        assert await worker.wait(handle), "of the stores that it names itself, while no others are known"
+        later = await store.upload("b", lora_file(tmp_path, seed=1))
+        worker.know(store)
+    handle = worker.begin(later)
+    assert not await worker.wait(handle, 0.5)
+    async with running(folder) as store:
+        assert store.server.address != first
+        worker.know(store)
+        assert await worker.wait(handle)
+
+
+async def test_what_is_asked_for_while_there_is_no_store_waits_for_the_next(tmp_path: Path, worker: _Worker) -> None:
+    async with running(tmp_path / "store") as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        worker.know(store)
+        worker.know()
+        given_up = worker.begin(pb.StoredLora(name="b", digest="1" * 64))
+        handle = worker.begin(lora)
+        assert not await worker.wait(handle, 0.3)
+        worker.source.close([given_up])
+        worker.know(store)
+        assert await worker.wait(handle)
+        with pytest.raises(LoraNotFound):
+            await worker.wait(worker.begin(pb.StoredLora(name="b", digest="1" * 64)))
 
 
 async def test_without_a_store_a_lora_is_refused_at_once(worker: _Worker) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
 
 from bottega.rpc.channel import channel_options
-from bottega.v1 import worker_pb2, worker_pb2_grpc
+from bottega.v1 import lora_pb2, lora_pb2_grpc, worker_pb2, worker_pb2_grpc
+from bottega.v1.generation_pb2 import Lora
 from tests.chaos.peers import kill_peers
 from tests.chaos.tally import Tally
-from tests.running import SMALL_ENGINE, wait_until
+from tests.lora_files import Part, base_shapes, kohya, save
+from tests.running import SMALL_ENGINE, Services, wait_until
+from tests.service.running_loras import upload_requests
 from tests.stock import assert_same_image
 from tests.worker_pair import LINK_TIMEOUT_S, TIMEOUT_S, WorkerPair
 
@@ -89,3 +93,29 @@ def test_a_peer_killed_in_the_middle_of_a_picture_changes_nothing_and_is_used_ag
     kill_peers(pair, tally, times=1, rng=random.Random(3))
     assert tally.well, (tally.zeros, tally.faults)
     wait_until(lambda: pair.draw("a").lent_steps > 0, LINK_TIMEOUT_S, "the pair to draw together again")
+
+
+def test_rows_with_a_lora_are_lent_too_though_the_other_has_drawn_nothing_with_one(
+    pair: WorkerPair, tmp_path: Path
+) -> None:
+    server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
+    with Services(tmp_path) as services:
+        store = services.start("bottega.loras", {"name": "loras", "gateway": "", "server": server})
+        where = [worker_pb2.LoraStore(name="loras", address=store.address)]
+        lora = Lora(name="ink", scale=1.0, max_step=0, digest=_brought(store.address, tmp_path))
+        options = {"loras": [lora], "num_inference_steps": LONG}
+        drawn = pair.draw("a", lora_stores=where, **options)
+        alone = pair.alone("a", lora_stores=where, **options)
+    assert drawn.lent_steps > 0
+    assert_same_image(drawn.pixels, alone.pixels)
+    assert (drawn.pixels != pair.alone("a", num_inference_steps=LONG).pixels).any()
+
+
+def _brought(store: str, folder: Path) -> str:
+    """The digest of a LoRA that a store has from now on."""
+    parts = {("unet", path): Part(rank=4, alpha=2.0) for path in base_shapes("unet") if path.endswith("to_q")}
+    data = save(kohya(parts)[0], folder / "ink.safetensors").read_bytes()
+    with grpc.insecure_channel(store, options=channel_options()) as channel:
+        stub = lora_pb2_grpc.LoraServiceStub(channel)
+        answer: lora_pb2.UploadLoraResponse = stub.UploadLora(upload_requests("ink", data), timeout=TIMEOUT_S)
+    return answer.lora.digest

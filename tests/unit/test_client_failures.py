@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bottega.client.cli.failures import explained
-from bottega.errors import StorageUnavailable
+from bottega.errors import BottegaError, DataLoss, NoLora, StorageUnavailable, TooLarge
 from bottega.storage import faults
 
 
@@ -17,7 +17,7 @@ from bottega.storage import faults
         ("SQLITE_IOERR_WRITE", "Make room"),
         ("SQLITE_READONLY_DBMOVED", "Let the gateway write"),
         ("EROFS", "Let the gateway write"),
-        (faults.BUSY, "Try again in 5 s; if it stays so, bottega logs gateway"),
+        (faults.BUSY, "Try again in 5 s; if it stays so, bottega logs"),
     ],
 )
 def test_room_is_to_be_made_only_where_room_is_the_matter(cause: str, todo: str) -> None:
@@ -29,3 +29,20 @@ def test_room_is_to_be_made_only_where_room_is_the_matter(cause: str, todo: str)
 def test_a_gateway_that_starts_is_asked_again() -> None:
     starting = StorageUnavailable("the gateway is still starting", retry_after_s=1.0)
     assert explained(starting, "127.0.0.1:1")[1].startswith("Try again in 1 s")
+
+
+@pytest.mark.parametrize(
+    ("error", "todo"),
+    [
+        (StorageUnavailable("the disk is full", metadata={"cause": "ENOSPC"}), "Make room on the LoRA store's disk"),
+        (DataLoss("a row is damaged"), "bottega logs loras"),
+        (TooLarge("more than its disk_bytes"), ""),
+        (NoLora("no LoRA store has joined"), "bottega fleet shows whether a LoRA store has joined"),
+    ],
+)
+def test_what_a_lora_store_says_is_not_taken_for_the_gateways(error: BottegaError, todo: str) -> None:
+    error.metadata["service"] = "loras"
+    message, said = explained(error, "127.0.0.1:1")
+    assert message == error.message
+    assert said.startswith(todo)
+    assert "gateway" not in said

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from bottega.diffusion import pair
 from bottega.diffusion.engine import Engine, EngineLimits
 from bottega.diffusion.job import Order
 from bottega.diffusion.spec import DrawingSpec
@@ -14,23 +17,30 @@ from tests.stock import assert_close, latent_of, load_stock
 
 TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 SPEC = DrawingSpec(
-    prompt="a big red star on the left on a blue background", num_inference_steps=6, width=64, height=64, seed=15
+    prompt="a big red star on the left on a blue background", num_inference_steps=8, width=64, height=64, seed=15
 )
 FROM_STEP = 3
 
 
-def test_a_follower_with_another_lora_in_its_weights_computes_rows_as_they_are() -> None:
+@pytest.mark.parametrize("count", [1, 3], ids=["a row of the late one", "both of its rows and one without"])
+def test_a_follower_with_another_lora_in_its_weights_computes_rows_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(pair, "rows_to_lend", lambda rows, able, **_: min(rows - 1, able, count))
     stock, components = styled_stock()
     late = Order(key="late", spec=replace(SPEC, loras=(lora_spec("pastel", from_step=FROM_STEP),)))
     plain = Order(key="plain", spec=replace(SPEC, seed=4))
     with FollowerThread(_patched_engine(LorasByHand.of(components))) as follower:
         peer = led(follower)
         easel = Easel(Engine(load(), TOGETHER, loras=LorasByHand.of(components), follower=peer))
-        drawings = easel.run({0: [late, plain]})
+        drawings = easel.run({0: [plain, late]})  # the last rows are lent first
         peer.stop()
     assert_close(drawings["late"].latents[0], styled_latent(stock, SPEC, {"pastel": 1.0}, FROM_STEP))
     assert_close(drawings["plain"].latents[0], latent_of(load_stock(), plain.spec))
-    assert any(drawing.record.pair is not None for drawing in drawings.values())
+    record = drawings["late"].record.pair
+    assert record is not None
+    assert record.steps > FROM_STEP, "rows of steps before and after it, or this says little"
+    assert record.taken_back_steps == 0
 
 
 def _patched_engine(loras: LorasByHand) -> Engine:

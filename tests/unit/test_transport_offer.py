@@ -1,4 +1,4 @@
-"""Offers and answers come out of the wire as they went in, never show their token, and are refused where they lie."""
+"""Offers come out of the wire as they went in, never show their token, and are refused where they lie."""
 
 from __future__ import annotations
 
@@ -8,20 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from bottega.errors import InvalidRequest
-from bottega.transport import (
-    Answer,
-    Backend,
-    Deadline,
-    Limits,
-    MemfdEndpoint,
-    Offer,
-    TcpEndpoint,
-    answer_from_wire,
-    answer_to_wire,
-    offer_from_wire,
-    offer_to_wire,
-)
-from bottega.v1.link_pb2 import LinkAnswer, LinkBackend, LinkOffer
+from bottega.transport import Deadline, Limits, MemfdEndpoint, Offer, TcpEndpoint, offer_from_wire, offer_to_wire
+from bottega.v1.link_pb2 import LinkOffer
 
 OFFER = Offer(
     link_id="0123456789abcdef" * 2,
@@ -47,12 +35,6 @@ def test_an_offer_comes_back_as_it_was() -> None:
                 tcp=tcp,
             )
             assert offer_from_wire(LinkOffer.FromString(offer_to_wire(offer).SerializeToString())) == offer
-
-
-@pytest.mark.parametrize("backend", Backend)
-def test_an_answer_comes_back_as_it_was(backend: Backend) -> None:
-    answer = Answer(backend=backend, reason="memfd: the listener is on another host; tcp: the address answers")
-    assert answer_from_wire(LinkAnswer.FromString(answer_to_wire(answer).SerializeToString())) == answer
 
 
 def test_the_token_is_not_printed() -> None:
@@ -82,12 +64,6 @@ def test_an_offer_that_no_listener_made_is_refused(spoil: Callable[[LinkOffer], 
     with pytest.raises(InvalidRequest) as raised:
         offer_from_wire(message)
     assert raised.value.violations
-
-
-@pytest.mark.parametrize("backend", [0, 99])
-def test_an_answer_of_an_unknown_backend_is_refused(backend: int) -> None:
-    with pytest.raises(InvalidRequest):
-        answer_from_wire(LinkAnswer(backend=LinkBackend.ValueType(backend)))
 
 
 @pytest.mark.parametrize("at", [math.inf, math.nan])

@@ -59,15 +59,19 @@ def test_it_takes_a_profile_and_a_wait_that_is_worth_it(
     similarity: float | None, answer_s: float, expected: bool
 ) -> None:
     control = replace(CONTROL, hosts=replace(CONTROL.hosts, similarity=similarity))
-    assert measured().pipelined(control, answer_s) is expected
+    assert measured().pipelined(control, answer_s=answer_s, transfer_s=answer_s) is expected
 
 
 def test_a_request_that_wants_exact_steps_has_them() -> None:
-    assert not measured().pipelined(replace(CONTROL, may_be_stale=False), 0.4)
+    assert not measured().pipelined(replace(CONTROL, may_be_stale=False), answer_s=0.4, transfer_s=0.4)
+
+
+def test_waiting_for_a_server_that_is_busy_is_no_reason() -> None:
+    assert not measured().pipelined(CONTROL, answer_s=0.4, transfer_s=0.01)
 
 
 def test_before_anything_was_measured_steps_wait() -> None:
-    assert not Pace().pipelined(CONTROL, 0.4)
+    assert not Pace().pipelined(CONTROL, answer_s=0.4, transfer_s=0.4)
 
 
 def test_a_rest_between_requests_is_no_long_step() -> None:
@@ -81,4 +85,4 @@ def test_a_rest_between_requests_is_no_long_step() -> None:
     pace.rests()
     clock.now += 3600
     pace.asked()
-    assert pace.pipelined(CONTROL, 0.4)
+    assert pace.pipelined(CONTROL, answer_s=0.4, transfer_s=0.4)

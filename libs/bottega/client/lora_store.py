@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
-from bottega.errors import InvalidRequest, NoLora, Violation
-from bottega.rpc.channel import open_channel
+from bottega.errors import BottegaError, InvalidRequest, LoraNotFound, NoLora, Violation
+from bottega.rpc.channel import channel_options, open_channel
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import fleet_pb2, lora_pb2, lora_pb2_grpc
+from bottega.v1.fleet_pb2 import Registration
 from bottega.v1.lora_pb2 import StoredLora
 
 # An import reads all of a file, which of some GiB takes a while.
@@ -42,111 +43,174 @@ def lora_file(path: Path) -> LoraFile:
     if not path.is_dir():
         config = path.with_name(_PEFT_CONFIG)
         beside = config.read_bytes() if path.name == _WEIGHTS[0] and config.is_file() else b""
+        if path.is_file() and not path.stat().st_size:
+            rule = f"{path} is empty"
+            raise InvalidRequest(rule, violations=[Violation(field="path", description=rule)])
         return LoraFile(path=path, adapter_config=beside)
     files = sorted(path.glob("*.safetensors"))
     named = [file for name in _WEIGHTS for file in files if file.name == name]
     if not named and len(files) != 1:
         rule = f"{path} holds none of {', '.join(_WEIGHTS)}, nor one .safetensors file alone"
+        if any(path.glob(f"*/{_WEIGHTS[0]}")):
+            rule = f"{path} has a folder for each component: lay it below the store's imports.root, name it from there"
         raise InvalidRequest(rule, violations=[Violation(field="path", description=rule)])
     return lora_file((named or files)[0])
 
 
 class LoraStores:
-    """The LoRA stores of a fleet; what is asked of them goes to the first."""
+    """The LoRA stores of a fleet, in the gateway's order: of several that have a name, the first counts."""
 
     def __init__(self, fleet: fleet_pb2.ListMembersResponse) -> None:
-        self._stores = [m.registration for m in fleet.members if m.registration.kind == fleet_pb2.SERVICE_KIND_LORAS]
+        here = [member for member in fleet.members if member.registration.kind == fleet_pb2.SERVICE_KIND_LORAS]
+        self._stores = [member.registration for member in sorted(here, key=lambda member: member.load.draining)]
 
     async def all(self) -> tuple[StoredLora, ...]:
-        """All LoRAs, by name. Raises NoLora where there is no store."""
-        return tuple([lora async for lora in self._pages()])
+        """All LoRAs, by name. Raises NoLora where there is no store, or one does not answer."""
+        found: dict[str, StoredLora] = {}
+        for store in self._here():
+            async for page in _pages(store):
+                for lora in page.loras:
+                    found.setdefault(lora.name, lora)
+        return tuple(found[name] for name in sorted(found))
 
     async def get(self, name: str) -> StoredLora:
         """Raises LoraNotFound."""
-        async with self._asked() as store:
-            return (await store.GetLora(lora_pb2.GetLoraRequest(name=name), timeout=_ASK_S)).lora
+        _, lora = await self._find(name)
+        return lora
 
     async def add(self, name: str, path: Path, *, base: str | None, trigger_words: Sequence[str]) -> StoredLora:
-        """Uploads a LoRA of this machine. base: absent where the store has one alone. Raises BadLora among others."""
+        """Uploads a LoRA of this machine. base: absent where the stores have one alone. Raises BadLora among others."""
         file = await asyncio.to_thread(lora_file, path)
         sha256 = await asyncio.to_thread(_sha256, file.path)
+        place, base = await self._place(name, base)
         head = lora_pb2.UploadLoraHead(
             name=name,
-            base=await self._base(base),
+            base=base,
             sha256=sha256,
             size_bytes=file.path.stat().st_size,
             adapter_config=file.adapter_config,
             trigger_words=trigger_words,
         )
-        async with self._asked() as store:
-            return (await store.UploadLora(_messages(head, file.path), timeout=_ADD_S)).lora
+        with _typed(place):
+            return (await _uploaded(place.address, _messages(head, file.path))).lora
 
     async def register(self, name: str, path: str, *, base: str | None, trigger_words: Sequence[str]) -> StoredLora:
-        """Has the store take in what is on its own machine."""
-        request = lora_pb2.RegisterLoraRequest(
-            name=name, base=await self._base(base), path=path, trigger_words=trigger_words
-        )
-        async with self._asked() as store:
+        """Has a store take in what is on its own machine."""
+        place, base = await self._place(name, base)
+        request = lora_pb2.RegisterLoraRequest(name=name, base=base, path=path, trigger_words=trigger_words)
+        async with _asked(place) as store:
             return (await store.RegisterLora(request, timeout=_ADD_S)).lora
 
     async def remove(self, name: str) -> None:
         """Raises LoraNotFound, LoraInUse."""
-        async with self._asked() as store:
+        place, _ = await self._find(name)
+        async with _asked(place) as store:
             await store.DeleteLora(lora_pb2.DeleteLoraRequest(name=name), timeout=_ASK_S)
 
     async def pin(self, name: str, pinned: bool) -> StoredLora:
         """Keeps it in memory, or no longer. Raises LoraNotFound."""
-        async with self._asked() as store:
+        place, _ = await self._find(name)
+        async with _asked(place) as store:
             return (await store.PinLora(lora_pb2.PinLoraRequest(name=name, pinned=pinned), timeout=_ASK_S)).lora
 
     async def note_bounds(self, name: str, digest: str, bounds: Mapping[int, int]) -> StoredLora:
-        """Has it remember how late the LoRA may come, by number of steps; of other numbers it keeps what it knows.
+        """Has its store remember how late it may come, by number of steps; of others it keeps what it knows.
 
         digest: of the weights that were measured. Raises LoraNotFound, also where it has other ones now.
         """
-        async with self._asked() as store:
-            known = (await store.GetLora(lora_pb2.GetLoraRequest(name=name), timeout=_ASK_S)).lora.bounds
-            merged = {bound.num_inference_steps: bound.max_step for bound in known} | dict(bounds)
-            request = lora_pb2.SetLoraProfileRequest(name=name, digest=digest)
-            for steps, step in sorted(merged.items()):
-                request.bounds.add(num_inference_steps=steps, max_step=step)
+        place, known = await self._find(name)
+        merged = {bound.num_inference_steps: bound.max_step for bound in known.bounds} | dict(bounds)
+        request = lora_pb2.SetLoraProfileRequest(name=name, digest=digest)
+        for steps, step in sorted(merged.items()):
+            request.bounds.add(num_inference_steps=steps, max_step=step)
+        async with _asked(place) as store:
             return (await store.SetLoraProfile(request, timeout=_ASK_S)).lora
 
-    async def _base(self, base: str | None) -> str:
-        if base is not None:
-            return base
-        async with self._asked() as store:
-            bases = (await store.ListLoras(lora_pb2.ListLorasRequest(page_size=1), timeout=_ASK_S)).bases
-        if len(bases) != 1:
-            rule = f"say which one: {', '.join(bases) or 'the store has none'}"
+    async def _find(self, name: str) -> tuple[Registration, StoredLora]:
+        """The store that has it, and what it has. Raises LoraNotFound, NoLora where one that may have it is silent."""
+        failure: BottegaError = LoraNotFound(f"no such LoRA: {name}", metadata={"loras": name})
+        for store in self._here():
+            try:
+                async with _asked(store) as stub:
+                    return store, (await stub.GetLora(lora_pb2.GetLoraRequest(name=name), timeout=_ASK_S)).lora
+            except LoraNotFound:
+                continue
+            except NoLora as error:
+                failure = error
+        raise failure
+
+    async def _place(self, name: str, base: str | None) -> tuple[Registration, str]:
+        """Where one of that name belongs, and its base: where the name is already, else where the base is known."""
+        bases = {store.name: await _bases(store) for store in self._here()}
+        known = sorted({each for of in bases.values() for each in of})
+        if base is None and len(known) != 1:
+            rule = f"say which one: {', '.join(known) or 'the store has none'}"
             raise InvalidRequest(f"base: {rule}", violations=[Violation(field="base", description=rule)])
-        return bases[0]
+        base = known[0] if base is None else base
+        if len(self._stores) > 1:
+            with suppress(LoraNotFound):
+                return (await self._find(name))[0], base
+        return next((store for store in self._stores if base in bases[store.name]), self._stores[0]), base
 
-    async def _pages(self) -> AsyncIterator[StoredLora]:
-        token = ""
-        while True:
-            request = lora_pb2.ListLorasRequest(page_size=_PAGE, page_token=token)
-            async with self._asked() as store:
-                page = await store.ListLoras(request, timeout=_ASK_S)
-            for lora in page.loras:
-                yield lora
-            token = page.next_page_token
-            if not token:
-                return
-
-    @asynccontextmanager
-    async def _asked(self) -> AsyncIterator[lora_pb2_grpc.LoraServiceAsyncStub]:
-        """The first store. Raises NoLora where there is none, or it does not answer."""
+    def _here(self) -> Sequence[Registration]:
         if not self._stores:
             raise NoLora("no LoRA store has joined; bottega fleet shows who has")
-        store = self._stores[0]
-        async with open_channel(store.address) as channel:
-            try:
-                yield lora_pb2_grpc.LoraServiceStub(channel)
-            except grpc.aio.AioRpcError as error:
-                if not was_answered(error):
-                    raise NoLora(f"LoRA store {store.name} does not answer at {store.address}") from None
-                raise from_rpc_error(error) from None
+        return self._stores
+
+
+async def _bases(store: Registration) -> Sequence[str]:
+    async with _asked(store) as stub:
+        return (await stub.ListLoras(lora_pb2.ListLorasRequest(page_size=1), timeout=_ASK_S)).bases
+
+
+async def _pages(store: Registration) -> AsyncIterator[lora_pb2.ListLorasResponse]:
+    async with _asked(store) as stub:
+        page = await stub.ListLoras(lora_pb2.ListLorasRequest(page_size=_PAGE), timeout=_ASK_S)
+        yield page
+        while token := page.next_page_token:
+            request = lora_pb2.ListLorasRequest(page_size=_PAGE, page_token=token)
+            page = await stub.ListLoras(request, timeout=_ASK_S)
+            yield page
+
+
+@asynccontextmanager
+async def _asked(store: Registration) -> AsyncIterator[lora_pb2_grpc.LoraServiceAsyncStub]:
+    """Calls to one store. Raises as `_typed`."""
+    async with open_channel(store.address) as channel:
+        with _typed(store):
+            yield lora_pb2_grpc.LoraServiceStub(channel)
+
+
+@contextmanager
+def _typed(store: Registration) -> Iterator[None]:
+    """Raises NoLora where the store does not answer, else what it says; metadata "service" says that it was a store."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        if not was_answered(error):
+            raise NoLora(f"LoRA store {store.name} does not answer at {store.address}") from None
+        failure = from_rpc_error(error)
+        failure.metadata["service"] = "loras"
+        raise failure from None
+
+
+async def _uploaded(address: str, messages: Iterator[lora_pb2.UploadLoraRequest]) -> lora_pb2.UploadLoraResponse:
+    """The answer of a store. The call is gRPC's blocking one, in its own threads: that of asyncio loses what a server
+    says that refuses before it has heard everything. Raises grpc.RpcError."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+
+    def end(_: object) -> None:
+        loop.call_soon_threadsafe(ended.set)
+
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        call = lora_pb2_grpc.LoraServiceStub(channel).UploadLora.future(messages, timeout=_ADD_S)
+        call.add_done_callback(end)
+        try:
+            await ended.wait()
+        finally:
+            call.cancel()
+        return call.result()
 
 
 def _messages(head: lora_pb2.UploadLoraHead, path: Path) -> Iterator[lora_pb2.UploadLoraRequest]:

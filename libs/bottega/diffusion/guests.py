@@ -68,9 +68,18 @@ class Computed:
     waited_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Standing:
+    """Whether a job's rows can be computed, when that has changed. error: why they never will be; it is forgotten."""
+
+    guest: int
+    ready: bool
+    error: BottegaError | None = None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Seat:
-    """A guest that is here. handles: of its sessions. opened: whether all its rows can be computed."""
+    """A guest that is here. handles: of its sessions. opened: whether all its rows can be computed, as was told."""
 
     guest: Guest
     loras: JobLoras
@@ -125,20 +134,21 @@ class Guests:
         opened = not handles and not loras.pending
         self._seats[number] = _Seat(guest=Guest(halves=halves), loras=loras, handles=handles, opened=opened)
 
-    def settled(self) -> list[tuple[int, BottegaError | None]]:
-        """Jobs whose ControlNets and LoRAs have come since the last call, or never will, with the reason."""
-        news: list[tuple[int, BottegaError | None]] = []
+    def settled(self) -> list[Standing]:
+        """What has changed since the last call: ControlNets and LoRAs have come, or never will, or a ControlNet's
+        server was lost, and whoever goes on with it has to begin first.
+        """
+        news: list[Standing] = []
         for number, seat in list(self._seats.items()):
-            if seat.opened:
-                continue
+            before = seat.opened
             try:
-                seat.opened = self._loras.here(seat.loras) and self._sessions_open(seat)
+                seat.opened = (before or self._loras.here(seat.loras)) and self._sessions_open(seat)
             except BottegaError as error:
                 self.dismiss(number)
-                news.append((number, error))
+                news.append(Standing(guest=number, ready=False, error=error))
                 continue
-            if seat.opened:
-                news.append((number, None))
+            if seat.opened != before:
+                news.append(Standing(guest=number, ready=seat.opened))
         return news
 
     def dismiss(self, number: int) -> None:

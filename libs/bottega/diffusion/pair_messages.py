@@ -3,7 +3,8 @@
 The first tensor of a message has the name of its kind. Who receives one checks it here, from a copy, before anything is
 done with it; what breaks a rule raises ValueError. Knows jobs by number; knows no links.
 
-    leader -> follower    guest: a job's conditions and control images     ready, or refused: with ControlNets or LoRAs
+    leader -> follower    guest: a job's conditions and control images     ready, or refused: with ControlNets or LoRAs,
+                                                                           and again whenever that changes
                           step: latents and timesteps of rows              noise, or declined
                           leave: a job has ended                           -
                           ping: are you there?                             pong

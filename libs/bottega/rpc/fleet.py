@@ -1,6 +1,6 @@
 """How a service stays in the gateway's fleet: one Join stream, opened again for ever.
 
-It does not know what the service does; load and backlog cross by callbacks.
+It does not know what the service does; load, backlog and LoRA stores cross by callbacks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
@@ -17,6 +17,7 @@ from bottega.errors import BottegaError, JobCancelled, Unavailable
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
+from bottega.v1.worker_pb2 import LoraStore
 
 # The gateway's lease is 1.5 s; three reports fit into it.
 REPORT_INTERVAL_S = 0.5
@@ -32,8 +33,8 @@ _REPEAT_LOG_S = 60.0
 _log = logging.getLogger(__name__)
 
 
-def _ignore(_: int) -> None:
-    """For services that do not care for the backlog."""
+def _ignore(_: object) -> None:
+    """For services that do not care."""
 
 
 class FleetMembership:
@@ -42,6 +43,7 @@ class FleetMembership:
     gateway: its host:port. registration: who joins; sent first on every stream.
     load: called in the event loop for every report; must be quick.
     on_backlog: called in the event loop with the number of requests that wait for this service.
+    on_lora_stores: called in the event loop, as a worker's, with the LoRA stores that there are, again and again.
     """
 
     def __init__(
@@ -51,11 +53,13 @@ class FleetMembership:
         *,
         load: Callable[[], fleet_pb2.Load],
         on_backlog: Callable[[int], None] = _ignore,
+        on_lora_stores: Callable[[Sequence[LoraStore]], None] = _ignore,
     ) -> None:
         self._gateway = gateway
         self._registration = registration
         self._load = load
         self._on_backlog = on_backlog
+        self._on_lora_stores = on_lora_stores
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._refusal: str | None = None
@@ -97,7 +101,7 @@ class FleetMembership:
         call = fleet.Join(self._reports())
         try:
             async for response in call:
-                self._heard(response.backlog)
+                self._heard(response)
         except grpc.aio.AioRpcError as error:
             self._failed(from_rpc_error(error))
         finally:
@@ -118,13 +122,14 @@ class FleetMembership:
             self._refusal_logged_at = now
         self._refusal = error.message
 
-    def _heard(self, backlog: int) -> None:
+    def _heard(self, response: fleet_pb2.JoinResponse) -> None:
         if not self.joined.is_set():
             _log.info("joined the fleet", extra={"gateway": self._gateway})
             self._refusal = None
             self.joined.set()
-        self.backlog = backlog
-        self._on_backlog(backlog)
+        self.backlog = response.backlog
+        self._on_backlog(response.backlog)
+        self._on_lora_stores(response.lora_stores)
 
     async def _reports(self) -> AsyncIterator[fleet_pb2.JoinRequest]:
         yield fleet_pb2.JoinRequest(registration=self._registration)

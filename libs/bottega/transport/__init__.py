@@ -54,6 +54,7 @@ core:
 """
 
 from bottega.transport.binding import Doors, own_socket
+from bottega.transport.boundary import link_boundary
 from bottega.transport.connecting import connect
 from bottega.transport.counters import Counters, Flow, Snapshot
 from bottega.transport.deadline import Deadline
@@ -62,10 +63,12 @@ from bottega.transport.limits import Limits
 from bottega.transport.link import Link
 from bottega.transport.listener import Listener
 from bottega.transport.offer import Answer, MemfdEndpoint, Offer, TcpEndpoint
-from bottega.transport.offer_wire import answer_from_wire, answer_to_wire, offer_from_wire, offer_to_wire
+from bottega.transport.offer_wire import offer_from_wire, offer_to_wire
 from bottega.transport.receiving import Incoming
 from bottega.transport.seam import Backend
 from bottega.transport.sending import Outgoing
+from bottega.transport.serving import MESSAGE_S, ServedLink, ServedLinks, send
+from bottega.transport.vigil import Vigil
 
 __all__ = [
     "Link",
@@ -85,10 +88,14 @@ __all__ = [
     "Backend",
     "MemfdEndpoint",
     "TcpEndpoint",
+    "ServedLinks",
+    "ServedLink",
+    "send",
+    "MESSAGE_S",
+    "Vigil",
+    "link_boundary",
     "offer_to_wire",
     "offer_from_wire",
-    "answer_to_wire",
-    "answer_from_wire",
     "Counters",
     "Snapshot",
     "Flow",

@@ -16,7 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from bottega.errors import AuthFailed, ConfigError, DeadlineExceeded, LinkClosed, StaleEpoch, TooLarge
+from bottega.errors import (
+    AuthFailed,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    LinkClosed,
+    StaleEpoch,
+    TooLarge,
+    Violation,
+)
 from bottega.transport import registry
 from bottega.transport.binding import Doors, bind_tcp, bind_unix
 from bottega.transport.counters import Counters
@@ -91,11 +100,12 @@ class Listener:
         """An offer for one other process, to be used once. With the link_id of an earlier one it is of the next epoch:
         the link that there was ends with StaleEpoch.
 
-        Raises TooLarge when too many offers wait, ValueError for what is no link_id.
+        Raises TooLarge when too many offers wait, InvalidRequest for what is no link_id.
         """
         link_id = link_id or new_link_id()
         if not is_link_id(link_id):
-            raise ValueError(f"{link_id!r} is no name of a link")
+            violation = Violation(field="link_id", description=f"{link_id!r} is no name of a link")
+            raise InvalidRequest(f"link_id: {violation.description}", violations=[violation])
         with self._changed:
             if self._closed:
                 raise LinkClosed("this process takes no links any more")

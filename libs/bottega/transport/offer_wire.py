@@ -1,19 +1,11 @@
-"""Offers and answers as messages of the contract, and back, every field checked."""
+"""Offers as messages of the contract, and back, every field checked."""
 
 from __future__ import annotations
 
 from bottega.errors import InvalidRequest, Violation
 from bottega.transport.limits import Limits
-from bottega.transport.offer import Answer, MemfdEndpoint, Offer, TcpEndpoint
-from bottega.transport.seam import Backend
+from bottega.transport.offer import MemfdEndpoint, Offer, TcpEndpoint
 from bottega.v1 import link_pb2
-
-_TO_WIRE = {
-    Backend.PROCESS: link_pb2.LINK_BACKEND_PROCESS,
-    Backend.MEMFD: link_pb2.LINK_BACKEND_MEMFD,
-    Backend.TCP: link_pb2.LINK_BACKEND_TCP,
-}
-_FROM_WIRE = {wire: backend for backend, wire in _TO_WIRE.items()}
 
 
 def offer_to_wire(offer: Offer) -> link_pb2.LinkOffer:
@@ -49,19 +41,3 @@ def offer_from_wire(message: link_pb2.LinkOffer) -> Offer:
     except ValueError as error:
         violation = Violation(field="offer", description=str(error))
         raise InvalidRequest(f"offer: {error}", violations=[violation]) from error
-
-
-def answer_to_wire(answer: Answer) -> link_pb2.LinkAnswer:
-    """The message."""
-    return link_pb2.LinkAnswer(backend=_TO_WIRE[answer.backend], reason=answer.reason)
-
-
-def answer_from_wire(message: link_pb2.LinkAnswer) -> Answer:
-    """The answer. Raises InvalidRequest for a backend that this version does not know."""
-    backend = _FROM_WIRE.get(message.backend)
-    if backend is None:
-        rule = f"unknown value {int(message.backend)}"
-        raise InvalidRequest(
-            f"answer.backend: {rule}", violations=[Violation(field="answer.backend", description=rule)]
-        )
-    return Answer(backend=backend, reason=message.reason)

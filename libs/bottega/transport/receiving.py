@@ -255,13 +255,14 @@ class Incoming:
         Raises IndexError when the tensor has not arrived, LeaseExpired when the message was given back, or its link
         died longer ago than its lease_s.
         """
+        views = self._views  # first: whoever gives the message back meanwhile says so before it drops them
+        if self._life.cause is not None:
+            self._receiver.check_lease()
         if self.released:
             raise LeaseExpired("the message was given back; copy what is needed for longer before releasing it")
         if not 0 <= index < self.arrived:
             raise IndexError(f"tensor {index} has not arrived: wait for {index + 1} first")
-        if self._life.cause is not None:
-            self._receiver.check_lease()
-        return self._views[index]
+        return views[index]
 
     def release(self) -> None:
         """Gives the message back: the sender has its credit again, once it is done with the message. Any thread may

@@ -24,6 +24,11 @@ class Backend(StrEnum):
     MEMFD = "memfd"
     TCP = "tcp"
 
+    @property
+    def within_host(self) -> bool:
+        """Whether it links nobody but processes of one host."""
+        return self is not Backend.TCP
+
 
 class End(Protocol):
     """What both ends of a direction can do. All but `shut` is called by one thread at a time."""

@@ -14,15 +14,7 @@ from bottega.diffusion.controlnets import ControlRow, write_residuals
 from bottega.diffusion.tensor_messages import Message, tensor_at
 from bottega.errors import BottegaError
 from bottega.rpc.status import to_job_error
-from bottega.transport import Deadline, Link
-
-# A message whose beginning is here must come to its end, and an answer must be taken.
-MESSAGE_S = 20.0
-
-
-def send(link: Link, message: Message) -> None:
-    """Sends a whole message. Raises as Link.send does."""
-    link.send(message.layout, message.buffers, Deadline.after(MESSAGE_S))
+from bottega.transport import MESSAGE_S, Deadline, Link
 
 
 def send_residuals(link: Link, number: int, rows: Sequence[ControlRow], residuals: Sequence[Residuals]) -> None:

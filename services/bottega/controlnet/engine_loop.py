@@ -125,7 +125,7 @@ class EngineProcess:
             evictions=counts.evictions,
             rows=self._forwards.rows,
             forward_s=self._forwards.seconds,
-            links=link_counts(self._links.counters, open_links=self._links.open),
+            links=link_counts(self._links.counters, open_links=len(self._links.open)),
         )
 
     def _say(self, event: pb.ControlNetEngineEvent) -> None:

@@ -1,19 +1,17 @@
 """One worker's link: its sessions, what it asks for, and the answers. Everything of it ends with the link.
 
-Two threads: one receives and checks, one answers, so that a worker that does not take what it asked for delays nobody
-else. What breaks the rules of the messages ends the link, and no other.
+Of its two threads one checks what comes and one answers, so that a worker that does not take what it asked for delays
+nobody else.
 """
 
 from __future__ import annotations
 
-import logging
-import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bottega.controlnet.answers import MESSAGE_S, refusal, send, send_residuals
+from bottega.controlnet.answers import refusal, send_residuals
 from bottega.controlnet.forwards import Forwards, Residuals, Work
 from bottega.controlnet.hosts import Hosts, Wanted
 from bottega.diffusion.control_messages import (
@@ -29,17 +27,9 @@ from bottega.diffusion.control_messages import (
 )
 from bottega.diffusion.controlnets import ControlRow, ControlSession, Hold
 from bottega.diffusion.faults import named
-from bottega.diffusion.tensor_messages import Message
-from bottega.errors import BadFrame, BottegaError, Draining, LinkError, NoSharedMemory, PeerDead, TooLarge
-from bottega.transport import Deadline, Incoming, Link, Listener, Offer
+from bottega.errors import BottegaError, Draining, NoSharedMemory, TooLarge
+from bottega.transport import Incoming, Link, Listener, Offer, ServedLink, send
 
-_log = logging.getLogger(__name__)
-
-# A worker takes up an offer at once, or not at all.
-_ACCEPT_S = 10.0
-# A worker says something every few seconds, or is gone.
-_SILENCE_S = 30.0
-_CLOSED = None
 # Of one worker at a time; a worker runs some tens of requests, with at most eight ControlNets each.
 _MOST_SESSIONS = 512
 # Rows of one step; a step of sixteen rows with eight ControlNets has 128.
@@ -64,8 +54,8 @@ class _Session:
     shape: tuple[int, int, int]
 
 
-class WorkerLink:
-    """Serves one offer, from the worker's taking it up to the link's end. on_end: called once, when it has ended."""
+class WorkerLink(ServedLink):
+    """See ServedLink. draining: whether no sessions are begun any more."""
 
     def __init__(
         self,
@@ -75,23 +65,16 @@ class WorkerLink:
         worker: str,
         hosts: Hosts,
         forwards: Forwards,
-        on_end: Callable[[WorkerLink], None],
+        draining: Callable[[], bool],
+        on_end: Callable[[ServedLink], None],
     ) -> None:
-        self.worker = worker
-        self.draining = False
-        self._listener = listener
-        self._offer = offer
+        super().__init__(listener, offer, service="the ControlNet server", worker=worker, on_end=on_end)
         self._hosts = hosts
         self._forwards = forwards
-        self._on_end = on_end
+        self._draining = draining
         self._loans: dict[int, _Loan] = {}
         self._sessions: dict[int, _Session] = {}
         self._changing = threading.Lock()  # of loans and sessions, by the two threads
-        self._answers: queue.SimpleQueue[Callable[[Link], None] | None] = queue.SimpleQueue()
-
-    def start(self) -> None:
-        """Serves it in the background."""
-        threading.Thread(target=self._live, name=f"link-{self._offer.link_id[:8]}", daemon=True).start()
 
     @property
     def sessions(self) -> Counter[str]:
@@ -99,73 +82,45 @@ class WorkerLink:
         loans = list(self._loans.values())
         return Counter(control.name for loan in loans for control in loan.opening.controls)
 
-    def _live(self) -> None:
-        try:
-            link = self._listener.accept(self._offer, Deadline.after(_ACCEPT_S))
-        except LinkError as error:
-            _log.info("an offer of a link was not taken up", extra={"worker": self.worker, "text": error.message})
-            self._on_end(self)
+    def take(self, incoming: Incoming) -> None:
+        """See ServedLink. A step is given back with its answer, so that its slots bound what is held here."""
+        layout = incoming.layout
+        views = [incoming.view(index) for index in range(len(layout.specs))]
+        kind = kind_of(layout)
+        if kind is Kind.STEP:
+            self._step(read_step(layout, views), incoming)
             return
-        _log.info("a worker is linked", extra={"worker": self.worker, "backend": link.answer.backend})
-        answering = threading.Thread(target=self._answer, args=(link,), name="answers", daemon=True)
-        answering.start()
-        try:
-            self._receive(link)
-        except LinkError as error:
-            link.end(error)
-        except ValueError as error:
-            link.end(BadFrame(f"the worker broke the rules of its messages: {error}"))
-        except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
-            _log.exception("a link could not be served", extra={"worker": self.worker})
-            link.end(PeerDead("the server could not serve the link"))
-        self._answers.put(_CLOSED)
-        answering.join()  # ends: the link is dead, and so is every wait in it
-        self._end(link)
+        with incoming:
+            match kind:
+                case Kind.OPEN:
+                    self._open(read_opening(layout, views))
+                case Kind.CLOSE:
+                    self._give_back(read_number(layout, views))
+                case Kind.PING:
+                    self.say(number_message(Kind.PONG, self._forwards.pulse))
+                case _:
+                    raise ValueError(f"a worker says no {kind}")
 
-    def _end(self, link: Link) -> None:
+    def end(self) -> None:
+        """See ServedLink."""
         self._forwards.drop(self)
         for number in list(self._loans):
             self._give_back(number)
-        link.close()
-        cause = link.cause
-        facts = {"worker": self.worker, "cause": type(cause).__name__, "text": cause.message if cause else ""}
-        _log.info("a worker's link has ended", extra=facts)
-        self._on_end(self)
-
-    def _receive(self, link: Link) -> None:
-        while True:
-            incoming = link.recv(Deadline.after(_SILENCE_S))
-            incoming.wait_all(Deadline.after(MESSAGE_S))
-            views = [incoming.view(index) for index in range(len(incoming.layout.specs))]
-            kind = kind_of(incoming.layout)
-            if kind is Kind.STEP:
-                self._step(read_step(incoming.layout, views), incoming)
-                continue
-            with incoming:
-                match kind:
-                    case Kind.OPEN:
-                        self._open(read_opening(incoming.layout, views))
-                    case Kind.CLOSE:
-                        self._give_back(read_number(incoming.layout, views))
-                    case Kind.PING:
-                        self._say(number_message(Kind.PONG, self._forwards.pulse))
-                    case _:
-                        raise ValueError(f"a worker says no {kind}")
 
     def _open(self, opening: Opening) -> None:
         """Begins a loan. What is wrong with the message is raised; what cannot be served is answered."""
         self._check(opening)
         wanted = [Wanted(name=session.name, digest=session.digest) for session in opening.sessions]
         try:
-            if self.draining:
+            if self._draining():
                 raise Draining("the ControlNet server is stopping")
             hold = self._hosts.borrow(wanted, base=opening.base, dtype=opening.dtype)
         except BottegaError as error:
-            self._say(refusal(error, loan=opening.loan))
+            self.say(refusal(error, loan=opening.loan))
             return
         self._loans[opening.loan] = _Loan(opening=opening, hold=hold)
         # Called by whoever loads, under its lock: what is to be done is done by the thread that answers.
-        hold.nets.add_done_callback(lambda _: self._answers.put(lambda link: self._opened(link, opening.loan)))
+        hold.nets.add_done_callback(lambda _: self.answer(lambda link: self._opened(link, opening.loan)))
 
     def _check(self, opening: Opening) -> None:
         numbers = {session.number for session in opening.sessions}
@@ -206,7 +161,7 @@ class WorkerLink:
             self._hosts.shelf.give_back(loan.hold)
 
     def _step(self, step: Step, incoming: Incoming) -> None:
-        """Has a step computed. The message is given back with the answer, so that its slots bound what is held here."""
+        """Has a step computed."""
         if len(step.entries) > _MOST_ROWS:
             raise ValueError(f"a step has at most {_MOST_ROWS} rows")
         rows = []
@@ -220,7 +175,7 @@ class WorkerLink:
             rows.append(ControlRow(session=session.control, half=entry.half, sample=sample, timestep=timestep))
 
         def done(outcome: Sequence[Residuals] | BottegaError) -> None:
-            self._answers.put(lambda link: self._hand_out(link, step.number, rows, outcome, incoming))
+            self.answer(lambda link: self._hand_out(link, step.number, rows, outcome, incoming))
 
         self._forwards.put(Work(owner=self, rows=rows, done=done))
 
@@ -240,22 +195,6 @@ class WorkerLink:
                 except (NoSharedMemory, TooLarge) as error:  # nothing of it was sent, and the link lives
                     outcome = error
             send(link, refusal(outcome, step=number))
-
-    def _answer(self, link: Link) -> None:
-        """The thread that sends."""
-        try:
-            while (answer := self._answers.get()) is not _CLOSED:
-                answer(link)
-        except LinkError as error:
-            link.end(error)
-        except BottegaError as error:
-            link.end(PeerDead(f"the server could not answer: {error.message}"))
-        except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
-            _log.exception("a link could not be answered", extra={"worker": self.worker})
-            link.end(PeerDead("the server could not answer"))
-
-    def _say(self, message: Message) -> None:
-        self._answers.put(lambda link: send(link, message))
 
 
 def _latent_shape(opened: Session, session: ControlSession) -> tuple[int, int, int]:

@@ -41,6 +41,7 @@ class Fleet:
     """The registry.
 
     lease_s: silence after which a member is lost. max_members: of all kinds. closed: set when nobody may join any more.
+    lora_stores: that are here, by name; workers are told when others are.
     """
 
     def __init__(self, *, lease_s: float, model_grace_s: float, max_members: int, clock: Clock) -> None:
@@ -52,6 +53,7 @@ class Fleet:
         self._seen: dict[str, _Seen] = {}
         self._wholes: dict[str, image_pb2.Model] = {}  # until somebody comes or goes
         self.hosting = Hosting(grace_s=model_grace_s, clock=clock)
+        self.lora_stores: tuple[Member, ...] = ()
         self.closed = asyncio.Event()
         self.observer: FleetObserver | None = None
 
@@ -235,6 +237,14 @@ class Fleet:
             self._seen[model.name] = _Seen(model=model, at=now)
         while len(self._seen) > MAX_MODELS:
             del self._seen[min(self._seen, key=lambda name: self._seen[name].at)]
+        if member.is_lora_store:
+            self._list_lora_stores()
+
+    def _list_lora_stores(self) -> None:
+        self.lora_stores = tuple(member for member in self.members() if member.is_lora_store)
+        for member in self._members.values():
+            if member.is_worker:
+                member.wake.set()
 
 
 def _together(models: list[image_pb2.Model]) -> image_pb2.Model:

@@ -12,10 +12,11 @@ import psutil
 from bottega.errors import DeadlinePassed, Draining, InvalidRequest, Violation
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet import Fleet
+from bottega.gateway.loras import where
 from bottega.gateway.members import Member
 from bottega.gateway.queueing import JobQueue
 from bottega.process.memory import resident_bytes
-from bottega.v1 import fleet_pb2, fleet_pb2_grpc
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Requests = AsyncIterator[fleet_pb2.JoinRequest]
@@ -42,7 +43,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         try:
             while member.connected and member.stream == stream:
                 wake.clear()
-                yield fleet_pb2.JoinResponse(backlog=member.backlog)
+                yield fleet_pb2.JoinResponse(backlog=member.backlog, lora_stores=self._lora_stores(member))
                 await asyncio.sleep(_PAUSE_S)
                 await wake.wait()
             if member.stream == stream:
@@ -69,6 +70,9 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             for member in self._fleet.members()
         ]
         return fleet_pb2.ListMembersResponse(members=[this, *others], queued=len(self._queue))
+
+    def _lora_stores(self, member: Member) -> list[worker_pb2.LoraStore]:
+        return where(self._fleet.lora_stores) if member.is_worker else []
 
     async def _first(self, requests: _Requests) -> fleet_pb2.JoinRequest | None:
         """The first message, or None at the end of the stream. Raises DeadlinePassed, Draining."""

@@ -20,6 +20,7 @@ from bottega.errors import (
     DeadlineUnmeetable,
     Draining,
     InvalidRequest,
+    ModelNotFound,
     RequestIdReused,
     Unavailable,
     Violation,
@@ -220,6 +221,8 @@ class Intake:
             return None, None
         try:
             return self._fleet.resolve(loras[0].base if named is None and loras else named), None
+        except ModelNotFound as error:
+            return None, _without_base(loras[0], error) if named is None and loras else error.with_traceback(None)
         except BottegaError as error:
             # Who keeps the error must not keep these frames by it: they hold the request, of many MiB perhaps.
             return None, error.with_traceback(None)
@@ -277,6 +280,12 @@ class Intake:
             preview=order.preview,
             validate_s=self._clock.monotonic() - began,
         )
+
+
+def _without_base(lora: StoredLora, error: ModelNotFound) -> ModelNotFound:
+    served = error.metadata["served"].replace(",", ", ") or "none"
+    said = f"{lora.name} was made for the base model {lora.base}, which no worker serves; served: {served}"
+    return ModelNotFound(said, metadata=error.metadata)
 
 
 async def _packed(spec: GenerationSpec) -> bytes:

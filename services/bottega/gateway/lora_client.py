@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import grpc
 
+from bottega.errors import NoLora
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import lora_pb2, lora_pb2_grpc
@@ -24,6 +25,8 @@ class GrpcLoraClient:
         try:
             response = await self._store.GetLora(lora_pb2.GetLoraRequest(name=name), timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise NoLora(f"it said nothing for {deadline_s:g} s") from None
             raise from_rpc_error(error) from None
         return response.lora
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from bottega.errors import BottegaError, LoraNotFound, LoraUnusable, NoLora
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.members import Member
-from bottega.v1 import fleet_pb2, worker_pb2
+from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Lora
 from bottega.v1.lora_pb2 import StoredLora
 
@@ -79,10 +79,7 @@ class LoraDesk:
 
     def stores(self) -> list[worker_pb2.LoraStore]:
         """What a worker is told of where LoRAs are."""
-        return [
-            worker_pb2.LoraStore(name=store.name, address=store.registration.address)
-            for store in self._stores()[:_MOST_STORES]
-        ]
+        return where(self._stores())
 
     async def close(self) -> None:
         """Ends every call."""
@@ -113,9 +110,7 @@ class LoraDesk:
 
     def _stores(self) -> list[Member]:
         """Those that are here, one that is about to stop last."""
-        kind = fleet_pb2.SERVICE_KIND_LORAS
-        members = [member for member in self._fleet.members() if member.registration.kind == kind]
-        return sorted(members, key=lambda member: member.load.draining)
+        return sorted(self._fleet.lora_stores, key=lambda member: member.load.draining)
 
     def _client(self, store: Member) -> LoraClient:
         address = store.registration.address
@@ -138,6 +133,13 @@ class LoraDesk:
         task = asyncio.create_task(work)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
+
+
+def where(stores: Sequence[Member]) -> list[worker_pb2.LoraStore]:
+    """These stores as workers are told of them."""
+    return [
+        worker_pb2.LoraStore(name=store.name, address=store.registration.address) for store in stores[:_MOST_STORES]
+    ]
 
 
 def refuse_misfits(loras: Iterable[StoredLora], model: str) -> None:

@@ -20,6 +20,7 @@ class Member:
 
     load, steps_left, times: as it last reported; steps_left is of the attempts that it runs, by job.
     name: unique in the fleet. is_worker: it draws pictures. is_controlnet_server: it runs ControlNets for workers.
+    is_lora_store: workers fetch LoRAs from it.
     stream: counts its Join streams; only the newest one speaks for it.
     rests_until: on the monotonic clock; until then it gets nothing new, of jobs or of ControlNets' sessions.
     wake: set when that stream has something to say or shall end; every stream has one of its own.
@@ -40,12 +41,14 @@ class Member:
     name: str = field(init=False)
     is_worker: bool = field(init=False)
     is_controlnet_server: bool = field(init=False)
+    is_lora_store: bool = field(init=False)
     _served: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.name, kind = self.registration.name, self.registration.kind
         self.is_worker = kind == fleet_pb2.SERVICE_KIND_WORKER
         self.is_controlnet_server = kind == fleet_pb2.SERVICE_KIND_CONTROLNET
+        self.is_lora_store = kind == fleet_pb2.SERVICE_KIND_LORAS
         self._served = frozenset(model.name for model in self.models)
 
     @property

@@ -85,9 +85,9 @@ class Catalogue:
         """Up to `size` LoRAs whose names come after that one, by name. base: empty is any."""
         return await self._run(lambda connection: _page(connection, size, after, base))
 
-    async def remove(self, name: str) -> tuple[LoraRecord, bool]:
-        """Forgets it; and whether no other name has its digest. Raises LoraNotFound."""
-        return await self._run(lambda connection: _remove(connection, name))
+    async def remove(self, name: str) -> None:
+        """Forgets it. Raises LoraNotFound."""
+        await self._run(lambda connection: _remove(connection, name))
 
     async def pin(self, name: str, pinned: bool) -> LoraRecord:
         """Raises LoraNotFound."""
@@ -203,11 +203,9 @@ def _page(connection: sqlite3.Connection, size: int, after: str, base: str) -> l
     return [_record(row) for row in rows]
 
 
-def _remove(connection: sqlite3.Connection, name: str) -> tuple[LoraRecord, bool]:
-    found = _get(connection, name)
+def _remove(connection: sqlite3.Connection, name: str) -> None:
+    _get(connection, name)
     connection.execute("DELETE FROM loras WHERE name = ?", (name,))
-    ((others,),) = connection.execute("SELECT count(*) FROM loras WHERE digest = ?", (found.digest,))
-    return found, not others
 
 
 def _set_bounds(

@@ -61,7 +61,10 @@ class LoraFiles:
         return Path(name)
 
     def adopt(self, spool: Path) -> tuple[str, Canonical]:
-        """Keeps a canonical file under its digest. Raises BadLora for what is none, TooLarge beyond the budget."""
+        """Keeps a canonical file under its digest, in place of one that is there: that one may have been damaged.
+
+        Raises BadLora for what is none, TooLarge beyond the budget.
+        """
         with faults.translated(), spool.open("rb") as file:
             lora = canonical.read(file)
             file.seek(0)
@@ -71,10 +74,8 @@ class LoraFiles:
         digest = hashed.hexdigest()
         target = self.path(digest)
         with faults.translated():
-            if target.exists():
-                spool.unlink()
-                return digest, lora
-            if self._used_bytes + lora.file_bytes > self._budget_bytes:
+            before_bytes = target.stat().st_size if target.exists() else 0
+            if self._used_bytes - before_bytes + lora.file_bytes > self._budget_bytes:
                 raise TooLarge(
                     f"the store's files would take more than its disk_bytes, {self._budget_bytes}; remove some",
                     metadata={"limit": "disk_bytes"},
@@ -82,7 +83,7 @@ class LoraFiles:
             folders.make(target.parent)
             spool.replace(target)
             folders.sync(target.parent)
-        self._used_bytes += lora.file_bytes
+        self._used_bytes += lora.file_bytes - before_bytes
         return digest, lora
 
     def remove(self, digest: str) -> None:

@@ -6,6 +6,7 @@ What was brought in vain leaves nothing behind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
@@ -89,16 +90,15 @@ class Intake:
         if self._uploads >= _MOST_UPLOADS:
             raise QueueFull("the store takes as many uploads as it can at once", retry_after_s=1.0)
         self._uploads += 1
-        spool = await asyncio.to_thread(self._files.spool)
         try:
-            await _received(spool, upload, chunks)
-            return await self._import(upload.brought, spool, upload.size_bytes, upload.adapter_config)
+            async with self._spool() as spool:
+                await _received(spool, upload, chunks)
+                return await self._import(upload.brought, spool, upload.size_bytes, upload.adapter_config)
         except BottegaError as error:
             self._metrics.imported(error.reason_name.lower())
             raise
         finally:
             self._uploads -= 1
-            await asyncio.to_thread(spool.unlink, missing_ok=True)
 
     async def register(self, brought: Brought, path: str) -> LoraRecord:
         """Takes in what is at a path below the root. Raises as `upload` does."""
@@ -114,8 +114,7 @@ class Intake:
             raise
 
     async def _import(self, brought: Brought, source: Path, size_bytes: int, adapter_config: bytes) -> LoraRecord:
-        output = await asyncio.to_thread(self._files.spool)
-        try:
+        async with self._spool() as output:
             job = Import(
                 source=source,
                 size_bytes=size_bytes,
@@ -126,8 +125,18 @@ class Intake:
             answer = await self._importer.run(job)
             async with self.keeping:
                 return await self._keep(brought, output, answer.format, answer.trigger_phrase)
+
+    @contextlib.asynccontextmanager
+    async def _spool(self) -> AsyncIterator[Path]:
+        """A file of its own, which is gone afterwards, or has become a LoRA. Raises StorageUnavailable."""
+        making = asyncio.create_task(asyncio.to_thread(self._files.spool))
+        try:
+            yield await asyncio.shield(making)
         finally:
-            await asyncio.to_thread(output.unlink, missing_ok=True)
+            # A caller that goes while it is made leaves nothing behind either.
+            await asyncio.wait([making])
+            if making.exception() is None:
+                await asyncio.to_thread(making.result().unlink, missing_ok=True)
 
     async def _keep(self, brought: Brought, output: Path, kind: str, trigger: str) -> LoraRecord:
         digest, lora = await asyncio.to_thread(self._files.adopt, output)
@@ -157,7 +166,7 @@ class Intake:
     def _check(self, brought: Brought) -> list[Violation]:
         violations = []
         if not rules.is_adapter_name(brought.name):
-            violations.append(Violation(field="name", description="cannot be the name of a LoRA"))
+            violations.append(Violation(field="name", description=f"must be {rules.ADAPTER_NAMES}"))
         if brought.base not in self._bases:
             listed = ", ".join(sorted(self._bases)) or "none"
             violations.append(Violation(field="base", description=f"the store has these base models: {listed}"))
@@ -184,7 +193,7 @@ class Intake:
         source = (self._root / path).resolve()
         if not source.is_relative_to(self._root):
             raise _refused(f"must be below {self._root}, links followed")
-        with faults.translated():
+        try:
             if source.is_dir():
                 found = [file for pattern in _IMPORTED for file in source.glob(pattern)]
                 strangers = [file for file in found if not file.resolve().is_relative_to(self._root)]
@@ -195,6 +204,8 @@ class Intake:
                 size_bytes = source.stat().st_size
             else:
                 raise _refused("is no file or folder on the store's machine")
+        except OSError as error:
+            raise _refused(f"the store cannot read it: {error.strerror}") from error
         if size_bytes > self._max_bytes:
             raise TooLarge(
                 f"{size_bytes} bytes are more than imports.max_bytes, {self._max_bytes}",

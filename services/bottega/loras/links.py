@@ -8,7 +8,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from bottega.errors import Draining, InvalidRequest, LinkClosed, TooLarge, Violation
+from bottega.errors import Draining, LinkClosed, TooLarge
 from bottega.loras.config import LinksConfig
 from bottega.loras.tiers import Tiers
 from bottega.loras.worker_link import WorkerLink
@@ -51,11 +51,7 @@ class Links:
                 raise Draining("the LoRA store is stopping")
             if len(self._links) >= _MOST_LINKS:
                 raise TooLarge(f"{_MOST_LINKS} workers are linked, as many as may be", metadata={"limit": "links"})
-        try:
-            offer = self._listener.offer(link_id or None)
-        except ValueError as error:
-            violation = Violation(field="link_id", description=str(error))
-            raise InvalidRequest(f"link_id: {error}", violations=[violation]) from None
+        offer = self._listener.offer(link_id or None)
         link = WorkerLink(
             self._listener,
             offer,

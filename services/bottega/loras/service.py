@@ -133,7 +133,7 @@ async def _chunks(requests: AsyncIterator[pb.UploadLoraRequest]) -> AsyncIterato
 
 def _check_name(name: str) -> None:
     if not rules.is_adapter_name(name):
-        rules.refuse([Violation(field="name", description="cannot be the name of a LoRA")])
+        rules.refuse([Violation(field="name", description=f"must be {rules.ADAPTER_NAMES}")])
 
 
 def _check_page(request: pb.ListLorasRequest) -> Iterator[Violation]:

@@ -102,15 +102,17 @@ class LoraStore:
             record = await self._catalogue.get(name)
             left_s = max(0.0, self._leases.get(record.digest, 0.0) - time.monotonic())
             if self._tiers.lent(record.digest) or left_s:
+                wait_s = max(1.0, left_s)
                 raise LoraInUse(
-                    f"{name} is being sent to workers, or was asked for a moment ago",
+                    f"{name} is being sent to workers, or was asked for a moment ago; try again in {wait_s:.0f} s",
                     metadata={"loras": name},
-                    retry_after_s=max(1.0, left_s),
+                    retry_after_s=wait_s,
                 )
-            record, alone = await self._catalogue.remove(name)
-            if alone:
+            if await self._catalogue.names(record.digest) == [name]:
                 self._tiers.forget(record.digest)
+                # First: on a full disk that makes the room which forgetting the name needs.
                 await asyncio.to_thread(self._files.remove, record.digest)
+            await self._catalogue.remove(name)
         _log.info("a LoRA is removed", extra={"lora": name, "digest": record.digest})
 
     async def prefetch(self, digests: Sequence[str]) -> list[str]:

@@ -63,8 +63,8 @@ class WorkerLink:
         self._link: Link | None = None
         self._closed = False
         self._waiting = 0
+        self._lock = threading.Lock()
         # Loads end when they end: one that ends after the link has nobody to answer to.
-        self._ending = threading.Lock()
         self._ended = False
         self._answers: queue.SimpleQueue[Callable[[Link], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._live, name=f"link-{offer.link_id[:8]}", daemon=True)
@@ -102,7 +102,7 @@ class WorkerLink:
         except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
             _log.exception("a link could not be served", extra={"worker": self.worker})
             link.end(PeerDead("the store could not serve the link"))
-        with self._ending:
+        with self._lock:
             self._ended = True
             self._answers.put(_CLOSED)
         answering.join()  # ends: the link is dead, and so is every wait in it
@@ -133,21 +133,23 @@ class WorkerLink:
                 raise ValueError(f"a worker says no {kind}")
 
     def _fetch(self, number: int, digest: str) -> None:
-        if self._waiting >= _MOST_WAITING:
-            raise ValueError(f"a worker waits for at most {_MOST_WAITING} LoRAs")
-        self._waiting += 1
+        with self._lock:
+            if self._waiting >= _MOST_WAITING:
+                raise ValueError(f"a worker waits for at most {_MOST_WAITING} LoRAs")
+            self._waiting += 1
         # Called by whoever loads: what is to be sent is sent by the thread that answers.
         self._tiers.borrow(digest).add_done_callback(lambda asked: self._loaded(number, asked))
 
     def _loaded(self, number: int, asked: Future[Loan]) -> None:
-        with self._ending:
+        with self._lock:
             if not self._ended:
                 self._answers.put(lambda link: self._hand_out(link, number, asked))
             elif asked.exception() is None:
                 self._tiers.give_back(asked.result())
 
     def _hand_out(self, link: Link, number: int, asked: Future[Loan]) -> None:
-        self._waiting -= 1
+        with self._lock:
+            self._waiting -= 1
         try:
             loan = asked.result(timeout=0)
         except BottegaError as error:

@@ -141,7 +141,6 @@ class EngineProcess:
     def _carry_out(self, command: EngineCommand) -> None:
         match command.WhichOneof("command"):
             case "start":
-                self._studio.loras.know(stores_of(command.start))
                 self._engine.submit(order_of(command.start, self._engine.model.defaults.sampler))
                 self._tell_peer()  # before the next turn: what it has lent until then is computed before it, too
             case "cancel":
@@ -150,6 +149,8 @@ class EngineProcess:
                 self._engine.expect(command.backlog.requests)
             case "preview":
                 self._engine.show(key_of(command.preview.attempt))
+            case "lora_stores":
+                self._studio.loras.know(stores_of(command.lora_stores.stores))
 
     def _beat_if_due(self) -> None:
         if time.monotonic() - self._beaten_s >= _BEAT_S:

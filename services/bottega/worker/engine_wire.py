@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from bottega.diffusion.events import (
     Started,
 )
 from bottega.diffusion.job import Order
+from bottega.diffusion.loras import LoraStore
 from bottega.diffusion.samplers import SamplerKind
 from bottega.diffusion.spec import ControlSpec, DrawingSpec, LoraSpec
 from bottega.errors import BottegaError
@@ -33,7 +35,7 @@ from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_
 from bottega.v1.worker_pb2 import AttemptId
 from bottega.worker.at_hand import AtHand
 from bottega.worker.controlnets import RemoteControlNets
-from bottega.worker.loras import LinkedLoras, Store
+from bottega.worker.loras import LinkedLoras
 
 # A key of the engine: job and number, which is all that an AttemptId holds.
 Key = tuple[str, int]
@@ -86,6 +88,7 @@ def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Ord
         control_hosts=tuple(_hosts(control.hosts) for control in start.controls),
         stale_residuals=_may_be_stale(start.spec),
         latent_parallelism=_may_be_lent(start.spec),
+        lora_stores=stores_of(start.lora_stores),
         loras_step=start.loras_step if start.HasField("loras_step") else None,
         checkpoint=start.checkpoint,
         preview=start.preview,
@@ -218,9 +221,9 @@ def _lora(lora: generation_pb2.Lora) -> LoraSpec:
     )
 
 
-def stores_of(start: engine_pb2.EngineStart) -> list[Store]:
-    """The LoRA stores that a start command names."""
-    return [Store(name=store.name, address=store.address) for store in start.lora_stores]
+def stores_of(stores: Iterable[worker_pb2.LoraStore]) -> tuple[LoraStore, ...]:
+    """LoRA stores as the engine knows them."""
+    return tuple(LoraStore(name=store.name, address=store.address) for store in stores)
 
 
 def _hosts(hosts: worker_pb2.ControlNetHosts) -> ControlHosts:

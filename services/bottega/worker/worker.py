@@ -12,7 +12,7 @@ import importlib.metadata
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from bottega.codec import CodecPool
 from bottega.errors import (
@@ -86,6 +86,7 @@ class Worker:
         self._tasks: list[asyncio.Task[None]] = []
         self._memory_bytes = 0
         self._backlog = -1
+        self._lora_stores: list[tuple[str, str]] = []
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -191,7 +192,7 @@ class Worker:
     async def engine_ready(self, ready: engine_pb2.EngineReady) -> None:
         """See EngineListener."""
         _log.info("engine ready", extra={"model": ready.model.name, "device": ready.device, "pid": self._engine.pid})
-        self._backlog = -1
+        self._backlog, self._lora_stores = -1, []
         self._model = ready.model
         if self._config.gateway:
             self._membership = self._join(ready)
@@ -280,7 +281,13 @@ class Worker:
             models=[ready.model],
             device=ready.device,
         )
-        return FleetMembership(self._config.gateway, registration, load=self.load, on_backlog=self._pass_backlog)
+        return FleetMembership(
+            self._config.gateway,
+            registration,
+            load=self.load,
+            on_backlog=self._pass_backlog,
+            on_lora_stores=self._pass_lora_stores,
+        )
 
     async def _leave(self) -> None:
         if self._membership:
@@ -298,6 +305,15 @@ class Worker:
         backlog = engine_pb2.EngineBacklog(requests=requests)
         with contextlib.suppress(WorkerLost):  # no engine now: the next one is told by the next report
             self._engine.send(engine_pb2.EngineCommand(backlog=backlog))
+
+    def _pass_lora_stores(self, stores: Sequence[worker_pb2.LoraStore]) -> None:
+        told = [(store.name, store.address) for store in stores]
+        if told == self._lora_stores:
+            return
+        self._lora_stores = told
+        command = engine_pb2.EngineCommand(lora_stores=engine_pb2.EngineLoraStores(stores=stores))
+        with contextlib.suppress(WorkerLost):  # as above
+            self._engine.send(command)
 
     async def _sweep(self) -> None:
         while True:

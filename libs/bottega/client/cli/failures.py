@@ -14,10 +14,15 @@ _MORE_TIME = "Allow more time with --timeout SECONDS, ask for fewer steps, or wa
 _NO_ROOM = ("ENOSPC", "EDQUOT", "EFBIG", "SQLITE_FULL", "SQLITE_IOERR")
 _FORBIDDEN = ("EROFS", "EACCES", "EPERM", "SQLITE_READONLY", "SQLITE_PERM")
 
+# What a LoRA store says of itself: what helps with the gateway's does not help here.
+_OF_A_STORE = (errors.StorageUnavailable, errors.DataLoss, errors.TooLarge)
+
 # For those whose message says what happened. The nearest class of an error counts.
 _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
     {
         errors.ModelNotFound: "bottega models lists what is served.",
+        errors.LoraNotFound: "bottega loras lists those that there are.",
+        errors.LoraUnusable: "bottega loras lists which model each is for; bottega models what is served.",
         errors.ControlNetNotFound: "bottega controlnets lists what is served.",
         errors.ControlNetUnusable: "bottega controlnets lists which model each is for; bottega models what is served.",
         errors.JobNotFound: "bottega jobs lists those that are remembered.",
@@ -26,6 +31,7 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
         errors.JobCancelled: "bottega generate begins another one.",
         errors.NotFinite: "Try another seed, a lower guidance scale or another sampler.",
         errors.NoWorker: "bottega fleet shows who has joined; bottega logs says why a worker has not.",
+        errors.NoLora: "bottega fleet shows whether a LoRA store has joined; bottega logs loras why one has not.",
         errors.NoControlNet: "bottega controlnets says who hosts what; bottega logs why a server is not there.",
         errors.Draining: "Try again in a moment.",
         errors.WorkerLost: "Try again; if it happens every time, bottega logs -n 50 says why.",
@@ -45,6 +51,8 @@ def explained(error: BottegaError, address: str) -> tuple[str, str]:
 
     address: of the gateway that was asked.
     """
+    if error.metadata.get("service") == "loras" and isinstance(error, _OF_A_STORE):
+        return error.message, _about_lora_store(error)
     for kind in type(error).__mro__:
         if kind in _TODO:
             return error.message, _TODO[kind]
@@ -52,7 +60,7 @@ def explained(error: BottegaError, address: str) -> tuple[str, str]:
         case errors.InvalidRequest():
             return _refused(error)
         case errors.StorageUnavailable():
-            return error.message, _about_storage(error)
+            return error.message, _about_storage(error, "gateway")
         case errors.Unavailable():
             return (
                 f"no gateway answers at {address}",
@@ -74,15 +82,21 @@ def exit_status(error: BottegaError) -> int:
     return 2 if isinstance(error, errors.InvalidRequest | errors.FieldNotServed) else 1
 
 
-def _about_storage(error: errors.StorageUnavailable) -> str:
+def _about_lora_store(error: BottegaError) -> str:
+    if isinstance(error, errors.StorageUnavailable):
+        return _about_storage(error, "LoRA store")
+    return "bottega logs loras -n 50 says what is damaged." if isinstance(error, errors.DataLoss) else ""
+
+
+def _about_storage(error: errors.StorageUnavailable, whose: str) -> str:
     """Only some of its causes are somebody's to remove; the others pass."""
     cause = error.metadata.get("cause", "")
     if cause.startswith(_NO_ROOM):
-        return "Make room on the gateway's disk; it goes on by itself then."
+        return f"Make room on the {whose}'s disk; it goes on by itself then."
     if cause.startswith(_FORBIDDEN):
-        return "Let the gateway write to its folder; it goes on by itself then."
+        return f"Let the {whose} write to its folder; it goes on by itself then."
     again_s = error.retry_after_s or 1
-    return f"Try again in {again_s:.0f} s; if it stays so, bottega logs gateway -n 50 says why."
+    return f"Try again in {again_s:.0f} s; if it stays so, bottega logs -n 50 says why."
 
 
 def _refused(error: errors.InvalidRequest) -> tuple[str, str]:

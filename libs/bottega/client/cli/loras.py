@@ -10,9 +10,10 @@ import click
 
 from bottega.client.cli.connection import address_option, connect
 from bottega.client.cli.lora_profile import command as profile_command
-from bottega.client.cli.terminal import new_table, note, print_table, say
+from bottega.client.cli.terminal import fail, new_table, note, print_table, say
 
 if TYPE_CHECKING:
+    from bottega.client.sync import Client
     from bottega.v1.lora_pb2 import StoredLora
 
 _HASH_LETTERS = 12
@@ -84,8 +85,9 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
     here = Path(path)
     with connect(address) as client:
         if here.exists():
-            lora = client.add_lora(name, here, base=base, trigger_words=trigger_words)
+            lora = _brought(client, name, here, base=base, trigger_words=trigger_words)
         else:
+            note(f"{path} is not on this machine: its store looks for it.")
             lora = client.register_lora(name, path, base=base, trigger_words=trigger_words)
     say(f"{lora.name} is there for {lora.base}: {lora.modules} modules of rank {lora.rank}, {_size(lora.size_bytes)}")
 
@@ -101,6 +103,13 @@ def remove(*, name: str, address: str) -> None:
 
 
 command.add_command(profile_command)
+
+
+def _brought(client: Client, name: str, path: Path, *, base: str | None, trigger_words: tuple[str, ...]) -> StoredLora:
+    try:
+        return client.add_lora(name, path, base=base, trigger_words=trigger_words)
+    except OSError as error:
+        fail(f"{error.filename or path} cannot be read: {error.strerror}")
 
 
 def _facts(lora: StoredLora) -> list[tuple[str, str]]:

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 @click.option("-d", "--detach", is_flag=True, help="Return when everything is ready; bottega stop ends it.")
 @click.option("--in-background", is_flag=True, hidden=True, help="What --detach starts.")
 def command(*, state: StateFolder, detach: bool, in_background: bool, **wished: Any) -> None:
-    """Run the suite here: a gateway, its workers and a ControlNet server.
+    """Run the suite here: a gateway, its workers, a LoRA store and a ControlNet server.
 
     The server hosts the ControlNets in the model's own folder `controlnets`; the embedded model has edges and layout.
+    The store keeps what `bottega loras add` brings, in the state folder.
     """
     from bottega.client.suite.keeper import DoesNotStart
     from bottega.client.suite.plan import SuiteWish

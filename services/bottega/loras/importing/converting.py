@@ -1,7 +1,7 @@
 """A stranger's LoRA to its canonical modules: every tensor is matched with the base model, or the whole is refused.
 
 Source of the definition: W' = W + alpha / rank * up @ down, with each module's own alpha (kohya's and PEFT's code).
-Where nothing says an alpha it is the rank.
+Where nothing says an alpha it is the rank, as for everybody; not so in PEFT's own files, which never say it themselves.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class _Found:
 
     module: BaseModule
     config: AdapterConfig | None
+    format: Format
     name: str
     parts: dict[Part, tuple[BinaryIO, Header, TensorEntry]] = field(default_factory=dict)
 
@@ -78,7 +79,9 @@ def _collect(file: BinaryIO, header: Header, source: Source, *, base: Base, foun
             lacking.append(entry.name)
             continue
         config = source.config or configs.get(module.component)
-        each = found.setdefault(module.name, _Found(module=module, config=config, name=_path(name)))
+        each = found.setdefault(
+            module.name, _Found(module=module, config=config, format=format_of(name), name=_path(name))
+        )
         if name.part in each.parts:
             raise BadLora(f"{entry.name} and {each.parts[name.part][2].name} are the same part of {module.name}")
         each.parts[name.part] = (file, header, entry)
@@ -105,7 +108,11 @@ def _module(found: _Found) -> ModuleWeights:
 def _scale(found: _Found, rank: int) -> float:
     if Part.ALPHA in found.parts:
         return read_number(*found.parts[Part.ALPHA]) / rank
-    return found.config.scale(found.name, rank) if found.config is not None else 1.0
+    if found.config is not None:
+        return found.config.scale(found.name, rank)
+    if found.format is Format.PEFT:
+        raise BadLora("the file is PEFT's, whose alpha is in adapter_config.json: bring the folder that has both")
+    return 1.0
 
 
 def _path(name: Name) -> str:

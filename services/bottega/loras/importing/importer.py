@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.errors import BadLora, InternalError, QueueFull, Unavailable
 from bottega.process import Child
+from bottega.storage import faults
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 
 _log = logging.getLogger(__name__)
@@ -48,7 +50,8 @@ class Importer:
     async def run(self, job: Import) -> LoraImportAnswer:
         """Writes the canonical form to job.output.
 
-        Raises BadLora where the source is refused, or its import beyond the limits; QueueFull when too many wait.
+        Raises BadLora where the source is refused, or its import beyond the limits; StorageUnavailable where the disk
+        fails; QueueFull when too many wait.
         """
         if self._waiting >= _MAX_WAITING:
             raise QueueFull("too many LoRAs wait to be imported", retry_after_s=1.0)
@@ -60,6 +63,9 @@ class Importer:
             self._waiting -= 1
         if answer.refusal:
             raise BadLora(answer.refusal)
+        if answer.errno:
+            with faults.translated():
+                raise OSError(answer.errno, os.strerror(answer.errno))
         return answer
 
     async def _serve(self, job: Import) -> LoraImportAnswer:

@@ -7,13 +7,14 @@ sets the limits and the deadline. The first answer says that it is ready.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 from pathlib import Path
 
 from bottega.errors import BadLora, ConfigError
 from bottega.lora import canonical
 from bottega.loras.importing.base import read_base
-from bottega.loras.importing.converting import convert
+from bottega.loras.importing.converting import Converted, convert
 from bottega.process import Channel
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 
@@ -31,16 +32,25 @@ def main() -> None:
 def _answer(call: LoraImportCall) -> LoraImportAnswer:
     try:
         converted = convert(Path(call.source), adapter_config=call.adapter_config, base=read_base(Path(call.base)))
-        with Path(call.output).open("r+b") as output:
-            canonical.write(output, converted.modules)
-            output.flush()
-            os.fsync(output.fileno())
+        return _written(converted, Path(call.output))
     except (BadLora, ConfigError) as error:
         return LoraImportAnswer(refusal=error.message)
     except OSError as error:
-        return LoraImportAnswer(refusal=f"a file cannot be read or written: {error.strerror}")
+        return LoraImportAnswer(refusal=f"the store cannot read it: {error.strerror}")
     except MemoryError:
         return LoraImportAnswer(refusal="the file needs more memory than an import may have")
+
+
+def _written(converted: Converted, path: Path) -> LoraImportAnswer:
+    try:
+        with path.open("r+b") as output:
+            canonical.write(output, converted.modules)
+            output.flush()
+            os.fsync(output.fileno())
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            return LoraImportAnswer(refusal="its canonical form would be larger than an import may write")
+        return LoraImportAnswer(errno=error.errno or errno.EIO)
     return LoraImportAnswer(trigger_phrase=converted.trigger_phrase, format=converted.format)
 
 

@@ -41,12 +41,14 @@ class Pace:
             self._needed = True
             self._encoder_s = _smoothed(self._encoder_s, self._clock() - self._asked_s)
 
-    def pipelined(self, control: Control, answer_s: float) -> bool:
-        """Whether its steps go on with the residuals of the step before. answer_s: see ServerLink."""
+    def pipelined(self, control: Control, *, answer_s: float, transfer_s: float) -> bool:
+        """Whether its steps go on with the residuals of the step before. answer_s, transfer_s: see ServerLink."""
         similarity = control.hosts.similarity
         if not control.may_be_stale or similarity is None:
             return False
-        return pipelines(similarity, answer_s=answer_s, encoder_s=self._encoder_s, step_s=self._step_s)
+        return pipelines(
+            similarity, answer_s=answer_s, transfer_s=transfer_s, encoder_s=self._encoder_s, step_s=self._step_s
+        )
 
 
 def _smoothed(before: float, now: float) -> float:

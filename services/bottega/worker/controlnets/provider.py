@@ -219,7 +219,9 @@ class RemoteControlNets:
         places = {key: place for place, key in enumerate(samples)}
         reply = Reply(residuals_layout(len(pairs), shapes, self._dtype), len(shapes))
         for place, (row, seat) in enumerate(pairs):
-            seat.pipelined = seat.pipelined or self._pace.pipelined(seat.control, link.answer_s)
+            seat.pipelined = seat.pipelined or self._pace.pipelined(
+                seat.control, answer_s=link.answer_s, transfer_s=link.transfer_s
+            )
             seat.expect(row, reply, place)
         step = Step(
             number=link.number(),

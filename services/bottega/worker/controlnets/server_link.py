@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,20 +31,18 @@ from bottega.diffusion.control_messages import (
 from bottega.diffusion.controls import ControlServer
 from bottega.diffusion.tensor_messages import Message, tensor_of
 from bottega.errors import (
-    BadFrame,
     BottegaError,
     DeadlineExceeded,
     LayoutMismatch,
     LeaseExpired,
     LinkClosed,
-    LinkError,
     NoSharedMemory,
     PeerDead,
     TooLarge,
     Unavailable,
 )
 from bottega.rpc.status import from_job_error
-from bottega.transport import Counters, Deadline, Incoming, Limits, Link, Offer, connect
+from bottega.transport import Counters, Deadline, Incoming, Limits, Link, Offer, Vigil, connect, link_boundary
 from bottega.v1.error_pb2 import JobError
 from bottega.worker.controlnets.news import News
 from bottega.worker.controlnets.reply import Reply
@@ -52,12 +51,6 @@ _log = logging.getLogger(__name__)
 
 # Of offer and connection; a server that lives takes milliseconds.
 _CONNECT_S = 5.0
-# How often a quiet link is looked at.
-_LOOK_S = 0.25
-# Quiet for this share of silence_s, a server is asked whether it is there.
-_PING_SHARE = 0.2
-# And after so many seconds in any case: servers give up workers that are silent for half a minute.
-_PING_S = 5.0
 # Messages that wait to be sent; each request has a few.
 _MOST_WAITING = 1024
 _CLOSED = None
@@ -110,7 +103,7 @@ class ServerLink:
     """`start` it, use it at once: what is sent waits for the link. One thread uses it; when `lost`, it is over.
 
     lost: why the link has ended, once it has. answer_s: seconds from a step to its whole answer, of late; 0 is not
-    known.
+    known. transfer_s: from the answer's beginning on; 0 within this host, where whoever waits waits for a processor.
     """
 
     def __init__(
@@ -118,7 +111,7 @@ class ServerLink:
     ) -> None:
         self.server = server
         self.lost: BottegaError | None = None
-        self.answer_s = 0.0
+        self.answer_s = self.transfer_s = 0.0
         self.link_id = ""
         self._offers = offers
         self._news = news
@@ -129,7 +122,6 @@ class ServerLink:
         self._replies: dict[int, Reply] = {}
         self._outbox: queue.Queue[_Sending | None] = queue.Queue(_MOST_WAITING)
         self._outstanding: list[Reply] = []
-        self._heard_s = 0.0
         self._pulse = 0
         self._pulse_s = 0.0
         self._link: Link | None = None
@@ -187,39 +179,35 @@ class ServerLink:
 
     def _live(self, before: str) -> None:
         try:
-            self._serve(before)
+            link = self._open(before)
         except FutureTimeoutError:
             self._lose(Unavailable(f"ControlNet server {self.server.name} made no offer within {_CONNECT_S:g} s"))
         except BottegaError as error:
             self._lose(error)
-        except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
-            _log.exception("a link could not be served", extra={"server": self.server.name})
-            self._lose(PeerDead("the worker could not serve the link"))
+        except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours loses this one only
+            _log.exception("a link could not be opened", extra={"server": self.server.name})
+            self._lose(PeerDead("the worker could not open the link"))
+        else:
+            self._serve(link)
 
-    def _serve(self, before: str) -> None:
-        """The link from its beginning to its end. Raises what it died of."""
-        with self._open(before) as link:
+    def _serve(self, link: Link) -> None:
+        """The link from its beginning to its end."""
+        with link:
             self._link = link
             if self.lost is not None:
                 return  # meanwhile
             sending = threading.Thread(target=self._send_all, args=(link,), name="sends", daemon=True)
             sending.start()
-            try:
+            with self._boundary(link):
                 self._receive(link)
-            except LinkError as error:
-                link.end(error)
-            except ValueError as error:
-                link.end(BadFrame(f"the ControlNet server broke the rules of its messages: {error}"))
-            finally:
-                self._lose(link.cause or PeerDead("the worker could not serve the link"))
-                sending.join()  # ends: the link is dead, and so is every wait in it
+            self._lose(link.cause or PeerDead("the worker could not serve the link"))
+            sending.join()  # ends: the link is dead, and so is every wait in it
 
     def _open(self, before: str) -> Link:
         deadline = Deadline.after(_CONNECT_S)
         offer = self._offers.ask(self.server.address, before).result(_CONNECT_S)
         link = connect(offer, deadline, limits=self._settings.limits, counters=self._counters)
         self.link_id = link.link_id
-        self._heard_s = time.monotonic()
         facts = {"server": self.server.name, "backend": link.answer.backend, "why": link.answer.reason}
         _log.info("linked to a ControlNet server", extra=facts)
         return link
@@ -248,7 +236,7 @@ class ServerLink:
         return True
 
     def _send_all(self, link: Link) -> None:
-        try:
+        with self._boundary(link):
             while (sending := self._outbox.get()) is not _CLOSED:
                 try:
                     message = sending.message
@@ -256,20 +244,25 @@ class ServerLink:
                 except (NoSharedMemory, TooLarge) as error:  # the link lives
                     self._refuse(error, loan=sending.loan, step=sending.step)
             link.end(LinkClosed("the worker has closed the link"))
-        except LinkError as error:
-            link.end(error)
-        except BottegaError as error:
-            link.end(PeerDead(f"nothing more can be sent: {error.message}"))
+
+    def _boundary(self, link: Link) -> AbstractContextManager[None]:
+        return link_boundary(link, here="the worker", peer=f"ControlNet server {self.server.name}")
 
     def _receive(self, link: Link) -> None:
+        vigil = Vigil(
+            link,
+            peer=f"ControlNet server {self.server.name}",
+            silence_s=self._settings.silence_s,
+            ping=lambda: self._put(_Sending(message=number_message(Kind.PING))),
+            check=self._check_pulse,
+        )
         while True:
-            incoming = self._next(link)
-            self._heard_s = time.monotonic()
+            incoming = vigil.next()
             if kind_of(incoming.layout) is Kind.RESIDUALS:
-                self._take_residuals(link, incoming)
+                self._take_residuals(link, vigil, incoming)
                 continue
             with incoming:
-                self._wait(link, incoming, len(incoming.layout.specs))
+                vigil.wait_all(incoming)
                 self._take(incoming)
             self._news.ring()
 
@@ -299,8 +292,8 @@ class ServerLink:
             self._pulse_s = time.monotonic()
         self._news.ring()
 
-    def _take_residuals(self, link: Link, incoming: Incoming) -> None:
-        self._wait(link, incoming, 1)
+    def _take_residuals(self, link: Link, vigil: Vigil, incoming: Incoming) -> None:
+        vigil.wait(incoming, 1)
         number = read_number(incoming.layout, [incoming.view(0)])
         reply = self._replies.pop(number, None)
         if reply is None:
@@ -309,7 +302,7 @@ class ServerLink:
             raise LayoutMismatch(f"the answer to step {number} has other residuals than the model takes")
         reply.begin(incoming.release)
         for index in range(1, len(incoming.layout.specs)):
-            self._wait(link, incoming, index + 1)
+            vigil.wait(incoming, index + 1)
             try:
                 view = incoming.view(index)
             except LeaseExpired:
@@ -318,51 +311,21 @@ class ServerLink:
             self._news.ring()
         self._pulse_s = time.monotonic()
         self.answer_s = _smoothed(self.answer_s, self._pulse_s - reply.asked_s)
+        if not link.answer.backend.within_host:
+            self.transfer_s = _smoothed(self.transfer_s, self._pulse_s - incoming.began)
 
     def _feel(self, pulse: int) -> None:
         """The server has counted so many signs of life of its forwards."""
         if pulse != self._pulse:
             self._pulse, self._pulse_s = pulse, time.monotonic()
 
-    def _next(self, link: Link) -> Incoming:
-        """The next message. Raises DeadlineExceeded when the server has been silent for too long."""
-        while True:
-            try:
-                return link.recv(Deadline.after(_LOOK_S))
-            except DeadlineExceeded as error:
-                self._look(link, error)
-
-    def _wait(self, link: Link, incoming: Incoming, count: int) -> None:
-        """Waits for tensors of a message, as long as bytes come."""
-        while True:
-            filled = incoming.filled
-            try:
-                incoming.wait(count, Deadline.after(_LOOK_S))
-            except DeadlineExceeded as error:
-                if incoming.filled == filled:
-                    self._look(link, error)
-                else:
-                    self._heard_s = time.monotonic()
-            else:
-                self._heard_s = time.monotonic()
-                return
-
-    def _look(self, link: Link, error: DeadlineExceeded) -> None:
-        """Nothing has come for a moment."""
-        if link.cause is not None:
-            raise link.cause
-        quiet_s = time.monotonic() - self._heard_s
-        if quiet_s > self._settings.silence_s:
-            raise DeadlineExceeded(
-                f"ControlNet server {self.server.name} was silent for {quiet_s:.1f} s; it is stopped, or cut off"
-            ) from error
+    def _check_pulse(self) -> None:
+        """Raises DeadlineExceeded when the server answers pings, and computes nothing of what it was asked for."""
         still_s = time.monotonic() - self._pulse_s
         if self._replies and still_s > self._settings.stall_s:
             raise DeadlineExceeded(
                 f"ControlNet server {self.server.name} owes an answer and has computed nothing for {still_s:.1f} s"
-            ) from error
-        if quiet_s > min(_PING_SHARE * self._settings.silence_s, _PING_S) and self._outbox.empty():
-            self._put(_Sending(message=number_message(Kind.PING)))
+            )
 
 
 def _smoothed(before: float, now: float) -> float:

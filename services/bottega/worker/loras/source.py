@@ -1,7 +1,7 @@
-"""Brings LoRAs to the engine: from its cache, or from the stores that its orders name. See LoraSource.
+"""Brings LoRAs to the engine: from its cache, or from the stores that there are. See LoraSource.
 
-What is on its way is shared by all who asked. A store that is lost is asked again, or another one, for as long as the
-engine waits; when that is over the engine gives up, and says so. Knows no requests.
+What is on its way is shared by all who asked. A store that is lost is asked again, where it is now, or another one, for
+as long as the engine waits; when that is over the engine gives up, and says so. Knows no requests.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from bottega.diffusion.loras import LoraHandle, LoraRef
-from bottega.errors import BottegaError, DataLoss, NoLora
+from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
+from bottega.errors import BottegaError, LoraNotFound, NoLora
 from bottega.transport import Counters
 from bottega.worker.loras.arrival import Arrival, Handle
-from bottega.worker.loras.store_link import LoraLinkSettings, LoraOffers, Store, StoreLink
+from bottega.worker.loras.store_link import LoraLinkSettings, LoraOffers, StoreLink
 
 # Links that are kept: a fleet has one store, or a few.
 _MOST_STORES = 16
@@ -45,11 +45,12 @@ class LinkedLoras:
         self._budget_bytes = budget_bytes
         self._settings = settings
         self._counters = counters
-        self._stores: tuple[Store, ...] = ()
+        self._known: tuple[LoraStore, ...] | None = None
+        self._unasked: list[Arrival] = []  # for want of a store
         self._links: OrderedDict[str, StoreLink] = OrderedDict()
         # The one used longest ago first.
         self._arrivals: OrderedDict[str, Arrival] = OrderedDict()
-        self._refusals: dict[Arrival, set[str]] = {}  # by address
+        self._refusals: dict[Arrival, dict[str, BottegaError]] = {}  # by address
         self._changed = threading.Condition()
         self._news = 0
         self._told = 0  # as the last `settle` returned
@@ -69,10 +70,19 @@ class LinkedLoras:
         """Links that are open."""
         return sum(link.linked for link in list(self._links.values()))
 
-    def know(self, stores: Sequence[Store]) -> None:
-        """The stores that there are, the best first. Before `begin`."""
-        if stores:
-            self._stores = tuple(stores)
+    def know(self, stores: tuple[LoraStore, ...]) -> None:
+        """The stores that there are now, the best first. What is asked for while there are none waits for the next.
+
+        Who is never told takes those that are named by who asks.
+        """
+        with self._changed:
+            self._known = stores
+            unasked, self._unasked = self._unasked, []
+            for arrival in unasked:
+                if arrival.users:
+                    self._ask(arrival)
+                else:
+                    del self._arrivals[arrival.ref.digest]
 
     def begin(self, ref: LoraRef) -> LoraHandle:
         """See LoraSource."""
@@ -112,16 +122,20 @@ class LinkedLoras:
     def _ask(self, arrival: Arrival) -> None:
         """Asks the best store that has not refused it. Under the lock."""
         store = self._next_store(arrival)
-        if store is None:
+        if store is not None:
+            self._link_to(store).fetch(arrival)
+        elif self._known is None:
             self._fail(arrival, NoLora("no LoRA store is known", metadata={"loras": arrival.ref.name}))
-            return
-        self._link_to(store).fetch(arrival)
+        else:
+            self._unasked.append(arrival)
 
-    def _next_store(self, arrival: Arrival) -> Store | None:
-        refused = self._refusals.get(arrival, set())
-        return next((store for store in self._stores if store.address not in refused), None)
+    def _next_store(self, arrival: Arrival, *, but: str = "") -> LoraStore | None:
+        """The best that has not refused it. but: the address of another one that is not meant."""
+        passed = {but, *self._refusals.get(arrival, ())}
+        stores = self._known or arrival.ref.stores
+        return next((store for store in stores if store.address not in passed), None)
 
-    def _link_to(self, store: Store) -> StoreLink:
+    def _link_to(self, store: LoraStore) -> StoreLink:
         link = self._links.get(store.address)
         if link is None:
             link = self._links[store.address] = StoreLink(
@@ -142,25 +156,27 @@ class LinkedLoras:
     def _refused(self, link: StoreLink, arrival: Arrival, error: BottegaError) -> None:
         """A store will not send it: another one may. In the thread of its link."""
         with self._changed:
-            refused = self._refusals.setdefault(arrival, set())
-            refused.add(link.store.address)
-            if isinstance(error, DataLoss) or self._next_store(arrival) is None:
-                self._fail(arrival, error)
+            refused = self._refusals.setdefault(arrival, {})
+            refused[link.store.address] = error
+            if self._next_store(arrival) is None:
+                # That one has it not says nothing beside what is wrong with it elsewhere.
+                told = (each for each in refused.values() if not isinstance(each, LoraNotFound))
+                self._fail(arrival, next(told, error))
             else:
+                arrival.begin_again()
                 self._ask(arrival)
 
     def _lost(self, link: StoreLink, _error: BottegaError) -> None:
         """A store is lost: what nobody waits for is not asked for again, the rest elsewhere, or there again."""
         with self._changed:
-            others = [store for store in self._stores if store.address != link.store.address]
             for arrival in link.wanted():
                 if not arrival.users:
                     link.give_up(arrival)
                     self._arrivals.pop(arrival.ref.digest, None)
                     self._refusals.pop(arrival, None)
-                elif others:
+                elif (other := self._next_store(arrival, but=link.store.address)) is not None:
                     link.give_up(arrival)
-                    self._link_to(others[0]).fetch(arrival)
+                    self._link_to(other).fetch(arrival)
 
     def _fail(self, arrival: Arrival, error: BottegaError) -> None:
         arrival.error = error

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from google.protobuf import json_format
 
+from bottega.diffusion.loras import LoraStore
 from bottega.errors import BadFrame, BottegaError, DataLoss, DeadlineExceeded, LinkClosed, LinkError, PeerDead
 from bottega.lora import messages
 from bottega.lora.canonical import MAX_FILE_BYTES
@@ -40,14 +41,6 @@ _MESSAGE_S = 120.0
 # Between two attempts at a store that is down, while something is wanted of it.
 _RETRY_S = 0.5
 _CLOSED = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Store:
-    """A LoRA store that may be asked. address: host:port of its LoraService."""
-
-    name: str
-    address: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +73,7 @@ class StoreLink:
 
     def __init__(
         self,
-        store: Store,
+        store: LoraStore,
         *,
         offers: LoraOffers,
         settings: LoraLinkSettings,

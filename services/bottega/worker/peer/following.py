@@ -22,8 +22,8 @@ from bottega.diffusion.pair_messages import (
     read_number,
     read_step,
 )
-from bottega.errors import BadFrame, BottegaError, InvalidRequest, LinkError, PeerDead, Unavailable, Violation
-from bottega.transport import Counters, Deadline, Doors, Incoming, Limits, Listener, Offer
+from bottega.errors import BottegaError, LinkError, PeerDead, Unavailable
+from bottega.transport import Counters, Deadline, Doors, Incoming, Limits, Listener, Offer, link_boundary
 from bottega.worker.peer.talk import Talk
 
 _log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ _MESSAGE_S = 5.0
 _MOST_GUESTS = 256
 # Taken only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=4, slot_bytes=128 << 20)
+_REFUSED = "rows of a job of the peer cannot be computed here"
 
 
 class Following:
@@ -68,11 +69,7 @@ class Following:
             if self._leader not in ("", worker) and self._talk is not None:
                 raise Unavailable(f"this worker follows {self._leader} already, and {worker} asked to lead it, too")
             self._leader = worker
-        try:
-            offer = self._listener.offer(link_id or None)
-        except ValueError as error:
-            violation = Violation(field="link_id", description=str(error))
-            raise InvalidRequest(f"link_id: {error}", violations=[violation]) from None
+        offer = self._listener.offer(link_id or None)
         threading.Thread(target=self._live, args=(offer, worker), name="leader", daemon=True).start()
         return offer
 
@@ -84,11 +81,13 @@ class Following:
             talk.send(number_message(Kind.STATE, int(busy)))
 
     def attend(self) -> None:
-        """Tells the leader of jobs whose ControlNets are there, or never will be. From the engine's thread."""
-        for number, error in self._guests.settled():
+        """Tells the leader of jobs whose rows can be computed now, or cannot any more. From the engine's thread."""
+        for standing in self._guests.settled():
+            if standing.error is not None:
+                _log.warning(_REFUSED, extra={"text": standing.error.message})
             talk = self._talk
             if talk is not None:
-                talk.send(number_message(Kind.READY if error is None else Kind.REFUSED, number))
+                talk.send(number_message(Kind.READY if standing.ready else Kind.REFUSED, standing.guest))
 
     def close(self) -> None:
         """Ends its link, and takes no other one."""
@@ -107,15 +106,8 @@ class Following:
         with link:
             talk = Talk(link)
             self._begin(talk)
-            try:
+            with link_boundary(link, here="the worker", peer="its peer"):
                 self._receive(talk)
-            except LinkError as error:
-                link.end(error)
-            except ValueError as error:
-                link.end(BadFrame(f"the peer broke the rules of its messages: {error}"))
-            except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
-                _log.exception("the peer's link could not be served", extra={"peer": worker})
-                link.end(PeerDead("the worker could not serve the link"))
             self._end(talk)
             cause = link.cause
             facts = {"peer": worker, "cause": type(cause).__name__, "text": cause.message if cause else ""}
@@ -180,7 +172,7 @@ class Following:
             if talk is self._talk:
                 admit()
         except BottegaError as error:
-            _log.warning("rows of a job of the peer cannot be computed here", extra={"text": error.message})
+            _log.warning(_REFUSED, extra={"text": error.message})
             talk.send(number_message(Kind.REFUSED, number))
 
     def _compute(self, talk: Talk, step: GuestStep) -> None:
@@ -192,6 +184,7 @@ class Following:
             computed = self._guests.compute(step.rows, step.samples, step.timesteps)
         except Exception as error:  # noqa: BLE001 - the boundary of a step: the leader computes it itself
             _log.warning("rows of the peer could not be computed", extra={"why": f"{type(error).__name__}: {error}"})
+        self.attend()  # before the answer: rows that were late for good are not lent again
         talk.stepping = False
         if computed is None:
             talk.send(number_message(Kind.DECLINED, step.number))

@@ -29,8 +29,8 @@ from bottega.diffusion.pair_messages import (
     step_message,
 )
 from bottega.diffusion.row import Row
-from bottega.errors import BadFrame, BottegaError, DeadlineExceeded, LinkError, PeerDead, Unavailable
-from bottega.transport import Counters, Deadline, Incoming, Limits, Link, Offer, connect
+from bottega.errors import BottegaError, PeerDead, Unavailable
+from bottega.transport import Counters, Deadline, Incoming, Limits, Link, Offer, Vigil, connect, link_boundary
 from bottega.worker.peer.talk import Talk
 
 _log = logging.getLogger(__name__)
@@ -39,12 +39,6 @@ _log = logging.getLogger(__name__)
 _CONNECT_S = 5.0
 # How often a peer that cannot be reached is tried again.
 _RETRY_S = 1.0
-# How often a quiet link is looked at.
-_LOOK_S = 0.25
-# Quiet for this share of silence_s, a peer is asked whether it is there.
-_PING_SHARE = 0.2
-# A message whose beginning is here must come to its end.
-_MESSAGE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,15 +204,8 @@ class Peer:
     def _serve(self, link: Link) -> None:
         with link:
             life = self._life = _Life(talk=Talk(link))
-            try:
+            with link_boundary(link, here="the worker", peer="its peer"):
                 self._receive(life)
-            except LinkError as error:
-                link.end(error)
-            except ValueError as error:
-                link.end(BadFrame(f"the peer broke the rules of its messages: {error}"))
-            except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
-                _log.exception("the peer's link could not be served", extra={"peer": self._name})
-                link.end(PeerDead("the worker could not serve the link"))
             with self._changed:
                 self._life = None
                 self._changed.notify_all()
@@ -227,25 +214,16 @@ class Peer:
             _log.warning("the peer is lost; this worker draws alone", extra=facts)
 
     def _receive(self, life: _Life) -> None:
-        link, heard_s, pinged_s = life.talk.link, time.monotonic(), 0.0
-        silence_s = self._settings.silence_s
+        vigil = Vigil(
+            life.talk.link,
+            peer=f"the peer {self._name}",
+            silence_s=self._settings.silence_s,
+            ping=lambda: life.talk.send(number_message(Kind.PING)),
+        )
         while True:
-            try:
-                incoming = link.recv(Deadline.after(_LOOK_S))
-            except DeadlineExceeded:
-                if link.cause is not None:
-                    raise
-                now_s = time.monotonic()
-                if now_s - heard_s > silence_s:
-                    raise PeerDead(f"the peer has said nothing for {silence_s:g} s") from None
-                if now_s - max(heard_s, pinged_s) > _PING_SHARE * silence_s:
-                    pinged_s = now_s
-                    life.talk.send(number_message(Kind.PING))
-                continue
-            with incoming:
-                incoming.wait_all(Deadline.after(_MESSAGE_S))
+            with vigil.next() as incoming:
+                vigil.wait_all(incoming)
                 self._take_in(life, incoming)
-            heard_s = time.monotonic()
 
     def _take_in(self, life: _Life, incoming: Incoming) -> None:
         layout = incoming.layout
@@ -264,8 +242,10 @@ class Peer:
                 life.busy = number != 0
             case Kind.READY:
                 life.ready.add(number)
-            case Kind.REFUSED | Kind.PONG:
-                return  # what it refuses never becomes ready
+            case Kind.REFUSED:
+                life.ready.discard(number)
+            case Kind.PONG:
+                return
             case _:
                 raise ValueError(f"a follower says no {kind}")
 

@@ -1,0 +1,210 @@
+"""Links as a service serves them to workers: offered, counted, ended together; a thread receives, another answers.
+
+It knows no message: what comes is its user's to read, and so is what goes out.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Generic, Protocol, TypeVar
+
+from bottega.errors import Draining, LinkClosed, LinkError, TooLarge
+from bottega.transport.boundary import link_boundary
+from bottega.transport.deadline import Deadline
+from bottega.transport.layout import Layout
+from bottega.transport.link import Link
+from bottega.transport.listener import Listener
+from bottega.transport.offer import Offer, TcpEndpoint
+from bottega.transport.receiving import Incoming
+from bottega.transport.sending import Buffer
+
+_log = logging.getLogger(__name__)
+
+# A message whose beginning is here must come to its end, and an answer must be taken.
+MESSAGE_S = 20.0
+# A worker takes up an offer at once, or not at all.
+_ACCEPT_S = 10.0
+# A worker says something every few seconds (vigil.py), or is gone.
+_SILENCE_S = 30.0
+# Of workers: each has one link.
+_MOST_LINKS = 256
+_CLOSED = None
+
+
+class Message(Protocol):
+    """A whole message: its layout, and a buffer for each of its tensors."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def buffers(self) -> Sequence[Buffer]: ...
+
+
+class ServedLink(ABC):
+    """Serves one offer, from its being taken up to the link's end. on_end: called once, when it has ended.
+
+    service: what this end is, as texts name it. worker: the other's name.
+    """
+
+    def __init__(
+        self, listener: Listener, offer: Offer, *, service: str, worker: str, on_end: Callable[[ServedLink], None]
+    ) -> None:
+        self.worker = worker
+        self._service = service
+        self._listener = listener
+        self._offer = offer
+        self._on_end = on_end
+        self._link: Link | None = None
+        self._cause: LinkError | None = None
+        # What is to be answered may come when it comes: after the end there is nobody to answer to.
+        self._ending = threading.Lock()
+        self._ended = False
+        self._answers: queue.SimpleQueue[Callable[[Link], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._live, name=f"link-{offer.link_id[:8]}", daemon=True)
+
+    def start(self) -> None:
+        """Serves it in the background."""
+        self._thread.start()
+
+    def close(self, cause: LinkError) -> None:
+        """Ends it, and waits for its threads."""
+        self._cause = cause
+        link = self._link
+        if link is not None:
+            link.end(cause)
+            self._thread.join(MESSAGE_S)
+
+    def answer(self, answer: Callable[[Link], None]) -> bool:
+        """Has the thread that answers do something; whether it will, which it does on a dead link, too."""
+        with self._ending:
+            if not self._ended:
+                self._answers.put(answer)
+            return not self._ended
+
+    def say(self, message: Message) -> None:
+        """Has a whole message sent, as long as somebody is there."""
+        self.answer(lambda link: send(link, message))
+
+    @abstractmethod
+    def take(self, incoming: Incoming) -> None:
+        """A message is here, whole; to be given back. Raises ValueError for one that breaks the rules."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The link is dead: what was borrowed for it is given back."""
+
+    def _live(self) -> None:
+        facts = {"worker": self.worker}
+        try:
+            link = self._link = self._listener.accept(self._offer, Deadline.after(_ACCEPT_S))
+        except LinkError as error:
+            _log.info("an offer of a link was not taken up", extra={**facts, "text": error.message})
+            self._on_end(self)
+            return
+        if self._cause is not None:
+            link.end(self._cause)
+        _log.info("a worker is linked", extra={**facts, "backend": link.answer.backend})
+        answering = threading.Thread(target=self._answer, args=(link,), name="answers", daemon=True)
+        answering.start()
+        with self._boundary(link):
+            self._receive(link)
+        with self._ending:
+            self._ended = True
+            self._answers.put(_CLOSED)
+        answering.join()  # ends: the link is dead, and so is every wait in it
+        self.end()
+        link.close()
+        cause = link.cause
+        facts |= {"cause": type(cause).__name__, "text": cause.message if cause else ""}
+        _log.info("a worker's link has ended", extra=facts)
+        self._on_end(self)
+
+    def _receive(self, link: Link) -> None:
+        while True:
+            incoming = link.recv(Deadline.after(_SILENCE_S))
+            incoming.wait_all(Deadline.after(MESSAGE_S))
+            self.take(incoming)
+
+    def _answer(self, link: Link) -> None:
+        """The thread that answers. It goes on when the link is dead, so that what an answer holds is given back."""
+        while (answer := self._answers.get()) is not _CLOSED:
+            with self._boundary(link):
+                answer(link)
+
+    def _boundary(self, link: Link) -> AbstractContextManager[None]:
+        return link_boundary(link, here=self._service, peer="the worker")
+
+
+Served = TypeVar("Served", bound=ServedLink)
+
+
+class ServedLinks(Generic[Served]):
+    """Offers links, and keeps those that are open. Any thread may call it.
+
+    service: what this end is, as texts name it. serve: makes a link of an offer, a worker's name, and what it calls at
+    its end. advertised: what workers are told instead of the listener's own address.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        service: str,
+        serve: Callable[[Offer, str, Callable[[ServedLink], None]], Served],
+        advertised: TcpEndpoint | None = None,
+    ) -> None:
+        self.draining = False
+        self._listener = listener
+        self._service = service
+        self._serve = serve
+        self._advertised = advertised
+        self._links: set[Served] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def open(self) -> list[Served]:
+        """Those that there are."""
+        with self._lock:
+            return list(self._links)
+
+    def offer(self, worker: str, link_id: str) -> Offer:
+        """An offer for a worker. link_id: of the link that it replaces, or empty.
+
+        Raises Draining, TooLarge, InvalidRequest for what is no name of a link.
+        """
+        if self.draining:
+            raise Draining(f"{self._service} is stopping")
+        if len(self._links) >= _MOST_LINKS:
+            raise TooLarge(f"{_MOST_LINKS} workers are linked, as many as may be", metadata={"limit": "links"})
+        offer = self._listener.offer(link_id or None)
+        link = self._serve(offer, worker, self._forget)
+        with self._lock:
+            self._links.add(link)
+        link.start()
+        return offer if self._advertised is None else replace(offer, tcp=self._advertised)
+
+    def drain(self) -> None:
+        """No offers from now on."""
+        self.draining = True
+
+    def close(self) -> None:
+        """Takes no links any more, and ends those that there are. It may wait for what is being sent to end."""
+        self._listener.close()
+        for link in self.open:
+            link.close(LinkClosed(f"{self._service} is stopping"))
+
+    def _forget(self, link: ServedLink) -> None:
+        with self._lock:
+            self._links.discard(link)
+
+
+def send(link: Link, message: Message) -> None:
+    """Sends a whole message. Raises as Link.send does."""
+    link.send(message.layout, message.buffers, Deadline.after(MESSAGE_S))

@@ -1,0 +1,169 @@
+"""The SDK and the command with LoRAs, against a real gateway with one store or two."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from bottega import errors
+from bottega.client import AsyncClient
+from bottega.client.cli import main
+from bottega.v1 import lora_pb2 as pb
+from tests.service import running_loras
+from tests.service.lora_house import House, lora_house, lora_store
+from tests.service.running_loras import PATIENCE_S, lora_file
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    async with lora_house(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def client(house: House) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(house.gateway.address) as made:
+        yield made
+
+
+@pytest.fixture
+async def annex(house: House, tmp_path: Path) -> AsyncIterator[running_loras.Running]:
+    """Comes after the other one by its name."""
+    bases = {"miniature": "miniature", "third": "miniature"}
+    async with lora_store(house.gateway, tmp_path / "annex", name="second", bases=bases) as store:
+        yield store
+
+
+async def _names(store: running_loras.Running) -> list[str]:
+    answer = await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)
+    return [lora.name for lora in answer.loras]
+
+
+async def _run(house: House, *said: object) -> Result:
+    """As in a terminal: in a thread, since the gateway lives in this one."""
+    arguments = ["loras", *map(str, said), "--address", house.gateway.address]
+    return await asyncio.to_thread(CliRunner().invoke, main, arguments)
+
+
+async def test_what_several_stores_have_is_one_list(
+    house: House, annex: running_loras.Running, client: AsyncClient, tmp_path: Path
+) -> None:
+    await annex.upload("pastel", lora_file(tmp_path, seed=2))
+    await annex.upload("ink", lora_file(tmp_path, seed=3))
+    listed = await client.loras()
+    assert [lora.name for lora in listed] == ["ink", "pastel", "wash"]
+    assert listed[0].digest == house.ink.digest == (await client.lora("ink")).digest, "the first store counts"
+
+
+async def test_a_lora_is_looked_after_in_the_store_that_has_it(
+    house: House, annex: running_loras.Running, client: AsyncClient, tmp_path: Path
+) -> None:
+    pastel = await annex.upload("pastel", lora_file(tmp_path, seed=2))
+    assert (await client.pin_lora("pastel")).pinned
+    with pytest.raises(errors.LoraExists):
+        await client.add_lora("pastel", lora_file(tmp_path, seed=3), base="miniature")
+    again = await client.add_lora("pastel", lora_file(tmp_path, seed=2), base="miniature")
+    assert (again.digest, again.pinned) == (pastel.digest, True)
+    await client.remove_lora("pastel")
+    assert (await _names(annex), await _names(house.store)) == ([], ["ink", "wash"])
+    with pytest.raises(errors.LoraNotFound):
+        await client.remove_lora("pastel")
+
+
+async def test_a_new_one_goes_where_its_base_is_known(
+    house: House, annex: running_loras.Running, client: AsyncClient, tmp_path: Path
+) -> None:
+    for name, base in (("a", "miniature"), ("b", "third"), ("c", "other")):
+        await client.add_lora(name, lora_file(tmp_path, seed=2), base=base)
+    assert (await _names(house.store), await _names(annex)) == (["a", "c", "ink", "wash"], ["b"])
+    with pytest.raises(errors.InvalidRequest, match="miniature, other, third"):
+        await client.add_lora("d", lora_file(tmp_path, seed=2))
+    with pytest.raises(errors.InvalidRequest, match="these base models"):
+        await client.add_lora("d", lora_file(tmp_path, seed=2), base="fourth")
+
+
+async def test_a_store_that_is_gone_hides_what_it_has_and_nothing_else(
+    house: House, annex: running_loras.Running, client: AsyncClient, tmp_path: Path
+) -> None:
+    await annex.upload("pastel", lora_file(tmp_path, seed=2))
+    await house.store.server.stop()
+    assert (await client.lora("pastel")).name == "pastel"
+    with pytest.raises(errors.NoLora, match="loras"):
+        await client.lora("ink")
+
+
+async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path: Path) -> None:
+    path = lora_file(tmp_path, seed=2, text=True)
+    added = await _run(house, "add", "pastel", path, "--base", "miniature", "--trigger", "in pastel")
+    assert added.stdout == "pastel is there for miniature: 2 modules of rank 2, 0.00 MiB\n"
+    assert [line.split()[:2] for line in (await _run(house)).stdout.splitlines() if "miniature" in line] == [
+        ["ink", "miniature"],
+        ["pastel", "miniature"],
+    ]
+    shown = (await _run(house, "show", "pastel")).stdout
+    for said in ("in pastel", "kohya", "not measured; a fifth of the steps", house.ink.base):
+        assert said in shown
+    assert (await _run(house, "remove", "pastel")).stdout == "pastel is removed\n"
+    gone = await _run(house, "show", "pastel")
+    assert (gone.exit_code, gone.stderr.splitlines()[0]) == (1, "error: no such LoRA: pastel")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("x", b"I am no safetensors file", "error: "),
+        ("x", b"", "is empty"),
+        ("bad name", b"x", "letters, digits"),
+        ("x", None, "no imports.root"),
+    ],
+)
+async def test_what_cannot_be_taken_is_said_in_words(
+    house: House, tmp_path: Path, name: str, data: bytes | None, says: str
+) -> None:
+    path = tmp_path / "given.safetensors"
+    if data is not None:
+        path.write_bytes(data)
+    result = await _run(house, "add", name, path, "--base", "miniature")
+    assert result.exit_code in {1, 2}
+    assert says in result.stderr
+    assert ("is not on this machine" in result.stderr) is (data is None)
+    assert "Traceback" not in result.output
+
+
+async def test_one_that_was_asked_for_a_moment_ago_is_removed_later(house: House) -> None:
+    await house.store.stub.PrefetchLoras(pb.PrefetchLorasRequest(digests=[house.ink.digest]), timeout=PATIENCE_S)
+    result = await _run(house, "remove", "ink")
+    assert result.exit_code == 1
+    assert "try again in 30 s" in result.stderr
+
+
+async def test_a_refusal_in_the_middle_of_an_upload_is_heard(house: House, client: AsyncClient, tmp_path: Path) -> None:
+    path = tmp_path / "large.safetensors"
+    with path.open("wb") as file:
+        file.truncate(48 << 20)
+    for _ in range(3):
+        with pytest.raises(errors.InvalidRequest, match="these base models"):
+            await client.add_lora("large", path, base="fourth")
+    with pytest.raises(errors.BadLora):
+        await client.add_lora("large", path, base="other")
+
+
+async def test_a_folder_of_several_components_is_said_to_be_for_the_stores_machine(
+    house: House, tmp_path: Path
+) -> None:
+    for component in ("unet", "text_encoder"):
+        (tmp_path / "peft" / component).mkdir(parents=True)
+        (tmp_path / "peft" / component / "adapter_model.safetensors").write_bytes(b"x")
+    result = await _run(house, "add", "x", tmp_path / "peft", "--base", "miniature")
+    assert (result.exit_code, "imports.root" in result.stderr) == (2, True)
+
+
+async def test_what_cannot_be_read_is_named(house: House, tmp_path: Path) -> None:
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "adapter_model.safetensors").symlink_to("nowhere")
+    result = await _run(house, "add", "x", tmp_path / "peft", "--base", "miniature")
+    assert (result.exit_code, "adapter_model.safetensors cannot be read" in result.stderr) == (1, True)
