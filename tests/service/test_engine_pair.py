@@ -267,7 +267,7 @@ class LosableControlNets(LocalControlNets):
 def test_a_job_whose_controlnets_the_follower_loses_goes_on_here_beside_rows_that_it_still_computes(
     model: Model, shelf: ControlNetShelf, lost: bool | NoControlNet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair, "rows_to_lend", lambda _, able, **__: min(able, 3))  # whatever was measured
+    monkeypatch.setattr(pair, "rows_to_lend", lambda rows, able, **__: min(able, rows - 1, 3))  # whatever was measured
     order = controlled()
     order = replace(order, spec=replace(order.spec, num_inference_steps=16))
     theirs = LosableControlNets(shelf)
@@ -275,9 +275,10 @@ def test_a_job_whose_controlnets_the_follower_loses_goes_on_here_beside_rows_tha
         peer = led(follower)
         easel = Easel(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), follower=peer))
         drawing = easel.submit(order)
-        easel.submit(Order(key="plain", spec=replace(PLAIN, num_inference_steps=30)))
-        while drawing.job is None or drawing.job.pair is None:
+        plain = easel.submit(Order(key="plain", spec=replace(PLAIN, num_inference_steps=30)))
+        while plain.job is None or drawing.job is None or drawing.job.pair is None:
             easel.turn()
+            assert not drawing.ended
         theirs.lost = lost
         easel.turn()  # its last lent row is late
         shared, done = drawing.job.pair.steps, drawing.job.steps_done
