@@ -23,7 +23,7 @@ from PIL import Image
 from bottega.client import ControlNet, Picture
 from bottega.diffusion.bench_model import BenchShape, write_bench_model
 from load.bench.addon_reference import CONTROL_SCALE, GUIDANCE_SCALE, PROMPT, AddonReference, Answer, Ask
-from load.bench.lora_files import LoraFiles, random_lora
+from load.bench.lora_files import TRANSFORMERS, LoraFiles, random_lora
 from load.bench.lora_suite import COLD_STORE, COLD_WORKER, Cast, LoraSuite, processor_s, suite
 from load.bench.report import report
 
@@ -160,7 +160,10 @@ def prepare(folder: Path) -> Props:
         model=model,
         nets=nets,
         images=tuple(_write_image(folder / f"image{number}.png", number) for number in range(len(nets))),
-        loras=tuple(random_lora(model, folder / "loras", seed=seed, rank=RANK) for seed in range(SETS * OF_SET)),
+        loras=tuple(
+            random_lora(model, folder / "loras", seed=seed, rank=RANK, targets=TRANSFORMERS)
+            for seed in range(SETS * OF_SET)
+        ),
     )
 
 

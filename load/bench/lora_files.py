@@ -17,6 +17,8 @@ from bottega.lora.canonical import ModuleWeights, Weights, write
 
 # What Diffusers' own training scripts touch.
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+# What kohya's do: 722 modules of SDXL's UNet.
+TRANSFORMERS = (*ATTENTION, "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

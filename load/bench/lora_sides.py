@@ -124,12 +124,12 @@ def suite_side(model: Path) -> Answers:
     from bottega.diffusion.spec import DrawingSpec, LoraSpec
 
     loaded = load_model(model, name="bench", device=torch.device("cpu"), dtype=torch.float32)
+    loaded_kib = _memory_kib("VmRSS")
     files: dict[str, Path] = {}
     source = LocalLoras(files)
     weights = LoraWeights(loaded)
     engine = Engine(loaded, EngineLimits(), loras=source)
     engine.warm_up()
-    loaded_kib = _memory_kib("VmRSS")
 
     def swap(said: Any) -> dict[str, float]:
         files[said["digest"]] = Path(said["ours"])

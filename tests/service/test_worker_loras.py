@@ -163,6 +163,24 @@ async def test_what_a_prompt_waits_for_waits_for_no_other_lora(tmp_path: Path, w
             assert await worker.wait(handle)
 
 
+async def test_nobody_spins_while_one_of_two_loras_is_here(tmp_path: Path, worker: _Worker) -> None:
+    links = LinksConfig(socket=None, bytes_per_s=50_000)
+    async with running(tmp_path / "store", config(links=links)) as store:
+        loras = [
+            await store.upload(f"l{seed}", lora_file(tmp_path, seed=seed, rank=rank))
+            for seed, rank in [(0, 1), (1, 64)]
+        ]
+        worker.know(store)
+        handles = [worker.begin(lora) for lora in loras]
+        assert await worker.wait(handles[0])
+        began_s, calls = time.monotonic(), 0
+        while not handles[1].ready:
+            await asyncio.to_thread(worker.source.settle, handles, 0.1)
+            calls += 1
+        assert time.monotonic() - began_s > 0.2, "else nothing was seen"
+        assert calls <= (time.monotonic() - began_s) / 0.1 + 4
+
+
 async def test_a_lora_that_ends_in_the_middle_is_refused_and_others_come(tmp_path: Path, worker: _Worker) -> None:
     """Without room in memory a store sends straight from its disk, where somebody cuts the file short."""
     links = LinksConfig(socket=None, bytes_per_s=50_000)

@@ -20,6 +20,8 @@ from bottega.lora.canonical import Canonical
 from bottega.transport import DType, Layout, TensorSpec
 
 DIGEST_BYTES = 32
+# That a worker takes in at once: so many pieces keep a link busy while others are acknowledged.
+SLOTS = 4
 # A status of ours, as JSON.
 _MAX_ERROR_BYTES = 64 << 10
 _NUMBER_BYTES = 8

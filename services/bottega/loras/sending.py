@@ -16,8 +16,10 @@ from bottega.transport import Deadline, Link
 
 # A message that is not taken in this time never will be.
 _SEND_S = 60.0
-# What a piece should take: whoever wants to speak waits for two of them, as many as a worker has slots for.
+# What a piece should take: whoever wants to speak waits for those that are under way.
 _PIECE_S = 0.01
+# So many pieces cannot all be under way: what they take is what the link carries, and not what its ends have room for.
+_MEASURED_PIECES = messages.SLOTS + 1
 _FIRST_BYTES, _LEAST_BYTES, _MOST_BYTES = 64 << 10, 4 << 10, 4 << 20
 
 
@@ -56,6 +58,8 @@ class Sending:
         self._lora = _header(loan)
         self._sent_bytes = 0
         self._piece_bytes = _FIRST_BYTES
+        self._pieces = 0
+        self._since_s = 0.0
 
     @property
     def done(self) -> bool:
@@ -77,8 +81,8 @@ class Sending:
     def send_piece(self, link: Link, pace: Pace) -> None:
         """The next piece of the UNet's section, as long as the link carries in a moment."""
         lora = self._lora
+        self._adapt()
         size_bytes = min(self._piece_bytes, pace.most_bytes, lora.unet_bytes - self._sent_bytes)
-        began_s = time.monotonic()
         with link.begin(messages.piece_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:
             outgoing.views[0][:] = messages.packed_number(self.number)
             place = lora.header_bytes + lora.text_bytes + self._sent_bytes
@@ -86,13 +90,20 @@ class Sending:
             outgoing.finish()
         self._sent_bytes += size_bytes
         pace.spend(size_bytes)
-        self._adapt(time.monotonic() - began_s)
 
-    def _adapt(self, took_s: float) -> None:
-        if took_s < _PIECE_S / 2:
-            self._piece_bytes = min(2 * self._piece_bytes, _MOST_BYTES)
-        elif took_s > 2 * _PIECE_S:
-            self._piece_bytes = max(self._piece_bytes // 2, _LEAST_BYTES)
+    def _adapt(self) -> None:
+        """Before a piece: where enough have been sent to tell what they take, makes the next ones longer or shorter."""
+        now_s = time.monotonic()
+        if self._pieces == _MEASURED_PIECES:
+            took_s = (now_s - self._since_s) / _MEASURED_PIECES
+            if took_s < _PIECE_S / 2:
+                self._piece_bytes = min(2 * self._piece_bytes, _MOST_BYTES)
+            elif took_s > 2 * _PIECE_S:
+                self._piece_bytes = max(self._piece_bytes // 2, _LEAST_BYTES)
+            self._pieces = 0
+        if not self._pieces:
+            self._since_s = now_s
+        self._pieces += 1
 
     def _fill(self, view: memoryview, place: int, size_bytes: int) -> None:
         """Reads bytes of the file into a tensor of a slot."""

@@ -53,6 +53,7 @@ class LinkedLoras:
         self._refusals: dict[Arrival, dict[str, BottegaError]] = {}  # by address
         self._changed = threading.Condition()
         self._news = 0
+        self._told = 0  # as the last `settle` returned
 
     @property
     def resident(self) -> list[str]:
@@ -98,9 +99,10 @@ class LinkedLoras:
     def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:
         """See LoraSource."""
         with self._changed:
-            before = self._news
-            if not any(_settled(handle) for handle in handles):
-                self._changed.wait_for(lambda: self._news != before, timeout_s)
+            # Not when one of several is here: that was news once, and its caller waits for the others.
+            if not all(_settled(handle) for handle in handles):
+                self._changed.wait_for(lambda: self._news != self._told, timeout_s)
+            self._told = self._news
 
     def close(self, handles: Sequence[LoraHandle]) -> None:
         """See LoraSource."""

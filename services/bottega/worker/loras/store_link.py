@@ -48,8 +48,8 @@ class LoraLinkSettings:
     """silence_s: after which a store is taken for dead. limits: of what comes in."""
 
     silence_s: float = 5.0
-    # The slots grow to the largest message that came: two, so that the next one comes while one is read.
-    limits: Limits = field(default_factory=lambda: Limits(slots=2, slot_bytes=MAX_FILE_BYTES + (1 << 20)))
+    # The slots grow to the largest message that came: a head, or a piece.
+    limits: Limits = field(default_factory=lambda: Limits(slots=messages.SLOTS, slot_bytes=MAX_FILE_BYTES + (1 << 20)))
 
 
 class LoraOffers(Protocol):
