@@ -368,5 +368,6 @@ def test_a_job_whose_loras_do_not_come_to_the_follower_is_drawn_here(
 
 
 def test_the_follower_forgets_jobs_that_have_ended(easel: Easel, follower: FollowerThread) -> None:
-    easel.draw(Order(key="a", spec=PLAIN))
+    drawing = easel.draw(Order(key="a", spec=PLAIN))
+    assert pair_of(drawing).steps > 0, "else it had nothing to forget"
     wait_until(lambda: follower.engine.guests.count == 0, WAIT_S, "the job to be forgotten")
