@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 from bottega.codec import CodecPool
-from bottega.config import state_folder
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.gateway.clock import Clock
 from bottega.gateway.config import GatewayConfig
@@ -32,6 +31,7 @@ from bottega.gateway.service import ImageService
 from bottega.gateway.storehouse import Storehouse
 from bottega.gateway.worker_client import GrpcWorkerClient
 from bottega.rpc.server import Server
+from bottega.state_folder import state_folder
 from bottega.storage import ContentStore
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
 from bottega.v1.controlnet_pb2 import HostedState
