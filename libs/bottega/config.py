@@ -6,7 +6,6 @@ An unknown key or a bad value refuses to start and names itself. This module kno
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +16,6 @@ from bottega.errors import ConfigError
 
 # Set on every config dataclass (`__pydantic_config__ = STRICT`), nested ones too.
 STRICT = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
-
-STATE_VARIABLE = "BOTTEGA_STATE"
 
 ConfigT = TypeVar("ConfigT")
 
@@ -42,14 +39,6 @@ def parse(kind: type[ConfigT], values: object, *, source: str) -> ConfigT:
     except pydantic.ValidationError as error:
         lines = [f"  {_key(item['loc'])}: {_rule(kind, item)}" for item in error.errors()]
         raise ConfigError(f"{source} cannot be used:\n" + "\n".join(lines)) from None
-
-
-def state_folder() -> Path:
-    """Where Bottega keeps what outlives its processes: $BOTTEGA_STATE, else bottega in $XDG_STATE_HOME or
-    ~/.local/state."""
-    if chosen := os.environ.get(STATE_VARIABLE):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "bottega"
 
 
 def _read(path: Path) -> object:

@@ -80,12 +80,23 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.finished: list[tuple[str, int]] = []
         self.previewed: set[tuple[str, int]] = set()
         self._server = Server(name, ServerConfig(drain_grace_s=0.1))
+        self.address = ""
         self.membership: FleetMembership | None = None
 
     async def start(self, *, join_timeout_s: float = 5.0) -> ScriptedWorker:
         """Listens and joins. Raises TimeoutError when it is not let in by then; it keeps trying."""
+        await self.listen()
+        return await self.join(self.address, join_timeout_s=join_timeout_s)
+
+    async def listen(self) -> None:
+        """Listens, and joins nothing yet."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.grpc)
         await self._server.start()
+        self.address = self._server.address
+
+    async def join(self, address: str, *, join_timeout_s: float = 5.0) -> ScriptedWorker:
+        """Joins as one who is called at this address. Raises as `start` does."""
+        self.address = address
         self.membership = FleetMembership(
             self._gateway,
             self.registration(),
@@ -105,7 +116,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         return fleet_pb2.Registration(
             kind=fleet_pb2.SERVICE_KIND_WORKER,
             name=self.name,
-            address=self._server.address,
+            address=self.address,
             version="test",
             models=[self._model],
             device="cpu",

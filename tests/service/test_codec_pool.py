@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 
 import psutil
@@ -56,6 +58,17 @@ async def test_a_refusal_is_bad_image_and_the_process_stays(pool: CodecPool) -> 
         await pool.inspect(b"not an image")
     assert await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
     assert pool.pids == before
+
+
+async def test_nothing_is_kept_of_an_image_until_the_next_one(pool: CodecPool) -> None:
+    image, noise = png(300, 200), os.urandom(1 << 20)
+    here = sys.getrefcount(noise)
+    await pool.inspect(image)
+    assert sys.getrefcount(image) == here
+    with pytest.raises(BadImage):
+        await pool.inspect(noise)
+    gc.collect()  # the exception leads to the frames that it came through
+    assert sys.getrefcount(noise) == here
 
 
 async def test_a_process_killed_while_idle_costs_no_call(pool: CodecPool) -> None:

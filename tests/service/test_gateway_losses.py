@@ -12,6 +12,7 @@ from bottega import errors
 from bottega.rpc.channel import open_channel
 from bottega.rpc.fleet import FleetMembership
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, worker_pb2
+from tests.service.cut_cable import laid
 from tests.service.running_gateway import Running, refusal, running_gateway, told
 from tests.service.scripted_worker import MODEL, ScriptedWorker
 
@@ -101,6 +102,26 @@ async def test_a_job_that_two_workers_die_of_is_poison_and_is_not_drawn_when_it_
     assert errors.Poisoned.reason == ended.error.reason
     await house.worker("w3")
     assert (await house.submit("order-1", prompt="a star")).job_id == job.job_id
+
+
+async def test_a_connection_that_breaks_while_its_worker_lives_is_nobodys_death(house: Running) -> None:
+    worker = ScriptedWorker("w1", house.address)
+    house.workers.append(worker)
+    await worker.listen()
+    async with laid(worker.address) as cable:
+        await worker.join(cable.address)
+        worker.script.hold_at = 3
+        job = await house.submit(prompt="a star")
+        for number in (1, 2):
+            await _within(5, lambda number=number: len(worker.requests) == number)  # type: ignore[misc]
+            async with asyncio.timeout(5):
+                while (await house.job(job.job_id)).steps_done < 3:  # noqa: ASYNC110 - progress has no event
+                    await asyncio.sleep(0.01)
+            cable.cut()
+        worker.script.release.set()
+        ended = await house.ended(job.job_id)
+    assert ended.state == image_pb2.JOB_STATE_COMPLETED, "two deaths would have been poison"
+    assert ended.provenance.attempts == 3
 
 
 async def test_a_worker_that_cannot_be_reached_costs_a_job_no_attempt_that_counts() -> None:

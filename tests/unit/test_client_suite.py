@@ -19,7 +19,7 @@ from bottega.client.suite.leftovers import end_leftovers
 from bottega.client.suite.output import ServiceLog, fields_of, lines_of
 from bottega.client.suite.plan import PortTaken, SuiteWish, plan_suite
 from bottega.client.suite.reading import LogFollower, last_lines, services_with_logs
-from bottega.client.suite.state import AlreadyHeld, Child, Record, StateFolder, default_state_folder
+from bottega.client.suite.state import AlreadyHeld, Child, Record, StateFolder
 
 
 def record(*children: Child, ready: bool = True) -> Record:
@@ -96,14 +96,6 @@ def test_the_address_is_only_that_of_an_instance_that_runs(tmp_path: Path) -> No
 def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "suite.json").write_text(text)
     assert StateFolder(tmp_path).read() is None
-
-
-def test_the_state_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("BOTTEGA_STATE", raising=False)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert default_state_folder() == tmp_path / "bottega"
-    monkeypatch.setenv("BOTTEGA_STATE", "/somewhere/else")
-    assert default_state_folder() == Path("/somewhere/else")
 
 
 @pytest.fixture

@@ -86,6 +86,11 @@ def test_a_drain_is_given_the_time_that_it_may_take(unit: str) -> None:
     assert setting(unit, "KillMode") == "mixed", "else systemd ends engines and codecs under a service that drains"
 
 
+@pytest.mark.parametrize("unit", SERVICES)
+def test_a_service_whose_child_takes_too_much_memory_goes_on(unit: str) -> None:
+    assert setting(unit, "OOMPolicy") == "continue", "else systemd ends the service with its engine or codec process"
+
+
 def test_a_worker_is_given_the_time_to_load_its_model() -> None:
     assert float(setting("bottega-worker@.service", "TimeoutStartSec")) > WorkerConfig().start_s
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from bottega.errors import InternalError, InvalidRequest, JobNotFound, StorageUnavailable
+from bottega.errors import DataLoss, InternalError, InvalidRequest, JobNotFound, StorageUnavailable
 from bottega.gateway.job_log import Filter, JobLog
 from bottega.gateway.job_store import JobRecord, SqliteJobStore
 from bottega.gateway.job_values import Picture
@@ -50,6 +52,10 @@ class FailingStore(SqliteJobStore):
     async def begin(self, job_id: str, attempt: int, *, started_wall: float) -> bool:
         self._check()
         return await super().begin(job_id, attempt, started_wall=started_wall)
+
+    async def fail(self, *args: object, **kwargs: object) -> bool:
+        self._check()
+        return await super().fail(*args, **kwargs)  # type: ignore[arg-type]
 
     async def probe(self) -> None:
         self._check()
@@ -245,6 +251,37 @@ async def test_a_job_that_was_written_though_that_failed_goes_on_when_somebody_m
     assert _ids(found) == [named.job_id]
     assert await life.log.of_request("r") is found[0]
     assert (await life.log.get(nameless.job_id)).state == image_pb2.JOB_STATE_CANCELLED
+
+
+async def test_a_disk_that_fails_again_while_doubts_are_settled_leaves_them_for_the_next_time(life: Life) -> None:
+    jobs = [sample_job(life.time) for _ in range(3)]
+    life.store.lies = True
+    for job in jobs:
+        with pytest.raises(StorageUnavailable):
+            await life.log.add(job)
+    life.store.lies, life.store.full = False, True
+    with pytest.raises(StorageUnavailable):
+        await life.log.settle_doubts()
+    life.store.full = False
+    await life.log.settle_doubts()
+    states = [(await life.log.get(job.job_id)).state for job in jobs]
+    assert states == [image_pb2.JOB_STATE_CANCELLED] * 3, "else it stays queued for ever, and nobody draws it"
+
+
+async def test_a_damaged_job_is_in_the_way_of_no_other_doubt(life: Life, tmp_path: Path) -> None:
+    jobs = [sample_job(life.time) for _ in range(3)]
+    life.store.lies = True
+    for job in jobs:
+        with pytest.raises(StorageUnavailable):
+            await life.log.add(job)
+    life.store.lies = False
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite", isolation_level=None)) as file:
+        file.execute("UPDATE jobs SET fingerprint = 'x' WHERE job_id = ?", (jobs[1].job_id,))
+    await life.log.settle_doubts()
+    for job in (jobs[0], jobs[2]):
+        assert (await life.log.get(job.job_id)).state == image_pb2.JOB_STATE_CANCELLED
+    with pytest.raises(DataLoss):
+        await life.log.get(jobs[1].job_id)
 
 
 async def test_what_the_disk_had_no_turn_for_is_not_looked_for_afterwards(life: Life) -> None:

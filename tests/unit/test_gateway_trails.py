@@ -27,6 +27,32 @@ async def test_of_one_job_one_thing_is_written_after_the_other() -> None:
     assert written == [0, 1, 2]
 
 
+async def test_of_what_only_the_newest_counts_no_more_waits_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers may attach to a job as often as they like while its disk is full, each with a later deadline."""
+    monkeypatch.setattr("bottega.gateway.storehouse._RETRY_S", 0.01)
+    shelf = Shelf(full=True)
+    storehouse = memory_storehouse(Clock(), shelf)
+    trails = Trails(storehouse)
+    tried: list[str] = []
+
+    async def write(what: str) -> None:
+        tried.append(what)
+        await storehouse.jobs.probe()
+
+    trails.note("a", partial(write, "begun"))
+    for number in range(1000):
+        trails.note("a", partial(write, f"until {number}"), newest_of="deadlines")
+    trails.note("a", partial(write, "lost"))
+    trails.note("a", partial(write, "until 1000"), newest_of="deadlines")
+    ended = asyncio.create_task(trails.written("a", partial(write, "ended")))
+    await asyncio.sleep(0.02)
+    assert set(tried) == {"begun"}
+    shelf.full = False
+    await asyncio.wait_for(storehouse.jobs.open(), 1)
+    await asyncio.wait_for(ended, 1)
+    assert [*dict.fromkeys(tried)] == ["begun", "until 999", "lost", "until 1000", "ended"]
+
+
 async def test_who_waits_for_what_a_full_disk_holds_up_is_sent_away_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bottega.gateway.trails._CLOSE_S", 0.01)
     shelf = Shelf(full=True)

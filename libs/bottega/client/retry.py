@@ -17,8 +17,8 @@ class RetryPolicy:
 
     patience_s: give up when it was unavailable for so long. A gateway and its workers are back within
         seconds of a restart; a backend that starts together with its gateway finds it, too.
-    reach_s: give up when nothing answered at all for so long; a person who forgot to start a gateway wants
-        to hear that sooner than that one is still without workers.
+    reach_s: give up when nothing has ever answered, and that for so long; a person who forgot to start a gateway wants
+        to hear that sooner than that one is still without workers, or that the one which drew is gone.
     first_wait_s, longest_wait_s: the wait doubles from one to the other, each drawn between half and all of it.
     """
 
@@ -80,12 +80,15 @@ class Backoff:
         self._deadline = deadline
         self._clock = clock
         self._draw = draw
-        self.heard()
+        self._tries = 0
+        self._well_s = self._clock()
+        self._reached = False
 
     def heard(self) -> None:
         """The gateway did what it was asked: start over."""
         self._tries = 0
-        self._well_s = self._reached_s = self._clock()
+        self._well_s = self._clock()
+        self._reached = True
 
     def wait_s(self, error: BottegaError) -> float:
         """Seconds to wait before the next try; at least what the gateway asked for.
@@ -98,10 +101,9 @@ class Backoff:
         if error.retry_after_s is not None:
             # The jitter goes on top: all who were told the same number must not come back at once.
             wait_s += error.retry_after_s
-        if type(error) is not Unavailable:
-            self._reached_s = self._clock()  # a reason is only given by a gateway that is there
+        self._reached |= type(error) is not Unavailable  # a reason is only given by a gateway that is there
+        patience_s = self._policy.patience_s if self._reached else min(self._policy.patience_s, self._policy.reach_s)
         after_s = self._clock() + wait_s
-        patient_s = min(self._well_s + self._policy.patience_s, self._reached_s + self._policy.reach_s)
-        if after_s > patient_s or after_s >= self._deadline.at_s:
+        if after_s > self._well_s + patience_s or after_s >= self._deadline.at_s:
             raise error
         return wait_s

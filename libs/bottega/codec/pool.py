@@ -131,17 +131,7 @@ class _Seat:
     async def run(self) -> None:
         """Serves until cancelled."""
         while True:
-            call = await self._waiting.get()
-            try:
-                await self._serve(call)
-            except BottegaError as error:
-                _fail(call, error)
-            except asyncio.CancelledError:
-                _fail(call, _stopping())
-                raise
-            except Exception:  # noqa: BLE001 - the seat must go on serving; the caller gets a fault of ours
-                _log.exception("codec call failed")
-                _fail(call, InternalError("an image could not be decoded or encoded"))
+            await self._serve_next()  # which keeps nothing of an image while it waits for another
 
     async def fill(self) -> Child:
         """The process of this seat, a new one where there is none or it died."""
@@ -166,6 +156,19 @@ class _Seat:
         if self.child:
             child, self.child = self.child, None
             await child.stop(_STOP_S)
+
+    async def _serve_next(self) -> None:
+        call = await self._waiting.get()
+        try:
+            await self._serve(call)
+        except BottegaError as error:
+            _fail(call, error)
+        except asyncio.CancelledError:
+            _fail(call, _stopping())
+            raise
+        except Exception:  # noqa: BLE001 - the seat must go on serving; the caller gets a fault of ours
+            _log.exception("codec call failed")
+            _fail(call, InternalError("an image could not be decoded or encoded"))
 
     async def _serve(self, call: _Call) -> None:
         if call.result.done():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
+from bottega.state_folder import state_folder
 
 if TYPE_CHECKING:
     from bottega.miniature.training.train import Outcome
@@ -65,11 +66,6 @@ def _export(options: argparse.Namespace) -> None:
     print(f"{options.stage}: {export(options.stage, options.folder, options.target)} steps; {options.target}")
 
 
-def _state() -> Path:
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(os.environ.get("BOTTEGA_STATE") or Path(home) / "bottega")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bottega.miniature", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -95,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
-    default = _state() / "training"
+    default = state_folder() / "training"
     parser.add_argument("--folder", type=Path, default=default, help="all that must outlive a run (%(default)s)")
 
 

@@ -7,9 +7,13 @@ shared x86-64 cores, measured). It does not know what the memory is for.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import gc
-from collections.abc import Iterable
+import os
+import time
+from collections.abc import AsyncIterator, Iterable
 
 import psutil
 
@@ -26,6 +30,11 @@ _PIECE_BYTES = 16 * 2**20
 # Objects made, and not yet gone, until the collector looks at them; Python's own is 700. A call makes dozens that go by
 # themselves when it ends: with hundreds of calls at once it looked in vain, for a tenth of the CPU time of each.
 _YOUNG_OBJECTS = 10_000
+# At rest is who has used less than this share of a core for so long: whoever sends an image every few seconds is not to
+# wait for fresh pages each time.
+_AT_REST = 0.1
+_REST_S = 5.0
+_WORTH_BYTES = 2**20
 
 
 def keep_freed_memory(*, at_once_bytes: int = 0) -> None:
@@ -50,6 +59,21 @@ def spare_the_collector() -> None:
     gc.set_threshold(_YOUNG_OBJECTS)
 
 
+@contextlib.asynccontextmanager
+async def given_back_at_rest() -> AsyncIterator[None]:
+    """In the block, memory that was freed is given back whenever this process comes to rest.
+
+    Else it is what the largest requests so far have taken at once. Of its own accord only protobuf gives some back, at
+    every 10,000th block that it frees, whatever goes on then.
+    """
+    giving = asyncio.create_task(_give_back_at_rest())
+    try:
+        yield
+    finally:
+        giving.cancel()
+        await asyncio.gather(giving, return_exceptions=True)
+
+
 def resident_bytes(pids: Iterable[int]) -> int:
     """Resident memory of these processes together; those that are gone count nothing."""
     total = 0
@@ -59,3 +83,15 @@ def resident_bytes(pids: Iterable[int]) -> int:
         except psutil.NoSuchProcess:
             continue
     return total
+
+
+async def _give_back_at_rest() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    this, kept_bytes = os.getpid(), 0
+    while trim is not None:
+        before_s = time.process_time()
+        await asyncio.sleep(_REST_S)
+        if time.process_time() - before_s < _AT_REST * _REST_S and resident_bytes([this]) > kept_bytes + _WORTH_BYTES:
+            gc.collect()  # of what a collector that looks seldom has not seen yet
+            await asyncio.to_thread(trim, 0)
+            kept_bytes = resident_bytes([this])

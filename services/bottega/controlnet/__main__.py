@@ -20,6 +20,7 @@ from bottega.errors import BottegaError, ConfigError
 from bottega.process import Patience
 from bottega.process.memory import spare_the_collector
 from bottega.rpc.server import Server, run
+from bottega.state_folder import state_folder
 from bottega.transport import own_socket
 from bottega.v1 import controlnet_pb2_grpc
 
@@ -32,7 +33,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         settings = config.load(ControlNetConfig, arguments.config)
-        catalogue, profiles = open_catalogue(settings, config.state_folder())
+        catalogue, profiles = open_catalogue(settings, state_folder())
         asyncio.run(_serve(settings, catalogue, profiles, stop_with_stdin=arguments.stop_with_stdin))
     except BottegaError as error:
         print(f"bottega.controlnet: {error.message}", file=sys.stderr)

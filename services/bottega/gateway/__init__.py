@@ -45,7 +45,8 @@ A worker, as the gateway sees it (fleet.py). Its lease is renewed by every repor
     here       it says that it drains                           finishing: it keeps what runs and gets nothing
                its stream ends                                  away: it keeps what runs and gets nothing
                silence for the lease                            lost: what ran there is cut off
-               a call of it breaks that it had begun to answer  that attempt's worker died
+               a call of it breaks that it had begun to answer  that attempt's worker died; or was cut off, where it
+                                                                answers that it still has the attempt
                a call of it breaks before                       that attempt was cut off, or not taken
     away       Join with the same registration                  here
                silence for the lease                            lost

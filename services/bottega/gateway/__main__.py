@@ -11,7 +11,7 @@ from bottega.config import load
 from bottega.errors import BottegaError, ConfigError
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.gateway import Gateway
-from bottega.process.memory import keep_freed_memory, spare_the_collector
+from bottega.process.memory import given_back_at_rest, keep_freed_memory, spare_the_collector
 from bottega.rpc.server import run
 
 # Later than any start whose disk can be used: until then, whoever waits for the gateway waits for one that serves.
@@ -36,14 +36,15 @@ async def _serve(config: GatewayConfig, *, stop_with_stdin: bool) -> None:
     keep_freed_memory()
     spare_the_collector()
     gateway = Gateway(config)
-    await run(
-        gateway.server,
-        warm_up=gateway.warm_up,
-        finish=gateway.finish,
-        shut_down=gateway.shut_down,
-        answers_after_s=_ANSWERS_AFTER_S,
-        stop_with_stdin=stop_with_stdin,
-    )
+    async with given_back_at_rest():
+        await run(
+            gateway.server,
+            warm_up=gateway.warm_up,
+            finish=gateway.finish,
+            shut_down=gateway.shut_down,
+            answers_after_s=_ANSWERS_AFTER_S,
+            stop_with_stdin=stop_with_stdin,
+        )
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def died_alone(error: BottegaError) -> bool:
 class WorkerClient(Protocol):
     """Calls to one worker. Every failure is a BottegaError.
 
-    WorkerLost is a connection that broke, as at the worker's death, or an attempt that it gave up; another Unavailable,
-    or QueueFull, a worker that did not take the attempt.
+    WorkerLost is a connection that broke, as at the worker's death (see is_death), or an attempt that it gave up;
+    another Unavailable, or QueueFull, a worker that did not take the attempt.
     """
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AttemptEvents:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import time
 from pathlib import Path
 
 from bottega.codec import CodecPool
-from bottega.config import state_folder
-from bottega.errors import DataLoss, StorageUnavailable
+from bottega.errors import StorageUnavailable
 from bottega.gateway.clock import Clock
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.controlnet_client import GrpcControlNetClient
@@ -32,12 +32,15 @@ from bottega.gateway.service import ImageService
 from bottega.gateway.storehouse import Storehouse
 from bottega.gateway.worker_client import GrpcWorkerClient
 from bottega.rpc.server import Server
+from bottega.state_folder import state_folder
 from bottega.storage import ContentStore
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
 from bottega.v1.controlnet_pb2 import HostedState
 
 # How often health is told anew, beside whenever it changes.
 _HEALTH_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 class Gateway:
@@ -160,11 +163,18 @@ class Gateway:
             self._changed.clear()
             well = self._storehouse.trouble is None
             await self.server.set_serving(well and self._foreman.sound)
-            with contextlib.suppress(StorageUnavailable, DataLoss):  # then it has changed again, or will
-                if well:
-                    await self._jobs.settle_doubts()
+            if well:
+                await self._settle_doubts()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _HEALTH_S)
+
+    async def _settle_doubts(self) -> None:
+        try:
+            await self._jobs.settle_doubts()
+        except StorageUnavailable as error:
+            self._storehouse.failed(error)
+        except Exception:  # noqa: BLE001 - the boundary of the task: without it health stays as it is, whatever happens
+            _log.exception("jobs that may have been stored could not be looked for")
 
     async def _stop_telling(self) -> None:
         if self._telling is not None:

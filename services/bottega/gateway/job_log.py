@@ -166,7 +166,7 @@ class JobLog:
     def extended(self, job: Job) -> None:
         """The job has more time; nobody is kept waiting until that is written."""
         job_id, until_wall = job.job_id, deadline_wall(job)
-        self._trails.note(job_id, lambda: self._store.extend(job_id, until_wall))
+        self._trails.note(job_id, lambda: self._store.extend(job_id, until_wall), newest_of="deadlines")
 
     async def end(self, job: Job) -> None:
         """Writes how the job ends, and tells it then; while the disk cannot take it, it is not told."""
@@ -251,20 +251,13 @@ class JobLog:
     async def settle_doubts(self) -> None:
         """Looks for jobs that were written though that failed: one with a request_id goes on, another is cancelled.
 
-        Its caller was refused; with a request_id it comes again and finds it.
+        Its caller was refused; with a request_id it comes again and finds it. What the disk did not let come to an end
+        is looked for again at the next call; what is damaged is left alone.
         """
         for job_id in list(self._doubtful):
-            record = await self._store.get(job_id)
+            with contextlib.suppress(DataLoss):
+                await self._settle(job_id)
             self._doubtful.discard(job_id)
-            if record is None or not record.live or job_id in self._live:
-                continue
-            if record.request_id:
-                await self._recalled(record)
-            else:
-                error = error_of(JobCancelled("its caller was told that it could not be stored"))
-                await self._store.fail(
-                    job_id, None, error=error, state=image_pb2.JOB_STATE_CANCELLED, ended_wall=self._clock.wall()
-                )
 
     @contextlib.contextmanager
     def _told_why(self) -> Iterator[None]:
@@ -275,6 +268,18 @@ class JobLog:
             if error.metadata.get("cause") == faults.NOT_OPEN:
                 self._storehouse.check()
             raise
+
+    async def _settle(self, job_id: str) -> None:
+        record = await self._store.get(job_id)
+        if record is None or not record.live or job_id in self._live:
+            return
+        if record.request_id:
+            await self._recalled(record)
+            return
+        error = error_of(JobCancelled("its caller was told that it could not be stored"))
+        await self._store.fail(
+            job_id, None, error=error, state=image_pb2.JOB_STATE_CANCELLED, ended_wall=self._clock.wall()
+        )
 
     async def _brought_back(self, record: JobRecord) -> Job:
         try:

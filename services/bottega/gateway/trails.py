@@ -26,10 +26,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """outcome: None where nobody waits for it."""
+    """outcome: None where nobody waits for it. newest_of: see Trails.note."""
 
     write: Callable[[], Awaitable[Any]]
-    outcome: asyncio.Future[Any] | None
+    outcome: asyncio.Future[Any] | None = None
+    newest_of: str = ""
 
 
 class Trails:
@@ -40,9 +41,13 @@ class Trails:
         self._steps: dict[str, deque[_Step]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def note(self, job_id: str, write: Callable[[], Awaitable[object]]) -> None:
-        """Has it written; nobody waits for it."""
-        self._add(job_id, _Step(write=write, outcome=None))
+    def note(self, job_id: str, write: Callable[[], Awaitable[object]], *, newest_of: str = "") -> None:
+        """Has it written; nobody waits for it.
+
+        newest_of: what it is one of, where only the newest one counts: it takes the place of one that waits. For what
+        callers may do to a job as often as they like.
+        """
+        self._add(job_id, _Step(write=write, newest_of=newest_of))
 
     async def written(self, job_id: str, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """What `write` returns when it could be written, after all that was to be written of the job before.
@@ -64,6 +69,8 @@ class Trails:
     def _add(self, job_id: str, step: _Step) -> None:
         steps = self._steps.get(job_id)
         if steps is not None:
+            if step.newest_of and len(steps) > 1 and steps[-1].newest_of == step.newest_of:
+                steps.pop()  # not the first: that one is being written
             steps.append(step)
             return
         self._steps[job_id] = deque([step])

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 import grpc
 
 from bottega.errors import BottegaError, InternalError, JobCancelled, StaleAttempt, Unavailable, WorkerLost
-from bottega.gateway.attempts import AttemptEvents
+from bottega.gateway.attempts import AttemptEvents, is_death
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import worker_pb2, worker_pb2_grpc
@@ -21,6 +21,8 @@ _OF_THE_WORKER = (InternalError, JobCancelled, StaleAttempt)
 # call, and keep the images for somebody who still wants them.
 _LAST_WORDS = ("completed", "failed")
 _END_S = 2.0
+# In which a worker that lives can be reached again: sooner than its lease ends.
+_ALIVE_S = 1.0
 
 _AttemptCall = grpc.aio.UnaryStreamCall[worker_pb2.RunAttemptRequest, worker_pb2.RunAttemptResponse]
 
@@ -34,7 +36,7 @@ class GrpcWorkerClient:
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AttemptEvents:
         """Starts an attempt before it returns, and streams its events."""
-        return self._events(self._worker.RunAttempt(request))
+        return self._events(self._worker.RunAttempt(request), request.attempt)
 
     async def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
         """Streams the newest checkpoint of every attempt."""
@@ -72,7 +74,7 @@ class GrpcWorkerClient:
         """Ends every call."""
         await self._channel.close()
 
-    async def _events(self, call: _AttemptCall) -> AttemptEvents:
+    async def _events(self, call: _AttemptCall, attempt: worker_pb2.AttemptId) -> AttemptEvents:
         heard = False
         try:
             async for event in call:
@@ -83,9 +85,23 @@ class GrpcWorkerClient:
         except grpc.aio.AioRpcError as error:
             if not heard and self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 raise Unavailable("the worker cannot be reached") from None
-            raise _typed(error, heard=heard) from None
+            lost = _typed(error, heard=heard)
+            if is_death(lost) and await self._still_has(attempt):
+                lost = WorkerLost("the connection to the worker broke, and the worker lives")
+            raise lost from None
         finally:
             call.cancel()
+
+    async def _still_has(self, attempt: worker_pb2.AttemptId) -> bool:
+        """Whether the worker has an attempt whose call broke: then the way to it broke, and nobody died.
+
+        One that was started again meanwhile does not know the attempt.
+        """
+        try:
+            held = await self.list_attempts(deadline_s=_ALIVE_S)
+        except BottegaError:
+            return False
+        return any(summary.attempt == attempt for summary in held)
 
 
 async def _ended(call: _AttemptCall) -> None:
@@ -98,7 +114,7 @@ def _typed(failure: grpc.aio.AioRpcError, *, heard: bool = False) -> BottegaErro
     """heard: whether the worker had begun to answer."""
     error = from_rpc_error(failure)
     if type(error) is Unavailable:
-        # A broken connection is how the death of a process is noticed. Before its first word it may have been dead.
+        # A broken connection is how the death of a process shows. Before its first word it may have been dead.
         return WorkerLost("the connection to the worker broke", metadata={"died": "worker"} if heard else None)
     if isinstance(error, _OF_THE_WORKER) or not was_answered(failure):
         return WorkerLost(f"the call to the worker failed: {failure.code().name}")

@@ -15,6 +15,7 @@ from bottega.loras.service import SERVICE_NAME, LoraService
 from bottega.loras.store import LoraStore
 from bottega.process.memory import spare_the_collector
 from bottega.rpc.server import Server, run
+from bottega.state_folder import state_folder
 from bottega.v1 import lora_pb2_grpc
 
 
@@ -26,7 +27,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         settings = config.load(LoraConfig, arguments.config)
-        folder = Path(settings.folder) if settings.folder else config.state_folder() / "loras"
+        folder = Path(settings.folder) if settings.folder else state_folder() / "loras"
         asyncio.run(_serve(settings, folder, stop_with_stdin=arguments.stop_with_stdin))
     except BottegaError as error:
         print(f"bottega.loras: {error.message}", file=sys.stderr)

@@ -58,8 +58,9 @@ def asked_address(ctx: click.Context) -> str:
 
 def _chosen(ctx: click.Context, _: click.Parameter, value: str | None) -> str:
     from bottega.client.address import default_address
-    from bottega.client.suite.state import StateFolder, default_state_folder
+    from bottega.client.suite.state import StateFolder
+    from bottega.state_folder import state_folder
 
-    address = value or StateFolder(default_state_folder()).running_address() or default_address()
+    address = value or StateFolder(state_folder()).running_address() or default_address()
     ctx.meta[_KEY] = address
     return address

@@ -14,8 +14,9 @@ from bottega.client.address import DEFAULT_PORT
 from bottega.client.cli.terminal import note, say
 from bottega.client.suite.output import ServiceLog
 from bottega.client.suite.plan import SuitePlan
-from bottega.client.suite.state import StateFolder, default_state_folder
+from bottega.client.suite.state import StateFolder
 from bottega.client.suite.supervisor import Supervisor
+from bottega.state_folder import state_folder
 
 FIRST_PROMPT = "a big red star on the left on a blue background"
 """What a newcomer may ask the embedded model for."""
@@ -58,7 +59,7 @@ class SuiteLines:
 
 def say_ready(address: str, seconds: float, state: StateFolder) -> None:
     """The moment to draw something."""
-    found = state.root == default_state_folder() or address == f"127.0.0.1:{DEFAULT_PORT}"
+    found = state.root == state_folder() or address == f"127.0.0.1:{DEFAULT_PORT}"
     say(f"Ready after {seconds:.1f} s. Draw something:")
     say(f'  {"" if found else f"BOTTEGA_ADDRESS={address} "}bottega generate "{FIRST_PROMPT}" -o star.png')
 

@@ -24,6 +24,7 @@ def state_option(command: CommandT) -> CommandT:
 
 
 def _folder(ctx: click.Context, _: click.Parameter, value: Path | None) -> object:
-    from bottega.client.suite.state import StateFolder, default_state_folder
+    from bottega.client.suite.state import StateFolder
+    from bottega.state_folder import state_folder
 
-    return StateFolder(value or default_state_folder())
+    return StateFolder(value or state_folder())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +12,6 @@ from pathlib import Path
 from typing import IO
 
 from bottega.client.files import write_whole
-
-STATE_VARIABLE = "BOTTEGA_STATE"
 
 _INSTANT_S = 0.05
 
@@ -120,13 +117,6 @@ class StateFolder:
     @property
     def _record(self) -> Path:
         return self.root / "suite.json"
-
-
-def default_state_folder() -> Path:
-    """$BOTTEGA_STATE, else bottega in $XDG_STATE_HOME, else in ~/.local/state."""
-    if chosen := os.environ.get(STATE_VARIABLE):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "bottega"
 
 
 def _lock_alone(file: IO[str]) -> None:

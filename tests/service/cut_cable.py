@@ -1,0 +1,54 @@
+"""A way to a server that can be cut while both of its ends live. Knows bytes, no gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+
+class Cable:
+    """Carries connections to host:port `target`. Use `laid`."""
+
+    def __init__(self, target: str) -> None:
+        self._host, _, self._port = target.rpartition(":")
+        self._ends: set[asyncio.StreamWriter] = set()
+        self.address = ""
+
+    def cut(self) -> None:
+        """Every connection is reset; new ones are carried."""
+        for end in self._ends:
+            end.transport.abort()
+
+    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, to its end."""
+        far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
+        both = {writer, far_writer}
+        self._ends |= both
+        try:
+            await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+        finally:
+            self._ends -= both
+            for end in both:
+                end.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def laid(target: str) -> AsyncIterator[Cable]:
+    """A cable to host:port, for as long as the block lasts."""
+    cable = Cable(target)
+    server = await asyncio.start_server(cable.carry, "127.0.0.1", 0)
+    cable.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield cable
+    finally:
+        cable.cut()
+        server.close()
+        await server.wait_closed()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()

@@ -1,0 +1,47 @@
+"""Memory that was freed is kept while there is work, and given back at rest, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+FREED_MIB = 96
+PROGRAM = f"""
+import asyncio
+import os
+import time
+
+from bottega.process import memory
+
+memory._REST_S = 0.2
+
+def mib():
+    return memory.resident_bytes([os.getpid()]) / 2**20
+
+async def main():
+    memory.keep_freed_memory()
+    before = mib()
+    async with memory.given_back_at_rest():
+        for _ in range(2):
+            pieces = [b"1" * 2**20 for _ in range({FREED_MIB})]
+            del pieces
+            until = time.monotonic() + 1.0
+            while time.monotonic() < until:
+                await asyncio.sleep(0)
+            print(mib() - before)
+            for _ in range(100):
+                if mib() - before < {FREED_MIB} / 4:
+                    break
+                await asyncio.sleep(0.1)
+            print(mib() - before)
+
+asyncio.run(main())
+"""
+
+
+def test_freed_memory_is_kept_while_there_is_work_and_given_back_at_rest() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    sizes = [float(line) for line in done.stdout.split()]
+    assert min(sizes[0], sizes[2]) > FREED_MIB * 0.9, "fresh pages for every image cost more than the image"
+    assert max(sizes[1], sizes[3]) < FREED_MIB / 4
