@@ -197,7 +197,7 @@ def _told(caplog: pytest.LogCaptureFixture, event: str) -> list[logging.LogRecor
 def _refusals(caplog: pytest.LogCaptureFixture) -> int:
     """Of which the log knows."""
     return len(_told(caplog, "call refused")) + sum(
-        line.__dict__["calls"] for line in _told(caplog, "more calls refused")
+        int(line.__dict__["calls"]) for line in _told(caplog, "more calls refused")
     )
 
 
