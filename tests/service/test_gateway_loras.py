@@ -128,6 +128,21 @@ async def test_what_a_job_waits_for_is_prefetched_and_leased(house: House) -> No
     assert isinstance(error, errors.LoraInUse)
 
 
+async def test_a_lora_is_not_removed_as_long_as_a_job_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bottega.gateway.loras._KEEP_S", 0.1)
+    async with lora_house(tmp_path, lease_s=1.0) as house:
+        worker = await house.gateway.worker()
+        worker.script.hold_at = 10
+        job = await house.gateway.submit(loras=[Lora(name="ink")])
+        await asyncio.wait_for(worker.arrived.wait(), PATIENCE_S)
+        await asyncio.sleep(1.5)
+        error = await running_loras.refused(house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=5))
+        assert isinstance(error, errors.LoraInUse)
+        await house.gateway.images.CancelJob(image_pb2.CancelJobRequest(job_id=job.job_id), timeout=5)
+        await asyncio.sleep(1.5)
+        await house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=5)
+
+
 async def test_a_worker_that_has_the_lora_is_preferred(house: House) -> None:
     await house.gateway.worker("w1")
     other = await house.gateway.worker("w2")

@@ -158,6 +158,17 @@ async def test_a_lora_that_was_asked_for_a_moment_ago_is_not_removed(tmp_path: P
     assert not list((tmp_path / "store" / "files").glob("??/*"))
 
 
+async def test_what_is_only_kept_is_neither_loaded_nor_removed(tmp_path: Path) -> None:
+    async with running(tmp_path / "store", config(lease_s=30.0)) as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        kept = pb.PrefetchLorasRequest(digests=[lora.digest], only_keep=True)
+        assert not (await store.stub.PrefetchLoras(kept, timeout=PATIENCE_S)).accepted
+        got = await store.stub.GetLora(pb.GetLoraRequest(name="a"), timeout=PATIENCE_S)
+        assert got.lora.state == pb.LORA_STATE_ON_DISK
+        error = await refused(store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S))
+        assert isinstance(error, LoraInUse)
+
+
 async def test_a_lora_that_is_being_sent_is_not_removed(tmp_path: Path) -> None:
     links = LinksConfig(socket=None, bytes_per_s=10_000)
     async with running(tmp_path / "store", config(links=links)) as store:

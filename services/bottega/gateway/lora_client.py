@@ -30,10 +30,11 @@ class GrpcLoraClient:
             raise from_rpc_error(error) from None
         return response.lora
 
-    async def prefetch(self, digests: Sequence[str], *, deadline_s: float) -> None:
-        """Has it load these, the most wanted first."""
+    async def prefetch(self, digests: Sequence[str], *, only_keep: bool, deadline_s: float) -> None:
+        """Has it load these, the most wanted first, and delete none of them for a while. only_keep: loads none."""
+        request = lora_pb2.PrefetchLorasRequest(digests=digests, only_keep=only_keep)
         try:
-            await self._store.PrefetchLoras(lora_pb2.PrefetchLorasRequest(digests=digests), timeout=deadline_s)
+            await self._store.PrefetchLoras(request, timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
 

@@ -58,7 +58,7 @@ class LoraConfig:
     folder: of catalogue and files; empty is loras in the folder for Bottega's state. bases: by the name of the model,
     the folder of each base model in Diffusers' layout; "miniature" is the embedded one. budget_bytes: of LoRAs in
     memory. disk_bytes: of those on the disk. loads_at_once: from the disk into memory. lease_s: for how long a LoRA
-    that was prefetched is not deleted.
+    that a job needs is not deleted; gateways say every 3 s which they need.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
