@@ -109,11 +109,14 @@ class LoraStore:
                     metadata={"loras": name},
                     retry_after_s=wait_s,
                 )
-            if await self._catalogue.names(record.digest) == [name]:
+            only_name = await self._catalogue.names(record.digest) == [name]
+            if only_name:
                 self._tiers.forget(record.digest)
                 # First: on a full disk that makes the room which forgetting the name needs.
                 await asyncio.to_thread(self._files.remove, record.digest)
             await self._catalogue.remove(name)
+            if not only_name and record.pinned:
+                await self._pin()  # for the names that are left it need not stay in memory
         _log.info("a LoRA is removed", extra={"lora": name, "digest": record.digest})
 
     async def prefetch(self, digests: Sequence[str], *, only_keep: bool = False) -> list[str]:
