@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
-from bottega.errors import BottegaError, DataLoss, InternalError, LoraNotFound
+from bottega.errors import BottegaError, DataLoss, InternalError, LoraNotFound, NoLora
 from bottega.lora import canonical
 from bottega.loras.config import LinksConfig
 from bottega.rpc.server import ServerConfig
@@ -224,8 +224,9 @@ async def test_a_digest_that_no_store_has_is_said_and_can_be_asked_for_again(
 ) -> None:
     worker.know(store)
     lora = pb.StoredLora(name="a", digest="0" * 64)
-    with pytest.raises(LoraNotFound):
+    with pytest.raises(LoraNotFound, match="LoRA a: ") as caught:
         await worker.wait(worker.begin(lora))
+    assert caught.value.metadata["loras"] == "a"
     lora = await store.upload("b", lora_file(tmp_path))
     assert await worker.wait(worker.begin(lora))
 
@@ -266,7 +267,7 @@ async def test_what_one_store_has_damaged_another_one_is_asked_for(tmp_path: Pat
 
 
 async def test_who_read_a_damaged_text_part_hears_so_though_another_store_sends_the_whole(
-    tmp_path: Path, worker: _Worker
+    tmp_path: Path, worker: _Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A prompt that was encoded with it would be another picture's, whatever comes afterwards."""
     slow = config(budget_bytes=1, links=LinksConfig(socket=None, bytes_per_s=50_000))
@@ -282,8 +283,9 @@ async def test_who_read_a_damaged_text_part_hears_so_though_another_store_sends_
             await asyncio.to_thread(worker.source.settle, [reader], 0.1)
         assert TEXT_MODULE in reader.layers("text_encoder")
         assert await worker.wait(waiter), "who had not read it gets the whole"
-        with pytest.raises(DataLoss, match="a came damaged"):
+        with pytest.raises(NoLora, match="a came damaged"):
             await worker.wait(reader)
+        assert "a LoRA is damaged in its store; bring it again" in caplog.messages, "its operator hears of it too"
         assert await worker.wait(worker.begin(lora))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.loras import Layers, LoraLayer, LoraRef
-from bottega.errors import BadLora, BottegaError, DataLoss
+from bottega.errors import BadLora, BottegaError, DataLoss, NoLora
 from bottega.lora import canonical
 from bottega.lora.canonical import BACKBONE, COMPONENTS, Canonical, Module
 from bottega.lora.safetensors_header import TensorEntry
@@ -169,10 +169,12 @@ class Handle:
         if self.arrival.error is not None:
             raise self.arrival.error
         if self.arrival.ready and self._used not in {"", self.arrival.beginning}:
-            raise DataLoss(
+            # Not the damage itself: it is not lost, and a job that begins now has it whole.
+            raise NoLora(
                 f"the text encoders' part of {self.arrival.ref.name} came damaged, and was used before that was seen; "
                 "ask again: it is whole now",
                 metadata={"loras": self.arrival.ref.name},
+                retry_after_s=0.0,
             )
 
 
