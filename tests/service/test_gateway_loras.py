@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from bottega import errors
+from bottega.gateway.lora_client import GrpcLoraClient
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.generation_pb2 import Lora, Techniques
@@ -225,3 +227,15 @@ async def test_bad_fields_of_loras_are_refused_with_all_other_violations(house: 
     }
     error = await refusal(lambda: house.gateway.generate(loras=[Lora(name="ink", from_step=30)]))
     assert [violation.field for violation in error.violations] == ["spec.loras[0].from_step"]
+
+
+async def test_who_asks_a_store_that_is_gone_hears_so_and_is_not_cut_off() -> None:
+    """Its client is closed as soon as another store is asked."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = GrpcLoraClient(f"127.0.0.1:{silent.getsockname()[1]}")
+        asked = asyncio.create_task(client.get("ink", deadline_s=0.5))
+        await asyncio.sleep(0.1)
+        closing = asyncio.create_task(client.close(grace_s=PATIENCE_S))
+        with pytest.raises(errors.NoLora, match="said nothing"):
+            await asked
+        await asyncio.wait_for(closing, PATIENCE_S)

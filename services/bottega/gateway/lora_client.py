@@ -38,6 +38,6 @@ class GrpcLoraClient:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
 
-    async def close(self) -> None:
-        """Ends every call."""
-        await self._channel.close()
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """Ends every call; those that end by themselves within the grace do."""
+        await self._channel.close(grace_s or None)

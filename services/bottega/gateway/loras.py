@@ -41,8 +41,8 @@ class LoraClient(Protocol):
     async def prefetch(self, digests: Sequence[str], *, only_keep: bool, deadline_s: float) -> None:
         """Has it load these, the most wanted first, and delete none of them for a while. only_keep: loads none."""
 
-    async def close(self) -> None:
-        """Ends every call."""
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """Ends every call; those that end by themselves within the grace do."""
 
 
 class LoraDesk:
@@ -52,7 +52,7 @@ class LoraDesk:
         self._connect = connect
         self._fleet = fleet
         self._clients: dict[str, LoraClient] = {}
-        self._chores: set[asyncio.Task[None]] = set()
+        self._chores: set[asyncio.Task[object]] = set()
 
     def start(self, needed: Callable[[], Iterable[str]]) -> None:
         """From now on no store deletes what is needed. needed: digests of LoRAs of all jobs that have not ended."""
@@ -126,32 +126,35 @@ class LoraDesk:
         if client is None:
             here = {member.registration.address for member in self._stores()}
             for gone in self._clients.keys() - here:
-                self._chore(self._clients.pop(gone).close())
+                # Whoever still asks it hears its answer, or that there was none.
+                self._chore(self._clients.pop(gone).close(grace_s=max(_GET_S, _PREFETCH_S)))
             client = self._clients[address] = self._connect(address)
         return client
 
     async def _keep_all(self, needed: Callable[[], Iterable[str]]) -> None:
         while True:
-            try:
-                digests = sorted(set(needed()))
-                await asyncio.gather(*(self._keep(store, digests) for store in self._stores()))
-            except Exception:  # noqa: BLE001 - the boundary of the task: without it jobs lose what they wait with
-                _log.exception("LoRA stores could not be told what is needed")
+            digests = sorted(set(needed()))
+            for store in self._stores() if digests else ():
+                self._chore(self._keep(store, digests))
             await asyncio.sleep(_KEEP_S)
 
     async def _keep(self, store: Member, digests: Sequence[str]) -> None:
         for first in range(0, len(digests), _MOST_DIGESTS):
-            await self._prefetch(store, digests[first : first + _MOST_DIGESTS], only_keep=True)
+            if not await self._prefetch(store, digests[first : first + _MOST_DIGESTS], only_keep=True):
+                return
 
-    async def _prefetch(self, store: Member, digests: Sequence[str], *, only_keep: bool) -> None:
+    async def _prefetch(self, store: Member, digests: Sequence[str], *, only_keep: bool) -> bool:
+        """Whether the store has heard of it."""
         try:
             await self._client(store).prefetch(digests, only_keep=only_keep, deadline_s=_PREFETCH_S)
         except BottegaError as error:
             # They are loaded then when a worker fetches them, and are there still unless somebody deletes them now.
             facts = {"member": store.name, "only_keep": only_keep, "text": error.message}
             _log.info("LoRAs are not prefetched", extra=facts)
+            return False
+        return True
 
-    def _chore(self, work: Coroutine[Any, Any, None]) -> None:
+    def _chore(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(work)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
