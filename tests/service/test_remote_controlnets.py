@@ -229,6 +229,19 @@ def test_jobs_in_company_end_as_alone_and_give_everything_back(
     assert desk.controlnets.servers == ["near"]
 
 
+def test_the_next_step_is_computed_while_the_engine_tells_of_the_last_one(model: Model, near: LinkedServer) -> None:
+    desk = Desk(model, linked_servers.Offers(near), EngineLimits(max_rows=2, progress_interval_s=1e-9))
+    computed = near.forwards.turns
+    drawing = desk.easel.submit(on(controlled((0, 0.8)), near))
+    while not steps_done(drawing):
+        for event in desk.easel.engine.turn():
+            drawing.events.append(event)
+            if isinstance(event, Progress):
+                until(lambda: near.forwards.turns == computed + 2, 5.0)
+    desk.easel.run()
+    assert near.forwards.turns == computed + PLAIN.num_inference_steps, "no step is computed twice"
+
+
 def test_a_job_whose_controlnets_nobody_has_fails_at_once(model: Model) -> None:
     drawing = Desk(model, linked_servers.Offers()).draw(controlled((0, 1.0)))
     assert isinstance(drawing.error, NoControlNet)
@@ -422,9 +435,11 @@ def test_a_job_that_ends_takes_no_answers_from_those_in_its_group(model: Model, 
         pace=AlwaysPipelined(),
     )
     order = on(controlled((0, 0.8)), near, stale_residuals=True)
+    long = desk.easel.submit(replace(order, key="long", spec=replace(order.spec, seed=2, num_inference_steps=30)))
+    until(lambda: desk.easel.turn() is not None and steps_done(long) > 0)
     short = desk.easel.submit(replace(order, key="short", spec=replace(order.spec, num_inference_steps=3)))
-    long = desk.easel.submit(replace(order, key="long", spec=replace(order.spec, seed=2, num_inference_steps=8)))
-    until(lambda: desk.easel.turn() is not None and steps_done(short) == 2)
+    until(lambda: desk.easel.turn() is not None and steps_done(short) == 1)
+    time.sleep(0.1)  # what both have asked for their next steps is there
     until(lambda: not near.forwards.busy)
     near.computes.clear()
     time.sleep(0.1)  # what the server was about to do
@@ -433,7 +448,7 @@ def test_a_job_that_ends_takes_no_answers_from_those_in_its_group(model: Model, 
     near.computes.set()
     until(lambda: desk.easel.turn() is not None and long.ended)
     assert long.record.mean_group_requests > 1
-    assert long.record.controlnets[0].stale_steps == 8 - 1
+    assert long.record.controlnets[0].stale_steps == 30 - 1
 
 
 def test_who_wants_exact_pictures_waits_for_every_step(

@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from bottega.diffusion.control_messages import Kind, number_message
+from bottega.diffusion.control_messages import Entry, Kind, Step, number_message, residuals_layout
 from bottega.diffusion.controls import ControlServer
+from bottega.diffusion.row import Half
 from bottega.errors import LinkClosed, PeerDead, Unavailable
 from bottega.transport import Counters, Deadline, Doors, Listener, Offer, TcpEndpoint
 from bottega.worker.controlnets.news import News
+from bottega.worker.controlnets.reply import Reply
 from bottega.worker.controlnets.server_link import LinkSettings, ServerLink
 from tests.running import wait_until
 from tests.service.linked_servers import ELSEWHERE
@@ -73,3 +76,28 @@ def test_an_offer_that_leads_nowhere_at_all_loses_the_link(listener: Listener) -
     wait_until(lambda: link.lost is not None, WAIT_S, "the link to be lost")
     assert isinstance(link.lost, PeerDead)
     wait_until(lambda: not threads_of_links(), WAIT_S, "the threads of the link to end")
+
+
+def test_answers_hold_slots_from_the_asking_until_they_are_refused() -> None:
+    offers = Slowly()
+    link = begun(offers)
+    replies = [
+        Reply(residuals_layout(1, ((4, 8, 8),), torch.float32), 1) for _ in range(LinkSettings().limits.slots // 2)
+    ]
+    seen = []
+    for reply in replies:
+        seen.append(link.has_slots_to_spare)
+        link.ask(step(link.number()), reply)
+    link.spare_slots()
+    seen.append(link.has_slots_to_spare)
+    replies[0].refused = True
+    link.spare_slots()
+    seen.append(link.has_slots_to_spare)
+    assert seen == [*[True] * len(replies), False, True]
+    offers.offer.set_exception(Unavailable("no offers"))
+    link.end()
+
+
+def step(number: int) -> Step:
+    entry = Entry(session=1, half=Half.CONDITIONAL, sample=0)
+    return Step(number=number, entries=(entry,), samples=torch.zeros(1, 4, 8, 8), timesteps=torch.zeros(1))

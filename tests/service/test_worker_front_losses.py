@@ -129,6 +129,9 @@ async def test_the_worker_is_in_the_fleet_while_its_engine_is_ready(start: Start
     assert gateway.loads[-1].step_times[0].rows == 2
     assert gateway.loads[-1].max_rows == 16
     await eventually(lambda: gateway.loads[-1].memory_bytes > 2**20)
+    told = len(gateway.loads)
+    await asyncio.sleep(1.0)
+    assert 1 <= len(gateway.loads) - told <= 4, "ten beats a second say the same, which two reports do as well"
     slow = request("slow")
     slow.spec.num_inference_steps = 100
     following = asyncio.create_task(running.events(slow))

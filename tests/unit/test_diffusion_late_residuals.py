@@ -39,6 +39,9 @@ class Residuals:
     def ask(self, rows: list[Row]) -> None:
         assert all(row.controls for row in rows)
 
+    def ask_ahead(self, rows: list[Row]) -> None:
+        """Nothing is gained by it here."""
+
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
         return self.late.get(row.owner, 0) == 0 and min(points) >= self.dies_after.get(row.owner, 0)
 

@@ -133,6 +133,9 @@ class ResidualsByHand:
     def ask(self, rows: list[Row]) -> None:
         self.answers = {row: [self._run(row, handle) for handle in row.controls] for row in rows}
 
+    def ask_ahead(self, rows: list[Row]) -> None:
+        """Nothing is gained by it here."""
+
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
         if row.step == self.late_step and row.half is Half.CONDITIONAL and not self.withheld:
             self.withheld += 1

@@ -95,6 +95,13 @@ class Denoiser:
             encoder_s=self._encoder_s,
         )
 
+    @torch.inference_mode()
+    def ask_ahead(self, rows: Sequence[Row]) -> None:
+        """These will be in a later forward: the ControlNets of those that have some may begin."""
+        controlled = [row for row in rows if row.controls]
+        if controlled:
+            self._provider().ask_ahead(controlled)
+
     def _padded(self, rows: Sequence[Row]) -> list[Row]:
         """The rows, and as many without an owner as are missing."""
         blank = replace(rows[-1], owner=None, controls=(), loras=None)

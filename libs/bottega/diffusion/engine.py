@@ -281,6 +281,7 @@ class Engine:
             yield from self._blame(group, error)
             return
         failed, sampler_s = self._stepper.advance(group, prediction.noise)
+        self._stepper.ask_ahead([request for request in group if self._owners[request] not in failed])
         for job in jobs:
             job.took(prediction, sampler_s=sampler_s, turn_s=perf_counter() - began_s)
         for job in jobs:

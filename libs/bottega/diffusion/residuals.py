@@ -26,6 +26,14 @@ class ResidualProvider(Protocol):
         """
         ...
 
+    def ask_ahead(self, rows: list[Row]) -> None:
+        """Sends what the ControlNets need for rows that will be asked for in a later turn, and returns at once, so that
+        they compute while this engine is busy with other things.
+
+        Called when a turn is over, with the next steps of its requests. It may do nothing: `ask` comes in any case.
+        """
+        ...
+
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
         """Whether every addend of the row at these points has arrived."""
         ...

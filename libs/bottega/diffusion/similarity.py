@@ -97,6 +97,10 @@ class MeasuredControlNets:
         """See ResidualProvider."""
         self._controlnets.ask(rows)
 
+    def ask_ahead(self, rows: list[Row]) -> None:
+        """See ResidualProvider."""
+        self._controlnets.ask_ahead(rows)
+
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
         """See ResidualProvider."""
         return self._controlnets.ready(row, points)

@@ -125,6 +125,14 @@ class Stepper:
                 self._batcher.remove(request)
         return failed, perf_counter() - began_s
 
+    def ask_ahead(self, group: Sequence[Request]) -> None:
+        """Has the ControlNets of these begin their next steps, before anything else is done.
+
+        Not in a pair: only at their turn is it decided which worker computes which rows, and asks for them.
+        """
+        if self.pair is None:
+            self._denoiser.ask_ahead([row for request in group if not request.done for row in request.rows()])
+
     def _measure_loras(self, row: Row) -> None:
         """What LoRAs cost beside the weights and inside them, by one that changes nothing."""
         probe = self._weights.probe()

@@ -50,7 +50,8 @@ class Message(Protocol):
 class ServedLink(ABC):
     """Serves one offer, from its being taken up to the link's end. on_end: called once, when it has ended.
 
-    service: what this end is, as texts name it. worker: the other's name.
+    service: what this end is, as texts name it. worker: the other's name. answers: what waits for the thread that
+    answers; None is the end.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class ServedLink(ABC):
         # What is to be answered may come when it comes: after the end there is nobody to answer to.
         self._ending = threading.Lock()
         self._ended = False
-        self._answers: queue.SimpleQueue[Callable[[Link], None] | None] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[Callable[[Link], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._live, name=f"link-{offer.link_id[:8]}", daemon=True)
 
     def start(self) -> None:
@@ -85,7 +86,7 @@ class ServedLink(ABC):
         """Has the thread that answers do something; whether it will, which it does on a dead link, too."""
         with self._ending:
             if not self._ended:
-                self._answers.put(answer)
+                self.answers.put(answer)
             return not self._ended
 
     def say(self, message: Message) -> None:
@@ -99,6 +100,11 @@ class ServedLink(ABC):
     @abstractmethod
     def end(self) -> None:
         """The link is dead: what was borrowed for it is given back."""
+
+    def next_answer(self, link: Link) -> Callable[[Link], None] | None:
+        """What the thread that answers does next, as soon as there is something; None ends it. Whoever has something
+        to do in the gaps says so here, and takes what is in `answers` first."""
+        return self.answers.get()
 
     def _live(self) -> None:
         facts = {"worker": self.worker}
@@ -117,7 +123,7 @@ class ServedLink(ABC):
             self._receive(link)
         with self._ending:
             self._ended = True
-            self._answers.put(_CLOSED)
+            self.answers.put(_CLOSED)
         answering.join()  # ends: the link is dead, and so is every wait in it
         self.end()
         link.close()
@@ -134,7 +140,7 @@ class ServedLink(ABC):
 
     def _answer(self, link: Link) -> None:
         """The thread that answers. It goes on when the link is dead, so that what an answer holds is given back."""
-        while (answer := self._answers.get()) is not _CLOSED:
+        while (answer := self.next_answer(link)) is not _CLOSED:
             with self._boundary(link):
                 answer(link)
 

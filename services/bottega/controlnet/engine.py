@@ -12,6 +12,7 @@ import os
 from bottega.controlnet.config import EngineConfig
 from bottega.diffusion.lean_imports import lean_imports
 from bottega.process import Channel
+from bottega.process.memory import keep_freed_memory
 from bottega.rpc import logs
 
 
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--config-json", type=json.loads, required=True, help="EngineConfig as JSON")
     arguments = parser.parse_args()
     logs.configure("engine", "info")
+    keep_freed_memory()
     with lean_imports():
         from bottega.controlnet.engine_loop import run
     return run(Channel.from_fd(arguments.fd), EngineConfig(**arguments.config_json))

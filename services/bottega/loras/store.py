@@ -191,7 +191,7 @@ class LoraStore:
             counts=self._tiers.counts,
             memory_bytes=self._tiers.used_bytes,
             disk_bytes=self._files.used_bytes,
-            links=link_counts(self._links.counters, open_links=self._links.open),
+            links=link_counts(self._links.counters, open_links=len(self._links.open)),
         )
 
     async def _measure(self) -> None:

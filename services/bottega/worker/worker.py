@@ -206,9 +206,11 @@ class Worker:
         """See EngineListener."""
         kind = event.WhichOneof("event")
         if kind == "beat":
+            before = self.load()
             self._beat = event.beat
             self._metrics.heard(event.beat)
-            self._report_load()
+            if self.load() != before:  # a report takes processors from those that compute, here and at the gateway
+                self._report_load()
             return
         if kind == "link_request":
             self._links.request(event.link_request)

@@ -77,6 +77,9 @@ class LocalControlNets:
         self._rows, self._answers = rows, {}
         self._compute()
 
+    def ask_ahead(self, rows: list[Row]) -> None:
+        """See ResidualProvider: nobody else would compute it meanwhile."""
+
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
         """See ResidualProvider."""
         return all((row, handle) in self._answers for handle in row.controls)

@@ -127,8 +127,16 @@ class RemoteControlNets:
         for link in self._placing.links:
             link.spare_slots()
         self._placing.attend()
-        self._send()
+        self._send(rows)
         self._compute()
+
+    def ask_ahead(self, rows: list[Row]) -> None:
+        """See ResidualProvider. Only of servers that have slots to spare: what is asked for ahead holds one for longer,
+        and a server that has none left for its answers is stuck."""
+        for link in self._placing.links:
+            link.spare_slots()
+        self._placing.attend()
+        self._send(rows, ahead=True)
 
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
         """See ResidualProvider."""
@@ -144,7 +152,7 @@ class RemoteControlNets:
             while (left_s := began + timeout_s - time.monotonic()) > 0:
                 seen = self._placing.news.count
                 self._placing.attend()
-                self._send()
+                self._send(self._rows)
                 self._compute()
                 if any(self._ready(row, points) or self._is_spoilt(row) for row in rows):
                     return
@@ -197,10 +205,10 @@ class RemoteControlNets:
             return True
         return not all(self._placing.is_open(seat) for seat in _seats(row))
 
-    def _send(self) -> None:
-        """Asks for what the rows of this turn need and was not asked for; a message a server, and group."""
+    def _send(self, rows: Sequence[Row], *, ahead: bool = False) -> None:
+        """Asks for what the rows need and was not asked for; a message a server, and group."""
         wanted: dict[ServerLink, list[tuple[Row, Seat]]] = {}
-        for row in self._rows:
+        for row in rows:
             for seat in _seats(row):
                 if seat.loan is not None and seat.loan.opened and not seat.asked(row):
                     wanted.setdefault(seat.loan.link, []).append((row, seat))
@@ -210,6 +218,8 @@ class RemoteControlNets:
             row_bytes = sum(math.prod(point) for point in shapes) * self._dtype.itemsize
             most = max(1, link.slot_bytes // (row_bytes + 64 * len(shapes)) - 1)
             for start in range(0, len(pairs), most):
+                if ahead and not link.has_slots_to_spare:
+                    break
                 self._ask_for(link, pairs[start : start + most], shapes)
 
     def _ask_for(

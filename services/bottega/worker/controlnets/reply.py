@@ -58,7 +58,7 @@ class Reply:
     @property
     def holds_memory(self) -> bool:
         """Whether it lies, or will lie, in memory that is the server's."""
-        return not self._given_back
+        return not (self._given_back or self.refused)
 
     def keep_copy(self) -> None:
         """Copies all of it, so that the server has its memory back. Only when nobody looks at what is there."""

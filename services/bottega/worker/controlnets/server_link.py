@@ -160,16 +160,22 @@ class ServerLink:
         """A number that no other step of the link has."""
         return next(self._numbers)
 
+    @property
+    def has_slots_to_spare(self) -> bool:
+        """Whether answers hold, or will hold, less than half of the slots."""
+        return len(self._outstanding) < self._settings.limits.slots // 2
+
     def spare_slots(self) -> None:
         """Copies answers where they hold half of the slots: the server must always have some to answer into.
 
         To be called when nobody looks at what is in them.
         """
         self._outstanding = [reply for reply in self._outstanding if reply.holds_memory]
-        if len(self._outstanding) >= self._settings.limits.slots // 2:
+        if not self.has_slots_to_spare:
             for reply in self._outstanding:
                 if reply.whole:
                     reply.keep_copy()
+            self._outstanding = [reply for reply in self._outstanding if reply.holds_memory]
 
     def end(self) -> None:
         """Closes the link, and tells the server."""

@@ -13,18 +13,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from google.protobuf import json_format
 
 from bottega.diffusion.loras import LoraStore
-from bottega.errors import BadFrame, BottegaError, DataLoss, DeadlineExceeded, LinkClosed, LinkError, PeerDead
+from bottega.errors import BottegaError, DataLoss, LinkClosed, PeerDead
 from bottega.lora import messages
 from bottega.lora.canonical import MAX_FILE_BYTES
 from bottega.lora.messages import HEADER, PIECE, TEXT, UNET_BYTES, Kind, Message
 from bottega.rpc.status import from_job_error
-from bottega.transport import Counters, Deadline, Incoming, Limits, Link, Offer, connect
+from bottega.transport import Counters, Deadline, Incoming, Limits, Link, Offer, Vigil, connect, link_boundary
 from bottega.v1.error_pb2 import JobError
 from bottega.worker.loras.arrival import Arrival
 
@@ -32,12 +33,6 @@ _log = logging.getLogger(__name__)
 
 # Of offer and connection; a store that lives takes milliseconds.
 _CONNECT_S = 5.0
-# How often a quiet link is looked at.
-_LOOK_S = 0.25
-# Stores give up workers that are silent for half a minute.
-_PING_S = 5.0
-# Of a message whose beginning is here: a head has a whole section.
-_MESSAGE_S = 120.0
 # Between two attempts at a store that is down, while something is wanted of it.
 _RETRY_S = 0.5
 _CLOSED = None
@@ -84,6 +79,7 @@ class StoreLink:
     ) -> None:
         self.store = store
         self.linked = False
+        self._peer = f"LoRA store {store.name}"
         self._offers = offers
         self._settings = settings
         self._counters = counters
@@ -96,7 +92,6 @@ class StoreLink:
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._link: Link | None = None
         self._link_id = ""
-        self._heard_s = 0.0
         self._closed = False
         threading.Thread(target=self._live, name=f"loras-{store.name}", daemon=True).start()
 
@@ -147,19 +142,12 @@ class StoreLink:
         except BottegaError as error:
             return error
         except FutureTimeoutError:
-            return PeerDead(f"LoRA store {self.store.name} made no offer within {_CONNECT_S:g} s")
+            return PeerDead(f"{self._peer} made no offer within {_CONNECT_S:g} s")
         with link:
             sending = threading.Thread(target=self._send_all, args=(link,), name="sends", daemon=True)
             sending.start()
-            try:
+            with self._boundary(link):
                 self._receive(link)
-            except LinkError as error:
-                link.end(error)
-            except ValueError as error:
-                link.end(BadFrame(f"the LoRA store broke the rules of its messages: {error}"))
-            except Exception:  # noqa: BLE001 - the boundary of a link: a fault of ours ends this one only
-                _log.exception("a link could not be served", extra={"store": self.store.name})
-                link.end(PeerDead("the worker could not serve the link"))
             with self._changed:
                 self.linked, self._link = False, None
                 self._outbox.put(_CLOSED)
@@ -171,7 +159,6 @@ class StoreLink:
         offer = self._offers.ask_loras(self.store.address, self._link_id).result(_CONNECT_S)
         link = connect(offer, deadline, limits=self._settings.limits, counters=self._counters)
         self._link_id = link.link_id
-        self._heard_s = time.monotonic()
         with self._changed:
             self._outbox = queue.SimpleQueue()
             for number, arrival in self._wanted.items():
@@ -185,32 +172,36 @@ class StoreLink:
 
     def _send_all(self, link: Link) -> None:
         outbox = self._outbox
-        try:
+        with self._boundary(link):
             while (message := outbox.get()) is not _CLOSED:
                 link.send(message.layout, message.buffers, Deadline.after(self._settings.silence_s))
-        except LinkError as error:
-            link.end(error)
-        except BottegaError as error:
-            link.end(PeerDead(f"nothing more can be sent: {error.message}"))
+
+    def _boundary(self, link: Link) -> AbstractContextManager[None]:
+        return link_boundary(link, here="the worker", peer=self._peer)
 
     def _receive(self, link: Link) -> None:
+        vigil = Vigil(
+            link,
+            peer=self._peer,
+            silence_s=self._settings.silence_s,
+            ping=lambda: self._outbox.put(messages.number_message(Kind.PING)),
+        )
         while True:
-            with self._next(link) as incoming:
-                self._heard_s = time.monotonic()
+            with vigil.next() as incoming:
                 match messages.kind_of(incoming.layout):
                     case Kind.LORA:
                         messages.check_lora(incoming.layout, max_bytes=MAX_FILE_BYTES)
-                        self._wait(link, incoming)
+                        vigil.wait_all(incoming)
                         self._take(incoming, lambda arrival: _take_head(arrival, incoming))
                     case Kind.PIECE:
                         messages.check_piece(incoming.layout, max_bytes=MAX_FILE_BYTES)
-                        self._wait(link, incoming)
+                        vigil.wait_all(incoming)
                         self._take(incoming, lambda arrival: arrival.take_piece(incoming.view(PIECE)))
                     case Kind.REFUSED:
-                        self._wait(link, incoming)
+                        vigil.wait_all(incoming)
                         self._take_refusal(incoming)
                     case Kind.PONG:
-                        self._wait(link, incoming)
+                        vigil.wait_all(incoming)
                     case kind:
                         raise ValueError(f"a store says no {kind}")
 
@@ -250,41 +241,6 @@ class StoreLink:
             arrival = self._wanted.pop(number, None)
         if arrival is not None:
             self._on_refused(self, arrival, error)
-
-    def _next(self, link: Link) -> Incoming:
-        """The next message. Raises DeadlineExceeded when the store has been silent for too long."""
-        while True:
-            try:
-                return link.recv(Deadline.after(_LOOK_S))
-            except DeadlineExceeded as error:
-                self._look(link, error)
-
-    def _wait(self, link: Link, incoming: Incoming) -> None:
-        """Waits for all of a message. A store that is behind a slow network says nothing until it is whole."""
-        deadline = Deadline.after(_MESSAGE_S)
-        while True:
-            try:
-                incoming.wait_all(deadline.sooner(_LOOK_S))
-            except DeadlineExceeded:
-                if link.cause is not None:
-                    raise link.cause from None
-                if not deadline.left_s():
-                    raise
-            else:
-                self._heard_s = time.monotonic()
-                return
-
-    def _look(self, link: Link, error: DeadlineExceeded) -> None:
-        """Nothing has come for a moment."""
-        if link.cause is not None:
-            raise link.cause
-        quiet_s = time.monotonic() - self._heard_s
-        if quiet_s > self._settings.silence_s:
-            raise DeadlineExceeded(
-                f"LoRA store {self.store.name} was silent for {quiet_s:.1f} s; it is stopped, or cut off"
-            ) from error
-        if quiet_s > min(0.2 * self._settings.silence_s, _PING_S) and self._outbox.empty():
-            self._outbox.put(messages.number_message(Kind.PING))
 
 
 def _take_head(arrival: Arrival, incoming: Incoming) -> None:
