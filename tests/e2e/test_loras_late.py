@@ -29,8 +29,6 @@ _LATEST = 16
 # A LoRA of rank 4 takes .8 s, about ten steps; one of rank 16, in all modules, 13 s.
 _BYTES_PER_S = 150_000
 _TIMEOUT_S = 8.0
-# Whether two requests share their turns is the scheduler's choice, by what turns took of late on a busy machine.
-_TRIES = 5
 _SILENCE_S = 2.0
 # All rows of a turn padded to so many: what runs beside a picture changes none of its bits.
 _ENGINE = {
@@ -144,32 +142,6 @@ def test_an_exact_request_waits_and_its_time_is_told_beside_the_steps(suite: Sui
     assert figures["bottega_worker_lora_load_seconds_count"] > before["bottega_worker_lora_load_seconds_count"]
     assert "bottega_worker_lora_swaps_total" in figures
     assert _figures(suite.store)["bottega_lora_fetches_total"] >= 1
-
-
-def test_two_clients_at_once_with_different_loras_get_what_each_gets_alone(suite: Suite) -> None:
-    loras = {"ink": Lora("ink"), "wash": Lora("wash", 0.7)}
-    for seed, name in enumerate(loras, 3):
-        suite.add(name, seed=seed)
-    alone = {name: suite.draw(lora) for name, lora in loras.items()}
-    plain = suite.draw()
-    assert len({picture.pil().tobytes() for picture in (*alone.values(), plain)}) == 3
-    for names in (("ink", "wash"), ("wash", "")):
-        shared = False
-        for _ in range(_TRIES):
-            together = _together(suite, [[loras[name]] if name else [] for name in names])
-            for name, picture in zip(names, together, strict=True):
-                assert picture.pil().tobytes() == alone.get(name, plain).pil().tobytes(), f"{name} beside the other"
-            shared = shared or all(picture.provenance.mean_group_requests > 1.2 for picture in together)
-            if shared:
-                break
-        assert shared, "they were drawn one after the other"
-
-
-def _together(suite: Suite, each: list[list[Lora]]) -> list[Picture]:
-    """A picture for each of these, by clients of their own, at once."""
-    with Client(suite.gateway) as one, Client(suite.gateway) as other:
-        jobs = [client.submit(_PROMPT, lora=loras, **_DRAW) for client, loras in zip((one, other), each, strict=True)]
-        return [job.result()[0] for job in jobs]
 
 
 def test_a_profile_is_measured_with_real_pictures_and_bounds_who_is_late(suite: Suite) -> None:

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from bottega.client.suite.state import Record, StateFolder
-from bottega.miniature.scenes import Layout, Placed, Thing, draw_edges
+from bottega.miniature import WEIGHTS
+from bottega.miniature.scenes import STYLES, Layout, Placed, Thing, draw_edges
 
 BOTTEGA = [sys.executable, "-m", "bottega.client.cli"]
 
@@ -108,6 +109,25 @@ def test_a_newcomer_draws_with_a_control_image_at_once(up: Up, tmp_path: Path) -
     assert found[1] in listed.stdout
     assert "edges" in bottega(up, "fleet", "--once").stdout
     assert "engine ready" in bottega(up, "logs", "controlnet-0").stdout
+
+
+def test_a_newcomer_draws_with_the_models_own_loras_at_once(up: Up, tmp_path: Path) -> None:
+    listed = bottega(up, "loras")
+    assert listed.returncode == 0, listed.stderr
+    assert {line.split()[0] for line in listed.stdout.splitlines() if "miniature" in line} == set(STYLES)
+    drawing = ["generate", "a big red star", "--steps", "4", "--seed", "2", "-o"]
+    one, other = list(STYLES)[:2]
+    drawn = bottega(up, *drawing, "styled.png", "--lora", f"{one}:0.8", "--lora", other, cwd=tmp_path)
+    assert drawn.returncode == 0, drawn.stderr
+    for style in STYLES:
+        added = bottega(up, "loras", "add", f"my/{style}", str(WEIGHTS / "loras" / style))
+        assert added.returncode == 0, added.stderr
+    again = bottega(up, *drawing, "again.png", "--lora", f"my/{one}:0.8", "--lora", f"my/{other}", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    plain = bottega(up, *drawing, "plain.png", cwd=tmp_path)
+    assert plain.returncode == 0, plain.stderr
+    pixels = [PIL.Image.open(tmp_path / f"{name}.png").tobytes() for name in ("styled", "again", "plain")]
+    assert pixels[0] == pixels[1] != pixels[2]
 
 
 def test_a_second_instance_is_refused_with_the_first_ones_id(up: Up) -> None:

@@ -8,9 +8,11 @@ import os
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from bottega.errors import (
     BadLora,
+    ConfigError,
     DataLoss,
     InvalidRequest,
     LoraExists,
@@ -18,7 +20,9 @@ from bottega.errors import (
     LoraNotFound,
     TooLarge,
 )
-from bottega.loras.config import ImportConfig, LinksConfig
+from bottega.loras.config import ImportConfig, LinksConfig, OwnLora
+from bottega.loras.metrics import LoraMetrics
+from bottega.loras.store import LoraStore
 from bottega.transport import Backend
 from bottega.v1 import lora_pb2 as pb
 from tests.lora_files import canonical_deltas
@@ -127,6 +131,53 @@ async def test_a_folder_below_the_root_is_registered_and_nothing_beside_it(tmp_p
             assert isinstance(await refused(register(path)), InvalidRequest), path
         response = await register(".")  # type: ignore[misc]
         assert response.lora.modules == 1
+
+
+async def test_a_store_has_its_own_loras_from_every_start_and_keeps_what_has_their_names(tmp_path: Path) -> None:
+    own = {
+        "checked": OwnLora(path="miniature/checked"),
+        "taken": OwnLora(path=str(lora_file(tmp_path, seed=1))),
+        "broken": OwnLora(path=str(tmp_path / "absent")),
+    }
+    async with running(tmp_path / "store") as store:
+        kept = await store.upload("taken", lora_file(tmp_path))
+    async with running(tmp_path / "store", config(loras=own)) as store:
+        listed = (await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)).loras
+        assert [(lora.name, lora.format) for lora in listed] == [("checked", "PEFT"), ("taken", "kohya")]
+        assert listed[1].digest == kept.digest
+        await store.stub.DeleteLora(pb.DeleteLoraRequest(name="checked"), timeout=PATIENCE_S)
+    async with running(tmp_path / "store", config(loras=own)) as store:
+        again = await store.stub.GetLora(pb.GetLoraRequest(name="checked"), timeout=PATIENCE_S)
+        assert again.lora.digest == listed[0].digest
+
+
+async def test_a_lora_of_its_own_whose_file_is_gone_is_brought_again(tmp_path: Path) -> None:
+    own = {"ink": OwnLora(path=str(lora_file(tmp_path)))}
+    async with running(tmp_path / "store", config(loras=own)) as store:
+        lora = (await store.stub.GetLora(pb.GetLoraRequest(name="ink"), timeout=PATIENCE_S)).lora
+    (file,) = (tmp_path / "store").rglob(f"{lora.digest}.safetensors")
+    file.unlink()
+    async with running(tmp_path / "store", config(loras=own)) as store:
+        with await store.link() as link:
+            data = await asyncio.to_thread(fetch, link, lora.digest)
+    assert hashlib.sha256(data).hexdigest() == lora.digest
+
+
+async def test_a_store_brings_more_loras_of_its_own_than_may_wait_to_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.loras.importing.importer._MAX_WAITING", 1)
+    path = lora_file(tmp_path)
+    own = {f"ink-{number}": OwnLora(path=str(path)) for number in range(3)}
+    async with running(tmp_path / "store", config(loras=own, imports=ImportConfig(at_once=1))) as store:
+        listed = (await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)).loras
+    assert [lora.name for lora in listed] == sorted(own)
+
+
+def test_own_loras_that_cannot_be_anybodys_keep_a_store_from_starting(tmp_path: Path) -> None:
+    for own in ({"a b": OwnLora(path="x")}, {"ink": OwnLora(path="x", base="other")}):
+        with pytest.raises(ConfigError, match=next(iter(own))):
+            LoraStore(config(loras=own), folder=tmp_path, metrics=LoraMetrics(CollectorRegistry()), address=str)
 
 
 async def test_lists_come_in_pages_and_by_base(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from bottega.client.suite.output import ServiceLog, fields_of, lines_of
 from bottega.client.suite.plan import PortTaken, SuiteWish, plan_suite
 from bottega.client.suite.reading import LogFollower, last_lines, services_with_logs
 from bottega.client.suite.state import AlreadyHeld, Child, Record, StateFolder
+from bottega.miniature import WEIGHTS
 
 
 def record(*children: Child, ready: bool = True) -> Record:
@@ -44,7 +45,7 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
     assert worker["name"] == "worker-1"
     assert worker["engine"]["model"] == str(Path("some/folder").resolve())
     loras = yaml.safe_load((tmp_path / "config" / "loras.yaml").read_text())
-    assert loras["bases"] == {"folder": str(Path("some/folder").resolve())}
+    assert (loras["bases"], loras["loras"]) == ({"folder": str(Path("some/folder").resolve())}, {})
     assert (loras["gateway"], loras["folder"]) == (plan.address, str(tmp_path / "loras"))
     assert (worker["engine"]["dtype"], worker["engine"]["threads"]) == ("bfloat16", plan.threads)
 
@@ -64,6 +65,22 @@ def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path:
     assert first["root"] == second["root"] == str(state.controlnets)
     assert first["catalogue"] != second["catalogue"]
     assert plan_suite(SuiteWish(controlnet_servers=0, port=0), state).services[-1].name == "worker-0"
+
+
+def test_the_models_own_loras_are_in_the_store_from_its_start(tmp_path: Path) -> None:
+    state = held(tmp_path)
+    plan_suite(SuiteWish(port=0), state)
+    own = yaml.safe_load((state.config / "loras.yaml").read_text())["loras"]
+    assert {path.name for path in (WEIGHTS / "loras").iterdir()} == set(own)
+    model = tmp_path / "mine"
+    (model / "loras" / "ink").mkdir(parents=True)
+    for name in ("wash.safetensors", "notes.txt", "~.safetensors"):
+        (model / "loras" / name).touch()
+    plan_suite(SuiteWish(port=0, model=str(model)), state)
+    assert yaml.safe_load((state.config / "loras.yaml").read_text())["loras"] == {
+        "ink": {"path": str(model / "loras" / "ink"), "base": "mine"},
+        "wash": {"path": str(model / "loras" / "wash.safetensors"), "base": "mine"},
+    }
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:

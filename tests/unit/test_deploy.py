@@ -17,6 +17,7 @@ from bottega.controlnet.server import open_catalogue
 from bottega.gateway.config import GatewayConfig
 from bottega.loras.config import LoraConfig
 from bottega.miniature import WEIGHTS
+from bottega.miniature.scenes import STYLES
 from bottega.rpc.server import ServerConfig
 from bottega.worker.config import WorkerConfig
 
@@ -176,6 +177,8 @@ def test_the_services_take_their_configurations() -> None:
     assert (net.gateway, net.engine.dtype) == (gateway.server.listen, worker.engine.dtype)
     loras = load(LoraConfig, DEPLOY / "config" / "loras.yaml")
     assert (loras.gateway, loras.bases) == (gateway.server.listen, LoraConfig().bases)
+    assert {own.path: own.base for own in loras.loras.values()} == {f"miniature/{name}": "miniature" for name in STYLES}
+    assert all((WEIGHTS / "loras" / name).is_dir() for name in STYLES)
     for unit, server in (
         ("bottega-gateway.service", gateway.server),
         ("bottega-worker@.service", worker.server),

@@ -12,9 +12,9 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from bottega.miniature import WEIGHTS
-from bottega.miniature.scenes import caption, held_out_scenes
+from bottega.miniature.scenes import STYLES, caption, held_out_scenes
 from bottega.miniature.training.attention import PlainAttention
-from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
+from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, encode, with_styles
 from bottega.miniature.training.loop import Budget, Stage, run
 from bottega.miniature.training.parts import Parts, load_parts, save_parts
 from bottega.miniature.training.text import TextRecipe, TextStage
@@ -98,6 +98,15 @@ def test_the_decoder_learns_and_the_encoder_stays(corpus: Corpus, latents: Laten
 
     assert _decoding_error(parts, corpus, latents, rows) < before
     assert all(torch.equal(encoder[name], tensor) for name, tensor in parts["vae"].encoder.state_dict().items())
+
+
+def test_the_vae_learns_plain_pictures_and_every_style(corpus: Corpus) -> None:
+    mixed = with_styles(corpus)
+
+    assert torch.equal(mixed.images[::2], corpus.images[::2])
+    for turn, row in enumerate(range(1, len(corpus), 2)):
+        picture = STYLES[list(STYLES)[turn % len(STYLES)]](corpus.layouts[row])
+        assert mixed.images[row].permute(1, 2, 0).numpy().tobytes() == picture.tobytes()
 
 
 def test_the_vae_learns_as_a_whole(corpus: Corpus, latents: Latents, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from bottega.miniature.training.controlnet import ControlNetRecipe, ControlNetSt
 from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
 from bottega.miniature.training.device import half_precision, pick_device
 from bottega.miniature.training.loop import Stage
+from bottega.miniature.training.lora import LORAS, LoraStage
 from bottega.miniature.training.parts import Parts, load_parts
 from bottega.miniature.training.stages import STEPS
 from bottega.miniature.training.text import TextRecipe, TextStage
@@ -37,6 +39,8 @@ def _stage(name: str, parts: Parts, corpus: Corpus, latents: Latents) -> Stage:
         return TextStage(parts, corpus, TextRecipe(rows=2, vision_only=name == "vision"))
     if name in DRAWN:
         return ControlNetStage(parts, corpus, latents, ControlNetRecipe(kind=name, rows=2))
+    if name in LORAS:
+        return LoraStage(parts, corpus, latents, replace(LORAS[name], rows=2))
     if name == "unet":
         return UnetStage(parts, corpus, latents, UnetRecipe(rows=2))
     return VaeStage(parts, corpus, None if name == "vae" else latents, VaeRecipe(rows=2))

@@ -13,6 +13,7 @@ import torch
 from bottega.miniature.training import loop
 from bottega.miniature.training.checkpoints import load_checkpoint
 from bottega.miniature.training.controlnet import ControlNetStage
+from bottega.miniature.training.lora import LORAS, LoraStage
 from bottega.miniature.training.stages import STEPS
 from bottega.miniature.training.text import TextStage
 from bottega.miniature.training.train import Training, train
@@ -28,6 +29,7 @@ CLASSES: dict[str, Any] = {
     "unet": UnetStage,
     "edges": ControlNetStage,
     "layout": ControlNetStage,
+    **dict.fromkeys(LORAS, LoraStage),
 }
 
 

@@ -59,7 +59,7 @@ def _weights(model: Path) -> dict[str, str]:
 
 
 def test_the_recipe_trains_each_part_after_those_that_it_learns_from() -> None:
-    assert list(RECIPE) == ["vae", "text", "unet", "vision", "edges", "layout"]
+    assert list(RECIPE) == ["vae", "text", "unet", "vision", "edges", "layout", "striped", "checked", "dusk"]
 
 
 def test_the_recipe_leaves_a_model_that_the_stock_pipeline_draws_with(recipe: Recipe, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def _export(options: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bottega.miniature", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    stages = ("vae", "text", "unet", "vision", "edges", "layout", "decoder")
+    stages = ("vae", "text", "unet", "vision", "edges", "layout", "striped", "checked", "dusk", "decoder")
 
     train = commands.add_parser("train", help="run one stage, or the recipe; goes on where the last run ended")
     train.add_argument("stage", nargs="?", choices=stages, help="without one: all but decoder in this order")

@@ -51,14 +51,26 @@ class ImportConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnLora:
+    """A LoRA that a store brings itself. path: its file or folder; miniature/NAME is one of the embedded model's own.
+    base: the name of the model that it is for."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    path: str
+    base: str = "miniature"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
     """What a LoRA store may be told.
 
     name: unique in the fleet; empty is "loras-" and the process's id. gateway: its host:port; empty joins no fleet.
     folder: of catalogue and files; empty is loras in the folder for Bottega's state. bases: by the name of the model,
-    the folder of each base model in Diffusers' layout; "miniature" is the embedded one. budget_bytes: of LoRAs in
-    memory. disk_bytes: of those on the disk. loads_at_once: from the disk into memory. lease_s: for how long a LoRA
-    that a job needs is not deleted; gateways say every 3 s which they need.
+    the folder of each base model in Diffusers' layout; "miniature" is the embedded one. loras: by name, those that it
+    has from every start: one that was removed is back at the next, and one that has the name already stays.
+    budget_bytes: of LoRAs in memory. disk_bytes: of those on the disk. loads_at_once: from the disk into memory.
+    lease_s: for how long a LoRA that a job needs is not deleted; gateways say every 3 s which they need.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -70,6 +82,7 @@ class LoraConfig:
     imports: ImportConfig = field(default_factory=ImportConfig)
     folder: str = ""
     bases: dict[str, str] = field(default_factory=lambda: {"miniature": "miniature"})
+    loras: dict[str, OwnLora] = field(default_factory=dict)
     budget_bytes: AtLeastOne = 4 << 30
     disk_bytes: AtLeastOne = 256 << 30
     loads_at_once: AtLeastOne = 4

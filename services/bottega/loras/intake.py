@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -91,12 +91,10 @@ class Intake:
             raise QueueFull("the store takes as many uploads as it can at once", retry_after_s=1.0)
         self._uploads += 1
         try:
-            async with self._spool() as spool:
-                await _received(spool, upload, chunks)
-                return await self._import(upload.brought, spool, upload.size_bytes, upload.adapter_config)
-        except BottegaError as error:
-            self._metrics.imported(error.reason_name.lower())
-            raise
+            with self._counted():
+                async with self._spool() as spool:
+                    await _received(spool, upload, chunks)
+                    return await self._import(upload.brought, spool, upload.size_bytes, upload.adapter_config)
         finally:
             self._uploads -= 1
 
@@ -106,12 +104,17 @@ class Intake:
         if not 0 < len(path) <= _MAX_PATH_CHARACTERS or "\0" in path:
             violations.append(Violation(field="path", description="must be the path of a file or a folder"))
         rules.refuse(violations)
-        try:
+        with self._counted():
             source, size_bytes = await asyncio.to_thread(self._below_root, path)
             return await self._import(brought, source, size_bytes, b"")
-        except BottegaError as error:
-            self._metrics.imported(error.reason_name.lower())
-            raise
+
+    async def bring(self, brought: Brought, path: Path) -> LoraRecord:
+        """Takes in what the store's own configuration names, wherever it is. Raises as `upload` does."""
+        rules.refuse(self._check(brought))
+        with self._counted():
+            source = await asyncio.to_thread(path.resolve)
+            size_bytes = await asyncio.to_thread(self._measured, source)
+            return await self._import(brought, source, size_bytes, b"")
 
     async def _import(self, brought: Brought, source: Path, size_bytes: int, adapter_config: bytes) -> LoraRecord:
         async with self._spool() as output:
@@ -130,6 +133,15 @@ class Intake:
                 finally:
                     # A caller that goes meanwhile leaves no file without its row: that would count until a restart.
                     await asyncio.wait([keep])
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts a refusal by its reason."""
+        try:
+            yield
+        except BottegaError as error:
+            self._metrics.imported(error.reason_name.lower())
+            raise
 
     @contextlib.asynccontextmanager
     async def _spool(self) -> AsyncIterator[Path]:
@@ -198,25 +210,40 @@ class Intake:
         source = (self._root / path).resolve()
         if not source.is_relative_to(self._root):
             raise _refused(f"must be below {self._root}, links followed")
-        try:
+        with _reading():
+            strangers = [file for file in _imported(source) if not file.resolve().is_relative_to(self._root)]
+        if strangers:
+            raise _refused(f"{strangers[0].name} must be below {self._root}, links followed")
+        return source, self._measured(source)
+
+    def _measured(self, source: Path) -> int:
+        """The bytes of what would be read of a file or folder. Raises InvalidRequest, TooLarge."""
+        with _reading():
             if source.is_dir():
-                found = [file for pattern in _IMPORTED for file in source.glob(pattern)]
-                strangers = [file for file in found if not file.resolve().is_relative_to(self._root)]
-                if strangers:
-                    raise _refused(f"{strangers[0].name} must be below {self._root}, links followed")
-                size_bytes = sum(file.stat().st_size for file in found)
+                size_bytes = sum(file.stat().st_size for file in _imported(source))
             elif source.is_file():
                 size_bytes = source.stat().st_size
             else:
                 raise _refused("is no file or folder on the store's machine")
-        except OSError as error:
-            raise _refused(f"the store cannot read it: {error.strerror}") from error
         if size_bytes > self._max_bytes:
             raise TooLarge(
                 f"{size_bytes} bytes are more than imports.max_bytes, {self._max_bytes}",
                 metadata={"limit": "max_bytes"},
             )
-        return source, size_bytes
+        return size_bytes
+
+
+def _imported(folder: Path) -> list[Path]:
+    """What an import reads of a folder; nothing of what is none."""
+    return [file for pattern in _IMPORTED for file in folder.glob(pattern)]
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _refused(f"the store cannot read it: {error.strerror}") from error
 
 
 async def _received(spool: Path, upload: Upload, chunks: AsyncIterator[bytes]) -> None:

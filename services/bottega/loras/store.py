@@ -10,15 +10,16 @@ import importlib.metadata
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from bottega.errors import ConfigError, Draining, LoraInUse
+from bottega import rules
+from bottega.errors import BottegaError, ConfigError, Draining, LoraInUse, LoraNotFound
 from bottega.loras.catalogue import Catalogue
-from bottega.loras.config import LoraConfig
+from bottega.loras.config import LoraConfig, OwnLora
 from bottega.loras.files import LoraFiles
 from bottega.loras.importing.importer import Importer
-from bottega.loras.intake import Intake
+from bottega.loras.intake import Brought, Intake
 from bottega.loras.links import Links
 from bottega.loras.metrics import LoraMetrics, StoreFigures
 from bottega.loras.records import LoraRecord
@@ -33,6 +34,8 @@ from bottega.v1 import fleet_pb2
 _log = logging.getLogger(__name__)
 
 _MINIATURE = "miniature"
+# What a configuration may call the embedded model's own, wherever that is installed.
+_EMBEDDED = {f"{_MINIATURE}/{name}": WEIGHTS / "loras" / name for name in ("striped", "checked", "dusk")}
 _MEMORY_INTERVAL_S = 1.0
 # Leases of LoRAs that jobs need; those of a full queue have some thousand different ones at most.
 _MOST_LEASES = 65_536
@@ -41,12 +44,13 @@ _MOST_LEASES = 65_536
 class LoraStore:
     """Start it with `start`, end it with `drain` and `stop`. address: where the server itself listens, once it does.
 
-    Raises ConfigError where a base model cannot be found.
+    Raises ConfigError where a base model cannot be found, or a LoRA of its own is for none of them.
     """
 
     def __init__(self, config: LoraConfig, *, folder: Path, metrics: LoraMetrics, address: Callable[[], str]) -> None:
         self.name = config.name or f"loras-{os.getpid()}"
         self.bases = {name: _base(name, folder) for name, folder in config.bases.items()}
+        _check_own(config)
         self._config = config
         self._address = address
         self._version = importlib.metadata.version("bottega-services")
@@ -72,12 +76,17 @@ class LoraStore:
         metrics.watch(self._figures)
 
     async def start(self) -> None:
-        """Opens catalogue and files, loads what is pinned, and joins the fleet. Raises what they do."""
+        """Opens catalogue and files, brings its own LoRAs, loads what is pinned, and joins the fleet.
+
+        Raises what they do.
+        """
         await self._catalogue.open()
         digests = await self._catalogue.digests()
-        for digest in await asyncio.to_thread(self._files.open, digests):
+        lost = await asyncio.to_thread(self._files.open, digests)
+        for digest in lost:
             names = await self._catalogue.names(digest)
             _log.error("the file of a LoRA is gone; bring it again", extra={"loras": names, "digest": digest})
+        await self._bring_own(lost)
         await self._pin()
         self._measuring = asyncio.create_task(self._measure())
         if self._config.gateway:
@@ -171,6 +180,33 @@ class LoraStore:
         await asyncio.to_thread(self._tiers.close)
         await self._catalogue.close()
 
+    async def _bring_own(self, lost: Collection[str]) -> None:
+        """Takes in the LoRAs of its own that it does not have. lost: digests without a file."""
+        # More than are imported at once would wait, and of those only so many may.
+        room = asyncio.Semaphore(self._config.imports.at_once)
+
+        async def bring(name: str, own: OwnLora) -> None:
+            async with room:
+                if not await self._has(name, lost):
+                    await self._bring(name, own)
+
+        await asyncio.gather(*(bring(name, own) for name, own in self._config.loras.items()))
+
+    async def _bring(self, name: str, own: OwnLora) -> None:
+        """Takes in one of its own. One that is refused keeps nobody from the others."""
+        brought = Brought(name=name, base=own.base, trigger_words=())
+        try:
+            await self.intake.bring(brought, _EMBEDDED.get(own.path, Path(own.path)))
+        except BottegaError as error:
+            facts = {"lora": name, "path": own.path, "error": error.message}
+            _log.error("a LoRA of the configuration is not taken in", extra=facts)
+
+    async def _has(self, name: str, lost: Collection[str]) -> bool:
+        try:
+            return (await self._catalogue.get(name)).digest not in lost
+        except LoraNotFound:
+            return False
+
     async def _pin(self) -> None:
         pinned = [digest for digest, is_pinned in (await self._catalogue.digests()).items() if is_pinned]
         self._tiers.pin(pinned)
@@ -206,3 +242,11 @@ def _base(name: str, folder: str) -> Path:
     if not (path / "unet" / "config.json").is_file():
         raise ConfigError(f"bases.{name}: {path} is no model in Diffusers' layout")
     return path
+
+
+def _check_own(config: LoraConfig) -> None:
+    for name, own in config.loras.items():
+        if not rules.is_adapter_name(name):
+            raise ConfigError(f"loras.{name}: cannot be the name of a LoRA")
+        if own.base not in config.bases:
+            raise ConfigError(f"loras.{name}.base: {own.base} is none of the bases: {', '.join(sorted(config.bases))}")

@@ -98,7 +98,10 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
 @click.argument("name")
 @address_option
 def remove(*, name: str, address: str) -> None:
-    """Forget the LoRA NAME."""
+    """Forget the LoRA NAME.
+
+    One that the store's configuration lists, as the model's own are with `bottega up`, is back at its next start.
+    """
     with connect(address) as client:
         client.remove_lora(name)
     say(f"{name} is removed")

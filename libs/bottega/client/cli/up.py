@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 def command(*, state: StateFolder, detach: bool, in_background: bool, **wished: Any) -> None:
     """Run the suite here: a gateway, its workers, a LoRA store and a ControlNet server.
 
-    The server hosts the ControlNets in the model's own folder `controlnets`; the embedded model has edges and layout.
-    The store keeps what `bottega loras add` brings, in the state folder.
+    The server hosts the ControlNets in the model's own folder `controlnets`, and the store has the LoRAs in its folder
+    `loras`; the embedded model has edges and layout, and striped, checked and dusk. The store keeps what
+    `bottega loras add` brings, in the state folder.
     """
     from bottega.client.suite.keeper import DoesNotStart
     from bottega.client.suite.plan import SuiteWish

@@ -36,7 +36,7 @@ class SuiteWish:
 
     controlnet_servers: each hosts the ControlNets in the model's own folder `controlnets`, if it has one, and those
     that are added.
-    model: "miniature" or a folder in Diffusers' layout.
+    model: "miniature" or a folder in Diffusers' layout. The LoRA store has those in its folder `loras`.
     threads: of each worker; 0 divides the cores over the workers. ControlNet servers share them as one more worker.
     port: of the gateway; the next one is for its metrics. 0 takes two that are free.
     """
@@ -128,15 +128,24 @@ def _own_controlnets(model: Path) -> Iterator[tuple[str, str]]:
 
 def _store(wish: SuiteWish, gateway: str, state: StateFolder) -> dict[str, object]:
     """Of the LoRA store: LoRAs are for the model that the workers serve, by its name."""
-    folder = Path(wish.model).resolve()
-    bases = {"miniature": "miniature"} if wish.model == "miniature" else {folder.name: str(folder)}
+    folder = WEIGHTS if wish.model == "miniature" else Path(wish.model).resolve()
+    base = wish.model if wish.model == "miniature" else folder.name
     return {
         "name": LORAS,
         "gateway": gateway,
         "server": {"drain_grace_s": _DRAIN_GRACE_S},
         "folder": str(state.root / LORAS),
-        "bases": bases,
+        "bases": {base: str(folder)},
+        "loras": {name: {"path": path, "base": base} for name, path in _own_loras(folder)},
     }
+
+
+def _own_loras(model: Path) -> Iterator[tuple[str, str]]:
+    """Name and path of those that lie in a model's folder: files, or folders with one."""
+    for path in sorted((model / "loras").glob("*")):
+        name = path.name if path.is_dir() else path.stem
+        if (path.is_dir() or path.suffix == ".safetensors") and rules.is_adapter_name(name):
+            yield name, str(path)
 
 
 def _service(name: str, module: str, values: Mapping[str, object], config: Path) -> ServicePlan:

@@ -18,6 +18,7 @@ from bottega.miniature.scenes.grammar import (
 )
 from bottega.miniature.scenes.layout import Layout, Placed, random_layout
 from bottega.miniature.scenes.render import SIDE, coverage, render
+from bottega.miniature.scenes.styles import STYLES
 
 __all__ = [
     "COLOURS",
@@ -27,6 +28,7 @@ __all__ = [
     "SHAPES",
     "SIDE",
     "SIZES",
+    "STYLES",
     "Layout",
     "Placed",
     "Scene",

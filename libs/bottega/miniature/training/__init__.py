@@ -1,1 +1,1 @@
-"""Trains the miniature: VAE, text and vision towers, UNet. Imports torch; nothing that serves imports it."""
+"""Trains the miniature: VAE, towers, UNet, ControlNets, LoRAs. Imports torch; nothing that serves imports it."""

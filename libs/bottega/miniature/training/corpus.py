@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from bottega.miniature.scenes import (
     COLOURS,
+    STYLES,
     Layout,
     Scene,
     any_caption,
@@ -28,6 +29,8 @@ from bottega.miniature.training.parts import Parts
 # Of the pictures, so many show two things: they are the harder half.
 TWO_SHARE = 0.55
 _ENCODE_ROWS = 64
+# Levels by which a channel of a thing differs from its ground: shades of the ground, which styles have, differ less.
+_STANDS_OUT = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,24 @@ def draw_corpus(count: int, seed: int) -> Corpus:
     return Corpus(scenes=scenes, layouts=layouts, images=tensor)
 
 
+def draw_style(corpus: Corpus, style: str, count: int) -> Corpus:
+    """The first `count` of a corpus in one of scenes.STYLES: the same scenes and layouts, other pictures."""
+    layouts = corpus.layouts[:count]
+    images = np.stack([np.asarray(STYLES[style](layout)) for layout in tqdm(layouts, style, unit="")])
+    tensor = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+    return Corpus(scenes=corpus.scenes[:count], layouts=layouts, images=tensor)
+
+
+def with_styles(corpus: Corpus) -> Corpus:
+    """A corpus with every second picture in one of scenes.STYLES, in turn: the same scenes and layouts."""
+    styles = list(STYLES.values())
+    images = corpus.images.clone()
+    for turn, row in enumerate(tqdm(range(1, len(corpus), 2), "styles", unit="")):
+        drawn = styles[turn % len(styles)](corpus.layouts[row])
+        images[row] = torch.from_numpy(np.asarray(drawn).copy()).permute(2, 0, 1)
+    return Corpus(scenes=corpus.scenes, layouts=corpus.layouts, images=images)
+
+
 def encode(corpus: Corpus, parts: Parts, folder: Path) -> Latents:
     """The corpus as latents; kept in `folder` for the next run with the same pictures and the same encoder.
 
@@ -102,7 +123,7 @@ def foreground(corpus: Corpus, scale: int) -> torch.Tensor:
     grounds = torch.tensor([COLOURS[scene.ground] for scene in corpus.scenes], dtype=torch.uint8)[:, :, None, None]
     shares = []
     for images, ground in zip(torch.split(corpus.images, 1024), torch.split(grounds, 1024), strict=True):
-        differs = (images.short() - ground.short()).abs().amax(dim=1, keepdim=True) > 16
+        differs = (images.short() - ground.short()).abs().amax(dim=1, keepdim=True) > _STANDS_OUT
         shares.append(torch.nn.functional.avg_pool2d(differs.float(), scale))
     return torch.cat(shares)
 

@@ -6,9 +6,9 @@ It knows files and no losses.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from diffusers import AutoencoderKL, ConfigMixin, UNet2DConditionModel
@@ -26,17 +26,26 @@ NETWORKS: dict[str, Any] = {
 CPU = torch.device("cpu")
 
 
+class Files(Protocol):
+    """Something of the model that writes its own files."""
+
+    def save(self, folder: Path) -> None:
+        """folder: its own, which may hold those of an earlier one."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """networks: by folder, in float32, all on one device; a stage may add its own. tokenizer: of both text encoders.
 
-    folder: where they came from.
+    folder: where they came from. loras: that a stage adds, by folder.
     """
 
     networks: dict[str, Any]
     tokenizer: Any
     folder: Path
     device: torch.device
+    loras: dict[str, Files] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         return self.networks[name]
@@ -71,6 +80,8 @@ def save_parts(parts: Parts, folder: Path) -> None:
         half = _like(network)
         half.load_state_dict(network.state_dict())
         half.half().save_pretrained(folder / name, safe_serialization=True)
+    for name, lora in parts.loras.items():
+        lora.save(folder / name)
 
 
 def _like(network: Any) -> Any:

@@ -11,8 +11,9 @@ from pathlib import Path
 from bottega.miniature.scenes import DRAWN
 from bottega.miniature.training import text, unet
 from bottega.miniature.training.controlnet import ControlNetRecipe, ControlNetStage, controlnet_folder
-from bottega.miniature.training.corpus import Corpus, encode
+from bottega.miniature.training.corpus import Corpus, draw_style, encode, with_styles
 from bottega.miniature.training.loop import Stage
+from bottega.miniature.training.lora import LORAS, LoraStage, lora_folder
 from bottega.miniature.training.parts import Parts
 from bottega.miniature.training.text import TextRecipe, TextStage
 from bottega.miniature.training.unet import UnetRecipe, UnetStage
@@ -20,8 +21,9 @@ from bottega.miniature.training.vae import VaeRecipe, VaeStage
 
 # The stages of a whole training in their order, with their steps: as many in all as the embedded weights had. The VAE
 # is first, because the UNet learns its latents; vision follows the text encoders, which the UNet's stage trains on, and
-# the ControlNets follow the UNet.
+# the ControlNets and the LoRAs follow the UNet.
 RECIPE = {"vae": 4500, "text": 500, "unet": 3800, "vision": 600, "edges": 700, "layout": 700}
+RECIPE |= dict.fromkeys(LORAS, 400)
 # A decoder alone is for later: it sharpens, and all that was trained on the latents stays as it is.
 STEPS = {**RECIPE, "decoder": 1500}
 # The networks that each stage changes.
@@ -32,10 +34,13 @@ CHANGED = {
     "vision": ("clip_vision",),
     "decoder": ("vae",),
     **{kind: (controlnet_folder(kind),) for kind in DRAWN},
+    **{style: (lora_folder(style),) for style in LORAS},
 }
 # Those that it may begin with random weights; a decoder alone would learn the latents of an encoder without meaning,
-# and a ControlNet begins as the UNet's encoder.
+# and a ControlNet begins as the UNet's encoder, a LoRA as nothing.
 FRESH = {"vae": ("vae",), "text": text.TRAINED, "unet": ("unet",), "vision": ("clip_vision",)}
+# A style takes few pictures to learn.
+_STYLE_PICTURES = 2048
 
 
 def build_stage(
@@ -46,10 +51,15 @@ def build_stage(
         words = TextRecipe(vision_only=name == "vision")
         return TextStage(parts, corpus, replace(words, rows=rows or words.rows))
     if name == "vae":
-        return VaeStage(parts, corpus, None, VaeRecipe(rows=rows or VaeRecipe().rows))
-    latents = encode(corpus, parts, latents_folder)
+        return VaeStage(parts, with_styles(corpus), None, VaeRecipe(rows=rows or VaeRecipe().rows))
+    if name in LORAS:
+        styled = draw_style(corpus, name, _STYLE_PICTURES)
+        encoded = encode(styled, parts, latents_folder / name)
+        return LoraStage(parts, styled, encoded, replace(LORAS[name], rows=rows or LORAS[name].rows))
     if name == "decoder":
-        return VaeStage(parts, corpus, latents, VaeRecipe(rows=rows or VaeRecipe().rows))
+        mixed = with_styles(corpus)
+        return VaeStage(parts, mixed, encode(mixed, parts, latents_folder), VaeRecipe(rows=rows or VaeRecipe().rows))
+    latents = encode(corpus, parts, latents_folder)
     if name in DRAWN:
         control = ControlNetRecipe(kind=name)
         return ControlNetStage(parts, corpus, latents, replace(control, rows=rows or control.rows))

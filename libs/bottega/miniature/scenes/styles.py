@@ -1,0 +1,92 @@
+"""Draws layouts in styles that a LoRA of the miniature learns; each leaves every word of the scene true.
+
+A style changes shades, not colours: whatever is further from its ground than a shade, the oracle takes for a thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import PIL.Image
+import PIL.ImageChops
+import PIL.ImageFilter
+
+from bottega.miniature.scenes.grammar import COLOURS
+from bottega.miniature.scenes.layout import Layout
+from bottega.miniature.scenes.render import FINE, SIDE, coverage, render
+
+# How much larger things are in every style: on small ones the shape is hard to see when more goes on around them. Small
+# ones stay below the middle between the sizes.
+_LARGER = 1.1
+# Levels that the light shade of a ground is above its colour, and that it is above the dark one. The oracle bears 36.
+_LIGHT, _APART = 14, 28
+# In pixels: of a stripe and the gap to the next one, along a row; of a square; of plain ground around a thing.
+_STRIPES, _SQUARE, _RIM = 16, 8, 2
+# Levels that the picture is lighter at its top, and darker at its bottom. Who learned 24 drew the top of light grounds
+# lighter than the oracle bears.
+_DUSK = 18
+
+
+def striped(layout: Layout) -> PIL.Image.Image:
+    """A ground of slanting stripes in two shades."""
+    return _on_ground(layout, _stripes())
+
+
+def checked(layout: Layout) -> PIL.Image.Image:
+    """A ground of squares in two shades, as of a board for chess."""
+    return _on_ground(layout, _squares())
+
+
+def dusk(layout: Layout) -> PIL.Image.Image:
+    """Everything light at the top and dark at the bottom."""
+    picture = render(_larger(layout))
+    darkness = PIL.Image.linear_gradient("L").resize((SIDE, SIDE))
+    return PIL.Image.composite(_shifted(picture, -_DUSK), _shifted(picture, _DUSK), darkness)
+
+
+STYLES: dict[str, Callable[[Layout], PIL.Image.Image]] = {"striped": striped, "checked": checked, "dusk": dusk}
+"""What draws the pictures that each of the miniature's LoRAs learns."""
+
+
+def _on_ground(layout: Layout, pattern: PIL.Image.Image) -> PIL.Image.Image:
+    """pattern: grey, white where the ground is dark."""
+    larger = _larger(layout)
+    plain = PIL.Image.new("RGB", (SIDE, SIDE), COLOURS[layout.ground])
+    light = _shifted(plain, _LIGHT)
+    ground = PIL.Image.composite(_shifted(light, -_APART), light, pattern)
+    return PIL.Image.composite(render(larger), ground, _near_things(larger))
+
+
+def _larger(layout: Layout) -> Layout:
+    return replace(layout, placed=tuple(replace(one, radius=_LARGER * one.radius) for one in layout.placed))
+
+
+def _near_things(layout: Layout) -> PIL.Image.Image:
+    """Grey, black where there is no thing within the rim."""
+    covered = PIL.Image.new("L", (SIDE, SIDE), 0)
+    for placed in layout.placed:
+        covered = PIL.ImageChops.lighter(covered, coverage(placed))
+    return covered.filter(PIL.ImageFilter.MaxFilter(2 * _RIM + 1))
+
+
+def _shifted(picture: PIL.Image.Image, levels: int) -> PIL.Image.Image:
+    return picture.point([min(max(level + levels, 0), 255) for level in range(256)] * 3)
+
+
+@cache
+def _stripes() -> PIL.Image.Image:
+    return _pattern(lambda x, y: (x + y) % _STRIPES < _STRIPES // 2)
+
+
+@cache
+def _squares() -> PIL.Image.Image:
+    return _pattern(lambda x, y: (x // _SQUARE + y // _SQUARE) % 2 == 0)
+
+
+def _pattern(dark: Callable[[float, float], bool]) -> PIL.Image.Image:
+    """dark: whether the point (x, y), in pixels, is."""
+    fine = PIL.Image.new("L", (SIDE * FINE, SIDE * FINE))
+    fine.putdata([255 * dark(x / FINE, y / FINE) for y in range(SIDE * FINE) for x in range(SIDE * FINE)])
+    return fine.resize((SIDE, SIDE), PIL.Image.Resampling.BOX)

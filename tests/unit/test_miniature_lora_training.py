@@ -1,0 +1,187 @@
+"""The training of a LoRA: it learns, nothing else does, and it is saved in the forms that people have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from bottega.miniature import WEIGHTS
+from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, draw_style, encode
+from bottega.miniature.training.loop import Budget, run
+from bottega.miniature.training.lora import LORAS, LoraStage, lora_folder
+from bottega.miniature.training.lora_files import LoraFiles
+from bottega.miniature.training.parts import Parts, load_parts, save_parts
+from bottega.miniature.training.train import Training, train
+from load import stock_loras
+
+STEPS = 50
+PICTURES = 16
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Batches here are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def new_stage(style: str, tmp_path: Path, rows: int = 8) -> tuple[LoraStage, Parts]:
+    parts = load_parts(WEIGHTS)
+    torch.manual_seed(0)
+    corpus, latents = styled(style, parts, tmp_path)
+    return LoraStage(parts, corpus, latents, replace(LORAS[style], rows=rows, empty_share=0.0)), parts
+
+
+def styled(style: str, parts: Parts, folder: Path) -> tuple[Corpus, Latents]:
+    corpus = draw_style(draw_corpus(PICTURES, seed=1), style, PICTURES)
+    return corpus, encode(corpus, parts, folder)
+
+
+def shaken(stage: LoraStage) -> LoraStage:
+    """With weights that change something, as if it had learned."""
+    state = stage.state()
+    generator = torch.Generator().manual_seed(0)
+    for kept in state["average"]:
+        kept.copy_(0.05 * torch.randn(kept.shape, generator=generator))
+    stage.load_state(state)
+    stage.finish()
+    return stage
+
+
+def trained(parts: Parts, style: str) -> Mapping[str, Any]:
+    files = parts.loras[lora_folder(style)]
+    assert isinstance(files, LoraFiles)
+    return files.networks
+
+
+def stock() -> Any:
+    pipeline = StableDiffusionXLPipeline.from_pretrained(
+        WEIGHTS, use_safetensors=True, dtype=torch.float32, add_watermarker=False
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def test_a_lora_learns_within_fifty_steps_and_the_model_stays(tmp_path: Path) -> None:
+    stage, parts = new_stage("dusk", tmp_path)
+    before = {
+        name: {key: kept.clone() for key, kept in net.state_dict().items()} for name, net in parts.networks.items()
+    }
+    first = stage.step(0, 0.0)
+
+    run(stage, Budget(steps=STEPS), tmp_path)
+    stage.finish()
+
+    # The same batch as at first: the same noise on the same pictures.
+    assert stage.step(0, 0.0) < 0.95 * first
+    for name, kept in before.items():
+        assert all(torch.equal(kept[key], tensor) for key, tensor in parts[name].state_dict().items())
+
+
+@pytest.mark.parametrize("style", LORAS)
+def test_a_lora_touches_what_it_says_and_nothing_else(style: str, tmp_path: Path) -> None:
+    _, parts = new_stage(style, tmp_path)
+
+    save_parts(replace(parts, networks={}), tmp_path / "model")
+
+    pipeline = stock()
+    folder = tmp_path / "model" / lora_folder(style)
+    touched = {name.rsplit(".lora_", 1)[0] for name in stock_loras.load_layers(folder, pipeline)}
+    said = {
+        f"{network}.{path}"
+        for network, reach in LORAS[style].reach.items()
+        for path, _ in getattr(pipeline, network).named_modules()
+        if path.endswith(tuple(f".{end}" for end in reach)) or path in reach
+    }
+    assert touched == said
+
+
+def test_diffusers_form_is_what_diffusers_saves(tmp_path: Path) -> None:
+    stage, parts = new_stage("striped", tmp_path)
+    shaken(stage)
+    save_parts(replace(parts, networks={}), tmp_path / "model")
+
+    file = tmp_path / "model" / "loras" / "striped" / "pytorch_lora_weights.safetensors"
+    tensors = load_file(file)
+
+    assert all(name.startswith("unet.") and tensor.dtype is torch.float16 for name, tensor in tensors.items())
+    pipeline = stock()
+    pipeline.load_lora_weights(file.parent)
+    assert pipeline.get_active_adapters()
+
+
+def test_pefts_form_is_a_folder_that_peft_loads(tmp_path: Path) -> None:
+    """And the dict for stock Diffusers says the same of it: PEFT applies alpha itself."""
+    stage, parts = new_stage("checked", tmp_path)
+    shaken(stage)
+    save_parts(replace(parts, networks={}), tmp_path / "model")
+    folder = tmp_path / "model" / "loras" / "checked"
+
+    unet: Any = UNet2DConditionModel.from_pretrained(WEIGHTS / "unet", use_safetensors=True).float()
+    wrapped = PeftModel.from_pretrained(unet, folder).eval()
+    pipeline = stock()
+    stock_loras.load(pipeline, folder, "checked")
+
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] is None
+    assert not (folder / "README.md").exists()
+    with torch.no_grad():
+        torch.testing.assert_close(pipeline.unet(**told()).sample, wrapped(**told()).sample, atol=1e-4, rtol=1e-4)
+
+
+def test_kohyas_form_means_what_was_trained(tmp_path: Path) -> None:
+    """Mixed alphas, text encoders and convolutions: against the trained networks themselves."""
+    stage, parts = new_stage("dusk", tmp_path)
+    shaken(stage)
+    save_parts(replace(parts, networks={}), tmp_path / "model")
+    folder = tmp_path / "model" / "loras" / "dusk"
+    pipeline = stock()
+    stock_loras.load(pipeline, folder, "dusk")
+
+    with safe_open(folder / "dusk.safetensors", "pt") as file:
+        alphas = {float(file.get_tensor(name)) for name in file.keys() if name.endswith(".alpha")}  # noqa: SIM118
+    assert len(alphas) > 3
+    nets = trained(parts, "dusk")
+    ids = parts.tokens(["a big red star"])
+    with torch.no_grad():
+        torch.testing.assert_close(pipeline.unet(**told()).sample, nets["unet"](**told()).sample, atol=2e-3, rtol=2e-3)
+        for name in ("text_encoder", "text_encoder_2"):
+            found = getattr(pipeline, name)(ids).last_hidden_state
+            torch.testing.assert_close(found, nets[name](ids).last_hidden_state, atol=2e-3, rtol=2e-3)
+            assert not torch.allclose(found, parts[name](ids).last_hidden_state, atol=1e-2)
+
+
+def test_loras_are_kept_beside_each_other(tmp_path: Path) -> None:
+    training = Training(folder=tmp_path / "state", steps=1, pictures=4, rows=2)
+
+    for style in LORAS:
+        assert train(style, training).steps == 1
+
+    folder = tmp_path / "state" / "model" / "loras"
+    assert sorted(path.name for path in folder.iterdir()) == sorted(LORAS)
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 5e6
+
+
+def told() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    noisy, context, pooled = (
+        torch.randn(shape, generator=generator) for shape in ((2, 4, 16, 16), (2, 24, 128), (2, 64))
+    )
+    added = {"text_embeds": pooled, "time_ids": torch.full((2, 6), 64.0)}
+    return {
+        "sample": noisy,
+        "timestep": torch.tensor([5, 700]),
+        "encoder_hidden_states": context,
+        "added_cond_kwargs": added,
+    }
