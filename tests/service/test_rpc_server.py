@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from bottega import errors
-from bottega.rpc import logs
+from bottega.rpc import logs, refusals
 from bottega.rpc.boundary import REQUEST_ID_KEY
 from bottega.rpc.channel import open_channel
 from bottega.rpc.fleet import FleetMembership
@@ -139,6 +139,66 @@ async def test_an_unexpected_fault_is_a_plain_internal_and_logged_once(
     faults = [record for record in caplog.records if record.exc_info and "secret" in str(record.exc_info[1])]
     assert len(faults) == 1
     assert faults[0].levelno == logging.ERROR
+
+
+async def test_a_crowd_that_is_refused_is_a_few_lines_in_the_log_and_its_number(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    crowd = 60
+    await asyncio.gather(*(_refused(served[2], f"caller-{number}") for number in range(crowd)))
+    with pytest.raises(grpc.aio.AioRpcError):  # another kind, which the crowd does not hide
+        _ = [answer async for answer in _stub(served[2]).WatchJob(image_pb2.WatchJobRequest(job_id="refuse"))]
+    assert [line.__dict__["method"] for line in _told(caplog, "call refused")][-1] == f"/{NAME}/WatchJob"
+    await _until(lambda: _refusals(caplog) == crowd + 1)
+    lines = _told(caplog, "call refused"), _told(caplog, "more calls refused")
+    # In at most three of the seconds that the log counts by.
+    assert len(lines[0]) <= 3 * refusals.TOLD_PER_SECOND + 1
+    assert 1 <= len(lines[1]) <= 3
+    for line in lines[1]:
+        assert (line.__dict__["method"], line.__dict__["reason"]) == (f"/{NAME}/GetJob", "JOB_NOT_FOUND")
+
+
+async def test_the_number_of_refusals_carries_the_fields_of_no_caller(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    bound: dict[str, set[str]] = {}
+
+    def note(record: logging.LogRecord) -> bool:
+        bound.setdefault(record.getMessage(), set()).update(logs.bound().values())
+        return True
+
+    caplog.set_level(logging.INFO)
+    caplog.handler.addFilter(note)
+    try:
+        await asyncio.gather(*(_refused(served[2], "caller") for _ in range(30)))
+        await _until(lambda: "more calls refused" in bound)
+    finally:
+        caplog.handler.removeFilter(note)
+    assert (bound["call refused"], bound["more calls refused"]) == ({"caller"}, set())
+
+
+async def test_a_server_that_stops_says_first_how_many_more_it_refused(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with _small_server() as (_, _, channel):
+        await asyncio.gather(*(_refused(channel, "caller") for _ in range(20)))
+    assert _refusals(caplog) == 20
+
+
+async def _refused(channel: grpc.aio.Channel, request_id: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError):
+        await _stub(channel).GetJob(image_pb2.GetJobRequest(job_id="refuse"), metadata=((REQUEST_ID_KEY, request_id),))
+
+
+def _told(caplog: pytest.LogCaptureFixture, event: str) -> list[logging.LogRecord]:
+    return [line for line in caplog.records if line.message == event]
+
+
+def _refusals(caplog: pytest.LogCaptureFixture) -> int:
+    """Of which the log knows."""
+    return len(_told(caplog, "call refused")) + sum(
+        int(line.__dict__["calls"]) for line in _told(caplog, "more calls refused")
+    )
 
 
 @contextlib.asynccontextmanager

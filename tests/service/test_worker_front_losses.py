@@ -17,6 +17,7 @@ from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
 from bottega.v1.worker_pb2 import LoraStore
+from bottega.worker import worker
 from bottega.worker.config import EngineConfig
 from tests.service.running_front import CONFIG, Start, eventually, kinds, request, running_workers
 
@@ -53,6 +54,19 @@ async def test_while_there_is_no_engine_health_says_so(start: Start) -> None:
         pass
     events = await running.events(request())
     assert events[-1].failed.reason == error_pb2.ERROR_REASON_WORKER_LOST
+
+
+async def test_a_fault_while_results_are_swept_is_logged_and_they_are_swept_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreadable(_: object) -> int:
+        monkeypatch.undo()  # the next look succeeds
+        raise OSError("/proc cannot be read")
+
+    monkeypatch.setattr(worker, "resident_bytes", unreadable)
+    running = await start()
+    await eventually(lambda: running.worker.load().memory_bytes > 2**20)
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
 
 
 async def test_an_engine_that_never_gets_ready_ends_the_start(start: Start) -> None:

@@ -83,7 +83,7 @@ class FakeServer:
     """A ControlNet server: what it was asked to load, request by request. failure: what it answers instead."""
 
     prefetched: list[list[str]] = field(default_factory=list)
-    failure: BottegaError | None = None
+    failure: Exception | None = None
     closed: bool = False
 
     async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:

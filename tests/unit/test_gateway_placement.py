@@ -298,7 +298,7 @@ async def test_what_jobs_in_the_queue_will_need_is_loaded_ahead(shop: Shop) -> N
     await asyncio.sleep(0)
     (server,) = shop.servers.values()
     assert server.prefetched == [["edges", "pose"]]
-    assert shop.registry.get_sample_value("bottega_controlnet_prefetches_total", {"outcome": "asked"}) == 1
+    assert _prefetches(shop, "asked") == 1
 
 
 async def test_a_server_that_does_not_answer_is_asked_again_and_holds_up_nothing(shop: Shop) -> None:
@@ -311,7 +311,7 @@ async def test_a_server_that_does_not_answer_is_asked_again_and_holds_up_nothing
     shop.foreman.start()
     await asyncio.sleep(1.3)
     assert len(fake.prefetched) >= 2
-    assert shop.registry.get_sample_value("bottega_controlnet_prefetches_total", {"outcome": "failed"})
+    assert _prefetches(shop, "failed")
     shop.fleet.report(member, load(net("edges", state=LOADING)))
     asked = len(fake.prefetched)
     await asyncio.sleep(1.2)
@@ -320,6 +320,23 @@ async def test_a_server_that_does_not_answer_is_asked_again_and_holds_up_nothing
     shop.fleet.expire()
     await asyncio.sleep(0.1)
     assert fake.closed, "it is lost"
+
+
+async def test_a_fault_while_controlnets_are_prefetched_is_logged_and_the_server_is_asked_again(
+    shop: Shop, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop.worker()
+    _server(shop, net("edges", state=ON_DISK))
+    shop.submit()
+    shop.servers["127.0.0.1:101"] = fake = FakeServer(failure=ValueError("what no client should raise"))
+    shop.take(_job(shop, "edges"))
+    await asyncio.sleep(0)
+    fake.failure = None
+    shop.foreman.start()
+    async with asyncio.timeout(5):
+        while not _prefetches(shop, "asked"):  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
 
 
 async def test_only_the_first_of_a_long_queue_have_their_controlnets_loaded_ahead(shop: Shop) -> None:
@@ -339,6 +356,10 @@ async def test_a_worker_that_is_full_rests_as_ever(shop: Shop) -> None:
     job = shop.take(_job(shop, "edges"))
     await shop.fail(job, QueueFull("full"))
     assert (job.state, shop.submit().state) == (QUEUED, QUEUED)
+
+
+def _prefetches(shop: Shop, outcome: str) -> float | None:
+    return shop.registry.get_sample_value("bottega_controlnet_prefetches_total", {"outcome": outcome})
 
 
 def _failing() -> FakeServer:

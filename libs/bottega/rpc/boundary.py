@@ -24,6 +24,7 @@ from bottega.process import copied
 from bottega.rpc import logs
 from bottega.rpc.budget import RequestBudget, Share
 from bottega.rpc.metrics import CallMetrics
+from bottega.rpc.refusals import RefusalLog
 from bottega.rpc.status import to_grpc_status
 
 REQUEST_ID_KEY = "x-request-id"
@@ -53,6 +54,7 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         self._budget = budget
         self._active = 0
         metrics.watch_in_flight(lambda: self._active)
+        self.refusals = RefusalLog()
         self._wrapped: dict[str, _Handler] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -173,7 +175,7 @@ class _Guard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         del kind, trace
-        ours = _told(self._method, error) if isinstance(error, Exception) else None
+        ours = _told(self._method, error, self._boundary.refusals) if isinstance(error, Exception) else None
         try:
             if ours is not None:
                 await self._context.abort_with_status(to_grpc_status(ours))
@@ -206,7 +208,7 @@ def _request_id(context: _Context) -> dict[str, str]:
     return {}
 
 
-def _told(method: str, error: Exception) -> BottegaError:
+def _told(method: str, error: Exception, refusals: RefusalLog) -> BottegaError:
     """What the caller is told. It is logged here, once, and forgets where it was raised."""
     told = error if isinstance(error, BottegaError) else _plain_internal()
     if told is not error:
@@ -214,7 +216,7 @@ def _told(method: str, error: Exception) -> BottegaError:
     elif isinstance(error, InternalError):
         _log.error("call failed", exc_info=error, extra={"method": method})
     else:
-        _log.info("call refused", extra={"method": method, "reason": told.reason_name, "text": told.message})
+        refusals.tell(method, told.reason_name, told.message)
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None

@@ -153,6 +153,7 @@ class Server:
     async def stop(self) -> None:
         """Ends now; calls in flight are cancelled. Harmless when it has ended."""
         await self.grpc.stop(_STOP_GRACE_S)
+        self._boundary.refusals.sum_up()
         await asyncio.to_thread(self._metrics.stop)
 
 

@@ -100,6 +100,9 @@ class Prefetcher:
                 self._metrics.prefetched("failed")
                 # It is loaded then when the first session needs it.
                 _log.info("ControlNets are not prefetched", extra={"member": server.name, "text": error.message})
+            except Exception:  # noqa: BLE001 - the boundary of the task: without it this server is never asked again
+                self._metrics.prefetched("failed")
+                _log.exception("ControlNets are not prefetched", extra={"member": server.name})
             await asyncio.sleep(_PAUSE_S)
         line.asking = None
 

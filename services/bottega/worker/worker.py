@@ -319,9 +319,12 @@ class Worker:
 
     async def _sweep(self) -> None:
         while True:
-            self.attempts.sweep()
-            pids = [os.getpid(), *self._pool.pids, *([self._engine.pid] if self._engine.pid else [])]
-            self._memory_bytes = resident_bytes(pids)
+            try:
+                self.attempts.sweep()
+                pids = [os.getpid(), *self._pool.pids, *([self._engine.pid] if self._engine.pid else [])]
+                self._memory_bytes = resident_bytes(pids)
+            except Exception:  # noqa: BLE001 - the boundary of the task: without it no result is ever forgotten
+                _log.exception("ended attempts could not be swept, or memory not be measured")
             await asyncio.sleep(_SWEEP_INTERVAL_S)
 
 
