@@ -21,7 +21,7 @@ BottegaError
 ├── ModelMismatch           FAILED_PRECONDITION  two models under one name
 ├── ControlNetUnusable      FAILED_PRECONDITION  it cannot be loaded, or does not fit the model
 ├── LoraUnusable            FAILED_PRECONDITION  it does not fit the model, or was made for another
-├── LoraInUse               FAILED_PRECONDITION  it is being sent to workers
+├── LoraInUse               FAILED_PRECONDITION  it is being sent to workers, or a job needs it
 ├── Poisoned                FAILED_PRECONDITION  workers die of the request
 ├── QueueFull               RESOURCE_EXHAUSTED   retry later
 ├── DeadlineUnmeetable      RESOURCE_EXHAUSTED
@@ -176,7 +176,7 @@ class LoraUnusable(BottegaError):
 
 
 class LoraInUse(BottegaError):
-    """The LoRA is being sent to workers, or has been a moment ago."""
+    """The LoRA is being sent to workers, or a job needs it, or did a moment ago."""
 
     code = Code.FAILED_PRECONDITION
     reason = error_pb2.ERROR_REASON_LORA_IN_USE

@@ -74,7 +74,7 @@ def _whole(method: str, folder: Path) -> Sequence[Message]:
         case "ListLoras":
             return [pb.ListLorasRequest(), pb.ListLorasRequest(page_size=9, page_token="a", base="miniature")]
         case "PrefetchLoras":
-            return [pb.PrefetchLorasRequest(digests=["ab" * 32, sha256])]
+            return [pb.PrefetchLorasRequest(digests=["ab" * 32, sha256], only_keep=keep) for keep in (False, True)]
         case "SetLoraProfile":
             bounds = [pb.LoraBound(num_inference_steps=30, max_step=6)]
             return [pb.SetLoraProfileRequest(name="ink", digest=sha256, bounds=bounds)]

@@ -29,9 +29,9 @@ class House:
 
 
 @contextlib.asynccontextmanager
-async def lora_house(folder: Path, **config: Any) -> AsyncIterator[House]:
-    """config: of the gateway."""
-    async with running_gateway(**config) as gateway, lora_store(gateway, folder / "store") as store:
+async def lora_house(folder: Path, *, lease_s: float = 30.0, **config: Any) -> AsyncIterator[House]:
+    """lease_s: of the store. config: of the gateway."""
+    async with running_gateway(**config) as gateway, lora_store(gateway, folder / "store", lease_s=lease_s) as store:
         ink = await store.upload("ink", lora_file(folder))
         wash = await store.upload("wash", lora_file(folder, seed=1), base="other")
         yield House(gateway=gateway, store=store, ink=ink, wash=wash)
@@ -39,10 +39,10 @@ async def lora_house(folder: Path, **config: Any) -> AsyncIterator[House]:
 
 @contextlib.asynccontextmanager
 async def lora_store(
-    gateway: Running, folder: Path, *, name: str = "loras", bases: Mapping[str, str] = _BASES
+    gateway: Running, folder: Path, *, name: str = "loras", bases: Mapping[str, str] = _BASES, lease_s: float = 30.0
 ) -> AsyncIterator[running_loras.Running]:
     """A store that has joined."""
-    settings = running_loras.config(gateway=gateway.address, name=name, bases=dict(bases), lease_s=30.0)
+    settings = running_loras.config(gateway=gateway.address, name=name, bases=dict(bases), lease_s=lease_s)
     async with running_loras.running(folder, settings) as store, asyncio.timeout(PATIENCE_S):
         while name not in await _stores(gateway):  # noqa: ASYNC110 - joining has no event here
             await asyncio.sleep(0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -99,7 +100,7 @@ async def test_a_store_that_is_gone_hides_what_it_has_and_nothing_else(
 async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path: Path) -> None:
     path = lora_file(tmp_path, seed=2, text=True)
     added = await _run(house, "add", "pastel", path, "--base", "miniature", "--trigger", "in pastel")
-    assert added.stdout == "pastel is there for miniature: 2 modules of rank 2, 0.00 MiB\n"
+    assert re.fullmatch(r"pastel is there for miniature: 2 modules of rank 2, [1-9]\.\d KiB\n", added.stdout)
     assert [line.split()[:2] for line in (await _run(house)).stdout.splitlines() if "miniature" in line] == [
         ["ink", "miniature"],
         ["pastel", "miniature"],
@@ -107,6 +108,9 @@ async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path
     shown = (await _run(house, "show", "pastel")).stdout
     for said in ("in pastel", "kohya", "not measured; a fifth of the steps", house.ink.base):
         assert said in shown
+    assert re.search(r"in the store's memory +no\b", shown)
+    await house.store.stub.PinLora(pb.PinLoraRequest(name="ink", pinned=True), timeout=PATIENCE_S)
+    assert re.search(r"in the store's memory +(soon|yes), and stays there", (await _run(house, "show", "ink")).stdout)
     assert (await _run(house, "remove", "pastel")).stdout == "pastel is removed\n"
     gone = await _run(house, "show", "pastel")
     assert (gone.exit_code, gone.stderr.splitlines()[0]) == (1, "error: no such LoRA: pastel")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from bottega import errors
+from bottega.gateway.lora_client import GrpcLoraClient
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.generation_pb2 import Lora, Techniques
@@ -128,6 +130,21 @@ async def test_what_a_job_waits_for_is_prefetched_and_leased(house: House) -> No
     assert isinstance(error, errors.LoraInUse)
 
 
+async def test_a_lora_is_not_removed_as_long_as_a_job_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bottega.gateway.loras._KEEP_S", 0.1)
+    async with lora_house(tmp_path, lease_s=1.0) as house:
+        worker = await house.gateway.worker()
+        worker.script.hold_at = 10
+        job = await house.gateway.submit(loras=[Lora(name="ink")])
+        await asyncio.wait_for(worker.arrived.wait(), PATIENCE_S)
+        await asyncio.sleep(1.5)
+        error = await running_loras.refused(house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=5))
+        assert isinstance(error, errors.LoraInUse)
+        await house.gateway.images.CancelJob(image_pb2.CancelJobRequest(job_id=job.job_id), timeout=5)
+        await asyncio.sleep(1.5)
+        await house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=5)
+
+
 async def test_a_worker_that_has_the_lora_is_preferred(house: House) -> None:
     await house.gateway.worker("w1")
     other = await house.gateway.worker("w2")
@@ -210,3 +227,15 @@ async def test_bad_fields_of_loras_are_refused_with_all_other_violations(house: 
     }
     error = await refusal(lambda: house.gateway.generate(loras=[Lora(name="ink", from_step=30)]))
     assert [violation.field for violation in error.violations] == ["spec.loras[0].from_step"]
+
+
+async def test_who_asks_a_store_that_is_gone_hears_so_and_is_not_cut_off() -> None:
+    """Its client is closed as soon as another store is asked."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = GrpcLoraClient(f"127.0.0.1:{silent.getsockname()[1]}")
+        asked = asyncio.create_task(client.get("ink", deadline_s=0.5))
+        await asyncio.sleep(0.1)
+        closing = asyncio.create_task(client.close(grace_s=PATIENCE_S))
+        with pytest.raises(errors.NoLora, match="said nothing"):
+            await asked
+        await asyncio.wait_for(closing, PATIENCE_S)

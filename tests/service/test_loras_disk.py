@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 from bottega.errors import DataLoss, StorageUnavailable
+from bottega.lora.canonical import Canonical
 from bottega.loras.importing.importer import Import, Importer
 from bottega.miniature import WEIGHTS
 from bottega.v1 import lora_pb2 as pb
@@ -68,6 +70,31 @@ async def test_callers_that_go_while_they_upload_leave_room_and_no_files(tmp_pat
         async with asyncio.timeout(PATIENCE_S):
             while list((tmp_path / "store" / "files" / "incoming").iterdir()):  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.02)
+
+
+async def test_a_caller_that_goes_at_the_last_moment_leaves_no_file_without_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, gate = threading.Event(), threading.Event()
+    async with running(tmp_path / "store") as store:
+        adopt = store.store._files.adopt
+
+        def slow(spool: Path) -> tuple[str, Canonical]:
+            adopted = adopt(spool)
+            kept.set()
+            gate.wait(PATIENCE_S)
+            return adopted
+
+        monkeypatch.setattr(store.store._files, "adopt", slow)
+        call = store.stub.UploadLora(upload_requests("a", lora_file(tmp_path).read_bytes()))
+        assert await asyncio.to_thread(kept.wait, PATIENCE_S)
+        call.cancel()
+        await asyncio.sleep(0.1)  # the store hears of it
+        gate.set()
+        async with asyncio.timeout(PATIENCE_S):
+            while not await store.store.page(size=1, after="", base=""):  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.01)
+    assert len(list((tmp_path / "store" / "files").glob("??/*"))) == 1
 
 
 async def test_an_import_that_finds_the_disk_full_does_not_blame_the_file(tmp_path: Path) -> None:

@@ -209,6 +209,17 @@ async def test_a_lora_that_was_asked_for_a_moment_ago_is_not_removed(tmp_path: P
     assert not list((tmp_path / "store" / "files").glob("??/*"))
 
 
+async def test_what_is_only_kept_is_neither_loaded_nor_removed(tmp_path: Path) -> None:
+    async with running(tmp_path / "store", config(lease_s=30.0)) as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        kept = pb.PrefetchLorasRequest(digests=[lora.digest], only_keep=True)
+        assert not (await store.stub.PrefetchLoras(kept, timeout=PATIENCE_S)).accepted
+        got = await store.stub.GetLora(pb.GetLoraRequest(name="a"), timeout=PATIENCE_S)
+        assert got.lora.state == pb.LORA_STATE_ON_DISK
+        error = await refused(store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S))
+        assert isinstance(error, LoraInUse)
+
+
 async def test_a_lora_that_is_being_sent_is_not_removed(tmp_path: Path) -> None:
     links = LinksConfig(socket=None, bytes_per_s=10_000)
     async with running(tmp_path / "store", config(links=links)) as store:
@@ -230,6 +241,22 @@ async def test_files_of_a_name_that_others_share_stay(tmp_path: Path) -> None:
         await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S)
         with await store.link() as link:
             assert len(await asyncio.to_thread(fetch, link, lora.digest)) == lora.size_bytes
+
+
+async def test_without_the_name_that_was_pinned_the_others_weights_give_way(tmp_path: Path) -> None:
+    path = lora_file(tmp_path)
+    async with running(tmp_path / "store", config(budget_bytes=3000)) as store:
+        first, other = await store.upload("a", path), await store.upload("c", lora_file(tmp_path, seed=1))
+        assert first.size_bytes < 3000 < first.size_bytes + other.size_bytes
+        await store.upload("b", path)
+        await store.stub.PinLora(pb.PinLoraRequest(name="a", pinned=True), timeout=PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            while store.store.state(await store.store.get("a")) is not True:  # noqa: ASYNC110 - loading has no event
+                await asyncio.sleep(0.01)
+        asked = pb.PrefetchLorasRequest(digests=[other.digest])
+        assert not (await store.stub.PrefetchLoras(asked, timeout=PATIENCE_S)).accepted
+        await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S)
+        assert (await store.stub.PrefetchLoras(asked, timeout=PATIENCE_S)).accepted == [other.digest]
 
 
 async def test_a_digest_that_is_not_there_is_refused_and_the_link_lives(tmp_path: Path) -> None:

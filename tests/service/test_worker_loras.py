@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
-from bottega.errors import BottegaError, DataLoss, InternalError, LoraNotFound
+from bottega.errors import BottegaError, DataLoss, InternalError, LoraNotFound, NoLora
+from bottega.lora import canonical
 from bottega.loras.config import LinksConfig
 from bottega.rpc.server import ServerConfig
 from bottega.rpc.status import from_rpc_error
@@ -223,8 +224,9 @@ async def test_a_digest_that_no_store_has_is_said_and_can_be_asked_for_again(
 ) -> None:
     worker.know(store)
     lora = pb.StoredLora(name="a", digest="0" * 64)
-    with pytest.raises(LoraNotFound):
+    with pytest.raises(LoraNotFound, match="LoRA a: ") as caught:
         await worker.wait(worker.begin(lora))
+    assert caught.value.metadata["loras"] == "a"
     lora = await store.upload("b", lora_file(tmp_path))
     assert await worker.wait(worker.begin(lora))
 
@@ -264,10 +266,41 @@ async def test_what_one_store_has_damaged_another_one_is_asked_for(tmp_path: Pat
         assert await worker.wait(worker.begin(lora))
 
 
-def _damage(store: Path) -> None:
+async def test_who_read_a_damaged_text_part_hears_so_though_another_store_sends_the_whole(
+    tmp_path: Path, worker: _Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A prompt that was encoded with it would be another picture's, whatever comes afterwards."""
+    slow = config(budget_bytes=1, links=LinksConfig(socket=None, bytes_per_s=50_000))
+    parts = {("unet", MODULE): Part(rank=64, alpha=1.0), ("text_encoder", TEXT_MODULE): Part(rank=1, alpha=1.0)}
+    path = save(kohya(parts)[0], tmp_path / "a.safetensors")
+    async with running(tmp_path / "one", slow) as one, running(tmp_path / "two") as two:
+        lora = await one.upload("a", path)
+        await two.upload("a", path)
+        _damage(tmp_path / "one", behind_bytes=lora.size_bytes - _unet_bytes(tmp_path / "one"))
+        worker.know(one, two)
+        reader, waiter = worker.begin(lora), worker.begin(lora)
+        while not reader.text_ready:
+            await asyncio.to_thread(worker.source.settle, [reader], 0.1)
+        assert TEXT_MODULE in reader.layers("text_encoder")
+        assert await worker.wait(waiter), "who had not read it gets the whole"
+        with pytest.raises(NoLora, match="a came damaged"):
+            await worker.wait(reader)
+        assert "a LoRA is damaged in its store; bring it again" in caplog.messages, "its operator hears of it too"
+        assert await worker.wait(worker.begin(lora))
+
+
+def _unet_bytes(store: Path) -> int:
     (path,) = (store / "files").glob("??/*")
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with path.open("rb") as file:
+        return canonical.read(file).unet_bytes
+
+
+def _damage(store: Path, *, behind_bytes: int = 0) -> None:
+    """Changes a bit of the last byte, or of the last of so many first ones."""
+    (path,) = (store / "files").glob("??/*")
+    data = bytearray(path.read_bytes())
+    data[(behind_bytes or len(data)) - 1] ^= 1
+    path.write_bytes(data)
 
 
 def _free_port() -> int:

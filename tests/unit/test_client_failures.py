@@ -46,3 +46,9 @@ def test_what_a_lora_store_says_is_not_taken_for_the_gateways(error: BottegaErro
     assert message == error.message
     assert said.startswith(todo)
     assert "gateway" not in said
+
+
+def test_a_lora_that_is_damaged_is_brought_again() -> None:
+    said = explained(DataLoss("LoRA ink: its file is damaged", metadata={"loras": "ink"}), "127.0.0.1:1")
+    assert said[0] == "LoRA ink: its file is damaged"
+    assert "bottega loras add ink FILE" in said[1]

@@ -6,7 +6,8 @@ import pytest
 
 from bottega.gateway import defaults
 from bottega.v1 import generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.generation_pb2 import GenerationSpec, Lora
+from bottega.v1.lora_pb2 import LoraBound, StoredLora
 
 MODEL = image_pb2.Model(
     name="m",
@@ -86,3 +87,21 @@ def test_only_a_given_seed_asks_for_exactness(
 def test_strength_is_filled_in_only_for_image_to_image() -> None:
     assert not defaults.complete(GenerationSpec(), MODEL).HasField("strength")
     assert defaults.complete(GenerationSpec(image=b"x"), MODEL).strength == 0.3
+
+
+@pytest.mark.parametrize(
+    ("spec", "most"),
+    [
+        (GenerationSpec(num_inference_steps=50), 10),
+        (GenerationSpec(num_inference_steps=50, image=b"x", strength=0.3), 3),
+        (GenerationSpec(num_inference_steps=50, image=b"x", strength=1.0), 10),
+    ],
+)
+@pytest.mark.parametrize("bounds", [[], [LoraBound(num_inference_steps=30, max_step=6)]], ids=["usual", "measured"])
+def test_a_lora_may_be_late_for_a_share_of_the_steps_that_are_made(
+    spec: GenerationSpec, most: int, bounds: list[LoraBound]
+) -> None:
+    named = GenerationSpec(loras=[Lora(name="ink")])
+    named.MergeFrom(spec)
+    full = defaults.complete(named, MODEL, [StoredLora(name="ink", digest="a" * 64, bounds=bounds)])
+    assert full.loras[0].max_step == most

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from bottega.planning import steps_to_run
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora
 from bottega.v1.lora_pb2 import StoredLora
@@ -14,7 +15,7 @@ from bottega.v1.lora_pb2 import StoredLora
 _DRAWN_SEED_BITS = 32
 STRENGTH = 0.3
 _QUALITY = 90
-# Of the steps, that a LoRA without a profile may be late: Katz's bound, 10 of 50.
+# Of the steps that are made, that a LoRA without a profile may be late: Katz's bound, 10 of 50.
 _LORA_SHARE = 0.2
 # Diffusers'.
 _CONTROLNET: Mapping[str, float] = MappingProxyType(
@@ -79,7 +80,9 @@ def _complete_lora(lora: Lora, stored: StoredLora, full: GenerationSpec) -> None
     if not lora.HasField("scale"):
         lora.scale = 1.0
     if not lora.HasField("max_step"):
-        lora.max_step = _max_step(stored, full.num_inference_steps) if _may_come_late(full) else 0
+        strength = full.strength if full.HasField("strength") else None
+        steps = steps_to_run(full.num_inference_steps, strength)
+        lora.max_step = _max_step(stored, steps) if _may_come_late(full) else 0
 
 
 def _may_come_late(spec: GenerationSpec) -> bool:
@@ -90,7 +93,7 @@ def _may_come_late(spec: GenerationSpec) -> bool:
 
 
 def _max_step(stored: StoredLora, steps: int) -> int:
-    """As its profile says for the number of steps nearest to these, in proportion."""
+    """As its profile says for the number of steps nearest to these, in proportion. steps: that are made."""
     if not stored.bounds:
         return int(steps * _LORA_SHARE)
     nearest = min(stored.bounds, key=lambda bound: abs(bound.num_inference_steps - steps))

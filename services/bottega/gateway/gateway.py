@@ -130,6 +130,7 @@ class Gateway:
             await starting
         self._storehouse.start()
         self._foreman.start()
+        self._loras.start(lambda: (digest for job in self._jobs.live() for digest in job.loras))
         self._telling = asyncio.create_task(self._tell_health())
 
     async def finish(self) -> None:

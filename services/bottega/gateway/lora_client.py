@@ -30,13 +30,14 @@ class GrpcLoraClient:
             raise from_rpc_error(error) from None
         return response.lora
 
-    async def prefetch(self, digests: Sequence[str], *, deadline_s: float) -> None:
-        """Has it load these, the most wanted first."""
+    async def prefetch(self, digests: Sequence[str], *, only_keep: bool, deadline_s: float) -> None:
+        """Has it load these, the most wanted first, and delete none of them for a while. only_keep: loads none."""
+        request = lora_pb2.PrefetchLorasRequest(digests=digests, only_keep=only_keep)
         try:
-            await self._store.PrefetchLoras(lora_pb2.PrefetchLorasRequest(digests=digests), timeout=deadline_s)
+            await self._store.PrefetchLoras(request, timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
 
-    async def close(self) -> None:
-        """Ends every call."""
-        await self._channel.close()
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """Ends every call; those that end by themselves within the grace do."""
+        await self._channel.close(grace_s or None)

@@ -26,6 +26,10 @@ _PREFETCH_S = 2.0
 _RETRY_AFTER_S = 3.0
 # Stores that a worker is told of; a fleet has one, or a few.
 _MOST_STORES = 8
+# A store that hears nothing for its lease_s (10 s) lets LoRAs be deleted: three tries are within that.
+_KEEP_S = 3.0
+# Digests of one call, by the contract.
+_MOST_DIGESTS = 256
 
 
 class LoraClient(Protocol):
@@ -34,21 +38,25 @@ class LoraClient(Protocol):
     async def get(self, name: str, *, deadline_s: float) -> StoredLora:
         """What the store has of that name. Raises LoraNotFound among others."""
 
-    async def prefetch(self, digests: Sequence[str], *, deadline_s: float) -> None:
-        """Has it load these, the most wanted first."""
+    async def prefetch(self, digests: Sequence[str], *, only_keep: bool, deadline_s: float) -> None:
+        """Has it load these, the most wanted first, and delete none of them for a while. only_keep: loads none."""
 
-    async def close(self) -> None:
-        """Ends every call."""
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """Ends every call; those that end by themselves within the grace do."""
 
 
 class LoraDesk:
-    """connect: makes the client for an address."""
+    """connect: makes the client for an address. `start` it where jobs may wait."""
 
     def __init__(self, *, connect: Callable[[str], LoraClient], fleet: Fleet) -> None:
         self._connect = connect
         self._fleet = fleet
         self._clients: dict[str, LoraClient] = {}
-        self._chores: set[asyncio.Task[None]] = set()
+        self._chores: set[asyncio.Task[object]] = set()
+
+    def start(self, needed: Callable[[], Iterable[str]]) -> None:
+        """From now on no store deletes what is needed. needed: digests of LoRAs of all jobs that have not ended."""
+        self._chore(self._keep_all(needed))
 
     async def resolve(self, loras: Sequence[Lora]) -> list[StoredLora]:
         """What the stores have of each LoRA.
@@ -75,7 +83,7 @@ class LoraDesk:
         """These will be fetched soon. Returns at once; a store that is slow or gone holds up nobody."""
         digests = list(dict.fromkeys(lora.digest for lora in loras))
         for store in self._stores() if digests else ():
-            self._chore(self._prefetch(store, digests))
+            self._chore(self._prefetch(store, digests, only_keep=False))
 
     def stores(self) -> list[worker_pb2.LoraStore]:
         """What a worker is told of where LoRAs are."""
@@ -118,18 +126,35 @@ class LoraDesk:
         if client is None:
             here = {member.registration.address for member in self._stores()}
             for gone in self._clients.keys() - here:
-                self._chore(self._clients.pop(gone).close())
+                # Whoever still asks it hears its answer, or that there was none.
+                self._chore(self._clients.pop(gone).close(grace_s=max(_GET_S, _PREFETCH_S)))
             client = self._clients[address] = self._connect(address)
         return client
 
-    async def _prefetch(self, store: Member, digests: Sequence[str]) -> None:
-        try:
-            await self._client(store).prefetch(digests, deadline_s=_PREFETCH_S)
-        except BottegaError as error:
-            # They are loaded then when a worker fetches them.
-            _log.info("LoRAs are not prefetched", extra={"member": store.name, "text": error.message})
+    async def _keep_all(self, needed: Callable[[], Iterable[str]]) -> None:
+        while True:
+            digests = sorted(set(needed()))
+            for store in self._stores() if digests else ():
+                self._chore(self._keep(store, digests))
+            await asyncio.sleep(_KEEP_S)
 
-    def _chore(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _keep(self, store: Member, digests: Sequence[str]) -> None:
+        for first in range(0, len(digests), _MOST_DIGESTS):
+            if not await self._prefetch(store, digests[first : first + _MOST_DIGESTS], only_keep=True):
+                return
+
+    async def _prefetch(self, store: Member, digests: Sequence[str], *, only_keep: bool) -> bool:
+        """Whether the store has heard of it."""
+        try:
+            await self._client(store).prefetch(digests, only_keep=only_keep, deadline_s=_PREFETCH_S)
+        except BottegaError as error:
+            # They are loaded then when a worker fetches them, and are there still unless somebody deletes them now.
+            facts = {"member": store.name, "only_keep": only_keep, "text": error.message}
+            _log.info("LoRAs are not prefetched", extra=facts)
+            return False
+        return True
+
+    def _chore(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(work)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)

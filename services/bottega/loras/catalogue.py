@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,6 +100,10 @@ class Catalogue:
     async def digests(self) -> dict[str, bool]:
         """All digests; and whether one of their names is pinned."""
         return await self._run(_digests)
+
+    async def known(self, digests: Collection[str]) -> set[str]:
+        """Those of these digests that somebody has; a few hundred may be asked for."""
+        return await self._run(lambda connection: _known(connection, tuple(digests)))
 
     async def names(self, digest: str) -> list[str]:
         """Who has that digest."""
@@ -230,6 +234,12 @@ def _digests(connection: sqlite3.Connection) -> dict[str, bool]:
         digest: bool(pinned)
         for digest, pinned in connection.execute("SELECT digest, max(pinned) FROM loras GROUP BY digest")
     }
+
+
+def _known(connection: sqlite3.Connection, digests: tuple[str, ...]) -> set[str]:
+    marks = ", ".join("?" * len(digests))
+    rows = connection.execute(f"SELECT DISTINCT digest FROM loras WHERE digest IN ({marks})", digests)
+    return {digest for (digest,) in rows}
 
 
 def _row(record: LoraRecord) -> tuple[object, ...]:

@@ -70,7 +70,7 @@ class LoraConfig:
     the folder of each base model in Diffusers' layout; "miniature" is the embedded one. loras: by name, those that it
     has from every start: one that was removed is back at the next, and one that has the name already stays.
     budget_bytes: of LoRAs in memory. disk_bytes: of those on the disk. loads_at_once: from the disk into memory.
-    lease_s: for how long a LoRA that was prefetched is not deleted.
+    lease_s: for how long a LoRA that a job needs is not deleted; gateways say every 3 s which they need.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -127,7 +127,12 @@ class Intake:
             )
             answer = await self._importer.run(job)
             async with self.keeping:
-                return await self._keep(brought, output, answer.format, answer.trigger_phrase)
+                keep = asyncio.create_task(self._keep(brought, output, answer.format, answer.trigger_phrase))
+                try:
+                    return await asyncio.shield(keep)
+                finally:
+                    # A caller that goes meanwhile leaves no file without its row: that would count until a restart.
+                    await asyncio.wait([keep])
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

@@ -83,7 +83,8 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
     async def PrefetchLoras(self, request: pb.PrefetchLorasRequest, _context: _Context) -> pb.PrefetchLorasResponse:
         """PrefetchLoras."""
         rules.refuse(list(_check_digests(request.digests)))
-        return pb.PrefetchLorasResponse(accepted=await self._store.prefetch(list(request.digests)))
+        accepted = await self._store.prefetch(list(request.digests), only_keep=request.only_keep)
+        return pb.PrefetchLorasResponse(accepted=accepted)
 
     async def PinLora(self, request: pb.PinLoraRequest, _context: _Context) -> pb.PinLoraResponse:
         """PinLora."""

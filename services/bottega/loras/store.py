@@ -37,7 +37,7 @@ _MINIATURE = "miniature"
 # What a configuration may call the embedded model's own, wherever that is installed.
 _EMBEDDED = {f"{_MINIATURE}/{name}": WEIGHTS / "loras" / name for name in ("striped", "checked", "dusk")}
 _MEMORY_INTERVAL_S = 1.0
-# Leases of prefetched LoRAs that are remembered; jobs in a queue have some thousand different ones at most.
+# Leases of LoRAs that jobs need; those of a full queue have some thousand different ones at most.
 _MOST_LEASES = 65_536
 
 
@@ -113,26 +113,32 @@ class LoraStore:
             if self._tiers.lent(record.digest) or left_s:
                 wait_s = max(1.0, left_s)
                 raise LoraInUse(
-                    f"{name} is being sent to workers, or was asked for a moment ago; try again in {wait_s:.0f} s",
+                    f"{name} is in use: it is being sent to workers, or a job needs it or did a moment ago; "
+                    f"try again in {wait_s:.0f} s",
                     metadata={"loras": name},
                     retry_after_s=wait_s,
                 )
-            if await self._catalogue.names(record.digest) == [name]:
+            only_name = await self._catalogue.names(record.digest) == [name]
+            if only_name:
                 self._tiers.forget(record.digest)
                 # First: on a full disk that makes the room which forgetting the name needs.
                 await asyncio.to_thread(self._files.remove, record.digest)
             await self._catalogue.remove(name)
+            if not only_name and record.pinned:
+                await self._pin()  # for the names that are left it need not stay in memory
         _log.info("a LoRA is removed", extra={"lora": name, "digest": record.digest})
 
-    async def prefetch(self, digests: Sequence[str]) -> list[str]:
+    async def prefetch(self, digests: Sequence[str], *, only_keep: bool = False) -> list[str]:
         """Has these in memory soon, as far as they are known and have room; which will be. They cannot be deleted for
-        a while."""
-        known = await self._catalogue.digests()
+        a while. only_keep: loads none of them."""
+        known = await self._catalogue.known(digests)
         wanted = [digest for digest in dict.fromkeys(digests) if digest in known]
         now = time.monotonic()
         if len(self._leases) > _MOST_LEASES:
             self._leases = {digest: until for digest, until in self._leases.items() if until > now}
         self._leases.update(dict.fromkeys(wanted, now + self._config.lease_s))
+        if only_keep:
+            return [digest for digest in wanted if self._tiers.state(digest) is not None]
         return [digest for digest in wanted if self._tiers.prefetch(digest)]
 
     async def pin(self, name: str, pinned: bool) -> LoraRecord:

@@ -53,6 +53,8 @@ def explained(error: BottegaError, address: str) -> tuple[str, str]:
     """
     if error.metadata.get("service") == "loras" and isinstance(error, _OF_A_STORE):
         return error.message, _about_lora_store(error)
+    if isinstance(error, errors.DataLoss) and (name := error.metadata.get("loras")):
+        return error.message, f"Bring it again as it was, which replaces it: bottega loras add {name} FILE"
     for kind in type(error).__mro__:
         if kind in _TODO:
             return error.message, _TODO[kind]

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from bottega.v1.lora_pb2 import StoredLora
 
 _HASH_LETTERS = 12
+# By the contract's numbers of LoraState.
+_IN_MEMORY = {2: "soon", 3: "yes"}
 
 
 class _Loras(click.Group):
@@ -126,11 +128,13 @@ def _facts(lora: StoredLora) -> list[tuple[str, str]]:
         ("format", lora.format),
         ("trigger words", ", ".join(lora.trigger_words) or "none"),
         ("may be late until", bounds or "not measured; a fifth of the steps"),
-        ("pinned", "yes" if lora.pinned else "no"),
+        ("in the store's memory", _IN_MEMORY.get(lora.state, "no") + (", and stays there" if lora.pinned else "")),
         ("added", datetime.fromtimestamp(lora.added_s, UTC).strftime("%Y-%m-%d %H:%M UTC")),
         ("hash", lora.digest[:_HASH_LETTERS]),
     ]
 
 
 def _size(size_bytes: int) -> str:
+    if size_bytes < 1 << 20:
+        return f"{size_bytes / 2**10:.1f} KiB"
     return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 10 << 20 else f"{size_bytes / 2**20:.2f} MiB"

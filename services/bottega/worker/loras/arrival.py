@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.loras import Layers, LoraLayer, LoraRef
-from bottega.errors import BadLora, BottegaError, DataLoss
+from bottega.errors import BadLora, BottegaError, DataLoss, NoLora
 from bottega.lora import canonical
 from bottega.lora.canonical import BACKBONE, COMPONENTS, Canonical, Module
 from bottega.lora.safetensors_header import TensorEntry
@@ -40,6 +40,8 @@ class Arrival:
         self._unet = torch.empty(0, dtype=torch.uint8)
         self._filled = 0
         self._layers: dict[str, Layers] = {}
+        # Hash of the header and the first section that the layers of the text encoders are of.
+        self.beginning = ""
 
     @property
     def text_ready(self) -> bool:
@@ -75,6 +77,7 @@ class Arrival:
         section = torch.empty(lora.text_bytes, dtype=torch.uint8)
         self._copy(text[: lora.text_bytes], section)
         self._layers = self._read(lora, section, [c for c in COMPONENTS if c != BACKBONE])
+        self.beginning = self._hash.hexdigest()  # last: who has seen it sees no earlier layers
         self._lora, self._unet, self._filled = lora, torch.empty(unet_bytes, dtype=torch.uint8), 0
         if not unet_bytes:
             self._complete(lora)
@@ -126,12 +129,17 @@ class Arrival:
 
 
 class Handle:
-    """See LoraHandle. One for each who asked. open: until it is closed."""
+    """See LoraHandle. One for each who asked. open: until it is closed.
+
+    What a prompt is read with comes before the whole can be checked. Where another store had to send it, and sent
+    something else, its user has read damaged layers, and hears so.
+    """
 
     def __init__(self, arrival: Arrival) -> None:
         self.arrival = arrival
         self.asked_s = time.monotonic()
         self.open = True
+        self._used = ""  # the beginning that layers were taken of
 
     @property
     def text_ready(self) -> bool:
@@ -154,11 +162,20 @@ class Handle:
     def layers(self, component: str) -> Layers:
         """See LoraHandle."""
         self._check()
+        self._used = self._used or self.arrival.beginning
         return self.arrival.layers(component)
 
     def _check(self) -> None:
         if self.arrival.error is not None:
             raise self.arrival.error
+        if self.arrival.ready and self._used not in {"", self.arrival.beginning}:
+            # Not the damage itself: it is not lost, and a job that begins now has it whole.
+            raise NoLora(
+                f"the text encoders' part of {self.arrival.ref.name} came damaged, and was used before that was seen; "
+                "ask again: it is whole now",
+                metadata={"loras": self.arrival.ref.name},
+                retry_after_s=0.0,
+            )
 
 
 def _parsed(head: bytes, text_bytes: int, unet_bytes: int) -> Canonical:

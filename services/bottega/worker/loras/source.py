@@ -6,6 +6,7 @@ as long as the engine waits; when that is over the engine gives up, and says so.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,10 +14,12 @@ from collections.abc import Sequence
 import torch
 
 from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
-from bottega.errors import BottegaError, LoraNotFound, NoLora
+from bottega.errors import BottegaError, DataLoss, LoraNotFound, NoLora
 from bottega.transport import Counters
 from bottega.worker.loras.arrival import Arrival, Handle
 from bottega.worker.loras.store_link import LoraLinkSettings, LoraOffers, StoreLink
+
+_log = logging.getLogger(__name__)
 
 # Links that are kept: a fleet has one store, or a few.
 _MOST_STORES = 16
@@ -155,6 +158,9 @@ class LinkedLoras:
 
     def _refused(self, link: StoreLink, arrival: Arrival, error: BottegaError) -> None:
         """A store will not send it: another one may. In the thread of its link."""
+        if isinstance(error, DataLoss):  # for its operator, whether or not another one has it whole
+            facts = {"store": link.store.name, "lora": arrival.ref.name, "text": error.message}
+            _log.warning("a LoRA is damaged in its store; bring it again", extra=facts)
         with self._changed:
             refused = self._refusals.setdefault(arrival, {})
             refused[link.store.address] = error

@@ -227,10 +227,14 @@ class StoreLink:
         layout = incoming.layout
         number, packed = messages.read_refusal(layout, [incoming.view(index) for index in range(len(layout.specs))])
         try:
-            error = from_job_error(json_format.Parse(packed, JobError()))
+            refusal = json_format.Parse(packed, JobError())
         except json_format.ParseError as problem:
             raise ValueError(f"a refusal that cannot be read: {problem}") from None
-        self._refuse(number, error)
+        if (arrival := self._wanted.get(number)) is not None:
+            # A store is asked by digest; people know it by its name.
+            refusal.message = f"LoRA {arrival.ref.name}: {refusal.message}"
+            refusal.metadata["loras"] = arrival.ref.name
+        self._refuse(number, from_job_error(refusal))
 
     def _refuse(self, number: int, error: BottegaError) -> None:
         with self._changed:
