@@ -99,6 +99,7 @@ async def test_it_has_drained_when_a_beat_from_after_that_has_no_sessions(tmp_pa
     await asyncio.sleep(0.05)
     await server.engine_said(_beat(sessions=0))
     draining = asyncio.create_task(server.drain())
+    await asyncio.sleep(0.01)
     for beat in (_beat(sessions=0), _beat(sessions=1), _beat(sessions=1, draining=True)):
         await server.engine_said(beat)
         await asyncio.sleep(0.01)
