@@ -44,7 +44,9 @@ PARTS: Mapping[str, Callable[[Scene, argparse.Namespace, random.Random], None]] 
         scene, times=options.gateway_kills, rng=rng, ready_s=READY_S
     ),
     "full-disks": lambda scene, options, rng: fill_disks(scene, times=options.full_disks, rng=rng),
-    "restarts": lambda scene, options, rng: roll(scene, cycles=options.cycles, workers=WORKERS[:2]),
+    "restarts": lambda scene, options, rng: roll(
+        scene, cycles=options.cycles, workers=WORKERS[:2], servers=CONTROLNET_SERVERS[:2]
+    ),
 }
 
 

@@ -22,7 +22,8 @@ STEPS = 60
 
 def kill_controlnets(scene: Scene, *, times: int, servers: Sequence[str], rng: random.Random) -> None:
     """kill -9 at a random step, until so many kills have landed inside a session. Needs two servers, better three."""
-    nets = _start(scene, servers)
+    nets = host(scene, servers)
+    scene.options["controlnets"] = [control()]
     landed = 0
     for _ in range(TRIES * times):
         if landed == times:
@@ -48,15 +49,18 @@ def kill_controlnets(scene: Scene, *, times: int, servers: Sequence[str], rng: r
     scene.tally.reached("kills", times)
 
 
-def _start(scene: Scene, servers: Sequence[str]) -> Mapping[str, Path]:
-    """Starts the servers, and has every picture drawn with a ControlNet of theirs; their folders by name."""
+def host(scene: Scene, servers: Sequence[str]) -> Mapping[str, Path]:
+    """Starts servers that all host the same; the folders of their ControlNets, by name."""
     unet = UNet2DConditionModel.from_pretrained(WEIGHTS / "unet", use_safetensors=True, local_files_only=True)
     nets = save({"edges": random_controlnet(unet, 1)}, scene.folder / "nets")
     for booting in [scene.boot_controlnets(name, nets) for name in servers]:
         booting.result(JOIN_TIMEOUT_S)
-    image = png(control_image(1))
-    scene.options["controlnets"] = [ControlNet("edges", image, controlnet_conditioning_scale=0.8)]
     return nets
+
+
+def control() -> ControlNet:
+    """What a picture asks of these servers."""
+    return ControlNet("edges", png(control_image(1)), controlnet_conditioning_scale=0.8)
 
 
 def _kill_engine(scene: Scene, name: str) -> None:

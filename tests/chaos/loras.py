@@ -11,6 +11,7 @@ from tests.chaos.workers import TRIES
 from tests.lora_files import Part, base_shapes, kohya, save
 
 STEPS = 20
+LORA = "ink"
 # The LoRA below takes about a second: long enough to be killed in.
 BYTES_PER_S = 150_000
 # A kill has landed when loading took longer by this: a store needs a second to be there again.
@@ -22,13 +23,7 @@ def kill_lora_stores(scene: Scene, *, times: int, rng: random.Random) -> None:
 
     Both are as when nothing happens. The scene's workers keep no LoRA that nobody waits for: each time it is loaded.
     """
-    scene.start_loras(BYTES_PER_S)
-    parts = {
-        ("unet", path): Part(rank=4, alpha=2.0)
-        for path in base_shapes("unet")
-        if path.endswith(("to_q", "to_k", "to_v"))
-    }
-    scene.client.add_lora("ink", save(kohya(parts)[0], scene.folder / "ink.safetensors"))
+    keep(scene)
     styled, plain = (drawing.picture(scene.tally) for drawing in (_styled(scene), _plain(scene)))
     assert styled is not None, scene.tally.faults
     assert plain is not None, scene.tally.faults
@@ -48,6 +43,17 @@ def kill_lora_stores(scene: Scene, *, times: int, rng: random.Random) -> None:
     scene.tally.reached("kills", times)
 
 
+def keep(scene: Scene) -> None:
+    """Starts the store and brings it a LoRA."""
+    scene.start_loras(BYTES_PER_S)
+    parts = {
+        ("unet", path): Part(rank=4, alpha=2.0)
+        for path in base_shapes("unet")
+        if path.endswith(("to_q", "to_k", "to_v"))
+    }
+    scene.client.add_lora(LORA, save(kohya(parts)[0], scene.folder / "ink.safetensors"))
+
+
 def _disturbed(scene: Scene, *, after_s: float) -> tuple[Picture | None, Picture | None]:
     """With the LoRA and without; the store dies so long after both have begun."""
     styled = _styled(scene)
@@ -62,7 +68,7 @@ def _disturbed(scene: Scene, *, after_s: float) -> tuple[Picture | None, Picture
 
 
 def _styled(scene: Scene) -> Drawing:
-    return Drawing(scene.client, seed=1, steps=STEPS, options={**scene.options, "lora": ["ink"]})
+    return Drawing(scene.client, seed=1, steps=STEPS, options={**scene.options, "lora": [LORA]})
 
 
 def _plain(scene: Scene) -> Drawing:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from bottega.client import Picture
+from tests.chaos.controlnets import control, host
+from tests.chaos.loras import BYTES_PER_S, LORA, keep
 from tests.chaos.scene import Scene
 from tests.running import STOP_TIMEOUT_S
 
 # With a checkpoint every sixth: a picture that is cut off has some to run again.
 STEPS = 60
-SEEDS = (11, 12, 13, 14)
+# By what they are drawn with.
+PLAIN, CONTROLLED, STYLED, BOTH = SEEDS = (11, 12, 13, 14)
 
 
-def roll(scene: Scene, *, cycles: int, workers: Sequence[str], clients: int = 3) -> None:
-    """SIGTERM, wait, start again: one worker after the other and then the gateway, so many times.
+def roll(scene: Scene, *, cycles: int, workers: Sequence[str], servers: Sequence[str], clients: int = 3) -> None:
+    """SIGTERM, wait, start again, so many times: each worker, each ControlNet server, the LoRA store and the gateway.
 
-    Who is told to stop finishes what it draws: no step runs again.
+    Who is told to stop finishes what it has begun: no step runs again, and no ControlNet goes on elsewhere. Of the
+    pictures some have a ControlNet, some a LoRA, some both. Needs two workers and two ControlNet servers.
     """
+    nets = host(scene, servers)
+    keep(scene)
+    controlled, styled = {"controlnets": [control()]}, {"lora": [LORA]}
+    scene.additions = {CONTROLLED: controlled, STYLED: styled, BOTH: {**controlled, **styled}}
     for seed in SEEDS:
         scene.undisturbed(seed, STEPS)
     done = threading.Event()
@@ -26,18 +36,28 @@ def roll(scene: Scene, *, cycles: int, workers: Sequence[str], clients: int = 3)
         thread.start()
     try:
         for _ in range(cycles):
-            for name in workers:
-                _expect_clean(scene, name, scene.worker(name).stop())
-                scene.start_worker(name)
-            _expect_clean(scene, "the gateway", scene.gateway.stop())
-            scene.start_gateway()
-            scene.wait_for_workers(len(workers))
+            _restart_all(scene, workers, servers, nets)
             scene.tally.count("cycles")
     finally:
         done.set()
         for thread in drawing:
             thread.join(4 * STOP_TIMEOUT_S)
-    scene.tally.reached("pictures", cycles)
+    for figure in ("pictures", "pictures_with_controlnets", "pictures_with_loras"):
+        scene.tally.reached(figure, cycles)
+
+
+def _restart_all(scene: Scene, workers: Sequence[str], servers: Sequence[str], nets: Mapping[str, Path]) -> None:
+    for name in workers:
+        _stop(scene, name)
+        scene.start_worker(name)
+    for name in servers:
+        _stop(scene, name)
+        scene.start_controlnets(name, nets)
+    _stop(scene, "loras")
+    scene.start_loras(BYTES_PER_S)
+    _expect_clean(scene, "the gateway", scene.gateway.stop())
+    scene.start_gateway()
+    scene.wait_for_workers(len(workers))
 
 
 def _draw_on(scene: Scene, done: threading.Event, place: int) -> None:
@@ -46,8 +66,22 @@ def _draw_on(scene: Scene, done: threading.Event, place: int) -> None:
         number += 1
         picture = scene.check(scene.draw(seed=SEEDS[number % len(SEEDS)], steps=STEPS))
         if picture is not None:
-            scene.tally.count("pictures")
-            scene.tally.check("steps that ran again in a restart", picture.provenance.repeated_steps, 0)
+            _count(scene, picture)
+
+
+def _count(scene: Scene, picture: Picture) -> None:
+    used = picture.provenance
+    scene.tally.count("pictures")
+    scene.tally.check("steps that ran again in a restart", used.repeated_steps, 0)
+    for net in used.controlnets:
+        scene.tally.count("pictures_with_controlnets")
+        scene.tally.check("servers of a ControlNet in a restart", len(net.servers), 1)
+    for _ in used.loras:
+        scene.tally.count("pictures_with_loras")
+
+
+def _stop(scene: Scene, name: str) -> None:
+    _expect_clean(scene, name, scene.worker(name).stop())
 
 
 def _expect_clean(scene: Scene, who: str, exit_code: int) -> None:

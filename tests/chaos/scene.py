@@ -108,11 +108,12 @@ class Drawing:
 
 
 class Scene:
-    """The suite. Use it in a `with` block. options: of every picture."""
+    """The suite. Use it in a `with` block. options: of every picture. additions: what those of a seed have besides."""
 
     def __init__(self, folder: Path, workers: tuple[str, ...]) -> None:
         self.folder = folder
         self.options = dict(OPTIONS)
+        self.additions: dict[int, Mapping[str, Any]] = {}
         self.tally = Tally()
         self._services = Services(folder)
         self._port = _free_port()
@@ -246,7 +247,8 @@ class Scene:
 
     def draw(self, *, seed: int, steps: int) -> Drawing:
         """Begins a picture."""
-        return Drawing(self.client, seed=seed, steps=steps, options=self.options)
+        options = {**self.options, **self.additions.get(seed, {})}
+        return Drawing(self.client, seed=seed, steps=steps, options=options)
 
     def undisturbed(self, seed: int, steps: int) -> bytes:
         """The picture as it is when nothing happens."""

@@ -77,7 +77,7 @@ def test_a_full_disk_loses_nothing_and_heals(scene: Scene) -> None:
 
 
 @pytest.mark.slow
-def test_clients_notice_no_rolling_restart(scene: Scene) -> None:
-    scene.wait_for_workers(2)
-    roll(scene, cycles=1, workers=("a", "b"), clients=2)
-    _well(scene)
+def test_clients_notice_no_rolling_restart(tmp_path: Path) -> None:
+    with Scene(tmp_path, ("a", "b")) as scene:
+        roll(scene, cycles=1, workers=("a", "b"), servers=("x", "y"), clients=2)
+        _well(scene)

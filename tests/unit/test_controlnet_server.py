@@ -1,8 +1,9 @@
-"""A ControlNet server whose engine dies while it is told what to host: what it says of itself then."""
+"""A ControlNet server and what its engine tells it: when it says that it serves, and when it has drained."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from bottega.controlnet.profiles import Profiles
 from bottega.controlnet.server import ControlNetServer
 from bottega.errors import BottegaError, Unavailable
 from bottega.process import Patience
-from bottega.v1.controlnet_engine_pb2 import ControlNetEngineReady
+from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
 from bottega.v1.controlnet_pb2 import HostedControlNet
 
 
@@ -27,6 +28,7 @@ class Engine(EngineFront):
         super().__init__(EngineConfig(), patience=Patience(start_s=1, hang_s=1, stall_s=1))
         self.lives = asyncio.Event()
         self.asked: list[str] = []
+        self.drains = 0
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def host(self, name: str, folder: Path) -> HostedControlNet:
@@ -43,6 +45,10 @@ class Engine(EngineFront):
         if not self._gone.done():
             self._gone.set_result(None)
 
+    def drain(self) -> None:
+        """See EngineFront."""
+        self.drains += 1
+
     def renew(self) -> None:
         """Another process, in place of the one that is gone."""
         self._gone = asyncio.get_running_loop().create_future()
@@ -57,18 +63,7 @@ async def test_an_engine_that_dies_while_it_is_told_what_to_host_is_not_said_to_
         said.append(serving)
 
     engine = Engine()
-    config = ControlNetConfig(gateway="", controlnets={"edges": "a", "depth": "b"})
-    catalogue = Catalogue(tmp_path / "catalogue.json", root=None, fixed=config.controlnets)
-    metrics = ControlNetMetrics(CollectorRegistry())
-    server = ControlNetServer(
-        config,
-        catalogue=catalogue,
-        profiles=Profiles(tmp_path / "profiles.json"),
-        engine=engine,
-        metrics=metrics,
-        address=lambda: "a:1",
-        set_serving=set_serving,
-    )
+    server = _server(engine, tmp_path, set_serving)
     engine.lives.set()
     await server.engine_ready(ControlNetEngineReady())
     await asyncio.sleep(0.05)
@@ -87,3 +82,65 @@ async def test_an_engine_that_dies_while_it_is_told_what_to_host_is_not_said_to_
     await server.engine_ready(ControlNetEngineReady())
     await asyncio.sleep(0.05)
     assert said[-1]
+
+
+async def test_it_has_drained_when_a_beat_from_after_that_has_no_sessions(tmp_path: Path) -> None:
+    async def set_serving(_: bool) -> None:
+        """Nobody asks."""
+
+    engine = Engine()
+    server = _server(engine, tmp_path, set_serving)
+    engine.lives.set()
+    await server.engine_ready(ControlNetEngineReady())
+    await asyncio.sleep(0.05)
+    await server.engine_lost("killed before")  # which drains nothing of the next one
+    engine.renew()
+    await server.engine_ready(ControlNetEngineReady())
+    await asyncio.sleep(0.05)
+    await server.engine_said(_beat(sessions=0))
+    draining = asyncio.create_task(server.drain())
+    await asyncio.sleep(0.01)
+    for beat in (_beat(sessions=0), _beat(sessions=1), _beat(sessions=1, draining=True)):
+        await server.engine_said(beat)
+        await asyncio.sleep(0.01)
+        assert not draining.done()
+    assert engine.drains == 1
+    await server.engine_said(_beat(sessions=0, draining=True))
+    async with asyncio.timeout(5):
+        await draining
+
+
+async def test_an_engine_that_dies_or_hosts_nothing_has_drained(tmp_path: Path) -> None:
+    async def set_serving(_: bool) -> None:
+        """Nobody asks."""
+
+    engine = Engine()
+    server = _server(engine, tmp_path, set_serving)
+    await server.drain()  # nothing is hosted yet
+    engine.lives.set()
+    await server.engine_ready(ControlNetEngineReady())
+    await asyncio.sleep(0.05)
+    draining = asyncio.create_task(server.drain())
+    await asyncio.sleep(0.01)
+    assert not draining.done()
+    await server.engine_lost("killed")
+    async with asyncio.timeout(5):
+        await draining
+
+
+def _beat(*, sessions: int, draining: bool = False) -> ControlNetEngineEvent:
+    nets = [HostedControlNet(name="edges", sessions=sessions)]
+    return ControlNetEngineEvent(beat=ControlNetEngineBeat(controlnets=nets, draining=draining))
+
+
+def _server(engine: Engine, folder: Path, set_serving: Callable[[bool], Awaitable[None]]) -> ControlNetServer:
+    config = ControlNetConfig(gateway="", controlnets={"edges": "a", "depth": "b"})
+    return ControlNetServer(
+        config,
+        catalogue=Catalogue(folder / "catalogue.json", root=None, fixed=config.controlnets),
+        profiles=Profiles(folder / "profiles.json"),
+        engine=engine,
+        metrics=ControlNetMetrics(CollectorRegistry()),
+        address=lambda: "a:1",
+        set_serving=set_serving,
+    )

@@ -113,6 +113,7 @@ class EngineProcess:
 
     def _beat(self) -> pb.ControlNetEngineBeat:
         counts = self._hosts.shelf.counts
+        draining = self._links.draining  # before the sessions are looked for
         return pb.ControlNetEngineBeat(
             turns=self._forwards.turns,
             busy=self._forwards.busy,
@@ -126,6 +127,7 @@ class EngineProcess:
             rows=self._forwards.rows,
             forward_s=self._forwards.seconds,
             links=link_counts(self._links.counters, open_links=len(self._links.open)),
+            draining=draining,
         )
 
     def _say(self, event: pb.ControlNetEngineEvent) -> None:

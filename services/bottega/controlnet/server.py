@@ -71,8 +71,7 @@ class ControlNetServer:
         self._adding = asyncio.Lock()
         self._memory_bytes = 0
         self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._drained = asyncio.Event()
 
     @property
     def hosted(self) -> list[HostedControlNet]:
@@ -133,12 +132,15 @@ class ControlNetServer:
     async def drain(self) -> None:
         """Opens no sessions any more, and returns when those that are open have ended."""
         self._draining = True
+        self._drained.clear()
         self._report()
+        if not self._hosted:
+            return  # so there is nothing that anybody could have opened
         try:
             self._engine.drain()
         except Unavailable:
             return  # no engine, no sessions
-        await self._idle.wait()  # the server's drain has a grace
+        await self._drained.wait()  # the server's drain has a grace
 
     async def stop(self) -> None:
         """Leaves the fleet and ends the engine; workers go on elsewhere."""
@@ -162,16 +164,16 @@ class ControlNetServer:
         before, self._beat = self._beat, event.beat
         self._hosted = self._with_profiles(event.beat)
         self._metrics.heard(event.beat)
-        if any(net.sessions for net in event.beat.controlnets):
-            self._idle.clear()
-        else:
-            self._idle.set()
+        # A beat from before the drain may have missed a session that was opened since.
+        if event.beat.draining and not any(net.sessions for net in event.beat.controlnets):
+            self._drained.set()
         if before.controlnets != event.beat.controlnets:
             self._report()
 
     async def engine_lost(self, why: str) -> None:
         """See Listener."""
         self._metrics.engine_lost()
+        self._drained.set()
         if self._hosting is not None:
             self._hosting.cancel()  # else it would say that an engine serves which is gone
         self._engine.forget(Unavailable(f"the ControlNet server's engine was lost: {why}"))
@@ -182,7 +184,6 @@ class ControlNetServer:
         await self._leave()
         self._beat = ControlNetEngineBeat()
         self._hosted = []
-        self._idle.set()
 
     async def _host_all(self) -> None:
         """Has a new engine host what the catalogue says, then joins the fleet."""
