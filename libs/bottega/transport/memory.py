@@ -1,4 +1,4 @@
-"""Memory that messages lie in: slots of this process, sealed slots that two processes share, and copies between them.
+"""Memory that messages lie in: slots of this process, and sealed slots that two processes share.
 
 A mapping is never closed, only dropped: closing it under a tensor that still looks into it would end the process. The
 system unmaps it when nobody refers to it any more. It knows no link.
@@ -24,8 +24,6 @@ _F_SEAL_FUTURE_WRITE = 0x0010
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 # <linux/mman.h>, since Linux 5.14.
 _MADV_POPULATE_READ = 22
-# Below this, a plain assignment is quicker than leaving and taking the interpreter's lock.
-_SMALL_COPY_BYTES = 64 << 10
 
 
 def private_slot(size_bytes: int) -> mmap.mmap:
@@ -68,17 +66,6 @@ def received_slot(descriptor: int, size_bytes: int) -> mmap.mmap:
     with suppress(OSError):  # an older system maps the pages one by one, at the first touch
         mapping.madvise(_MADV_POPULATE_READ)
     return mapping
-
-
-def copy(target: memoryview, source: memoryview) -> None:
-    """Copies all of `source` to the front of `target`; both are flat bytes. Large copies let other threads run."""
-    size = len(source)
-    if size <= _SMALL_COPY_BYTES:
-        target[:size] = source
-    elif size <= len(target):
-        ctypes.memmove(address(target), address(source), size)
-    else:
-        raise ValueError(f"{size} bytes do not fit into {len(target)}")
 
 
 def address(buffer: object) -> int:
