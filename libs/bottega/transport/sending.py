@@ -15,6 +15,7 @@ from typing import Protocol
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoCredit, NoSharedMemory, TooLarge
 from bottega.transport.counters import Counters
 from bottega.transport.deadline import Deadline
+from bottega.transport.files import SealedFile
 from bottega.transport.frames import Frame, Kind, told
 from bottega.transport.layout import Layout
 from bottega.transport.life import Life
@@ -67,9 +68,18 @@ class Sender:
             outgoing = self._open = Outgoing(self, layout, slot, number=number, index=index, deadline=deadline)
             return outgoing
 
-    def send(self, layout: Layout, buffers: Sequence[Buffer], deadline: Deadline) -> None:
-        """Sends a whole message from the caller's buffers."""
+    @property
+    def passes_files(self) -> bool:
+        """Whether a message may carry one."""
+        return self._outlet.passes_files
+
+    def send(
+        self, layout: Layout, buffers: Sequence[Buffer], deadline: Deadline, file: SealedFile | None = None
+    ) -> None:
+        """Sends a whole message from the caller's buffers, and a file with it."""
         pieces = _checked(layout, buffers)
+        if file is not None:
+            self._check_file(file)
         with self.lock:
             index, number = self._admit(layout, deadline)
             began = time.monotonic()
@@ -80,9 +90,12 @@ class Sender:
                 raise
             except LinkError as error:
                 self._life.fail(error)
+            if file is not None:
+                self._attach(index, file, deadline)
             count = len(layout.specs)
             self._move(self._data(index, number, count, layout.span(0, count)), staged, deadline)
-            self._counters.sent(layout.size_bytes, time.monotonic() - began)
+            file_bytes = 0 if file is None else file.size_bytes
+            self._counters.sent(layout.size_bytes, time.monotonic() - began, file_bytes=file_bytes)
 
     def drain(self, deadline: Deadline) -> None:
         """Waits until every message has been given back."""
@@ -125,6 +138,21 @@ class Sender:
         """Gives memory and descriptors back, after the life's end."""
         with self.lock:
             self._outlet.close()
+
+    def _check_file(self, file: SealedFile) -> None:
+        if not self.passes_files:
+            raise ValueError("this link passes no files: ask passes_files first")
+        if file.size_bytes > self._limits.slot_bytes:
+            raise TooLarge(
+                f"a file of {file.size_bytes} bytes is more than the {self._limits.slot_bytes} that the peer takes in",
+                metadata={"limit": "slot_bytes"},
+            )
+
+    def _attach(self, index: int, file: SealedFile, deadline: Deadline) -> None:
+        try:
+            self._outlet.attach(index, file, deadline)
+        except LinkError as error:
+            self._lost(error)
 
     def _admit(self, layout: Layout, deadline: Deadline) -> tuple[int, int]:
         """A free slot for the next message, and the layout's number."""

@@ -17,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 from bottega.errors import Draining, LinkClosed, LinkError, TooLarge
 from bottega.transport.boundary import link_boundary
 from bottega.transport.deadline import Deadline
+from bottega.transport.files import SealedFile
 from bottega.transport.layout import Layout
 from bottega.transport.link import Link
 from bottega.transport.listener import Listener
@@ -211,6 +212,6 @@ class ServedLinks(Generic[Served]):
             self._links.discard(link)
 
 
-def send(link: Link, message: Message) -> None:
+def send(link: Link, message: Message, *, file: SealedFile | None = None) -> None:
     """Sends a whole message. Raises as Link.send does."""
-    link.send(message.layout, message.buffers, Deadline.after(MESSAGE_S))
+    link.send(message.layout, message.buffers, Deadline.after(MESSAGE_S), file=file)

@@ -1,8 +1,10 @@
 """Where a LoRA's bytes are read from: host memory within a budget, over the disk.
 
-What is in memory lies in files without a name (memfd), so that sending copies straight from there into a link's slot,
-without the interpreter's lock. Loads run in parallel, one for each LoRA. What finds no room in memory, because all
-that is there is pinned or being sent, is sent from the disk. Knows digests and bytes; knows no names and no links.
+What is in memory lies in files without a name (memfd), sealed once they are loaded: workers of this host are given
+those themselves, and whoever has one can only read it. Where memory lets one go that workers have, its pages are
+theirs from then on, and in their budgets. Loads run in parallel, one for each LoRA. What finds no room in memory,
+because all that is there is pinned or being sent, is sent from the disk; a file of the disk is given to nobody, for
+who shortens it would end those who read it. Knows digests and bytes; knows no names and no links.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 
 from bottega.errors import BottegaError, DataLoss, LoraNotFound, StorageUnavailable
 from bottega.storage import faults
+from bottega.transport.files import new_file, reserve, seal
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +62,10 @@ class _Resident:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Loan:
-    """Bytes that stay readable until it is given back, whatever else is loaded or deleted. Read them with os.preadv."""
+    """Bytes that stay readable until it is given back, whatever else is loaded or deleted. Read them with os.preadv.
+
+    resident: in memory, sealed.
+    """
 
     digest: str
     descriptor: int
@@ -172,7 +178,7 @@ class Tiers:
             return None  # whoever reads it from the disk says why
         if not self._make_room(size_bytes):
             return None
-        resident = _Resident(descriptor=os.memfd_create("lora"), size_bytes=size_bytes, loaded=Future())
+        resident = _Resident(descriptor=new_file("lora"), size_bytes=size_bytes, loaded=Future())
         self._residents[digest] = resident
         self._pool.submit(self._load, digest, resident)
         return resident
@@ -219,8 +225,10 @@ class Tiers:
         source = self._open(digest)
         try:
             with faults.translated():
+                reserve(resident.descriptor, resident.size_bytes)
                 # Once since the start: a disk that has changed a bit is noticed here, and by every worker.
                 _copied(source, resident, None if digest in self._trusted else digest)
+                seal(resident.descriptor)
         finally:
             os.close(source)
         self._trusted.add(digest)
