@@ -12,6 +12,7 @@ import pytest
 
 from bottega.errors import DataLoss, LoraNotFound
 from bottega.loras.tiers import Loan, Tier, Tiers
+from bottega.transport.files import received_file
 
 _SIZE = 1000
 _WAIT_S = 10.0
@@ -83,6 +84,20 @@ def test_what_is_pinned_stays(shelf: _Shelf) -> None:
     for digest in (a, b, c, b, c):
         shelf.use(digest)
     assert shelf.tiers.state(a) is True
+
+
+def test_nobody_can_change_what_is_in_memory(shelf: _Shelf) -> None:
+    loan = shelf.lend(shelf.put(1))
+    assert loan.resident
+    for change in (
+        lambda: os.pwrite(loan.descriptor, b"x", 0),
+        lambda: os.ftruncate(loan.descriptor, 10),
+        lambda: os.ftruncate(loan.descriptor, 2 * _SIZE),
+    ):
+        with pytest.raises(PermissionError):
+            change()
+    assert received_file(loan.descriptor, _SIZE) == bytes([1]) * _SIZE, "as a worker takes it in"
+    shelf.tiers.give_back(loan)
 
 
 def test_one_load_serves_all_who_ask_meanwhile(shelf: _Shelf) -> None:
