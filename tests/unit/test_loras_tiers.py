@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bottega.errors import DataLoss, LoraNotFound
+from bottega.errors import DataLoss, LoraNotFound, StorageUnavailable
 from bottega.loras.tiers import Loan, Tier, Tiers
 from bottega.transport.files import received_file
 
@@ -145,6 +146,21 @@ def test_what_was_lent_is_readable_though_its_file_is_removed(shelf: _Shelf) -> 
         (shelf.folder / digest).unlink()
         assert hashlib.sha256(os.pread(loan.descriptor, _SIZE, 0)).hexdigest() == digest
         shelf.tiers.give_back(loan)
+
+
+def test_without_a_descriptor_left_it_is_said_and_nothing_stays_lent(shelf: _Shelf) -> None:
+    a = shelf.put(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        asked = shelf.tiers.borrow(a)
+        error = asked.exception(_WAIT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert isinstance(error, StorageUnavailable)
+    assert "open files" in error.message
+    assert shelf.tiers.lent(a) == 0
+    assert shelf.use(a) is Tier.LOADED
 
 
 def test_descriptors_do_not_grow(shelf: _Shelf) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from bottega.errors import LinkClosed, LinkError
+from bottega.transport.buffers import Buffer
 from bottega.transport.counters import Counters
 from bottega.transport.deadline import Deadline
 from bottega.transport.files import SealedFile
@@ -19,7 +20,7 @@ from bottega.transport.limits import Limits
 from bottega.transport.offer import Answer
 from bottega.transport.receiving import Incoming, Receiver
 from bottega.transport.seam import Inlet, Outlet
-from bottega.transport.sending import Buffer, Outgoing, Sender
+from bottega.transport.sending import Outgoing, Sender
 
 # After a link's death, for how long what it brought may still be looked at.
 LEASE_S = 30.0

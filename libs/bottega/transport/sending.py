@@ -10,9 +10,9 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol
 
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoCredit, NoSharedMemory, TooLarge
+from bottega.transport.buffers import Buffer, checked
 from bottega.transport.counters import Counters
 from bottega.transport.deadline import Deadline
 from bottega.transport.files import SealedFile
@@ -25,12 +25,6 @@ from bottega.transport.slots import Slot
 
 _NOW = Deadline(at=0.0)
 _TAKEN_BACK = 1
-
-
-class Buffer(Protocol):
-    """Flat or shaped memory without gaps: bytes, bytearray, memoryview, mmap, a numpy array."""
-
-    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 
 class Sender:
@@ -77,7 +71,7 @@ class Sender:
         self, layout: Layout, buffers: Sequence[Buffer], deadline: Deadline, file: SealedFile | None = None
     ) -> None:
         """Sends a whole message from the caller's buffers, and a file with it."""
-        pieces = _checked(layout, buffers)
+        pieces = checked(layout, buffers)
         if file is not None:
             self._check_file(file)
         with self.lock:
@@ -309,14 +303,3 @@ class Outgoing:
     def abort(self) -> None:
         """Takes the message back, if it is not finished: the receiver's waits raise MessageAborted."""
         self._sender.abort(self)
-
-
-def _checked(layout: Layout, buffers: Sequence[Buffer]) -> list[memoryview]:
-    """Flat bytes of every buffer. Raises ValueError when they do not fit the layout."""
-    if len(buffers) != len(layout.specs):
-        raise ValueError(f"{len(buffers)} buffers for a layout of {len(layout.specs)} tensors")
-    pieces = [memoryview(buffer).cast("B") for buffer in buffers]
-    for spec, piece in zip(layout.specs, pieces, strict=True):
-        if len(piece) != spec.size_bytes:
-            raise ValueError(f"tensor {spec.name} has {spec.size_bytes} bytes, its buffer {len(piece)}")
-    return pieces

@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from bottega.errors import Draining, LinkClosed, LinkError, TooLarge
 from bottega.transport.boundary import link_boundary
+from bottega.transport.buffers import Buffer
 from bottega.transport.deadline import Deadline
 from bottega.transport.files import SealedFile
 from bottega.transport.layout import Layout
@@ -23,7 +24,6 @@ from bottega.transport.link import Link
 from bottega.transport.listener import Listener
 from bottega.transport.offer import Offer, TcpEndpoint
 from bottega.transport.receiving import Incoming
-from bottega.transport.sending import Buffer
 
 _log = logging.getLogger(__name__)
 

@@ -178,7 +178,12 @@ class Tiers:
             return None  # whoever reads it from the disk says why
         if not self._make_room(size_bytes):
             return None
-        resident = _Resident(descriptor=new_file("lora"), size_bytes=size_bytes, loaded=Future())
+        try:
+            descriptor = new_file("lora")
+        except OSError as error:  # no descriptor is left, most likely: whoever reads it from the disk says so
+            _log.warning("a LoRA cannot be had in memory", extra={"digest": digest, "why": error.strerror})
+            return None
+        resident = _Resident(descriptor=descriptor, size_bytes=size_bytes, loaded=Future())
         self._residents[digest] = resident
         self._pool.submit(self._load, digest, resident)
         return resident

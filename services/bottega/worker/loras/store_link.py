@@ -44,7 +44,7 @@ class LoraLinkSettings:
     """silence_s: after which a store is taken for dead. limits: of what comes in."""
 
     silence_s: float = 5.0
-    # The slots grow to the largest message that came: a head, or a piece.
+    # The slots grow to the largest message that came: a head, or a piece. A whole LoRA is a file beside its message.
     limits: Limits = field(default_factory=lambda: Limits(slots=messages.SLOTS, slot_bytes=MAX_FILE_BYTES + (1 << 20)))
 
 

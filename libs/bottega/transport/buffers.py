@@ -1,0 +1,25 @@
+"""What a whole message is sent from: buffers of the caller's own, one for each tensor of its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from bottega.transport.layout import Layout
+
+
+class Buffer(Protocol):
+    """Flat or shaped memory without gaps: bytes, bytearray, memoryview, mmap, a numpy array."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
+def checked(layout: Layout, buffers: Sequence[Buffer]) -> list[memoryview]:
+    """Flat bytes of every buffer. Raises ValueError when they do not fit the layout."""
+    if len(buffers) != len(layout.specs):
+        raise ValueError(f"{len(buffers)} buffers for a layout of {len(layout.specs)} tensors")
+    pieces = [memoryview(buffer).cast("B") for buffer in buffers]
+    for spec, piece in zip(layout.specs, pieces, strict=True):
+        if len(piece) != spec.size_bytes:
+            raise ValueError(f"tensor {spec.name} has {spec.size_bytes} bytes, its buffer {len(piece)}")
+    return pieces
