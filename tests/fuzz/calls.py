@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2, worker_pb2
+from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2, lora_pb2, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
 # A service answers any single request in far less, or it hangs; and a worker that was measured on a busy machine is not
@@ -33,6 +33,7 @@ SERVICES: Mapping[str, str] = MappingProxyType(
             (fleet_pb2.DESCRIPTOR, "FleetService"),
             (worker_pb2.DESCRIPTOR, "WorkerService"),
             (controlnet_pb2.DESCRIPTOR, "ControlNetService"),
+            (lora_pb2.DESCRIPTOR, "LoraService"),
         )
         for method in file.services_by_name[service].methods
     }
@@ -56,12 +57,12 @@ _FINE = Outcome(code=grpc.StatusCode.OK)
 
 
 class Caller:
-    """Calls the methods of a gateway, of a worker and of a ControlNet server, with bytes as they are."""
+    """Calls the methods of a gateway, a worker, a ControlNet server and a LoRA store, with bytes as they are."""
 
-    def __init__(self, gateway: grpc.Channel, worker: grpc.Channel, nets: grpc.Channel) -> None:
+    def __init__(self, gateway: grpc.Channel, worker: grpc.Channel, nets: grpc.Channel, store: grpc.Channel) -> None:
         self._reader = ThreadPoolExecutor(1)
         self._channels = {"ImageService": gateway, "FleetService": gateway, "WorkerService": worker}
-        self._channels["ControlNetService"] = nets
+        self._channels |= {"ControlNetService": nets, "LoraService": store}
         self._special: Mapping[str, Callable[[tuple[bytes, ...]], Outcome]] = {
             "Generate": self._generate,
             "SubmitJob": self._submit,
@@ -71,6 +72,7 @@ class Caller:
             "RunAttempt": self._run_attempt,
             "WatchCheckpoints": self._watch_checkpoints,
             "OpenPeerLink": self._open_peer_link,
+            "UploadLora": self._upload,
         }
 
     def close(self) -> None:
@@ -114,6 +116,11 @@ class Caller:
     def _read(self, method: str, raw: tuple[bytes, ...]) -> Outcome:
         for _ in self._stream(method, raw[0]):
             pass
+        return _FINE
+
+    def _upload(self, raw: tuple[bytes, ...]) -> Outcome:
+        method: Any = self._channel("UploadLora").stream_unary(_path("UploadLora"))
+        method(iter(raw), timeout=ANSWER_S)
         return _FINE
 
     def _join(self, raw: tuple[bytes, ...]) -> Outcome:

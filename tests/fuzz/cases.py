@@ -21,6 +21,7 @@ from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, UNSER
 from tests.fuzz.controlnets import controlnet_corpus
 from tests.fuzz.hosting import LONGEST_NAME
 from tests.fuzz.images import bad_images, good_images, largest_image, png_of_size, too_large_image
+from tests.fuzz.lora_store import lora_store_corpus
 from tests.fuzz.loras import lora_attempts, lora_drawings, lora_loads
 
 # Fields that the gateway fills in for the worker.
@@ -85,10 +86,11 @@ _MODEL_FACTS = {
 }
 
 
-def corpus(job_id: str, digest: str) -> Iterator[Case]:
+def corpus(job_id: str, digest: str, lora_digest: str) -> Iterator[Case]:
     """All cases, those of the job first.
 
     job_id: of a job that has completed, with one picture. digest: of the ControlNet that the ControlNet server hosts.
+    lora_digest: of the LoRA store's "ink".
     """
     for method in ("GetJob", "WatchJob", "CancelJob", "GetImage"):
         request = getattr(image_pb2, f"{method}Request")
@@ -103,6 +105,7 @@ def corpus(job_id: str, digest: str) -> Iterator[Case]:
     yield from _fleet()
     yield from _attempts()
     yield from controlnet_corpus(digest)
+    yield from lora_store_corpus(lora_digest)
     yield from _bytes()
 
 

@@ -28,7 +28,7 @@ _METHODS = frozenset({"Generate", "SubmitJob", "GetJob", "ListJobs", "WatchJob",
 
 def crowd(house: House, *, callers: int, seed: int) -> list[str]:
     """What was wrong."""
-    cases = [case for case in corpus(house.draw(), house.digest) if case.method in _METHODS]
+    cases = [case for case in corpus(house.draw(), house.digest, house.bring()) if case.method in _METHODS]
     orders = [random.Random(seed + number).sample(cases, len(cases)) for number in range(callers)]
     with ThreadPoolExecutor(callers) as pool:
         return [*chain.from_iterable(pool.map(lambda order: list(_wrong(house, order)), orders))]
@@ -40,7 +40,8 @@ def _wrong(house: House, cases: Sequence[Case]) -> Iterator[str]:
         grpc.insecure_channel(house.gateway.address, options=options) as gateway,
         grpc.insecure_channel(house.worker.address, options=options) as worker,
         grpc.insecure_channel(house.nets.address, options=options) as nets,
-        closing(Caller(gateway, worker, nets)) as caller,
+        grpc.insecure_channel(house.store.address, options=options) as store,
+        closing(Caller(gateway, worker, nets, store)) as caller,
     ):
         for case in cases:
             problem = fault(case.method, case.raw, caller.call(case.method, case.raw))

@@ -16,10 +16,10 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
-from bottega.v1 import controlnet_pb2, fleet_pb2, generation_pb2, image_pb2, worker_pb2
+from bottega.v1 import controlnet_pb2, fleet_pb2, generation_pb2, image_pb2, lora_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
-from tests.fuzz import controlnets
+from tests.fuzz import controlnets, lora_store
 from tests.fuzz.calls import SERVICES
 from tests.fuzz.cases import FILLED
 from tests.fuzz.house import House
@@ -31,6 +31,7 @@ from tests.fuzz.mutations import mutated
 _MOST_FOUND = 3
 _INTERNAL = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
 _SHOWN_BYTES = 300
+_LORAS = lora_pb2.DESCRIPTOR.services_by_name["LoraService"].full_name
 
 
 class Found(Exception):
@@ -63,7 +64,10 @@ class Tally:
 def fuzz(house: House, method: str, requests: int, seed: int, tally: Tally | None = None) -> Tally:
     """Sends so many mutated requests, unless too much is found on the way. tally: of those that were sent before."""
     tally = tally or Tally()
-    strategy = _requests(method, house.draw(), house.digest)
+    if SERVICES[method] == _LORAS:
+        strategy = _lora_requests(method, house.bring())
+    else:
+        strategy = _requests(method, house.draw(), house.digest)
 
     def answer_is_right(raw: tuple[bytes, ...]) -> None:
         outcome = house.caller.call(method, raw)
@@ -98,6 +102,13 @@ def _requests(method: str, job_id: str, digest: str) -> st.SearchStrategy[tuple[
     first = mutated([fleet_pb2.JoinRequest(registration=registration) for registration in _registrations()], words)
     later = mutated([fleet_pb2.JoinRequest(load=_load()), *_valid("Join", job_id)], words)
     return st.tuples(first, st.lists(later, max_size=2)).map(lambda said: (said[0], *said[1]))
+
+
+def _lora_requests(method: str, digest: str) -> st.SearchStrategy[tuple[bytes, ...]]:
+    valid, words = lora_store.valid(method, digest), (*lora_store.WORDS, digest)
+    if method == "UploadLora":
+        return st.tuples(*(mutated([message], words) for message in valid))
+    return mutated(valid, words).map(lambda raw: (raw,))
 
 
 def _valid(method: str, job_id: str) -> Sequence[Message]:

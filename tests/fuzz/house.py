@@ -1,7 +1,8 @@
-"""What is fuzzed: a gateway, a worker and a ControlNet server of the embedded model, as real processes.
+"""What is fuzzed: a gateway, a worker, a ControlNet server and a LoRA store of the embedded model, as real
+processes.
 
-They are small enough to show growth. That server stands alone: one that runs nothing has joined the gateway
-(hosting.py).
+They are small enough to show growth. Server and store stand alone: a ControlNet server that runs nothing has
+joined the gateway (hosting.py).
 
 Knows how they are set up and how much memory they have; sends nothing.
 """
@@ -19,10 +20,11 @@ import psutil
 from bottega.client import Client
 from bottega.miniature import WEIGHTS
 from bottega.rpc.channel import channel_options
-from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc
+from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, lora_pb2_grpc
 from tests.fuzz.calls import Caller
 from tests.fuzz.controlnets import NET
 from tests.fuzz.hosting import HOSTED, hosting
+from tests.fuzz.lora_store import ROOT, registered
 from tests.running import SMALL_ENGINE, Service, Services, gateway_config, wait_until, worker_config
 
 # Small bounds are full after the first requests: what grows later is a leak.
@@ -32,27 +34,40 @@ _NETS: dict[str, object] = {
     "name": "alone",
     "gateway": "",
     "server": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"},
-    "engine": {"threads": 1},
+    "engine": {"threads": 1, "budget_bytes": 8 << 20},  # of 3.2 MiB each
     "controlnets": {NET: str(WEIGHTS / "controlnets" / NET)},
     "root": str(WEIGHTS / "controlnets"),
 }
+_STORE: dict[str, object] = {
+    "name": "store",
+    "gateway": "",
+    "server": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"},
+    "imports": {"root": str(ROOT)},
+}
 _JOIN_S = 10.0
+_IMPORT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class House:
-    """A gateway and its worker, and a ControlNet server. digest: of the ControlNet that it hosts."""
+    """A gateway and its worker, a ControlNet server and a LoRA store. digest: of the ControlNet that is hosted."""
 
     gateway: Service
     worker: Service
     nets: Service
+    store: Service
     digest: str
     caller: Caller
     client: Client
+    loras: lora_pb2_grpc.LoraServiceStub
 
     def draw(self) -> str:
         """A job that has completed, with one picture."""
         return self.client.generate("a circle", model="miniature", num_inference_steps=2).job_id
+
+    def bring(self) -> str:
+        """Has the store have the LoRA "ink"; the digest of its canonical form."""
+        return self.loras.RegisterLora(registered(), timeout=_IMPORT_S).lora.digest
 
     def dead(self) -> list[str]:
         """Which of them have ended."""
@@ -61,7 +76,7 @@ class House:
     @property
     def services(self) -> tuple[Service, ...]:
         """All of them."""
-        return self.gateway, self.worker, self.nets
+        return self.gateway, self.worker, self.nets, self.store
 
     def engines_lost(self) -> int:
         """How often one of them has had to start another engine."""
@@ -91,20 +106,32 @@ def running_house(services: Services) -> Iterator[House]:
         "bottega.worker", worker_config(gateway.address, name="fuzzed", engine=_ENGINE), name="worker"
     )
     nets = services.start("bottega.controlnet", _NETS, name="nets")
+    store = services.start("bottega.loras", _STORE, name="store")
     options = channel_options()
     with (
         Client(gateway.address, timeout_s=60.0) as client,
         grpc.insecure_channel(gateway.address, options=options) as to_gateway,
         grpc.insecure_channel(worker.address, options=options) as to_worker,
         grpc.insecure_channel(nets.address, options=options) as to_nets,
+        grpc.insecure_channel(store.address, options=options) as to_store,
         hosting(to_gateway),
     ):
         wait_until(lambda: bool(client.models()), _JOIN_S, "the worker to join")
         wait_until(lambda: len(client.controlnets()) == len(HOSTED), _JOIN_S, "the ControlNets to be reported")
         stub: controlnet_pb2_grpc.ControlNetServiceStub = controlnet_pb2_grpc.ControlNetServiceStub(to_nets)
         (net,) = stub.ListControlNets(controlnet_pb2.ListControlNetsRequest(), timeout=_JOIN_S).controlnets
-        with closing(Caller(to_gateway, to_worker, to_nets)) as caller:
-            yield House(gateway=gateway, worker=worker, nets=nets, digest=net.digest, caller=caller, client=client)
+        loras: lora_pb2_grpc.LoraServiceStub = lora_pb2_grpc.LoraServiceStub(to_store)
+        with closing(Caller(to_gateway, to_worker, to_nets, to_store)) as caller:
+            yield House(
+                gateway=gateway,
+                worker=worker,
+                nets=nets,
+                store=store,
+                digest=net.digest,
+                caller=caller,
+                client=client,
+                loras=loras,
+            )
 
 
 def _module(process: psutil.Process) -> str:

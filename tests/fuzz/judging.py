@@ -26,7 +26,13 @@ _ALSO = {
     # UNIMPLEMENTED: the worker runs no ControlNets.
     "RunAttempt": {_S.FAILED_PRECONDITION, _S.CANCELLED, _S.ABORTED, _S.UNIMPLEMENTED, _S.UNAVAILABLE},
     "AddControlNet": {_S.FAILED_PRECONDITION},
+    # Another LoRA of that name; one that somebody has asked for a moment ago.
+    "UploadLora": {_S.ALREADY_EXISTS},
+    "RegisterLora": {_S.ALREADY_EXISTS},
+    "DeleteLora": {_S.FAILED_PRECONDITION},
 }
+_IMPORTS = frozenset({"UploadLora", "RegisterLora"})
+_BELOW_ROOT = frozenset({"AddControlNet", "RegisterLora"})
 # Paths, addresses of hosts and of memory, and what libraries of ours say.
 _GIVEN_AWAY = re.compile(
     r"/(?:home|usr|opt|etc|var|tmp|proc|srv|work|root)/|site-packages|\.py\b|0x[0-9a-f]{6,}|\b\d+\.\d+\.\d+\.\d+:\d+"
@@ -39,11 +45,14 @@ _GIVEN_AWAY = re.compile(
 def fault(method: str, raw: tuple[bytes, ...], outcome: Outcome) -> str:
     """What is wrong with the answer; empty when nothing is.
 
-    AddControlNet is for who runs the server: it says below which folder, that of the weights, others are taken.
+    Methods for who runs the server say below which folder, that of the weights, others are taken.
+    What a LoRA must be to be taken in is a file of safetensors.
     """
     if outcome.code not in _ALWAYS | _ALSO.get(method, set()) and not _own_deadline(method, outcome):
         return f"{outcome.code.name}: {outcome.text[:300]}"
-    text = outcome.text.replace(str(WEIGHTS), "") if method == "AddControlNet" else outcome.text
+    text = outcome.text.replace(str(WEIGHTS), "") if method in _BELOW_ROOT else outcome.text
+    if method in _IMPORTS:
+        text = text.replace("safetensors", "")
     for match in _GIVEN_AWAY.finditer(text):
         # A caller's own words are no secret to it.
         if not any(match.group().encode() in part for part in raw):

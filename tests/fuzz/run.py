@@ -77,7 +77,7 @@ def _run(house: House, methods: list[str], requests: int, seed: int) -> int:
 def replay(house: House) -> list[str]:
     """Sends the fixed corpus; what was answered otherwise than it must be."""
     wrong = []
-    for case in corpus(house.draw(), house.digest):
+    for case in corpus(house.draw(), house.digest, house.bring()):
         outcome = house.caller.call(case.method, case.raw)
         problem = fault(case.method, case.raw, outcome) or mismatch(case, outcome)
         if problem:

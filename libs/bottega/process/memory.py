@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable
 
@@ -68,12 +69,17 @@ async def given_back_at_rest() -> AsyncIterator[None]:
     Else it is what the largest requests so far have taken at once. Of its own accord only protobuf gives some back, at
     every 10,000th block that it frees, whatever goes on then.
     """
-    giving = asyncio.create_task(_give_back_at_rest())
+    giving = asyncio.create_task(_give_back_at_rest(_Rest()))
     try:
         yield
     finally:
         giving.cancel()
         await asyncio.gather(giving, return_exceptions=True)
+
+
+def give_back_at_rest() -> None:
+    """The same from now on up to the end of a process without an event loop, by a thread of its own."""
+    threading.Thread(target=_give_back_always, args=(_Rest(),), name="giving back", daemon=True).start()
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
@@ -87,13 +93,39 @@ def resident_bytes(pids: Iterable[int]) -> int:
     return total
 
 
-async def _give_back_at_rest() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    this, kept_bytes = os.getpid(), 0
-    while trim is not None:
-        before_s = time.process_time()
+class _Rest:
+    """Looked at every _REST_S, it knows whether the process was at rest for so long, and what there may be to give."""
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._used_s = time.process_time()
+        self._kept_bytes = 0
+
+    def has_come(self) -> bool:
+        """Since it was asked the last time; and the process is larger than it was left."""
+        before_s, self._used_s = self._used_s, time.process_time()
+        if self._trim is None or self._used_s - before_s >= _AT_REST * _REST_S:
+            return False
+        return resident_bytes([os.getpid()]) > self._kept_bytes + _WORTH_BYTES
+
+    def give_back(self) -> None:
+        """Takes some milliseconds."""
+        assert self._trim is not None
+        self._trim(0)
+        self._kept_bytes = resident_bytes([os.getpid()])
+
+
+async def _give_back_at_rest(rest: _Rest) -> None:
+    while True:
         await asyncio.sleep(_REST_S)
-        if time.process_time() - before_s < _AT_REST * _REST_S and resident_bytes([this]) > kept_bytes + _WORTH_BYTES:
+        if rest.has_come():
             gc.collect()  # of what a collector that looks seldom has not seen yet
-            await asyncio.to_thread(trim, 0)
-            kept_bytes = resident_bytes([this])
+            await asyncio.to_thread(rest.give_back)
+
+
+def _give_back_always(rest: _Rest) -> None:
+    """Leaves the collector alone: that of an engine is Python's own, which looks often."""
+    while True:
+        time.sleep(_REST_S)
+        if rest.has_come():
+            rest.give_back()

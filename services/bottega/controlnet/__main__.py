@@ -18,7 +18,7 @@ from bottega.controlnet.server import ControlNetServer, open_catalogue
 from bottega.controlnet.service import SERVICE_NAME, ControlNetService
 from bottega.errors import BottegaError, ConfigError
 from bottega.process import Patience
-from bottega.process.memory import spare_the_collector
+from bottega.process.memory import given_back_at_rest, keep_freed_memory, spare_the_collector
 from bottega.rpc.server import Server, run
 from bottega.state_folder import state_folder
 from bottega.transport import own_socket
@@ -44,6 +44,7 @@ def main() -> int:
 async def _serve(
     settings: ControlNetConfig, catalogue: Catalogue, profiles: Profiles, *, stop_with_stdin: bool
 ) -> None:
+    keep_freed_memory()
     spare_the_collector()
     patience = Patience(start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
     engine = EngineFront(_with_socket(settings.engine), patience=patience)
@@ -61,13 +62,14 @@ async def _serve(
         )
         controlnet_pb2_grpc.add_ControlNetServiceServicer_to_server(ControlNetService(controlnets), server.grpc)
         server.add_services([SERVICE_NAME])
-        await run(
-            server,
-            warm_up=controlnets.start,
-            finish=controlnets.drain,
-            shut_down=controlnets.stop,
-            stop_with_stdin=stop_with_stdin,
-        )
+        async with given_back_at_rest():
+            await run(
+                server,
+                warm_up=controlnets.start,
+                finish=controlnets.drain,
+                shut_down=controlnets.stop,
+                stop_with_stdin=stop_with_stdin,
+            )
     finally:
         await engine.stop()
 

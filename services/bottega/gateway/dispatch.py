@@ -157,6 +157,12 @@ class Dispatcher:
         if line is not None:
             self._errands.stop_attempt(line.client, attempt)
 
+    def stop_stale_attempt(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
+        """The same of one that the worker reports, now or when it reports it again."""
+        line = self._lines.get(member)
+        if line is not None:
+            self._errands.stop_stale_attempt(line.client, attempt)
+
     def let_go(self) -> None:
         """Follows no attempt any more, and stops none: a later life of the gateway takes them up."""
         for attempt in list(self._attempts.values()):

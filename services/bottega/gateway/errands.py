@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -19,6 +20,8 @@ from bottega.v1 import worker_pb2
 _CANCEL_DEADLINE_S = 2.0
 _PREVIEW_DEADLINE_S = 2.0
 _WATCH_PAUSE_S = 0.5
+# Of one worker, at once; it runs some tens of attempts, and may report thousands.
+MOST_STALE = 64
 
 _log = logging.getLogger(__name__)
 
@@ -28,10 +31,17 @@ class Errands:
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
+        self._stale: Counter[WorkerClient] = Counter()
 
     def stop_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
         """Tells a worker that nobody waits for an attempt."""
         self._run(_stop_attempt(client, attempt))
+
+    def stop_stale_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
+        """The same of one that the worker reports; of more than MOST_STALE the others, when it reports them again."""
+        if self._stale[client] < MOST_STALE:
+            self._stale[client] += 1
+            self._run(self._stop_stale_attempt(client, attempt))
 
     def preview_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId, job: Job) -> None:
         """Tells a worker that previews are wanted."""
@@ -44,6 +54,14 @@ class Errands:
     async def close(self) -> None:
         """Returns when all of them are over."""
         await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _stop_stale_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
+        try:
+            await _stop_attempt(client, attempt)
+        finally:
+            self._stale[client] -= 1
+            if not self._stale[client]:
+                del self._stale[client]
 
     def _run(self, call: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(call)

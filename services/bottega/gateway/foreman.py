@@ -270,7 +270,7 @@ class Foreman:
             else:
                 stale = self._jobs.restored and not self._aftermath.has_completed(running.attempt)
             if stale:
-                self._dispatcher.stop_attempt(member, running.attempt)
+                self._dispatcher.stop_stale_attempt(member, running.attempt)
 
     def _drop_late(self, job: Job, estimate_s: float) -> None:
         assert job.deadline is not None

@@ -13,7 +13,7 @@ from bottega.loras.config import LoraConfig
 from bottega.loras.metrics import LoraMetrics
 from bottega.loras.service import SERVICE_NAME, LoraService
 from bottega.loras.store import LoraStore
-from bottega.process.memory import spare_the_collector
+from bottega.process.memory import given_back_at_rest, keep_freed_memory, spare_the_collector
 from bottega.rpc.server import Server, run
 from bottega.state_folder import state_folder
 from bottega.v1 import lora_pb2_grpc
@@ -46,15 +46,17 @@ def build(settings: LoraConfig, folder: Path) -> tuple[Server, LoraStore]:
 
 
 async def _serve(settings: LoraConfig, folder: Path, *, stop_with_stdin: bool) -> None:
+    keep_freed_memory()
     spare_the_collector()
     server, store = build(settings, folder)
-    await run(
-        server,
-        warm_up=store.start,
-        finish=store.drain,
-        shut_down=store.stop,
-        stop_with_stdin=stop_with_stdin,
-    )
+    async with given_back_at_rest():
+        await run(
+            server,
+            warm_up=store.start,
+            finish=store.drain,
+            shut_down=store.stop,
+            stop_with_stdin=stop_with_stdin,
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,180 @@
+"""What a LoRA store is asked: valid requests of its methods, and their fixed corpus, every field at its limits and one
+past. Sends nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+from google.protobuf.message import Message
+
+from bottega.miniature import WEIGHTS
+from bottega.v1 import lora_pb2 as pb
+from tests.fuzz.case import INVALID, NOT_FOUND, OK, Case, case_of, shown
+
+ROOT = WEIGHTS / "loras"
+FILE = ROOT / "dusk" / "dusk.safetensors"
+"""The LoRA that is brought, below the root."""
+
+WORDS = ("ink", "miniature", str(FILE.relative_to(ROOT)))
+"""Texts that mean something to the store."""
+
+_BAD_NAMES = ("", "x" * 201, "a b", "../up", "\0", "ü", "/etc")
+_BAD_WORDS = (["x"] * 17, [""], ["x" * 201], ["\0"])
+_BAD_DIGESTS = ("", "A" * 64, "a" * 63, "a" * 65, "\0" * 64)
+
+
+def registered(**facts: Any) -> pb.RegisterLoraRequest:
+    """Brings "ink"; again, it changes nothing."""
+    whole = {"name": "ink", "base": "miniature", "path": str(FILE.relative_to(ROOT)), "trigger_words": ["ink"]}
+    return pb.RegisterLoraRequest(**{**whole, **facts})
+
+
+def valid(method: str, digest: str) -> list[Message]:
+    """Requests that are taken; of UploadLora the messages of one. digest: of the canonical form of "ink"."""
+    match method:
+        case "UploadLora":
+            return [pb.UploadLoraRequest(head=_head()), pb.UploadLoraRequest(chunk=FILE.read_bytes())]
+        case "RegisterLora":
+            return [registered()]
+        case "ListLoras":
+            return [pb.ListLorasRequest(), pb.ListLorasRequest(page_size=9, page_token="a", base="miniature")]
+        case "PrefetchLoras":
+            digests = ["ab" * 32, digest]
+            return [pb.PrefetchLorasRequest(digests=digests, only_keep=keep) for keep in (False, True)]
+        case "SetLoraProfile":
+            bounds = [pb.LoraBound(num_inference_steps=30, max_step=6)]
+            return [pb.SetLoraProfileRequest(name="ink", digest=digest, bounds=bounds)]
+        case "OpenLoraLink":
+            return [pb.OpenLoraLinkRequest(worker="w"), pb.OpenLoraLinkRequest(worker="w", link_id="0" * 32)]
+        case _:
+            return [getattr(pb, f"{method}Request")(name="ink")]
+
+
+def lora_store_corpus(digest: str) -> Iterator[Case]:
+    """digest: of the canonical form of "ink", which is there; the last case takes it away."""
+    yield from _brought()
+    yield from _uploads()
+    yield from _paths()
+    yield from _lists()
+    yield from _named()
+    yield from _digests()
+    yield from _profiles(digest)
+    yield from _links()
+    yield case_of("DeleteLora", "one that is there", pb.DeleteLoraRequest(name="ink"))
+
+
+def _brought() -> Iterator[Case]:
+    """What is said of a LoRA, whichever way it comes."""
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        *(("name", {"name": name}) for name in _BAD_NAMES),
+        *(("base", {"base": base}) for base in ("", "nobody", "x" * (1 << 20))),
+        *(("trigger_words", {"trigger_words": words}) for words in _BAD_WORDS),
+    ]
+    for field, facts in wrong:
+        yield case_of("RegisterLora", f"{field} {shown(facts[field])}", registered(**facts), INVALID, field)
+        yield _upload(f"{field} {shown(facts[field])}", [pb.UploadLoraRequest(head=_head(**facts))], field)
+    yield case_of("RegisterLora", "sixteen long words", registered(name="x" * 200, trigger_words=["x" * 200] * 16))
+    yield case_of("RegisterLora", "nothing at all", pb.RegisterLoraRequest(), INVALID, "name", "base", "path")
+
+
+def _uploads() -> Iterator[Case]:
+    head, data = pb.UploadLoraRequest(head=_head()), FILE.read_bytes()
+    whole = pb.UploadLoraRequest(chunk=data)
+    yield Case(method="UploadLora", name="a file", raw=tuple(m.SerializeToString() for m in (head, whole)), code=OK)
+    yield _upload("no message", [], "head")
+    yield _upload("no head", [whole], "head")
+    yield _upload("two heads", [head, head], "chunk")
+    yield _upload("a byte too few", [head, pb.UploadLoraRequest(chunk=data[:-1])], "chunk")
+    yield _upload("a byte too many", [head, whole, pb.UploadLoraRequest(chunk=b"\0")], "chunk")
+    yield _upload("another hash", [pb.UploadLoraRequest(head=_head(sha256="a" * 64)), whole])
+    junk = b"\xff" * len(data)
+    yield _upload("no LoRA", [pb.UploadLoraRequest(head=_head(junk)), pb.UploadLoraRequest(chunk=junk)])
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        *(("sha256", {"sha256": text}) for text in _BAD_DIGESTS),
+        *(("size_bytes", {"size_bytes": size}) for size in (0, -1, (4 << 30) + 1, 2**63 - 1)),
+        ("adapter_config", {"adapter_config": b" " * ((1 << 20) + 1)}),
+    ]
+    for field, facts in wrong:
+        yield _upload(f"{field} {shown(facts[field])}", [pb.UploadLoraRequest(head=_head(**facts)), whole], field)
+
+
+def _paths() -> Iterator[Case]:
+    for path in ("", "/", "..", "/etc", "nobody", "\0", "x" * 4096, "x" * 4097, "~", "$HOME"):
+        yield case_of("RegisterLora", f"path {shown(path)}", registered(path=path), INVALID, "path")
+
+
+def _lists() -> Iterator[Case]:
+    for size in (0, 1, 1000):
+        yield case_of("ListLoras", f"pages of {size}", pb.ListLorasRequest(page_size=size))
+    for size in (-1, 1001, 2**31 - 1, -(2**31)):
+        yield case_of("ListLoras", f"pages of {size}", pb.ListLorasRequest(page_size=size), INVALID, "page_size")
+    for field in ("page_token", "base"):
+        longest: dict[str, Any] = {field: "x" * 200}
+        longer: dict[str, Any] = {field: "x" * 201}
+        yield case_of("ListLoras", f"{field} of 200", pb.ListLorasRequest(**longest))
+        yield case_of("ListLoras", f"{field} of 201", pb.ListLorasRequest(**longer), INVALID, field)
+
+
+def _named() -> Iterator[Case]:
+    for method in ("GetLora", "PinLora", "DeleteLora"):
+        request = getattr(pb, f"{method}Request")
+        yield case_of(method, "a stranger", request(name="nobody"), NOT_FOUND)
+        for name in _BAD_NAMES:
+            yield case_of(method, f"name {shown(name)}", request(name=name), INVALID, "name")
+    yield case_of("GetLora", "one of a long name", pb.GetLoraRequest(name="x" * 200))
+    yield case_of("PinLora", "one that is there", pb.PinLoraRequest(name="ink", pinned=True))
+    yield case_of("PinLora", "no longer", pb.PinLoraRequest(name="ink"))
+
+
+def _digests() -> Iterator[Case]:
+    for digests in ([], ["a" * 64] * 256, ["\0"], ["x" * (1 << 20)]):
+        request = pb.PrefetchLorasRequest(digests=digests)
+        yield case_of("PrefetchLoras", f"{len(digests)} digests, {shown(digests[:1])}", request)
+    many = pb.PrefetchLorasRequest(digests=["a" * 64] * 257)
+    yield case_of("PrefetchLoras", "257 digests", many, INVALID, "digests")
+
+
+def _profiles(digest: str) -> Iterator[Case]:
+    def measured(*bounds: tuple[int, int], name: str = "ink", of: str = digest) -> pb.SetLoraProfileRequest:
+        made = [pb.LoraBound(num_inference_steps=steps, max_step=step) for steps, step in bounds]
+        return pb.SetLoraProfileRequest(name=name, digest=of, bounds=made)
+
+    for bound in ((1, 0), (1, 1), (200, 200)):
+        yield case_of("SetLoraProfile", f"{bound}", measured(bound))
+    yield case_of("SetLoraProfile", "sixteen bounds", measured(*((steps, 1) for steps in range(1, 17))))
+    for steps in (0, -1, 201, 2**31 - 1):
+        field = "bounds[0].num_inference_steps"
+        fields = [field] if steps >= 0 else [field, "bounds[0].max_step"]
+        yield case_of("SetLoraProfile", f"of {steps} steps", measured((steps, 0)), INVALID, *fields)
+    for step in (-1, 31, 2**31 - 1):
+        yield case_of("SetLoraProfile", f"at {step} of 30", measured((30, step)), INVALID, "bounds[0].max_step")
+    for name, bounds in {"seventeen": [(steps, 1) for steps in range(1, 18)], "the same twice": [(9, 1)] * 2}.items():
+        yield case_of("SetLoraProfile", f"bounds: {name}", measured(*bounds), INVALID, "bounds")
+    yield case_of("SetLoraProfile", "another version", measured((9, 1), of="ab"), NOT_FOUND)
+    yield case_of("SetLoraProfile", "a stranger", measured((9, 1), name="nobody"), NOT_FOUND)
+    for name in _BAD_NAMES:
+        yield case_of("SetLoraProfile", f"name {shown(name)}", measured((9, 1), name=name), INVALID, "name")
+
+
+def _links() -> Iterator[Case]:
+    for worker in ("", "x" * 128):
+        yield case_of("OpenLoraLink", f"worker {shown(worker)}", pb.OpenLoraLinkRequest(worker=worker))
+    yield case_of("OpenLoraLink", "worker of 129", pb.OpenLoraLinkRequest(worker="x" * 129), INVALID, "worker")
+    for link_id in ("x", "../up", "x" * (1 << 20), "\0"):
+        request = pb.OpenLoraLinkRequest(worker="fuzz", link_id=link_id)
+        yield case_of("OpenLoraLink", f"link_id {shown(link_id)}", request, INVALID, "link_id")
+
+
+def _upload(name: str, messages: list[pb.UploadLoraRequest], *fields: str) -> Case:
+    """One that is refused."""
+    raw = tuple(message.SerializeToString() for message in messages)
+    return Case(method="UploadLora", name=name, raw=raw, code=INVALID, fields=frozenset(fields))
+
+
+def _head(data: bytes | None = None, **facts: Any) -> pb.UploadLoraHead:
+    data = FILE.read_bytes() if data is None else data
+    whole = {"name": "up", "base": "miniature", "sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
+    return pb.UploadLoraHead(**{**whole, **facts})
