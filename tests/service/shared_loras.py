@@ -90,10 +90,11 @@ class Shelf:
 
 
 @contextlib.contextmanager
-def shelf(folder: Path, *, unix: bool = True, budget_bytes: int = 1 << 30) -> Iterator[Shelf]:
-    """unix: whether it has a door for its own host."""
+def shelf(folder: Path, *, unix: bool = True, bytes_per_s: int = 0, budget_bytes: int = 1 << 30) -> Iterator[Shelf]:
+    """unix: whether it has a door for its own host. bytes_per_s: of every link; 0 is without a limit."""
     tiers = Tiers(lambda digest: folder / digest, budget_bytes=budget_bytes, at_once=2)
-    links = Links(LinksConfig(socket=str(folder / "links.sock") if unix else None), tiers=tiers)
+    config = LinksConfig(socket=str(folder / "links.sock") if unix else None, bytes_per_s=bytes_per_s)
+    links = Links(config, tiers=tiers)
     try:
         yield Shelf(folder=folder, tiers=tiers, links=links)
     finally:
@@ -178,6 +179,7 @@ def _serve() -> None:
         order = json.loads(line)
         digest = order["digest"]
         before = _resident_kib()
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
         if order["offer"]:
             offers.brought.put(offer_from_wire(LinkOffer.FromString(base64.b64decode(order["offer"]))))
         if order["fetch"]:
@@ -185,6 +187,7 @@ def _serve() -> None:
             until_s = time.monotonic() + PATIENCE_S
             while not handles[digest].ready and time.monotonic() < until_s:
                 source.settle([handles[digest]], 0.1)
+        took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
         gc.collect()
         after = _resident_kib()
         hashed = hashlib.sha256()
@@ -193,6 +196,8 @@ def _serve() -> None:
                 assert tensor.data_ptr() % tensor.element_size() == 0, "where the processor wants it"
                 hashed.update(tensor.numpy().data)
         answer = {
+            "ready_s": took_s,
+            "cpu_s": cpu_s,
             "own_bytes": (after["RssAnon"] - before["RssAnon"]) << 10,
             "shared_bytes": (after["RssShmem"] - before["RssShmem"]) << 10,
             "used_bytes": source.used_bytes,

@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -499,6 +500,8 @@ def test_a_file_counts_as_its_message_and_is_bounded_as_it_is(ends: tuple[Link, 
         with pytest.raises(TooLarge) as raised:
             near.send(LAYOUT, content(LAYOUT, 1), patience(), file=large)
         assert raised.value.metadata == {"limit": "slot_bytes"}
+        with pytest.raises(ValueError, match="empty"):
+            near.send(LAYOUT, content(LAYOUT, 1), patience(), file=replace(file, size_bytes=0))
         for seed in range(2):
             near.send(LAYOUT, content(LAYOUT, seed), patience(), file=file)
         with pytest.raises(NoCredit):

@@ -6,9 +6,11 @@ The other end is a bare socket that says what no link of ours would.
 from __future__ import annotations
 
 import array
+import ctypes
 import fcntl
 import os
 import random
+import resource
 import socket
 import struct
 import tempfile
@@ -19,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from bottega.errors import BadFrame, DeadlineExceeded, LinkError, PeerDead
+from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoSharedMemory, PeerDead
 from bottega.transport import Answer, Backend, Counters, Deadline, Layout, Limits, Link
 from bottega.transport.frames import HEADER_BYTES, Frame, Kind
 from bottega.transport.layout_codec import MAX_ENCODED_BYTES
@@ -33,6 +35,8 @@ LIMITS = Limits(slots=2, slot_bytes=1 << 20, layouts=4)
 SPAN = LAYOUT.span(0, len(LAYOUT.specs))[1]
 COUNT = len(LAYOUT.specs)
 WAYS = (Backend.MEMFD, Backend.TCP)
+# <linux/falloc.h>: blocks behind a file's end.
+_KEEP_SIZE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,15 +349,23 @@ def test_a_file_of_a_disk_is_refused(liar: Liar) -> None:
             liar.link.recv(patience())
 
 
+@pytest.mark.parametrize("behind", [False, True], ids=["fewer blocks", "as many blocks, behind its end"])
 @_memfd
-def test_a_file_with_holes_is_refused(liar: Liar) -> None:
+def test_a_file_with_holes_is_refused(liar: Liar, behind: bool) -> None:
+    size = 1 << 20
     descriptor = os.memfd_create("holes", os.MFD_ALLOW_SEALING)
-    os.truncate(descriptor, 1 << 20)
+    os.pwrite(descriptor, b"x", 0)
+    os.truncate(descriptor, size)
+    if behind:
+        fallocate = ctypes.CDLL(None).fallocate
+        fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+        assert fallocate(descriptor, _KEEP_SIZE, size, size) == 0
+    assert (os.fstat(descriptor).st_blocks * 512 > size) == behind
     seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    liar.attach(descriptor, size=1 << 20)
+    liar.attach(descriptor, size=size)
     os.close(descriptor)
-    with pytest.raises(BadFrame):
+    with pytest.raises(BadFrame, match="holes"):
         liar.link.recv(patience())
 
 
@@ -380,6 +392,22 @@ def test_files_that_no_message_follows_are_no_more_than_slots(liar: Liar) -> Non
     assert (open_descriptors(), mapped_files()) == (before[0], before[1] + LIMITS.slots)
     liar.link.close()
     assert mapped_files() == before[1]
+
+
+@_memfd
+def test_a_process_without_a_descriptor_left_says_so_and_ends_that_link(liar: Liar) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_descriptors()
+    with sealed_file(bytes(5000)) as file:
+        liar.attach(file.descriptor, size=5000)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(NoSharedMemory, match="descriptor left"):
+                liar.link.recv(patience())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert open_descriptors() <= before
+    assert mapped_files() == 0
 
 
 @_memfd

@@ -163,6 +163,20 @@ def test_without_a_descriptor_left_it_is_said_and_nothing_stays_lent(shelf: _She
     assert shelf.use(a) is Tier.LOADED
 
 
+def test_without_memory_left_it_is_said_that_it_is_memory_and_nothing_stays_lent(shelf: _Shelf) -> None:
+    a = shelf.put(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_SIZE - 1, hard))  # of files without a name, too
+    try:
+        error = shelf.tiers.borrow(a).exception(_WAIT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert isinstance(error, StorageUnavailable)
+    assert "no memory is left" in error.message
+    assert (shelf.tiers.lent(a), shelf.tiers.used_bytes) == (0, 0)
+    assert shelf.use(a) is Tier.LOADED
+
+
 def test_descriptors_do_not_grow(shelf: _Shelf) -> None:
     digests = [shelf.put(number) for number in range(8)]
     for digest in digests:

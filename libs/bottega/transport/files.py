@@ -15,7 +15,6 @@ from bottega.errors import BadFrame
 from bottega.transport.memory import read_only
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-_BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,8 @@ def new_file(name: str) -> int:
 
 
 def reserve(descriptor: int, size_bytes: int) -> None:
-    """Takes all of its memory, so that writing it never comes to an end halfway. Raises OSError."""
+    """Takes all of its memory, so that writing it, which is to be done to the last byte, never comes to an end halfway.
+    Raises OSError."""
     if size_bytes:
         os.posix_fallocate(descriptor, 0, size_bytes)
 
@@ -55,7 +55,10 @@ def received_file(descriptor: int, size_bytes: int) -> memoryview:
         raise BadFrame("the peer sent a file of a disk: somebody could shorten it while we read it") from None
     if seals & _SEALS != _SEALS:
         raise BadFrame("the peer sent a file that is not sealed: somebody could change it while we read it")
-    status = os.fstat(descriptor)
-    if status.st_size != size_bytes or status.st_blocks * _BLOCK_BYTES < size_bytes:
-        raise BadFrame(f"the peer announced a file of {size_bytes} bytes and sent one of {status.st_size}")
+    found_bytes = os.fstat(descriptor).st_size
+    if found_bytes != size_bytes:
+        raise BadFrame(f"the peer announced a file of {size_bytes} bytes and sent one of {found_bytes}")
+    # Blocks are not counted: they may lie behind the end, and holes before it.
+    if os.lseek(descriptor, 0, os.SEEK_HOLE) < size_bytes:
+        raise BadFrame("the peer sent a file with holes: reading them would take memory, and there may be none")
     return memoryview(read_only(descriptor, size_bytes))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoCredit, NoSharedMemory, TooLarge
-from bottega.transport.buffers import Buffer, checked
+from bottega.transport.buffers import Buffer, check_file, checked
 from bottega.transport.counters import Counters
 from bottega.transport.deadline import Deadline
 from bottega.transport.files import SealedFile
@@ -73,7 +73,7 @@ class Sender:
         """Sends a whole message from the caller's buffers, and a file with it."""
         pieces = checked(layout, buffers)
         if file is not None:
-            self._check_file(file)
+            check_file(file, passes=self.passes_files, most_bytes=self._limits.slot_bytes)
         with self.lock:
             index, number = self._admit(layout, deadline)
             began = time.monotonic()
@@ -132,15 +132,6 @@ class Sender:
         """Gives memory and descriptors back, after the life's end."""
         with self.lock:
             self._outlet.close()
-
-    def _check_file(self, file: SealedFile) -> None:
-        if not self.passes_files:
-            raise ValueError("this link passes no files: ask passes_files first")
-        if file.size_bytes > self._limits.slot_bytes:
-            raise TooLarge(
-                f"a file of {file.size_bytes} bytes is more than the {self._limits.slot_bytes} that the peer takes in",
-                metadata={"limit": "slot_bytes"},
-            )
 
     def _attach(self, index: int, file: SealedFile, deadline: Deadline) -> None:
         try:

@@ -9,7 +9,6 @@ who shortens it would end those who read it. Knows digests and bytes; knows no n
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import threading
@@ -21,13 +20,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from bottega.errors import BottegaError, DataLoss, LoraNotFound, StorageUnavailable
+from bottega.errors import BottegaError, LoraNotFound, StorageUnavailable
+from bottega.loras.loading import load
 from bottega.storage import faults
-from bottega.transport.files import new_file, reserve, seal
+from bottega.transport.files import new_file
 
 _log = logging.getLogger(__name__)
-
-_PIECE_BYTES = 4 << 20
 
 
 class Tier(StrEnum):
@@ -229,11 +227,9 @@ class Tiers:
     def _copy(self, digest: str, resident: _Resident) -> None:
         source = self._open(digest)
         try:
-            with faults.translated():
-                reserve(resident.descriptor, resident.size_bytes)
-                # Once since the start: a disk that has changed a bit is noticed here, and by every worker.
-                _copied(source, resident, None if digest in self._trusted else digest)
-                seal(resident.descriptor)
+            # Once since the start: a disk that has changed a bit is noticed here, and by every worker.
+            check = None if digest in self._trusted else digest
+            load(source, resident.descriptor, resident.size_bytes, digest=check)
         finally:
             os.close(source)
         self._trusted.add(digest)
@@ -286,20 +282,3 @@ class Tiers:
         if not self._lent[digest]:
             del self._lent[digest]
             self._idle.notify_all()
-
-
-def _copied(source: int, resident: _Resident, digest: str | None) -> None:
-    """Copies a file into memory. digest: to be checked, where it is. Raises DataLoss, OSError."""
-    hashed = hashlib.sha256()
-    buffer = bytearray(min(_PIECE_BYTES, resident.size_bytes))
-    done = 0
-    while got := os.readv(source, [buffer]):
-        piece = memoryview(buffer)[:got]
-        done += got
-        if done > resident.size_bytes:
-            break
-        if digest is not None:
-            hashed.update(piece)
-        os.pwrite(resident.descriptor, piece, done - got)
-    if done != resident.size_bytes or (digest is not None and hashed.hexdigest() != digest):
-        raise DataLoss("the LoRA's file is damaged; its operator has to bring it again")
