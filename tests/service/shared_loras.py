@@ -39,6 +39,7 @@ PATIENCE_S = 30.0
 # Rank and width: of some 144 KiB and some 64 MiB.
 SMALL, LARGE = (16, 512), (512, 8192)
 _STATUS = re.compile(r"^(RssAnon|RssShmem):\s+(\d+) kB$", re.MULTILINE)
+_STARTED = "started\n"
 _MAPPED = re.compile(r" (\d+) +/memfd:lora")
 
 
@@ -103,11 +104,13 @@ def shelf(folder: Path, *, unix: bool = True, bytes_per_s: int = 0, budget_bytes
 
 
 class Taker:
-    """A worker's LoRAs in a process of their own."""
+    """A worker's LoRAs in a process of their own, which has been started: an offer waits for nobody's imports."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.service.shared_loras"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout
+        assert self.process.stdout.readline() == _STARTED
 
     def fetch(self, digest: str, offer: Offer | None = None) -> dict[str, Any]:
         """What it has, and what fetching it took. offer: where it has no link yet."""
@@ -175,6 +178,7 @@ def _serve() -> None:
         counters=Counters(),
     )
     handles: dict[str, LoraHandle] = {}
+    print(_STARTED, end="", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         digest = order["digest"]

@@ -167,7 +167,10 @@ def _say_whole_and_hear(link: Link, file: SealedFile | None) -> None:
 
 def _settled(scripted: _Scripted, handle: LoraHandle) -> None:
     """Raises why it will never be here."""
-    _until(lambda: scripted.source.settle([handle], 0.05) or handle.ready)
+    until_s = time.monotonic() + PATIENCE_S
+    while not handle.ready:
+        assert time.monotonic() < until_s
+        scripted.source.settle([handle], 0.05)
 
 
 def test_a_whole_lora_of_another_digest_is_data_loss_and_the_link_lives(scripted: _Scripted) -> None:
