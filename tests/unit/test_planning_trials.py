@@ -42,7 +42,7 @@ def large(rows: int) -> float:
 
 def larger(rows: int) -> float:
     """Worse than that: what does not fit into a cache, or is moved to and fro."""
-    return 0.05 * rows**1.3
+    return 0.05 * float(rows**1.3)
 
 
 def measured(cost: Cost) -> StepTimes:
