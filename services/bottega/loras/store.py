@@ -232,7 +232,8 @@ class LoraStore:
 
     async def _measure(self) -> None:
         while True:
-            # What lies in memory without a name is no process's resident memory.
+            # What lies in memory without a name is no resident memory of this process; a worker that shares some of it
+            # has that in its own figure, too.
             self._memory_bytes = resident_bytes([os.getpid()]) + self._tiers.used_bytes
             await asyncio.sleep(_MEMORY_INTERVAL_S)
 
