@@ -24,7 +24,7 @@ from bottega.client import ControlNet, Picture
 from bottega.diffusion.bench_model import BenchShape, write_bench_model
 from load.bench.addon_reference import CONTROL_SCALE, GUIDANCE_SCALE, PROMPT, AddonReference, Answer, Ask
 from load.bench.lora_files import TRANSFORMERS, LoraFiles, random_lora
-from load.bench.lora_suite import COLD_STORE, COLD_WORKER, Cast, LoraSuite, processor_s, suite
+from load.bench.lora_suite import LoraSuite, cold_cast, processor_s, suite
 from load.bench.report import report
 
 # SDXL's levels and depths, and so its number of layers, in a width at which Diffusers' loading has production's share.
@@ -104,7 +104,9 @@ def measure(props: Props, folder: Path, options: argparse.Namespace) -> tuple[di
     rows = {_name(nets, loras): Row() for nets, loras in ROWS}
     cold = Row()
     steps = options.steps
-    with AddonReference(props.model, THREADS) as reference, suite(_cast(props, folder)) as running:
+    controlnets = {_net(number): str(net) for number, net in enumerate(props.nets)}
+    cast = cold_cast(folder, props.model, base=BASE, threads=THREADS, controlnets=controlnets)
+    with AddonReference(props.model, THREADS) as reference, suite(cast) as running:
         for number, lora in enumerate(props.loras):
             running.client.add_lora(_lora(number), lora.theirs)
         fuse = _fusing_is_faster(reference, props, steps)
@@ -210,18 +212,6 @@ def _ask(props: Props, play: Play, *, fuse: bool = True, cold: bool = False) -> 
         loras=[str(props.loras[number].theirs) for number in play.loras],
         fuse=fuse,
         cold=cold,
-    )
-
-
-def _cast(props: Props, folder: Path) -> Cast:
-    return Cast(
-        folder=folder,
-        model=str(props.model),
-        base=BASE,
-        engine={"threads": THREADS, **COLD_WORKER},
-        store=COLD_STORE,
-        controlnets={_net(number): str(net) for number, net in enumerate(props.nets)},
-        server_threads=THREADS,
     )
 
 

@@ -21,7 +21,7 @@ from bottega.diffusion.bench_model import DEFAULT, write_bench_model
 from load.bench.addon_reference import GUIDANCE_SCALE, PROMPT, AddonReference, Ask
 from load.bench.bal_quality import Quality, compare
 from load.bench.lora_files import LoraFiles, random_lora
-from load.bench.lora_suite import COLD_STORE, COLD_WORKER, Cast, LoraSuite, suite
+from load.bench.lora_suite import Cast, LoraSuite, cold_cast, suite
 from load.bench.report import report
 from load.bench.throttle import Throttle, free_port
 
@@ -131,14 +131,7 @@ def _cast(folder: Path, throttle: Throttle) -> Cast:
         "listen": f"127.0.0.1:{throttle.target}",
         "advertised": f"127.0.0.1:{throttle.port}",
     }
-    return Cast(
-        folder=folder / "suite",
-        model=str(folder / "model"),
-        base=BASE,
-        engine={"threads": THREADS, **COLD_WORKER},
-        store={"links": links, **COLD_STORE},
-        controlnets={},
-    )
+    return cold_cast(folder / "suite", folder / "model", base=BASE, threads=THREADS, links=links)
 
 
 def _report(timed: dict[str, Timed], bound: int, quality: dict[str, Quality], steps: int) -> None:

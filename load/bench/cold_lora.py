@@ -18,7 +18,7 @@ from statistics import median
 from bottega.diffusion.bench_model import BenchShape, write_bench_model
 from load.bench.addon_reference import GUIDANCE_SCALE, PROMPT, AddonReference, Ask
 from load.bench.lora_files import LoraFiles, random_lora
-from load.bench.lora_suite import COLD_STORE, COLD_WORKER, JOIN_S, Cast, LoraSuite, suite
+from load.bench.lora_suite import JOIN_S, Cast, LoraSuite, cold_cast, suite
 from load.bench.report import report
 from tests.running import wait_until
 
@@ -93,15 +93,7 @@ def _stock(model: Path, lora: LoraFiles, number: int, steps: int) -> float:
 
 
 def _cast(folder: Path, name: str, *, worker: bool) -> Cast:
-    return Cast(
-        folder=folder / name,
-        model=str(folder / "model"),
-        base=BASE,
-        engine={"threads": THREADS, **COLD_WORKER},
-        store=COLD_STORE,
-        controlnets={},
-        worker=worker,
-    )
+    return cold_cast(folder / name, folder / "model", base=BASE, threads=THREADS, worker=worker)
 
 
 def _name(number: int) -> str:

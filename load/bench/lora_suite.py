@@ -20,9 +20,6 @@ from tests.running import Service, Services, gateway_config, wait_until, worker_
 
 JOIN_S = 60.0
 _SERVER = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
-# Nothing stays where nobody waits for it: the LoRAs of every request come from the store's disk.
-COLD_WORKER: Mapping[str, object] = {"lora_budget_bytes": 1}
-COLD_STORE: Mapping[str, object] = {"budget_bytes": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +38,32 @@ class Cast:
     controlnets: Mapping[str, str]
     server_threads: int = 1
     worker: bool = True
+
+
+def cold_cast(
+    folder: Path,
+    model: Path,
+    *,
+    base: str,
+    threads: int,
+    links: Mapping[str, object] | None = None,
+    controlnets: Mapping[str, str] | None = None,
+    worker: bool = True,
+) -> Cast:
+    """Nothing stays where nobody waits for it: the LoRAs of every request come from the store's disk.
+
+    threads: of engines. links: the store's settings of them.
+    """
+    return Cast(
+        folder=folder,
+        model=str(model),
+        base=base,
+        engine={"threads": threads, "lora_budget_bytes": 1},
+        store={"links": links or {}, "budget_bytes": 1},
+        controlnets=controlnets or {},
+        server_threads=threads,
+        worker=worker,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,8 +109,10 @@ async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path
     for said in ("in pastel", "kohya", "not measured; a fifth of the steps", house.ink.base):
         assert said in shown
     assert re.search(r"in the store's memory +no\b", shown)
-    await house.store.stub.PinLora(pb.PinLoraRequest(name="ink", pinned=True), timeout=PATIENCE_S)
+    assert re.fullmatch(r"ink is pinned: [1-9]\.\d KiB of .*\n", (await _run(house, "pin", "ink")).stdout)
     assert re.search(r"in the store's memory +(soon|yes), and stays there", (await _run(house, "show", "ink")).stdout)
+    assert (await _run(house, "unpin", "ink")).stdout == "ink is pinned no more\n"
+    assert "stays there" not in (await _run(house, "show", "ink")).stdout
     assert (await _run(house, "remove", "pastel")).stdout == "pastel is removed\n"
     gone = await _run(house, "show", "pastel")
     assert (gone.exit_code, gone.stderr.splitlines()[0]) == (1, "error: no such LoRA: pastel")

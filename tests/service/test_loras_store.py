@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -259,6 +260,48 @@ async def test_without_the_name_that_was_pinned_the_others_weights_give_way(tmp_
         assert not (await store.stub.PrefetchLoras(asked, timeout=PATIENCE_S)).accepted
         await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S)
         assert (await store.stub.PrefetchLoras(asked, timeout=PATIENCE_S)).accepted == [other.digest]
+
+
+async def test_what_does_not_fit_beside_others_that_are_pinned_is_not_pinned(tmp_path: Path) -> None:
+    async with running(tmp_path / "store", config(budget_bytes=3000)) as store:
+        for seed, name in enumerate("ab"):
+            await store.upload(name, lora_file(tmp_path, seed=seed))
+        await store.upload("same", lora_file(tmp_path))
+        for name in ("a", "a", "same"):  # one file: it is there once
+            await store.stub.PinLora(pb.PinLoraRequest(name=name, pinned=True), timeout=PATIENCE_S)
+        error = await refused(store.stub.PinLora(pb.PinLoraRequest(name="b", pinned=True), timeout=PATIENCE_S))
+        assert (type(error), error.metadata) == (TooLarge, {"limit": "budget_bytes"})
+        assert not (await store.store.get("b")).pinned
+        for name in ("a", "same"):
+            await store.stub.PinLora(pb.PinLoraRequest(name=name, pinned=False), timeout=PATIENCE_S)
+        await store.stub.PinLora(pb.PinLoraRequest(name="b", pinned=True), timeout=PATIENCE_S)
+
+
+async def test_a_store_whose_budget_is_too_small_now_for_what_is_pinned_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path / "store") as store:
+        await store.upload("a", lora_file(tmp_path))
+        await store.stub.PinLora(pb.PinLoraRequest(name="a", pinned=True), timeout=PATIENCE_S)
+    assert "do not fit" not in caplog.text
+    async with running(tmp_path / "store", config(budget_bytes=1)):
+        assert "pinned LoRAs do not fit into memory" in caplog.text
+
+
+async def test_an_upload_that_trickles_is_ended_in_the_time_that_it_has_and_leaves_nothing(tmp_path: Path) -> None:
+    data = lora_file(tmp_path).read_bytes()
+
+    async def trickling() -> AsyncIterator[pb.UploadLoraRequest]:
+        for request in upload_requests("a", data, chunk_bytes=10):
+            yield request
+            await asyncio.sleep(0.02)
+
+    async with running(tmp_path / "store", config(imports=ImportConfig(upload_s=0.3))) as store:
+        error = await refused(store.stub.UploadLora(trickling(), timeout=PATIENCE_S))
+        assert isinstance(error, InvalidRequest)
+        assert "imports.upload_s" in error.message
+        assert not [path for path in (tmp_path / "store" / "files").rglob("*") if path.is_file()]
+        assert (await store.upload("a", lora_file(tmp_path))).modules == 1
 
 
 async def test_a_digest_that_is_not_there_is_refused_and_the_link_lives(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from bottega.errors import NoSharedMemory
 from bottega.transport import Backend, DType, Layout, Limits, TensorSpec
-from bottega.transport.memory import address, copy
+from bottega.transport.copying import copy
+from bottega.transport.memory import address
 from tests.full_disk import files_at_most
 from tests.service.transport_backends import LAYOUT, content, linked, listening, opened, patience, read, write
 
@@ -70,12 +73,25 @@ def test_slots_begin_at_pages(tmp_path: Path) -> None:
                     assert (address(incoming.view(index)) - offset) % mmap.PAGESIZE == 0
 
 
-@pytest.mark.parametrize("size_bytes", [0, 1, 1000, 64 << 10, (64 << 10) + 1, 1 << 20])
+@pytest.mark.parametrize(
+    "size_bytes", [0, 1, 1000, 64 << 10, (64 << 10) + 1, 1 << 20, 4 << 20, (4 << 20) + 1, 9_999_999]
+)
 def test_copies_are_exact_and_stay_in_their_bounds(size_bytes: int) -> None:
-    source = content(LARGE, 1)[0][:size_bytes]
+    source = random.Random(size_bytes).randbytes(size_bytes)
     target = bytearray(size_bytes + 8)
     copy(memoryview(target), memoryview(source))
     assert target == source + bytes(8)
     if size_bytes:
         with pytest.raises(ValueError, match=r".+"):
             copy(memoryview(bytearray(size_bytes - 1)), memoryview(source))
+
+
+def test_large_copies_of_many_threads_do_not_mix() -> None:
+    sources = [random.Random(seed).randbytes(5 << 20) for seed in range(4)]
+    targets = [bytearray(len(source)) for source in sources]
+    for _ in range(10):
+        with ThreadPoolExecutor(len(sources)) as threads:
+            list(threads.map(copy, map(memoryview, targets), map(memoryview, sources)))
+        assert targets == sources
+        for target in targets:
+            target[:] = bytes(len(target))

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from bottega.errors import DeadlineExceeded, LinkError, PeerDead
+from bottega.transport.copying import copy
 from bottega.transport.deadline import Deadline
 from bottega.transport.files import SealedFile, received_file
 from bottega.transport.frames import Frame, bye
 from bottega.transport.layout import Layout
-from bottega.transport.memory import copy
 from bottega.transport.slots import PrivateSlots, Slot
 
 # Of notices that nobody has read. Credit bounds messages, and nothing else bounds registrations.

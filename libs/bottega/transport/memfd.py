@@ -13,12 +13,13 @@ import socket
 from collections.abc import Sequence
 
 from bottega.errors import BadFrame, LinkError, NoSharedMemory
+from bottega.transport.copying import copy
 from bottega.transport.deadline import Deadline
 from bottega.transport.files import SealedFile, received_file
 from bottega.transport.frames import Frame, Kind
 from bottega.transport.layout import Layout
 from bottega.transport.limits import Limits
-from bottega.transport.memory import copy, received_slot, shared_slot
+from bottega.transport.memory import received_slot, shared_slot
 from bottega.transport.slots import Slot
 from bottega.transport.streams import FrameStream, gone
 

@@ -1,4 +1,4 @@
-"""Memory that messages lie in: slots of this process, sealed slots that two processes share, and copies between them.
+"""Memory that messages lie in: slots of this process, and sealed slots that two processes share.
 
 A mapping is never closed, only dropped: closing it under a tensor that still looks into it would end the process. The
 system unmaps it when nobody refers to it any more. It knows no link.
@@ -28,8 +28,6 @@ _MADV_POPULATE_READ = 22
 _MAP_FIXED = 0x10
 # Reserved places over which nothing could be mapped. The system may have given them to others since: never unmapped.
 _LOST: list[mmap.mmap] = []
-# Below this, a plain assignment is quicker than leaving and taking the interpreter's lock.
-_SMALL_COPY_BYTES = 64 << 10
 
 
 def private_slot(size_bytes: int) -> mmap.mmap:
@@ -85,17 +83,6 @@ def read_only(descriptor: int, size_bytes: int) -> mmap.mmap:
         _LOST.append(place)
         raise NoSharedMemory(f"{size_bytes} shared bytes cannot be mapped ({cause})", metadata={"cause": cause})
     return place
-
-
-def copy(target: memoryview, source: memoryview) -> None:
-    """Copies all of `source` to the front of `target`; both are flat bytes. Large copies let other threads run."""
-    size = len(source)
-    if size <= _SMALL_COPY_BYTES:
-        target[:size] = source
-    elif size <= len(target):
-        ctypes.memmove(address(target), address(source), size)
-    else:
-        raise ValueError(f"{size} bytes do not fit into {len(target)}")
 
 
 def address(buffer: object) -> int:

@@ -97,9 +97,13 @@ class Catalogue:
         """Raises LoraNotFound, also where the name has another digest now."""
         return await self._run(lambda connection: _set_bounds(connection, name, digest, bounds))
 
-    async def digests(self) -> dict[str, bool]:
-        """All digests; and whether one of their names is pinned."""
+    async def digests(self) -> set[str]:
+        """All of them."""
         return await self._run(_digests)
+
+    async def pinned(self) -> dict[str, int]:
+        """Bytes of every digest of which a name is pinned."""
+        return await self._run(_pinned)
 
     async def known(self, digests: Collection[str]) -> set[str]:
         """Those of these digests that somebody has; a few hundred may be asked for."""
@@ -229,11 +233,13 @@ def _change(connection: sqlite3.Connection, record: LoraRecord) -> LoraRecord:
     return record
 
 
-def _digests(connection: sqlite3.Connection) -> dict[str, bool]:
-    return {
-        digest: bool(pinned)
-        for digest, pinned in connection.execute("SELECT digest, max(pinned) FROM loras GROUP BY digest")
-    }
+def _digests(connection: sqlite3.Connection) -> set[str]:
+    return {digest for (digest,) in connection.execute("SELECT DISTINCT digest FROM loras")}
+
+
+def _pinned(connection: sqlite3.Connection) -> dict[str, int]:
+    rows = connection.execute("SELECT digest, size_bytes FROM loras WHERE pinned")
+    return {str(digest): int(size_bytes) for digest, size_bytes in rows}
 
 
 def _known(connection: sqlite3.Connection, digests: tuple[str, ...]) -> set[str]:

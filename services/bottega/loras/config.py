@@ -39,13 +39,15 @@ class ImportConfig:
     """How strangers' files are taken in.
 
     root: below it are the files and folders that callers may register; empty is none. max_bytes: of one file, or of a
-    folder's files. at_once: imports that run. deadline_s, cpu_s: of one import, whose memory its file's size bounds.
+    folder's files. upload_s: in which an upload's bytes have to come. at_once: imports that run. deadline_s, cpu_s: of
+    one import, whose memory its file's size bounds.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     root: str = ""
     max_bytes: AtLeastOne = 4 << 30
+    upload_s: Seconds = 600.0
     at_once: AtLeastOne = 2
     deadline_s: Seconds = 300.0
     cpu_s: AtLeastOne = 120

@@ -34,6 +34,7 @@ _MAX_PATH_CHARACTERS = 4096
 _SHA256_CHARACTERS = 64
 # Uploads that may be under way, each with a file of its own on the disk.
 _MOST_UPLOADS = 16
+# Between two messages of an upload; a caller that is there sends one in no time.
 _CHUNK_S = 60.0
 # What of a folder may be read.
 _READ = ("*.safetensors", "adapter_config.json")
@@ -60,7 +61,8 @@ class Upload:
 
 
 class Intake:
-    """bases: by name, the folders of base models. root: below it are the paths that may be registered."""
+    """bases: by name, the folders of base models. root: below it are the paths that may be registered. upload_s: in
+    which an upload's bytes have to come."""
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class Intake:
         bases: Mapping[str, Path],
         root: Path | None,
         max_bytes: int,
+        upload_s: float,
         files: LoraFiles,
         catalogue: Catalogue,
         importer: Importer,
@@ -76,6 +79,7 @@ class Intake:
         self._bases = bases
         self._root = root.resolve() if root is not None else None
         self._max_bytes = max_bytes
+        self._upload_s = upload_s
         self._files = files
         self._catalogue = catalogue
         self._importer = importer
@@ -93,7 +97,7 @@ class Intake:
         try:
             with self._counted():
                 async with self._spool() as spool:
-                    await _received(spool, upload, chunks)
+                    await self._receive(spool, upload, chunks)
                     return await self._import(upload.brought, spool, upload.size_bytes, upload.adapter_config)
         finally:
             self._uploads -= 1
@@ -115,6 +119,15 @@ class Intake:
             source = await asyncio.to_thread(path.resolve)
             size_bytes = await asyncio.to_thread(self._measured, source)
             return await self._import(brought, source, size_bytes, b"")
+
+    async def _receive(self, spool: Path, upload: Upload, chunks: AsyncIterator[bytes]) -> None:
+        """Writes an upload's bytes in time. Raises as `_received` does."""
+        try:
+            async with asyncio.timeout(self._upload_s):
+                await _received(spool, upload, chunks)
+        except TimeoutError:
+            late = f"fewer than the {upload.size_bytes} bytes that were announced in {self._upload_s:g} s"
+            raise _mismatch(f"{late}: use a faster network, or raise imports.upload_s at the store") from None
 
     async def _import(self, brought: Brought, source: Path, size_bytes: int, adapter_config: bytes) -> LoraRecord:
         async with self._spool() as output:

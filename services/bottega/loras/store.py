@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from bottega import rules
-from bottega.errors import BottegaError, ConfigError, Draining, LoraInUse, LoraNotFound
+from bottega.errors import BottegaError, ConfigError, Draining, LoraInUse, LoraNotFound, TooLarge
 from bottega.loras.catalogue import Catalogue
 from bottega.loras.config import LoraConfig, OwnLora
 from bottega.loras.files import LoraFiles
@@ -63,6 +63,7 @@ class LoraStore:
             bases=self.bases,
             root=Path(imports.root) if imports.root else None,
             max_bytes=imports.max_bytes,
+            upload_s=imports.upload_s,
             files=self._files,
             catalogue=self._catalogue,
             importer=Importer(at_once=imports.at_once, deadline_s=imports.deadline_s, cpu_s=imports.cpu_s),
@@ -142,9 +143,12 @@ class LoraStore:
         return [digest for digest in wanted if self._tiers.prefetch(digest)]
 
     async def pin(self, name: str, pinned: bool) -> LoraRecord:
-        """Keeps it in memory, or no longer. Raises LoraNotFound."""
-        record = await self._catalogue.pin(name, pinned)
-        await self._pin()
+        """Keeps it in memory, or no longer. Raises LoraNotFound, TooLarge where it would not fit beside others."""
+        async with self.intake.keeping:  # of two at once, the second one sees the first
+            if pinned:
+                await self._check_room(await self._catalogue.get(name))
+            record = await self._catalogue.pin(name, pinned)
+            await self._pin()
         return record
 
     async def set_bounds(self, name: str, digest: str, bounds: tuple[tuple[int, int], ...]) -> LoraRecord:
@@ -208,10 +212,23 @@ class LoraStore:
             return False
 
     async def _pin(self) -> None:
-        pinned = [digest for digest, is_pinned in (await self._catalogue.digests()).items() if is_pinned]
+        pinned = await self._catalogue.pinned()
         self._tiers.pin(pinned)
-        for digest in pinned:
-            self._tiers.prefetch(digest)
+        accepted = [digest for digest in pinned if self._tiers.prefetch(digest)]
+        if sum(pinned.values()) > self._config.budget_bytes:  # it was larger when they were pinned
+            facts = {"pinned_bytes": sum(pinned.values()), "budget_bytes": self._config.budget_bytes}
+            facts |= {"pinned": len(pinned), "in_memory": len(accepted)}
+            _log.warning("pinned LoRAs do not fit into memory: unpin some, or raise budget_bytes", extra=facts)
+
+    async def _check_room(self, record: LoraRecord) -> None:
+        pinned_bytes = (await self._catalogue.pinned()) | {record.digest: record.size_bytes}
+        beside_bytes = sum(pinned_bytes.values()) - record.size_bytes
+        if beside_bytes + record.size_bytes > self._config.budget_bytes:
+            raise TooLarge(
+                f"{record.name} has {record.size_bytes} bytes, and {beside_bytes} of others are pinned; memory holds "
+                f"budget_bytes, {self._config.budget_bytes}: unpin others, or raise it",
+                metadata={"limit": "budget_bytes"},
+            )
 
     def _join(self) -> FleetMembership:
         registration = fleet_pb2.Registration(

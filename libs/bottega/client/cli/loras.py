@@ -32,12 +32,13 @@ class _Loras(click.Group):
 
 @click.group("loras", cls=_Loras)
 def command() -> None:
-    """Look after LoRAs: list, show, add, remove, profile.
+    """Look after LoRAs: list, show, add, remove, pin, unpin, profile.
 
     \b
       bottega loras                                 those that the suite has, and for which base models
       bottega loras add outline outline.safetensors kohya's, Diffusers' or PEFT's; a folder of theirs as well
       bottega loras show outline                    all that is known of one
+      bottega loras pin outline                     keeps it in the store's memory
       bottega loras profile outline                 measures how late it may come into a picture
       bottega generate "a red star" --lora outline:0.8
     """
@@ -105,6 +106,26 @@ def remove(*, name: str, address: str) -> None:
     with connect(address) as client:
         client.remove_lora(name)
     say(f"{name} is removed")
+
+
+@command.command("pin")
+@click.argument("name")
+@address_option
+def pin(*, name: str, address: str) -> None:
+    """Keep the LoRA NAME in its store's memory, whatever else is used."""
+    with connect(address) as client:
+        lora = client.pin_lora(name)
+    say(f"{lora.name} is pinned: {_size(lora.size_bytes)} of its store's memory are its own")
+
+
+@command.command("unpin")
+@click.argument("name")
+@address_option
+def unpin(*, name: str, address: str) -> None:
+    """Let the LoRA NAME go from its store's memory when others need the room."""
+    with connect(address) as client:
+        client.pin_lora(name, pinned=False)
+    say(f"{name} is pinned no more")
 
 
 command.add_command(profile_command)
