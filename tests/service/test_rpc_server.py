@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -30,6 +30,7 @@ from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
 
 NAME = image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
+_REFUSED = fleet_pb2.JoinRequest(registration=fleet_pb2.Registration(name="refuse")).SerializeToString()
 
 
 class Scripted(image_pb2_grpc.ImageServiceServicer):
@@ -253,16 +254,71 @@ async def test_a_request_is_given_up_for_as_soon_as_it_is_answered_by_a_stream()
             watch.cancel()
 
 
-async def test_nothing_keeps_the_request_of_a_call_that_was_refused(served: Served) -> None:
-    gc.collect()
-    gc.disable()  # what waits for it is kept
+async def _refused_in_mid_stream(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError):
+        _ = [answer async for answer in _stub(channel).WatchJob(image_pb2.WatchJobRequest(job_id="refuse"))]
+
+
+async def _left_by_its_caller(channel: grpc.aio.Channel) -> None:
+    call = _stub(channel).WatchJob(image_pb2.WatchJobRequest(job_id="long"))
+    await call.read()
+    call.cancel()
+
+
+ENDS: dict[str, Callable[[grpc.aio.Channel], Awaitable[object]]] = {
+    "well": lambda channel: _stub(channel).GetJob(image_pb2.GetJobRequest()),
+    "refused": lambda channel: _failure(channel, "refuse"),
+    "too late": lambda channel: _failure(channel, "hang"),
+    "no message": lambda channel: _failure_of_bytes(channel, f"/{NAME}/GetJob", b"\xff\xff\xff"),
+    "no message for a stream": lambda channel: _failure_of_bytes(channel, f"/{NAME}/WatchJob", b"\xff\xff\xff"),
+    "refused in mid-stream": _refused_in_mid_stream,
+    "left by its caller": _left_by_its_caller,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_of_a_call_that_has_ended_nothing_waits_for_the_collector(served: Served, end: str) -> None:
+    with _collector_off():
+        await ENDS[end](served[2])
+        await _until_nothing_is_kept()
+
+
+@pytest.mark.parametrize("last", [b"\xff\xff\xff", _REFUSED], ids=["no message", "refused before all was read"])
+async def test_of_a_stream_of_requests_that_was_refused_nothing_waits_for_the_collector(last: bytes) -> None:
+    server, _ = await _fleet("127.0.0.1:0")
     try:
-        await _failure(served[2], "refuse")
-        # By type: isinstance asks objects of other libraries for their class, which some answer with a warning.
-        frames = [kept for kept in gc.get_objects() if type(kept) is FrameType]
-        assert not [frame for frame in frames if "request" in frame.f_locals]
+        async with open_channel(server.address) as channel:
+            join: Any = channel.stream_stream("/bottega.v1.FleetService/Join")
+            with _collector_off():
+                with pytest.raises(grpc.aio.AioRpcError):
+                    _ = [answer async for answer in join(iter([b"", last, b"", b""]))]
+                await _until_nothing_is_kept()
+    finally:
+        await server.stop()
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """What waits for it is kept."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
     finally:
         gc.enable()
+
+
+async def _until_nothing_is_kept() -> None:
+    """Of any call that was served; what it was asked is in its frames, and those are in its context's hands."""
+    async with asyncio.timeout(2):
+        await _until(lambda: not _kept())
+
+
+def _kept() -> list[object]:
+    # By type: isinstance asks objects of other libraries for their class, which some answer with a warning.
+    kept = gc.get_objects()
+    contexts = [one for one in kept if type(one).__name__ == "_ServicerContext"]
+    return [*contexts, *(one for one in kept if type(one) is FrameType and "request" in one.f_locals)]
 
 
 async def test_a_unary_call_without_a_deadline_gets_the_default(served: Served) -> None:
@@ -350,6 +406,8 @@ class ScriptedFleet(fleet_pb2_grpc.FleetServiceServicer):
     ) -> AsyncIterator[fleet_pb2.JoinResponse]:
         yield fleet_pb2.JoinResponse(backlog=3)
         async for request in requests:
+            if request.registration.name == "refuse":
+                raise errors.InvalidRequest("no such member")
             await self.reports.put(request)
 
 
