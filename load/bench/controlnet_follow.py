@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,7 @@ def show(answers: Sequence[tuple[Case, Drawn]], file: Path) -> None:
 def main() -> None:
     """Draws, reads and reports."""
     options = _options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     torch.set_num_threads(options.threads)
     transformers.logging.disable_progress_bar()
     diffusers_logging.disable_progress_bar()

@@ -7,6 +7,7 @@ Each side is a process of its own that takes turns with the others; medians. The
 from __future__ import annotations
 
 import argparse
+import signal
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--bench-steps", type=int, default=4, help="of the wide bench model's (default: 4)")
     parser.add_argument("--rank", type=int, default=16, help="of the LoRAs, in all attention layers (default: 16)")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     with tempfile.TemporaryDirectory(prefix="bottega-bench-") as made:
         folder = Path(made)
         write_bench_model(folder / "model", WIDE)

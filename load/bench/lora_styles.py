@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -127,6 +128,7 @@ def show(groups: Mapping[str, Sequence[Drawn]], file: Path) -> None:
 def main() -> None:
     """Draws, reads and reports."""
     options = _options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     torch.set_num_threads(options.threads)
     transformers.logging.disable_progress_bar()
     diffusers_logging.disable_progress_bar()

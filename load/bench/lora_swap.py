@@ -7,6 +7,7 @@ takes turns with the other; medians. Peak memory is what each rises by above the
 from __future__ import annotations
 
 import argparse
+import signal
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="swaps on each side (default: 7)")
     parser.add_argument("--rank", type=int, default=16, help="of the LoRA, in all attention layers (default: 16)")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     rows: list[tuple[str, str, str]] = []
     values: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="bottega-bench-") as made:

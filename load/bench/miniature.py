@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the engine")
     parser.add_argument("--sheet", type=Path, default=Path("out/miniature.png"), help="contact sheet to write")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
 
     each = max(options.prompts // 2, 1)
     scenes = held_out_scenes(each, things=1) + held_out_scenes(each, things=2)

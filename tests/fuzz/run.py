@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -41,6 +42,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--methods", nargs="*", choices=sorted(SERVICES), default=list(SERVICES))
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     with (
         tempfile.TemporaryDirectory(prefix="bottega-fuzz-") as folder,
         Services(Path(folder)) as services,

@@ -89,6 +89,23 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> 
     assert list((tmp_path / "config").iterdir()) == []
 
 
+def test_any_free_port_will_do_for_the_metrics_where_any_will_do_for_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The neighbour of a port that the system gave may well be somebody else's."""
+    asked, create = [], socket.create_server
+
+    def create_server(address: tuple[str, int]) -> socket.socket:
+        asked.append(address[1])
+        return create(address)
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    plan = plan_suite(SuiteWish(port=0), held(tmp_path))
+    assert asked == [0, 0]
+    server = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())["server"]
+    assert server["listen"] == plan.address != server["metrics_listen"]
+
+
 def test_only_one_instance_holds_a_state_folder(tmp_path: Path) -> None:
     state = StateFolder(tmp_path / "state")
     assert not state.is_held()

@@ -160,11 +160,16 @@ def _service(name: str, module: str, values: Mapping[str, object], config: Path)
 
 
 def _ports(port: int) -> tuple[int, int]:
-    """The gateway's port and the one of its metrics, both free now. Raises PortTaken."""
+    """The gateway's port and the one of its metrics: `port` and the one after it, or any two if it is 0.
+
+    Both are free now. Raises PortTaken.
+    """
     try:
-        with socket.create_server(("127.0.0.1", port)) as first:
-            port = first.getsockname()[1]
-            with socket.create_server(("127.0.0.1", port + 1)):
-                return port, port + 1
+        with (
+            socket.create_server(("127.0.0.1", port)) as first,
+            # Whoever takes any port may well be given the neighbour of one that somebody else has.
+            socket.create_server(("127.0.0.1", port and port + 1)) as second,
+        ):
+            return first.getsockname()[1], second.getsockname()[1]
     except OSError as error:
         raise PortTaken(f"port {port} or the one after it cannot be used: {error.strerror}") from None
