@@ -1,7 +1,8 @@
 """Processes at the other end of a link, for the tests of bottega.transport. It is no test.
 
 `python -m tests.service.link_peer` imports once and then forks a child for each line of its stdin, "ROLE WAY OFFER",
-and prints the child's process id. It has no threads, so that forking is safe.
+where the role "fetch:DIGEST" is of a LoRA store's worker, and prints the child's process id. It has no threads, so that
+forking is safe.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from bottega.lora import messages
 from bottega.transport import Backend, Deadline, Limits, Link, Offer, connect, offer_from_wire, offer_to_wire
 from bottega.v1.link_pb2 import LinkOffer
-from tests.service.transport_backends import LAYOUT, content, read, write
+from tests.service.transport_backends import LAYOUT, content, read, sealed_file, write
 
 LIMITS = Limits(slots=2, slot_bytes=1 << 20)
+FILE_BYTES = 200_000
 _LIFE_S = 120.0
 
 
@@ -70,6 +73,13 @@ def send_always(link: Link) -> None:
         write(link, LAYOUT, content(LAYOUT, seed % 100))
 
 
+def pass_files(link: Link) -> None:
+    """Sends messages with files, as long as they are taken."""
+    for seed in range(1_000_000):
+        with sealed_file(bytes([seed % 100]) * FILE_BYTES) as file:
+            link.send(LAYOUT, content(LAYOUT, seed % 100), _life(), file=file)
+
+
 def hold(link: Link) -> None:
     """Receives one message, says so, and keeps it."""
     incoming = link.recv(_life())
@@ -98,8 +108,16 @@ def scribble(link: Link) -> None:
     time.sleep(_LIFE_S)
 
 
+def fetch(link: Link, digest: str) -> None:
+    """Asks a LoRA store for the same LoRA again and again, and reads no answer."""
+    for number in range(8):
+        asked = messages.fetch_message(number, digest)
+        link.send(asked.layout, asked.buffers, _life())
+    time.sleep(_LIFE_S)
+
+
 _ROLES: dict[str, Callable[[Link], None]] = {
-    role.__name__: role for role in (send_half, send_always, hold, echo, idle, scribble)
+    role.__name__: role for role in (send_half, send_always, pass_files, hold, echo, idle, scribble)
 }
 
 
@@ -111,7 +129,11 @@ def _play(role: str, way: str, encoded: str) -> None:
     signal.alarm(int(_LIFE_S))
     offer = offer_from_wire(LinkOffer.FromString(base64.b64decode(encoded)))
     with connect(offer, _life(), limits=LIMITS, ways=(Backend(way),)) as link:
-        _ROLES[role](link)
+        name, _, digest = role.partition(":")
+        if digest:
+            fetch(link, digest)
+        else:
+            _ROLES[name](link)
 
 
 def main() -> None:

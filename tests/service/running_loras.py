@@ -99,7 +99,10 @@ def fetch(link: Link, digest: str, number: int = 1) -> bytes:
     """The canonical file of a digest, over a link. Raises what the store refuses it with."""
     asked = messages.fetch_message(number, digest)
     link.send(asked.layout, asked.buffers, Deadline.after(PATIENCE_S))
-    head, text, unet_bytes = _head(link, number)
+    began = _head(link, number)
+    if isinstance(began, bytes):
+        return began
+    head, text, unet_bytes = began
     # An empty section is a zero byte on the link: the file has none.
     data = head + (text if len(text) > 1 else b"")
     whole_bytes = len(data) + unet_bytes
@@ -113,7 +116,8 @@ def fetch(link: Link, digest: str, number: int = 1) -> bytes:
     return data
 
 
-def _head(link: Link, number: int) -> tuple[bytes, bytes, int]:
+def _head(link: Link, number: int) -> bytes | tuple[bytes, bytes, int]:
+    """The whole file where it came with its message; else its head, its first section and the second one's size."""
     with link.recv(Deadline.after(PATIENCE_S)) as incoming:
         incoming.wait_all(Deadline.after(PATIENCE_S))
         views = [incoming.view(index) for index in range(len(incoming.layout.specs))]
@@ -121,6 +125,9 @@ def _head(link: Link, number: int) -> tuple[bytes, bytes, int]:
             _, packed = messages.read_refusal(incoming.layout, views)
             raise from_job_error(json_format.Parse(packed, JobError()))
         assert messages.read_number(incoming.layout, views[0]) == number
+        if messages.kind_of(incoming.layout) is messages.Kind.WHOLE:
+            assert incoming.file is not None
+            return bytes(incoming.file)
         unet_bytes = messages.read_unet_bytes(views[messages.UNET_BYTES], max_bytes=canonical.MAX_FILE_BYTES)
         return bytes(views[messages.HEADER]), bytes(views[messages.TEXT]), unet_bytes
 

@@ -84,6 +84,8 @@ async def test_loras_travel_over_every_backend_between_processes(tmp_path: Path,
         with link:
             assert link.answer.backend == backend
             data = await asyncio.to_thread(fetch, link, lora.digest)
+            shared = link.counters.snapshot().received.file_bytes
+    assert shared == (lora.size_bytes if backend is Backend.MEMFD else 0)
     assert hashlib.sha256(data).hexdigest() == lora.digest
 
 

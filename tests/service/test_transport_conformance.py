@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,9 +37,12 @@ from tests.service.transport_backends import (
     content,
     linked,
     listening,
+    mapped_files,
+    open_descriptors,
     opened,
     patience,
     read,
+    sealed_file,
     soon,
     write,
 )
@@ -422,6 +426,89 @@ def test_a_monitor_can_end_a_link_whose_threads_wait(ends: tuple[Link, Link], en
     errors = [done() for done in waiting]
     assert [type(error) for error in errors[:2]] == [StaleEpoch, StaleEpoch]
     assert time.monotonic() - began < 2
+
+
+def test_within_a_host_a_message_carries_a_file_and_elsewhere_it_is_said_that_none_can(
+    ends: tuple[Link, Link], backend: Backend
+) -> None:
+    near, far = ends
+    assert near.passes_files == far.passes_files == backend.within_host
+    data = bytes(range(251)) * 1000
+    with sealed_file(data) as file:
+        if not near.passes_files:
+            with pytest.raises(ValueError, match="passes no files"):
+                near.send(LAYOUT, content(LAYOUT, 1), patience(), file=file)
+        for seed in range(4 * near.passes_files):  # more than there are slots
+            near.send(LAYOUT, content(LAYOUT, seed), patience(), file=file)
+            with far.recv(patience(), LAYOUT) as incoming:
+                incoming.wait_all(patience())
+                assert incoming.file is not None
+                assert bytes(incoming.file) == data
+                assert bytes(incoming.view(LAST)) == content(LAYOUT, seed)[LAST]
+    for seed in range(3):
+        near.send(LAYOUT, content(LAYOUT, seed), patience())
+        with far.recv(patience(), LAYOUT) as incoming:
+            assert incoming.file is None, "a file is of one message alone"
+            incoming.wait_all(patience())
+    carried = 4 * len(data) * near.passes_files
+    assert near.counters.snapshot().sent.file_bytes == far.counters.snapshot().received.file_bytes == carried
+    assert near.counters.snapshot().sent.size_bytes == (3 + 4 * near.passes_files) * LAYOUT.size_bytes
+
+
+def test_a_file_outlives_its_message_its_link_and_its_sender_and_keeps_no_descriptor(
+    backend: Backend, tmp_path: Path
+) -> None:
+    if not backend.within_host:
+        return
+    before = open_descriptors(), mapped_files()
+    files = []
+    with linked(backend, tmp_path, limits=LIMITS) as (near, far):
+        for seed in range(20):
+            with sealed_file(bytes([seed]) * 5000) as file:
+                near.send(LAYOUT, content(LAYOUT, seed), patience(), file=file)
+            with far.recv(patience()) as incoming:
+                files.append(incoming.file)
+                incoming.wait_all(patience())
+    del incoming, near, far
+    assert [bytes(file) for file in files if file is not None] == [bytes([seed]) * 5000 for seed in range(20)]
+    assert (open_descriptors(), mapped_files()) == (before[0], before[1] + 20)
+    del files
+    assert mapped_files() == before[1]
+
+
+def test_files_that_nobody_takes_are_let_go(backend: Backend, tmp_path: Path) -> None:
+    if not backend.within_host:
+        return
+    before = open_descriptors(), mapped_files()
+    with linked(backend, tmp_path, limits=LIMITS) as (near, far), sealed_file(b"x" * 5000) as file:
+        for seed in range(5):
+            near.send(LAYOUT, content(LAYOUT, seed), patience(), file=file)
+            incoming = far.recv(patience())
+            incoming.wait_all(patience())
+            incoming.release()
+            assert incoming.file is None
+        assert mapped_files() == before[1]
+        near.send(LAYOUT, content(LAYOUT, 1), patience(), file=file)  # nobody receives this one
+    del near, far, incoming
+    assert (open_descriptors(), mapped_files()) == before
+
+
+def test_a_file_counts_as_its_message_and_is_bounded_as_it_is(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    if not near.passes_files:
+        return
+    with sealed_file(bytes((1 << 20) + 1)) as large, sealed_file(b"x") as file:
+        with pytest.raises(TooLarge) as raised:
+            near.send(LAYOUT, content(LAYOUT, 1), patience(), file=large)
+        assert raised.value.metadata == {"limit": "slot_bytes"}
+        with pytest.raises(ValueError, match="empty"):
+            near.send(LAYOUT, content(LAYOUT, 1), patience(), file=replace(file, size_bytes=0))
+        for seed in range(2):
+            near.send(LAYOUT, content(LAYOUT, seed), patience(), file=file)
+        with pytest.raises(NoCredit):
+            near.send(LAYOUT, content(LAYOUT, 2), soon(), file=file)
+        read(far, LAYOUT)
+        near.send(LAYOUT, content(LAYOUT, 2), patience(), file=file)
 
 
 def test_memory_stays_valid_for_as_long_as_somebody_looks_at_it(backend: Backend, tmp_path: Path) -> None:

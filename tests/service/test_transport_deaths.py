@@ -13,8 +13,19 @@ import pytest
 
 from bottega.errors import DeadlineExceeded, LinkError, NoCredit, PeerDead
 from bottega.transport import Backend, Link, Listener
-from tests.service.link_peer import LIMITS, Peers, end, peers
-from tests.service.transport_backends import LAYOUT, content, listening, open_descriptors, patience, read, soon, write
+from tests.service.link_peer import FILE_BYTES, LIMITS, Peers, end, peers
+from tests.service.transport_backends import (
+    LAYOUT,
+    content,
+    listening,
+    mapped_files,
+    open_descriptors,
+    patience,
+    read,
+    sealed_file,
+    soon,
+    write,
+)
 
 WAYS = (Backend.MEMFD, Backend.TCP)
 AT_ONCE_S = 2.0
@@ -154,17 +165,37 @@ def _while_it_sends(link: Link, pid: int) -> None:
         read(link, LAYOUT)
 
 
+def _while_it_passes_files(link: Link, pid: int) -> None:
+    for number in range(1_000_000):
+        if number == 3:
+            end(pid)
+        with link.recv(patience()) as incoming:
+            incoming.wait_all(patience())
+            assert incoming.file is not None
+            assert len(incoming.file) == FILE_BYTES
+
+
+def _while_files_wait_for_it(link: Link, pid: int) -> None:
+    with sealed_file(bytes(FILE_BYTES)) as file:
+        for seed in range(LIMITS.slots):
+            link.send(LAYOUT, content(LAYOUT, seed), patience(), file=file)
+    end(pid)
+    link.recv(patience())
+
+
 ROLES = (("send_half", _in_mid_message), ("hold", _while_it_holds_a_message), ("send_always", _while_it_sends))
+FILE_ROLES = (("pass_files", _while_it_passes_files), ("idle", _while_files_wait_for_it))
 
 
 def _kill_many(others: Peers, listener: Listener, way: Backend, kills: int) -> tuple[float, int]:
     """Growth of resident memory in MiB and of descriptors over that many kills in mid-message, both directions."""
     before = (0.0, 0)
+    roles = ROLES + FILE_ROLES if way.within_host else ROLES
     warm_up, gone = 10, []
     for number in range(warm_up + kills):
         if number == warm_up:
             before = _use()
-        role, meet_death = ROLES[number % len(ROLES)]
+        role, meet_death = roles[number % len(roles)]
         link, pid = _met(others, listener, role, way)
         with link:
             with pytest.raises(LinkError):
@@ -173,6 +204,7 @@ def _kill_many(others: Peers, listener: Listener, way: Backend, kills: int) -> t
             gone.append(pid)
         _wait_until_gone(pid)
     after = _use()
+    assert mapped_files() == 0
     assert len(set(gone)) == warm_up + kills
     return after[0] - before[0], after[1] - before[1]
 

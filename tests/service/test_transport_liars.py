@@ -6,8 +6,11 @@ The other end is a bare socket that says what no link of ours would.
 from __future__ import annotations
 
 import array
+import ctypes
+import fcntl
 import os
 import random
+import resource
 import socket
 import struct
 import tempfile
@@ -18,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from bottega.errors import BadFrame, DeadlineExceeded, LinkError, PeerDead
+from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoSharedMemory, PeerDead
 from bottega.transport import Answer, Backend, Counters, Deadline, Layout, Limits, Link
 from bottega.transport.frames import HEADER_BYTES, Frame, Kind
 from bottega.transport.layout_codec import MAX_ENCODED_BYTES
@@ -26,12 +29,16 @@ from bottega.transport.link import Terms
 from bottega.transport.memfd import MemfdInlet, MemfdOutlet
 from bottega.transport.memory import shared_slot
 from bottega.transport.tcp import TcpInlet, TcpOutlet
-from tests.service.transport_backends import LAYOUT, content, open_descriptors, patience
+from tests.service.transport_backends import LAYOUT, content, mapped_files, open_descriptors, patience, sealed_file
 
 LIMITS = Limits(slots=2, slot_bytes=1 << 20, layouts=4)
 SPAN = LAYOUT.span(0, len(LAYOUT.specs))[1]
 COUNT = len(LAYOUT.specs)
 WAYS = (Backend.MEMFD, Backend.TCP)
+_SEALS = (fcntl.F_SEAL_SEAL, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_WRITE)
+_ALL_SEALS = sum(_SEALS)
+# <linux/falloc.h>: blocks behind a file's end.
+_KEEP_SIZE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +60,14 @@ class Liar:
 
     def share(self, descriptor: int, *, slot: int = 0, size: int) -> None:
         """Shares a file as a slot's memory."""
-        self.say(Frame(Kind.SEGMENT, slot=slot, size=size))
+        self._pass(Frame(Kind.SEGMENT, slot=slot, size=size), descriptor)
+
+    def attach(self, descriptor: int, *, slot: int = 0, size: int) -> None:
+        """Passes a file with the slot's next message."""
+        self._pass(Frame(Kind.FILE, slot=slot, size=size), descriptor)
+
+    def _pass(self, notice: Frame, descriptor: int) -> None:
+        self.say(notice)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
         self.sends.sendmsg([b"\0"], [rights])
 
@@ -312,8 +326,104 @@ def test_descriptors_that_nobody_asked_for_are_not_kept(liar: Liar) -> None:
     os.close(descriptor)
     with pytest.raises(DeadlineExceeded):
         liar.link.recv(Deadline.after(0.02))
-    assert open_descriptors() == before + 2  # the mappings here and there
+    assert open_descriptors() == before + 1  # the sender's mapping
     assert len(ours) == 1 << 16
+
+
+@pytest.mark.parametrize("missing", [_ALL_SEALS, *_SEALS], ids=str)
+@_memfd
+def test_a_file_that_could_be_changed_is_refused(liar: Liar, missing: int) -> None:
+    descriptor = os.memfd_create("half sealed", os.MFD_ALLOW_SEALING)
+    os.posix_fallocate(descriptor, 0, 5000)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _ALL_SEALS & ~missing)
+    liar.attach(descriptor, size=5000)
+    os.close(descriptor)
+    with pytest.raises(BadFrame, match="not sealed"):
+        liar.link.recv(patience())
+
+
+@_memfd
+def test_a_file_of_a_disk_is_refused(liar: Liar) -> None:
+    with tempfile.TemporaryFile(dir="/var/tmp") as file:
+        file.truncate(5000)
+        liar.attach(file.fileno(), size=5000)
+        with pytest.raises(BadFrame, match="shorten it"):
+            liar.link.recv(patience())
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["fewer blocks", "as many blocks, behind its end"])
+@_memfd
+def test_a_file_with_holes_is_refused(liar: Liar, behind: bool) -> None:
+    size = 1 << 20
+    descriptor = os.memfd_create("holes", os.MFD_ALLOW_SEALING)
+    os.pwrite(descriptor, b"x", 0)
+    os.truncate(descriptor, size)
+    if behind:
+        fallocate = ctypes.CDLL(None).fallocate
+        fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+        assert fallocate(descriptor, _KEEP_SIZE, size, size) == 0
+    assert (os.fstat(descriptor).st_blocks * 512 > size) == behind
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _ALL_SEALS)
+    liar.attach(descriptor, size=size)
+    os.close(descriptor)
+    with pytest.raises(BadFrame, match="holes"):
+        liar.link.recv(patience())
+
+
+@pytest.mark.parametrize(("slot", "size"), [(0, 4999), (0, 5001), (0, 0), (0, (1 << 20) + 1), (0, 2**63), (2, 5000)])
+@_memfd
+def test_a_file_of_another_size_or_place_is_refused_and_not_kept(liar: Liar, slot: int, size: int) -> None:
+    before = mapped_files()
+    with sealed_file(bytes(5000)) as file:
+        liar.attach(file.descriptor, slot=slot, size=size)
+        with pytest.raises(BadFrame):
+            liar.link.recv(patience())
+    assert mapped_files() == before
+
+
+@_memfd
+def test_files_that_no_message_follows_are_no_more_than_slots(liar: Liar) -> None:
+    before = open_descriptors(), mapped_files()
+    with sealed_file(bytes(5000)) as file:
+        for _ in range(20):
+            for slot in range(LIMITS.slots):
+                liar.attach(file.descriptor, slot=slot, size=5000)
+        with pytest.raises(DeadlineExceeded):
+            liar.link.recv(Deadline.after(0.1))
+    assert (open_descriptors(), mapped_files()) == (before[0], before[1] + LIMITS.slots)
+    liar.link.close()
+    assert mapped_files() == before[1]
+
+
+@_memfd
+def test_a_process_without_a_descriptor_left_says_so_and_ends_that_link(liar: Liar) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_descriptors()
+    with sealed_file(bytes(5000)) as file:
+        liar.attach(file.descriptor, size=5000)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(NoSharedMemory, match="descriptor left"):
+                liar.link.recv(patience())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert open_descriptors() <= before
+    assert mapped_files() == 0
+
+
+@_memfd
+def test_a_file_that_is_only_announced_is_refused(liar: Liar) -> None:
+    liar.say(Frame(Kind.FILE, size=5000))
+    liar.sends.sendall(b"\0")
+    with pytest.raises(BadFrame, match="sent none"):
+        liar.link.recv(patience())
+
+
+@_tcp
+def test_a_file_over_a_network_ends_the_link(liar: Liar) -> None:
+    liar.say(Frame(Kind.FILE, size=5000))
+    with pytest.raises(BadFrame):
+        liar.link.recv(patience())
 
 
 def _share_honestly(liar: Liar) -> None:

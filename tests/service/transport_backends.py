@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from bottega.transport import (
     Limits,
     Link,
     Listener,
+    SealedFile,
     TensorSpec,
     connect,
 )
+from bottega.transport.files import new_file, reserve, seal
 
 BACKENDS = tuple(Backend)
 PATIENCE_S = 10.0
@@ -90,6 +93,28 @@ def content(layout: Layout, seed: int) -> list[bytes]:
         start = (seed * 31 + number * 7) % len(period)
         parts.append((period * (spec.size_bytes // len(period) + 2))[start : start + spec.size_bytes])
     return parts
+
+
+FILE_NAME = "bottega-test"
+
+
+@contextlib.contextmanager
+def sealed_file(data: bytes) -> Iterator[SealedFile]:
+    """A file that a message may carry."""
+    descriptor = new_file(FILE_NAME)
+    try:
+        reserve(descriptor, len(data))
+        os.pwrite(descriptor, data, 0)
+        seal(descriptor)
+        yield SealedFile(descriptor=descriptor, size_bytes=len(data))
+    finally:
+        os.close(descriptor)
+
+
+def mapped_files() -> int:
+    """How many of those files this process has mapped, those that nobody refers to any more left out."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count(f"memfd:{FILE_NAME}")
 
 
 def write(link: Link, layout: Layout, parts: list[bytes]) -> None:

@@ -53,6 +53,12 @@ def shared(rows: int) -> float:
     return 0.1 + 0.005 * rows
 
 
+def outdated(seconds: Callable[[int], float]) -> StepTimes:
+    """The same, all of it long ago: wider turns are tried."""
+    here = times(seconds)
+    return StepTimes.from_entries(here.entries(), outdated={(shape, rows) for shape, rows, _ in here.entries()})
+
+
 def batcher(seconds: Callable[[int], float] = shared, *, max_rows: int = 16, max_wait_turns: int = 8) -> Batcher[Asked]:
     return Batcher(times(seconds), max_rows=max_rows, max_wait_turns=max_wait_turns)
 
@@ -193,6 +199,30 @@ def test_nobody_is_passed_over_longer_than_the_bound(
     """Even if each of them needed a group of its own."""
     chosen = batcher(cost, max_wait_turns=max_wait_turns)
     assert longest_wait(chosen, plan, at_once=max_wait_turns + 1) <= max_wait_turns
+
+
+@settings(max_examples=150, deadline=None)
+@given(plan=arrivals, cost=costs, max_wait_turns=st.integers(1, 8))
+def test_nobody_is_passed_over_longer_where_wider_turns_are_tried(
+    plan: Plan, cost: Callable[[int], float], max_wait_turns: int
+) -> None:
+    chosen: Batcher[Asked] = Batcher(outdated(cost), max_rows=16, max_wait_turns=max_wait_turns)
+    assert longest_wait(chosen, plan, at_once=max_wait_turns + 1) <= max_wait_turns
+
+
+def test_a_turn_on_trial_is_twice_as_wide_as_pays_off_and_the_next_one_is_not() -> None:
+    chosen: Batcher[Asked] = Batcher(outdated(proportional), max_rows=16, max_wait_turns=8)
+    for _ in range(5):
+        chosen.add(Asked(30))
+    assert [len(chosen.next_group()) for _ in range(4)] == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("max_rows", [3, 16])
+def test_what_cannot_share_a_turn_is_not_tried(max_rows: int) -> None:
+    chosen: Batcher[Asked] = Batcher(outdated(proportional), max_rows=max_rows, max_wait_turns=8)
+    for number in range(3):
+        chosen.add(Asked(30, key=key(number if max_rows == 16 else 0)))
+    assert [len(chosen.next_group()) for _ in range(20)] == [1] * 20
 
 
 @settings(max_examples=150, deadline=None)

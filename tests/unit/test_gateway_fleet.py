@@ -237,6 +237,17 @@ def test_nonsense_step_times_are_ignored() -> None:
     assert list(member.times.entries()) == [((4, 4), 8, 0.5)]
 
 
+def test_a_worker_says_which_step_times_it_would_try_again() -> None:
+    fleet, _ = _fleet()
+    member = fleet.join(_worker())
+    times = [
+        fleet_pb2.StepTime(latent_height=4, latent_width=4, rows=rows, seconds=rows, outdated=rows == 4)
+        for rows in (1, 2, 4)
+    ]
+    fleet.report(member, fleet_pb2.Load(step_times=times))
+    assert [member.times.outdated((4, 4), rows) for rows in (1, 2, 3, 4, 5)] == [False, False, True, True, False]
+
+
 def test_a_worker_with_another_model_under_a_name_that_is_served_is_refused() -> None:
     fleet, watcher = _fleet()
     serving = fleet.join(_worker("w1", model_hash="aa", dtype="float32"))

@@ -193,3 +193,29 @@ def test_new_step_times_count_at_once() -> None:
     line, running = _line(1), _demand(20)
     assert _pairs(line, [_seat("w1", running, times=_times(0, 0.05))]) == []
     assert _pairs(line, [_seat("w1", running, times=_times(0.02, 0.001))]) == [("j0", "w1")]
+
+
+def _outdated(times: StepTimes, *rows: int) -> StepTimes:
+    return StepTimes.from_entries(times.entries(), outdated={(SHAPE, count) for count in rows})
+
+
+def test_a_worker_that_would_try_a_wider_turn_gets_one_more_and_nobody_is_promised_anything_by_it() -> None:
+    times = _outdated(PROPORTIONAL, 4, 8)
+    (given,) = assign(_line(3), [_seat("w1", _demand(20), times=times)])
+    assert given.job_id == "j0"
+    assert given.estimate_s == pytest.approx(0.1 + 50 * 0.1)
+    assert estimates([_demand()], [_seat("w1", _demand(20), times=times)]) == [pytest.approx(0.1 + 50 * 0.1)]
+
+
+@pytest.mark.parametrize(
+    "seat",
+    [
+        _seat("w1", _demand(20), times=_outdated(PROPORTIONAL, 2, 8)),
+        _seat("w1", _demand(20), times=_outdated(PROPORTIONAL, 4, 8), max_rows=3),
+        _seat("w1", _demand(20), _demand(20), times=_outdated(PROPORTIONAL, 4, 8)),
+        _seat("w1", Demand(rows=2, steps=20, shape=(32, 32)), times=_outdated(PROPORTIONAL, 4, 8, 16)),
+    ],
+    ids=["measured lately", "more rows than it takes", "twice as many as pay off are there", "of another shape"],
+)
+def test_it_gets_none_that_it_could_not_try(seat: Seat) -> None:
+    assert _pairs(_line(1), [seat]) == []

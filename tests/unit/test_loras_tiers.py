@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bottega.errors import DataLoss, LoraNotFound
+from bottega.errors import DataLoss, LoraNotFound, StorageUnavailable
 from bottega.loras.tiers import Loan, Tier, Tiers
+from bottega.transport.files import received_file
 
 _SIZE = 1000
 _WAIT_S = 10.0
@@ -85,6 +87,20 @@ def test_what_is_pinned_stays(shelf: _Shelf) -> None:
     assert shelf.tiers.state(a) is True
 
 
+def test_nobody_can_change_what_is_in_memory(shelf: _Shelf) -> None:
+    loan = shelf.lend(shelf.put(1))
+    assert loan.resident
+    for change in (
+        lambda: os.pwrite(loan.descriptor, b"x", 0),
+        lambda: os.ftruncate(loan.descriptor, 10),
+        lambda: os.ftruncate(loan.descriptor, 2 * _SIZE),
+    ):
+        with pytest.raises(PermissionError):
+            change()
+    assert received_file(loan.descriptor, _SIZE) == bytes([1]) * _SIZE, "as a worker takes it in"
+    shelf.tiers.give_back(loan)
+
+
 def test_one_load_serves_all_who_ask_meanwhile(shelf: _Shelf) -> None:
     a = shelf.put(0)
     shelf.gate.clear()
@@ -130,6 +146,35 @@ def test_what_was_lent_is_readable_though_its_file_is_removed(shelf: _Shelf) -> 
         (shelf.folder / digest).unlink()
         assert hashlib.sha256(os.pread(loan.descriptor, _SIZE, 0)).hexdigest() == digest
         shelf.tiers.give_back(loan)
+
+
+def test_without_a_descriptor_left_it_is_said_and_nothing_stays_lent(shelf: _Shelf) -> None:
+    a = shelf.put(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        asked = shelf.tiers.borrow(a)
+        error = asked.exception(_WAIT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert isinstance(error, StorageUnavailable)
+    assert "open files" in error.message
+    assert shelf.tiers.lent(a) == 0
+    assert shelf.use(a) is Tier.LOADED
+
+
+def test_without_memory_left_it_is_said_that_it_is_memory_and_nothing_stays_lent(shelf: _Shelf) -> None:
+    a = shelf.put(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_SIZE - 1, hard))  # of files without a name, too
+    try:
+        error = shelf.tiers.borrow(a).exception(_WAIT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert isinstance(error, StorageUnavailable)
+    assert "no memory is left" in error.message
+    assert (shelf.tiers.lent(a), shelf.tiers.used_bytes) == (0, 0)
+    assert shelf.use(a) is Tier.LOADED
 
 
 def test_descriptors_do_not_grow(shelf: _Shelf) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.planning import Shape, StepTimes
-from bottega.planning.cost import MAX_SHAPES
+from bottega.planning.cost import MAX_SHAPES, OUTDATED_TURNS, TRIAL_PAUSE_TURNS
 
 SMALL, LARGE = (16, 16), (32, 32)
 
@@ -136,6 +136,80 @@ def test_a_change_of_clock_speed_is_followed_within_twenty_turns(seconds: float)
     assert times.seconds(SMALL, 2) == pytest.approx(seconds, rel=0.15)
 
 
+def _aged(*entries: tuple[Shape, int, float], shape: Shape = SMALL, rows: int = 2, seconds: float = 0.02) -> StepTimes:
+    """A table of which all but one row count is outdated."""
+    times = StepTimes()
+    for entry in entries:
+        times.observe(*entry)
+    for _ in range(OUTDATED_TURNS):
+        times.observe(shape, rows, seconds)
+    return times
+
+
+def test_a_row_count_that_did_not_run_for_long_is_outdated_until_it_runs() -> None:
+    times = StepTimes()
+    times.observe(SMALL, 4, 0.3)
+    for _ in range(OUTDATED_TURNS):
+        assert not times.outdated(SMALL, 4)
+        times.observe(SMALL, 2, 0.02)
+    assert times.outdated(SMALL, 4)
+    assert not times.outdated(SMALL, 2)
+    times.observe(SMALL, 4, 0.3)
+    assert not times.outdated(SMALL, 4)
+
+
+def test_after_a_trial_nothing_is_tried_for_a_while() -> None:
+    times = _aged((SMALL, 4, 0.3))
+    times.tried()
+    for _ in range(TRIAL_PAUSE_TURNS):
+        assert not times.outdated(SMALL, 4)
+        times.observe(SMALL, 2, 0.02)
+    assert times.outdated(SMALL, 4)
+
+
+def test_between_row_counts_the_larger_one_is_leant_on_and_beyond_them_nothing_is_tried() -> None:
+    times = _aged((SMALL, 4, 0.3), (SMALL, 16, 0.9), rows=8, seconds=0.8)
+    assert [rows for rows in range(1, 33) if times.outdated(SMALL, rows)] == [1, 2, 3, 4, *range(9, 17)]
+
+
+def test_what_is_borrowed_is_as_old_as_it_is_where_it_was_measured() -> None:
+    times = _aged((SMALL, 1, 0.1), (SMALL, 8, 0.8), shape=LARGE)
+    assert [times.outdated(LARGE, rows) for rows in (4, 8, 9)] == [True, True, False]
+    times.observe(LARGE, 4, 0.1)
+    assert not times.outdated(LARGE, 8), "nothing is borrowed any more"
+    assert not StepTimes().outdated(LARGE, 2)
+
+
+def test_an_outdated_time_is_learnt_anew_where_it_was_too_high() -> None:
+    times = _aged((SMALL, 4, 0.3), (SMALL, 4, 0.3))
+    times.observe(SMALL, 4, 0.03)
+    assert times.seconds(SMALL, 4) == 0.03
+    times.observe(SMALL, 4, 0.04)
+    assert times.seconds(SMALL, 4) == pytest.approx(0.035), "as if it had never run before"
+
+
+def test_one_slow_turn_does_not_replace_an_outdated_time() -> None:
+    times = _aged(*[(SMALL, 4, 0.03)] * 20)
+    times.observe(SMALL, 4, 60.0)
+    assert times.seconds(SMALL, 4) == pytest.approx(0.033)
+
+
+def test_what_is_outdated_does_not_hide_that_the_machine_has_become_slower() -> None:
+    times = _aged((SMALL, 2, 0.02), (SMALL, 4, 0.03), seconds=0.09)
+    assert _seconds(times, SMALL, 2) == pytest.approx(0.09)
+    assert _seconds(times, SMALL, 4) == pytest.approx(0.09)
+
+
+@given(entries=_entries, shape=_shapes, rows=st.integers(1, 32))
+def test_nothing_is_expected_to_be_quicker_than_it_was_because_it_is_outdated(
+    entries: list[tuple[Shape, int, float]], shape: Shape, rows: int
+) -> None:
+    outdated = {(shape, rows) for shape, rows, _ in entries}
+    old, new = StepTimes.from_entries(entries, outdated=outdated), _times(*entries)
+    assert old.seconds(shape, rows) == new.seconds(shape, rows)
+    assert not new.outdated(shape, rows)
+
+
 def test_a_shape_that_never_ran_borrows_the_nearest_ones_times_by_area() -> None:
     times = _times(((8, 8), 2, 1.0), (SMALL, 2, 0.02), (SMALL, 4, 0.03))
 
@@ -188,6 +262,22 @@ def test_a_table_from_a_wire_is_settled() -> None:
     times.observe(SMALL, 2, 0.2)
 
     assert times.seconds(SMALL, 2) == pytest.approx(0.11)
+
+
+@given(entries=_entries, runs=st.lists(st.integers(1, 8), max_size=4))
+def test_what_is_outdated_is_so_on_the_other_side_of_a_wire(
+    entries: list[tuple[Shape, int, float]], runs: list[int]
+) -> None:
+    here = _aged(*entries)
+    for rows in runs:
+        here.observe(SMALL, rows, 0.02)
+
+    there = StepTimes.from_entries(
+        here.entries(), outdated={(shape, rows) for shape, rows, _ in here.entries() if here.outdated(shape, rows)}
+    )
+
+    asked = [(shape, rows) for shape in [SMALL, *(shape for shape, _, _ in entries)] for rows in range(1, 33)]
+    assert [there.outdated(*each) for each in asked] == [here.outdated(*each) for each in asked]
 
 
 def test_entries_without_rows_or_time_are_left_out() -> None:

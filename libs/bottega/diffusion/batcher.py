@@ -1,7 +1,8 @@
 """Which requests share the next turn, and how long one may be passed over.
 
-Oldest first, as wide as pays off by the measured step times, and nobody waits longer than a bound. Knows
-rows only by their number and their group key; knows no model and no clock: it counts turns.
+Oldest first, as wide as pays off by the measured step times, and nobody waits longer than a bound. Where those times
+are outdated, one turn is made wider, to measure it again. Knows rows only by their number and their group key; knows no
+model and no clock: it counts turns.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from bottega.diffusion.row import GroupKey
-from bottega.planning import StepTimes, Work, best_width
+from bottega.planning import Shape, StepTimes, Work, best_width, most_on_trial
 
 # Turns after which the widths are chosen anew though nobody came or went: step times drift.
 _REPLAN_TURNS = 16
@@ -70,6 +71,7 @@ class Batcher(Generic[Request]):
         self._seats: list[_Seat[Request]] = []
         self._admitted: list[_Seat[Request]] = []
         self._widths: dict[object, int] = {}
+        self._trials: dict[object, int] = {}
         self._turn = 0
         self._planned_at = -_REPLAN_TURNS
         self._backlog = 0
@@ -95,7 +97,7 @@ class Batcher(Generic[Request]):
 
     def regroup(self) -> None:
         """Requests share groups with others than before: their keys have changed."""
-        self._admitted, self._widths = [], {}
+        self._admitted, self._widths, self._trials = [], {}, {}
         self._planned_at = -_REPLAN_TURNS
 
     def isolate(self, request: Request) -> None:
@@ -119,13 +121,16 @@ class Batcher(Generic[Request]):
         urgent = sorted(self._admitted, key=lambda seat: seat.turn)
         lack = self._lack(urgent)
         if lack < 0:
-            members = self._fill(self._admitted[0], self._admitted, self._widths[self._admitted[0].group])
+            members = self._fill(self._admitted[0], self._admitted, self._width_now(self._admitted[0]))
         else:
             # Just in time is enough to be served in turn; later than that, the group takes all it can.
-            width = self._widths[urgent[0].group] if lack == 0 else len(urgent)
+            width = self._width_now(urgent[0]) if lack == 0 else len(urgent)
             members = self._fill(urgent[0], urgent, width)
         for seat in members:
             seat.turn = self._turn
+        if self._trials and len(members) > self._widths[members[0].group]:
+            self._times.tried()
+            self._planned_at = -_REPLAN_TURNS  # the next turn is as wide as pays off by what this one took
         return [seat.request for seat in members]
 
     def _plan(self) -> None:
@@ -143,13 +148,24 @@ class Batcher(Generic[Request]):
                 break
             if not seat.admitted:
                 seat.admitted, seat.turn = True, self._turn
+        trials = {group: self._trial(seats) for group, seats in self._groups().items()}
+        self._trials = {group: width for group, width in trials.items() if width > self._widths[group]}
+
+    def _trial(self, seats: Sequence[_Seat[Request]]) -> int:
+        """How many of a group should have one turn together, because what it takes is outdated; 0 when it is not."""
+        width = self._widths[seats[0].group]
+        for wider in range(min(most_on_trial(width), len(seats)), width, -1):
+            rows = sum(seat.rows for seat in seats[:wider])
+            if rows <= self.max_rows and self._times.outdated(_shape(seats[0].request), rows):
+                return wider
+        return 0
 
     def _width(self, seats: Sequence[_Seat[Request]]) -> int:
         if seats[0].alone:
             return 1
         works = [_work(seat.request) for seat in seats]
         typical = Work(rows=works[-1].rows, steps=seats[-1].request.steps)
-        shape = seats[0].request.key.shape[1:]
+        shape = _shape(seats[0].request)
 
         def seconds(rows: int) -> float:
             measured = self._times.seconds(shape, rows)
@@ -177,13 +193,17 @@ class Batcher(Generic[Request]):
 
     def _counts(self) -> dict[object, tuple[int, int]]:
         """By group: how many are admitted, and how many of the largest among them fit into a turn."""
+        return {
+            group: (len(same), max(1, self.max_rows // max(seat.rows for seat in same)))
+            for group, same in self._groups().items()
+        }
+
+    def _groups(self) -> dict[object, list[_Seat[Request]]]:
+        """Those who are admitted, by group."""
         seats: dict[object, list[_Seat[Request]]] = {}
         for seat in self._admitted:
             seats.setdefault(seat.group, []).append(seat)
-        return {
-            group: (len(same), max(1, self.max_rows // max(seat.rows for seat in same)))
-            for group, same in seats.items()
-        }
+        return seats
 
     def _lack(self, urgent: Sequence[_Seat[Request]]) -> int:
         """Turns that are missing if somebody else than the most urgent is served now; below 0, none are.
@@ -208,6 +228,10 @@ class Batcher(Generic[Request]):
             current.rows += seat.rows
             places.append(current.turn)
         return places
+
+    def _width_now(self, leader: _Seat[Request]) -> int:
+        """How many the group that `leader` leads takes in this turn."""
+        return self._trials.get(leader.group, self._widths[leader.group])
 
     def _fill(self, leader: _Seat[Request], order: Sequence[_Seat[Request]], width: int) -> list[_Seat[Request]]:
         members = [leader]
@@ -234,6 +258,11 @@ class _Filling:
     def takes(self, rows: int, width: int, max_rows: int) -> bool:
         """Whether a request of `rows` rows has room."""
         return self.requests < width and self.rows + rows <= max_rows
+
+
+def _shape(request: Candidate) -> Shape:
+    _, height, width = request.key.shape
+    return height, width
 
 
 def _work(request: Candidate) -> Work:

@@ -7,8 +7,9 @@ they are.
     data          two sections, all text encoders' tensors before the UNet's, for only they are waited for before a
                   prompt is encoded; in each the scales first, then what has the larger items, then by name; no gaps
 
-On a link the header and the text encoders' section (one zero byte where it is empty) come first, then the UNet's in
-pieces: see messages.py. Knows no base model: whether the modules exist, the importer has seen to.
+Within a host it is passed as it lies in memory. Over a network the header and the text encoders' section (one zero byte
+where it is empty) come first, then the UNet's in pieces: see messages.py. Knows no base model: whether the modules
+exist, the importer has seen to.
 """
 
 from __future__ import annotations

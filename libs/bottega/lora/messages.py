@@ -3,11 +3,12 @@
 The first tensor of a message has the name of its kind, and is a number. Who receives one checks it here, from a copy,
 before anything is done with it; what breaks a rule raises ValueError. Knows no links and no torch.
 
-    worker -> store    fetch: the LoRA of a digest          lora and its pieces in order, or refused
+    worker -> store    fetch: the LoRA of a digest          whole, or lora and its pieces in order, or refused
                        ping: are you there?                 pong
 
-Between the pieces of one LoRA may be any other messages: what a prompt waits for waits for no other LoRA. A LoRA that
-is refused after its head, or some of its pieces, comes to nothing.
+A whole message carries the canonical file as the store has it in memory (bottega.transport, files): within a host no
+byte of it is copied. Between the pieces of one LoRA may be any other messages: what a prompt waits for waits for no
+other LoRA. A LoRA that is refused after its head, or some of its pieces, comes to nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Kind(StrEnum):
     """What a message is."""
 
     FETCH = "fetch"
+    WHOLE = "whole"
     LORA = "lora"
     PIECE = "piece"
     REFUSED = "refused"
@@ -57,7 +59,7 @@ def kind_of(layout: Layout) -> Kind:
 
 
 def number_message(kind: Kind, number: int = 0) -> Message:
-    """A ping or pong message."""
+    """A ping, pong or whole message."""
     return Message(layout=Layout.of(_number(kind)), buffers=(_packed(number),))
 
 

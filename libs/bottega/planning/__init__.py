@@ -9,7 +9,7 @@ from bottega.planning.pairing import rows_to_lend
 from bottega.planning.popularity import EvictionOrder, Popularity
 from bottega.planning.residuals import LEAST_SIMILARITY, pipelines
 from bottega.planning.shelf import Item, Load, Loan, Shelf, ShelfCounts
-from bottega.planning.width import best_width, completion_times
+from bottega.planning.width import best_width, completion_times, most_on_trial
 from bottega.planning.work import Work, control_steps, rows_per_image, steps_to_run
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "completion_times",
     "control_steps",
     "latest_step",
+    "most_on_trial",
     "pipelines",
     "rows_to_lend",
     "rows_per_image",

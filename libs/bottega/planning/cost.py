@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 Shape = tuple[int, int]
@@ -16,6 +16,11 @@ MAX_SHAPES = 32
 # Turns after which a new measurement weighs a tenth. Large enough to ride out a busy neighbour's hiccup,
 # small enough to follow a change of clock speed within about twenty turns.
 _SETTLED = 10
+# Turns of whatever shape after which a row count that did not run is outdated: a few seconds of a small model, a few
+# minutes of a large one. What made it slow, a download at the start or a neighbour, may be over by then.
+OUTDATED_TURNS = 200
+# Trials are so many turns apart: at most one turn in so many may turn out to be too wide.
+TRIAL_PAUSE_TURNS = 100
 
 
 class StepTimes:
@@ -26,27 +31,41 @@ class StepTimes:
     the nearest one's times in proportion to the area; once it has run with one number of rows, it borrows only
     how times grow with rows. A shape without area is an unknown one and borrows the times as they are.
     Of more than MAX_SHAPES shapes, the one that ran longest ago is forgotten.
+
+    A row count that seems too dear is not chosen, so that nobody learns when it no longer is. `outdated` says which
+    should be tried again; nothing else changes by it: seconds are what was measured last, never what is hoped for.
     """
 
     def __init__(self) -> None:
         self._means: dict[Shape, dict[int, _Mean]] = {}
         self._curves: dict[Shape, _Curve] = {}
+        self._turns = 0
+        self._tried_at = -TRIAL_PAUSE_TURNS
 
     def observe(self, shape: Shape, rows: int, seconds: float) -> None:
         """Takes in one turn. Outliers (a paused machine) count as at most twice what that shape was expected to take.
 
-        The first turns of a row count are averaged; then old ones fade.
+        The first turns of a row count are averaged; then old ones fade. An outdated row count that took less than it
+        used to is learnt anew. One that took more is averaged as always: its first turn for long is often a slow one.
+        One that fewer rows take longer than by now takes as long as those, at least.
         """
+        self._turns += 1
         known = self._means[shape] = self._means.pop(shape, {})  # the last one is the newest
         if len(self._means) > MAX_SHAPES:
             forgotten = next(iter(self._means))
             del self._means[forgotten]
             self._curves.pop(forgotten, None)
-        if rows in known:
-            known[rows].take(seconds)
-        else:
+        if rows not in known:
             expected = self.seconds(shape, rows) if known else None
             known[rows] = _Mean(seconds=seconds if expected is None else min(seconds, 2 * expected))
+        elif seconds < known[rows].seconds and self._age(known[rows]) >= OUTDATED_TURNS:
+            known[rows] = _Mean(seconds=seconds)
+        else:
+            known[rows].take(seconds)
+        known[rows].measured_at = self._turns
+        for count, mean in known.items():
+            if count > rows and self._age(mean) >= OUTDATED_TURNS:
+                mean.seconds = max(mean.seconds, known[rows].seconds)
         self._curves.pop(shape, None)
 
     def seconds(self, shape: Shape, rows: int) -> float | None:
@@ -58,6 +77,23 @@ class StepTimes:
         lender = self._nearest(shape, row_counts=1)
         return None if lender is None else self._measured(lender, rows) * _ratio(shape, lender)
 
+    def outdated(self, shape: Shape, rows: int) -> bool:
+        """Whether a turn of so many rows should be tried though it seems too dear.
+
+        What is expected of it was measured OUTDATED_TURNS ago or before, and the last trial was TRIAL_PAUSE_TURNS ago.
+        Never of more rows than ever ran, of that shape or of the one that it borrows from.
+        """
+        if self._turns - self._tried_at < TRIAL_PAUSE_TURNS:
+            return False
+        source = shape if len(self._means.get(shape, ())) > 1 else self._nearest(shape, row_counts=2)
+        known = self._means[source] if source is not None else {}
+        measured = min((count for count in known if count >= rows), default=None)
+        return measured is not None and self._age(known[measured]) >= OUTDATED_TURNS
+
+    def tried(self) -> None:
+        """A turn is made only because it was outdated: nothing is for the next TRIAL_PAUSE_TURNS."""
+        self._tried_at = self._turns
+
     def entries(self) -> Iterator[tuple[Shape, int, float]]:
         """Everything measured: shape, rows, seconds."""
         for shape, known in self._means.items():
@@ -65,16 +101,23 @@ class StepTimes:
                 yield shape, rows, mean.seconds
 
     @classmethod
-    def from_entries(cls, entries: Iterable[tuple[Shape, int, float]]) -> StepTimes:
-        """The same table on the other side of a wire.
+    def from_entries(
+        cls, entries: Iterable[tuple[Shape, int, float]], outdated: Collection[tuple[Shape, int]] = ()
+    ) -> StepTimes:
+        """The same table on the other side of a wire. outdated: shapes and rows of those entries that are.
 
         Left out are entries without rows or time, which say nothing, and shapes beyond MAX_SHAPES.
         """
         times = cls()
         for shape, rows, seconds in entries:
             if rows > 0 and seconds > 0 and (shape in times._means or len(times._means) < MAX_SHAPES):
-                times._means.setdefault(shape, {})[rows] = _Mean(seconds=seconds, turns=_SETTLED)
+                measured_at = -OUTDATED_TURNS if (shape, rows) in outdated else 0
+                mean = _Mean(seconds=seconds, turns=_SETTLED, measured_at=measured_at)
+                times._means.setdefault(shape, {})[rows] = mean
         return times
+
+    def _age(self, mean: _Mean) -> int:
+        return self._turns - mean.measured_at
 
     def _measured(self, shape: Shape, rows: int) -> float:
         curve = self._curve(shape)
@@ -98,10 +141,14 @@ class StepTimes:
 
 @dataclass(slots=True, kw_only=True)
 class _Mean:
-    """Seconds over the turns so far: of all, until there are enough to let the old ones fade."""
+    """Seconds over the turns so far: of all, until there are enough to let the old ones fade.
+
+    measured_at: the table's turn of the last one.
+    """
 
     seconds: float
     turns: int = 1
+    measured_at: int = 0
 
     def take(self, seconds: float) -> None:
         self.turns = min(self.turns + 1, _SETTLED)

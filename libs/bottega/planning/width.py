@@ -42,6 +42,14 @@ def completion_times(works: Sequence[Work], seconds: Callable[[int], float], wid
     return ends
 
 
+def most_on_trial(width: int) -> int:
+    """How many may run together in a turn that is made to measure again what it takes, where `width` pay off.
+
+    Twice as many: where that still does not pay, the first of them is held up by little more than one turn.
+    """
+    return 2 * width
+
+
 def best_width(works: Sequence[Work], seconds: Callable[[int], float], *, max_rows: int) -> int:
     """How many of `works`, first come first served, should run together: 1 to 32, 0 when there are none.
 

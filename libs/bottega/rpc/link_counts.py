@@ -21,9 +21,11 @@ def link_counts(counters: Counters, *, open_links: int) -> LinkCounts:
         sent_messages=now.sent.messages,
         sent_bytes=now.sent.size_bytes,
         sent_s=now.sent.seconds,
+        sent_file_bytes=now.sent.file_bytes,
         received_messages=now.received.messages,
         received_bytes=now.received.size_bytes,
         received_s=now.received.seconds,
+        received_file_bytes=now.received.file_bytes,
         credit_wait_s=now.credit_wait_s,
         no_credit=now.no_credit,
         aborted=now.aborted,
@@ -45,6 +47,12 @@ class LinkMetrics(Collector):
         for name, text, sent, received in (
             ("messages", "Whole messages over tensor links.", counts.sent_messages, counts.received_messages),
             ("bytes", "Bytes of whole messages over tensor links.", counts.sent_bytes, counts.received_bytes),
+            (
+                "file_bytes",
+                "Bytes of files that messages carried: shared by both ends, not moved.",
+                counts.sent_file_bytes,
+                counts.received_file_bytes,
+            ),
             ("seconds", "Seconds that whole messages took over tensor links.", counts.sent_s, counts.received_s),
         ):
             family = CounterMetricFamily(f"bottega_link_{name}", text, labels=("direction",))

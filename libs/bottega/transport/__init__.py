@@ -21,6 +21,8 @@ What holds for every backend, and is tested for all by one suite (tests/service/
 - A layout is registered before its first message, and a message's header is checked before its first byte moves.
 - Every call ends by its deadline. A message is never handed out as whole unless it is; what was taken of one that
   does not become whole is void.
+- Within a host a message may carry a file (sealed memory, files.py): both ends then look at the same pages, and no byte
+  is copied. Link.passes_files says whether; a file counts as its message does, and is no larger than a slot may be.
 - A link dies alone and for one cause, nothing is sent twice, and what it brought stays valid memory while it is
   referred to.
 - After the hello bytes are neither encrypted nor signed: TCP is for networks that are trusted.
@@ -58,6 +60,7 @@ from bottega.transport.boundary import link_boundary
 from bottega.transport.connecting import connect
 from bottega.transport.counters import Counters, Flow, Snapshot
 from bottega.transport.deadline import Deadline
+from bottega.transport.files import SealedFile
 from bottega.transport.layout import DType, Layout, TensorSpec
 from bottega.transport.limits import Limits
 from bottega.transport.link import Link
@@ -81,6 +84,7 @@ __all__ = [
     "Layout",
     "TensorSpec",
     "DType",
+    "SealedFile",
     "Outgoing",
     "Incoming",
     "Offer",

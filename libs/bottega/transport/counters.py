@@ -12,12 +12,14 @@ from dataclasses import dataclass
 class Flow:
     """One direction: whole messages, their bytes, and the seconds that they took altogether and at most.
 
+    file_bytes: of files that messages carried; they were not moved, and are in none of the others.
     seconds: of a sender from the credit to the last tensor handed over, of a receiver from the first notice to the
     last tensor there; both hold what the sender computed in between.
     """
 
     messages: int = 0
     size_bytes: int = 0
+    file_bytes: int = 0
     seconds: float = 0.0
     longest_s: float = 0.0
 
@@ -46,15 +48,15 @@ class Counters:
         self._aborted = 0
         self._deaths: Counter[str] = Counter()
 
-    def sent(self, size_bytes: int, seconds: float) -> None:
+    def sent(self, size_bytes: int, seconds: float, *, file_bytes: int = 0) -> None:
         """Counts a message that was sent whole."""
         with self._lock:
-            self._sent.add(size_bytes, seconds)
+            self._sent.add(size_bytes, file_bytes, seconds)
 
-    def received(self, size_bytes: int, seconds: float) -> None:
+    def received(self, size_bytes: int, seconds: float, *, file_bytes: int = 0) -> None:
         """Counts a message that has arrived whole."""
         with self._lock:
-            self._received.add(size_bytes, seconds)
+            self._received.add(size_bytes, file_bytes, seconds)
 
     def waited(self, seconds: float, *, in_vain: bool) -> None:
         """Counts a wait for credit."""
@@ -88,15 +90,16 @@ class Counters:
 class _Tally:
     """A Flow in the making."""
 
-    __slots__ = ("_longest_s", "_messages", "_seconds", "_size_bytes")
+    __slots__ = ("_file_bytes", "_longest_s", "_messages", "_seconds", "_size_bytes")
 
     def __init__(self) -> None:
-        self._messages = self._size_bytes = 0
+        self._messages = self._size_bytes = self._file_bytes = 0
         self._seconds = self._longest_s = 0.0
 
-    def add(self, size_bytes: int, seconds: float) -> None:
+    def add(self, size_bytes: int, file_bytes: int, seconds: float) -> None:
         self._messages += 1
         self._size_bytes += size_bytes
+        self._file_bytes += file_bytes
         self._seconds += seconds
         self._longest_s = max(self._longest_s, seconds)
 
@@ -104,6 +107,7 @@ class _Tally:
         return Flow(
             messages=self._messages,
             size_bytes=self._size_bytes,
+            file_bytes=self._file_bytes,
             seconds=self._seconds,
             longest_s=self._longest_s,
         )

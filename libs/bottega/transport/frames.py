@@ -1,7 +1,8 @@
 """The notices of a link: 28 bytes each, little-endian, some followed by bytes. It knows no socket and no slot.
 
 Each direction has a stream of its own. The sender says LAYOUT (a description follows), SEGMENT (a slot's memory comes
-with it) and DATA (tensors are there; TCP sends them right behind); the receiver answers CREDIT. Both may say BYE.
+with it), FILE (a file comes with it, and is part of the slot's next message) and DATA (tensors are there; TCP sends
+them right behind); the receiver answers CREDIT. Both may say BYE.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Kind(IntEnum):
     DATA = 3
     CREDIT = 4
     BYE = 5
+    FILE = 6
 
 
 class Frame(NamedTuple):

@@ -13,9 +13,10 @@ MAX_LAYOUTS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of what is received; together slots x slot_bytes of memory at most, taken only as messages need it.
+    """Bounds of what is received; together slots x slot_bytes of memory at most, taken only as messages need it, and
+    once more of files that messages carry.
 
-    slots: messages under way or held at once, the credit. slot_bytes: of one message.
+    slots: messages under way or held at once, the credit. slot_bytes: of one message, and of its file.
     layouts: how many are remembered; the sender forgets the one that it has not used for longest.
     Raises ValueError for values that no link can have.
     """

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from bottega.errors import LinkClosed, LinkError
+from bottega.transport.buffers import Buffer
 from bottega.transport.counters import Counters
 from bottega.transport.deadline import Deadline
+from bottega.transport.files import SealedFile
 from bottega.transport.layout import Layout
 from bottega.transport.life import Life
 from bottega.transport.limits import Limits
 from bottega.transport.offer import Answer
 from bottega.transport.receiving import Incoming, Receiver
 from bottega.transport.seam import Inlet, Outlet
-from bottega.transport.sending import Buffer, Outgoing, Sender
+from bottega.transport.sending import Outgoing, Sender
 
 # After a link's death, for how long what it brought may still be looked at.
 LEASE_S = 30.0
@@ -82,13 +84,22 @@ class Link:
         """
         return self._sender.begin(layout, deadline)
 
-    def send(self, layout: Layout, buffers: Sequence[Buffer], deadline: Deadline) -> None:
+    @property
+    def passes_files(self) -> bool:
+        """Whether a message that is sent here may carry a file: both ends are on one host."""
+        return self._sender.passes_files
+
+    def send(
+        self, layout: Layout, buffers: Sequence[Buffer], deadline: Deadline, *, file: SealedFile | None = None
+    ) -> None:
         """Sends a whole message from buffers of the caller's, one for each tensor.
 
         They are handed over: within a process the receiver looks at them, so they must not be written before `drain`.
+        file: goes with the message, none of its bytes being copied: the receiver looks at the same memory, and keeps
+        it for as long as it likes, whatever becomes of message and link. Only where passes_files; ValueError if not.
         Raises as `begin` and Outgoing.finish do.
         """
-        self._sender.send(layout, buffers, deadline)
+        self._sender.send(layout, buffers, deadline, file)
 
     def drain(self, deadline: Deadline) -> None:
         """Returns when the receiver has given back every message: it is done with them, and with buffers handed over.

@@ -1,7 +1,7 @@
 """Links within one process: notices go through two queues, and what was sent is looked at where it lies.
 
 A sender's own buffers are handed over by reference, unless they are read-only; slots are for those who write in place.
-It knows no message.
+A file is mapped as between processes. It knows no message.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from bottega.errors import DeadlineExceeded, LinkError, PeerDead
 from bottega.transport.deadline import Deadline
+from bottega.transport.files import SealedFile, received_file
 from bottega.transport.frames import Frame, bye
 from bottega.transport.layout import Layout
 from bottega.transport.memory import copy
@@ -67,6 +68,8 @@ class LocalDirection:
         self.slots = PrivateSlots()
         # By slot, where the message in it lies in buffers of the sender's own.
         self.handed_over: dict[int, tuple[memoryview, ...]] = {}
+        # By slot, of its next message.
+        self.files: dict[int, memoryview] = {}
 
     def end(self, cause: LinkError) -> None:
         """Ends both queues; what is in them can still be read."""
@@ -76,6 +79,8 @@ class LocalDirection:
 
 class LocalOutlet:
     """The sender's end."""
+
+    passes_files = True
 
     def __init__(self, direction: LocalDirection) -> None:
         self._direction = direction
@@ -96,6 +101,9 @@ class LocalOutlet:
         else:
             self._direction.handed_over[index] = tuple(buffers)
         return []
+
+    def attach(self, index: int, file: SealedFile, deadline: Deadline) -> None:
+        self._direction.files[index] = received_file(file.descriptor, file.size_bytes)
 
     def tell(self, frame: Frame, deadline: Deadline) -> None:
         self._direction.forth.put(frame, deadline)
@@ -123,6 +131,9 @@ class LocalInlet:
         handed_over = self._direction.handed_over.get(index)
         return handed_over or self._direction.slots.get(index, layout.size_bytes).views(layout)
 
+    def file(self, index: int) -> memoryview | None:
+        return self._direction.files.pop(index, None)
+
     def fill(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
         return stop - start  # they are there
 
@@ -136,6 +147,7 @@ class LocalInlet:
     def close(self) -> None:
         self._direction.slots.clear()
         self._direction.handed_over.clear()
+        self._direction.files.clear()
 
 
 def _gone() -> PeerDead:

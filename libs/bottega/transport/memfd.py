@@ -1,7 +1,8 @@
 """Links between processes of one host: bytes lie in sealed shared memory, notices go over a unix socket.
 
 The sender owns the slots and writes them in place or copies into them; the receiver looks at the same pages and cannot
-write them. A slot's memory goes over once, when it is first used or has to grow. It knows no message.
+write them. A slot's memory goes over once, when it is first used or has to grow; a file with its message. Either is
+mapped as it comes, and its descriptor closed: none is kept here. It knows no message.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import os
 import socket
 from collections.abc import Sequence
 
-from bottega.errors import BadFrame, LinkError
+from bottega.errors import BadFrame, LinkError, NoSharedMemory
 from bottega.transport.deadline import Deadline
+from bottega.transport.files import SealedFile, received_file
 from bottega.transport.frames import Frame, Kind
 from bottega.transport.layout import Layout
 from bottega.transport.limits import Limits
@@ -21,10 +23,13 @@ from bottega.transport.slots import Slot
 from bottega.transport.streams import FrameStream, gone
 
 _DESCRIPTOR_BYTES = array.array("i").itemsize
+_WITH_DESCRIPTOR = frozenset({Kind.SEGMENT, Kind.FILE})
 
 
 class MemfdOutlet:
     """The sender's end."""
+
+    passes_files = True
 
     def __init__(self, connection: socket.socket) -> None:
         self._stream = FrameStream(connection)
@@ -47,6 +52,10 @@ class MemfdOutlet:
         for target, source in zip(slot.views(layout), buffers, strict=True):
             copy(target, source)
         return []
+
+    def attach(self, index: int, file: SealedFile, deadline: Deadline) -> None:
+        notice = Frame(Kind.FILE, slot=index, size=file.size_bytes)
+        self._stream.tell_with_descriptor(notice, file.descriptor, deadline)
 
     def tell(self, frame: Frame, deadline: Deadline) -> None:
         self._stream.tell(frame, deadline)
@@ -83,13 +92,15 @@ class MemfdInlet:
         self._stream = FrameStream(connection)
         self._limits = limits
         self._slots: dict[int, Slot] = {}
+        # By slot, of its next message.
+        self._files: dict[int, memoryview] = {}
         self._expected: Frame | None = None
 
     def hear(self, deadline: Deadline) -> Frame | None:
         while True:
             if self._expected is None:
                 frame = self._stream.hear(deadline)
-                if frame is None or frame.kind != Kind.SEGMENT:
+                if frame is None or frame.kind not in _WITH_DESCRIPTOR:
                     return frame
                 self._expected = frame
             if not self._stream.wait_readable(deadline):
@@ -103,6 +114,9 @@ class MemfdInlet:
             raise BadFrame("the peer sent a message that is larger than the memory that it shared for it")
         return slot.views(layout)
 
+    def file(self, index: int) -> memoryview | None:
+        return self._files.pop(index, None)
+
     def fill(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
         return stop - start  # they are there
 
@@ -115,6 +129,7 @@ class MemfdInlet:
     def close(self) -> None:
         self._stream.close()
         self._slots.clear()
+        self._files.clear()
 
     def _take_in(self, announced: Frame) -> None:
         """Maps the memory that comes with the next byte."""
@@ -122,8 +137,11 @@ class MemfdInlet:
         try:
             if announced.slot >= self._limits.slots or not 0 < announced.size <= self._limits.segment_bytes:
                 raise BadFrame(f"the peer shares slot {announced.slot} of {announced.size} bytes, beyond the limits")
-            self._slots.pop(announced.slot, None)
-            self._slots[announced.slot] = Slot(received_slot(descriptor, announced.size))
+            if announced.kind == Kind.FILE:
+                self._files[announced.slot] = received_file(descriptor, announced.size)
+            else:
+                self._slots.pop(announced.slot, None)
+                self._slots[announced.slot] = Slot(received_slot(descriptor, announced.size))
         finally:
             os.close(descriptor)
 
@@ -131,9 +149,9 @@ class MemfdInlet:
         room = socket.CMSG_LEN(_DESCRIPTOR_BYTES)  # for one; the system drops what is more
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
-            data, extra, _, _ = self._stream.socket.recvmsg(1, room, flags)
+            data, extra, told, _ = self._stream.socket.recvmsg(1, room, flags)
         except BlockingIOError:
-            data, extra = b"\0", []
+            data, extra, told = b"\0", [], 0
         except OSError as error:
             raise gone(error) from error
         if not data:
@@ -141,4 +159,6 @@ class MemfdInlet:
         for level, kind, value in extra:
             if (level, kind, len(value)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR_BYTES):
                 return array.array("i", value)[0]
+        if told & socket.MSG_CTRUNC:
+            raise NoSharedMemory("this process has no file descriptor left for what the peer shares: raise its limit")
         raise BadFrame("the peer announced shared memory and sent none")

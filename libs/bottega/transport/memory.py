@@ -24,6 +24,10 @@ _F_SEAL_FUTURE_WRITE = 0x0010
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 # <linux/mman.h>, since Linux 5.14.
 _MADV_POPULATE_READ = 22
+# <asm-generic/mman-common.h>; Python's mmap does not have it.
+_MAP_FIXED = 0x10
+# Reserved places over which nothing could be mapped. The system may have given them to others since: never unmapped.
+_LOST: list[mmap.mmap] = []
 # Below this, a plain assignment is quicker than leaving and taking the interpreter's lock.
 _SMALL_COPY_BYTES = 64 << 10
 
@@ -54,20 +58,33 @@ def shared_slot(size_bytes: int) -> tuple[int, mmap.mmap]:
 
 
 def received_slot(descriptor: int, size_bytes: int) -> mmap.mmap:
-    """The peer's memory, to read. Raises BadFrame unless it is sealed, all there and as large as was said.
+    """The peer's memory, to read. Raises BadFrame unless it is sealed, all there and as large as was said;
+    NoSharedMemory."""
+    _check_slot(descriptor, size_bytes)
+    mapping = read_only(descriptor, size_bytes)
+    with suppress(OSError):  # an older system maps the pages one by one, at the first touch
+        mapping.madvise(_MADV_POPULATE_READ)
+    return mapping
+
+
+def read_only(descriptor: int, size_bytes: int) -> mmap.mmap:
+    """A file's pages, to read. Raises NoSharedMemory.
 
     Python and torch take the mapping for writable (torch warns of memory that is not), but the system does not:
     writing ends the process with SIGSEGV. A private copy of the page, the other choice, would silently hide every
     later message in it.
+
+    Mapped over a place that Python reserved, and will unmap: where Python maps a file itself, it keeps a descriptor
+    for as long as somebody looks at it, and what is kept is bounded in bytes, not in number.
     """
-    _check_slot(descriptor, size_bytes)
     with _no_memory(size_bytes):
-        mapping = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    if _libc().mprotect(address(mapping), size_bytes, mmap.PROT_READ) != 0:
-        raise NoSharedMemory("a received slot cannot be protected from being written")
-    with suppress(OSError):  # an older system maps the pages one by one, at the first touch
-        mapping.madvise(_MADV_POPULATE_READ)
-    return mapping
+        place = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED
+    if _libc().mmap(address(place), size_bytes, mmap.PROT_READ, flags, descriptor, 0) != address(place):
+        cause = errno.errorcode.get(ctypes.get_errno(), "unknown")
+        _LOST.append(place)
+        raise NoSharedMemory(f"{size_bytes} shared bytes cannot be mapped ({cause})", metadata={"cause": cause})
+    return place
 
 
 def copy(target: memoryview, source: memoryview) -> None:
@@ -165,5 +182,7 @@ def _release_buffer() -> Any:
 @functools.cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    numbers = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *numbers)
+    libc.mmap.restype = ctypes.c_void_p
     return libc

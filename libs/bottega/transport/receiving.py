@@ -156,6 +156,8 @@ class Receiver:
             self._held.add(frame.slot)
         views = self._inlet.open(frame.slot, layout)
         current = self._current = Incoming(self, layout, views, frame.slot, frame.sequence)
+        current.file = self._inlet.file(frame.slot)
+        current.file_bytes = 0 if current.file is None else len(current.file)
         self._begun.append(current)
         return current
 
@@ -165,7 +167,8 @@ class Receiver:
         if current.filled == current.stop:
             current.arrived, current.awaited = current.awaited, 0
             if current.arrived == len(current.layout.specs):
-                self._counters.received(current.layout.size_bytes, time.monotonic() - current.began)
+                took_s = time.monotonic() - current.began
+                self._counters.received(current.layout.size_bytes, took_s, file_bytes=current.file_bytes)
                 self._over(current)
         return got > 0
 
@@ -194,6 +197,9 @@ class Incoming:
     stays valid for as long as somebody refers to it, but after `release` the next message may be written to it.
     When a wait raises, the message will never be whole: whatever was computed from its first tensors is void too, and
     has to be thrown away.
+
+    file: the bytes of the one that came with it, there from the beginning; None without one, and after `release`. To
+    read, like `view`; whoever takes it may keep it for longer, and nobody ever writes to it.
     """
 
     __slots__ = (
@@ -205,6 +211,8 @@ class Incoming:
         "awaited",
         "began",
         "ended",
+        "file",
+        "file_bytes",
         "filled",
         "index",
         "layout",
@@ -226,6 +234,8 @@ class Incoming:
         self.awaited = 0  # tensors that the last notice spoke of, until they are here
         self.filled = self.stop = 0  # bytes of the slot: where they go, and up to where
         self.ended = self.aborted = self.released = False
+        self.file: memoryview | None = None
+        self.file_bytes = 0
         self.began = time.monotonic()
 
     def __enter__(self) -> Incoming:
@@ -269,6 +279,7 @@ class Incoming:
         call it, more than once."""
         self._receiver.release(self)
         self._views = ()
+        self.file = None
 
 
 def _difference(expected: Layout, got: Layout) -> str:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from bottega.errors import LinkError
 from bottega.transport.deadline import Deadline
+from bottega.transport.files import SealedFile
 from bottega.transport.frames import Frame
 from bottega.transport.layout import Layout
 from bottega.transport.slots import Slot
@@ -57,6 +58,11 @@ class End(Protocol):
 class Outlet(End, Protocol):
     """The sender's end."""
 
+    @property
+    def passes_files(self) -> bool:
+        """Whether `attach` does anything but raise."""
+        ...
+
     def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
         """Writable memory of at least that size, the same for an index as long as it is large enough.
 
@@ -69,6 +75,11 @@ class Outlet(End, Protocol):
 
         The buffers must not change until the slot's credit is back.
         """
+        ...
+
+    def attach(self, index: int, file: SealedFile, deadline: Deadline) -> None:
+        """Makes a file part of the slot's next message. Raises as `tell` does, and ValueError where none can be
+        passed."""
         ...
 
     def tell(self, frame: Frame, deadline: Deadline) -> None:
@@ -85,6 +96,11 @@ class Inlet(End, Protocol):
 
     def open(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
         """Where each tensor of the message in this slot will be. Called once a message, before any byte moves."""
+        ...
+
+    def file(self, index: int) -> memoryview | None:
+        """The bytes of the file that is part of the message in this slot; None where there is none. Called once a
+        message, after `open`."""
         ...
 
     def fill(self, index: int, start: int, stop: int, deadline: Deadline) -> int:

@@ -10,11 +10,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol
 
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoCredit, NoSharedMemory, TooLarge
+from bottega.transport.buffers import Buffer, check_file, checked
 from bottega.transport.counters import Counters
 from bottega.transport.deadline import Deadline
+from bottega.transport.files import SealedFile
 from bottega.transport.frames import Frame, Kind, told
 from bottega.transport.layout import Layout
 from bottega.transport.life import Life
@@ -24,12 +25,6 @@ from bottega.transport.slots import Slot
 
 _NOW = Deadline(at=0.0)
 _TAKEN_BACK = 1
-
-
-class Buffer(Protocol):
-    """Flat or shaped memory without gaps: bytes, bytearray, memoryview, mmap, a numpy array."""
-
-    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 
 class Sender:
@@ -67,9 +62,18 @@ class Sender:
             outgoing = self._open = Outgoing(self, layout, slot, number=number, index=index, deadline=deadline)
             return outgoing
 
-    def send(self, layout: Layout, buffers: Sequence[Buffer], deadline: Deadline) -> None:
-        """Sends a whole message from the caller's buffers."""
-        pieces = _checked(layout, buffers)
+    @property
+    def passes_files(self) -> bool:
+        """Whether a message may carry one."""
+        return self._outlet.passes_files
+
+    def send(
+        self, layout: Layout, buffers: Sequence[Buffer], deadline: Deadline, file: SealedFile | None = None
+    ) -> None:
+        """Sends a whole message from the caller's buffers, and a file with it."""
+        pieces = checked(layout, buffers)
+        if file is not None:
+            check_file(file, passes=self.passes_files, most_bytes=self._limits.slot_bytes)
         with self.lock:
             index, number = self._admit(layout, deadline)
             began = time.monotonic()
@@ -80,9 +84,12 @@ class Sender:
                 raise
             except LinkError as error:
                 self._life.fail(error)
+            if file is not None:
+                self._attach(index, file, deadline)
             count = len(layout.specs)
             self._move(self._data(index, number, count, layout.span(0, count)), staged, deadline)
-            self._counters.sent(layout.size_bytes, time.monotonic() - began)
+            file_bytes = 0 if file is None else file.size_bytes
+            self._counters.sent(layout.size_bytes, time.monotonic() - began, file_bytes=file_bytes)
 
     def drain(self, deadline: Deadline) -> None:
         """Waits until every message has been given back."""
@@ -125,6 +132,12 @@ class Sender:
         """Gives memory and descriptors back, after the life's end."""
         with self.lock:
             self._outlet.close()
+
+    def _attach(self, index: int, file: SealedFile, deadline: Deadline) -> None:
+        try:
+            self._outlet.attach(index, file, deadline)
+        except LinkError as error:
+            self._lost(error)
 
     def _admit(self, layout: Layout, deadline: Deadline) -> tuple[int, int]:
         """A free slot for the next message, and the layout's number."""
@@ -281,14 +294,3 @@ class Outgoing:
     def abort(self) -> None:
         """Takes the message back, if it is not finished: the receiver's waits raise MessageAborted."""
         self._sender.abort(self)
-
-
-def _checked(layout: Layout, buffers: Sequence[Buffer]) -> list[memoryview]:
-    """Flat bytes of every buffer. Raises ValueError when they do not fit the layout."""
-    if len(buffers) != len(layout.specs):
-        raise ValueError(f"{len(buffers)} buffers for a layout of {len(layout.specs)} tensors")
-    pieces = [memoryview(buffer).cast("B") for buffer in buffers]
-    for spec, piece in zip(layout.specs, pieces, strict=True):
-        if len(piece) != spec.size_bytes:
-            raise ValueError(f"tensor {spec.name} has {spec.size_bytes} bytes, its buffer {len(piece)}")
-    return pieces

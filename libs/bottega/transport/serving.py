@@ -16,13 +16,14 @@ from typing import Generic, Protocol, TypeVar
 
 from bottega.errors import Draining, LinkClosed, LinkError, TooLarge
 from bottega.transport.boundary import link_boundary
+from bottega.transport.buffers import Buffer
 from bottega.transport.deadline import Deadline
+from bottega.transport.files import SealedFile
 from bottega.transport.layout import Layout
 from bottega.transport.link import Link
 from bottega.transport.listener import Listener
 from bottega.transport.offer import Offer, TcpEndpoint
 from bottega.transport.receiving import Incoming
-from bottega.transport.sending import Buffer
 
 _log = logging.getLogger(__name__)
 
@@ -211,6 +212,6 @@ class ServedLinks(Generic[Served]):
             self._links.discard(link)
 
 
-def send(link: Link, message: Message) -> None:
+def send(link: Link, message: Message, *, file: SealedFile | None = None) -> None:
     """Sends a whole message. Raises as Link.send does."""
-    link.send(message.layout, message.buffers, Deadline.after(MESSAGE_S))
+    link.send(message.layout, message.buffers, Deadline.after(MESSAGE_S), file=file)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from bottega.errors import LinkError
 from bottega.transport.deadline import Deadline
+from bottega.transport.files import SealedFile
 from bottega.transport.frames import Frame
 from bottega.transport.layout import Layout
 from bottega.transport.slots import PrivateSlots, Slot
@@ -35,6 +36,8 @@ def tune(connection: socket.socket) -> None:
 class TcpOutlet:
     """The sender's end."""
 
+    passes_files = False
+
     def __init__(self, connection: socket.socket) -> None:
         self._stream = FrameStream(connection)
         self._slots = PrivateSlots()
@@ -53,6 +56,9 @@ class TcpOutlet:
             pieces.append(buffer)
             end = offset + len(buffer)
         return pieces
+
+    def attach(self, index: int, file: SealedFile, deadline: Deadline) -> None:
+        raise ValueError("a network passes no files")
 
     def tell(self, frame: Frame, deadline: Deadline) -> None:
         self._stream.tell(frame, deadline)
@@ -82,6 +88,9 @@ class TcpInlet:
     def open(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
         slot = self._open[index] = self._slots.get(index, layout.size_bytes)
         return slot.views(layout)
+
+    def file(self, index: int) -> memoryview | None:
+        return None
 
     def fill(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
         return self._stream.read_bulk(self._open[index].memory[start:stop], deadline)

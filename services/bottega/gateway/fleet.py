@@ -98,9 +98,14 @@ class Fleet:
         member.load = load
         member.steps_left = {running.attempt.job_id: running.steps_left for running in load.running}
         member.times = StepTimes.from_entries(
-            ((time.latent_height, time.latent_width), time.rows, time.seconds)
-            for time in load.step_times
-            if math.isfinite(time.seconds) and time.seconds > 0
+            (
+                ((time.latent_height, time.latent_width), time.rows, time.seconds)
+                for time in load.step_times
+                if math.isfinite(time.seconds) and time.seconds > 0
+            ),
+            outdated={
+                ((time.latent_height, time.latent_width), time.rows) for time in load.step_times if time.outdated
+            },
         )
         self.hosting.take(member)
         if self.observer:

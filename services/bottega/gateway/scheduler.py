@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 
-from bottega.planning import Shape, StepTimes, Work, best_width, completion_times
+from bottega.planning import Shape, StepTimes, Work, best_width, completion_times, most_on_trial
 
 # Waiting jobs that are looked at in one go; those behind them cannot change who is next.
 _HORIZON = 32
@@ -292,8 +292,23 @@ def _outlook(
     ahead = _works(planned, demand.shape)
     line = [*ahead, Work(rows=demand.rows, steps=demand.steps)]
     width = best_width([*line, *_works(behind, demand.shape)], seconds, max_rows=max_rows)
-    opens = len(ahead) < width or _opening_s(ahead, seconds, width) <= _lead_s(ahead, seconds)
+    opens = (
+        len(ahead) < width
+        or _opening_s(ahead, seconds, width) <= _lead_s(ahead, seconds)
+        or _to_try(times, max_rows, [*planned, demand], width)
+    )
     return _Outlook(end_s=completion_times(line, seconds, max(1, min(width, len(line))))[-1], opens=opens)
+
+
+def _to_try(times: StepTimes, max_rows: int, demands: Sequence[Demand], width: int) -> bool:
+    """Whether the worker should have all of `demands`, to measure anew what a turn of them takes.
+
+    Of one shape, as others share no turn. When each of them ends is still reckoned by what was measured last.
+    """
+    if len(demands) > most_on_trial(width) or len({demand.shape for demand in demands}) > 1:
+        return False
+    rows = sum(demand.rows for demand in demands)
+    return rows <= max_rows and times.outdated(demands[0].shape, rows)
 
 
 def _turns(times: StepTimes, shape: Shape) -> Callable[[int], float]:

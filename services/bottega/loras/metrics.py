@@ -63,5 +63,9 @@ class LoraMetrics(Collector):
             ("evictions", "LoRAs that memory let go.", counts.evictions),
         ):
             yield CounterMetricFamily(f"bottega_lora_{name}", text, value=value)
-        yield GaugeMetricFamily("bottega_lora_memory_bytes", "Bytes of LoRAs in memory.", value=figures.memory_bytes)
+        yield GaugeMetricFamily(
+            "bottega_lora_memory_bytes",
+            "Bytes of LoRAs in memory, shared by the workers of its host.",
+            value=figures.memory_bytes,
+        )
         yield GaugeMetricFamily("bottega_lora_disk_bytes", "Bytes of LoRAs on the disk.", value=figures.disk_bytes)

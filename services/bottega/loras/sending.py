@@ -1,5 +1,5 @@
-"""One LoRA on its way to a worker: first what a prompt waits for, then the rest in pieces, between which others may
-speak. Reads the file straight into the link's slots. Knows no queue, and not what else is sent.
+"""One LoRA on its way to a worker in bytes: first what a prompt waits for, then the rest in pieces, between which
+others may speak. Reads the file straight into the link's slots. Knows no queue, and not what else is sent.
 """
 
 from __future__ import annotations

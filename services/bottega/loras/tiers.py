@@ -1,13 +1,14 @@
 """Where a LoRA's bytes are read from: host memory within a budget, over the disk.
 
-What is in memory lies in files without a name (memfd), so that sending copies straight from there into a link's slot,
-without the interpreter's lock. Loads run in parallel, one for each LoRA. What finds no room in memory, because all
-that is there is pinned or being sent, is sent from the disk. Knows digests and bytes; knows no names and no links.
+What is in memory lies in files without a name (memfd), sealed once they are loaded: workers of this host are given
+those themselves, and whoever has one can only read it. Where memory lets one go that workers have, its pages are
+theirs from then on, and in their budgets. Loads run in parallel, one for each LoRA. What finds no room in memory,
+because all that is there is pinned or being sent, is sent from the disk; a file of the disk is given to nobody, for
+who shortens it would end those who read it. Knows digests and bytes; knows no names and no links.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import threading
@@ -19,12 +20,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from bottega.errors import BottegaError, DataLoss, LoraNotFound, StorageUnavailable
+from bottega.errors import BottegaError, LoraNotFound, StorageUnavailable
+from bottega.loras.loading import load
 from bottega.storage import faults
+from bottega.transport.files import new_file
 
 _log = logging.getLogger(__name__)
-
-_PIECE_BYTES = 4 << 20
 
 
 class Tier(StrEnum):
@@ -59,7 +60,10 @@ class _Resident:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Loan:
-    """Bytes that stay readable until it is given back, whatever else is loaded or deleted. Read them with os.preadv."""
+    """Bytes that stay readable until it is given back, whatever else is loaded or deleted. Read them with os.preadv.
+
+    resident: in memory, sealed.
+    """
 
     digest: str
     descriptor: int
@@ -172,7 +176,12 @@ class Tiers:
             return None  # whoever reads it from the disk says why
         if not self._make_room(size_bytes):
             return None
-        resident = _Resident(descriptor=os.memfd_create("lora"), size_bytes=size_bytes, loaded=Future())
+        try:
+            descriptor = new_file("lora")
+        except OSError as error:  # no descriptor is left, most likely: whoever reads it from the disk says so
+            _log.warning("a LoRA cannot be had in memory", extra={"digest": digest, "why": error.strerror})
+            return None
+        resident = _Resident(descriptor=descriptor, size_bytes=size_bytes, loaded=Future())
         self._residents[digest] = resident
         self._pool.submit(self._load, digest, resident)
         return resident
@@ -218,9 +227,9 @@ class Tiers:
     def _copy(self, digest: str, resident: _Resident) -> None:
         source = self._open(digest)
         try:
-            with faults.translated():
-                # Once since the start: a disk that has changed a bit is noticed here, and by every worker.
-                _copied(source, resident, None if digest in self._trusted else digest)
+            # Once since the start: a disk that has changed a bit is noticed here, and by every worker.
+            check = None if digest in self._trusted else digest
+            load(source, resident.descriptor, resident.size_bytes, digest=check)
         finally:
             os.close(source)
         self._trusted.add(digest)
@@ -273,20 +282,3 @@ class Tiers:
         if not self._lent[digest]:
             del self._lent[digest]
             self._idle.notify_all()
-
-
-def _copied(source: int, resident: _Resident, digest: str | None) -> None:
-    """Copies a file into memory. digest: to be checked, where it is. Raises DataLoss, OSError."""
-    hashed = hashlib.sha256()
-    buffer = bytearray(min(_PIECE_BYTES, resident.size_bytes))
-    done = 0
-    while got := os.readv(source, [buffer]):
-        piece = memoryview(buffer)[:got]
-        done += got
-        if done > resident.size_bytes:
-            break
-        if digest is not None:
-            hashed.update(piece)
-        os.pwrite(resident.descriptor, piece, done - got)
-    if done != resident.size_bytes or (digest is not None and hashed.hexdigest() != digest):
-        raise DataLoss("the LoRA's file is damaged; its operator has to bring it again")

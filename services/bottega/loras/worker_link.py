@@ -1,7 +1,7 @@
-"""One worker's link: what it asks for, and LoRAs sent from memory or disk into its slots. Ends with the link.
+"""One worker's link: what it asks for, and LoRAs as they lie in memory, or sent in pieces. Ends with the link.
 
-The thread that sends says first whatever there is to say, else a piece of the LoRA that has been on its way for
-longest.
+A worker of this host is given the memory itself. Others are sent bytes: the thread that sends says first whatever
+there is to say, else a piece of the LoRA that has been on its way for longest.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from bottega.lora.messages import Kind
 from bottega.loras.sending import Pace, Sending
 from bottega.loras.tiers import Loan, Tiers
 from bottega.rpc.status import to_job_error
-from bottega.transport import Incoming, Link, Listener, Offer, ServedLink, send
+from bottega.transport import Incoming, Link, Listener, Offer, SealedFile, ServedLink, send
 
 # Fetches of one worker that wait; it runs some tens of requests with at most eight LoRAs each.
 _MOST_WAITING = 512
+# What is smaller is one piece: copying it takes less than mapping it, and mappings are bounded in number (65,530).
+_LEAST_SHARED_BYTES = 64 << 10
 
 
 class WorkerLink(ServedLink):
-    """See ServedLink. bytes_per_s: of the link; 0 is without a limit."""
+    """See ServedLink. bytes_per_s: of the link, within a host, too; 0 is without a limit."""
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class WorkerLink(ServedLink):
         super().__init__(listener, offer, service=service, worker=worker, on_end=on_end)
         self._tiers = tiers
         self._pace = Pace(bytes_per_s)
+        self._shares = bytes_per_s == 0
         # Of the thread that answers: the first one is sent, the others have sent their heads.
         self._sendings: deque[Sending] = deque()
         self._waiting = 0
@@ -97,6 +100,22 @@ class WorkerLink(ServedLink):
         except BottegaError as error:
             _refuse(link, number, error)
             return
+        if self._shares and link.passes_files and loan.resident and loan.size_bytes >= _LEAST_SHARED_BYTES:
+            self._share(link, number, loan)
+        else:
+            self._send(link, number, loan)
+
+    def _share(self, link: Link, number: int, loan: Loan) -> None:
+        """Gives the worker the memory itself: it needs no loan to keep it."""
+        file = SealedFile(descriptor=loan.descriptor, size_bytes=loan.size_bytes)
+        try:
+            send(link, messages.number_message(Kind.WHOLE, number), file=file)
+        except (NoSharedMemory, TooLarge) as error:  # the link lives
+            _refuse(link, number, error)
+        finally:
+            self._tiers.give_back(loan)
+
+    def _send(self, link: Link, number: int, loan: Loan) -> None:
         try:
             sending = Sending(number, loan)
         except BottegaError as error:

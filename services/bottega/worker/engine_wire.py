@@ -166,8 +166,14 @@ def beat_of(
             fleet_pb2.RunningAttempt(attempt=attempt_of(key), steps_left=steps) for key, steps in engine.steps_left()
         ],
         step_times=[
-            fleet_pb2.StepTime(latent_height=height, latent_width=width, rows=rows, seconds=seconds)
-            for (height, width), rows, seconds in engine.step_times.entries()
+            fleet_pb2.StepTime(
+                latent_height=shape[0],
+                latent_width=shape[1],
+                rows=rows,
+                seconds=seconds,
+                outdated=engine.step_times.outdated(shape, rows),
+            )
+            for shape, rows, seconds in engine.step_times.entries()
         ],
         fixed_s=engine.fixed_s,
         controlnets=at_hand.report(),

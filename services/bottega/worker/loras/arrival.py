@@ -1,6 +1,8 @@
 """One LoRA that is here or on its way: its layers as tensors, and why it will never come. Knows no links.
 
-The thread that receives fills it, the engine's reads it: what is there is never changed again.
+The thread that receives fills it, and one that checks may end it; the engine's reads it: what is there is never changed
+again. Within a host the layers are views of the store's own memory, sealed (bottega.transport, files), wherever the
+model's element type and device let them: then what is hashed and used is no copy, and cannot change in between.
 """
 
 from __future__ import annotations
@@ -17,13 +19,21 @@ from bottega.diffusion.loras import Layers, LoraLayer, LoraRef
 from bottega.errors import BadLora, BottegaError, DataLoss, NoLora
 from bottega.lora import canonical
 from bottega.lora.canonical import BACKBONE, COMPONENTS, Canonical, Module
-from bottega.lora.safetensors_header import TensorEntry
+from bottega.lora.safetensors_header import LENGTH_BYTES, TensorEntry, header_bytes
 
+# Of a whole LoRA that is checked: between two of them others get their turn.
+_PIECE_BYTES = 4 << 20
+# Of the largest items that a LoRA has.
+_ALIGNMENT_BYTES = 4
 _TORCH = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16})
 
 
 class Arrival:
-    """device, dtype: where, and as what, its layers are wanted. asked_s: on the monotonic clock."""
+    """device, dtype: where, and as what, its layers are wanted. asked_s: on the monotonic clock.
+
+    size_bytes: of its layers. Shared ones count as its own: the store may have let them go, and then nobody else has
+    them.
+    """
 
     def __init__(self, ref: LoraRef, *, device: torch.device, dtype: torch.dtype) -> None:
         self.ref = ref
@@ -76,11 +86,33 @@ class Arrival:
         self._hash = hashlib.sha256(head)
         section = torch.empty(lora.text_bytes, dtype=torch.uint8)
         self._copy(text[: lora.text_bytes], section)
-        self._layers = self._read(lora, section, [c for c in COMPONENTS if c != BACKBONE])
-        self.beginning = self._hash.hexdigest()  # last: who has seen it sees no earlier layers
-        self._lora, self._unet, self._filled = lora, torch.empty(unet_bytes, dtype=torch.uint8), 0
+        self._begin(lora, section)
+        self._unet, self._filled = torch.empty(unet_bytes, dtype=torch.uint8), 0
         if not unet_bytes:
             self._complete(lora)
+
+    def take_whole(self, file: memoryview) -> None:
+        """All of it is here, as the store's own memory; `check` comes next. Raises DataLoss where it is no LoRA."""
+        self.begin_again()
+        try:
+            head = bytes(file[: header_bytes(bytes(file[:LENGTH_BYTES]))])
+            lora = canonical.parse(head, file_bytes=len(file))
+        except BadLora as error:
+            raise DataLoss(f"the LoRA store sent what is no LoRA: {error.message}") from error
+        middle = lora.header_bytes + lora.text_bytes
+        section = _shared(file[lora.header_bytes : middle])
+        self._hash = hashlib.sha256(head)
+        self._hash.update(section.numpy().data)
+        self._begin(lora, section)
+        self._unet = _shared(file[middle:])
+
+    def check(self) -> None:
+        """Ends what `take_whole` began; it takes as long as hashing it does. Raises DataLoss where it is not what was
+        asked for."""
+        assert self._lora is not None, "a whole one is taken first"
+        for first in range(0, len(self._unet), _PIECE_BYTES):
+            self._hash.update(self._unet[first : first + _PIECE_BYTES].numpy().data)
+        self._complete(self._lora)
 
     def take_piece(self, piece: memoryview) -> None:
         """The next bytes of the second section are here. Raises DataLoss where it is not what was asked for, and
@@ -92,6 +124,12 @@ class Arrival:
         self._filled = end
         if end == len(self._unet):
             self._complete(self._lora)
+
+    def _begin(self, lora: Canonical, text: Tensor) -> None:
+        """The first section is here, and hashed."""
+        self._layers = self._read(lora, text, [c for c in COMPONENTS if c != BACKBONE])
+        self.beginning = self._hash.hexdigest()  # last: who has seen it sees no earlier layers
+        self._lora = lora
 
     def _complete(self, lora: Canonical) -> None:
         if self._hash.hexdigest() != self.ref.digest:
@@ -105,13 +143,15 @@ class Arrival:
         self.arrived_s = time.monotonic()
 
     def _copy(self, view: memoryview, section: Tensor) -> None:
-        """What is hashed and used is a copy: the sender may still write to what it sent."""
+        """What is hashed and used is a copy: the sender may still write to a slot that it sent."""
         if len(view):
             section.copy_(torch.frombuffer(view, dtype=torch.uint8))
         self._hash.update(section.numpy().data)
 
     def _read(self, lora: Canonical, section: Tensor, components: list[str]) -> dict[str, Layers]:
         """The layers of a section."""
+        if section.data_ptr() % _ALIGNMENT_BYTES:  # behind an odd number of half-precision items
+            section = section.clone()
         found: dict[str, dict[str, LoraLayer]] = {component: {} for component in components}
         for module in lora.modules:
             if module.component in found:
@@ -185,6 +225,11 @@ def _parsed(head: bytes, text_bytes: int, unet_bytes: int) -> Canonical:
     if (lora.text_bytes, lora.unet_bytes) != (told, unet_bytes):
         raise BadLora("its sections are not as long as its header says")
     return lora
+
+
+def _shared(view: memoryview) -> Tensor:
+    """Bytes that nobody changes, as they lie there."""
+    return torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
 
 
 def _tensor(entry: TensorEntry, section: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ class LinkedLoras:
         return link
 
     def _refused(self, link: StoreLink, arrival: Arrival, error: BottegaError) -> None:
-        """A store will not send it: another one may. In the thread of its link."""
+        """A store will not send it: another one may. In a thread of its link's."""
         if isinstance(error, DataLoss):  # for its operator, whether or not another one has it whole
             facts = {"store": link.store.name, "lora": arrival.ref.name, "text": error.message}
             _log.warning("a LoRA is damaged in its store; bring it again", extra=facts)

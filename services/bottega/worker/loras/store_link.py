@@ -1,6 +1,7 @@
 """One LoRA store as a worker's engine sees it: a link, opened anew when it is lost while something is wanted.
 
-Notices a store that is dead at once, and one that is silent within `silence_s`. Knows LoRAs by number; keeps none.
+Notices a store that is dead at once, and one that is silent within `silence_s`. What comes whole is checked in a thread
+of its own, so that text that a prompt waits for waits for no other LoRA's hash. Knows LoRAs by number; keeps none.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Protocol
 from google.protobuf import json_format
 
 from bottega.diffusion.loras import LoraStore
-from bottega.errors import BottegaError, DataLoss, LinkClosed, PeerDead
+from bottega.errors import BottegaError, DataLoss, InternalError, LinkClosed, PeerDead
 from bottega.lora import messages
 from bottega.lora.canonical import MAX_FILE_BYTES
 from bottega.lora.messages import HEADER, PIECE, TEXT, UNET_BYTES, Kind, Message
@@ -43,7 +44,7 @@ class LoraLinkSettings:
     """silence_s: after which a store is taken for dead. limits: of what comes in."""
 
     silence_s: float = 5.0
-    # The slots grow to the largest message that came: a head, or a piece.
+    # The slots grow to the largest message that came: a head, or a piece. A whole LoRA is a file beside its message.
     limits: Limits = field(default_factory=lambda: Limits(slots=messages.SLOTS, slot_bytes=MAX_FILE_BYTES + (1 << 20)))
 
 
@@ -93,6 +94,7 @@ class StoreLink:
         self._link: Link | None = None
         self._link_id = ""
         self._closed = False
+        self._checks = ThreadPoolExecutor(1, thread_name_prefix=f"checks-{store.name}")
         threading.Thread(target=self._live, name=f"loras-{store.name}", daemon=True).start()
 
     def fetch(self, arrival: Arrival) -> None:
@@ -119,6 +121,7 @@ class StoreLink:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._checks.shutdown(wait=False)  # what is here whole is still checked: somebody may wait for it
         if self._link is not None:
             self._link.end(LinkClosed("the worker is stopping"))
 
@@ -193,6 +196,9 @@ class StoreLink:
                         messages.check_lora(incoming.layout, max_bytes=MAX_FILE_BYTES)
                         vigil.wait_all(incoming)
                         self._take(incoming, lambda arrival: _take_head(arrival, incoming))
+                    case Kind.WHOLE:
+                        vigil.wait_all(incoming)
+                        self._take_whole(incoming)
                     case Kind.PIECE:
                         messages.check_piece(incoming.layout, max_bytes=MAX_FILE_BYTES)
                         vigil.wait_all(incoming)
@@ -221,6 +227,38 @@ class StoreLink:
             with self._changed:
                 self._wanted.pop(number, None)
         if arrival.ready or not knew_text:
+            self._on_news()
+
+    def _take_whole(self, incoming: Incoming) -> None:
+        """All of a LoRA is here: it does not need the link any more, and what a prompt waits for can be read."""
+        file = incoming.file
+        if file is None:
+            raise ValueError("a whole LoRA came without its file")
+        number = messages.read_number(incoming.layout, incoming.view(0))
+        arrival = self._wanted.get(number)
+        if arrival is None:
+            return
+        try:
+            arrival.take_whole(file)
+        except DataLoss as error:
+            self._refuse(number, error)
+            return
+        with self._changed:
+            self._wanted.pop(number, None)
+            if not self._closed:
+                self._checks.submit(self._check, arrival)
+        self._on_news()
+
+    def _check(self, arrival: Arrival) -> None:
+        """In a thread of its own."""
+        try:
+            arrival.check()
+        except DataLoss as error:
+            self._on_refused(self, arrival, error)
+        except Exception:  # noqa: BLE001 - whoever waits must hear of a fault of ours
+            _log.exception("a LoRA could not be checked", extra={"lora": arrival.ref.name})
+            self._on_refused(self, arrival, InternalError("the worker could not check the LoRA"))
+        else:
             self._on_news()
 
     def _take_refusal(self, incoming: Incoming) -> None:
