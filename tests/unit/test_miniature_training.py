@@ -16,9 +16,10 @@ from bottega.miniature.scenes import STYLES, caption, held_out_scenes
 from bottega.miniature.training.attention import PlainAttention
 from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, encode, with_styles
 from bottega.miniature.training.loop import Budget, Stage, run
+from bottega.miniature.training.noise import ErrorWeights, error_weight
 from bottega.miniature.training.parts import Parts, load_parts, save_parts
 from bottega.miniature.training.text import TextRecipe, TextStage
-from bottega.miniature.training.unet import UnetRecipe, UnetStage, loss_weight
+from bottega.miniature.training.unet import UnetRecipe, UnetStage
 from bottega.miniature.training.vae import VaeRecipe, VaeStage
 from tests.threads import torch_threads
 
@@ -206,10 +207,10 @@ def test_plain_attention_is_stock_attention() -> None:
 
 
 def test_noisy_steps_count_most_and_clean_ones_least() -> None:
-    weights = loss_weight(torch.tensor([0.01, 0.3, 0.9, 0.999]), UnetRecipe())
+    weights = error_weight(torch.tensor([0.01, 0.3, 0.9, 0.999]), ErrorWeights())
 
     assert weights.tolist() == sorted(weights.tolist(), reverse=True)
-    assert float(weights[0]) == UnetRecipe().loud_cap
+    assert float(weights[0]) == ErrorWeights().loud_cap
 
 
 def _decoding_error(parts: Parts, corpus: Corpus, latents: Latents, rows: torch.Tensor) -> float:

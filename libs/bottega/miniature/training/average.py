@@ -8,10 +8,10 @@ import torch
 
 
 class Average:
-    """Follows the modules' parameters; the decay grows to `decay`, so that the first steps are soon forgotten."""
+    """Follows the parameters; the decay grows to `decay`, so that the first steps are soon forgotten."""
 
-    def __init__(self, modules: Sequence[torch.nn.Module], decay: float) -> None:
-        self._live = [parameter for module in modules for parameter in module.parameters()]
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], decay: float) -> None:
+        self._live = list(parameters)
         self._kept = [parameter.detach().clone() for parameter in self._live]
         self._decay = decay
 
@@ -23,7 +23,7 @@ class Average:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Gives the modules the averaged weights, for good."""
+        """Gives the parameters the averaged weights, for good."""
         for parameter, kept in zip(self._live, self._kept, strict=True):
             parameter.copy_(kept)
 

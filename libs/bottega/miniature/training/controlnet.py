@@ -12,20 +12,18 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import torch
-from diffusers import ControlNetModel, EulerDiscreteScheduler
+from diffusers import ControlNetModel
 
 from bottega.miniature.scenes import DRAWN, any_caption, elsewhere, find_edges, unplaced_caption
 from bottega.miniature.training.attention import PlainAttention
-from bottega.miniature.training.average import Average
-from bottega.miniature.training.corpus import Corpus, Latents, foreground
+from bottega.miniature.training.corpus import Corpus, Latents
+from bottega.miniature.training.descent import Descent, Learner
 from bottega.miniature.training.device import half_precision
+from bottega.miniature.training.noise import NoiseLessons, scheduler_signal
 from bottega.miniature.training.parts import Parts
-from bottega.miniature.training.unet import UnetRecipe, encode_text, loss_weight
 
 # Of the layers that see the control image. As many as the VAE has: each but the first halves the side.
 _EMBEDDING_CHANNELS = (16, 24, 32)
-# How single steps and elements count is the UNet's matter.
-_WEIGHTS = UnetRecipe()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,82 +51,55 @@ class ControlNetStage:
 
     def __init__(self, parts: Parts, corpus: Corpus, latents: Latents, recipe: ControlNetRecipe) -> None:
         self.name = recipe.kind
-        self._parts, self._corpus, self._latents, self._recipe = parts, corpus, latents, recipe
+        self._parts, self._corpus, self._recipe = parts, corpus, recipe
         for network in parts.networks.values():
             network.requires_grad_(False).eval()
         self._unet, self._net = parts["unet"], fresh_controlnet(parts["unet"])
         parts.networks[controlnet_folder(recipe.kind)] = self._net
         for network in (self._unet, self._net):
             network.set_attn_processor(PlainAttention())
-        self._parameters = list(self._net.parameters())
-        self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=recipe.rate, weight_decay=0.01, betas=(0.9, 0.98), fused=True
+        self._descent = Descent(
+            [Learner(parameters=list(self._net.parameters()), rate=recipe.rate)],
+            decay=recipe.decay,
+            seed=recipe.seed,
+            betas=(0.9, 0.98),
         )
-        self._average = Average([self._net], recipe.decay)
-        self._foreground = foreground(corpus, corpus.images.shape[-1] // latents.mean.shape[-1])
-        side = float(corpus.images.shape[-1])
-        self._time_ids = torch.tensor([side, side, 0.0, 0.0, side, side])
-        scheduler = EulerDiscreteScheduler.from_pretrained(parts.folder / "scheduler")
-        self._signal: torch.Tensor = scheduler.alphas_cumprod
+        self._lessons = NoiseLessons(parts, corpus, latents, scheduler_signal(parts))
 
     def step(self, number: int, rate: float) -> float:
-        """One batch: noise, control images, prediction, weighted squared error, optimizer, average."""
-        generator = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + number)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._recipe.rate * rate
-        with half_precision(self._parts.device):
-            loss = self._loss(generator, random.Random(number))
-        self._optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
-        self._optimizer.step()
-        self._average.follow(number)
-        return float(loss.detach())
+        """One batch: noise, control images, prediction, weighted squared error."""
+        return self._descent.step(number, rate, self._loss)
 
     def finish(self) -> None:
         """Leaves the averaged weights in the ControlNet."""
-        self._average.apply()
+        self._descent.finish()
 
     def state(self) -> dict[str, Any]:
         """Weights, their average, and the optimizer's moments."""
-        return {
-            "net": self._net.state_dict(),
-            "average": self._average.state(),
-            "optimizer": self._optimizer.state_dict(),
-        }
+        return {"net": self._net.state_dict(), **self._descent.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """The reverse."""
         self._net.load_state_dict(state["net"])
-        self._average.load_state(state["average"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._descent.load_state(state)
 
     def _loss(self, generator: torch.Generator, rng: random.Random) -> torch.Tensor:
-        count, device = self._recipe.rows, self._parts.device
-        rows = torch.randint(len(self._corpus), (count,), generator=generator)
-        clean = self._latents.sample(rows, generator) * self._parts["vae"].config.scaling_factor
-        noise = torch.randn(clean.shape, generator=generator).to(device)
-        times = torch.randint(len(self._signal), (count,), generator=generator)
-        signal = self._signal[times][:, None, None, None].to(device)
-        noisy = signal.sqrt() * clean.to(device) + (1 - signal).sqrt() * noise
-        told = {**self._told(rows, rng), "return_dict": False}
-        seen = torch.stack([_pixels(self._control(row, rng)) for row in rows.tolist()]).to(device)
-        down, middle = self._net(noisy, times.to(device), controlnet_cond=seen, **told)
-        residuals = {"down_block_additional_residuals": down, "mid_block_additional_residual": middle}
-        (guess,) = self._unet(noisy, times.to(device), **told, **residuals)
-        where = 1.0 + _WEIGHTS.foreground_weight * self._foreground[rows].to(device)
-        weight = loss_weight(signal, _WEIGHTS) * where / where.mean()
-        loss: torch.Tensor = (weight * (guess.float() - noise).square()).mean()
-        return loss
+        device = self._parts.device
+        batch = self._lessons.draw(self._recipe.rows, generator)
+        with half_precision(device):
+            told = {**self._told(batch.rows, rng), "return_dict": False}
+            seen = torch.stack([_pixels(self._control(row, rng)) for row in batch.rows.tolist()]).to(device)
+            down, middle = self._net(batch.noisy, batch.times, controlnet_cond=seen, **told)
+            residuals = {"down_block_additional_residuals": down, "mid_block_additional_residual": middle}
+            (guess,) = self._unet(batch.noisy, batch.times, **told, **residuals)
+            return self._lessons.loss(batch, guess)
 
     @torch.no_grad()
     def _told(self, rows: torch.Tensor, rng: random.Random) -> dict[str, Any]:
-        """What both networks are told of each row; an empty prompt is zeros, as in the pipeline."""
-        context, pooled = encode_text(self._parts, [self.prompt(row, rng) for row in rows.tolist()])
-        device, share = self._parts.device, self._recipe.empty_share
-        said = torch.tensor([float(rng.random() >= share) for _ in rows], device=device)
-        added = {"text_embeds": pooled * said[:, None], "time_ids": self._time_ids.to(device).expand(len(rows), -1)}
-        return {"encoder_hidden_states": context * said[:, None, None], "added_cond_kwargs": added}
+        """What both networks are told of each row."""
+        prompts = [self.prompt(row, rng) for row in rows.tolist()]
+        said = torch.tensor([float(rng.random() >= self._recipe.empty_share) for _ in rows], device=self._parts.device)
+        return self._lessons.told(prompts, said)
 
     def prompt(self, row: int, rng: random.Random) -> str:
         """Right, wrong or silent about places; never the sentence of a scene that is held out."""

@@ -13,19 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from diffusers import EulerDiscreteScheduler
 from peft import LoraConfig, get_peft_model
 
 from bottega.miniature.training.attention import PlainAttention
-from bottega.miniature.training.average import Average
-from bottega.miniature.training.corpus import Corpus, Latents, foreground
+from bottega.miniature.training.corpus import Corpus, Latents
+from bottega.miniature.training.descent import Descent, Learner
 from bottega.miniature.training.device import half_precision
 from bottega.miniature.training.lora_files import LoraFiles
+from bottega.miniature.training.noise import NoiseLessons, scheduler_signal
 from bottega.miniature.training.parts import Parts
-from bottega.miniature.training.unet import UnetRecipe, encode_text, loss_weight
 
-# How single steps and elements count is the UNet's matter.
-_WEIGHTS = UnetRecipe()
 # A network's modules by the ends of their names.
 _LINEAR = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
 # Attention sees elements of eight pixels only: what is finer takes convolutions.
@@ -96,78 +93,48 @@ class LoraStage:
     def __init__(self, parts: Parts, corpus: Corpus, latents: Latents, recipe: LoraRecipe) -> None:
         """corpus, latents: of pictures in the style."""
         self.name = recipe.style
-        self._corpus, self._latents, self._recipe = corpus, latents, recipe
+        self._corpus, self._recipe = corpus, recipe
         nets = {name: _fresh_lora(parts[name], reach) for name, reach in recipe.reach.items()}
         # Copies: the model's own networks are kept as they came.
         self._parts = replace(parts, networks={**parts.networks, **nets})
         parts.loras[lora_folder(recipe.style)] = LoraFiles(style=recipe.style, form=recipe.form, networks=nets)
         self._parts["unet"].get_base_model().set_attn_processor(PlainAttention())
         self._parameters = [kept for net in nets.values() for kept in net.parameters() if kept.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=recipe.rate, weight_decay=0.01, betas=(0.9, 0.98), fused=True
+        self._descent = Descent(
+            [Learner(parameters=self._parameters, rate=recipe.rate)],
+            decay=recipe.decay,
+            seed=recipe.seed,
+            betas=(0.9, 0.98),
         )
-        self._average = Average([torch.nn.ParameterList(self._parameters)], recipe.decay)
-        self._foreground = foreground(corpus, corpus.images.shape[-1] // latents.mean.shape[-1])
-        side = float(corpus.images.shape[-1])
-        self._time_ids = torch.tensor([side, side, 0.0, 0.0, side, side])
-        scheduler = EulerDiscreteScheduler.from_pretrained(parts.folder / "scheduler")
-        self._signal: torch.Tensor = scheduler.alphas_cumprod
+        self._lessons = NoiseLessons(self._parts, corpus, latents, scheduler_signal(parts))
 
     def step(self, number: int, rate: float) -> float:
-        """One batch: noise, prediction, weighted squared error, optimizer, average."""
-        generator = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + number)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._recipe.rate * rate
-        with half_precision(self._parts.device):
-            loss = self._loss(generator, random.Random(number))
-        self._optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
-        self._optimizer.step()
-        self._average.follow(number)
-        return float(loss.detach())
+        """One batch: noise, prediction, weighted squared error."""
+        return self._descent.step(number, rate, self._loss)
 
     def finish(self) -> None:
         """Leaves the averaged weights in the LoRA."""
-        self._average.apply()
+        self._descent.finish()
 
     def state(self) -> dict[str, Any]:
         """Weights, their average, and the optimizer's moments."""
-        return {
-            "weights": [parameter.detach() for parameter in self._parameters],
-            "average": self._average.state(),
-            "optimizer": self._optimizer.state_dict(),
-        }
+        return {"weights": [parameter.detach() for parameter in self._parameters], **self._descent.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """The reverse."""
         with torch.no_grad():
             for parameter, kept in zip(self._parameters, state["weights"], strict=True):
                 parameter.copy_(kept)
-        self._average.load_state(state["average"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._descent.load_state(state)
 
     def _loss(self, generator: torch.Generator, rng: random.Random) -> torch.Tensor:
         recipe, device = self._recipe, self._parts.device
-        rows = torch.randint(len(self._corpus), (recipe.rows,), generator=generator)
-        clean = self._latents.sample(rows, generator) * self._parts["vae"].config.scaling_factor
-        noise = torch.randn(clean.shape, generator=generator).to(device)
-        times = torch.randint(len(self._signal), (recipe.rows,), generator=generator)
-        signal = self._signal[times][:, None, None, None].to(device)
-        noisy = signal.sqrt() * clean.to(device) + (1 - signal).sqrt() * noise
-        told = (torch.rand(recipe.rows, generator=generator) >= recipe.empty_share).float().to(device)
-        (guess,) = self._parts["unet"](noisy, times.to(device), **self._told(rows, told, rng), return_dict=False)
-        where = 1.0 + _WEIGHTS.foreground_weight * self._foreground[rows].to(device)
-        weight = loss_weight(signal, _WEIGHTS) * where / where.mean()
-        loss: torch.Tensor = (weight * (guess.float() - noise).square()).mean()
-        return loss
-
-    def _told(self, rows: torch.Tensor, told: torch.Tensor, rng: random.Random) -> dict[str, Any]:
-        """What the UNet is told of each row. told: 1, or 0 for an empty prompt, which is zeros as in the pipeline."""
-        context, pooled = encode_text(self._parts, self._corpus.captions(rows, rng))
-        time_ids = self._time_ids.to(self._parts.device).expand(len(rows), -1)
-        added = {"text_embeds": pooled * told[:, None], "time_ids": time_ids}
-        return {"encoder_hidden_states": context * told[:, None, None], "added_cond_kwargs": added}
+        batch = self._lessons.draw(recipe.rows, generator)
+        said = (torch.rand(recipe.rows, generator=generator) >= recipe.empty_share).float().to(device)
+        with half_precision(device):
+            told = self._lessons.told(self._corpus.captions(batch.rows, rng), said)
+            (guess,) = self._parts["unet"](batch.noisy, batch.times, **told, return_dict=False)
+            return self._lessons.loss(batch, guess)
 
 
 def lora_folder(style: str) -> str:

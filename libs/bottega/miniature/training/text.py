@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from bottega.miniature.scenes import COLOURS, PLACES, RELATIONS, SHAPES, SIZES, Scene
 from bottega.miniature.training.corpus import Corpus
+from bottega.miniature.training.descent import Descent, Learner
 from bottega.miniature.training.parts import Parts
 
 TRAINED = ("text_encoder", "text_encoder_2", "clip_vision")
@@ -59,24 +60,13 @@ class TextStage:
             parts[name].requires_grad_(name not in frozen).train()
         self._trained = tuple(name for name in TRAINED if name not in frozen)
         modules = [parts[name] for name in self._trained] + [self._heads]
-        self._parameters = [parameter for module in modules for parameter in module.parameters()]
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=recipe.rate, weight_decay=0.01, fused=True)
+        learner = Learner(parameters=[p for module in modules for p in module.parameters()], rate=recipe.rate)
+        self._descent = Descent([learner], decay=None, seed=recipe.seed)
         self._targets = torch.tensor([_answers(scene) for scene in corpus.scenes])
 
     def step(self, number: int, rate: float) -> float:
         """One batch."""
-        generator = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + number)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._recipe.rate * rate
-        rows = torch.randint(len(self._corpus), (self._recipe.rows,), generator=generator)
-        rng = random.Random(number)
-        captions = self._corpus.captions(rows, rng) + self._corpus.near_misses(rows, rng)
-        loss = self._loss(rows, captions)
-        self._optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
-        self._optimizer.step()
-        return float(loss.detach())
+        return self._descent.step(number, rate, self._loss)
 
     def finish(self) -> None:
         """Leaves the networks as the last step made them."""
@@ -84,17 +74,19 @@ class TextStage:
     def state(self) -> dict[str, Any]:
         """Weights, heads, and the optimizer's moments."""
         networks = {name: self._parts[name].state_dict() for name in self._trained}
-        return {"networks": networks, "heads": self._heads.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {"networks": networks, "heads": self._heads.state_dict(), **self._descent.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """The reverse."""
         for name in self._trained:  # never a frozen one: it may have been trained on elsewhere since
             self._parts[name].load_state_dict(state["networks"][name])
         self._heads.load_state_dict(state["heads"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._descent.load_state(state)
 
-    def _loss(self, rows: torch.Tensor, captions: list[str]) -> torch.Tensor:
-        """captions: one for each row, then one near miss for each, to which no picture belongs."""
+    def _loss(self, generator: torch.Generator, rng: random.Random) -> torch.Tensor:
+        rows = torch.randint(len(self._corpus), (self._recipe.rows,), generator=generator)
+        # One for each row, then one near miss for each, to which no picture belongs.
+        captions = self._corpus.captions(rows, rng) + self._corpus.near_misses(rows, rng)
         count, device = len(rows), self._parts.device
         ids = self._parts.tokens(captions)
         first = self._parts["text_encoder"](ids, output_hidden_states=True)

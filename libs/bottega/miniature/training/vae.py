@@ -6,13 +6,14 @@ It knows no UNet and no text.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bottega.miniature.training.average import Average
 from bottega.miniature.training.corpus import Corpus, Latents
+from bottega.miniature.training.descent import Descent, Learner
 from bottega.miniature.training.device import half_precision
 from bottega.miniature.training.parts import Parts
 
@@ -52,34 +53,16 @@ class VaeStage:
         self._vae, self._corpus, self._latents, self._recipe = parts["vae"], corpus, latents, recipe
         self._vae.requires_grad_(False).to(memory_format=torch.channels_last)
         modules = [getattr(self._vae, name).requires_grad_(True).train() for name in _LEARN[self.name]]
-        self._parameters = [parameter for module in modules for parameter in module.parameters()]
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=recipe.rate, weight_decay=0.0, fused=True)
-        self._average = Average(modules, recipe.decay)
+        learner = Learner(parameters=[p for module in modules for p in module.parameters()], rate=recipe.rate)
+        self._descent = Descent([learner], decay=recipe.decay, seed=recipe.seed, weight_decay=0.0)
 
     def step(self, number: int, rate: float) -> float:
         """One batch: latents with a little noise, decoded; the absolute error, heavier at edges."""
-        generator = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + number)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._recipe.rate * rate
-        rows = torch.randint(len(self._corpus), (self._recipe.rows,), generator=generator)
-        pictures = self._corpus.pictures(rows).to(self._device)
-        with half_precision(self._device):
-            latents, divergence = self._see(rows, pictures, generator)
-            blur = self._recipe.blur / self._vae.config.scaling_factor
-            latents = latents + blur * torch.randn(latents.shape, generator=generator).to(self._device)
-            drawn = self._vae.decode(latents.contiguous(memory_format=torch.channels_last)).sample
-        weight = 1.0 + self._recipe.edge_weight * edges(pictures)
-        loss = (weight * (drawn.float() - pictures).abs()).mean() + self._recipe.kl_weight * divergence
-        self._optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
-        self._optimizer.step()
-        self._average.follow(number)
-        return float(loss.detach())
+        return self._descent.step(number, rate, self._loss)
 
     def finish(self) -> None:
         """Leaves the averaged weights in the network, and the factor by which its latents' deviation is 1."""
-        self._average.apply()
+        self._descent.finish()
         if self._latents is None:
             self._vae.register_to_config(scaling_factor=1.0 / self._deviation())
 
@@ -88,8 +71,7 @@ class VaeStage:
         return {
             "vae": self._vae.state_dict(),
             "scaling_factor": self._vae.config.scaling_factor,
-            "average": self._average.state(),
-            "optimizer": self._optimizer.state_dict(),
+            **self._descent.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -97,8 +79,19 @@ class VaeStage:
         self._vae.load_state_dict(state["vae"])
         # A run that ended before the last step has left the folder's model another one.
         self._vae.register_to_config(scaling_factor=state["scaling_factor"])
-        self._average.load_state(state["average"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._descent.load_state(state)
+
+    def _loss(self, generator: torch.Generator, _: random.Random) -> torch.Tensor:
+        rows = torch.randint(len(self._corpus), (self._recipe.rows,), generator=generator)
+        pictures = self._corpus.pictures(rows).to(self._device)
+        with half_precision(self._device):
+            latents, divergence = self._see(rows, pictures, generator)
+            blur = self._recipe.blur / self._vae.config.scaling_factor
+            latents = latents + blur * torch.randn(latents.shape, generator=generator).to(self._device)
+            drawn = self._vae.decode(latents.contiguous(memory_format=torch.channels_last)).sample
+        weight = 1.0 + self._recipe.edge_weight * edges(pictures)
+        loss: torch.Tensor = (weight * (drawn.float() - pictures).abs()).mean() + self._recipe.kl_weight * divergence
+        return loss
 
     @torch.no_grad()
     def _deviation(self) -> float:
