@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from bottega import errors
+from bottega.gateway.job_log import JobLog
 from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import Lora, Techniques
 from tests.service.running_gateway import Running, refusal, running_gateway, told
@@ -291,6 +292,29 @@ async def test_a_submitted_job_is_watched_from_its_current_state_to_the_end(hous
     assert job.create_time.ToSeconds() <= job.end_time.ToSeconds()
     assert (job.steps_done, job.steps_total) == (30, 30)
     assert job.images[0].data == b""
+
+
+async def test_a_fault_while_doubts_are_settled_is_logged_and_health_is_told_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(_: object) -> None:
+        monkeypatch.undo()  # the next look succeeds
+        raise ValueError("what no store should raise")
+
+    monkeypatch.setattr(JobLog, "settle_doubts", broken)
+    async with running_gateway() as house:
+        await _within(2, lambda: any(line.exc_info for line in caplog.records))
+        await house.gateway.server.set_serving(False)
+        health = health_pb2_grpc.HealthStub(house.channel)
+        async with asyncio.timeout(5):
+            while not await _serves(health):  # noqa: ASYNC110 - it is told every second
+                await asyncio.sleep(0.05)
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
+
+
+async def _serves(health: health_pb2_grpc.HealthStub) -> bool:
+    answer = await health.Check(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def test_a_cancelled_job_stops_its_worker_and_says_so_to_everybody(house: Running) -> None:

@@ -21,6 +21,7 @@ from bottega.errors import (
     LoraNotFound,
     TooLarge,
 )
+from bottega.loras import store as store_module
 from bottega.loras.config import ImportConfig, LinksConfig, OwnLora
 from bottega.loras.metrics import LoraMetrics
 from bottega.loras.store import LoraStore
@@ -37,6 +38,20 @@ from tests.service.running_loras import (
     running,
     upload_requests,
 )
+
+
+async def test_a_fault_while_memory_is_measured_is_logged_and_it_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreadable(_: object) -> int:
+        monkeypatch.undo()  # the next look succeeds
+        raise OSError("/proc cannot be read")
+
+    monkeypatch.setattr(store_module, "resident_bytes", unreadable)
+    async with running(tmp_path / "store") as store, asyncio.timeout(5):
+        while store.store.load().memory_bytes < 2**20:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
 
 
 async def test_an_uploaded_lora_is_listed_and_sent_by_its_digest(tmp_path: Path) -> None:

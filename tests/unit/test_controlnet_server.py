@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from bottega.controlnet import server as server_module
 from bottega.controlnet.catalogue import Catalogue
 from bottega.controlnet.config import ControlNetConfig, EngineConfig
 from bottega.controlnet.engine_front import EngineFront
@@ -39,6 +40,10 @@ class Engine(EngineFront):
                 raise Unavailable("there is no engine")
             await asyncio.sleep(0.001)
         return HostedControlNet(name=name)
+
+    async def watch(self, listener: object) -> None:
+        """See EngineFront."""
+        await asyncio.Event().wait()
 
     def forget(self, error: BottegaError) -> None:
         """See EngineFront."""
@@ -82,6 +87,29 @@ async def test_an_engine_that_dies_while_it_is_told_what_to_host_is_not_said_to_
     await server.engine_ready(ControlNetEngineReady())
     await asyncio.sleep(0.05)
     assert said[-1]
+
+
+async def test_a_fault_while_memory_is_measured_is_logged_and_it_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def set_serving(_: bool) -> None:
+        """Nobody asks."""
+
+    def unreadable(_: object) -> int:
+        monkeypatch.undo()  # the next look succeeds
+        raise OSError("/proc cannot be read")
+
+    monkeypatch.setattr(server_module, "resident_bytes", unreadable)
+    server = _server(Engine(), tmp_path, set_serving)
+    starting = asyncio.create_task(server.start())
+    try:
+        async with asyncio.timeout(5):
+            while server.load().memory_bytes < 2**20:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.01)
+    finally:
+        starting.cancel()
+        await server.stop()
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
 
 
 async def test_it_has_drained_when_a_beat_from_after_that_has_no_sessions(tmp_path: Path) -> None:

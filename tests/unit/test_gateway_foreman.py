@@ -116,6 +116,20 @@ async def test_old_step_times_are_not_kept_alive(shop: Shop) -> None:
     assert old() is None
 
 
+async def test_of_an_attempt_that_was_stopped_nothing_waits_for_the_collector(shop: Shop) -> None:
+    shop.worker()
+    job = shop.submit()
+    await shop.advance(job, 1)
+    gc.collect()
+    gc.disable()  # what waits for it is kept
+    try:
+        shop.foreman.cancel(job)
+        await asyncio.sleep(0.05)
+        assert not [kept for kept in gc.get_objects() if type(kept).__name__ == "_Attempt"]
+    finally:
+        gc.enable()
+
+
 async def test_those_who_line_up_are_told_their_place_and_when_they_will_be_done(shop: Shop) -> None:
     shop.worker()
     shop.submit()

@@ -83,22 +83,23 @@ class CallBoundary(grpc.aio.ServerInterceptor):
     def _unary(self, handler: _Handler, method: str) -> _Handler:
         parse: _Parse = handler.request_deserializer
 
-        async def call(stream: _Raw, context: _Context) -> object:
+        async def call(_: _Raw, context: _Context) -> object:
             async with self._guard(method, context), self._deadline(context):
                 if handler.request_streaming:
-                    return await handler.stream_unary(_parsed_all(stream, parse), context)
+                    return await handler.stream_unary(_parsed_all(context, parse), context)
                 with await self._budget.share(calls=self._active) as share:
                     return await handler.unary_unary(await self._received(context, parse, share), context)
+            return None  # it was refused, and gRPC knows
 
         return _taking_streams(grpc.stream_unary_rpc_method_handler, call, handler)
 
     def _streaming(self, handler: _Handler, method: str) -> _Handler:
         parse: _Parse = handler.request_deserializer
 
-        async def all_asked(stream: _Raw, context: _Context) -> AsyncGenerator[object, None]:
+        async def all_asked(_: _Raw, context: _Context) -> AsyncGenerator[object, None]:
             async with (
                 self._guard(method, context),
-                contextlib.aclosing(handler.stream_stream(_parsed_all(stream, parse), context)) as responses,
+                contextlib.aclosing(handler.stream_stream(_parsed_all(context, parse), context)) as responses,
             ):
                 async for response in responses:
                     yield response
@@ -116,7 +117,7 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call, handler)
 
     async def _received(self, context: _Context, parse: _Parse, share: Share) -> object:
-        raw = await self._budget.received(context.read)  # the stream of requests would keep it
+        raw = await self._budget.received(context.read)
         if raw is grpc.aio.EOF:
             raise InvalidRequest("the call carries no request")
         share.shrink(len(raw))
@@ -158,8 +159,9 @@ class CallBoundary(grpc.aio.ServerInterceptor):
 class _Guard:
     """Around one call: whatever it raises ends it with a status.
 
-    gRPC keeps the exception of an abort, in a cycle, until the collector comes by. So it must not lead to the frames of
-    the call, which hold its request, of some MiB perhaps: no traceback is kept, and none is a local variable here.
+    gRPC keeps the exception of an abort with the call's context, and raises it again when the method has returned. One
+    that led to the frames of the call, which hold context and request, would be a cycle of some MiB perhaps, until the
+    collector comes by: so it ends here, without a traceback.
     """
 
     def __init__(self, boundary: CallBoundary, method: str, context: _Context) -> None:
@@ -173,15 +175,19 @@ class _Guard:
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    ) -> bool:
         del kind, trace
         ours = _told(self._method, error, self._boundary.refusals) if isinstance(error, Exception) else None
         try:
             if ours is not None:
                 await self._context.abort_with_status(to_grpc_status(ours))
+        except grpc.aio.AbortError as aborted:
+            aborted.__traceback__ = aborted.__context__ = None
+            return True
         finally:
             code = Code.CANCELLED if error is not None else None
             self._boundary.leave(self._method, ours.code if ours else code, time.perf_counter() - self._began)
+        return False
 
 
 def _taking_streams(make: Any, call: Callable[[_Raw, _Context], object], handler: _Handler) -> _Handler:
@@ -189,8 +195,9 @@ def _taking_streams(make: Any, call: Callable[[_Raw, _Context], object], handler
     return make(call, None, handler.response_serializer)
 
 
-async def _parsed_all(stream: _Raw, parse: _Parse) -> AsyncIterator[object]:
-    async for raw in stream:
+async def _parsed_all(context: _Context, parse: _Parse) -> AsyncIterator[object]:
+    """Reads by the context: gRPC's stream of requests, once begun, is a cycle of its own where it is not read out."""
+    while (raw := await context.read()) is not grpc.aio.EOF:
         yield await _parsed(raw, parse)
 
 

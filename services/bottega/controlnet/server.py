@@ -239,7 +239,10 @@ class ControlNetServer:
 
     async def _measure(self) -> None:
         while True:
-            self._memory_bytes = resident_bytes([os.getpid(), *([self._engine.pid] if self._engine.pid else [])])
+            try:
+                self._memory_bytes = resident_bytes([os.getpid(), *([self._engine.pid] if self._engine.pid else [])])
+            except Exception:  # noqa: BLE001 - the boundary of the task: without it the figure stays as it is for ever
+                _log.exception("memory could not be measured")
             await asyncio.sleep(_MEMORY_INTERVAL_S)
 
 

@@ -261,20 +261,21 @@ class Dispatcher:
         encoded = [bytes(attempt.images[index]) for index in range(job.num_images)]
         # The worker has done its part: what becomes of it is of no matter from here on.
         self._over(attempt)
-        with self._kept_going(attempt):
+        with self._kept_going():
             pictures = await self._storehouse.keep(encoded)
         if self.observer:
             self.observer.attempt_completed(job, number, pictures, completed_provenance(job, provenance))
 
     @contextlib.contextmanager
-    def _kept_going(self, attempt: _Attempt) -> Iterator[None]:
-        """In the block, the attempt's task is not one that runs with a worker, and is ended with us at the latest."""
-        assert attempt.task is not None
-        self._keeping.add(attempt.task)
+    def _kept_going(self) -> Iterator[None]:
+        """In the block, the attempt whose task this is runs with no worker, and is ended with us at the latest."""
+        task: asyncio.Task[None] | None = asyncio.current_task()
+        assert task is not None
+        self._keeping.add(task)
         try:
             yield
         finally:
-            self._keeping.discard(attempt.task)
+            self._keeping.discard(task)
 
     def _watch_checkpoints(self, member: Member, client: WorkerClient) -> asyncio.Task[None]:
         take = functools.partial(self._take_checkpoint, member)
@@ -312,6 +313,7 @@ class Dispatcher:
         self._take_out(attempt)
         if attempt.task is not None:
             attempt.task.cancel()
+            attempt.task = None  # it keeps how it was cancelled, which leads here: a cycle that holds the job's request
         return attempt
 
     def _take_out(self, attempt: _Attempt) -> None:

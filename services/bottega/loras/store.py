@@ -249,9 +249,12 @@ class LoraStore:
 
     async def _measure(self) -> None:
         while True:
-            # What lies in memory without a name is no resident memory of this process; a worker that shares some of it
-            # has that in its own figure, too.
-            self._memory_bytes = resident_bytes([os.getpid()]) + self._tiers.used_bytes
+            try:
+                # What lies in memory without a name is no resident memory of this process; a worker that shares some of
+                # it has that in its own figure, too.
+                self._memory_bytes = resident_bytes([os.getpid()]) + self._tiers.used_bytes
+            except Exception:  # noqa: BLE001 - the boundary of the task: without it the figure stays as it is for ever
+                _log.exception("memory could not be measured")
             await asyncio.sleep(_MEMORY_INTERVAL_S)
 
 
