@@ -50,7 +50,7 @@ bench-%: export TRANSFORMERS_VERBOSITY = error
 bench-%: NAME = $(subst -,_,$*)
 bench-%: .venv/.ready .venv/.stubs ## Run one comparison of load/bench (ARGS goes to it): make bench-overhead
 	@test -f load/bench/$(NAME).py || { echo "no bench '$*'; there are: $$(cd load/bench && ls *.py | sed 's/\.py$$//;s/_/-/g' | xargs)"; exit 2; }
-	$(BIN)/python -m load.bench.$(NAME) $(ARGS)
+	$(BIN)/python -m load.bench.awake $(BIN)/python -m load.bench.$(NAME) $(ARGS)
 
 clean: ## Remove everything that the commands made
 	rm -rf .venv out build .mypy_cache .ruff_cache .pytest_cache .hypothesis .grimp_cache .import_linter_cache
