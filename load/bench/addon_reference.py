@@ -45,7 +45,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """seconds: of all. lora_s: of loading LoRAs, fusing and taking them out again. processor_s: of all cores."""
+    """seconds: of all. lora_s: of fetching, loading, fusing and taking out LoRAs. processor_s: of all cores."""
 
     seconds: float
     lora_s: float
@@ -147,8 +147,8 @@ class Stock:
     def _load(self, pipeline: Any, ask: Ask) -> float:
         if not ask.loras:
             return 0.0
-        time.sleep(ask.fetch_s)
         began_s = time.perf_counter()
+        time.sleep(ask.fetch_s)
         for number, file in enumerate(ask.loras):
             pipeline.load_lora_weights(file, use_safetensors=True, adapter_name=f"lora{number}")
         pipeline.set_adapters([f"lora{number}" for number in range(len(ask.loras))])
