@@ -31,6 +31,8 @@ _ALSO = {
     "RegisterLora": {_S.ALREADY_EXISTS},
     "DeleteLora": {_S.FAILED_PRECONDITION},
 }
+# The folder itself; what lies in it is nobody's business.
+_ROOT = re.compile(re.escape(str(WEIGHTS)) + r"(?!/)")
 _IMPORTS = frozenset({"UploadLora", "RegisterLora"})
 _BELOW_ROOT = frozenset({"AddControlNet", "RegisterLora"})
 # Paths, addresses of hosts and of memory, and what libraries of ours say.
@@ -50,7 +52,7 @@ def fault(method: str, raw: tuple[bytes, ...], outcome: Outcome) -> str:
     """
     if outcome.code not in _ALWAYS | _ALSO.get(method, set()) and not _own_deadline(method, outcome):
         return f"{outcome.code.name}: {outcome.text[:300]}"
-    text = outcome.text.replace(str(WEIGHTS), "") if method in _BELOW_ROOT else outcome.text
+    text = _ROOT.sub("", outcome.text) if method in _BELOW_ROOT else outcome.text
     if method in _IMPORTS:
         text = text.replace("safetensors", "")
     for match in _GIVEN_AWAY.finditer(text):
