@@ -31,8 +31,8 @@ _ALSO = {
     "RegisterLora": {_S.ALREADY_EXISTS},
     "DeleteLora": {_S.FAILED_PRECONDITION},
 }
-# The folder itself; what lies in it is nobody's business.
-_ROOT = re.compile(re.escape(str(WEIGHTS)) + r"(?!/)")
+# The folders themselves; what lies in them is nobody's business.
+_ROOTS = re.compile(re.escape(str(WEIGHTS)) + r"(?:/loras|/controlnets)?(?!/)")
 _IMPORTS = frozenset({"UploadLora", "RegisterLora"})
 _BELOW_ROOT = frozenset({"AddControlNet", "RegisterLora"})
 # Paths, addresses of hosts and of memory, and what libraries of ours say.
@@ -47,12 +47,12 @@ _GIVEN_AWAY = re.compile(
 def fault(method: str, raw: tuple[bytes, ...], outcome: Outcome) -> str:
     """What is wrong with the answer; empty when nothing is.
 
-    Methods for who runs the server say below which folder, that of the weights, others are taken.
+    Methods for who runs the server say below which folder, of weights, ControlNets or LoRAs, others are taken.
     What a LoRA must be to be taken in is a file of safetensors.
     """
     if outcome.code not in _ALWAYS | _ALSO.get(method, set()) and not _own_deadline(method, outcome):
         return f"{outcome.code.name}: {outcome.text[:300]}"
-    text = _ROOT.sub("", outcome.text) if method in _BELOW_ROOT else outcome.text
+    text = _ROOTS.sub("", outcome.text) if method in _BELOW_ROOT else outcome.text
     if method in _IMPORTS:
         text = text.replace("safetensors", "")
     for match in _GIVEN_AWAY.finditer(text):
