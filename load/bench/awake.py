@@ -47,6 +47,11 @@ def cores_awake() -> Iterator[None]:
 
 
 def _keep_awake(core: int, parent: int) -> None:
+    # Where the system shares out by session, a class counts within one alone: this is one of its own, with least weight.
+    os.setsid()
+    autogroup = Path("/proc/self/autogroup")
+    if autogroup.exists():
+        autogroup.write_text("19")
     os.sched_setaffinity(0, {core})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     while os.getppid() == parent:
