@@ -47,7 +47,7 @@ def cores_awake() -> Iterator[None]:
 
 
 def _keep_awake(core: int, parent: int) -> None:
-    # Where the system shares out by session, a class counts within one alone: this is one of its own, with least weight.
+    # Where the system shares out by session, a class counts within one alone; this one is new, with least weight.
     os.setsid()
     autogroup = Path("/proc/self/autogroup")
     if autogroup.exists():
