@@ -1,6 +1,7 @@
 """Copies between buffers: small ones at once, large ones by two threads.
 
-One core alone does not use all that memory can move: two took .5 to .8 of its time (AMD EPYC, 2 cores, 108 MiB).
+One core alone does not use all that memory can move: two took .5 to .8 of its time (AMD EPYC, 2 cores, 108 MiB), and as
+much as one where the second core slept and had to be woken, or had work of its own.
 """
 
 from __future__ import annotations

@@ -221,8 +221,9 @@ class LoraStore:
             _log.warning("pinned LoRAs do not fit into memory: unpin some, or raise budget_bytes", extra=facts)
 
     async def _check_room(self, record: LoraRecord) -> None:
-        pinned_bytes = (await self._catalogue.pinned()) | {record.digest: record.size_bytes}
-        beside_bytes = sum(pinned_bytes.values()) - record.size_bytes
+        others = await self._catalogue.pinned()
+        others.pop(record.digest, None)
+        beside_bytes = sum(others.values())
         if beside_bytes + record.size_bytes > self._config.budget_bytes:
             raise TooLarge(
                 f"{record.name} has {record.size_bytes} bytes, and {beside_bytes} of others are pinned; memory holds "
