@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from bottega.diffusion.loras import (
     UNET,
@@ -29,6 +30,7 @@ from bottega.diffusion.model import Model
 from bottega.errors import LoraUnusable
 from tests.drawing import load
 from tests.engine_loras import random_layers
+from tests.threads import torch_threads
 
 ALL = ("0", "2", "3", "4.conv", "4.linear")
 SWAPS = 1000
@@ -206,6 +208,27 @@ def test_a_set_after_another_has_the_bits_that_it_has_alone(net: Net) -> None:
     after_another = drawn()
     assert torch.equal(alone, again)
     assert torch.equal(alone, after_another)
+
+
+def test_small_layers_are_patched_by_the_calling_thread_alone_which_computes_with_all_again_afterwards(
+    net: Net,
+) -> None:
+    seen = []
+
+    class Spy(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.addmm, torch._foreach_copy_):
+                seen.append(torch.get_num_threads())
+            return func(*args, **(kwargs or {}))
+
+    patcher = Patcher(net, UNET)
+    with torch_threads(2):
+        with Spy():
+            patcher.patch(set_of(net, use(net, 1)))
+            patcher.put_back()
+        assert seen
+        assert set(seen) == {1}
+        assert torch.get_num_threads() == 2
 
 
 def test_the_order_of_loras_changes_no_bit_and_another_scale_is_another_set(net: Net) -> None:

@@ -1,16 +1,23 @@
 """LoRAs in the weights: W = W0 + up @ down in place, from pristine copies of the touched layers and of no others.
 
 Putting back copies the pristine weights, so that they are equal bit for bit after any number of swaps, in every element
-type. The copies stay for the next set, which then reads what it sums from them: making them costs more than the sums.
+type. The copies stay for the next set: making them costs more than the sums.
 Parameters stay where they are in memory. Knows one network; knows no rows and no turns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
 from bottega.diffusion.loras.lora_set import Factors, LoraSet
+
+# Elements of a weight. Below, waking a second thread, a tenth of a millisecond where its core sleeps, takes longer than
+# the half of the layer that it would do.
+_SMALL = 1 << 20
 
 
 class Patcher:
@@ -47,12 +54,12 @@ class Patcher:
             return
         factors = loras.of(self._component)
         self._forget([path for path in self._pristine if path not in factors])
+        changed = set(self._pristine) if self._patched is not None else set()
         self._patched = loras  # before the first weight changes: whatever fails below, restore puts all back
-        for path, each in factors.items():
-            weight = self._weight(path)
-            if path not in self._pristine:
-                self._pristine[path] = weight.to(self._keep_on or weight.device, copy=True)
-            _write_sum(weight, self._pristine[path], each)
+        small, large = self._by_size(factors)
+        with _one_thread():
+            self._write(small, factors, changed)
+        self._write(large, factors, changed)
 
     @torch.inference_mode()
     def put_back(self) -> None:
@@ -73,9 +80,30 @@ class Patcher:
         for path in paths:  # only now: a copy that failed can be tried again
             del self._pristine[path]
 
-    def _copy_back(self, paths: list[str]) -> None:
+    def _write(self, paths: Iterable[str], factors: Mapping[str, Factors], changed: Collection[str]) -> None:
+        """changed: of whose weights a set is part already; the others are as pristine as their copies."""
+        for path in paths:
+            weight = self._weight(path)
+            if path not in self._pristine:
+                self._pristine[path] = weight.to(self._keep_on or weight.device, copy=True)
+            _write_sum(weight, self._pristine[path] if path in changed else weight, factors[path])
+
+    def _copy_back(self, paths: Iterable[str]) -> None:
+        small, large = self._by_size(paths)
+        with _one_thread():
+            self._copy(small)
+        self._copy(large)
+
+    def _copy(self, paths: list[str]) -> None:
         if paths:
             torch._foreach_copy_([self._weight(path) for path in paths], [self._pristine[path] for path in paths])
+
+    def _by_size(self, paths: Iterable[str]) -> tuple[list[str], list[str]]:
+        """The layers that one thread is quicker with, and the others."""
+        sides: tuple[list[str], list[str]] = ([], [])
+        for path in paths:
+            sides[self._weight(path).numel() >= _SMALL].append(path)
+        return sides
 
     def _weight(self, path: str) -> Tensor:
         weight = self._modules[path].weight
@@ -83,12 +111,25 @@ class Patcher:
         return weight.data
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Computes in the calling thread alone. The number belongs to each thread, but one that begins to use torch
+    meanwhile takes over this one for good: in an engine's process all that computes is the thread that patches.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _write_sum(weight: Tensor, pristine: Tensor, factors: Factors) -> None:
-    """weight = pristine + up @ down, rounded once."""
+    """weight = pristine + up @ down, rounded once. A weight that is pristine itself is read and written in one pass."""
     low = factors.down.flatten(1)
-    before = pristine.to(weight.device).flatten(1)
+    after = weight.view(weight.shape[0], -1)
+    before = after if pristine is weight else pristine.to(weight.device).flatten(1)
     if weight.dtype == torch.float32:
-        torch.addmm(before, factors.up, low, out=weight.view(before.shape))
+        torch.addmm(before, factors.up, low, out=after)
     else:
-        total = torch.addmm(before.float(), factors.up.float(), low.float())
-        weight.view(before.shape).copy_(total)
+        after.copy_(torch.addmm(before.float(), factors.up.float(), low.float()))
