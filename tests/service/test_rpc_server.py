@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
-import signal
-import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from typing import Any
@@ -141,27 +137,3 @@ async def test_a_second_instance_on_the_same_port_refuses_to_start(served: Serve
     with pytest.raises(errors.Unavailable, match="another instance"):
         await second.start()
     await second.stop()
-
-
-SERVICE = """
-import asyncio
-from bottega.rpc.server import Server, ServerConfig, run
-async def nothing(): pass
-async def main():
-    server = Server("tiny", ServerConfig(drain_grace_s=1.0))
-    await run(server, warm_up=nothing, shut_down=nothing)
-asyncio.run(main())
-"""
-
-
-async def test_a_service_says_in_json_that_it_serves_and_ends_on_sigterm() -> None:
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVICE, stderr=asyncio.subprocess.PIPE)
-    assert process.stderr is not None
-    line = json.loads(await asyncio.wait_for(process.stderr.readline(), 20))
-    assert line["event"] == "serving"
-    assert line["service"] == "tiny"
-    assert line["address"].startswith("127.0.0.1:")
-    os.kill(process.pid, signal.SIGTERM)
-    rest = (await asyncio.wait_for(process.stderr.read(), 10)).decode().splitlines()
-    assert await process.wait() == 0
-    assert json.loads(rest[-1])["event"] == "stopped"

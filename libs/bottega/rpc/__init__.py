@@ -1,1 +1,1 @@
-"""What every service shares on the wire: server, channels, statuses, logs, metrics, fleet membership."""
+"""What every service shares: its boot, and on the wire server, channels, statuses, logs, metrics, fleet membership."""

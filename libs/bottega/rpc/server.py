@@ -1,4 +1,4 @@
-"""The bootstrap of every service: a gRPC server with health, reflection, metrics and a graceful end.
+"""The server of every service: gRPC with health, reflection, metrics and a graceful end.
 
 It knows no service: they register their servicers on `Server.grpc`.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -21,13 +19,11 @@ from pydantic import ConfigDict, Field
 
 from bottega.config import STRICT
 from bottega.errors import Unavailable
-from bottega.rpc import logs
 from bottega.rpc.address import split
 from bottega.rpc.boundary import CallBoundary
 from bottega.rpc.budget import RequestBudget
 from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES
 from bottega.rpc.metrics import MetricsEndpoint
-from bottega.rpc.notify import ServiceManager
 
 # Time for whoever watches health to turn away, before anything is refused.
 _DRAIN_PAUSE_S = 0.2
@@ -35,9 +31,6 @@ _DRAIN_PAUSE_S = 0.2
 _STOP_GRACE_S = 0.5
 # gRPC's bound on calls, health and the suite's own streams included, over that on the others.
 _MOST_CALLS = 2
-_STDIN = 0
-# What stdin says is of no matter, only that it ends.
-_IGNORED_BYTES = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -155,76 +148,6 @@ class Server:
         await self.grpc.stop(_STOP_GRACE_S)
         self._boundary.refusals.sum_up()
         await asyncio.to_thread(self._metrics.stop)
-
-
-async def run(
-    server: Server,
-    *,
-    warm_up: Step,
-    finish: Step | None = None,
-    shut_down: Step,
-    answers_after_s: float | None = None,
-    stop_with_stdin: bool = False,
-) -> None:
-    """The life of a service: start, warm up, serve until SIGTERM or SIGINT, drain, shut down.
-
-    warm_up: what must have happened before health says SERVING; a signal abandons it.
-    finish: see `Server.drain`. shut_down: always called last, whatever happened. systemd, where it started the
-        service, is told when it is warm, when it stops, and that it lives.
-    answers_after_s: of a service that answers while it warms up, if only that it cannot serve yet: systemd is told
-        after this time that it has started. None: only when it is warm.
-    stop_with_stdin: the end of stdin, a pipe, is a signal too: whoever holds its other end has gone.
-    """
-    logs.configure(server.name, server.config.log_level)
-    stopping = _stop_signal(stop_with_stdin)
-    manager = ServiceManager(os.environ)
-    async with manager.told_alive():
-        try:
-            await server.start()
-            with manager.told_if_late(answers_after_s):
-                is_warm = await _unless(stopping, warm_up())
-            if is_warm:
-                await server.set_serving(True)
-                manager.ready()
-                _log.info("serving", extra={"address": server.address, "metrics": server.metrics_address})
-                await stopping.wait()
-            _log.info("draining")
-            manager.stopping()
-            await server.drain(finish)
-        finally:
-            await server.stop()
-            await shut_down()
-    _log.info("stopped")
-
-
-def _stop_signal(stop_with_stdin: bool) -> asyncio.Event:
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-
-    def listen() -> None:
-        if not os.read(_STDIN, _IGNORED_BYTES):
-            loop.remove_reader(_STDIN)
-            stopping.set()
-
-    if stop_with_stdin:
-        loop.add_reader(_STDIN, listen)
-    return stopping
-
-
-async def _unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
-    """Whether `work` was done before the event; it is cancelled when the event came first."""
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            await tasks[0]
-        return tasks[0].done()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
+import contextlib
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-from bottega import config
-from bottega.errors import BottegaError, ConfigError
 from bottega.loras.config import LoraConfig
 from bottega.loras.metrics import LoraMetrics
 from bottega.loras.service import SERVICE_NAME, LoraService
 from bottega.loras.store import LoraStore
-from bottega.process.memory import given_back_at_rest, keep_freed_memory, spare_the_collector
-from bottega.rpc.server import Server, run
+from bottega.rpc.boot import Life, boot
+from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.v1 import lora_pb2_grpc
 
 
 def main() -> int:
-    """Returns the exit code, with a line on stderr: 2 for a configuration that cannot be used, 1 for what may pass."""
-    parser = argparse.ArgumentParser(prog="python -m bottega.loras", description="Bottega's LoRA store")
-    parser.add_argument("--config", type=Path, help="YAML file; see LoraConfig for the keys")
-    parser.add_argument("--stop-with-stdin", action="store_true", help="stop as at SIGTERM when stdin, a pipe, ends")
-    arguments = parser.parse_args()
-    try:
-        settings = config.load(LoraConfig, arguments.config)
-        folder = Path(settings.folder) if settings.folder else state_folder() / "loras"
-        asyncio.run(_serve(settings, folder, stop_with_stdin=arguments.stop_with_stdin))
-    except BottegaError as error:
-        print(f"bottega.loras: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    """Returns the exit status, see `boot`."""
+    return boot("loras", LoraConfig, _life, description="Bottega's LoRA store")
 
 
 def build(settings: LoraConfig, folder: Path) -> tuple[Server, LoraStore]:
@@ -45,18 +32,11 @@ def build(settings: LoraConfig, folder: Path) -> tuple[Server, LoraStore]:
     return server, store
 
 
-async def _serve(settings: LoraConfig, folder: Path, *, stop_with_stdin: bool) -> None:
-    keep_freed_memory()
-    spare_the_collector()
+@contextlib.asynccontextmanager
+async def _life(settings: LoraConfig) -> AsyncIterator[Life]:
+    folder = Path(settings.folder) if settings.folder else state_folder() / "loras"
     server, store = build(settings, folder)
-    async with given_back_at_rest():
-        await run(
-            server,
-            warm_up=store.start,
-            finish=store.drain,
-            shut_down=store.stop,
-            stop_with_stdin=stop_with_stdin,
-        )
+    yield Life(server=server, warm_up=store.start, finish=store.drain, shut_down=store.stop)
 
 
 if __name__ == "__main__":

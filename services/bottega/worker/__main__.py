@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import contextlib
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
-from bottega import config
 from bottega.codec import CodecPool
-from bottega.errors import BottegaError, ConfigError
-from bottega.process.memory import IMAGE_AT_WORK_BYTES, keep_freed_memory, spare_the_collector
-from bottega.rpc.server import Server, run
+from bottega.process.memory import IMAGE_AT_WORK_BYTES
+from bottega.rpc.boot import Life, boot
+from bottega.rpc.server import Server
 from bottega.transport import own_socket
 from bottega.worker.config import EngineConfig, WorkerConfig
 from bottega.worker.engine_front import EngineFront
@@ -25,17 +24,9 @@ _IMAGES_PER_ATTEMPT = 8
 
 
 def main() -> int:
-    """Returns the exit code, with a line on stderr: 2 for a configuration that cannot be used, 1 for what may pass."""
-    parser = argparse.ArgumentParser(prog="python -m bottega.worker", description="Bottega's base-model worker")
-    parser.add_argument("--config", type=Path, help="YAML file; see WorkerConfig for the keys")
-    parser.add_argument("--stop-with-stdin", action="store_true", help="stop as at SIGTERM when stdin, a pipe, ends")
-    arguments = parser.parse_args()
-    try:
-        asyncio.run(_serve(config.load(WorkerConfig, arguments.config), stop_with_stdin=arguments.stop_with_stdin))
-    except BottegaError as error:
-        print(f"bottega.worker: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    """Returns the exit status, see `boot`."""
+    title = "Bottega's base-model worker"
+    return boot("worker", WorkerConfig, _life, description=title, kept_bytes=IMAGE_AT_WORK_BYTES)
 
 
 def build(settings: WorkerConfig, engine: EngineFront, pool: CodecPool) -> tuple[Server, Worker]:
@@ -54,9 +45,8 @@ def build(settings: WorkerConfig, engine: EngineFront, pool: CodecPool) -> tuple
     return server, worker
 
 
-async def _serve(settings: WorkerConfig, *, stop_with_stdin: bool) -> None:
-    keep_freed_memory(at_once_bytes=IMAGE_AT_WORK_BYTES)
-    spare_the_collector()
+@contextlib.asynccontextmanager
+async def _life(settings: WorkerConfig) -> AsyncIterator[Life]:
     # Processes first: the engine loads its model while the rest starts.
     engine = EngineFront(
         _with_socket(settings.engine), start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s
@@ -70,13 +60,7 @@ async def _serve(settings: WorkerConfig, *, stop_with_stdin: bool) -> None:
         await engine.spawn()
         await pool.start()
         server, worker = build(settings, engine, pool)
-        await run(
-            server,
-            warm_up=worker.start,
-            finish=worker.drain,
-            shut_down=worker.stop,
-            stop_with_stdin=stop_with_stdin,
-        )
+        yield Life(server=server, warm_up=worker.start, finish=worker.drain, shut_down=worker.stop)
     finally:
         await asyncio.gather(engine.stop(), pool.stop())
 

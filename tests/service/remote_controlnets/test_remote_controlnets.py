@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, TooL
 from bottega.transport import Limits
 from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADING, HOSTED_STATE_ON_DISK
 from tests.controlnets import Gate, control_image, control_spec, layout_of, shelf_of
-from tests.drawing import load
 from tests.service import linked_servers
 from tests.service.controlled_engine import (
     ALONE,
@@ -33,61 +32,17 @@ from tests.service.controlled_engine import (
     alone,
     controlled,
     on,
-    random_folders,
     steps_done,
     until,
 )
 from tests.service.linked_servers import LinkedServer, linked_server
 from tests.service.scripted_controlnets import Script, ScriptedServer
 from tests.stock import assert_close
-from tests.threads import torch_threads
 
 # Of a server that is silent, and of one that computes nothing.
 SILENCE_S = 0.6
 STALL_S = 2.0
 IMPATIENT = {"is silent": {"silence_s": SILENCE_S}, "computes nothing, and answers pings": {"stall_s": STALL_S}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _a_thread_each() -> Iterator[None]:
-    """Engine and servers compute at the same time, in one process."""
-    with torch_threads(1):
-        yield
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
-
-
-@pytest.fixture(scope="module")
-def folders(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return random_folders(model, tmp_path_factory.mktemp("controlnets"))
-
-
-@pytest.fixture(scope="module")
-def near(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedServer]:
-    with linked_server("near", folders, tmp_path_factory.mktemp("near")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def far(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedServer]:
-    with linked_server("far", folders, tmp_path_factory.mktemp("far"), memfd=False) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def local(model: Model, folders: Mapping[str, Path]) -> Iterator[LocalControlNets]:
-    with shelf_of(model, folders) as shelf:
-        yield LocalControlNets(shelf)
-
-
-@pytest.fixture(autouse=True)
-def _no_links_left() -> Iterator[None]:
-    """Every test ends its links."""
-    with Desk.closing():
-        yield
 
 
 CASES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +24,11 @@ from bottega.transport import Offer
 from bottega.worker.controlnets import Pace
 from load.bench.throttle import Throttle
 from tests.controlnets import layout_of, shelf_of
-from tests.drawing import load
 from tests.service import linked_servers
-from tests.service.controlled_engine import PLAIN, Desk, Pair, alone, controlled, on, random_folders, steps_done, until
-from tests.service.linked_servers import LinkedServer, linked_server
+from tests.service.controlled_engine import PLAIN, Desk, Pair, alone, controlled, on, steps_done, until
+from tests.service.linked_servers import LinkedServer
 from tests.service.scripted_controlnets import Script, ScriptedServer
 from tests.stock import assert_close
-from tests.threads import torch_threads
 
 
 class AlwaysPipelined(Pace):
@@ -74,48 +72,6 @@ class StaleLocal(LocalControlNets):
     def take(self, row: Row, point: int) -> list[Tensor]:
         key = (row.owner, row.half)
         return [self._before.get(key, self._now[key])[point]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _a_thread_each() -> Iterator[None]:
-    """Engine and servers compute at the same time, in one process."""
-    with torch_threads(1):
-        yield
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
-
-
-@pytest.fixture(scope="module")
-def folders(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return random_folders(model, tmp_path_factory.mktemp("controlnets"))
-
-
-@pytest.fixture(scope="module")
-def near(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedServer]:
-    with linked_server("near", folders, tmp_path_factory.mktemp("near")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def far(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedServer]:
-    with linked_server("far", folders, tmp_path_factory.mktemp("far"), memfd=False) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def local(model: Model, folders: Mapping[str, Path]) -> Iterator[LocalControlNets]:
-    with shelf_of(model, folders) as shelf:
-        yield LocalControlNets(shelf)
-
-
-@pytest.fixture(autouse=True)
-def _no_links_left() -> Iterator[None]:
-    """Every test ends its links."""
-    with Desk.closing():
-        yield
 
 
 def test_pipelined_steps_use_the_residuals_of_the_step_before_and_the_first_one_waits(
