@@ -26,6 +26,7 @@ MAX_GUIDANCE_SCALE = 50
 MAX_SEED = 2**53 - MAX_IMAGES
 
 MAX_PROMPT_BYTES = 16 << 10
+MAX_MODEL_CHARACTERS = 200
 _MAX_HASH_CHARACTERS = 128
 
 # Of a LoRA or a ControlNet. A slash is as in hub names; no name ever becomes a path.
@@ -64,6 +65,12 @@ def check_texts(spec: GenerationSpec) -> Iterator[Violation]:
         size = len(text) if len(text) > MAX_PROMPT_BYTES else len(text.encode())
         if size > MAX_PROMPT_BYTES:
             yield Violation(field=f"spec.{name}", description=f"is over {MAX_PROMPT_BYTES} bytes of UTF-8")
+
+
+def check_model_name(spec: GenerationSpec) -> Iterator[Violation]:
+    """Whether the name of the model is too long to be one. Who serves it is not looked at."""
+    if len(spec.model) > MAX_MODEL_CHARACTERS:
+        yield Violation(field="spec.model", description=f"must be at most {MAX_MODEL_CHARACTERS} characters")
 
 
 def check_ranges(spec: GenerationSpec) -> Iterator[Violation]:

@@ -393,6 +393,11 @@ def _attempts() -> Iterator[Case]:
     for name in FILLED:
         absent: dict[str, Any] = {name: None}
         yield case(f"without {name}", INVALID, f"spec.{name}", **absent)
+    yield case("this worker's model", model="miniature")
+    for model in ("nobody", "", "\0", "x" * 200):
+        yield case(f"model {shown(model)}", NOT_FOUND, model=model)
+    for model in ("x" * 201, "x" * (1 << 20)):
+        yield case(f"model {shown(model)}", INVALID, "spec.model", model=model)
     yield case("strength without an image", INVALID, "spec.strength", strength=0.5)
     yield case("an image without strength", INVALID, "spec.strength", image=good_images()["png"])
     for deadline_s in (-0.001, NAN, -INF):

@@ -137,6 +137,16 @@ async def test_a_worker_that_cannot_be_reached_costs_a_job_no_attempt_that_count
         assert (ended.state, ended.provenance.worker) == (image_pb2.JOB_STATE_COMPLETED, "w2")
 
 
+async def test_a_job_is_not_lost_on_a_worker_that_has_another_model_by_now(house: Running) -> None:
+    changed = await house.worker("w1")
+    changed.script.failure = errors.ModelNotFound("no such model; served: other", metadata={"served": "other"})
+    job = await house.submit(prompt="a star")
+    await asyncio.wait_for(changed.arrived.wait(), 5)
+    await house.worker("w2")
+    ended = await house.ended(job.job_id)
+    assert (ended.state, ended.provenance.worker) == (image_pb2.JOB_STATE_COMPLETED, "w2")
+
+
 async def test_a_failed_order_whose_failure_asks_for_a_retry_is_drawn_when_it_comes_again() -> None:
     async with running_gateway(max_attempts=1) as house:
         worker = await house.worker("w1")

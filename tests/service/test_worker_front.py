@@ -15,7 +15,7 @@ import pytest
 from google.protobuf import json_format
 from PIL import Image
 
-from bottega.errors import InvalidRequest, StaleAttempt
+from bottega.errors import InvalidRequest, ModelNotFound, StaleAttempt
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, generation_pb2, worker_pb2
 from tests.service.running_front import CONFIG, Start, eventually, images, kinds, png, request, running_workers
@@ -232,6 +232,27 @@ async def test_the_same_order_is_the_same_bytes_in_another_job_and_resumed_on_an
     assert sorted(first) == [0, 1]
     assert images(await other.events(resumed)) == first
     assert images(await other.events(again)) == first
+
+
+async def test_an_order_for_another_model_is_refused_and_nothing_of_it_is_kept(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "bottega.worker")
+    running = await start()
+    order = request()
+    for order.spec.model in ("nobody", "", "Scripted", "m" * 200):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await running.events(order)
+        error = from_rpc_error(refused.value)
+        assert (type(error), error.metadata["served"]) == (ModelNotFound, "scripted")
+    assert (list(running.worker.attempts), "attempt started" in caplog.messages) == ([], False)
+
+
+async def test_an_order_that_names_no_model_is_for_the_only_one(start: Start) -> None:
+    running = await start()
+    order = request()
+    order.spec.ClearField("model")
+    assert kinds(await running.events(order))[-1] == "completed"
 
 
 @pytest.mark.parametrize("raw", [b"\xff\xff", b"", worker_pb2.RunAttemptRequest().SerializeToString()])

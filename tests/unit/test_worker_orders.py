@@ -78,12 +78,17 @@ def test_what_the_gateway_fills_in_must_be_there(name: str) -> None:
         ({"strength": 0.5}, "strength"),
         ({"image": b"x"}, "strength"),
         ({"image": b"x", "strength": 0.1}, "strength"),
+        ({"model": "m" * 201}, "model"),
     ],
 )
 def test_what_could_not_be_drawn_is_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         order_from(_raw(generation_pb2.GenerationSpec(**(FULL | changes))))
     assert [violation.field for violation in refusal.value.violations] == [f"spec.{field}"]
+
+
+def test_a_model_may_have_the_longest_name() -> None:
+    assert order_from(_raw(generation_pb2.GenerationSpec(**FULL, model="m" * 200))).spec.model == "m" * 200
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,16 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bottega.errors import BottegaError, InternalError, NoLora, QueueFull, TooLarge, Unavailable, WorkerLost
+from bottega.errors import (
+    BottegaError,
+    InternalError,
+    ModelNotFound,
+    NoLora,
+    QueueFull,
+    TooLarge,
+    Unavailable,
+    WorkerLost,
+)
 from bottega.gateway import log_lines
 from bottega.gateway.attempts import AttemptEvents, AttemptObserver, WorkerClient
 from bottega.gateway.errands import Errands, gather_checkpoints
@@ -196,7 +205,7 @@ class Dispatcher:
             self._over(attempt)
             if self.observer:
                 self.observer.attempt_failed(attempt.job, attempt.number, error)
-        except (Unavailable, QueueFull) as error:
+        except (Unavailable, QueueFull, ModelNotFound) as error:  # the last of a worker that has another model by now
             self._over(attempt)
             self._lost(attempt, error)
         except BottegaError as error:

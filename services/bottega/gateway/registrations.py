@@ -26,7 +26,6 @@ MAX_LORAS = 256
 """That a worker says it has at hand."""
 
 _MAX_CHARACTERS = 128
-_MAX_MODEL_CHARACTERS = 200
 _MAX_ADDRESS_CHARACTERS = 256
 # A worker takes a few dozen attempts at once, and measures a few sizes of pictures at a few widths of groups.
 _MAX_ENTRIES = 4096
@@ -99,7 +98,7 @@ def _models(registration: fleet_pb2.Registration) -> Iterator[Violation]:
     if not len(names) == len(registration.models) <= MAX_MODELS:
         yield _violation("models", f"at most {MAX_MODELS}, each with a name of its own")
     elif not all(_is_bounded(model) for model in registration.models):
-        rule = f"names are at most {_MAX_MODEL_CHARACTERS} characters, hashes, dtypes and bases {_MAX_CHARACTERS}"
+        rule = f"names are at most {rules.MAX_MODEL_CHARACTERS} characters, hashes, dtypes and bases {_MAX_CHARACTERS}"
         yield _violation("models", rule)
     elif not all(_can_be_drawn_with(model) for model in registration.models):
         yield _violation("models", "their defaults and limits must be such as a request may have, or absent")
@@ -107,7 +106,7 @@ def _models(registration: fleet_pb2.Registration) -> Iterator[Violation]:
 
 def _is_bounded(model: image_pb2.Model) -> bool:
     facts = (model.model_hash, model.dtype, model.base)
-    return len(model.name) <= _MAX_MODEL_CHARACTERS and all(len(fact) <= _MAX_CHARACTERS for fact in facts)
+    return len(model.name) <= rules.MAX_MODEL_CHARACTERS and all(len(fact) <= _MAX_CHARACTERS for fact in facts)
 
 
 def _can_be_drawn_with(model: image_pb2.Model) -> bool:

@@ -19,6 +19,7 @@ from bottega.rules import (
     check_controlnets,
     check_lora_steps,
     check_loras,
+    check_model_name,
     check_ranges,
     check_steps_left,
     check_texts,
@@ -27,7 +28,6 @@ from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Sampler
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_MAX_MODEL_CHARACTERS = 200
 _KARRAS_SAMPLERS = frozenset({generation_pb2.SAMPLER_EULER, generation_pb2.SAMPLER_DPMPP_2M})
 # Of ListJobs; see its comment.
 _MAX_PAGE = 100
@@ -55,7 +55,7 @@ def check_deadline(deadline_s: float | None) -> Iterator[Violation]:
 def check_spec(spec: GenerationSpec, *, max_image_bytes: int) -> Iterator[Violation]:
     """What is wrong with a spec whatever the model."""
     yield from check_texts(spec)
-    yield from _model_name(spec)
+    yield from check_model_name(spec)
     yield from check_ranges(spec)
     yield from _images(spec, max_image_bytes)
     yield from _adapters(spec, max_image_bytes)
@@ -104,11 +104,6 @@ def _moment(name: str, stamp: Timestamp) -> Iterator[Violation]:
         yield _violation(name, "seconds must be those of a year from 1 to 9999", spec=False)
     elif not 0 <= stamp.nanos < 1_000_000_000:
         yield _violation(name, "nanos must be 0 to 999999999", spec=False)
-
-
-def _model_name(spec: GenerationSpec) -> Iterator[Violation]:
-    if len(spec.model) > _MAX_MODEL_CHARACTERS:
-        yield _violation("model", f"must be at most {_MAX_MODEL_CHARACTERS} characters")
 
 
 def _images(spec: GenerationSpec, max_bytes: int) -> Iterator[Violation]:

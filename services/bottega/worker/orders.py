@@ -1,7 +1,7 @@
 """What a worker makes of a RunAttemptRequest: an order that the engine can surely draw, or a refusal.
 
-Whoever calls need not be a gateway that has checked everything. Knows no model: what depends on one (its limits,
-the multiple of its sizes) the engine refuses.
+Whoever calls need not be a gateway that has checked everything. Knows no model: whether an order is for this worker's,
+the worker says; what depends on the model itself (its limits, the multiple of its sizes) the engine refuses.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
         if not spec.HasField(name):  # type: ignore[arg-type]
             yield Violation(field=f"spec.{name}", description="must be filled in")
     yield from rules.check_texts(spec)
+    yield from rules.check_model_name(spec)
     yield from rules.check_ranges(spec)
     yield from rules.check_controlnets(spec)
     yield from rules.check_loras(spec)

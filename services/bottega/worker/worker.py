@@ -21,6 +21,7 @@ from bottega.errors import (
     InternalError,
     JobCancelled,
     ModelMismatch,
+    ModelNotFound,
     StaleAttempt,
     Unavailable,
     WorkerLost,
@@ -29,6 +30,7 @@ from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet import FleetMembership
 from bottega.rpc.status import from_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, image_pb2, worker_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.link_pb2 import LinkOffer
 from bottega.worker.attempts import Attempt, AttemptKey, Attempts
 from bottega.worker.checkpoints import Checkpoint, CheckpointBoard
@@ -82,6 +84,7 @@ class Worker:
         self._membership: FleetMembership | None = None
         self._beat = engine_pb2.EngineBeat()
         self._model: image_pb2.Model | None = None
+        self._model_name: str | None = None  # kept while an engine is lost: the next one has the same
         self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._memory_bytes = 0
@@ -99,8 +102,10 @@ class Worker:
     def run(self, order: Order) -> Attempt:
         """Starts the order's attempt, or finds it where it is held already.
 
-        Raises StaleAttempt when a later attempt at the job is held, Draining, QueueFull.
+        Raises ModelNotFound when it is for another model than this worker's, StaleAttempt when a later attempt at the
+        job is held, Draining, QueueFull.
         """
+        self._check_model(order.spec)
         known = self.attempts.find(order.key)
         if known is not None:
             return known
@@ -193,7 +198,7 @@ class Worker:
         """See EngineListener."""
         _log.info("engine ready", extra={"model": ready.model.name, "device": ready.device, "pid": self._engine.pid})
         self._backlog, self._lora_stores = -1, []
-        self._model = ready.model
+        self._model, self._model_name = ready.model, ready.model.name
         if self._config.gateway:
             self._membership = self._join(ready)
             self._membership.start()
@@ -244,6 +249,12 @@ class Worker:
         for commission in held:
             facts = {"died": "engine", "held_together": str(len(held))}
             commission.lose(WorkerLost(f"the worker's engine was lost: {why}", metadata=facts))
+
+    def _check_model(self, spec: GenerationSpec) -> None:
+        """Whoever asks for one model must not get the picture of another. Absent is the only one that there is."""
+        served = self._model_name
+        if served is not None and spec.HasField("model") and spec.model != served:
+            raise ModelNotFound(f"no such model; served: {served}", metadata={"served": served})
 
     def _commission(self, order: Order, attempt: Attempt) -> Commission:
         commission = self._commissions[order.key] = Commission(
