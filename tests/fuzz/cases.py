@@ -393,11 +393,7 @@ def _attempts() -> Iterator[Case]:
     for name in FILLED:
         absent: dict[str, Any] = {name: None}
         yield case(f"without {name}", INVALID, f"spec.{name}", **absent)
-    yield case("this worker's model", model="miniature")
-    for model in ("nobody", "", "\0", "x" * 200):
-        yield case(f"model {shown(model)}", NOT_FOUND, model=model)
-    for model in ("x" * 201, "x" * (1 << 20)):
-        yield case(f"model {shown(model)}", INVALID, "spec.model", model=model)
+    yield from _ordered_models(case)
     yield case("strength without an image", INVALID, "spec.strength", strength=0.5)
     yield case("an image without strength", INVALID, "spec.strength", image=good_images()["png"])
     for deadline_s in (-0.001, NAN, -INF):
@@ -439,6 +435,14 @@ def _attempts() -> Iterator[Case]:
     yield from _peer_links()
     yield case_of("ListAttempts", "the only one", worker_pb2.ListAttemptsRequest())
     yield case_of("WatchCheckpoints", "the only one", worker_pb2.WatchCheckpointsRequest())
+
+
+def _ordered_models(case: Any) -> Iterator[Case]:
+    yield case("this worker's model", model="miniature")
+    for model in ("nobody", "", "\0", "x" * 200):
+        yield case(f"model {shown(model)}", NOT_FOUND, model=model)
+    for model in ("x" * 201, "x" * (1 << 20)):
+        yield case(f"model {shown(model)}", INVALID, "spec.model", model=model)
 
 
 def _peer_links() -> Iterator[Case]:
