@@ -140,14 +140,18 @@ def is_digest(text: str) -> bool:
     return _DIGEST.fullmatch(text) is not None
 
 
+def is_cosine(number: float) -> bool:
+    """Whether it may be the cosine of two vectors; NaN may not."""
+    return -1 <= number <= 1
+
+
 def check_profile(path: str, profile: ResidualProfile) -> Iterator[Violation]:
     """What is wrong with a ControlNet's profile."""
     if not 0 < len(profile.model_hash) <= _MAX_HASH_CHARACTERS:
         yield Violation(field=f"{path}.model_hash", description=f"must be 1 to {_MAX_HASH_CHARACTERS} characters")
     if not 1 <= profile.num_inference_steps <= MAX_STEPS:
         yield Violation(field=f"{path}.num_inference_steps", description=f"must be 1 to {MAX_STEPS}")
-    # Written so that NaN breaks the rule.
-    if not -1 <= profile.similarity <= 1:
+    if not is_cosine(profile.similarity):
         yield Violation(field=f"{path}.similarity", description="must be a cosine, -1 to 1")
 
 

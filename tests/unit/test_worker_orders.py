@@ -99,6 +99,10 @@ def test_a_model_may_have_the_longest_name() -> None:
         (b"", [HOSTS], "spec.controlnets[0].image"),
         (b"x", [worker_pb2.ControlNetHosts(digest="d" * 129)], "controlnets[0].digest"),
         (b"x", [worker_pb2.ControlNetHosts(servers=[worker_pb2.ControlNetServer()])], "controlnets[0].servers"),
+        *(
+            (b"x", [worker_pb2.ControlNetHosts(similarity=number)], "controlnets[0].similarity")
+            for number in (math.nan, math.inf, -math.inf, 1.001, -1.001)
+        ),
     ],
 )
 def test_a_controlnet_needs_an_image_and_hosts(image: bytes, hosts: list[Any], field: str) -> None:
@@ -106,6 +110,14 @@ def test_a_controlnet_needs_an_image_and_hosts(image: bytes, hosts: list[Any], f
     with pytest.raises(InvalidRequest) as refusal:
         order_from(_raw(generation_pb2.GenerationSpec(**FULL, controlnets=nets), controlnets=hosts))
     assert [violation.field for violation in refusal.value.violations] == [field]
+
+
+@pytest.mark.parametrize("similarity", [-1.0, 0.0, 1.0])
+def test_residuals_may_be_as_similar_as_a_cosine_says(similarity: float) -> None:
+    hosts = worker_pb2.ControlNetHosts(digest="d" * 128, similarity=similarity)
+    nets = [generation_pb2.ControlNet(name="edges", image=b"x")]
+    order = order_from(_raw(generation_pb2.GenerationSpec(**FULL, controlnets=nets), controlnets=[hosts]))
+    assert order.controls[0].hosts == hosts
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

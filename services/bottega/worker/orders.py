@@ -119,15 +119,20 @@ def _check_controls(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation
             rule = f"must be 1 to {MAX_IMAGE_BYTES} bytes"
             yield Violation(field=f"spec.controlnets[{index}].image", description=rule)
     for index, hosts in enumerate(request.controlnets):
-        if len(hosts.digest) > _MAX_ID_CHARACTERS:
-            rule = f"must be at most {_MAX_ID_CHARACTERS} characters"
-            yield Violation(field=f"controlnets[{index}].digest", description=rule)
-        if len(hosts.servers) > _MAX_SERVERS or any(
-            not 0 < len(server.name) <= _MAX_ID_CHARACTERS or not 0 < len(server.address) <= _MAX_ADDRESS_CHARACTERS
-            for server in hosts.servers
-        ):
-            rule = f"must be at most {_MAX_SERVERS}, each with a name and an address"
-            yield Violation(field=f"controlnets[{index}].servers", description=rule)
+        yield from _check_hosts(f"controlnets[{index}]", hosts)
+
+
+def _check_hosts(path: str, hosts: worker_pb2.ControlNetHosts) -> Iterator[Violation]:
+    if len(hosts.digest) > _MAX_ID_CHARACTERS:
+        yield Violation(field=f"{path}.digest", description=f"must be at most {_MAX_ID_CHARACTERS} characters")
+    if len(hosts.servers) > _MAX_SERVERS or any(
+        not 0 < len(server.name) <= _MAX_ID_CHARACTERS or not 0 < len(server.address) <= _MAX_ADDRESS_CHARACTERS
+        for server in hosts.servers
+    ):
+        rule = f"must be at most {_MAX_SERVERS}, each with a name and an address"
+        yield Violation(field=f"{path}.servers", description=rule)
+    if not rules.is_cosine(hosts.similarity):
+        yield Violation(field=f"{path}.similarity", description="must be a cosine, -1 to 1")
 
 
 def _check_loras(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
