@@ -21,11 +21,11 @@ from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from tests.fuzz import controlnets, lora_store
 from tests.fuzz.calls import SERVICES
-from tests.fuzz.cases import FILLED
 from tests.fuzz.house import House
 from tests.fuzz.images import good_images
 from tests.fuzz.judging import fault
 from tests.fuzz.mutations import mutated
+from tests.fuzz.specs import FILLED
 
 # Of one method; the same fault comes in many shapes.
 _MOST_FOUND = 3

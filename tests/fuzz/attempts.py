@@ -1,0 +1,103 @@
+"""The fixed corpus of what a gateway asks of a worker, and one worker of another.
+
+Knows the contract's bounds; sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from bottega.v1 import worker_pb2
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
+from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, Case, case_of, shown
+from tests.fuzz.images import bad_images, good_images, largest_image, too_large_image
+from tests.fuzz.loras import lora_attempts
+from tests.fuzz.specs import FILLED, spec_ranges
+
+
+def attempt_corpus() -> Iterator[Case]:
+    """All of it, of attempts that are stopped at once."""
+    attempt = worker_pb2.AttemptId(job_id="fuzz", number=1)
+
+    def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, whole: Any = None, **spec: Any) -> Case:
+        drawn = GenerationSpec(**{"prompt": "a star", **FILLED, **spec})
+        request = worker_pb2.RunAttemptRequest(**{"attempt": attempt, "spec": drawn, **(whole or {})})
+        return case_of("RunAttempt", name, request, code, *fields)
+
+    yield case("a whole order")
+    yield from spec_ranges(case)
+    for name in FILLED:
+        absent: dict[str, Any] = {name: None}
+        yield case(f"without {name}", INVALID, f"spec.{name}", **absent)
+    yield from _ordered_models(case)
+    yield case("strength without an image", INVALID, "spec.strength", strength=0.5)
+    yield case("an image without strength", INVALID, "spec.strength", image=good_images()["png"])
+    for deadline_s in (-0.001, NAN, -INF):
+        yield case(f"deadline_s {deadline_s}", INVALID, "deadline_s", whole={"deadline_s": deadline_s})
+    for deadline_s in (1e308, INF):
+        yield case(f"deadline_s {deadline_s}", whole={"deadline_s": deadline_s})
+    yield case("request_id of 129", INVALID, "request_id", whole={"request_id": "x" * 129})
+    for name, image in {**good_images(), "the largest": largest_image()}.items():
+        yield case(f"good image: {name}", image=image, strength=0.5)
+    for name, image in {"empty": b"", "too large": too_large_image()}.items():
+        yield case(f"bad image: {name}", INVALID, "spec.image", image=image, strength=0.5)
+    net = ControlNet(name="edges", image=good_images()["png"])
+    yield case("a ControlNet without hosts", INVALID, "controlnets", controlnets=[net])
+    bare = ("controlnets", "spec.controlnets[0].name", "spec.controlnets[0].image")
+    yield case("a bare ControlNet", INVALID, *bare, controlnets=[ControlNet()])
+    yield case("nine ControlNets", INVALID, "controlnets", "spec.controlnets", controlnets=[net] * 9)
+    yield from lora_attempts(FILLED)
+    for size in (500, 20 << 20):
+        yield case(
+            f"a checkpoint of {size} bytes of noise", whole={"checkpoint": bad_images()["noise"] * (size // 500)}
+        )
+    nothing = ("attempt.job_id", "attempt.number", *(f"spec.{name}" for name in FILLED))
+    yield case_of("RunAttempt", "nothing at all", worker_pb2.RunAttemptRequest(), INVALID, *nothing)
+    for method in ("RunAttempt", "CancelAttempt", "PreviewAttempt"):
+        for job_id, number, field in (
+            ("", 1, "job_id"),
+            ("x" * 129, 1, "job_id"),
+            ("x", 0, "number"),
+            ("x", -1, "number"),
+        ):
+            broken = worker_pb2.AttemptId(job_id=job_id, number=number)
+            request = getattr(worker_pb2, f"{method}Request")(attempt=broken)
+            if method == "RunAttempt":
+                request.spec.CopyFrom(GenerationSpec(**FILLED))
+            yield case_of(method, f"attempt {shown(job_id)} {number}", request, INVALID, f"attempt.{field}")
+    for method in ("CancelAttempt", "PreviewAttempt"):
+        unknown = worker_pb2.AttemptId(job_id="x" * 128, number=2**31 - 1)
+        yield case_of(method, "an unknown attempt", getattr(worker_pb2, f"{method}Request")(attempt=unknown))
+    yield from _peer_links()
+    yield case_of("ListAttempts", "the only one", worker_pb2.ListAttemptsRequest())
+    yield case_of("WatchCheckpoints", "the only one", worker_pb2.WatchCheckpointsRequest())
+
+
+def _ordered_models(case: Any) -> Iterator[Case]:
+    yield case("this worker's model", model="miniature")
+    for model in ("nobody", "", "\0", "x" * 200):
+        yield case(f"model {shown(model)}", NOT_FOUND, model=model)
+    for model in ("x" * 201, "x" * (1 << 20)):
+        yield case(f"model {shown(model)}", INVALID, "spec.model", model=model)
+
+
+def _peer_links() -> Iterator[Case]:
+    """Of another worker that would lead this one, which has no peer."""
+    for worker, model_hash, dtype, field in (
+        ("", "x", "float32", "worker"),
+        ("x" * 129, "x", "float32", "worker"),
+        ("x", "", "float32", "terms.model_hash"),
+        ("x", "x" * 129, "float32", "terms.model_hash"),
+        ("x", "x", "", "terms.dtype"),
+        ("x", "x", "x" * 129, "terms.dtype"),
+    ):
+        terms = worker_pb2.PeerTerms(model_hash=model_hash, dtype=dtype)
+        request = worker_pb2.OpenPeerLinkRequest(worker=worker, terms=terms)
+        name = f"peer {shown(worker)} {shown(model_hash)} {shown(dtype)}"
+        yield case_of("OpenPeerLink", name, request, INVALID, field)
+    terms = worker_pb2.PeerTerms(model_hash="x" * 128, dtype="x" * 128)
+    stranger = worker_pb2.OpenPeerLinkRequest(worker="x" * 128, terms=terms, link_id="no name of a link")
+    yield case_of("OpenPeerLink", "a stranger", stranger)

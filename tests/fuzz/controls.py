@@ -1,0 +1,106 @@
+"""The fixed corpus of ControlNets in requests: of callers, of services that join, and of the gateway to a worker.
+
+Knows the contract's bounds; sends nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from bottega.v1 import fleet_pb2
+from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED, HostedControlNet, ResidualProfile
+from bottega.v1.generation_pb2 import ControlNet, Lora
+from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, UNAVAILABLE, Case, shown
+from tests.fuzz.hosting import LONGEST_NAME
+from tests.fuzz.images import bad_images, good_images, largest_image, png_of_size, too_large_image
+
+
+def control_drawings(case: Any) -> Iterator[Case]:
+    """Of callers, to a gateway that knows a server which hosts some. case: makes one."""
+    png = good_images()["png"]
+    yield case("nine ControlNets", INVALID, "spec.controlnets", controlnets=[ControlNet(name="edges", image=png)] * 9)
+    for name in ("", "x" * 201, "../../etc/passwd", "a b", "\0", "ü"):
+        nets = [ControlNet(name=name, image=png)]
+        yield case(f"ControlNet {shown(name)}", INVALID, "spec.controlnets[0].name", controlnets=nets)
+    for scale in (NAN, INF, -INF):
+        field, nets = "controlnet_conditioning_scale", [ControlNet(name="edges", image=png)]
+        setattr(nets[0], field, scale)
+        yield case(f"ControlNet scaled {scale}", INVALID, f"spec.controlnets[0].{field}", controlnets=nets)
+    for start, end in ((0.5, 0.5), (-0.1, 1.0), (0.0, 1.1), (NAN, 1.0), (0.0, NAN)):
+        nets = [ControlNet(name="edges", image=png, control_guidance_start=start, control_guidance_end=end)]
+        field = "spec.controlnets[0].control_guidance_start"
+        yield case(f"ControlNet from {start} to {end}", INVALID, field, controlnets=nets)
+    yield from _control_images(case)
+    yield from _controlnets(case, png)
+
+
+def _control_images(case: Any) -> Iterator[Case]:
+    field = "spec.controlnets[1].image"
+    png = good_images()["png"]
+    for name, image in {**good_images(), "the largest": largest_image()}.items():
+        yield case(f"control image: {name}", controlnets=[ControlNet(name="edges", image=image)])
+    bad = {**bad_images(), "too large": too_large_image(), "a bomb": png_of_size(50_000, 50_000)}
+    for name, image in bad.items():
+        nets = [ControlNet(name="edges", image=png), ControlNet(name="nobody", image=image)]
+        yield case(f"bad control image: {name}", INVALID, field, controlnets=nets)
+    yield case("no control image", INVALID, "spec.controlnets[0].image", controlnets=[ControlNet(name="edges")])
+
+
+def _controlnets(case: Any, png: bytes) -> Iterator[Case]:
+    def net(name: str = "edges", **facts: Any) -> ControlNet:
+        return ControlNet(name=name, image=png, **facts)
+
+    yield case("eight ControlNets", controlnets=[net()] * 8)
+    yield case("the longest name", controlnets=[net(LONGEST_NAME)])
+    for scale in (0.0, -1.0, 1e308, 5e-324):
+        yield case(f"ControlNet scaled {scale}", controlnets=[net(controlnet_conditioning_scale=scale)])
+    for start, end in ((0.0, 1.0), (0.0, 5e-324), (0.999, 1.0)):
+        nets = [net(control_guidance_start=start, control_guidance_end=end)]
+        yield case(f"ControlNet from {start} to {end}", controlnets=nets)
+    yield case("guess mode", controlnets=[net(guess_mode=True)])
+    yield case("a ControlNet that nobody hosts", NOT_FOUND, controlnets=[net(), net("nobody")])
+    yield case("neither ControlNet nor model", NOT_FOUND, model="nobody", controlnets=[net("nobody")])
+    yield case("a LoRA beside it", UNAVAILABLE, loras=[Lora(name="ink")], controlnets=[net("nobody")])
+    wrong = [net("a b", controlnet_conditioning_scale=NAN, control_guidance_start=2.0), ControlNet()]
+    fields = ("[0].name", "[0].controlnet_conditioning_scale", "[0].control_guidance_start", "[1].name", "[1].image")
+    named = [f"spec.controlnets{field}" for field in fields]
+    yield case("everything wrong with ControlNets", INVALID, "spec.width", *named, width=0, controlnets=wrong)
+
+
+def control_loads(case: Any) -> Iterator[Case]:
+    """Of services that say what ControlNets they host. case: makes one of them that joins."""
+
+    def net(name: str = "lines", /, **facts: Any) -> HostedControlNet:
+        return HostedControlNet(**{"name": name, "digest": "ab", "state": HOSTED_STATE_LOADED, **facts})
+
+    good = {
+        "no": [],
+        "a nameful of": [net(LONGEST_NAME, digest="x" * 128, base="x" * 128, size_bytes=2**63 - 1)],
+        "1024": [net(f"n{number}") for number in range(1024)],
+        "a bare": [HostedControlNet(name="lines")],
+        "well profiled": [net(profiles=[_profile(f"m{number}") for number in range(16)])],
+    }
+    for name, nets in good.items():
+        yield case(f"{name} ControlNets", kind=fleet_pb2.SERVICE_KIND_CONTROLNET, load=fleet_pb2.Load(controlnets=nets))
+    bad = {
+        "1025": [net(f"n{number}") for number in range(1025)],
+        "twice the same": [net(), net()],
+        "too long a hash": [net(digest="x" * 129)],
+        "too long a base": [net(base="x" * 129)],
+        **{f"called {shown(name)}": [net(name)] for name in ("", "x" * 201, "a b", "../up", "\0", "ü")},
+        **{f"of negative {field}": [net(**{field: -1})] for field in ("size_bytes", "popularity", "sessions")},
+        **{f"in state {state}": [net(state=state)] for state in (4, 99, -1)},
+        "with a profile of nothing": [net(profiles=[ResidualProfile()])],
+        "of similarity 2": [net(profiles=[ResidualProfile(model_hash="m", num_inference_steps=1, similarity=2)])],
+        "with 17 profiles": [net(profiles=[_profile(f"m{number}") for number in range(17)])],
+    }
+    for name, nets in bad.items():
+        for kind in (fleet_pb2.SERVICE_KIND_CONTROLNET, fleet_pb2.SERVICE_KIND_LORAS):
+            whole = case(f"ControlNets {name}, from {kind}", kind=kind, load=fleet_pb2.Load(controlnets=nets))
+            yield dataclasses.replace(whole, code=INVALID, fields=frozenset({"load.controlnets"}))
+
+
+def _profile(model_hash: str) -> ResidualProfile:
+    return ResidualProfile(model_hash=model_hash, num_inference_steps=200, similarity=-1.0)

@@ -1,0 +1,109 @@
+"""The fixed corpus of Generate and SubmitJob: what callers may ask to be drawn, and what not.
+
+Knows the contract's bounds; sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from bottega.v1 import image_pb2
+from bottega.v1.generation_pb2 import GenerationSpec, Techniques
+from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, UNSERVED, Case, case_of, shown
+from tests.fuzz.controls import control_drawings
+from tests.fuzz.images import bad_images, good_images, largest_image, too_large_image
+from tests.fuzz.loras import lora_drawings
+from tests.fuzz.specs import Bounds, spec_ranges
+
+_REQUEST_IDS = Bounds(
+    field="request_id", good=("", "x", "A-Z_0.9:x"), bad=("x" * 129, "a b", "ü", "a\n", "\0", "../etc", "x" * (1 << 20))
+)
+
+
+def drawing_corpus() -> Iterator[Case]:
+    """All of it, the same of both methods."""
+    for method, request in (("Generate", image_pb2.GenerateRequest), ("SubmitJob", image_pb2.SubmitJobRequest)):
+        yield from _drawings(method, request)
+
+
+def _drawings(method: str, request: Any) -> Iterator[Case]:
+
+    def case(
+        name: str,
+        code: grpc.StatusCode = OK,
+        /,
+        *fields: str,
+        request_id: str = "",
+        deadline_s: float | None = None,
+        **spec: Any,
+    ) -> Case:
+        full = GenerationSpec(**{"prompt": "a star", **spec})
+        whole = request(request_id=request_id, spec=full, deadline_s=deadline_s)
+        return case_of(method, name, whole, code, *fields)
+
+    yield case("nothing but a prompt")
+    yield case_of(method, "nothing at all", request())
+    yield from spec_ranges(case)
+    for request_id in _REQUEST_IDS.good:
+        yield case(f"request_id {shown(request_id)}", request_id=f"{request_id}-{method}" if request_id else "")
+    for request_id in _REQUEST_IDS.bad:
+        yield case(f"request_id {shown(request_id)}", INVALID, "request_id", request_id=request_id)
+    for deadline_s in (60.0, 1e308):
+        yield case(f"deadline_s {deadline_s:g}", deadline_s=deadline_s)
+    for deadline_s in (0.0, -1.0, NAN, INF, -INF):
+        yield case(f"deadline_s {deadline_s:g}", INVALID, "deadline_s", deadline_s=deadline_s)
+    yield case("width 65", INVALID, "spec.width", width=65)
+    yield case("more pixels than the model takes", INVALID, "spec.width", width=16_384, height=16_384)
+    for model in ("nobody", "", "\0", "../../etc/passwd", "x" * 200):
+        yield case(f"model {shown(model)}", NOT_FOUND, model=model)
+    yield case("model of 201", INVALID, "spec.model", model="x" * 201)
+    yield from _pictures(case)
+    yield from lora_drawings(case)
+    yield from control_drawings(case)
+    yield from _techniques(case)
+    wrong = {
+        "width": -1,
+        "height": 0,
+        "num_images": 99,
+        "guidance_scale": NAN,
+        "sampler": 99,
+        "quality": 0,
+        "seed": 2**60,
+    }
+    fields = (
+        *(f"spec.{name}" for name in wrong),
+        "request_id",
+        "deadline_s",
+        "spec.prompt",
+        "spec.image",
+        "spec.strength",
+        "spec.model",
+    )
+    texts: dict[str, Any] = {"prompt": "x" * 20_000, "image": b"", "strength": INF, "model": "x" * 300}
+    yield case("everything at once", INVALID, *fields, request_id=" ", deadline_s=NAN, **wrong, **texts)
+
+
+def _pictures(case: Any) -> Iterator[Case]:
+    png = good_images()["png"]
+    for name, image in {**good_images(), "the largest": largest_image()}.items():
+        yield case(f"good image: {name}", image=image)
+    for name, image in {**bad_images(), "too large": too_large_image()}.items():
+        yield case(f"bad image: {name}", INVALID, "spec.image", image=image)
+        yield case(f"bad mask: {name}", INVALID, "spec.mask_image", image=png, mask_image=image)
+    for strength in (0.05, 1.0):
+        yield case(f"strength {strength}", image=png, strength=strength)
+    for strength in (0.0, -0.1, 1.001, NAN, INF, -INF, 0.001):
+        yield case(f"strength {strength}", INVALID, "spec.strength", image=png, strength=strength)
+    yield case("strength without an image", INVALID, "spec.strength", strength=0.5)
+    yield case("mask without an image", INVALID, "spec.mask_image", mask_image=png)
+
+
+def _techniques(case: Any) -> Iterator[Case]:
+    yield case("techniques", UNSERVED, techniques=Techniques(cache_entry="x"))
+    for stale in (False, True):
+        yield case(f"stale residuals {stale}", techniques=Techniques(stale_residuals=stale))
+    both = Techniques(stale_residuals=True, masked_blocks=True)
+    yield case("techniques of both kinds", UNSERVED, techniques=both)

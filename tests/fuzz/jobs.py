@@ -1,0 +1,58 @@
+"""The fixed corpus of what callers ask of jobs and of the fleet: which there are, and how one of them stands.
+
+Knows the contract's bounds; sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from bottega.v1 import fleet_pb2, image_pb2
+from tests.fuzz.case import INVALID, NOT_FOUND, OK, Case, case_of, shown
+
+_JOB_IDS = ("", "x", "\0", "../../etc/passwd", "x" * 129, "x" * (1 << 20), "\U0001f469\u200d\U0001f467")
+
+
+def job_corpus(job_id: str) -> Iterator[Case]:
+    """Of the methods for one job. job_id: as `corpus` says."""
+    for method in ("GetJob", "WatchJob", "CancelJob", "GetImage"):
+        request = getattr(image_pb2, f"{method}Request")
+        yield case_of(method, "a job that is there", request(job_id=job_id))
+        for unknown in _JOB_IDS:
+            yield case_of(method, f"no job is {shown(unknown)}", request(job_id=unknown), NOT_FOUND)
+    for index in (-1, 1, 2**31 - 1, -(2**31)):
+        yield case_of("GetImage", f"image {index}", image_pb2.GetImageRequest(job_id=job_id, index=index), NOT_FOUND)
+
+
+def list_corpus() -> Iterator[Case]:
+    """Of the methods that list."""
+
+    def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, **request: Any) -> Case:
+        return case_of("ListJobs", name, image_pb2.ListJobsRequest(**request), code, *fields)
+
+    for size in (0, 1, 100):
+        yield case(f"page_size {size}", page_size=size)
+    for size in (-1, 101, 2**31 - 1, -(2**31)):
+        yield case(f"page_size {size}", INVALID, "page_size", page_size=size)
+    for token in ("x", "AAAA", "=" * 12, "\0", "ü" * 8, "../../etc/passwd", "x" * (1 << 20)):
+        yield case(f"page_token {shown(token)}", INVALID, "page_token", page_token=token)
+    yield case("all states", states=[1, 2, 3, 4, 5])
+    for state in (0, 6, 99, -1):
+        yield case(f"state {state}", INVALID, "states", states=[state])
+    yield case("a thousand states", INVALID, "states", states=[1] * 1000)
+    for name in ("created_after", "created_before"):
+        for good in (0, -62_135_596_800, 253_402_300_799):
+            moment: dict[str, Any] = {name: Timestamp(seconds=good)}
+            yield case(f"{name} {good} s", **moment)
+        for seconds in (-62_135_596_801, 253_402_300_800, 2**63 - 1, -(2**63)):
+            yield case(f"{name} {seconds} s", INVALID, name, **{name: Timestamp(seconds=seconds)})
+        for nanos in (-1, 10**9, 2**31 - 1):
+            yield case(f"{name} {nanos} ns", INVALID, name, **{name: Timestamp(nanos=nanos)})
+    both: dict[str, Any] = {name: Timestamp(nanos=-1) for name in ("created_after", "created_before")}
+    yield case("everything at once", INVALID, *both, "page_size", "states", page_size=101, states=[99], **both)
+    yield case_of("ListModels", "the only one", image_pb2.ListModelsRequest())
+    yield case_of("ListMembers", "the only one", fleet_pb2.ListMembersRequest())

@@ -1,0 +1,68 @@
+"""The fixed corpus of what a spec says, whoever sends it: every number, name and text at its limits and one past.
+
+Knows the contract's bounds; sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tests.fuzz.case import INF, INVALID, NAN, Case, shown
+
+# Fields that the gateway fills in for the worker.
+FILLED: dict[str, Any] = {
+    "num_inference_steps": 30,
+    "guidance_scale": 4.0,
+    "width": 64,
+    "height": 64,
+    "seed": 1,
+    "num_images": 1,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Values of one field that are taken, and that are not."""
+
+    field: str
+    good: tuple[Any, ...]
+    bad: tuple[Any, ...]
+
+
+_TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
+_TAKEN_TEXTS = (
+    "",
+    "x" * 16_384,
+    "é" * 8192,
+    "\0",
+    "a\u0301" * 99,
+    "\u202e\u05d0\u0627",
+    "\U0001f469\u200d\U0001f467",
+    "\U0010ffff",
+)
+# Of a spec, whoever sends it.
+_RANGES = (
+    Bounds(field="num_inference_steps", good=(1, 200), bad=(0, -1, 201, 2**31 - 1, -(2**31))),
+    Bounds(field="guidance_scale", good=(0.0, 1.0, 50.0), bad=(-0.001, 50.001, NAN, INF, -INF)),
+    Bounds(field="guidance_rescale", good=(0.0, 1.0), bad=(-0.001, 1.001, NAN, INF, -INF)),
+    Bounds(field="width", good=(8, 128), bad=(0, -8, 16_385, 2**31 - 1)),
+    Bounds(field="height", good=(8, 128), bad=(0, -8, 16_385, 2**31 - 1)),
+    Bounds(field="seed", good=(0, 2**53 - 8), bad=(2**53 - 7, 2**64 - 1)),
+    Bounds(field="num_images", good=(1, 8), bad=(0, -1, 9, 2**31 - 1)),
+    Bounds(field="quality", good=(1, 100), bad=(0, -1, 101)),
+    Bounds(field="sampler", good=(0, 1, 2, 3, 4), bad=(5, 99, -1)),
+    Bounds(field="fidelity", good=(0, 1, 2, 3), bad=(4, -1)),
+    Bounds(field="format", good=(0, 1, 2, 3), bad=(4, -1)),
+    *(Bounds(field=name, good=_TAKEN_TEXTS, bad=("x" * 16_385, "é" * 8193, "x" * (1 << 20))) for name in _TEXTS),
+)
+
+
+def spec_ranges(case: Any) -> Iterator[Case]:
+    """Of callers, and of the gateway to a worker. case: makes one."""
+    for bounds in _RANGES:
+        for good in bounds.good:
+            yield case(f"{bounds.field} {shown(good)}", **{bounds.field: good})
+        for bad in bounds.bad:
+            yield case(f"{bounds.field} {shown(bad)}", INVALID, f"spec.{bounds.field}", **{bounds.field: bad})
