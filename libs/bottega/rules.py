@@ -13,7 +13,16 @@ from types import MappingProxyType
 from bottega.errors import InvalidRequest, Violation
 from bottega.planning import steps_to_run
 from bottega.v1.controlnet_pb2 import ResidualProfile
-from bottega.v1.generation_pb2 import ControlNet, Fidelity, GenerationSpec, ImageFormat, Lora, Sampler
+from bottega.v1.generation_pb2 import (
+    SAMPLER_DPMPP_2M,
+    SAMPLER_EULER,
+    ControlNet,
+    Fidelity,
+    GenerationSpec,
+    ImageFormat,
+    Lora,
+    Sampler,
+)
 
 MAX_ADAPTERS = 8
 # Of one ControlNet, one for each base model.
@@ -28,11 +37,13 @@ MAX_SEED = 2**53 - MAX_IMAGES
 MAX_PROMPT_BYTES = 16 << 10
 MAX_MODEL_CHARACTERS = 200
 _MAX_HASH_CHARACTERS = 128
+_MAX_ENTRY_CHARACTERS = 128
 
 # Of a LoRA or a ControlNet. A slash is as in hub names; no name ever becomes a path.
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
 ADAPTER_NAMES = "up to 200 letters, digits and . _ / + -, a letter or digit first"
 _DIGEST = re.compile("[0-9a-f]{64}")
+_KARRAS_SAMPLERS = frozenset({SAMPLER_EULER, SAMPLER_DPMPP_2M})
 _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
 # Lowest and highest value of every number whose range has both ends.
 _RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -84,6 +95,22 @@ def check_ranges(spec: GenerationSpec) -> Iterator[Violation]:
     for name, known in _ENUMS.items():
         if getattr(spec, name) not in known:
             yield Violation(field=f"spec.{name}", description=f"unknown value {int(getattr(spec, name))}")
+
+
+def check_sigmas(spec: GenerationSpec, sampler: Sampler.ValueType) -> Iterator[Violation]:
+    """Whether Karras' sigmas are asked of a sampler without them. sampler: of the spec, or its model's default.
+
+    Silent where `check_ranges` has something to say about the spec's sampler.
+    """
+    if spec.use_karras_sigmas and spec.sampler in _ENUMS["sampler"] and sampler not in _KARRAS_SAMPLERS:
+        yield Violation(field="spec.use_karras_sigmas", description="only with the samplers EULER and DPMPP_2M")
+
+
+def check_techniques(spec: GenerationSpec) -> Iterator[Violation]:
+    """What is wrong with the switches for single techniques."""
+    if len(spec.techniques.cache_entry) > _MAX_ENTRY_CHARACTERS:
+        rule = f"must be at most {_MAX_ENTRY_CHARACTERS} characters"
+        yield Violation(field="spec.techniques.cache_entry", description=rule)
 
 
 def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:

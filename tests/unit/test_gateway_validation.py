@@ -85,6 +85,11 @@ def test_what_needs_an_image_is_refused_without_one(name: str) -> None:
     assert _fields(GenerationSpec(image=PNG, **{name: value})) == []
 
 
+def test_the_name_of_a_cache_entry_is_bounded() -> None:
+    assert _fields(GenerationSpec(techniques=Techniques(cache_entry="x" * 128))) == []
+    assert _fields(GenerationSpec(techniques=Techniques(cache_entry="x" * 129))) == ["techniques.cache_entry"]
+
+
 def test_images_are_bounded_in_bytes_and_not_empty() -> None:
     assert _fields(GenerationSpec(image=b"x" * 100)) == []
     assert _fields(GenerationSpec(image=b"x" * 101)) == ["image"]

@@ -79,6 +79,11 @@ def test_what_the_gateway_fills_in_must_be_there(name: str) -> None:
         ({"image": b"x"}, "strength"),
         ({"image": b"x", "strength": 0.1}, "strength"),
         ({"model": "m" * 201}, "model"),
+        ({"use_karras_sigmas": True, "sampler": generation_pb2.SAMPLER_DDIM}, "use_karras_sigmas"),
+        ({"techniques": {"cache_entry": "x" * 129}}, "techniques.cache_entry"),
+        ({"mask_image": b"x"}, "mask_image"),
+        ({"mask_image": b"", "image": b"x", "strength": 0.5}, "mask_image"),
+        ({"mask_image": bytes(IMAGE_BYTES + 1), "image": b"x", "strength": 0.5}, "mask_image"),
     ],
 )
 def test_what_could_not_be_drawn_is_refused(changes: dict[str, Any], field: str) -> None:
@@ -87,8 +92,29 @@ def test_what_could_not_be_drawn_is_refused(changes: dict[str, Any], field: str)
     assert [violation.field for violation in refusal.value.violations] == [f"spec.{field}"]
 
 
-def test_a_model_may_have_the_longest_name() -> None:
-    assert order_from(_raw(generation_pb2.GenerationSpec(**FULL, model="m" * 200))).spec.model == "m" * 200
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"model": "m" * 200},
+        {"techniques": {"cache_entry": "x" * 128}},
+        *(
+            {"use_karras_sigmas": True, "sampler": sampler}
+            for sampler in (
+                generation_pb2.SAMPLER_UNSPECIFIED,
+                generation_pb2.SAMPLER_EULER,
+                generation_pb2.SAMPLER_DPMPP_2M,
+            )
+        ),
+    ],
+)
+def test_what_is_just_within_its_bounds_is_ordered(facts: dict[str, Any]) -> None:
+    spec = generation_pb2.GenerationSpec(**(FULL | facts))
+    assert order_from(_raw(spec)).spec == spec
+
+
+def test_the_largest_mask_is_taken() -> None:
+    masked = {"mask_image": bytes(IMAGE_BYTES), "image": b"x", "strength": 0.5}
+    order_from(_raw(generation_pb2.GenerationSpec(**(FULL | masked))))
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,15 @@ from bottega.rules import (
     check_loras,
     check_model_name,
     check_ranges,
+    check_sigmas,
     check_steps_left,
+    check_techniques,
     check_texts,
 )
-from bottega.v1 import generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import GenerationSpec, Sampler
+from bottega.v1 import image_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_KARRAS_SAMPLERS = frozenset({generation_pb2.SAMPLER_EULER, generation_pb2.SAMPLER_DPMPP_2M})
 # Of ListJobs; see its comment.
 _MAX_PAGE = 100
 _MAX_STATES = 16
@@ -57,6 +58,7 @@ def check_spec(spec: GenerationSpec, *, max_image_bytes: int) -> Iterator[Violat
     yield from check_texts(spec)
     yield from check_model_name(spec)
     yield from check_ranges(spec)
+    yield from check_techniques(spec)
     yield from _images(spec, max_image_bytes)
     yield from _adapters(spec, max_image_bytes)
 
@@ -72,9 +74,7 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violat
     if 0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and model.max_pixels and width * height > model.max_pixels:
         rule = f"width x height is {width * height} pixels; this model takes at most {model.max_pixels}"
         yield _violation("width", rule)
-    sampler = spec.sampler or model.default_sampler
-    if spec.use_karras_sigmas and spec.sampler in Sampler.values() and sampler not in _KARRAS_SAMPLERS:
-        yield _violation("use_karras_sigmas", "only with the samplers EULER and DPMPP_2M")
+    yield from check_sigmas(spec, spec.sampler or model.default_sampler)
     yield from _img2img_steps(spec, model)
     steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
     yield from check_lora_steps(spec, steps)

@@ -100,11 +100,21 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
     yield from rules.check_texts(spec)
     yield from rules.check_model_name(spec)
     yield from rules.check_ranges(spec)
+    if spec.sampler:  # absent, it is the model's default, which is not known here
+        yield from rules.check_sigmas(spec, spec.sampler)
+    yield from rules.check_techniques(spec)
     yield from rules.check_controlnets(spec)
     yield from rules.check_loras(spec)
     yield from rules.check_lora_steps(spec, spec.num_inference_steps)
+    yield from _check_images(spec)
+
+
+def _check_images(spec: GenerationSpec) -> Iterator[Violation]:
     if spec.HasField("image") and not 0 < len(spec.image) <= MAX_IMAGE_BYTES:
         yield Violation(field="spec.image", description=f"must be 1 to {MAX_IMAGE_BYTES} bytes")
+    if spec.HasField("mask_image") and not (spec.HasField("image") and 0 < len(spec.mask_image) <= MAX_IMAGE_BYTES):
+        rule = f"must be 1 to {MAX_IMAGE_BYTES} bytes, and stand beside an image"
+        yield Violation(field="spec.mask_image", description=rule)
     if spec.HasField("strength") != spec.HasField("image"):
         yield Violation(field="spec.strength", description="must be filled in with an image, and only with one")
     elif spec.HasField("strength"):
