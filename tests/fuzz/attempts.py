@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+from google.protobuf.descriptor import FieldDescriptor
 
 from bottega.v1 import worker_pb2
-from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
+from bottega.v1.generation_pb2 import GenerationSpec, Techniques
 from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, Case, case_of, shown
+from tests.fuzz.controls import control_attempts
 from tests.fuzz.images import bad_images, good_images, largest_image, too_large_image
 from tests.fuzz.loras import lora_attempts
 from tests.fuzz.specs import FILLED, spec_ranges
@@ -33,22 +35,15 @@ def attempt_corpus() -> Iterator[Case]:
         absent: dict[str, Any] = {name: None}
         yield case(f"without {name}", INVALID, f"spec.{name}", **absent)
     yield from _ordered_models(case)
-    yield case("strength without an image", INVALID, "spec.strength", strength=0.5)
-    yield case("an image without strength", INVALID, "spec.strength", image=good_images()["png"])
+    yield from _ordered_images(case)
+    yield from _ordered_switches(case)
     for deadline_s in (-0.001, NAN, -INF):
         yield case(f"deadline_s {deadline_s}", INVALID, "deadline_s", whole={"deadline_s": deadline_s})
     for deadline_s in (1e308, INF):
         yield case(f"deadline_s {deadline_s}", whole={"deadline_s": deadline_s})
+    yield case("request_id of 128", whole={"request_id": "x" * 128})
     yield case("request_id of 129", INVALID, "request_id", whole={"request_id": "x" * 129})
-    for name, image in {**good_images(), "the largest": largest_image()}.items():
-        yield case(f"good image: {name}", image=image, strength=0.5)
-    for name, image in {"empty": b"", "too large": too_large_image()}.items():
-        yield case(f"bad image: {name}", INVALID, "spec.image", image=image, strength=0.5)
-    net = ControlNet(name="edges", image=good_images()["png"])
-    yield case("a ControlNet without hosts", INVALID, "controlnets", controlnets=[net])
-    bare = ("controlnets", "spec.controlnets[0].name", "spec.controlnets[0].image")
-    yield case("a bare ControlNet", INVALID, *bare, controlnets=[ControlNet()])
-    yield case("nine ControlNets", INVALID, "controlnets", "spec.controlnets", controlnets=[net] * 9)
+    yield from control_attempts(case)
     yield from lora_attempts(FILLED)
     for size in (500, 20 << 20):
         yield case(
@@ -82,6 +77,29 @@ def _ordered_models(case: Any) -> Iterator[Case]:
         yield case(f"model {shown(model)}", NOT_FOUND, model=model)
     for model in ("x" * 201, "x" * (1 << 20)):
         yield case(f"model {shown(model)}", INVALID, "spec.model", model=model)
+
+
+def _ordered_images(case: Any) -> Iterator[Case]:
+    png = good_images()["png"]
+    yield case("strength without an image", INVALID, "spec.strength", strength=0.5)
+    yield case("an image without strength", INVALID, "spec.strength", image=png)
+    yield case("a mask without an image", INVALID, "spec.mask_image", mask_image=png)
+    for name, image in {**good_images(), "the largest": largest_image()}.items():
+        yield case(f"good image: {name}", image=image, strength=0.5)
+        yield case(f"good mask: {name}", image=png, mask_image=image, strength=0.5)
+    for name, image in {"empty": b"", "too large": too_large_image()}.items():
+        yield case(f"bad image: {name}", INVALID, "spec.image", image=image, strength=0.5)
+        yield case(f"bad mask: {name}", INVALID, "spec.mask_image", image=png, mask_image=image, strength=0.5)
+
+
+def _ordered_switches(case: Any) -> Iterator[Case]:
+    yield case("previews", whole={"preview": True})
+    yield case("the longest cache entry", techniques=Techniques(cache_entry="x" * 128))
+    for field in Techniques.DESCRIPTOR.fields:
+        if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+            for value in (False, True):
+                switched: dict[str, Any] = {field.name: value}
+                yield case(f"{field.name} {value}", techniques=Techniques(**switched))
 
 
 def _peer_links() -> Iterator[Case]:

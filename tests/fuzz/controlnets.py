@@ -53,6 +53,8 @@ def _links() -> Iterator[Case]:
         yield case_of("OpenLink", f"worker {shown(worker)}", request)
     request = controlnet_pb2.OpenLinkRequest(worker="x" * 129)
     yield case_of("OpenLink", "worker of 129", request, INVALID, "worker")
+    lost = controlnet_pb2.OpenLinkRequest(worker="fuzz", link_id="0" * 32)
+    yield case_of("OpenLink", "in the place of a link", lost)
     for link_id in ("x", "../up", "x" * (1 << 20), "\0"):
         request = controlnet_pb2.OpenLinkRequest(worker="fuzz", link_id=link_id)
         yield case_of("OpenLink", f"link_id {shown(link_id)}", request, INVALID, "link_id")

@@ -12,23 +12,33 @@ from typing import Any
 from bottega.v1 import fleet_pb2
 from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED, HostedControlNet, ResidualProfile
 from bottega.v1.generation_pb2 import ControlNet, Lora
-from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, UNAVAILABLE, Case, shown
+from bottega.v1.worker_pb2 import ControlNetHosts, ControlNetServer
+from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, Case, shown
 from tests.fuzz.hosting import LONGEST_NAME
 from tests.fuzz.images import bad_images, good_images, largest_image, png_of_size, too_large_image
+
+_NAMES = ("", "x" * 201, "../../etc/passwd", "a b", "\0", "ü")
+_SCALES = (0.0, -1.0, 1e308, 5e-324)
+_BAD_SCALES = (NAN, INF, -INF)
+# Where it starts and ends.
+_SPANS = ((0.0, 1.0), (0.0, 5e-324), (0.999, 1.0))
+_BAD_SPANS = ((0.5, 0.5), (-0.1, 1.0), (0.0, 1.1), (NAN, 1.0), (0.0, NAN), (INF, 1.0), (0.0, -INF))
+# Nobody listens there: such an attempt is stopped before it finds out.
+_NOWHERE = ControlNetServer(name="nowhere", address="127.0.0.1:1")
 
 
 def control_drawings(case: Any) -> Iterator[Case]:
     """Of callers, to a gateway that knows a server which hosts some. case: makes one."""
     png = good_images()["png"]
     yield case("nine ControlNets", INVALID, "spec.controlnets", controlnets=[ControlNet(name="edges", image=png)] * 9)
-    for name in ("", "x" * 201, "../../etc/passwd", "a b", "\0", "ü"):
+    for name in _NAMES:
         nets = [ControlNet(name=name, image=png)]
         yield case(f"ControlNet {shown(name)}", INVALID, "spec.controlnets[0].name", controlnets=nets)
-    for scale in (NAN, INF, -INF):
+    for scale in _BAD_SCALES:
         field, nets = "controlnet_conditioning_scale", [ControlNet(name="edges", image=png)]
         setattr(nets[0], field, scale)
         yield case(f"ControlNet scaled {scale}", INVALID, f"spec.controlnets[0].{field}", controlnets=nets)
-    for start, end in ((0.5, 0.5), (-0.1, 1.0), (0.0, 1.1), (NAN, 1.0), (0.0, NAN)):
+    for start, end in _BAD_SPANS:
         nets = [ControlNet(name="edges", image=png, control_guidance_start=start, control_guidance_end=end)]
         field = "spec.controlnets[0].control_guidance_start"
         yield case(f"ControlNet from {start} to {end}", INVALID, field, controlnets=nets)
@@ -54,12 +64,13 @@ def _controlnets(case: Any, png: bytes) -> Iterator[Case]:
 
     yield case("eight ControlNets", controlnets=[net()] * 8)
     yield case("the longest name", controlnets=[net(LONGEST_NAME)])
-    for scale in (0.0, -1.0, 1e308, 5e-324):
+    for scale in _SCALES:
         yield case(f"ControlNet scaled {scale}", controlnets=[net(controlnet_conditioning_scale=scale)])
-    for start, end in ((0.0, 1.0), (0.0, 5e-324), (0.999, 1.0)):
+    for start, end in _SPANS:
         nets = [net(control_guidance_start=start, control_guidance_end=end)]
         yield case(f"ControlNet from {start} to {end}", controlnets=nets)
     yield case("guess mode", controlnets=[net(guess_mode=True)])
+    yield case("measured residuals", controlnets=[net(measure_similarity=True)])
     yield case("a ControlNet that nobody hosts", NOT_FOUND, controlnets=[net(), net("nobody")])
     yield case("neither ControlNet nor model", NOT_FOUND, model="nobody", controlnets=[net("nobody")])
     yield case("a LoRA beside it", UNAVAILABLE, loras=[Lora(name="ink")], controlnets=[net("nobody")])
@@ -78,6 +89,7 @@ def control_loads(case: Any) -> Iterator[Case]:
     good = {
         "no": [],
         "a nameful of": [net(LONGEST_NAME, digest="x" * 128, base="x" * 128, size_bytes=2**63 - 1)],
+        "popular": [net(popularity=2**31 - 1, sessions=2**31 - 1)],
         "1024": [net(f"n{number}") for number in range(1024)],
         "a bare": [HostedControlNet(name="lines")],
         "well profiled": [net(profiles=[_profile(f"m{number}") for number in range(16)])],
@@ -100,6 +112,65 @@ def control_loads(case: Any) -> Iterator[Case]:
         for kind in (fleet_pb2.SERVICE_KIND_CONTROLNET, fleet_pb2.SERVICE_KIND_LORAS):
             whole = case(f"ControlNets {name}, from {kind}", kind=kind, load=fleet_pb2.Load(controlnets=nets))
             yield dataclasses.replace(whole, code=INVALID, fields=frozenset({"load.controlnets"}))
+
+
+def control_attempts(case: Any) -> Iterator[Case]:
+    """Of a gateway, to a worker. case: makes one."""
+    png = good_images()["png"]
+
+    def ordered(title: str, /, *fields: str, hosts: Any = None, **facts: Any) -> Case:
+        net = ControlNet(**{"name": "edges", "image": png, **facts})
+        told = ControlNetHosts(**{"digest": "ab", "servers": [_NOWHERE], **(hosts or {})})
+        code = INVALID if fields else OK
+        made: Case = case(f"ControlNet {title}", code, *fields, whole={"controlnets": [told]}, controlnets=[net])
+        return made
+
+    yield case("a ControlNet without hosts", INVALID, "controlnets", controlnets=[ControlNet(name="edges", image=png)])
+    bare = ("controlnets", "spec.controlnets[0].name", "spec.controlnets[0].image")
+    yield case("a bare ControlNet", INVALID, *bare, controlnets=[ControlNet()])
+    nine = {"controlnets": [ControlNetHosts()] * 9}
+    many = [ControlNet(name="edges", image=png)] * 9
+    yield case("nine ControlNets", INVALID, "spec.controlnets", whole=nine, controlnets=many)
+    yield case("hosts of no ControlNet", INVALID, "controlnets", whole=nine)
+    yield from _ordered_hosts(ordered)
+    yield ordered("measured, in guess mode", guess_mode=True, measure_similarity=True)
+    yield ordered("with the largest image", image=largest_image())
+    for name in _NAMES:
+        yield ordered(f"called {shown(name)}", "spec.controlnets[0].name", name=name)
+    yield ordered("with an image too large", "spec.controlnets[0].image", image=too_large_image())
+    for scales, fields in ((_SCALES, ()), (_BAD_SCALES, ("spec.controlnets[0].controlnet_conditioning_scale",))):
+        for scale in scales:
+            yield ordered(f"scaled {scale}", *fields, controlnet_conditioning_scale=scale)
+    for spans, fields in ((_SPANS, ()), (_BAD_SPANS, ("spec.controlnets[0].control_guidance_start",))):
+        for start, end in spans:
+            span = {"control_guidance_start": start, "control_guidance_end": end}
+            yield ordered(f"from {start} to {end}", *fields, **span)
+
+
+def _ordered_hosts(ordered: Any) -> Iterator[Case]:
+    """Where the worker may find one. ordered: makes a case."""
+    good: dict[str, Any] = {
+        "of the longest digest": {"digest": "x" * 128},
+        "of no digest": {"digest": ""},
+        "on no server": {"servers": []},
+        "on 64 servers": {"servers": [_NOWHERE] * 64},
+        "on a server of the longest name": {"servers": [ControlNetServer(name="x" * 128, address="127.0.0.1:1")]},
+        "on a server of the longest address": {"servers": [ControlNetServer(name="nowhere", address="x" * 300)]},
+        **{f"similar by {number}": {"similarity": number} for number in (-1.0, 0.0, 1.0)},
+    }
+    for name, hosts in good.items():
+        yield ordered(name, hosts=hosts)
+    bad: dict[str, tuple[str, Any]] = {
+        "of too long a digest": ("digest", "x" * 129),
+        "on 65 servers": ("servers", [_NOWHERE] * 65),
+        "on a server without a name": ("servers", [ControlNetServer(address="127.0.0.1:1")]),
+        "on a server without an address": ("servers", [ControlNetServer(name="nowhere")]),
+        "on a server of a long name": ("servers", [ControlNetServer(name="x" * 129, address="127.0.0.1:1")]),
+        "on a server of a long address": ("servers", [ControlNetServer(name="nowhere", address="x" * 301)]),
+        **{f"similar by {number}": ("similarity", number) for number in (-1.001, 1.001, NAN, INF, -INF)},
+    }
+    for name, (field, value) in bad.items():
+        yield ordered(name, f"controlnets[0].{field}", hosts={field: value})
 
 
 def _profile(model_hash: str) -> ResidualProfile:

@@ -46,6 +46,9 @@ def _drawings(method: str, request: Any) -> Iterator[Case]:
 
     yield case("nothing but a prompt")
     yield case_of(method, "nothing at all", request())
+    if method == "Generate":
+        previewed = image_pb2.GenerateRequest(spec=GenerationSpec(prompt="a star"), preview=True)
+        yield case_of(method, "previews", previewed)
     yield from spec_ranges(case)
     for request_id in _REQUEST_IDS.good:
         yield case(f"request_id {shown(request_id)}", request_id=f"{request_id}-{method}" if request_id else "")
@@ -98,12 +101,24 @@ def _pictures(case: Any) -> Iterator[Case]:
     for strength in (0.0, -0.1, 1.001, NAN, INF, -INF, 0.001):
         yield case(f"strength {strength}", INVALID, "spec.strength", image=png, strength=strength)
     yield case("strength without an image", INVALID, "spec.strength", strength=0.5)
+    for name, mask in {"a mask": png, "the largest mask": largest_image()}.items():
+        yield case(name, UNSERVED, image=png, mask_image=mask)
     yield case("mask without an image", INVALID, "spec.mask_image", mask_image=png)
 
 
 def _techniques(case: Any) -> Iterator[Case]:
-    yield case("techniques", UNSERVED, techniques=Techniques(cache_entry="x"))
-    for stale in (False, True):
-        yield case(f"stale residuals {stale}", techniques=Techniques(stale_residuals=stale))
+    for entry in ("x", "x" * 128):
+        yield case(f"cache entry {shown(entry)}", UNSERVED, techniques=Techniques(cache_entry=entry))
+    switches = (
+        ("bounded_lora_loading", OK),
+        ("stale_residuals", OK),
+        ("latent_parallelism", OK),
+        ("approximate_cache", UNSERVED),
+        ("masked_blocks", UNSERVED),
+    )
+    for name, code in switches:
+        for value in (False, True):
+            switched: dict[str, Any] = {name: value}
+            yield case(f"{name} {value}", code, techniques=Techniques(**switched))
     both = Techniques(stale_residuals=True, masked_blocks=True)
     yield case("techniques of both kinds", UNSERVED, techniques=both)

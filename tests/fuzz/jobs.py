@@ -24,6 +24,8 @@ def job_corpus(job_id: str) -> Iterator[Case]:
         yield case_of(method, "a job that is there", request(job_id=job_id))
         for unknown in _JOB_IDS:
             yield case_of(method, f"no job is {shown(unknown)}", request(job_id=unknown), NOT_FOUND)
+    previewed = image_pb2.WatchJobRequest(job_id=job_id, preview=True)
+    yield case_of("WatchJob", "with previews", previewed)
     for index in (-1, 1, 2**31 - 1, -(2**31)):
         yield case_of("GetImage", f"image {index}", image_pb2.GetImageRequest(job_id=job_id, index=index), NOT_FOUND)
 
@@ -48,6 +50,8 @@ def list_corpus() -> Iterator[Case]:
         for good in (0, -62_135_596_800, 253_402_300_799):
             moment: dict[str, Any] = {name: Timestamp(seconds=good)}
             yield case(f"{name} {good} s", **moment)
+        latest: dict[str, Any] = {name: Timestamp(seconds=1, nanos=999_999_999)}
+        yield case(f"{name} 999999999 ns", **latest)
         for seconds in (-62_135_596_801, 253_402_300_800, 2**63 - 1, -(2**63)):
             yield case(f"{name} {seconds} s", INVALID, name, **{name: Timestamp(seconds=seconds)})
         for nanos in (-1, 10**9, 2**31 - 1):

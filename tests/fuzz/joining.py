@@ -11,18 +11,23 @@ from typing import Any
 
 import grpc
 
-from bottega.v1 import fleet_pb2, image_pb2
+from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from tests.fuzz.case import INF, INVALID, NAN, OK, Case, shown
 from tests.fuzz.controls import control_loads
 from tests.fuzz.loras import lora_loads
 
-# Of a model, none of which a request could be drawn with.
-_MODEL_FACTS = {
-    **dict.fromkeys(("default_width", "default_height", "size_multiple", "vae_scale_factor"), (-1, 16_385)),
-    "default_steps": (-1, 201),
-    "default_guidance_scale": (-0.1, 50.1, NAN, INF),
-    "default_sampler": (99,),
-    "max_pixels": (-1,),
+# Values of a model's field that a request could be drawn with, and that it could not.
+_SIDES = ((0, 16_384), (-1, 16_385))
+_TEXTS = (("", "x" * 128), ("x" * 129, "x" * (1 << 20)))
+_MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    "name": (("x", "x" * 200), ("", "x" * 201, "x" * (1 << 20))),
+    **dict.fromkeys(("model_hash", "dtype", "base"), _TEXTS),
+    **dict.fromkeys(("default_width", "default_height", "size_multiple", "vae_scale_factor"), _SIDES),
+    "default_steps": ((0, 200), (-1, 201)),
+    "default_guidance_scale": ((0.0, 50.0), (-0.1, 50.1, NAN, INF)),
+    "default_sampler": ((0, 4), (5, 99)),
+    "max_pixels": ((0, 2**63 - 1), (-1,)),
+    "workers": ((-1, 2**31 - 1), ()),
 }
 
 
@@ -60,21 +65,7 @@ def joining_corpus() -> Iterator[Case]:
         for length, code in ((128, OK), (129, INVALID)):
             facts: dict[str, Any] = {field: "x" * length}
             yield case(f"{field} of {length}", code, *([field] if code is INVALID else ()), **facts)
-    model = image_pb2.Model(name="x" * 200)
-    yield case("a model", models=[model])
-    for name in ("", "x" * 201, "x" * (1 << 20)):
-        yield case(f"model {shown(name)}", INVALID, "models", models=[image_pb2.Model(name=name)])
-    yield case("model_hash of 129", INVALID, "models", models=[image_pb2.Model(name="x", model_hash="x" * 129)])
-    for field, values in _MODEL_FACTS.items():
-        for value in values:
-            odd = image_pb2.Model(name="x")
-            setattr(odd, field, value)
-            yield case(f"model's {field} {value}", INVALID, "models", models=[odd])
-    for length, code in ((128, OK), (129, INVALID)):
-        based = [image_pb2.Model(name="x", base="x" * length)]
-        yield case(f"model's base of {length}", code, *(["models"] if code is INVALID else ()), models=based)
-    yield case("one model twice", INVALID, "models", models=[model, model])
-    yield case("257 models", INVALID, "models", models=[image_pb2.Model(name=f"m{n}") for n in range(257)])
+    yield from _models(case)
     yield case(
         "everything at once",
         INVALID,
@@ -85,14 +76,10 @@ def joining_corpus() -> Iterator[Case]:
         kind=0,
         name="",
         address="",
-        models=[model] * 2,
+        models=[image_pb2.Model()] * 2,
     )
-    step = fleet_pb2.StepTime(latent_height=-1, latent_width=2**31 - 1, rows=0, seconds=NAN)
-    running = fleet_pb2.RunningAttempt(steps_left=-(2**31))
-    yield case("a load with nonsense in it", load=fleet_pb2.Load(running=[running] * 9, step_times=[step] * 9))
-    load = fleet_pb2.Load(running=[running] * 4097, step_times=[step] * 4097, fixed_s=INF, max_rows=-1, memory_bytes=-1)
-    fields = frozenset({f"load.{name}" for name in ("running", "step_times", "fixed_s", "max_rows", "memory_bytes")})
-    yield dataclasses.replace(case("a load of nonsense", load=load), code=INVALID, fields=fields)
+    yield from _loads(case)
+    yield from _planned(case)
     yield from control_loads(case)
     yield from lora_loads(case)
     yield Case(method="Join", name="nothing", raw=(), code=INVALID, fields=frozenset({"registration"}))
@@ -100,3 +87,69 @@ def joining_corpus() -> Iterator[Case]:
     yield Case(
         method="Join", name="load first", raw=(no_registration,), code=INVALID, fields=frozenset({"registration"})
     )
+
+
+def _models(case: Any) -> Iterator[Case]:
+    for field, (good, bad) in _MODELS.items():
+        for value in (*good, *bad):
+            facts: dict[str, Any] = {"name": "x", field: value}
+            refused = (INVALID, "models") if value in bad else ()
+            yield case(f"model's {field} {shown(value)}", *refused, models=[image_pb2.Model(**facts)])
+    many = [image_pb2.Model(name=f"m{number}") for number in range(257)]
+    yield case("256 models", models=many[:256])
+    yield case("257 models", INVALID, "models", models=many)
+    yield case("one model twice", INVALID, "models", models=[many[0], many[0]])
+
+
+def _loads(case: Any) -> Iterator[Case]:
+    step = fleet_pb2.StepTime(latent_height=-1, latent_width=2**31 - 1, rows=0, seconds=NAN)
+    running = fleet_pb2.RunningAttempt(steps_left=-(2**31))
+    yield case("a load with nonsense in it", load=fleet_pb2.Load(running=[running] * 9, step_times=[step] * 9))
+    load = fleet_pb2.Load(running=[running] * 4097, step_times=[step] * 4097, fixed_s=INF, max_rows=-1, memory_bytes=-1)
+    fields = frozenset({f"load.{name}" for name in ("running", "step_times", "fixed_s", "max_rows", "memory_bytes")})
+    yield dataclasses.replace(case("a load of nonsense", load=load), code=INVALID, fields=fields)
+    for field, good, bad in (
+        ("running", [running] * 4096, [running] * 4097),
+        ("step_times", [step] * 4096, [step] * 4097),
+        ("running", [_running("x" * 128)], [_running("x" * 129)]),
+    ):
+        facts: dict[str, Any] = {field: good}
+        yield case(f"{len(good)} of {field} at the limit", load=fleet_pb2.Load(**facts))
+        facts = {field: bad}
+        yield _refused(case(f"{len(bad)} of {field} past it", load=fleet_pb2.Load(**facts)), field)
+    for field, values in {
+        "fixed_s": (-0.001, NAN, INF, -INF),
+        "max_rows": (-1, -(2**31)),
+        "memory_bytes": (-1, -(2**63)),
+    }.items():
+        for value in values:
+            facts = {field: value}
+            yield _refused(case(f"{field} {value}", load=fleet_pb2.Load(**facts)), field)
+
+
+def _planned(case: Any) -> Iterator[Case]:
+    """Of workers of a model of their own; what is ordered from one is planned with what it has said."""
+    step = {"latent_height": 16, "latent_width": 16, "rows": 2, "seconds": 0.02}
+    loads: dict[str, dict[str, Any]] = {
+        "every number at its limit": {"fixed_s": 1e308, "max_rows": 2**31 - 1, "memory_bytes": 2**63 - 1},
+        "no rows": {"max_rows": 0},
+        "draining": {"draining": True},
+        "much to do": {"running": [_running(f"foreign {number}") for number in range(4096)], "step_times": [step]},
+        "endless turns": {"step_times": [{**step, "seconds": 1e308}, {**step, "rows": 2**31 - 1, "seconds": 1e308}]},
+        "turns of no time": {"step_times": [{**step, "seconds": 5e-324}], "running": [_running("foreign")]},
+        "old turns": {"step_times": [{**step, "rows": rows, "outdated": True} for rows in (-(2**31), 0, 1, 2**31 - 1)]},
+        "turns of no picture": {"step_times": [{**step, "latent_height": -1, "latent_width": 2**31 - 1}]},
+    }
+    model = image_pb2.Model(name="other", default_width=64, default_height=64, default_steps=200)
+    for name, facts in loads.items():
+        load = fleet_pb2.Load(**facts)
+        yield case(f"a worker: {name}", kind=fleet_pb2.SERVICE_KIND_WORKER, models=[model], load=load)
+
+
+def _running(job_id: str) -> fleet_pb2.RunningAttempt:
+    attempt = worker_pb2.AttemptId(job_id=job_id, number=2**31 - 1)
+    return fleet_pb2.RunningAttempt(attempt=attempt, steps_left=2**31 - 1)
+
+
+def _refused(case: Case, field: str) -> Case:
+    return dataclasses.replace(case, code=INVALID, fields=frozenset({f"load.{field}"}))

@@ -84,6 +84,9 @@ def _uploads() -> Iterator[Case]:
     head, data = pb.UploadLoraRequest(head=_head()), FILE.read_bytes()
     whole = pb.UploadLoraRequest(chunk=data)
     yield Case(method="UploadLora", name="a file", raw=tuple(m.SerializeToString() for m in (head, whole)), code=OK)
+    said = pb.UploadLoraRequest(head=_head(trigger_words=["x" * 200] * 16, adapter_config=b"{}".ljust(1 << 20)))
+    raw = (said.SerializeToString(), whole.SerializeToString())
+    yield Case(method="UploadLora", name="a file with all that may be said of it", raw=raw, code=OK)
     yield _upload("no message", [], "head")
     yield _upload("no head", [whole], "head")
     yield _upload("two heads", [head, head], "chunk")
@@ -133,6 +136,9 @@ def _digests() -> Iterator[Case]:
     for digests in ([], ["a" * 64] * 256, ["\0"], ["x" * (1 << 20)]):
         request = pb.PrefetchLorasRequest(digests=digests)
         yield case_of("PrefetchLoras", f"{len(digests)} digests, {shown(digests[:1])}", request)
+    for keep in (False, True):
+        kept = pb.PrefetchLorasRequest(digests=["a" * 64], only_keep=keep)
+        yield case_of("PrefetchLoras", f"only to keep {keep}", kept)
     many = pb.PrefetchLorasRequest(digests=["a" * 64] * 257)
     yield case_of("PrefetchLoras", "257 digests", many, INVALID, "digests")
 
@@ -163,6 +169,8 @@ def _links() -> Iterator[Case]:
     for worker in ("", "x" * 128):
         yield case_of("OpenLoraLink", f"worker {shown(worker)}", pb.OpenLoraLinkRequest(worker=worker))
     yield case_of("OpenLoraLink", "worker of 129", pb.OpenLoraLinkRequest(worker="x" * 129), INVALID, "worker")
+    lost = pb.OpenLoraLinkRequest(worker="fuzz", link_id="0" * 32)
+    yield case_of("OpenLoraLink", "in the place of a link", lost)
     for link_id in ("x", "../up", "x" * (1 << 20), "\0"):
         request = pb.OpenLoraLinkRequest(worker="fuzz", link_id=link_id)
         yield case_of("OpenLoraLink", f"link_id {shown(link_id)}", request, INVALID, "link_id")

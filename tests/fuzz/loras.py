@@ -79,6 +79,8 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
         yield case(f"LoRAs that went in at {step}", [whole], "loras_step", loras_step=step)
     late = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, from_step=steps)
     yield case("a LoRA from after the end", [late], "spec.loras[0].from_step")
+    last = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=200, from_step=steps - 1, measure_similarity=True)
+    yield case("a measured LoRA from the last step", [last])
     for name, stores in {
         "65 LoRA stores": [_NOWHERE] * 65,
         "a LoRA store without a name": [LoraStore(address="127.0.0.1:1")],

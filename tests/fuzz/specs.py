@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from bottega.v1.generation_pb2 import Sampler, Techniques
 from tests.fuzz.case import INF, INVALID, NAN, Case, shown
 
 # Fields that the gateway fills in for the worker.
@@ -59,6 +60,11 @@ _RANGES = (
 )
 
 
+# With Karras' sigmas, and without; the embedded model's own is of the first kind.
+_KARRAS = (Sampler.SAMPLER_UNSPECIFIED, Sampler.SAMPLER_EULER, Sampler.SAMPLER_DPMPP_2M)
+_NO_KARRAS = (Sampler.SAMPLER_EULER_ANCESTRAL, Sampler.SAMPLER_DDIM)
+
+
 def spec_ranges(case: Any) -> Iterator[Case]:
     """Of callers, and of the gateway to a worker. case: makes one."""
     for bounds in _RANGES:
@@ -66,3 +72,12 @@ def spec_ranges(case: Any) -> Iterator[Case]:
             yield case(f"{bounds.field} {shown(good)}", **{bounds.field: good})
         for bad in bounds.bad:
             yield case(f"{bounds.field} {shown(bad)}", INVALID, f"spec.{bounds.field}", **{bounds.field: bad})
+    for sampler in _KARRAS:
+        yield case(f"Karras' sigmas with sampler {sampler}", sampler=sampler, use_karras_sigmas=True)
+    for sampler in _NO_KARRAS:
+        field = "spec.use_karras_sigmas"
+        yield case(f"Karras' sigmas with sampler {sampler}", INVALID, field, sampler=sampler, use_karras_sigmas=True)
+    yield case("Karras' sigmas with none", INVALID, "spec.sampler", sampler=99, use_karras_sigmas=True)
+    for length in (129, 1 << 20):
+        named = Techniques(cache_entry="x" * length)
+        yield case(f"a cache entry of {length}", INVALID, "spec.techniques.cache_entry", techniques=named)
