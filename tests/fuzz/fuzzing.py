@@ -134,7 +134,8 @@ def _valid(method: str, job_id: str) -> Sequence[Message]:
         case "Join":
             return [fleet_pb2.JoinRequest(load=_load())]
         case "RunAttempt":
-            return [worker_pb2.RunAttemptRequest(attempt=_attempt(), spec=spec) for spec in _whole_specs()]
+            orders = [worker_pb2.RunAttemptRequest(attempt=_attempt(), spec=spec) for spec in _whole_specs()]
+            return [*orders, _controlled_order()]
         case "CancelAttempt" | "PreviewAttempt":
             return [getattr(worker_pb2, f"{method}Request")(attempt=_attempt())]
         case "OpenPeerLink":
@@ -173,6 +174,16 @@ def _unserved() -> GenerationSpec:
     spec.loras.append(Lora(name="ink", scale=0.5, from_step=3))
     spec.controlnets.append(ControlNet(name="edges", image=png, control_guidance_end=0.5))
     return spec
+
+
+def _controlled_order() -> worker_pb2.RunAttemptRequest:
+    """With a ControlNet on a server where nobody listens: it is stopped before it finds out."""
+    spec = GenerationSpec(model="miniature", prompt="a star", **FILLED)
+    spec.controlnets.add(name="edges", image=good_images()["png"], controlnet_conditioning_scale=0.5)
+    order = worker_pb2.RunAttemptRequest(attempt=_attempt(), spec=spec, preview=True)
+    hosts = order.controlnets.add(digest="ab" * 32, similarity=0.999)
+    hosts.servers.add(name="nowhere", address="127.0.0.1:1")
+    return order
 
 
 def _registrations() -> Sequence[fleet_pb2.Registration]:
