@@ -6,13 +6,14 @@ Tensors never come this way.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Protocol
 
 import grpc
 
 from bottega.errors import BottegaError, Unavailable
 from bottega.rpc.channel import open_channel
-from bottega.rpc.status import from_rpc_error, to_job_error
+from bottega.rpc.status import from_rpc_error, to_job_error, was_answered
 from bottega.v1 import (
     controlnet_pb2,
     controlnet_pb2_grpc,
@@ -22,6 +23,8 @@ from bottega.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+
+_log = logging.getLogger(__name__)
 
 _Response = controlnet_pb2.OpenLinkResponse | lora_pb2.OpenLoraLinkResponse | worker_pb2.OpenPeerLinkResponse
 
@@ -65,7 +68,8 @@ class LinkBroker:
         try:
             response = await self._ask(request)
         except grpc.aio.AioRpcError as error:
-            self._answer(request.request, from_rpc_error(error))
+            _log.info("no link was offered", extra={"address": request.address, "text": error.details()})
+            self._answer(request.request, _typed(error))
         else:
             self._answer(request.request, response)
 
@@ -99,3 +103,9 @@ class LinkBroker:
             self._engine.send(engine_pb2.EngineCommand(link_offer=answer))
         except BottegaError:
             return  # the engine that asked is gone
+
+
+def _typed(failure: grpc.aio.AioRpcError) -> BottegaError:
+    """What gRPC itself says of a call names hosts, and what becomes of this goes as far as those who want pictures."""
+    error = from_rpc_error(failure)
+    return error if was_answered(failure) else type(error)(f"the call for a link failed: {failure.code().name}")
