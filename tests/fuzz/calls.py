@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2, lora_pb2, worker_pb2
+from bottega.v1.error_pb2 import ERROR_REASON_NO_CONTROLNET
 from bottega.v1.generation_pb2 import GenerationSpec
 
 # A service answers any single request in far less, or it hangs; and a worker that was measured on a busy machine is not
@@ -227,10 +228,15 @@ def _refused(failure: grpc.RpcError) -> Outcome:
 
 
 def _outcome_of(failed: Any) -> Outcome:
-    """Of an attempt that was accepted and then failed; that it was cancelled is what we did."""
+    """Of an attempt that was accepted and then failed; that it was cancelled is what we did.
+
+    On a busy machine one finds out before that nobody has its ControlNets, which is no fault of its order.
+    """
     code = next(code for code in grpc.StatusCode if code.value[0] == failed.code)
     if code in {grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}:
         return _FINE
+    if failed.reason == ERROR_REASON_NO_CONTROLNET:
+        return Outcome(code=grpc.StatusCode.OK, text=str(failed))
     fields = frozenset(violation.field for violation in failed.violations)
     return Outcome(code=code, text=str(failed), fields=fields)
 

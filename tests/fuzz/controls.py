@@ -23,7 +23,7 @@ _BAD_SCALES = (NAN, INF, -INF)
 # Where it starts and ends.
 _SPANS = ((0.0, 1.0), (0.0, 5e-324), (0.999, 1.0))
 _BAD_SPANS = ((0.5, 0.5), (-0.1, 1.0), (0.0, 1.1), (NAN, 1.0), (0.0, NAN), (INF, 1.0), (0.0, -INF))
-# Nobody listens there: such an attempt is stopped before it finds out.
+# Nobody listens there: such an attempt is stopped, or finds it out, which is as good.
 _NOWHERE = ControlNetServer(name="nowhere", address="127.0.0.1:1")
 
 

@@ -177,7 +177,7 @@ def _unserved() -> GenerationSpec:
 
 
 def _controlled_order() -> worker_pb2.RunAttemptRequest:
-    """With a ControlNet on a server where nobody listens: it is stopped before it finds out."""
+    """With a ControlNet on a server where nobody listens."""
     spec = GenerationSpec(model="miniature", prompt="a star", **FILLED)
     spec.controlnets.add(name="edges", image=good_images()["png"], controlnet_conditioning_scale=0.5)
     order = worker_pb2.RunAttemptRequest(attempt=_attempt(), spec=spec, preview=True)
