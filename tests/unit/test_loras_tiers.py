@@ -14,6 +14,7 @@ import pytest
 from bottega.errors import DataLoss, LoraNotFound, StorageUnavailable
 from bottega.loras.tiers import Loan, Tier, Tiers
 from bottega.transport.files import received_file
+from tests.running import wait_until
 
 _SIZE = 1000
 _WAIT_S = 10.0
@@ -114,6 +115,32 @@ def test_one_load_serves_all_who_ask_meanwhile(shelf: _Shelf) -> None:
         shelf.tiers.give_back(loan)
     assert shelf.tiers.lent(a) == 0
     assert shelf.tiers.wait_idle(0.0)
+
+
+def test_what_was_loaded_ahead_counts_as_loaded_for_the_first_who_asks_and_as_in_memory_for_the_next(
+    shelf: _Shelf,
+) -> None:
+    a = shelf.put(0)
+    assert shelf.tiers.prefetch(a)
+    wait_until(lambda: shelf.tiers.state(a) is True, _WAIT_S, "the load")
+    assert shelf.tiers.prefetch(a)
+    assert [shelf.use(a) for _ in range(3)] == [Tier.LOADED, Tier.MEMORY, Tier.MEMORY]
+    assert shelf.tiers.counts.by_tier == {Tier.LOADED: 1, Tier.MEMORY: 2}
+    assert shelf.tiers.counts.loads == 1
+
+
+def test_all_who_wait_for_a_load_have_not_found_it_in_memory(shelf: _Shelf) -> None:
+    a = shelf.put(0)
+    shelf.gate.clear()
+    assert shelf.tiers.prefetch(a)
+    asked = [shelf.tiers.borrow(a) for _ in range(2)]
+    shelf.gate.set()
+    for each in asked:
+        loan = each.result(_WAIT_S)
+        assert loan.tier is Tier.LOADED
+        shelf.tiers.give_back(loan)
+    assert shelf.use(a) is Tier.MEMORY
+    assert shelf.tiers.counts.by_tier == {Tier.LOADED: 2, Tier.MEMORY: 1}
 
 
 def test_different_loras_load_at_the_same_time(shelf: _Shelf) -> None:

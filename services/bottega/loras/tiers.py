@@ -29,7 +29,11 @@ _log = logging.getLogger(__name__)
 
 
 class Tier(StrEnum):
-    """Where a LoRA was found when somebody asked for it. LOADED: read from the disk into memory for it."""
+    """Where a LoRA was when somebody asked for it.
+
+    MEMORY: it was there already, and not only because of this. LOADED: it was read from the disk into memory for this:
+    it was on its way, or it had come ahead and this is the first to have it. DISK: memory had no room for it.
+    """
 
     MEMORY = "memory"
     LOADED = "loaded"
@@ -50,12 +54,13 @@ class TierCounts:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Resident:
-    """A LoRA in memory, or on its way there. loans: being sent."""
+    """A LoRA in memory, or on its way there. loans: being sent. is_new: nobody has asked for it since it was loaded."""
 
     descriptor: int
     size_bytes: int
     loaded: Future[None]
     loans: int = 0
+    is_new: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,16 +130,16 @@ class Tiers:
         """The LoRA's bytes, as soon as they can be read. It fails with LoraNotFound, DataLoss, StorageUnavailable."""
         with self._lock:
             self._lent[digest] += 1
-            before = digest in self._residents
             resident = self._resident(digest)
             if resident is not None:
+                tier = Tier.LOADED if resident.is_new or not resident.loaded.done() else Tier.MEMORY
+                resident.is_new = False
                 resident.loans += 1
-                self.counts.by_tier[Tier.MEMORY if before else Tier.LOADED] += 1
+                self.counts.by_tier[tier] += 1
         outcome: Future[Loan] = Future()
         if resident is None:
             self._pool.submit(self._from_disk, digest, outcome)
         else:
-            tier = Tier.MEMORY if before else Tier.LOADED
             resident.loaded.add_done_callback(lambda loaded: self._lend(digest, resident, tier, loaded, outcome))
         return outcome
 
