@@ -21,14 +21,14 @@ _WAIT_S = 10.0
 
 
 class _Shelf:
-    """Tiers over files of `_SIZE` bytes each, with room for two in memory."""
+    """Tiers over files of `_SIZE` bytes each, with room for two in memory. most: in number."""
 
-    def __init__(self, folder: Path, *, room: int = 2) -> None:
+    def __init__(self, folder: Path, *, room: int = 2, most: int = 100) -> None:
         self.folder = folder
         self.opened: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.tiers = Tiers(self._file, budget_bytes=room * _SIZE, at_once=4)
+        self.tiers = Tiers(self._file, budget_bytes=room * _SIZE, most=most, at_once=4)
 
     def put(self, number: int) -> str:
         data = bytes([number]) * _SIZE
@@ -86,6 +86,24 @@ def test_what_is_pinned_stays(shelf: _Shelf) -> None:
     for digest in (a, b, c, b, c):
         shelf.use(digest)
     assert shelf.tiers.state(a) is True
+
+
+def test_where_many_small_ones_fill_memory_by_number_the_one_used_longest_ago_goes(tmp_path: Path) -> None:
+    shelf = _Shelf(tmp_path, room=100, most=3)
+    a, b, c, d, e = (shelf.put(number) for number in range(5))
+    shelf.tiers.pin([a])
+    for digest in (a, b, c, d):
+        assert shelf.use(digest) is Tier.LOADED
+    assert [shelf.tiers.state(digest) for digest in (a, b, c, d)] == [True, None, True, True]
+    loans = [shelf.lend(c), shelf.lend(d)]
+    assert not shelf.tiers.prefetch(e)
+    assert shelf.use(e) is Tier.DISK
+    for loan in loans:
+        shelf.tiers.give_back(loan)
+    assert shelf.use(e) is Tier.LOADED
+    assert [shelf.tiers.state(digest) for digest in (a, c, d)] == [True, None, True]
+    assert (shelf.tiers.counts.evictions, shelf.tiers.used_bytes) == (2, 3 * _SIZE)
+    shelf.tiers.close()
 
 
 def test_nobody_can_change_what_is_in_memory(shelf: _Shelf) -> None:

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from bottega.errors import BottegaError, LoraNotFound, StorageUnavailable
 from bottega.loras.loading import load
+from bottega.loras.residents import Resident, Residents
 from bottega.storage import faults
 from bottega.transport.files import new_file
 
@@ -52,17 +53,6 @@ class TierCounts:
     evictions: int = 0
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Resident:
-    """A LoRA in memory, or on its way there. loans: being sent. is_new: nobody has asked for it since it was loaded."""
-
-    descriptor: int
-    size_bytes: int
-    loaded: Future[None]
-    loans: int = 0
-    is_new: bool = True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Loan:
     """Bytes that stay readable until it is given back, whatever else is loaded or deleted. Read them with os.preadv.
@@ -80,18 +70,16 @@ class Loan:
 class Tiers:
     """Any thread may call it.
 
-    file: where the LoRA of a digest is. budget_bytes: of what is in memory. at_once: loads that run.
+    file: where the LoRA of a digest is. budget_bytes, most: of what is in memory; each holds a file descriptor.
+    at_once: loads that run.
     """
 
-    def __init__(self, file: Callable[[str], Path], *, budget_bytes: int, at_once: int) -> None:
+    def __init__(self, file: Callable[[str], Path], *, budget_bytes: int, most: int, at_once: int) -> None:
         self.counts = TierCounts(by_tier=Counter())
-        self.budget_bytes = budget_bytes
         self._file = file
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        # The one used longest ago first.
-        self._residents: OrderedDict[str, _Resident] = OrderedDict()
-        self._pinned: set[str] = set()
+        self._residents = Residents(budget_bytes=budget_bytes, most=most)
         self._lent: Counter[str] = Counter()
         self._trusted: set[str] = set()
         self._pool = ThreadPoolExecutor(max_workers=at_once, thread_name_prefix="lora-load")
@@ -100,7 +88,7 @@ class Tiers:
     def used_bytes(self) -> int:
         """Of what is in memory, or on its way there."""
         with self._lock:
-            return sum(resident.size_bytes for resident in self._residents.values())
+            return self._residents.used_bytes
 
     def state(self, digest: str) -> bool | None:
         """Whether it is in memory; False while it is on its way there, None where it is not."""
@@ -119,7 +107,7 @@ class Tiers:
     def pin(self, digests: Iterable[str]) -> None:
         """These, and no others, stay in memory once they are there."""
         with self._lock:
-            self._pinned = set(digests)
+            self._residents.pinned = frozenset(digests)
 
     def prefetch(self, digest: str) -> bool:
         """Has it in memory soon, where there is room; whether it will be."""
@@ -157,61 +145,41 @@ class Tiers:
         """It is deleted: memory lets it go."""
         with self._lock:
             self._trusted.discard(digest)
-            self._pinned.discard(digest)
+            self._residents.pinned -= {digest}
             resident = self._residents.get(digest)
             if resident is not None and resident.loaded.done() and not resident.loans:
-                self._evict(digest)
+                self._residents.let_go([digest])
 
     def close(self) -> None:
         """Loads nothing more, and gives the memory back."""
         self._pool.shutdown(cancel_futures=True)
         with self._lock:
-            for digest in list(self._residents):
-                self._evict(digest)
+            self._residents.clear()
 
-    def _resident(self, digest: str) -> _Resident | None:
+    def _resident(self, digest: str) -> Resident | None:
         """The LoRA in memory, or being loaded from now on; None where there is no room. Under the lock."""
-        found = self._residents.get(digest)
+        found = self._residents.use(digest)
         if found is not None:
-            self._residents.move_to_end(digest)
             return found
         try:
             size_bytes = self._file(digest).stat().st_size
         except OSError:
             return None  # whoever reads it from the disk says why
-        if not self._make_room(size_bytes):
+        gone = self._residents.make_room(size_bytes)
+        if gone is None:
             return None
+        self.counts.evictions += gone
         try:
             descriptor = new_file("lora")
         except OSError as error:  # no descriptor is left, most likely: whoever reads it from the disk says so
             _log.warning("a LoRA cannot be had in memory", extra={"digest": digest, "why": error.strerror})
             return None
-        resident = _Resident(descriptor=descriptor, size_bytes=size_bytes, loaded=Future())
-        self._residents[digest] = resident
+        resident = Resident(descriptor=descriptor, size_bytes=size_bytes)
+        self._residents.add(digest, resident)
         self._pool.submit(self._load, digest, resident)
         return resident
 
-    def _make_room(self, size_bytes: int) -> bool:
-        """Lets go what was used longest ago, where that helps. Under the lock."""
-        lack = sum(resident.size_bytes for resident in self._residents.values()) + size_bytes - self.budget_bytes
-        victims = []
-        for digest, resident in self._residents.items():
-            if lack <= 0:
-                break
-            if resident.loaded.done() and not resident.loans and digest not in self._pinned:
-                victims.append(digest)
-                lack -= resident.size_bytes
-        if lack > 0:
-            return False
-        for digest in victims:
-            self._evict(digest)
-            self.counts.evictions += 1
-        return True
-
-    def _evict(self, digest: str) -> None:
-        os.close(self._residents.pop(digest).descriptor)
-
-    def _load(self, digest: str, resident: _Resident) -> None:
+    def _load(self, digest: str, resident: Resident) -> None:
         """In a thread of the pool."""
         began = time.monotonic()
         try:
@@ -219,9 +187,8 @@ class Tiers:
         except BaseException as error:  # noqa: BLE001 - it is raised where the load is awaited
             with self._lock:
                 self.counts.failures += 1
-                del self._residents[digest]
+                self._residents.let_go([digest])
             resident.loaded.set_exception(error)
-            os.close(resident.descriptor)
             return
         with self._lock:
             self.counts.loads += 1
@@ -229,7 +196,7 @@ class Tiers:
             self.counts.load_s += time.monotonic() - began
         resident.loaded.set_result(None)
 
-    def _copy(self, digest: str, resident: _Resident) -> None:
+    def _copy(self, digest: str, resident: Resident) -> None:
         source = self._open(digest)
         try:
             # Once since the start: a disk that has changed a bit is noticed here, and by every worker.
@@ -239,7 +206,7 @@ class Tiers:
             os.close(source)
         self._trusted.add(digest)
 
-    def _lend(self, digest: str, resident: _Resident, tier: Tier, loaded: Future[None], outcome: Future[Loan]) -> None:
+    def _lend(self, digest: str, resident: Resident, tier: Tier, loaded: Future[None], outcome: Future[Loan]) -> None:
         error = loaded.exception()
         if error is None:
             outcome.set_result(
