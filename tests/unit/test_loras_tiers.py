@@ -6,7 +6,7 @@ import hashlib
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,8 @@ class _Shelf:
         self.opened: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
+        # Called by whoever loads, when it opens the file.
+        self.before_load: Callable[[], object] = lambda: self.gate.wait(_WAIT_S)
         self.tiers = Tiers(self._file, budget_bytes=room * _SIZE, most=most, at_once=4)
 
     def put(self, number: int) -> str:
@@ -47,7 +49,7 @@ class _Shelf:
 
     def _file(self, digest: str) -> Path:
         if threading.current_thread().name.startswith("lora-load"):
-            self.gate.wait(_WAIT_S)
+            self.before_load()
             self.opened.append(digest)
         return self.folder / digest
 
@@ -161,13 +163,20 @@ def test_all_who_wait_for_a_load_have_not_found_it_in_memory(shelf: _Shelf) -> N
     assert shelf.tiers.counts.by_tier == {Tier.LOADED: 2, Tier.MEMORY: 1}
 
 
-def test_different_loras_load_at_the_same_time(shelf: _Shelf) -> None:
+def test_room_is_taken_before_the_bytes_come(shelf: _Shelf) -> None:
     shelf.gate.clear()
     asked = [shelf.tiers.borrow(shelf.put(number)) for number in range(2)]
-    assert shelf.tiers.used_bytes == 2 * _SIZE, "room is taken before the bytes come"
+    assert shelf.tiers.used_bytes == 2 * _SIZE
     shelf.gate.set()
     for each in asked:
         shelf.tiers.give_back(each.result(_WAIT_S))
+
+
+def test_different_loras_load_at_the_same_time(shelf: _Shelf) -> None:
+    shelf.before_load = threading.Barrier(2, timeout=_WAIT_S).wait
+    asked = [shelf.tiers.borrow(shelf.put(number)) for number in range(2)]
+    for each in asked:
+        shelf.tiers.give_back(each.result(2 * _WAIT_S))
 
 
 def test_a_damaged_file_and_one_that_is_gone_are_told_apart_and_hold_no_room(shelf: _Shelf) -> None:
