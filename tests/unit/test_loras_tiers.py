@@ -90,6 +90,70 @@ def test_what_is_pinned_stays(shelf: _Shelf) -> None:
     assert shelf.tiers.state(a) is True
 
 
+def test_what_is_pinned_without_room_is_loaded_when_what_was_lent_comes_back(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    loans = [shelf.lend(a), shelf.lend(b)]
+    shelf.tiers.pin([c])
+    assert shelf.tiers.state(c) is None
+    shelf.tiers.give_back(loans[0])
+    wait_until(lambda: shelf.tiers.state(c) is True, _WAIT_S, "the load")
+    assert shelf.tiers.state(a) is None
+    assert shelf.use(c) is Tier.MEMORY, "it was loaded for nobody's fetch"
+    shelf.tiers.give_back(loans[1])
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+def test_what_is_pinned_without_room_is_loaded_when_what_was_on_its_way_may_go(tmp_path: Path, damaged: bool) -> None:
+    shelf = _Shelf(tmp_path, room=1)
+    a, b = (shelf.put(number) for number in range(2))
+    if damaged:
+        (shelf.folder / a).write_bytes(b"x" * _SIZE)
+    shelf.gate.clear()
+    assert shelf.tiers.prefetch(a)
+    shelf.tiers.pin([b])
+    assert (shelf.tiers.state(a), shelf.tiers.state(b)) == (False, None)
+    shelf.gate.set()
+    wait_until(lambda: shelf.tiers.state(b) is True, _WAIT_S, "the load")
+    assert shelf.tiers.state(a) is None
+    shelf.tiers.close()
+
+
+def test_a_large_one_that_waits_for_room_keeps_no_other_one_from_its_own(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    (shelf.folder / c).write_bytes(bytes(3 * _SIZE))
+    loans = [shelf.lend(a), shelf.lend(a)]
+    other = shelf.lend(shelf.put(3))
+    shelf.tiers.pin([c, b])
+    for loan in (other, *loans):
+        shelf.tiers.give_back(loan)
+    wait_until(lambda: shelf.tiers.state(b) is True, _WAIT_S, "the load")
+    assert shelf.tiers.state(c) is None
+
+
+def test_what_is_pinned_and_damaged_is_said_to_be_and_read_once(
+    shelf: _Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = (shelf.put(number) for number in range(2))
+    (shelf.folder / a).write_bytes(b"x" * _SIZE)
+    shelf.tiers.pin([a])
+    wait_until(lambda: shelf.tiers.counts.failures == 1, _WAIT_S, "the failure")
+    assert [shelf.use(b) for _ in range(3)] == [Tier.LOADED, Tier.MEMORY, Tier.MEMORY]
+    assert shelf.opened.count(a) == 1
+    (line,) = caplog.records
+    assert (line.levelname, vars(line)["digest"]) == ("ERROR", a)
+    assert "damaged" in vars(line)["why"]
+
+
+def test_what_is_forgotten_while_it_waits_for_room_is_not_loaded(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    loans = [shelf.lend(a), shelf.lend(b)]
+    shelf.tiers.pin([c])
+    shelf.tiers.forget(c)
+    for loan in loans:
+        shelf.tiers.give_back(loan)
+    assert shelf.tiers.state(c) is None
+
+
 def test_where_many_small_ones_fill_memory_by_number_the_one_used_longest_ago_goes(tmp_path: Path) -> None:
     shelf = _Shelf(tmp_path, room=100, most=3)
     a, b, c, d, e = (shelf.put(number) for number in range(5))

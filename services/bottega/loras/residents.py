@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 class Resident:
     """A LoRA in memory, or on its way there until `loaded` ends.
 
-    loans: being sent. is_new: nobody has asked for it since it was loaded.
+    loans: being sent. awaits_fetch: it was loaded for a fetch that is still to come.
     """
 
     descriptor: int
     size_bytes: int
     loaded: Future[None] = field(default_factory=Future)
+    awaits_fetch: bool
     loans: int = 0
-    is_new: bool = True
 
 
 class Residents:

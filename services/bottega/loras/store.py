@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from bottega import rules
-from bottega.errors import BottegaError, ConfigError, Draining, LoraInUse, LoraNotFound, TooLarge
+from bottega.errors import BottegaError, ConfigError, DataLoss, Draining, LoraInUse, LoraNotFound, TooLarge
 from bottega.loras.catalogue import Catalogue
 from bottega.loras.config import LoraConfig, OwnLora
 from bottega.loras.files import LoraFiles
@@ -153,10 +153,13 @@ class LoraStore:
         return [digest for digest in wanted if self._tiers.prefetch(digest)]
 
     async def pin(self, name: str, pinned: bool) -> LoraRecord:
-        """Keeps it in memory, or no longer. Raises LoraNotFound, TooLarge where it would not fit beside others."""
+        """Keeps it in memory, as soon as that has room, or no longer.
+
+        Raises LoraNotFound, TooLarge where it would not fit beside others that are pinned, DataLoss without its file.
+        """
         async with self.intake.keeping:  # of two at once, the second one sees the first
             if pinned:
-                await self._check_room(await self._catalogue.get(name))
+                await self._check_pinnable(await self._catalogue.get(name))
             record = await self._catalogue.pin(name, pinned)
             await self._pin()
         return record
@@ -224,15 +227,16 @@ class LoraStore:
     async def _pin(self) -> None:
         pinned = await self._catalogue.pinned()
         self._tiers.pin(pinned)
-        accepted = [digest for digest in pinned if self._tiers.prefetch(digest)]
         # There was more room when they were pinned.
         if sum(pinned.values()) > self._config.budget_bytes or len(pinned) > self._most_in_memory:
             facts = {"pinned_bytes": sum(pinned.values()), "budget_bytes": self._config.budget_bytes}
-            facts |= {"pinned": len(pinned), "most": self._most_in_memory, "in_memory": len(accepted)}
+            facts |= {"pinned": len(pinned), "most": self._most_in_memory}
             what = "unpin some, or raise budget_bytes or the limit of open files"
             _log.warning(f"pinned LoRAs do not fit into memory: {what}", extra=facts)
 
-    async def _check_room(self, record: LoraRecord) -> None:
+    async def _check_pinnable(self, record: LoraRecord) -> None:
+        if not await asyncio.to_thread(self._files.has, record.digest):
+            raise DataLoss(f"the file of {record.name} is gone; bring it again", metadata={"loras": record.name})
         others = await self._catalogue.pinned()
         others.pop(record.digest, None)
         beside_bytes = sum(others.values())

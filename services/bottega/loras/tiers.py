@@ -4,7 +4,8 @@ What is in memory lies in files without a name (memfd), sealed once they are loa
 those themselves, and whoever has one can only read it. Where memory lets one go that workers have, its pages are
 theirs from then on, and in their budgets. Loads run in parallel, one for each LoRA. What finds no room in memory,
 because all that is there is pinned or being sent, is sent from the disk; a file of the disk is given to nobody, for
-who shortens it would end those who read it. Knows digests and bytes; knows no names and no links.
+who shortens it would end those who read it. What is pinned is loaded as soon as there is room. Knows digests and bytes;
+knows no names and no links.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ class Tiers:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._residents = Residents(budget_bytes=budget_bytes, most=most)
+        # Pinned, and without room so far.
+        self._awaited: deque[str] = deque()
         self._lent: Counter[str] = Counter()
         self._trusted: set[str] = set()
         self._pool = ThreadPoolExecutor(max_workers=at_once, thread_name_prefix="lora-load")
@@ -105,9 +108,11 @@ class Tiers:
             return self._idle.wait_for(lambda: not self._lent, seconds)
 
     def pin(self, digests: Iterable[str]) -> None:
-        """These, and no others, stay in memory once they are there."""
+        """These, and no others, are loaded as soon as there is room, and stay in memory once they are there."""
         with self._lock:
-            self._residents.pinned = frozenset(digests)
+            pinned = list(digests)
+            self._residents.pinned = frozenset(pinned)
+            self._awaited = deque(digest for digest in pinned if self._resident(digest, awaits_fetch=False) is None)
 
     def prefetch(self, digest: str) -> bool:
         """Has it in memory soon, where there is room; whether it will be."""
@@ -120,8 +125,8 @@ class Tiers:
             self._lent[digest] += 1
             resident = self._resident(digest)
             if resident is not None:
-                tier = Tier.LOADED if resident.is_new or not resident.loaded.done() else Tier.MEMORY
-                resident.is_new = False
+                tier = Tier.LOADED if resident.awaits_fetch or not resident.loaded.done() else Tier.MEMORY
+                resident.awaits_fetch = False
                 resident.loans += 1
                 self.counts.by_tier[tier] += 1
         outcome: Future[Loan] = Future()
@@ -138,6 +143,7 @@ class Tiers:
             resident = self._residents.get(loan.digest)
             if loan.resident and resident is not None and resident.descriptor == loan.descriptor:
                 resident.loans -= 1
+                self._load_awaited()
                 return
         os.close(loan.descriptor)
 
@@ -146,18 +152,26 @@ class Tiers:
         with self._lock:
             self._trusted.discard(digest)
             self._residents.pinned -= {digest}
+            if digest in self._awaited:
+                self._awaited.remove(digest)
             resident = self._residents.get(digest)
             if resident is not None and resident.loaded.done() and not resident.loans:
                 self._residents.let_go([digest])
+                self._load_awaited()
 
     def close(self) -> None:
         """Loads nothing more, and gives the memory back."""
+        with self._lock:
+            self._awaited.clear()
         self._pool.shutdown(cancel_futures=True)
         with self._lock:
             self._residents.clear()
 
-    def _resident(self, digest: str) -> Resident | None:
-        """The LoRA in memory, or being loaded from now on; None where there is no room. Under the lock."""
+    def _resident(self, digest: str, *, awaits_fetch: bool = True) -> Resident | None:
+        """The LoRA in memory, or being loaded from now on; None where there is no room. Under the lock.
+
+        awaits_fetch: of one that is loaded from now on.
+        """
         found = self._residents.use(digest)
         if found is not None:
             return found
@@ -174,10 +188,18 @@ class Tiers:
         except OSError as error:  # no descriptor is left, most likely: whoever reads it from the disk says so
             _log.warning("a LoRA cannot be had in memory", extra={"digest": digest, "why": error.strerror})
             return None
-        resident = Resident(descriptor=descriptor, size_bytes=size_bytes)
+        resident = Resident(descriptor=descriptor, size_bytes=size_bytes, awaits_fetch=awaits_fetch)
         self._residents.add(digest, resident)
         self._pool.submit(self._load, digest, resident)
         return resident
+
+    def _load_awaited(self) -> None:
+        """Begins to load what is pinned and had no room, up to the first that has none now either. Under the lock."""
+        while self._awaited:
+            digest = self._awaited.popleft()
+            if self._resident(digest, awaits_fetch=False) is None:
+                self._awaited.append(digest)  # the next time another one is first: a large one keeps none from its room
+                return
 
     def _load(self, digest: str, resident: Resident) -> None:
         """In a thread of the pool."""
@@ -185,16 +207,20 @@ class Tiers:
         try:
             self._copy(digest, resident)
         except BaseException as error:  # noqa: BLE001 - it is raised where the load is awaited
+            # Nobody awaits what is loaded ahead.
+            _log.error("a LoRA cannot be loaded into memory", extra={"digest": digest, "why": str(error)})
             with self._lock:
                 self.counts.failures += 1
                 self._residents.let_go([digest])
             resident.loaded.set_exception(error)
-            return
-        with self._lock:
-            self.counts.loads += 1
-            self.counts.loaded_bytes += resident.size_bytes
-            self.counts.load_s += time.monotonic() - began
-        resident.loaded.set_result(None)
+        else:
+            with self._lock:
+                self.counts.loads += 1
+                self.counts.loaded_bytes += resident.size_bytes
+                self.counts.load_s += time.monotonic() - began
+            resident.loaded.set_result(None)
+        with self._lock:  # it has left its room, or may be let go from now on
+            self._load_awaited()
 
     def _copy(self, digest: str, resident: Resident) -> None:
         source = self._open(digest)
