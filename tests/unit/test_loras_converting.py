@@ -251,6 +251,7 @@ def _import(path: Path, adapter_config: bytes, base: Base) -> None:
 
 
 _NAME = f"lora_unet_{_Q.replace('.', '_')}"
+_SHAPES = (("down", (2, 96)), ("up", (96, 2)))
 
 
 @pytest.mark.parametrize(
@@ -295,7 +296,22 @@ def test_a_lora_that_matches_in_part_is_refused_with_the_list(base: Base, tmp_pa
         ({"lora_down.weight": None, "lora_up.weight": None}, "lacks down and up"),
         ({"lora_A.weight": torch.zeros(2, 96)}, "same part"),
         ({"lora_mid.weight": torch.zeros(2, 2, 3, 3)}, "lora_mid"),
-        ({"lora_down.weight": torch.tensor(1.0)}, "single number"),
+        ({"lora_mid.weight": torch.zeros(0, 0, 1, 1), "lora_down.weight": torch.zeros(0, 96, 1, 1)}, "no rank"),
+        ({"lora_mid.weight": torch.zeros(2, 2, 0, 1), "lora_down.weight": torch.zeros(2, 96, 1, 1)}, "do not fit"),
+        (
+            {"lora_mid.weight": torch.full((2, 2, 1, 1), 1e30), "lora_down.weight": torch.full((2, 96, 1, 1), 1e30)},
+            f"unet.{_Q}: the product of lora_mid and lora_down is beyond",
+        ),
+        (
+            {"lora_up.weight": torch.full((96, 2), -1e30), "lora_down.weight": torch.full((2, 96), 1e30)},
+            f"unet.{_Q}: alpha / rank * up @ down may reach 1e+60, beyond",
+        ),
+        (
+            {f"lora_{part}.weight": torch.full(shape, -1e30).bfloat16() for part, shape in _SHAPES},
+            f"unet.{_Q}: alpha / rank * up @ down may reach 1e+60, beyond",
+        ),
+        ({"alpha": torch.tensor(3e38), "lora_up.weight": torch.full((96, 2), 1e30)}, f"unet.{_Q}: alpha / rank"),
+        ({"lora_down.weight": torch.tensor(1.0)}, "no rank"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(
@@ -307,6 +323,14 @@ def test_what_does_not_fit_is_refused_with_the_reason(
         if tensor is None:
             del changed[f"{_NAME}.{part}"]
     assert says in _refused(base, changed, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_strong_and_still_a_number_is_taken(base: Base, tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {f"{_NAME}.lora_{part}.weight": torch.full(shape, -1e19).to(dtype) for part, shape in _SHAPES}
+    path = save(tensors, tmp_path / "a.safetensors")  # 2 * 1e38, and the largest F32 is 3.4e38
+    (module,) = convert(path, adapter_config=b"", base=base).modules
+    assert module.scale == 1.0
 
 
 @pytest.mark.parametrize(

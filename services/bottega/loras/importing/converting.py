@@ -16,7 +16,7 @@ from bottega.errors import BadLora
 from bottega.lora.canonical import ModuleWeights
 from bottega.lora.safetensors_header import Header, TensorEntry, read_header
 from bottega.loras.importing.alphas import AdapterConfig, from_metadata
-from bottega.loras.importing.arrays import fitted, folded, read_number, read_weights
+from bottega.loras.importing.arrays import check_product, fitted, folded, read_number, read_weights
 from bottega.loras.importing.base import Base, BaseModule
 from bottega.loras.importing.naming import Format, Name, Part, format_of, module_of, refuse_other_methods, taken_apart
 from bottega.loras.importing.source import Source, sources
@@ -94,15 +94,15 @@ def _module(found: _Found) -> ModuleWeights:
     if missing:
         raise BadLora(f"{found.module.name} lacks {' and '.join(missing)}")
     down, up = read_weights(*found.parts[Part.DOWN]), read_weights(*found.parts[Part.UP])
-    if not down.shape:
-        raise BadLora(f"{found.module.name}: down is a single number")
+    if not down.shape or 0 in down.shape:
+        raise BadLora(f"{found.module.name}: down is {list(down.shape)}, which has no rank")
     rank = down.shape[0]
     if Part.MID in found.parts:
-        down = folded(down, read_weights(*found.parts[Part.MID]))
+        down = folded(found.module, down, read_weights(*found.parts[Part.MID]))
     down, up = fitted(found.module, down, up)
-    return ModuleWeights(
-        component=found.module.component, path=found.module.path, scale=_scale(found, rank), down=down, up=up
-    )
+    scale = _scale(found, rank)
+    check_product(found.module, down, up, scale)
+    return ModuleWeights(component=found.module.component, path=found.module.path, scale=scale, down=down, up=up)
 
 
 def _scale(found: _Found, rank: int) -> float:
