@@ -292,6 +292,8 @@ def test_a_lora_that_matches_in_part_is_refused_with_the_list(base: Base, tmp_pa
         ({"lora_down.weight": torch.zeros(600, 96), "lora_up.weight": torch.zeros(96, 600)}, "rank 600"),
         ({"alpha": torch.tensor(torch.nan)}, "not finite"),
         ({"alpha": torch.zeros(3)}, "single number"),
+        ({"alpha": torch.tensor(1e300, dtype=torch.float64)}, f"unet.{_Q}: its alpha over its rank is 5e+299"),
+        ({"alpha": torch.tensor(-1e300, dtype=torch.float64)}, f"unet.{_Q}: its alpha over its rank is -5e+299"),
         ({"lora_up.weight": None}, "lacks up"),
         ({"lora_down.weight": None, "lora_up.weight": None}, "lacks down and up"),
         ({"lora_A.weight": torch.zeros(2, 96)}, "same part"),
@@ -339,6 +341,8 @@ def test_what_is_strong_and_still_a_number_is_taken(base: Base, tmp_path: Path, 
         (b"{", "adapter_config.json"),
         (b'{"lora_alpha": "much"}', "lora_alpha"),
         (b'{"lora_alpha": NaN}', "lora_alpha"),
+        (b'{"lora_alpha": 1e300}', f"unet.{_Q}: its alpha over its rank is 5e+299"),
+        (b'{"alpha_pattern": {"to_q": -1e300}}', f"unet.{_Q}: its alpha over its rank is -5e+299"),
         (b'{"peft_type": "LOHA"}', "LOHA"),
         (b'{"use_dora": true}', "DoRA"),
         (b'{"init_lora_weights": "pissa_niter_4"}', "pissa"),
@@ -361,6 +365,11 @@ def test_metadata_of_diffusers_that_cannot_be_used_is_refused(base: Base, tmp_pa
     tensors, _ = kohya({("unet", _Q): Part(rank=2)})
     for text in ("{", "[]", json.dumps({"unet.lora_alpha": []})):
         assert "lora_adapter_metadata" in _refused(base, tensors, tmp_path, metadata={"lora_adapter_metadata": text})
+    of_diffusers = {
+        f"unet.{_Q}.lora_{part}.weight": torch.zeros(shape) for part, shape in (("A", (2, 96)), ("B", (96, 2)))
+    }
+    alpha = json.dumps({"unet.lora_alpha": 1e300})
+    assert "5e+299" in _refused(base, of_diffusers, tmp_path, metadata={"lora_adapter_metadata": alpha})
 
 
 def test_pickled_weights_are_never_opened(base: Base, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from bottega.lora.canonical import DTYPES, MAX_RANK, Weights
 from bottega.lora.safetensors_header import Header, TensorEntry
 from bottega.loras.importing.base import BaseModule
 
+MAX_F32 = float(np.finfo(np.float32).max)
 _NUMPY = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "BF16": "<u2"}
 _BF16_EXPONENT = 0x7F80
 _BF16_MAGNITUDE = 0x7FFF
-_MAX_F32 = float(np.finfo(np.float32).max)
 
 
 def read_number(file: BinaryIO, header: Header, entry: TensorEntry) -> float:
@@ -58,7 +58,7 @@ def folded(module: BaseModule, down: Weights, mid: Weights) -> Weights:
         raise BadLora(f"{module.name}: {shapes}")
     first = _array(down).astype(np.float64).reshape(rank, -1)
     both = np.einsum("orhw,ri->oihw", _array(mid).astype(np.float64), first)
-    if not np.abs(both).max(initial=0.0) <= _MAX_F32:
+    if not np.abs(both).max(initial=0.0) <= MAX_F32:
         raise BadLora(f"{module.name}: the product of lora_mid and lora_down is beyond what F32 holds")
     return Weights(dtype="F32", shape=both.shape, data=both.astype("<f4").tobytes())
 
@@ -70,7 +70,7 @@ def check_product(module: BaseModule, down: Weights, up: Weights, scale: float) 
     long as patching. down, up: as `fitted` returns them.
     """
     bound = abs(scale) * float(_largest(up, axis=0) @ _largest(down, axis=1))
-    if not bound <= _MAX_F32:
+    if not bound <= MAX_F32:
         raise BadLora(f"{module.name}: alpha / rank * up @ down may reach {bound:.3g}, beyond what F32 holds")
 
 

@@ -16,7 +16,7 @@ from bottega.errors import BadLora
 from bottega.lora.canonical import ModuleWeights
 from bottega.lora.safetensors_header import Header, TensorEntry, read_header
 from bottega.loras.importing.alphas import AdapterConfig, from_metadata
-from bottega.loras.importing.arrays import check_product, fitted, folded, read_number, read_weights
+from bottega.loras.importing.arrays import MAX_F32, check_product, fitted, folded, read_number, read_weights
 from bottega.loras.importing.base import Base, BaseModule
 from bottega.loras.importing.naming import Format, Name, Part, format_of, module_of, refuse_other_methods, taken_apart
 from bottega.loras.importing.source import Source, sources
@@ -106,6 +106,14 @@ def _module(found: _Found) -> ModuleWeights:
 
 
 def _scale(found: _Found, rank: int) -> float:
+    """Alpha over rank. Raises BadLora naming the module where F32, which it is kept in, cannot hold it."""
+    scale = _said_scale(found, rank)
+    if not abs(scale) <= MAX_F32:
+        raise BadLora(f"{found.module.name}: its alpha over its rank is {scale:.3g}, beyond what F32 holds")
+    return scale
+
+
+def _said_scale(found: _Found, rank: int) -> float:
     if Part.ALPHA in found.parts:
         return read_number(*found.parts[Part.ALPHA]) / rank
     if found.config is not None:
