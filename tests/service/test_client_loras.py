@@ -13,9 +13,11 @@ from click.testing import CliRunner, Result
 from bottega import errors
 from bottega.client import AsyncClient
 from bottega.client.cli import main
+from bottega.loras.config import ImportConfig
 from bottega.v1 import lora_pb2 as pb
 from tests.service import running_loras
 from tests.service.lora_house import House, lora_house, lora_store
+from tests.service.running_gateway import Running, running_gateway
 from tests.service.running_loras import PATIENCE_S, lora_file
 
 
@@ -44,9 +46,10 @@ async def _names(store: running_loras.Running) -> list[str]:
     return [lora.name for lora in answer.loras]
 
 
-async def _run(house: House, *said: object) -> Result:
+async def _run(house: House | Running, *said: object) -> Result:
     """As in a terminal: in a thread, since the gateway lives in this one."""
-    arguments = ["loras", *map(str, said), "--address", house.gateway.address]
+    gateway = house.gateway if isinstance(house, House) else house
+    arguments = ["loras", *map(str, said), "--address", gateway.address]
     return await asyncio.to_thread(CliRunner().invoke, main, arguments)
 
 
@@ -157,7 +160,7 @@ async def test_the_command_says_of_a_pin_that_the_file_is_damaged_or_gone(house:
         ("x", b"I am no safetensors file", "error: "),
         ("x", b"", "is empty"),
         ("bad name", b"x", "letters, digits"),
-        ("x", None, "no imports.root"),
+        ("bad name", None, "letters, digits"),
     ],
 )
 async def test_what_cannot_be_taken_is_said_in_words(
@@ -169,8 +172,30 @@ async def test_what_cannot_be_taken_is_said_in_words(
     result = await _run(house, "add", name, path, "--base", "miniature")
     assert result.exit_code in {1, 2}
     assert says in result.stderr
-    assert ("is not on this machine" in result.stderr) is (data is None)
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("path", ["typo.safetensors", "x" * 300])
+async def test_a_path_that_is_not_here_is_said_to_be_none_before_the_stores_machine_is_spoken_of(
+    house: House, path: str
+) -> None:
+    result = await _run(house, "add", "god", path, "--base", "miniature")
+    assert (result.exit_code, result.stdout) == (2, "")
+    what, todo = result.stderr.splitlines()
+    assert what == f"error: there is no file or folder {path} on this machine"
+    assert todo.startswith("  Nor can the store take it from a path of its own machine: this store lets nobody")
+
+
+async def test_a_path_that_is_not_here_may_be_one_of_the_stores_machine(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    there = lora_file(root)
+    imports = ImportConfig(root=str(root))
+    async with running_gateway() as gateway, lora_store(gateway, tmp_path / "store", imports=imports) as store:
+        added = await _run(gateway, "add", "ink", there.name, "--base", "miniature")
+        assert (added.exit_code, await _names(store)) == (0, ["ink"])
+        absent = await _run(gateway, "add", "ink", "typo", "--base", "miniature")
+        assert (absent.exit_code, "machine: is no file or folder" in absent.stderr) == (2, True)
 
 
 async def test_one_that_was_asked_for_a_moment_ago_is_removed_later(house: House) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -88,13 +89,10 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
     PATH is a .safetensors file or a folder of PEFT or Diffusers, and is uploaded; what is not on this machine is
     looked for on the store's, below the root that its configuration allows.
     """
-    here = Path(path)
+    # What cannot even be looked at, such as a name that is too long, is not here either.
+    bring = _brought if os.path.exists(path) else _registered  # noqa: PTH110 - Path.exists raises for it
     with connect(address) as client:
-        if here.exists():
-            lora = _brought(client, name, here, base=base, trigger_words=trigger_words)
-        else:
-            note(f"{path} is not on this machine: its store looks for it.")
-            lora = client.register_lora(name, path, base=base, trigger_words=trigger_words)
+        lora = bring(client, name, path, base=base, trigger_words=trigger_words)
     say(f"{lora.name} is there for {lora.base}: {lora.modules} modules of rank {lora.rank}, {_size(lora.size_bytes)}")
 
 
@@ -142,9 +140,9 @@ def unpin(*, name: str, address: str) -> None:
 command.add_command(profile_command)
 
 
-def _brought(client: Client, name: str, path: Path, *, base: str | None, trigger_words: tuple[str, ...]) -> StoredLora:
+def _brought(client: Client, name: str, path: str, *, base: str | None, trigger_words: tuple[str, ...]) -> StoredLora:
     try:
-        return client.add_lora(name, path, base=base, trigger_words=trigger_words)
+        return client.add_lora(name, Path(path), base=base, trigger_words=trigger_words)
     except OSError as error:
         fail(f"{error.filename or path} cannot be read: {error.strerror}")
 
@@ -156,6 +154,23 @@ def _loaded(client: Client, lora: StoredLora) -> StoredLora:
         time.sleep(_POLL_S)
         lora = client.lora(lora.name)
     return lora
+
+
+def _registered(
+    client: Client, name: str, path: str, *, base: str | None, trigger_words: tuple[str, ...]
+) -> StoredLora:
+    """From the store's machine. Most often a path that is not here is a wrong one, so that is said first."""
+    from bottega.client.cli.failures import exit_status
+    from bottega.errors import InvalidRequest
+
+    try:
+        return client.register_lora(name, path, base=base, trigger_words=trigger_words)
+    except InvalidRequest as error:
+        rules = [item.description for item in error.violations if item.field == "path"]
+        if not rules:
+            raise
+        said = f"Nor can the store take it from a path of its own machine: {'; '.join(rules)}"
+        fail(f"there is no file or folder {path} on this machine", said, status=exit_status(error))
 
 
 def _facts(lora: StoredLora) -> list[tuple[str, str]]:
