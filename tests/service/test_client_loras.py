@@ -154,6 +154,21 @@ async def test_the_command_says_of_a_pin_that_the_file_is_damaged_or_gone(house:
     assert "the file of ink is gone; bring it again" in gone.stderr
 
 
+async def test_the_command_says_which_trigger_words_a_lora_has_that_was_there(house: House, tmp_path: Path) -> None:
+    path = lora_file(tmp_path, seed=2)
+    add = ("add", "pastel", path, "--base", "miniature")
+    for words in ((), ("--trigger", "pale")):
+        assert "trigger words" not in (await _run(house, "remove", "pastel")).stdout
+        assert "trigger words" not in (await _run(house, *add, *words)).stdout, "it is new"
+    assert "trigger words" not in (await _run(house, *add)).stdout, "it keeps what it has"
+    assert "trigger words" not in (await _run(house, *add, "--trigger", "pale")).stdout
+    changed = await _run(house, *add, "--trigger", "in pastel", "--trigger", "soft")
+    assert changed.stdout.splitlines()[1:] == [
+        "It was there already; its trigger words are now: in pastel, soft (before: pale)"
+    ]
+    assert "in pastel, soft" in (await _run(house, "show", "pastel")).stdout
+
+
 @pytest.mark.parametrize(
     ("name", "data", "says"),
     [

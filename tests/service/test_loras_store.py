@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,30 @@ async def test_the_same_lora_again_changes_nothing_and_another_of_its_name_is_re
         other = upload_requests("a", lora_file(tmp_path, seed=1).read_bytes())
         assert isinstance(await refused(store.stub.UploadLora(other, timeout=PATIENCE_S)), LoraExists)
     assert len(list((tmp_path / "store" / "files").glob("??/*"))) == 1
+
+
+async def test_the_same_lora_again_with_other_trigger_words_gets_those_and_keeps_the_rest(tmp_path: Path) -> None:
+    path = lora_file(tmp_path)
+    root = ImportConfig(root=str(tmp_path))
+    async with running(tmp_path / "store", config(imports=root)) as store:
+        await store.upload("a", path, trigger_words=["in ink"])
+        await store.stub.PinLora(pb.PinLoraRequest(name="a", pinned=True), timeout=PATIENCE_S)
+        first = await store.store.get("a")
+        again = await store.upload("a", path, trigger_words=["inked", "drawn"])
+        assert list(again.trigger_words) == ["inked", "drawn"]
+        changed = await store.store.get("a")
+        assert changed == replace(first, trigger_words=("inked", "drawn"))
+        assert await store.upload("a", path) == again, "it says none, and so takes none away"
+        request = pb.RegisterLoraRequest(name="a", base="miniature", path=path.name, trigger_words=["third"])
+        registered = await store.stub.RegisterLora(request, timeout=PATIENCE_S)
+        assert (await store.store.get("a"), list(registered.lora.trigger_words)) == (
+            replace(first, trigger_words=("third",)),
+            ["third"],
+        )
+        other = upload_requests("a", lora_file(tmp_path, seed=1).read_bytes(), trigger_words=["fourth"])
+        assert isinstance(await refused(store.stub.UploadLora(other, timeout=PATIENCE_S)), LoraExists)
+    async with running(tmp_path / "store") as store:
+        assert (await store.store.get("a")).trigger_words == ("third",)
 
 
 async def test_what_was_brought_is_there_after_a_restart(tmp_path: Path) -> None:

@@ -254,7 +254,8 @@ class AsyncClient:
     ) -> StoredLora:
         """Uploads a LoRA: a safetensors file, or a folder of PEFT or Diffusers.
 
-        base: the model that it was made for; absent where the store knows one alone.
+        base: the model that it was made for; absent where the store knows one alone. trigger_words: those of one that
+        is there already change, where some are given.
         """
         return await (await self._lora_stores()).add(name, path, base=base, trigger_words=trigger_words)
 

@@ -43,7 +43,8 @@ _IMPORTED = (*_READ, *(f"{component}/{name}" for component in COMPONENTS for nam
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Brought:
-    """What somebody says of the LoRA that he brings."""
+    """What somebody says of the LoRA that he brings. trigger_words: none are those that its file says, or that it has
+    already."""
 
     name: str
     base: str
@@ -183,7 +184,7 @@ class Intake:
             added_s=time.time(),
         )
         try:
-            kept = await self._catalogue.add(record)
+            kept = await self._catalogue.add(record, rewords=bool(brought.trigger_words))
         except BottegaError:
             if not await self._catalogue.names(digest):
                 await asyncio.to_thread(self._files.remove, digest)

@@ -87,13 +87,18 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
     """Bring a LoRA, and call it NAME.
 
     PATH is a .safetensors file or a folder of PEFT or Diffusers, and is uploaded; what is not on this machine is
-    looked for on the store's, below the root that its configuration allows.
+    looked for on the store's, below the root that its configuration allows. The same once more, with other trigger
+    words, changes those.
     """
     # What cannot even be looked at, such as a name that is too long, is not here either.
     bring = _brought if os.path.exists(path) else _registered  # noqa: PTH110 - Path.exists raises for it
     with connect(address) as client:
+        before = _words(client, name) if trigger_words else None
         lora = bring(client, name, path, base=base, trigger_words=trigger_words)
     say(f"{lora.name} is there for {lora.base}: {lora.modules} modules of rank {lora.rank}, {_size(lora.size_bytes)}")
+    if before is not None and before != list(lora.trigger_words):
+        was = ", ".join(before) or "none"
+        say(f"It was there already; its trigger words are now: {', '.join(lora.trigger_words)} (before: {was})")
 
 
 @command.command("remove")
@@ -154,6 +159,16 @@ def _loaded(client: Client, lora: StoredLora) -> StoredLora:
         time.sleep(_POLL_S)
         lora = client.lora(lora.name)
     return lora
+
+
+def _words(client: Client, name: str) -> list[str] | None:
+    """Trigger words of the LoRA that has that name; None where there is none."""
+    from bottega.errors import InvalidRequest, LoraNotFound
+
+    try:
+        return list(client.lora(name).trigger_words)
+    except (LoraNotFound, InvalidRequest):  # what is wrong with the name is said where it is brought
+        return None
 
 
 def _registered(
