@@ -18,7 +18,7 @@ from bottega.v1 import lora_pb2 as pb
 from tests.service import running_loras
 from tests.service.lora_house import House, lora_house, lora_store
 from tests.service.running_gateway import Running, running_gateway
-from tests.service.running_loras import PATIENCE_S, lora_file
+from tests.service.running_loras import PATIENCE_S, lora_file, peft_folders
 
 
 @pytest.fixture
@@ -231,14 +231,26 @@ async def test_a_refusal_in_the_middle_of_an_upload_is_heard(house: House, clien
         await client.add_lora("large", path, base="other")
 
 
-async def test_a_folder_of_several_components_is_said_to_be_for_the_stores_machine(
+async def test_a_folder_with_one_for_each_component_is_brought_as_it_is(
+    house: House, client: AsyncClient, tmp_path: Path
+) -> None:
+    folder = peft_folders(tmp_path / "peft")
+    added = await _run(house, "add", "two", folder, "--base", "miniature")
+    assert re.fullmatch(r"two is there for miniature: 2 modules of rank 3, .*\n", added.stdout), added.stderr
+    lora = await client.lora("two")
+    assert (lora.format, 0 < lora.text_bytes < lora.size_bytes) == ("PEFT", True)
+
+
+async def test_a_folder_that_lacks_a_components_weights_or_all_is_refused_with_what_it_lacks(
     house: House, tmp_path: Path
 ) -> None:
-    for component in ("unet", "text_encoder"):
-        (tmp_path / "peft" / component).mkdir(parents=True)
-        (tmp_path / "peft" / component / "adapter_model.safetensors").write_bytes(b"x")
-    result = await _run(house, "add", "x", tmp_path / "peft", "--base", "miniature")
-    assert (result.exit_code, "imports.root" in result.stderr) == (2, True)
+    folder = peft_folders(tmp_path / "peft")
+    (folder / "text_encoder" / "adapter_model.safetensors").rename(folder / "text_encoder" / "adapter_model.bin")
+    result = await _run(house, "add", "x", folder, "--base", "miniature")
+    assert (result.exit_code, "text_encoder/adapter_model.safetensors cannot be read" in result.stderr) == (1, True)
+    (tmp_path / "nothing").mkdir()
+    result = await _run(house, "add", "x", tmp_path / "nothing", "--base", "miniature")
+    assert (result.exit_code, "nor a folder of PEFT's for a component (text_encoder" in result.stderr) == (2, True)
 
 
 async def test_what_cannot_be_read_is_named(house: House, tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from bottega.errors import BadLora, ConfigError
 from bottega.lora import canonical
 from bottega.loras.importing.base import Base, read_base
 from bottega.loras.importing.converting import Converted, convert
+from bottega.loras.importing.source import sources
 from bottega.miniature import WEIGHTS
-from tests.lora_files import Part, base_shapes, canonical_deltas, delta, factors, kohya, names_of, save
+from tests.lora_files import Part, base_shapes, canonical_deltas, delta, factors, kohya, names_of, peft, save
 
 _Q = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
 _OUT = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_out.0"
@@ -36,7 +37,7 @@ def base() -> Base:
 @pytest.fixture
 def imported(base: Base, tmp_path: Path) -> Callable[..., dict[str, Tensor]]:
     def run(source: Path, adapter_config: bytes = b"") -> dict[str, Tensor]:
-        converted = convert(source, adapter_config=adapter_config, base=base)
+        converted = convert(sources(source, adapter_config), base=base)
         return _deltas(converted, tmp_path)
 
     return run
@@ -101,7 +102,7 @@ def test_element_types_are_kept(
     tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     path = save(tensors, tmp_path / "a.safetensors")
-    (module,) = convert(path, adapter_config=b"", base=base).modules
+    (module,) = convert(sources(path), base=base).modules
     assert {module.down.dtype, module.up.dtype} == {name_of_it}
     name = f"lora_unet_{_Q.replace('.', '_')}"
     expected = delta(tensors[f"{name}.lora_down.weight"], tensors[f"{name}.lora_up.weight"], 0.5)
@@ -239,6 +240,46 @@ def test_a_folder_of_peft_is_what_peft_loads(
     _assert_same(alone, theirs)
 
 
+# PEFT of today still asks transformers of tomorrow.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_a_folder_with_one_of_peft_for_each_component_is_what_peft_loads(
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
+) -> None:
+    pipeline = _pipeline()
+    configs = {
+        "unet": LoraConfig(r=4, lora_alpha=2, target_modules=["to_k"]),
+        "text_encoder": LoraConfig(r=2, lora_alpha=16, target_modules=["q_proj"]),
+        "text_encoder_2": LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"]),
+    }
+    theirs = {}
+    for seed, (component, config) in enumerate(configs.items()):
+        model = get_peft_model(getattr(pipeline, component), config)
+        _randomise(model, seed)
+        model.save_pretrained(tmp_path / component)
+        for path, module in model.get_base_model().named_modules():
+            if isinstance(module, LoraLayer):
+                theirs[component, path] = module.get_delta_weight("default").detach()
+    spelled = {(c, s): p for c in configs for p in base_shapes(c) for s in (p, f"text_model.{p}")}
+    _assert_same(imported(tmp_path), {f"{c}.{spelled[c, path]}": value for (c, path), value in theirs.items()})
+
+
+def test_a_component_whose_folder_has_no_weights_to_open_is_not_left_out(base: Base, tmp_path: Path) -> None:
+    peft({("unet", _Q): Part(rank=2, alpha=1.0), ("text_encoder", _TEXT): Part(rank=2, alpha=1.0)}, tmp_path)
+    weights = tmp_path / "text_encoder" / "adapter_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+    with pytest.raises(BadLora, match=r"text_encoder holds no adapter_model\.safetensors"):
+        convert(sources(tmp_path), base=base)
+
+
+def test_a_first_file_without_tensors_leaves_those_of_the_second(base: Base, tmp_path: Path) -> None:
+    peft({("unet", _Q): Part(rank=2, alpha=1.0)}, tmp_path / "whole")
+    empty = save({}, tmp_path / "empty.safetensors", {"format": "pt"})
+    files = [*sources(empty), *sources(tmp_path / "whole")]
+    assert [module.path for module in convert(files, base=base).modules] == [_Q]
+    with pytest.raises(BadLora, match="no tensors"):
+        convert(sources(empty), base=base)
+
+
 def _refused(base: Base, tensors: dict[str, Tensor], folder: Path, **given: Any) -> str:
     path = save(tensors, folder / "bad.safetensors", given.pop("metadata", None))
     with pytest.raises(BadLora) as refused:
@@ -247,7 +288,7 @@ def _refused(base: Base, tensors: dict[str, Tensor], folder: Path, **given: Any)
 
 
 def _import(path: Path, adapter_config: bytes, base: Base) -> None:
-    canonical.write(io.BytesIO(), convert(path, adapter_config=adapter_config, base=base).modules)
+    canonical.write(io.BytesIO(), convert(sources(path, adapter_config), base=base).modules)
 
 
 _NAME = f"lora_unet_{_Q.replace('.', '_')}"
@@ -331,7 +372,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(
 def test_what_is_strong_and_still_a_number_is_taken(base: Base, tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {f"{_NAME}.lora_{part}.weight": torch.full(shape, -1e19).to(dtype) for part, shape in _SHAPES}
     path = save(tensors, tmp_path / "a.safetensors")  # 2 * 1e38, and the largest F32 is 3.4e38
-    (module,) = convert(path, adapter_config=b"", base=base).modules
+    (module,) = convert(sources(path), base=base).modules
     assert module.scale == 1.0
 
 
@@ -375,15 +416,15 @@ def test_metadata_of_diffusers_that_cannot_be_used_is_refused(base: Base, tmp_pa
 def test_pickled_weights_are_never_opened(base: Base, tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1)}, tmp_path / "adapter_model.bin")
     with pytest.raises(BadLora, match="never opened"):
-        convert(tmp_path, adapter_config=b"", base=base)
+        convert(sources(tmp_path), base=base)
     with pytest.raises(BadLora, match="no safetensors"):
-        convert(tmp_path / "adapter_model.bin", adapter_config=b"", base=base)
+        convert(sources(tmp_path / "adapter_model.bin"), base=base)
 
 
 def test_a_trigger_phrase_of_the_file_is_told(base: Base, tmp_path: Path) -> None:
     tensors, _ = kohya({("unet", _Q): Part(rank=2)})
     path = save(tensors, tmp_path / "a.safetensors", {"modelspec.trigger_phrase": " in ink "})
-    assert convert(path, adapter_config=b"", base=base).trigger_phrase == "in ink"
+    assert convert(sources(path), base=base).trigger_phrase == "in ink"
 
 
 def test_a_base_that_is_none_is_named(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 
 from bottega.errors import BottegaError, InvalidRequest, LoraNotFound, NoLora, Violation
+from bottega.lora.canonical import COMPONENTS
 from bottega.rpc.channel import channel_options, open_channel
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import fleet_pb2, lora_pb2, lora_pb2_grpc
@@ -29,32 +31,46 @@ _WEIGHTS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraFile:
-    """A LoRA on this machine. adapter_config: what PEFT wrote beside it; empty where it did not."""
+    """A LoRA's file on this machine, or one of its files.
+
+    adapter_config: what PEFT wrote beside it; empty where it did not. component: of the base model, all of the file is
+    for that one; empty where that is not known.
+    """
 
     path: Path
+    size_bytes: int
     adapter_config: bytes = b""
+    component: str = ""
 
 
-def lora_file(path: Path) -> LoraFile:
-    """The LoRA at a path: a safetensors file, or a folder of PEFT or Diffusers.
+def lora_files(path: Path) -> list[LoraFile]:
+    """The LoRA at a path: a safetensors file, or a folder of PEFT or Diffusers, which may have one for each component.
 
     Raises InvalidRequest for what is none, OSError.
     """
     if not path.is_dir():
-        config = path.with_name(_PEFT_CONFIG)
-        beside = config.read_bytes() if path.name == _WEIGHTS[0] and config.is_file() else b""
-        if path.is_file() and not path.stat().st_size:
-            rule = f"{path} is empty"
-            raise InvalidRequest(rule, violations=[Violation(field="path", description=rule)])
-        return LoraFile(path=path, adapter_config=beside)
+        return [_lora_file(path)]
     files = sorted(path.glob("*.safetensors"))
     named = [file for name in _WEIGHTS for file in files if file.name == name]
-    if not named and len(files) != 1:
-        rule = f"{path} holds none of {', '.join(_WEIGHTS)}, nor one .safetensors file alone"
-        if any(path.glob(f"*/{_WEIGHTS[0]}")):
-            rule = f"{path} has a folder for each component: lay it below the store's imports.root, name it from there"
-        raise InvalidRequest(rule, violations=[Violation(field="path", description=rule)])
-    return lora_file((named or files)[0])
+    if named or len(files) == 1:
+        return [_lora_file((named or files)[0])]
+    parts = [component for component in COMPONENTS if (path / component).is_dir()]
+    if not parts:
+        folders = f"nor a folder of PEFT's for a component ({', '.join(COMPONENTS)})"
+        _refuse(f"{path} holds none of {', '.join(_WEIGHTS)}, nor one .safetensors file alone, {folders}")
+    return [_lora_file(path / component / _WEIGHTS[0], component) for component in parts]
+
+
+def _lora_file(path: Path, component: str = "") -> LoraFile:
+    config = path.with_name(_PEFT_CONFIG)
+    beside = config.read_bytes() if path.name == _WEIGHTS[0] and config.is_file() else b""
+    if not (size_bytes := path.stat().st_size):
+        _refuse(f"{path} is empty")
+    return LoraFile(path=path, size_bytes=size_bytes, adapter_config=beside, component=component)
+
+
+def _refuse(rule: str) -> NoReturn:
+    raise InvalidRequest(rule, violations=[Violation(field="path", description=rule)])
 
 
 class LoraStores:
@@ -80,19 +96,12 @@ class LoraStores:
 
     async def add(self, name: str, path: Path, *, base: str | None, trigger_words: Sequence[str]) -> StoredLora:
         """Uploads a LoRA of this machine. base: absent where the stores have one alone. Raises BadLora among others."""
-        file = await asyncio.to_thread(lora_file, path)
-        sha256 = await asyncio.to_thread(_sha256, file.path)
+        files = await asyncio.to_thread(lora_files, path)
+        sha256 = await asyncio.to_thread(_sha256, files)
         place, base = await self._place(name, base)
-        head = lora_pb2.UploadLoraHead(
-            name=name,
-            base=base,
-            sha256=sha256,
-            size_bytes=file.path.stat().st_size,
-            adapter_config=file.adapter_config,
-            trigger_words=trigger_words,
-        )
+        head = _head(files, name=name, base=base, sha256=sha256, trigger_words=trigger_words)
         with _typed(place):
-            return (await _uploaded(place.address, _messages(head, file.path))).lora
+            return (await _uploaded(place.address, _messages(head, files))).lora
 
     async def register(self, name: str, path: str, *, base: str | None, trigger_words: Sequence[str]) -> StoredLora:
         """Has a store take in what is on its own machine."""
@@ -213,13 +222,32 @@ async def _uploaded(address: str, messages: Iterator[lora_pb2.UploadLoraRequest]
         return call.result()
 
 
-def _messages(head: lora_pb2.UploadLoraHead, path: Path) -> Iterator[lora_pb2.UploadLoraRequest]:
+def _head(
+    files: Sequence[LoraFile], *, name: str, base: str, sha256: str, trigger_words: Sequence[str]
+) -> lora_pb2.UploadLoraHead:
+    head = lora_pb2.UploadLoraHead(name=name, base=base, sha256=sha256, trigger_words=trigger_words)
+    head.size_bytes = sum(file.size_bytes for file in files)
+    if not files[0].component:
+        head.adapter_config = files[0].adapter_config
+        return head
+    for file in files:
+        head.parts.add(component=file.component, size_bytes=file.size_bytes, adapter_config=file.adapter_config)
+    return head
+
+
+def _messages(head: lora_pb2.UploadLoraHead, files: Sequence[LoraFile]) -> Iterator[lora_pb2.UploadLoraRequest]:
     yield lora_pb2.UploadLoraRequest(head=head)
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            yield lora_pb2.UploadLoraRequest(chunk=chunk)
+    for each in files:
+        with each.path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield lora_pb2.UploadLoraRequest(chunk=chunk)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(files: Sequence[LoraFile]) -> str:
+    """Of all their bytes, one file after the other."""
+    hashed = hashlib.sha256()
+    for each in files:
+        with each.path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                hashed.update(chunk)
+    return hashed.hexdigest()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from bottega.errors import BadLora
@@ -19,7 +18,7 @@ from bottega.loras.importing.alphas import AdapterConfig, from_metadata
 from bottega.loras.importing.arrays import MAX_F32, check_product, fitted, folded, read_number, read_weights
 from bottega.loras.importing.base import Base, BaseModule
 from bottega.loras.importing.naming import Format, Name, Part, format_of, module_of, refuse_other_methods, taken_apart
-from bottega.loras.importing.source import Source, sources
+from bottega.loras.importing.source import Source
 
 # Of the names in a refusal, which travels in a status.
 _LISTED = 8
@@ -47,22 +46,20 @@ class _Found:
     parts: dict[Part, tuple[BinaryIO, Header, TensorEntry]] = field(default_factory=dict)
 
 
-def convert(path: Path, *, adapter_config: bytes, base: Base) -> Converted:
-    """The LoRA at a path, for the base. Raises BadLora naming what is wrong with it, OSError."""
+def convert(sources: Iterable[Source], *, base: Base) -> Converted:
+    """The LoRA that some files are, for the base. Raises BadLora naming what is wrong with it, OSError."""
     with ExitStack() as stack:
         found: dict[str, _Found] = {}
         headers = []
-        for source in sources(path, adapter_config):
+        for source in sources:
             file = stack.enter_context(source.path.open("rb"))
             headers.append(read_header(file))
             _collect(file, headers[-1], source, base=base, found=found)
         if not found:
             raise BadLora("nothing in the file matches the base model: it has no tensors")
-        first = taken_apart(headers[0].tensors[0].name)
-        assert first is not None, "every name was taken apart"
         return Converted(
             modules=tuple(_module(each) for each in found.values()),
-            format=format_of(first),
+            format=next(each.format for each in found.values()),
             trigger_phrase=_trigger(headers),
         )
 
