@@ -109,6 +109,7 @@ async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path
         ["pastel", "miniature"],
     ]
     shown = (await _run(house, "show", "pastel")).stdout
+    assert re.match(r"\s*name +pastel *\n base", shown), "no head without names"
     for said in ("in pastel", "kohya", "not measured; a fifth of the steps", house.ink.base):
         assert said in shown
     assert re.search(r"in the store's memory +no\b", shown)
@@ -235,6 +236,8 @@ async def test_a_folder_with_one_for_each_component_is_brought_as_it_is(
     house: House, client: AsyncClient, tmp_path: Path
 ) -> None:
     folder = peft_folders(tmp_path / "peft")
+    single = await _run(house, "add", "one", folder / "unet", "--base", "miniature")
+    assert "one is there for miniature: 1 module of rank 2, " in single.stdout
     added = await _run(house, "add", "two", folder, "--base", "miniature")
     assert re.fullmatch(r"two is there for miniature: 2 modules of rank 3, .*\n", added.stdout), added.stderr
     lora = await client.lora("two")

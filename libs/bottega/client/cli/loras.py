@@ -86,16 +86,17 @@ def show(*, name: str, address: str) -> None:
 def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...], address: str) -> None:
     """Bring a LoRA, and call it NAME.
 
-    PATH is a .safetensors file or a folder of PEFT or Diffusers, and is uploaded; what is not on this machine is
-    looked for on the store's, below the root that its configuration allows. The same once more, with other trigger
-    words, changes those.
+    PATH is a .safetensors file or a folder of PEFT, also with one for each component, or of Diffusers, and is
+    uploaded; what is not on this machine is looked for on the store's, below the root that its configuration allows.
+    The same once more, with other trigger words, changes those.
     """
     # What cannot even be looked at, such as a name that is too long, is not here either.
     bring = _brought if os.path.exists(path) else _registered  # noqa: PTH110 - Path.exists raises for it
     with connect(address) as client:
         before = _words(client, name) if trigger_words else None
         lora = bring(client, name, path, base=base, trigger_words=trigger_words)
-    say(f"{lora.name} is there for {lora.base}: {lora.modules} modules of rank {lora.rank}, {_size(lora.size_bytes)}")
+    modules = f"{lora.modules} module{'s' if lora.modules > 1 else ''} of rank {lora.rank}"
+    say(f"{lora.name} is there for {lora.base}: {modules}, {_size(lora.size_bytes)}")
     if before is not None and before != list(lora.trigger_words):
         was = ", ".join(before) or "none"
         say(f"It was there already; its trigger words are now: {', '.join(lora.trigger_words)} (before: {was})")

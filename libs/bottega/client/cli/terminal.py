@@ -38,11 +38,11 @@ def stderr_console() -> Console:
 
 
 def new_table(*columns: str) -> Table:
-    """A table in the command's one look; columns that begin with > are numbers."""
+    """A table in the command's one look; columns that begin with > are numbers. Without any name it has no head."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_header=any(columns))
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
     return table
