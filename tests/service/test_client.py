@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -452,6 +453,58 @@ def test_an_unknown_job_is_not_found(gateway: ScriptedGateway, address: str) -> 
     gateway.failures = [JobNotFound("no such job")]
     with Client(address) as client, pytest.raises(JobNotFound):
         client.job("job-9").status()
+
+
+NO_UNICODE = "a\udcff"  # what a byte of a command line that is no UTF-8 becomes
+
+WRONG_CALLS: dict[str, Callable[[Any], object]] = {
+    "page_size": lambda client: client.list_jobs(page_size=10**12),
+    "page_token": lambda client: client.list_jobs(page_token=NO_UNICODE),
+    "states": lambda client: client.list_jobs(states=["ended"]),
+    "created_after": lambda client: client.list_jobs(created_after=datetime(2026, 1, 1)),  # noqa: DTZ001
+    "created_before": lambda client: client.list_jobs(created_before="today"),
+    "index": lambda client: client.job("job-1").image(10**12),
+    "job_id": lambda client: client.job(NO_UNICODE).status(),
+    "job_id of cancel": lambda client: client.job(None).cancel(),
+    "job_id of watch": lambda client: list(client.job(NO_UNICODE).watch()),
+    "preview": lambda client: list(client.stream("a star", preview="yes")),
+    "prompt": lambda client: client.generate(None),
+    "num_images": lambda client: client.generate_many("stars", None),
+    "seed": lambda client: client.submit("a star", seed=10**30),
+    "request_id": lambda client: client.submit("a star", request_id=NO_UNICODE),
+    "request_id of generate": lambda client: client.generate("a star", request_id=7),
+    "deadline_s": lambda client: client.submit("a star", deadline_s="soon"),
+    "timeout_s": lambda client: client.generate("a star", timeout_s=1e15),
+    "address": lambda _: Client(NO_UNICODE),
+    "cases": lambda client: client.profile_controlnet("edges", None),
+    "cases of others": lambda client: client.profile_controlnet("edges", ["edges.png"]),
+    "prompts": lambda client: client.profile_lora("ink", "a star"),
+    "prompts of others": lambda client: client.profile_lora("ink", [1, 2, 3, 4]),
+    "folder": lambda client: client.add_controlnet("edges", NO_UNICODE),
+    "name": lambda client: client.add_lora(NO_UNICODE, "ink.safetensors"),
+    "path": lambda client: client.add_lora("ink", None),
+    "path of register": lambda client: client.register_lora("ink", NO_UNICODE),
+    "trigger_words": lambda client: client.register_lora("ink", "ink", trigger_words="in ink"),
+    "pinned": lambda client: client.pin_lora("ink", pinned="yes"),
+}
+
+
+@pytest.mark.parametrize("argument", WRONG_CALLS)
+def test_what_cannot_be_sent_is_refused_by_its_name_and_nothing_is_sent(
+    gateway: ScriptedGateway, address: str, argument: str
+) -> None:
+    with Client(address, retry=HURRIED) as client, pytest.raises(InvalidRequest) as caught:
+        WRONG_CALLS[argument](client)
+    (violation,) = caught.value.violations
+    assert violation.field == argument.partition(" ")[0]
+    assert violation.description.startswith("must be ")
+    assert [*gateway.requests, *gateway.submitted, *gateway.listed, *gateway.cancelled] == []
+
+
+def test_states_may_be_said_by_their_values(gateway: ScriptedGateway, address: str) -> None:
+    with Client(address) as client:
+        client.list_jobs(states=["failed", JobState.QUEUED])  # type: ignore[list-item]
+    assert list(gateway.listed[0].states) == [image_pb2.JOB_STATE_FAILED, image_pb2.JOB_STATE_QUEUED]
 
 
 def test_a_wrong_argument_is_refused_before_anything_is_sent(gateway: ScriptedGateway, address: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -28,7 +29,9 @@ from bottega.errors import (
 )
 from bottega.rpc.status import to_job_error
 from bottega.v1 import generation_pb2, image_pb2
-from tests.service.scripted_gateway import ScriptedGateway, completed, image, job, progress, queued, serving
+from tests.service.scripted_gateway import SMALL, ScriptedGateway, completed, image, job, progress, queued, serving
+
+NO_UNICODE = "a\udcff"  # what a byte of a command line that is no UTF-8 becomes
 
 
 @pytest.fixture
@@ -241,6 +244,52 @@ def test_a_full_disk_is_waited_for_and_then_said(gateway: ScriptedGateway, addre
 def test_a_wrong_command_line_ends_with_status_2(gateway: ScriptedGateway, address: str, arguments: list[str]) -> None:
     assert run("jobs", *arguments, address=address).exit_code == 2
     assert not gateway.listed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["jobs", "get", NO_UNICODE], "job_id"),
+        (["jobs", "watch", NO_UNICODE], "job_id"),
+        (["jobs", "cancel", NO_UNICODE], "job_id"),
+        (["jobs", "list", "--page", NO_UNICODE], "page_token"),
+        (["models", "--address", NO_UNICODE], "address"),
+        (["fleet", "--address", NO_UNICODE], "address"),
+        (["controlnets", "add", NO_UNICODE, "folder"], "name"),
+        (["controlnets", "add", "edges", NO_UNICODE], "folder"),
+        (["loras", "add", "ink", NO_UNICODE], "path"),
+        (["loras", "add", NO_UNICODE, "/dev/null"], "name"),
+    ],
+)
+def test_arguments_that_are_no_unicode_are_refused_by_name(address: str, arguments: list[str], field: str) -> None:
+    result = run(*arguments, **({} if "--address" in arguments else {"address": address}))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"error: this cannot be asked\n  {field}: must be " in result.stderr
+
+
+def test_a_seed_beyond_its_range_is_said_with_it(address: str) -> None:
+    result = run("generate", "a star", "--seed", "1" + 30 * "0", address=address)
+    assert result.exit_code == 2
+    assert (
+        "error: this cannot be drawn\n  seed: must be a whole number, 0 to 9007199254740984; got 1000" in result.stderr
+    )
+
+
+def test_a_file_whose_name_is_no_unicode_is_written_and_said(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    gateway.scripts = [[completed()]]
+    target = own_folder / f"{NO_UNICODE}.png"
+    # A terminal of UTF-8, which CliRunner's is not as strict as.
+    result = subprocess.run(
+        [sys.executable, "-m", "bottega.client.cli", "jobs", "get", "job-1", "-o", target, "--address", address],
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert rb"a\udcff.png  64x64  seed 7" in result.stdout
+    assert target.read_bytes() == SMALL
 
 
 def test_the_help_names_every_verb() -> None:

@@ -172,4 +172,4 @@ async def test_what_cannot_be_read_is_named(house: House, tmp_path: Path) -> Non
     (tmp_path / "peft").mkdir()
     (tmp_path / "peft" / "adapter_model.safetensors").symlink_to("nowhere")
     result = await _run(house, "add", "x", tmp_path / "peft", "--base", "miniature")
-    assert (result.exit_code, "adapter_model.safetensors cannot be read" in result.stderr) == (1, True)
+    assert (result.exit_code, "adapter_model.safetensors cannot be read: No such file" in result.stderr) == (2, True)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from bottega import errors
 from bottega.client.suite.plan import PortTaken
 from bottega.errors import BottegaError
+from bottega.v1.generation_pb2 import GenerationSpec
 
 _MORE_TIME = "Allow more time with --timeout SECONDS, ask for fewer steps, or wait for nothing with --detach."
 # Causes of StorageUnavailable, by how they begin. SQLite does not tell an output error on a full disk from others.
 _NO_ROOM = ("ENOSPC", "EDQUOT", "EFBIG", "SQLITE_FULL", "SQLITE_IOERR")
 _FORBIDDEN = ("EROFS", "EACCES", "EPERM", "SQLITE_READONLY", "SQLITE_PERM")
+
+# As the gateway begins its names of them, the SDK, and --control.
+_OF_A_DRAWING = frozenset({"spec", "--control", "lora", *GenerationSpec.DESCRIPTOR.fields_by_name})
 
 # What a LoRA store says of itself: what helps with the gateway's does not help here.
 _OF_A_STORE = (errors.StorageUnavailable, errors.DataLoss, errors.TooLarge)
@@ -104,6 +109,10 @@ def _about_storage(error: errors.StorageUnavailable, whose: str) -> str:
 def _refused(error: errors.InvalidRequest) -> tuple[str, str]:
     if not error.violations:
         return error.message, ""
-    drawing = any(item.field.startswith("spec.") for item in error.violations)
+    drawing = any(_head(item.field) in _OF_A_DRAWING for item in error.violations)
     fields = [f"{item.field.removeprefix('spec.')}: {item.description}" for item in error.violations]
     return "this cannot be drawn" if drawing else "this cannot be asked", "\n".join(fields)
+
+
+def _head(field: str) -> str:
+    return re.split(r"[.\[ ]", field, maxsplit=1)[0]

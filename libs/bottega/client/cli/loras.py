@@ -10,10 +10,9 @@ import click
 
 from bottega.client.cli.connection import address_option, connect
 from bottega.client.cli.lora_profile import command as profile_command
-from bottega.client.cli.terminal import fail, new_table, note, print_table, say
+from bottega.client.cli.terminal import new_table, note, print_table, say
 
 if TYPE_CHECKING:
-    from bottega.client.sync import Client
     from bottega.v1.lora_pb2 import StoredLora
 
 _HASH_LETTERS = 12
@@ -88,7 +87,7 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
     here = Path(path)
     with connect(address) as client:
         if here.exists():
-            lora = _brought(client, name, here, base=base, trigger_words=trigger_words)
+            lora = client.add_lora(name, here, base=base, trigger_words=trigger_words)
         else:
             note(f"{path} is not on this machine: its store looks for it.")
             lora = client.register_lora(name, path, base=base, trigger_words=trigger_words)
@@ -129,13 +128,6 @@ def unpin(*, name: str, address: str) -> None:
 
 
 command.add_command(profile_command)
-
-
-def _brought(client: Client, name: str, path: Path, *, base: str | None, trigger_words: tuple[str, ...]) -> StoredLora:
-    try:
-        return client.add_lora(name, path, base=base, trigger_words=trigger_words)
-    except OSError as error:
-        fail(f"{error.filename or path} cannot be read: {error.strerror}")
 
 
 def _facts(lora: StoredLora) -> list[tuple[str, str]]:
