@@ -269,7 +269,27 @@ def test_a_request_of_the_callers_own_has_a_deadline_where_the_caller_says_so(
     endless, bounded = gateway.submitted
     assert not mine.HasField("deadline_s")
     assert not endless.HasField("deadline_s")
-    assert (round(yours.deadline_s), bounded.deadline_s) == (8, 9)
+    assert (round(yours.deadline_s), round(bounded.deadline_s)) == (8, 9)
+
+
+def test_a_submitted_jobs_deadline_does_not_move_while_its_gateway_is_away(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    gateway.failures = [Draining("stopping", retry_after_s=0.6)]
+    with Client(address, retry=HURRIED) as client:
+        client.submit("a star", deadline_s=30)
+    first, second = gateway.submitted
+    assert 29.9 < first.deadline_s <= 30
+    assert second.deadline_s <= first.deadline_s - 0.6
+    second.deadline_s = first.deadline_s
+    assert first == second, "only the time that is left may differ"
+
+
+def test_a_job_that_nobody_would_want_any_more_is_not_submitted(gateway: ScriptedGateway, address: str) -> None:
+    gateway.failures = [Draining("stopping", retry_after_s=0.6)]
+    with Client(address, retry=HURRIED) as client, pytest.raises(DeadlinePassed, match=r"not done within 0\.5 s"):
+        client.submit("a star", deadline_s=0.5)
+    assert len(gateway.submitted) == 1
 
 
 def test_a_job_whose_own_time_is_over_is_not_said_to_go_on(gateway: ScriptedGateway, address: str) -> None:

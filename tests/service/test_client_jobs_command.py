@@ -82,7 +82,7 @@ def test_a_detached_drawing_prints_the_id_and_says_how_to_have_the_picture(
 
 def test_a_timeout_of_a_detached_drawing_is_the_jobs_own(gateway: ScriptedGateway, address: str) -> None:
     assert run("generate", "a star", "--detach", "--timeout", "90", address=address).exit_code == 0
-    assert gateway.submitted[0].deadline_s == 90
+    assert round(gateway.submitted[0].deadline_s) == 90
 
 
 def test_previews_of_a_detached_drawing_are_a_wrong_command_line(gateway: ScriptedGateway, address: str) -> None:

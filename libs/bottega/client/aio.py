@@ -193,11 +193,15 @@ class AsyncClient:
         deadline_s: as in stream(); absent, the job has all the time that it takes.
         request_id: as in stream(); the SDK makes one for this call's own retries.
         """
+        wanted = Deadline.after(deadline_s, name="deadline_s") if deadline_s is not None else None
         spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
         request = filled(image_pb2.SubmitJobRequest(spec=spec), request_id=request_id or uuid.uuid4().hex)
-        if deadline_s is not None:
-            request.deadline_s = Deadline.after(deadline_s, name="deadline_s").allowed_s
-        answer = await self._connection.ask(self._connection.images.SubmitJob, request)
+
+        def say_time_left(request: image_pb2.SubmitJobRequest) -> None:
+            if wanted:
+                request.deadline_s = wanted.remaining_s()
+
+        answer = await self._connection.ask(self._connection.images.SubmitJob, request, before_try=say_time_left)
         return self.job(answer.job.job_id)
 
     def job(self, job_id: str) -> AsyncJob:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 
 from bottega.client.calls import RequestT, ResponseT, Terms, ask
@@ -39,9 +41,16 @@ class Connection:
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
         return Terms(address=self.address, deadline=deadline, retry=self._retry)
 
-    async def ask(self, method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT], request: RequestT) -> ResponseT:
-        """The answer of a call that draws nothing."""
-        return await ask(method, request, self.terms(min(_SHORT_CALL_S, self._timeout_s)))
+    async def ask(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT],
+        request: RequestT,
+        *,
+        before_try: Callable[[RequestT], None] = lambda _: None,
+    ) -> ResponseT:
+        """The answer of a call that draws nothing. before_try: as in bottega.client.calls."""
+        terms = self.terms(min(_SHORT_CALL_S, self._timeout_s))
+        return await ask(method, request, terms, before_try=before_try)
 
     async def close(self) -> None:
         """Ends the channel."""
