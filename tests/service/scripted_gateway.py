@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 import grpc
 
 from bottega.errors import BottegaError, Draining
+from bottega.rpc.channel import channel_options
 from bottega.rpc.status import to_grpc_status
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, generation_pb2, image_pb2, image_pb2_grpc
 
@@ -167,7 +168,7 @@ def completed(*images: image_pb2.Image) -> image_pb2.JobEvent:
 @contextmanager
 def serving(gateway: ScriptedGateway) -> Iterator[str]:
     """Serves it on a free port, and says where."""
-    server = grpc.server(futures.ThreadPoolExecutor(8))
+    server = grpc.server(futures.ThreadPoolExecutor(8), options=channel_options())
     image_pb2_grpc.add_ImageServiceServicer_to_server(gateway, server)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(gateway, server)
     port = server.add_insecure_port("127.0.0.1:0")

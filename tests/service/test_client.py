@@ -37,10 +37,12 @@ from bottega.errors import (
     ModelNotFound,
     NoWorker,
     QueueFull,
+    TooLarge,
     Unavailable,
     Violation,
     WorkerLost,
 )
+from bottega.rpc.channel import MAX_MESSAGE_MIB
 from bottega.rpc.status import to_job_error
 from bottega.v1 import generation_pb2, image_pb2
 from tests.service.scripted_gateway import SMALL, ScriptedGateway, completed, image, progress, queued, serving
@@ -519,6 +521,47 @@ def test_what_cannot_be_sent_is_refused_by_its_name_and_nothing_is_sent(
     assert violation.field == argument.partition(" ")[0]
     assert violation.description.startswith("must be ")
     assert [*gateway.requests, *gateway.submitted, *gateway.listed, *gateway.cancelled] == []
+
+
+def _image_beside(**fields: Any) -> bytes:
+    """As large as it may be in a request with those fields."""
+    fields = {"request_id": "mine", "deadline_s": 30.0, **fields}
+
+    def request(size: int) -> image_pb2.GenerateRequest:
+        return image_pb2.GenerateRequest(
+            spec=generation_pb2.GenerationSpec(prompt="a star", image=bytes(size)), **fields
+        )
+
+    limit = MAX_MESSAGE_MIB << 20
+    image = bytes(limit - (request(limit).ByteSize() - limit))
+    assert request(len(image)).ByteSize() == limit
+    return image
+
+
+def test_the_largest_request_arrives_and_one_that_is_larger_is_refused_in_our_words(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    largest = _image_beside()
+    gateway.scripts = [[completed()]]
+    with Client(address, retry=HURRIED) as client:
+        client.generate("a star", image=largest, request_id="mine", deadline_s=30)
+        assert len(gateway.requests[0].spec.image) == len(largest)
+        client.submit("a star", image=largest, request_id="mine", deadline_s=30)
+        assert len(gateway.submitted[0].spec.image) == len(largest)
+        for draw in (client.generate, client.submit):
+            with pytest.raises(
+                TooLarge, match=r"is 24\.1 MiB, and at most 24 MiB can be sent; its input images: image 24"
+            ):
+                draw("a star", image=largest + b"x", request_id="mine", deadline_s=30)
+    assert (len(gateway.requests), len(gateway.submitted)) == (1, 1)
+
+
+def test_other_messages_that_are_too_large_are_refused_too(gateway: ScriptedGateway, address: str) -> None:
+    name = "x" * (MAX_MESSAGE_MIB << 20)
+    with Client(address, retry=HURRIED) as client:
+        for ask in (client.job(name).status, client.job(name).result, lambda: client.list_jobs(page_token=name)):
+            with pytest.raises(TooLarge, match=r"^the request is 24\.1 MiB, and at most 24 MiB can be sent$"):
+                ask()
 
 
 def test_states_may_be_said_by_their_values(gateway: ScriptedGateway, address: str) -> None:

@@ -154,12 +154,12 @@ class AsyncClient:
             wanted = Deadline.after(deadline_s, name="deadline_s")
         spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
         request = image_pb2.GenerateRequest(spec=spec)
-        filled(request, request_id=request_id or uuid.uuid4().hex, preview=preview)
+        _say_time_left(request, wanted)
+        await asyncio.to_thread(filled, request, request_id=request_id or uuid.uuid4().hex, preview=preview)
         heard, over = Heard(), False
 
         def attach(left_s: float) -> grpc.aio.UnaryStreamCall[image_pb2.GenerateRequest, image_pb2.GenerateResponse]:
-            if wanted:
-                request.deadline_s = wanted.remaining_s()
+            _say_time_left(request, wanted)
             return images.Generate(request, timeout=left_s)
 
         try:
@@ -195,13 +195,12 @@ class AsyncClient:
         """
         wanted = Deadline.after(deadline_s, name="deadline_s") if deadline_s is not None else None
         spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
-        request = filled(image_pb2.SubmitJobRequest(spec=spec), request_id=request_id or uuid.uuid4().hex)
-
-        def say_time_left(request: image_pb2.SubmitJobRequest) -> None:
-            if wanted:
-                request.deadline_s = wanted.remaining_s()
-
-        answer = await self._connection.ask(self._connection.images.SubmitJob, request, before_try=say_time_left)
+        request = image_pb2.SubmitJobRequest(spec=spec)
+        _say_time_left(request, wanted)
+        await asyncio.to_thread(filled, request, request_id=request_id or uuid.uuid4().hex)
+        answer = await self._connection.ask(
+            self._connection.images.SubmitJob, request, before_try=lambda request: _say_time_left(request, wanted)
+        )
         return self.job(answer.job.job_id)
 
     def job(self, job_id: str) -> AsyncJob:
@@ -348,3 +347,9 @@ class AsyncClient:
         model_hash = hash_of(await self.models(), model)
         profile = ResidualProfile(model_hash=model_hash, num_inference_steps=num_inference_steps, similarity=similarity)
         return await note(await self.fleet(), name, profile, digest=None)
+
+
+def _say_time_left(request: image_pb2.GenerateRequest | image_pb2.SubmitJobRequest, wanted: Deadline | None) -> None:
+    """Raises DeadlinePassed when there is none."""
+    if wanted:
+        request.deadline_s = wanted.remaining_s()

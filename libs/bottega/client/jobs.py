@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from bottega.client.messages import items_of, put, put_moment, shown
+from bottega.client.messages import filled, items_of, put_moment, shown
 from bottega.errors import Violation
 from bottega.rules import refuse
 from bottega.v1 import image_pb2
@@ -93,20 +93,16 @@ def page_request(
     page_size: int,
     page_token: str,
 ) -> image_pb2.ListJobsRequest:
-    """What asks for a page. Raises InvalidRequest, listing every argument that cannot be sent."""
+    """What asks for a page. Raises InvalidRequest for arguments that cannot be sent, TooLarge."""
     request = image_pb2.ListJobsRequest()
     wanted = items_of(states, name="states", what="job states")
-    broken = [
-        *put(request, "page_size", page_size),
-        *put(request, "page_token", page_token),
-        *(each for state in wanted for each in _put_state(request, state)),
-    ]
+    broken = [each for state in wanted for each in _put_state(request, state)]
     if created_after is not None:
         broken.extend(put_moment(request.created_after, created_after, path="created_after"))
     if created_before is not None:
         broken.extend(put_moment(request.created_before, created_before, path="created_before"))
     refuse(broken)
-    return request
+    return filled(request, page_size=page_size, page_token=page_token)
 
 
 def _put_state(request: image_pb2.ListJobsRequest, state: object) -> Iterator[Violation]:

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega import rules
+from bottega.client.size import check_size
 from bottega.errors import InvalidRequest, Violation
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -43,9 +44,10 @@ _MOST_LETTERS = 60
 def filled(message: MessageT, /, **arguments: object) -> MessageT:
     """The message, with the field of every argument set; what may be absent is left out, as None is no value.
 
-    Raises InvalidRequest that names every argument that cannot be sent.
+    Raises InvalidRequest that names every argument that cannot be sent, and TooLarge for more than a message can carry.
     """
     rules.refuse([broken for name, value in arguments.items() for broken in put(message, name, value)])
+    check_size(message)
     return message
 
 

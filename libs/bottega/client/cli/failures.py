@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from bottega import errors
+from bottega.client.size import LIMIT
 from bottega.client.suite.plan import PortTaken
 from bottega.errors import BottegaError
 from bottega.v1.generation_pb2 import GenerationSpec
 
 _MORE_TIME = "Allow more time with --timeout SECONDS, ask for fewer steps, or wait for nothing with --detach."
+_SMALLER_IMAGES = "Make the input images smaller: they become as large as the picture anyway. JPEG is smaller than PNG."
 # Causes of StorageUnavailable, by how they begin. SQLite does not tell an output error on a full disk from others.
 _NO_ROOM = ("ENOSPC", "EDQUOT", "EFBIG", "SQLITE_FULL", "SQLITE_IOERR")
 _FORBIDDEN = ("EROFS", "EACCES", "EPERM", "SQLITE_READONLY", "SQLITE_PERM")
@@ -60,6 +62,8 @@ def explained(error: BottegaError, address: str) -> tuple[str, str]:
         return error.message, _about_lora_store(error)
     if isinstance(error, errors.DataLoss) and (name := error.metadata.get("loras")):
         return error.message, f"Bring it again as it was, which replaces it: bottega loras add {name} FILE"
+    if isinstance(error, errors.TooLarge) and error.metadata.get("limit") == LIMIT:
+        return error.message, _SMALLER_IMAGES if error.metadata.get("images") != "0" else "Ask for less at once."
     for kind in type(error).__mro__:
         if kind in _TODO:
             return error.message, _TODO[kind]
