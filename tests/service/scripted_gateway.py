@@ -27,6 +27,7 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
     """Plays one list of steps per Generate or WatchJob call: sends events, fails by errors, waits at gates.
 
     looks: answers of GetJob, one each; afterwards the job has completed.
+    pages: answers of ListJobs, one each; afterwards one with a job that failed.
     """
 
     scripts: list[list[Step]] = field(default_factory=list)
@@ -35,6 +36,7 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
     requests: list[image_pb2.GenerateRequest] = field(default_factory=list)
     looks: list[image_pb2.Job] = field(default_factory=list)
     submitted: list[image_pb2.SubmitJobRequest] = field(default_factory=list)
+    pages: list[image_pb2.ListJobsResponse] = field(default_factory=list)
     listed: list[image_pb2.ListJobsRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     cancel_heard: threading.Event = field(default_factory=threading.Event)
@@ -80,6 +82,8 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
 
     def ListJobs(self, request: image_pb2.ListJobsRequest, context: grpc.ServicerContext) -> image_pb2.ListJobsResponse:
         self.listed.append(request)
+        if self.pages:
+            return self.pages.pop(0)
         return image_pb2.ListJobsResponse(jobs=[job(image_pb2.JOB_STATE_FAILED)], next_page_token="more")
 
     def CancelJob(

@@ -128,6 +128,30 @@ def test_filters_and_pages_reach_the_gateway_and_come_again_on_the_next_page(
     assert gateway.listed[1] == asked
 
 
+def test_pages_without_jobs_are_turned_until_there_are_some(gateway: ScriptedGateway, address: str) -> None:
+    gateway.pages = [image_pb2.ListJobsResponse(next_page_token=token) for token in ("second", "third")]
+    result = run("jobs", "--state", "failed", "-n", "7", address=address)
+    assert [asked.page_token for asked in gateway.listed] == ["", "second", "third"]
+    assert {(asked.page_size, tuple(asked.states)) for asked in gateway.listed} == {(7, (image_pb2.JOB_STATE_FAILED,))}
+    assert "job-1" in result.stdout
+    assert result.stderr.endswith("--page more\n")
+
+
+def test_pages_without_jobs_are_not_turned_without_end(gateway: ScriptedGateway, address: str) -> None:
+    gateway.pages = [image_pb2.ListJobsResponse(next_page_token=f"page-{number}") for number in range(1000)]
+    result = run("jobs", "--state", "failed", address=address)
+    asked = len(gateway.listed)
+    assert asked < 1000
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"More: bottega jobs --state=failed -n 20 --page page-{asked - 1}\n"
+
+
+def test_no_jobs_are_said_when_no_page_is_left(gateway: ScriptedGateway, address: str) -> None:
+    gateway.pages = [image_pb2.ListJobsResponse(next_page_token="second"), image_pb2.ListJobsResponse()]
+    result = run("jobs", "--state", "failed", address=address)
+    assert (len(gateway.listed), result.stdout, result.stderr) == (2, "", "There are no such jobs.\n")
+
+
 def test_watching_tells_how_it_goes_and_how_to_have_the_picture(gateway: ScriptedGateway, address: str) -> None:
     gateway.scripts = [[queued(2), progress(10), completed()]]
     result = run("jobs", "watch", "job-1", address=address)
