@@ -18,6 +18,7 @@ from bottega.client.cli import main
 from bottega.errors import (
     BottegaError,
     DataLoss,
+    DeadlinePassed,
     DeadlineUnmeetable,
     ImageNotFound,
     InvalidRequest,
@@ -234,7 +235,6 @@ def test_a_job_that_failed_says_why_and_what_to_do(gateway: ScriptedGateway, add
         (JobNotFound("no such job; it may have expired"), 1, ["it may have expired", "bottega jobs lists"]),
         (ImageNotFound("the image has expired"), 1, ["has expired", "same seed"]),
         (JobCancelled("cancelled"), 1, ["cancelled", "bottega generate"]),
-        (DeadlineUnmeetable("would take 80 s"), 1, ["would take 80 s", "--detach"]),
         (DataLoss("the job log is damaged"), 1, ["damaged", "bottega logs gateway"]),
         (
             InvalidRequest("broken", violations=[Violation(field="page_token", description="was not given out")]),
@@ -252,6 +252,39 @@ def test_errors_say_what_to_do(
     for word in words:
         assert word in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("seconds", ["8", "0.01"])
+def test_who_waits_for_nothing_is_not_told_to_wait_for_nothing(
+    gateway: ScriptedGateway, address: str, seconds: str
+) -> None:
+    gateway.failures = [DeadlineUnmeetable("would take 80 s")]
+    result = run("generate", "a star", "--detach", "--timeout", seconds, address=address)
+    assert result.exit_code == 1
+    assert "Allow more time with --timeout SECONDS, or all that it takes" in result.stderr
+    assert "--detach" not in result.stderr
+
+
+def test_who_may_detach_is_told_so(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[DeadlineUnmeetable("would take 80 s")]]
+    result = run("generate", "a star", "--timeout", "8", address=address)
+    assert "would take 80 s" in result.stderr
+    assert "ask for fewer steps, or wait for nothing with --detach" in result.stderr
+
+
+def test_who_stops_watching_is_told_what_gives_more_time(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[progress(3), threading.Event()]]
+    result = run("jobs", "watch", "job-1", "--timeout", "0.8", address=address)
+    assert "3 of 30 steps were done, and job job-1 goes on" in result.stderr
+    assert result.stderr.endswith("  Allow more time with --timeout SECONDS.\n")
+
+
+def test_a_job_whose_own_time_is_over_needs_another_one(gateway: ScriptedGateway, address: str) -> None:
+    ended = image_pb2.JobEvent(job_id="job-1", failed=to_job_error(DeadlinePassed("its deadline has passed")))
+    gateway.scripts = [[ended]]
+    result = run("jobs", "watch", "job-1", address=address)
+    assert "error: its deadline has passed" in result.stderr
+    assert "bottega generate begins another one; --timeout SECONDS gives it more time" in result.stderr
 
 
 def test_a_full_disk_is_waited_for_and_then_said(gateway: ScriptedGateway, address: str) -> None:

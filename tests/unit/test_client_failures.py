@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bottega.client.cli.failures import explained
+from bottega.client.retry import Deadline
 from bottega.client.size import check_size
 from bottega.errors import BottegaError, DataLoss, NoLora, StorageUnavailable, TooLarge
 from bottega.storage import faults
@@ -67,3 +68,12 @@ def test_what_helps_a_large_message_is_what_it_is_large_by(letters: int, todo: s
     with pytest.raises(TooLarge) as refused:
         check_size(SubmitJobRequest(spec=spec))
     assert explained(refused.value, "127.0.0.1:1")[1].startswith(todo)
+
+
+def test_a_command_that_cannot_be_given_more_time_does_not_advise_it() -> None:
+    late = Deadline.after(30.0).passed()
+    assert explained(late, "127.0.0.1:1") == (
+        "not done within 30 s",
+        "Try again when less is waiting: bottega fleet shows what is.",
+    )
+    assert explained(late, "127.0.0.1:1", when_late="Allow more.")[1] == "Allow more."

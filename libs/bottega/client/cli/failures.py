@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from bottega import errors
+from bottega.client.retry import OutOfTime
 from bottega.client.size import LIMIT
 from bottega.client.suite.plan import PortTaken
 from bottega.errors import BottegaError
 from bottega.v1.generation_pb2 import GenerationSpec
 
-_MORE_TIME = "Allow more time with --timeout SECONDS, ask for fewer steps, or wait for nothing with --detach."
+_TOO_BUSY = "Try again when less is waiting: bottega fleet shows what is."
 _SMALLER_IMAGES = "Make the input images smaller: they become as large as the picture anyway. JPEG is smaller than PNG."
 # Causes of StorageUnavailable, by how they begin. SQLite does not tell an output error on a full disk from others.
 _NO_ROOM = ("ENOSPC", "EDQUOT", "EFBIG", "SQLITE_FULL", "SQLITE_IOERR")
@@ -44,8 +45,7 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
         errors.WorkerLost: "Try again; if it happens every time, bottega logs -n 50 says why.",
         errors.Poisoned: "Do not try it as it is; bottega logs -n 50 says how its workers ended.",
         errors.DataLoss: "Asking again does not help; bottega logs gateway -n 50 says what is damaged.",
-        errors.DeadlineUnmeetable: _MORE_TIME,
-        errors.DeadlinePassed: _MORE_TIME,
+        errors.DeadlinePassed: "bottega generate begins another one; --timeout SECONDS gives it more time.",
         errors.FleetFull: "Stop a service that is not needed, or raise max_members in the gateway's configuration.",
         errors.TooLarge: "Ask for a smaller picture or for fewer at once.",
         PortTaken: "bottega doctor says by whom; another one: bottega up --port PORT (0: any).",
@@ -53,11 +53,14 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
 )
 
 
-def explained(error: BottegaError, address: str) -> tuple[str, str]:
+def explained(error: BottegaError, address: str, *, when_late: str = "") -> tuple[str, str]:
     """What happened, and what to do (perhaps nothing).
 
-    address: of the gateway that was asked.
+    address: of the gateway that was asked. when_late: what the command advises where its own time was too short; empty
+    where nobody can give it more.
     """
+    if isinstance(error, errors.DeadlineUnmeetable | OutOfTime):
+        return error.message, when_late or _TOO_BUSY
     if error.metadata.get("service") == "loras" and isinstance(error, _OF_A_STORE):
         return error.message, _about_lora_store(error)
     if isinstance(error, errors.DataLoss) and (name := error.metadata.get("loras")):
