@@ -109,13 +109,46 @@ async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path
     for said in ("in pastel", "kohya", "not measured; a fifth of the steps", house.ink.base):
         assert said in shown
     assert re.search(r"in the store's memory +no\b", shown)
-    assert re.fullmatch(r"ink is pinned: [1-9]\.\d KiB of .*\n", (await _run(house, "pin", "ink")).stdout)
-    assert re.search(r"in the store's memory +(soon|yes), and stays there", (await _run(house, "show", "ink")).stdout)
+    pinned = (await _run(house, "pin", "ink")).stdout
+    assert re.fullmatch(r"ink is pinned: [1-9]\.\d KiB of its store's memory are its own\n", pinned)
+    assert re.search(r"in the store's memory +yes, and stays there", (await _run(house, "show", "ink")).stdout)
     assert (await _run(house, "unpin", "ink")).stdout == "ink is pinned no more\n"
     assert "stays there" not in (await _run(house, "show", "ink")).stdout
     assert (await _run(house, "remove", "pastel")).stdout == "pastel is removed\n"
     gone = await _run(house, "show", "pastel")
     assert (gone.exit_code, gone.stderr.splitlines()[0]) == (1, "error: no such LoRA: pastel")
+
+
+async def test_the_command_says_of_a_pin_whether_memory_has_room_for_it_now(
+    house: House, client: AsyncClient, tmp_path: Path
+) -> None:
+    async with lora_store(house.gateway, tmp_path / "small", name="small", budget_bytes=3000) as small:
+        used = await small.upload("used", lora_file(tmp_path, seed=2))
+        await small.upload("kept", lora_file(tmp_path, seed=3))
+        tiers = small.store._tiers
+        loan = await asyncio.wrap_future(tiers.borrow(used.digest))
+        said = "kept is pinned, and comes into its store's memory when others there, now in use, leave it room\n"
+        assert (await _run(house, "pin", "kept")).stdout == said
+        shown = (await _run(house, "show", "kept")).stdout
+        assert re.search(r"in the store's memory +not now, and stays there once it is", shown)
+        tiers.give_back(loan)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await client.lora("kept")).state != pb.LORA_STATE_IN_MEMORY:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.01)
+        again = await _run(house, "pin", "kept")
+        assert re.fullmatch(r"kept is pinned: [1-9]\.\d KiB of its store's memory are its own\n", again.stdout)
+
+
+async def test_the_command_says_of_a_pin_that_the_file_is_damaged_or_gone(house: House, tmp_path: Path) -> None:
+    (file,) = (tmp_path / "store").rglob(f"{house.ink.digest}.safetensors")
+    file.write_bytes(bytes(house.ink.size_bytes))
+    damaged = await _run(house, "pin", "ink")
+    assert (damaged.exit_code, damaged.stdout) == (1, "")
+    assert "ink is pinned, but its store could not load it" in damaged.stderr
+    file.unlink()
+    gone = await _run(house, "pin", "ink")
+    assert (gone.exit_code, gone.stdout) == (1, "")
+    assert "the file of ink is gone; bring it again" in gone.stderr
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ class AsyncClient:
         await (await self._lora_stores()).remove(name)
 
     async def pin_lora(self, name: str, pinned: bool = True) -> StoredLora:
-        """Keeps a LoRA in the store's memory, or no longer."""
+        """Keeps a LoRA in the store's memory, or no longer. Its state says whether it is there yet."""
         return await (await self._lora_stores()).pin(name, pinned)
 
     async def profile_lora(

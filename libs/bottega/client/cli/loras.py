@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,14 +11,17 @@ import click
 
 from bottega.client.cli.connection import address_option, connect
 from bottega.client.cli.lora_profile import command as profile_command
-from bottega.client.cli.terminal import new_table, note, print_table, say
+from bottega.client.cli.terminal import fail, new_table, note, print_table, say
 
 if TYPE_CHECKING:
+    from bottega.client.sync import Client
     from bottega.v1.lora_pb2 import StoredLora
 
 _HASH_LETTERS = 12
-# By the contract's numbers of LoraState.
-_IN_MEMORY = {2: "soon", 3: "yes"}
+# The contract's numbers of LoraState, whose module the command's help does not wait for.
+_LOADING, _IN_MEMORY = 2, 3
+# LoRAs of GiB take some seconds; after that the command tells what is so by then.
+_LOAD_S, _POLL_S = 15.0, 0.05
 
 
 class _Loras(click.Group):
@@ -113,8 +117,16 @@ def remove(*, name: str, address: str) -> None:
 def pin(*, name: str, address: str) -> None:
     """Keep the LoRA NAME in its store's memory, whatever else is used."""
     with connect(address) as client:
-        lora = client.pin_lora(name)
-    say(f"{lora.name} is pinned: {_size(lora.size_bytes)} of its store's memory are its own")
+        pinned = client.pin_lora(name)
+        lora = _loaded(client, pinned)
+    if lora.state == _IN_MEMORY:
+        say(f"{name} is pinned: {_size(lora.size_bytes)} of its store's memory are its own")
+    elif lora.state == _LOADING:
+        say(f"{name} is pinned, and its store is still loading it")
+    elif pinned.state == _LOADING:
+        fail(f"{name} is pinned, but its store could not load it", "bottega logs loras -n 50 says why.")
+    else:
+        say(f"{name} is pinned, and comes into its store's memory when others there, now in use, leave it room")
 
 
 @command.command("unpin")
@@ -130,6 +142,15 @@ def unpin(*, name: str, address: str) -> None:
 command.add_command(profile_command)
 
 
+def _loaded(client: Client, lora: StoredLora) -> StoredLora:
+    """The same, after its store has loaded it, where it does so in a while."""
+    deadline = time.monotonic() + _LOAD_S
+    while lora.state == _LOADING and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        lora = client.lora(lora.name)
+    return lora
+
+
 def _facts(lora: StoredLora) -> list[tuple[str, str]]:
     bounds = ", ".join(f"step {bound.max_step} of {bound.num_inference_steps}" for bound in lora.bounds)
     return [
@@ -141,10 +162,17 @@ def _facts(lora: StoredLora) -> list[tuple[str, str]]:
         ("format", lora.format),
         ("trigger words", ", ".join(lora.trigger_words) or "none"),
         ("may be late until", bounds or "not measured; a fifth of the steps"),
-        ("in the store's memory", _IN_MEMORY.get(lora.state, "no") + (", and stays there" if lora.pinned else "")),
+        ("in the store's memory", _where(lora)),
         ("added", datetime.fromtimestamp(lora.added_s, UTC).strftime("%Y-%m-%d %H:%M UTC")),
         ("hash", lora.digest[:_HASH_LETTERS]),
     ]
+
+
+def _where(lora: StoredLora) -> str:
+    here = {_LOADING: "soon", _IN_MEMORY: "yes"}.get(lora.state)
+    if here is None:
+        return "not now, and stays there once it is" if lora.pinned else "no"
+    return f"{here}, and stays there" if lora.pinned else here
 
 
 def _size(size_bytes: int) -> str:
