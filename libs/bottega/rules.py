@@ -24,6 +24,8 @@ MAX_SIDE = 1 << 14
 MAX_GUIDANCE_SCALE = 50
 # Seeds of all images stay exactly representable in a JSON number.
 MAX_SEED = 2**53 - MAX_IMAGES
+# Of one answer of ListJobs.
+MAX_JOBS_PAGE = 100
 
 MAX_PROMPT_BYTES = 16 << 10
 _MAX_HASH_CHARACTERS = 128
@@ -33,8 +35,7 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
 ADAPTER_NAMES = "up to 200 letters, digits and . _ / + -, a letter or digit first"
 _DIGEST = re.compile("[0-9a-f]{64}")
 _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
-# Lowest and highest value of every number whose range has both ends.
-_RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
+RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "num_inference_steps": (1, MAX_STEPS),
         "guidance_scale": (0, MAX_GUIDANCE_SCALE),
@@ -46,6 +47,7 @@ _RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
         "quality": (1, 100),
     }
 )
+"""Lowest and highest value of every number of a spec whose range has both ends."""
 # Every value of an enum that the contract knows, made once: asking the enum takes longer than the other rules.
 _ENUMS: Mapping[str, frozenset[int]] = MappingProxyType(
     {
@@ -69,7 +71,7 @@ def check_texts(spec: GenerationSpec) -> Iterator[Violation]:
 def check_ranges(spec: GenerationSpec) -> Iterator[Violation]:
     """Which of the numbers and names that are there have a value that the contract does not know."""
     # Written so that NaN breaks the rules.
-    for name, (low, high) in _RANGES.items():
+    for name, (low, high) in RANGES.items():
         if spec.HasField(name) and not low <= getattr(spec, name) <= high:  # type: ignore[arg-type]
             yield Violation(field=f"spec.{name}", description=f"must be {low} to {high}")
     if spec.HasField("strength") and not 0 < spec.strength <= 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import NoReturn
 
 import grpc
 
+from bottega.client.messages import filled, shown
 from bottega.errors import BottegaError, InvalidRequest, LoraNotFound, NoLora, Violation
 from bottega.lora.canonical import COMPONENTS
 from bottega.rpc.channel import channel_options, open_channel
@@ -96,17 +98,18 @@ class LoraStores:
 
     async def add(self, name: str, path: Path, *, base: str | None, trigger_words: Sequence[str]) -> StoredLora:
         """Uploads a LoRA of this machine. base: absent where the stores have one alone. Raises BadLora among others."""
-        files = await asyncio.to_thread(lora_files, path)
-        sha256 = await asyncio.to_thread(_sha256, files)
+        filled(lora_pb2.UploadLoraHead(), name=name, trigger_words=trigger_words)  # before anything is read
+        files, head = await asyncio.to_thread(_read, _path(path))
         place, base = await self._place(name, base)
-        head = _head(files, name=name, base=base, sha256=sha256, trigger_words=trigger_words)
+        filled(head, name=name, base=base, trigger_words=trigger_words)
         with _typed(place):
             return (await _uploaded(place.address, _messages(head, files))).lora
 
     async def register(self, name: str, path: str, *, base: str | None, trigger_words: Sequence[str]) -> StoredLora:
         """Has a store take in what is on its own machine."""
+        request = filled(lora_pb2.RegisterLoraRequest(), name=name, path=path, trigger_words=trigger_words)
         place, base = await self._place(name, base)
-        request = lora_pb2.RegisterLoraRequest(name=name, base=base, path=path, trigger_words=trigger_words)
+        filled(request, base=base)
         async with _asked(place) as store:
             return (await store.RegisterLora(request, timeout=_ADD_S)).lora
 
@@ -118,9 +121,10 @@ class LoraStores:
 
     async def pin(self, name: str, pinned: bool) -> StoredLora:
         """Keeps it in memory, or no longer. Raises LoraNotFound."""
+        request = filled(lora_pb2.PinLoraRequest(), name=name, pinned=pinned)
         place, _ = await self._find(name)
         async with _asked(place) as store:
-            return (await store.PinLora(lora_pb2.PinLoraRequest(name=name, pinned=pinned), timeout=_ASK_S)).lora
+            return (await store.PinLora(request, timeout=_ASK_S)).lora
 
     async def note_bounds(self, name: str, digest: str, bounds: Mapping[int, int]) -> StoredLora:
         """Has its store remember how late it may come, by number of steps; of others it keeps what it knows.
@@ -137,11 +141,12 @@ class LoraStores:
 
     async def _find(self, name: str) -> tuple[Registration, StoredLora]:
         """The store that has it, and what it has. Raises LoraNotFound, NoLora where one that may have it is silent."""
+        request = filled(lora_pb2.GetLoraRequest(), name=name)
         failure: BottegaError = LoraNotFound(f"no such LoRA: {name}", metadata={"loras": name})
         for store in self._here():
             try:
                 async with _asked(store) as stub:
-                    return store, (await stub.GetLora(lora_pb2.GetLoraRequest(name=name), timeout=_ASK_S)).lora
+                    return store, (await stub.GetLora(request, timeout=_ASK_S)).lora
             except LoraNotFound:
                 continue
             except NoLora as error:
@@ -165,6 +170,24 @@ class LoraStores:
         if not self._stores:
             raise NoLora("no LoRA store has joined; bottega fleet shows who has")
         return self._stores
+
+
+def _path(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        rule = f"must be the path of a file or a folder; got {shown(path)}"
+        raise InvalidRequest(f"path: {rule}", violations=[Violation(field="path", description=rule)])
+    return Path(path)
+
+
+def _read(path: Path) -> tuple[list[LoraFile], lora_pb2.UploadLoraHead]:
+    """The files of a LoRA, and what is said of them. Raises InvalidRequest for one that cannot be read."""
+    try:
+        files = lora_files(path)
+        return files, _head(files, _sha256(files))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "that is no path"
+        rule = f"{getattr(error, 'filename', None) or path} cannot be read: {why}"
+        raise InvalidRequest(f"path: {rule}", violations=[Violation(field="path", description=rule)]) from None
 
 
 async def _bases(store: Registration) -> Sequence[str]:
@@ -222,11 +245,8 @@ async def _uploaded(address: str, messages: Iterator[lora_pb2.UploadLoraRequest]
         return call.result()
 
 
-def _head(
-    files: Sequence[LoraFile], *, name: str, base: str, sha256: str, trigger_words: Sequence[str]
-) -> lora_pb2.UploadLoraHead:
-    head = lora_pb2.UploadLoraHead(name=name, base=base, sha256=sha256, trigger_words=trigger_words)
-    head.size_bytes = sum(file.size_bytes for file in files)
+def _head(files: Sequence[LoraFile], sha256: str) -> lora_pb2.UploadLoraHead:
+    head = lora_pb2.UploadLoraHead(sha256=sha256, size_bytes=sum(file.size_bytes for file in files))
     if not files[0].component:
         head.adapter_config = files[0].adapter_config
         return head

@@ -91,10 +91,13 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
     The same once more, with other trigger words, changes those.
     """
     # What cannot even be looked at, such as a name that is too long, is not here either.
-    bring = _brought if os.path.exists(path) else _registered  # noqa: PTH110 - Path.exists raises for it
+    here = os.path.exists(path)  # noqa: PTH110 - Path.exists raises for it
     with connect(address) as client:
         before = _words(client, name) if trigger_words else None
-        lora = bring(client, name, path, base=base, trigger_words=trigger_words)
+        if here:
+            lora = client.add_lora(name, Path(path), base=base, trigger_words=trigger_words)
+        else:
+            lora = _registered(client, name, path, base=base, trigger_words=trigger_words)
     modules = f"{lora.modules} module{'s' if lora.modules > 1 else ''} of rank {lora.rank}"
     say(f"{lora.name} is there for {lora.base}: {modules}, {_size(lora.size_bytes)}")
     if before is not None and before != list(lora.trigger_words):
@@ -144,13 +147,6 @@ def unpin(*, name: str, address: str) -> None:
 
 
 command.add_command(profile_command)
-
-
-def _brought(client: Client, name: str, path: str, *, base: str | None, trigger_words: tuple[str, ...]) -> StoredLora:
-    try:
-        return client.add_lora(name, Path(path), base=base, trigger_words=trigger_words)
-    except OSError as error:
-        fail(f"{error.filename or path} cannot be read: {error.strerror}")
 
 
 def _loaded(client: Client, lora: StoredLora) -> StoredLora:

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 def say(text: str = "") -> None:
     """A result."""
-    click.echo(text)
+    click.echo(_printable(text))
 
 
 def note(text: str = "") -> None:
     """Something worth knowing on the way."""
-    click.echo(text, err=True)
+    click.echo(_printable(text), err=True)
 
 
 def fail(what: str, todo: str = "", *, status: int = 1) -> NoReturn:
@@ -56,3 +56,8 @@ def print_table(table: Table) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=200)
     console.print(table)
+
+
+def _printable(text: str) -> str:
+    """Names of files and arguments may be bytes that are no Unicode, which not every terminal's encoding can carry."""
+    return text.encode(errors="backslashreplace").decode()
