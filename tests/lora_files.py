@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +74,30 @@ def kohya(parts: Mapping[tuple[str, str], Part], *, seed: int = 0) -> tuple[dict
         scale = 1.0 if part.alpha is None else part.alpha / part.rank
         deltas[f"{component}.{path}"] = delta(down, up, scale)
     return tensors, deltas
+
+
+def peft(parts: Mapping[tuple[str, str], Part], folder: Path, *, seed: int = 0) -> dict[str, Tensor]:
+    """Writes a folder of PEFT's for each component; returns by component and path what it adds, from the definition.
+
+    parts: by component and path, each with an alpha.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    deltas = {}
+    for component in dict.fromkeys(component for component, _ in parts):
+        tensors: dict[str, Tensor] = {}
+        alphas = {}
+        for path, part in ((path, part) for (of, path), part in parts.items() if of == component):
+            assert part.alpha is not None
+            down, up = factors(base_shapes(component)[path], part.rank, generator=generator)
+            name = f"base_model.model.{path}"
+            tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+            alphas[re.escape(path)] = part.alpha
+            deltas[f"{component}.{path}"] = delta(down, up, part.alpha / part.rank)
+        (folder / component).mkdir(parents=True)
+        save(tensors, folder / component / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "lora_alpha": 77, "alpha_pattern": alphas}
+        (folder / component / "adapter_config.json").write_text(json.dumps(config))
+    return deltas
 
 
 def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> Path:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -71,10 +71,13 @@ class Services:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
-    def start(self, module: str, config: Mapping[str, object], *, name: str = "") -> Service:
+    def start(
+        self, module: str, config: Mapping[str, object], *, name: str = "", run_by: Sequence[str] = ()
+    ) -> Service:
         """Starts `python -m MODULE --config FILE` and returns when it serves.
 
-        name: of its files; one of the same name, started later, has the same state.
+        name: of its files; one of the same name, started later, has the same state. run_by: a command that becomes it,
+        such as prlimit.
         """
         self._started += 1
         name = name or f"{module.rpartition('.')[2]}-{self._started}"
@@ -83,7 +86,7 @@ class Services:
         log = self._folder / f"{name}.log"
         with log.open("wb") as stderr:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, "--config", str(path)],
+                [*run_by, sys.executable, "-m", module, "--config", str(path)],
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,

@@ -33,6 +33,8 @@ MAX_SIDE = 1 << 14
 MAX_GUIDANCE_SCALE = 50
 # Seeds of all images stay exactly representable in a JSON number.
 MAX_SEED = 2**53 - MAX_IMAGES
+# Of one answer of ListJobs.
+MAX_JOBS_PAGE = 100
 
 MAX_PROMPT_BYTES = 16 << 10
 MAX_MODEL_CHARACTERS = 200
@@ -45,8 +47,7 @@ ADAPTER_NAMES = "up to 200 letters, digits and . _ / + -, a letter or digit firs
 _DIGEST = re.compile("[0-9a-f]{64}")
 _KARRAS_SAMPLERS = frozenset({SAMPLER_EULER, SAMPLER_DPMPP_2M})
 _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
-# Lowest and highest value of every number whose range has both ends.
-_RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
+RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "num_inference_steps": (1, MAX_STEPS),
         "guidance_scale": (0, MAX_GUIDANCE_SCALE),
@@ -58,6 +59,7 @@ _RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
         "quality": (1, 100),
     }
 )
+"""Lowest and highest value of every number of a spec whose range has both ends."""
 # Every value of an enum that the contract knows, made once: asking the enum takes longer than the other rules.
 _ENUMS: Mapping[str, frozenset[int]] = MappingProxyType(
     {
@@ -87,7 +89,7 @@ def check_model_name(spec: GenerationSpec) -> Iterator[Violation]:
 def check_ranges(spec: GenerationSpec) -> Iterator[Violation]:
     """Which of the numbers and names that are there have a value that the contract does not know."""
     # Written so that NaN breaks the rules.
-    for name, (low, high) in _RANGES.items():
+    for name, (low, high) in RANGES.items():
         if spec.HasField(name) and not low <= getattr(spec, name) <= high:  # type: ignore[arg-type]
             yield Violation(field=f"spec.{name}", description=f"must be {low} to {high}")
     if spec.HasField("strength") and not 0 < spec.strength <= 1:

@@ -14,9 +14,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 
 _TURNS = 1_000_000
+_START_S = 30.0
 
 
 def main() -> int:
@@ -31,13 +33,17 @@ def main() -> int:
 
 @contextlib.contextmanager
 def cores_awake() -> Iterator[None]:
-    """While it is entered, the cores that this process may use do not sleep."""
+    """While it is entered, the cores that this process may use do not sleep. Raises TimeoutError where they might."""
     spawn = multiprocessing.get_context("spawn")
     cores = [core for core in os.sched_getaffinity(0) if not _shares_its_units(core)]
-    keeping = [spawn.Process(target=_keep_awake, args=(core, os.getpid()), daemon=True) for core in cores]
+    begun = spawn.Semaphore(0)
+    keeping = [spawn.Process(target=_keep_awake, args=(core, os.getpid(), begun), daemon=True) for core in cores]
     try:
         for process in keeping:
             process.start()
+        # Until then they are no better than anybody: they import what the main module does.
+        if not all(begun.acquire(timeout=_START_S) for _ in keeping):
+            raise TimeoutError(f"what keeps cores awake did not begin within {_START_S:g} s")
         yield
     finally:
         for process in keeping:
@@ -46,7 +52,7 @@ def cores_awake() -> Iterator[None]:
                 process.join()
 
 
-def _keep_awake(core: int, parent: int) -> None:
+def _keep_awake(core: int, parent: int, begun: Semaphore) -> None:
     # Where the system shares out by session, a class counts within one alone; this one is new, with least weight.
     os.setsid()
     autogroup = Path("/proc/self/autogroup")
@@ -54,6 +60,7 @@ def _keep_awake(core: int, parent: int) -> None:
         autogroup.write_text("19")
     os.sched_setaffinity(0, {core})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    begun.release()
     while os.getppid() == parent:
         for _ in range(_TURNS):
             pass

@@ -110,15 +110,15 @@ def _draw(running: LoraSuite, ranks: Sequence[int], seed: int, steps: int) -> No
 
 
 def calls_by_tier(before: dict[str, float], after: dict[str, float], asked: int) -> Counter[str]:
-    """Where a request's LoRAs came from. The store begins to load when the gateway tells it of a request, so a load
-    while the request ran counts as the disk, also where the worker did not need it."""
+    """Where a request's LoRAs came from. The disk is also where the store's memory had one only because the gateway had
+    told it of a request."""
 
-    def more(name: str) -> int:
+    def fetched(tier: str) -> int:
+        name = f"bottega_lora_fetches_total:{tier}"
         return int(after.get(name, 0.0) - before.get(name, 0.0))
 
-    fetched = sum(more(f"bottega_lora_fetches_total:{tier}") for tier in ("memory", "loaded", "disk"))
-    cold = min(fetched, more("bottega_lora_loads_total") + more("bottega_lora_fetches_total:disk"))
-    return +Counter({"worker": asked - fetched, "memory": fetched - cold, "disk": cold})
+    memory, disk = fetched("memory"), fetched("loaded") + fetched("disk")
+    return +Counter({"worker": asked - memory - disk, "memory": memory, "disk": disk})
 
 
 def _resident(service: Service) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,6 +18,8 @@ from bottega.client import Client, Lora, Picture
 from bottega.errors import LoraUnusable, NoLora
 from bottega.miniature import WEIGHTS
 from bottega.v1 import fleet_pb2
+from bottega.v1.lora_pb2 import SetLoraProfileRequest
+from bottega.v1.lora_pb2_grpc import LoraServiceStub
 from tests.lora_files import Part, base_shapes, kohya, save
 from tests.running import Service, Services, gateway_config, wait_until, worker_config
 
@@ -144,13 +147,25 @@ def test_an_exact_request_waits_and_its_time_is_told_beside_the_steps(suite: Sui
     assert _figures(suite.store)["bottega_lora_fetches_total"] >= 1
 
 
-def test_a_profile_is_measured_with_real_pictures_and_bounds_who_is_late(suite: Suite) -> None:
+def test_a_profile_is_measured_with_real_pictures_and_remembered(suite: Suite) -> None:
     suite.add("measured", seed=5)
     prompts = [f"a small {colour} ring on a black background" for colour in ("red", "green", "blue", "white")]
     measured = suite.client.profile_lora("measured", prompts, num_inference_steps=10)
     assert 0 <= measured.max_step == min(measured.prompts) < 10
     (bound,) = suite.client.lora("measured").bounds
     assert (bound.num_inference_steps, bound.max_step) == (10, measured.max_step)
+
+
+def test_its_profile_says_until_which_step_a_lora_may_be_late(suite: Suite) -> None:
+    suite.add("profiled", seed=8, rank=12)  # takes 2.4 s, some thirty steps
+    profile = SetLoraProfileRequest(name="profiled", digest=suite.client.lora("profiled").digest)
+    profile.bounds.add(num_inference_steps=2 * _DRAW["num_inference_steps"], max_step=4)
+    with grpc.insecure_channel(suite.store.address) as channel:
+        LoraServiceStub(channel).SetLoraProfile(profile, timeout=_TIMEOUT_S)
+    drawn = suite.draw(Lora("profiled"), bounded_lora_loading=True)
+    (use,) = drawn.provenance.loras
+    assert use.from_step == 2, "without a profile it were the fourth"
+    assert use.wait_s > 0
 
 
 def test_a_lora_for_another_base_of_the_fleet_is_refused_and_one_without_a_model_goes_to_its_own(suite: Suite) -> None:

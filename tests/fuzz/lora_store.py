@@ -102,6 +102,35 @@ def _uploads() -> Iterator[Case]:
     ]
     for field, facts in wrong:
         yield _upload(f"{field} {shown(facts[field])}", [pb.UploadLoraRequest(head=_head(**facts)), whole], field)
+    yield from _parts(whole)
+
+
+def _parts(whole: pb.UploadLoraRequest) -> Iterator[Case]:
+    """Of uploads that bring several files."""
+    size = len(whole.chunk)
+
+    def part(component: str = "unet", size_bytes: int = size, **facts: Any) -> pb.UploadLoraPart:
+        return pb.UploadLoraPart(component=component, size_bytes=size_bytes, **facts)
+
+    head = pb.UploadLoraRequest(head=_head(parts=[part()]))
+    yield Case(method="UploadLora", name="a part", raw=tuple(m.SerializeToString() for m in (head, whole)), code=OK)
+    long = b" " * ((1 << 20) + 1)
+    wrong: dict[str, tuple[list[pb.UploadLoraPart], set[str]]] = {
+        "of no component": ([part("")], {"parts"}),
+        "of a stranger": ([part("vae")], {"parts"}),
+        "of one twice": ([part(size_bytes=size - 1), part(size_bytes=1)], {"parts"}),
+        "many": ([part("x")] * 10_000, {"parts"}),
+        "too few bytes": ([part(size_bytes=size - 1)], {"size_bytes"}),
+        "too many bytes": ([part(), part("text_encoder", 1)], {"size_bytes"}),
+        "no bytes": ([part(size_bytes=0)], {"parts[0].size_bytes", "size_bytes"}),
+        "negative bytes": ([part(size_bytes=size + 1), part("text_encoder", -1)], {"parts[1].size_bytes"}),
+        "2^63 - 1 bytes": ([part(size_bytes=2**63 - 1)], {"size_bytes"}),
+        "a long configuration": ([part(adapter_config=long)], {"parts[0].adapter_config"}),
+    }
+    for name, (parts, fields) in wrong.items():
+        yield _upload(f"parts: {name}", [pb.UploadLoraRequest(head=_head(parts=parts)), whole], *fields)
+    both = _head(parts=[part()], adapter_config=b"{}")
+    yield _upload("parts beside a configuration", [pb.UploadLoraRequest(head=both), whole], "adapter_config")
 
 
 def _paths() -> Iterator[Case]:

@@ -39,10 +39,10 @@ async def lora_house(folder: Path, *, lease_s: float = 30.0, **config: Any) -> A
 
 @contextlib.asynccontextmanager
 async def lora_store(
-    gateway: Running, folder: Path, *, name: str = "loras", bases: Mapping[str, str] = _BASES, lease_s: float = 30.0
+    gateway: Running, folder: Path, *, name: str = "loras", bases: Mapping[str, str] = _BASES, **config: Any
 ) -> AsyncIterator[running_loras.Running]:
     """A store that has joined."""
-    settings = running_loras.config(gateway=gateway.address, name=name, bases=dict(bases), lease_s=lease_s)
+    settings = running_loras.config(**{"lease_s": 30.0} | config, gateway=gateway.address, name=name, bases=dict(bases))
     async with running_loras.running(folder, settings) as store, asyncio.timeout(PATIENCE_S):
         while name not in await _stores(gateway):  # noqa: ASYNC110 - joining has no event here
             await asyncio.sleep(0.02)

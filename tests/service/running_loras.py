@@ -25,7 +25,7 @@ from bottega.transport import Deadline, Limits, Link, connect, offer_from_wire
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 from bottega.v1.error_pb2 import JobError
-from tests.lora_files import Part, kohya, save
+from tests.lora_files import Part, kohya, peft, save
 
 PATIENCE_S = 20.0
 MODULE = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
@@ -83,6 +83,12 @@ def lora_file(folder: Path, *, seed: int = 0, rank: int = 2, text: bool = False)
         parts["text_encoder", TEXT_MODULE] = Part(rank=rank, alpha=2.0)
     tensors, _ = kohya(parts, seed=seed)
     return save(tensors, folder / f"lora-{seed}-{rank}-{text}.safetensors")
+
+
+def peft_folders(folder: Path) -> Path:
+    """A LoRA of the miniature's UNet and a text encoder, in a folder of PEFT's for each."""
+    peft({("unet", MODULE): Part(rank=2, alpha=1.0), ("text_encoder", TEXT_MODULE): Part(rank=3, alpha=6.0)}, folder)
+    return folder
 
 
 def upload_requests(

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 import grpc
 
 from bottega.errors import BottegaError, Draining
+from bottega.rpc.channel import channel_options
 from bottega.rpc.status import to_grpc_status
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, generation_pb2, image_pb2, image_pb2_grpc
 
@@ -26,6 +27,7 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
     """Plays one list of steps per Generate or WatchJob call: sends events, fails by errors, waits at gates.
 
     looks: answers of GetJob, one each; afterwards the job has completed.
+    pages: answers of ListJobs, one each; afterwards one with a job that failed.
     """
 
     scripts: list[list[Step]] = field(default_factory=list)
@@ -34,6 +36,7 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
     requests: list[image_pb2.GenerateRequest] = field(default_factory=list)
     looks: list[image_pb2.Job] = field(default_factory=list)
     submitted: list[image_pb2.SubmitJobRequest] = field(default_factory=list)
+    pages: list[image_pb2.ListJobsResponse] = field(default_factory=list)
     listed: list[image_pb2.ListJobsRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     cancel_heard: threading.Event = field(default_factory=threading.Event)
@@ -79,6 +82,8 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
 
     def ListJobs(self, request: image_pb2.ListJobsRequest, context: grpc.ServicerContext) -> image_pb2.ListJobsResponse:
         self.listed.append(request)
+        if self.pages:
+            return self.pages.pop(0)
         return image_pb2.ListJobsResponse(jobs=[job(image_pb2.JOB_STATE_FAILED)], next_page_token="more")
 
     def CancelJob(
@@ -167,7 +172,7 @@ def completed(*images: image_pb2.Image) -> image_pb2.JobEvent:
 @contextmanager
 def serving(gateway: ScriptedGateway) -> Iterator[str]:
     """Serves it on a free port, and says where."""
-    server = grpc.server(futures.ThreadPoolExecutor(8))
+    server = grpc.server(futures.ThreadPoolExecutor(8), options=channel_options())
     image_pb2_grpc.add_ImageServiceServicer_to_server(gateway, server)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(gateway, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -93,7 +93,7 @@ class Shelf:
 @contextlib.contextmanager
 def shelf(folder: Path, *, unix: bool = True, bytes_per_s: int = 0, budget_bytes: int = 1 << 30) -> Iterator[Shelf]:
     """unix: whether it has a door for its own host. bytes_per_s: of every link; 0 is without a limit."""
-    tiers = Tiers(lambda digest: folder / digest, budget_bytes=budget_bytes, at_once=2)
+    tiers = Tiers(lambda digest: folder / digest, budget_bytes=budget_bytes, most=100, at_once=2)
     config = LinksConfig(socket=str(folder / "links.sock") if unix else None, bytes_per_s=bytes_per_s)
     links = Links(config, tiers=tiers)
     try:

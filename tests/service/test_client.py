@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -36,10 +37,12 @@ from bottega.errors import (
     ModelNotFound,
     NoWorker,
     QueueFull,
+    TooLarge,
     Unavailable,
     Violation,
     WorkerLost,
 )
+from bottega.rpc.channel import MAX_MESSAGE_MIB
 from bottega.rpc.status import to_job_error
 from bottega.v1 import generation_pb2, image_pb2
 from tests.service.scripted_gateway import SMALL, ScriptedGateway, completed, image, progress, queued, serving
@@ -268,7 +271,27 @@ def test_a_request_of_the_callers_own_has_a_deadline_where_the_caller_says_so(
     endless, bounded = gateway.submitted
     assert not mine.HasField("deadline_s")
     assert not endless.HasField("deadline_s")
-    assert (round(yours.deadline_s), bounded.deadline_s) == (8, 9)
+    assert (round(yours.deadline_s), round(bounded.deadline_s)) == (8, 9)
+
+
+def test_a_submitted_jobs_deadline_does_not_move_while_its_gateway_is_away(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    gateway.failures = [Draining("stopping", retry_after_s=0.6)]
+    with Client(address, retry=HURRIED) as client:
+        client.submit("a star", deadline_s=30)
+    first, second = gateway.submitted
+    assert 29.9 < first.deadline_s <= 30
+    assert second.deadline_s <= first.deadline_s - 0.6
+    second.deadline_s = first.deadline_s
+    assert first == second, "only the time that is left may differ"
+
+
+def test_a_job_that_nobody_would_want_any_more_is_not_submitted(gateway: ScriptedGateway, address: str) -> None:
+    gateway.failures = [Draining("stopping", retry_after_s=0.6)]
+    with Client(address, retry=HURRIED) as client, pytest.raises(DeadlinePassed, match=r"not done within 0\.5 s"):
+        client.submit("a star", deadline_s=0.5)
+    assert len(gateway.submitted) == 1
 
 
 def test_a_job_whose_own_time_is_over_is_not_said_to_go_on(gateway: ScriptedGateway, address: str) -> None:
@@ -452,6 +475,99 @@ def test_an_unknown_job_is_not_found(gateway: ScriptedGateway, address: str) -> 
     gateway.failures = [JobNotFound("no such job")]
     with Client(address) as client, pytest.raises(JobNotFound):
         client.job("job-9").status()
+
+
+NO_UNICODE = "a\udcff"  # what a byte of a command line that is no UTF-8 becomes
+
+WRONG_CALLS: dict[str, Callable[[Any], object]] = {
+    "page_size": lambda client: client.list_jobs(page_size=10**12),
+    "page_token": lambda client: client.list_jobs(page_token=NO_UNICODE),
+    "states": lambda client: client.list_jobs(states=["ended"]),
+    "created_after": lambda client: client.list_jobs(created_after=datetime(2026, 1, 1)),  # noqa: DTZ001
+    "created_before": lambda client: client.list_jobs(created_before="today"),
+    "index": lambda client: client.job("job-1").image(10**12),
+    "job_id": lambda client: client.job(NO_UNICODE).status(),
+    "job_id of cancel": lambda client: client.job(None).cancel(),
+    "job_id of watch": lambda client: list(client.job(NO_UNICODE).watch()),
+    "preview": lambda client: list(client.stream("a star", preview="yes")),
+    "prompt": lambda client: client.generate(None),
+    "num_images": lambda client: client.generate_many("stars", None),
+    "seed": lambda client: client.submit("a star", seed=10**30),
+    "request_id": lambda client: client.submit("a star", request_id=NO_UNICODE),
+    "request_id of generate": lambda client: client.generate("a star", request_id=7),
+    "deadline_s": lambda client: client.submit("a star", deadline_s="soon"),
+    "timeout_s": lambda client: client.generate("a star", timeout_s=1e15),
+    "address": lambda _: Client(NO_UNICODE),
+    "cases": lambda client: client.profile_controlnet("edges", None),
+    "cases of others": lambda client: client.profile_controlnet("edges", ["edges.png"]),
+    "prompts": lambda client: client.profile_lora("ink", "a star"),
+    "prompts of others": lambda client: client.profile_lora("ink", [1, 2, 3, 4]),
+    "folder": lambda client: client.add_controlnet("edges", NO_UNICODE),
+    "name": lambda client: client.add_lora(NO_UNICODE, "ink.safetensors"),
+    "path": lambda client: client.add_lora("ink", None),
+    "path of register": lambda client: client.register_lora("ink", NO_UNICODE),
+    "trigger_words": lambda client: client.register_lora("ink", "ink", trigger_words="in ink"),
+    "pinned": lambda client: client.pin_lora("ink", pinned="yes"),
+}
+
+
+@pytest.mark.parametrize("argument", WRONG_CALLS)
+def test_what_cannot_be_sent_is_refused_by_its_name_and_nothing_is_sent(
+    gateway: ScriptedGateway, address: str, argument: str
+) -> None:
+    with Client(address, retry=HURRIED) as client, pytest.raises(InvalidRequest) as caught:
+        WRONG_CALLS[argument](client)
+    (violation,) = caught.value.violations
+    assert violation.field == argument.partition(" ")[0]
+    assert violation.description.startswith("must be ")
+    assert [*gateway.requests, *gateway.submitted, *gateway.listed, *gateway.cancelled] == []
+
+
+def _image_beside(**fields: Any) -> bytes:
+    """As large as it may be in a request with those fields."""
+    fields = {"request_id": "mine", "deadline_s": 30.0, **fields}
+
+    def request(size: int) -> image_pb2.GenerateRequest:
+        return image_pb2.GenerateRequest(
+            spec=generation_pb2.GenerationSpec(prompt="a star", image=bytes(size)), **fields
+        )
+
+    limit = MAX_MESSAGE_MIB << 20
+    image = bytes(limit - (request(limit).ByteSize() - limit))
+    assert request(len(image)).ByteSize() == limit
+    return image
+
+
+def test_the_largest_request_arrives_and_one_that_is_larger_is_refused_in_our_words(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    largest = _image_beside()
+    gateway.scripts = [[completed()]]
+    with Client(address, retry=HURRIED) as client:
+        client.generate("a star", image=largest, request_id="mine", deadline_s=30)
+        assert len(gateway.requests[0].spec.image) == len(largest)
+        client.submit("a star", image=largest, request_id="mine", deadline_s=30)
+        assert len(gateway.submitted[0].spec.image) == len(largest)
+        for draw in (client.generate, client.submit):
+            with pytest.raises(
+                TooLarge, match=r"is 24\.1 MiB, and at most 24 MiB can be sent; its input images: image 24"
+            ):
+                draw("a star", image=largest + b"x", request_id="mine", deadline_s=30)
+    assert (len(gateway.requests), len(gateway.submitted)) == (1, 1)
+
+
+def test_other_messages_that_are_too_large_are_refused_too(gateway: ScriptedGateway, address: str) -> None:
+    name = "x" * (MAX_MESSAGE_MIB << 20)
+    with Client(address, retry=HURRIED) as client:
+        for ask in (client.job(name).status, client.job(name).result, lambda: client.list_jobs(page_token=name)):
+            with pytest.raises(TooLarge, match=r"^the request is 24\.1 MiB, and at most 24 MiB can be sent$"):
+                ask()
+
+
+def test_states_may_be_said_by_their_values(gateway: ScriptedGateway, address: str) -> None:
+    with Client(address) as client:
+        client.list_jobs(states=["failed", JobState.QUEUED])  # type: ignore[list-item]
+    assert list(gateway.listed[0].states) == [image_pb2.JOB_STATE_FAILED, image_pb2.JOB_STATE_QUEUED]
 
 
 def test_a_wrong_argument_is_refused_before_anything_is_sent(gateway: ScriptedGateway, address: str) -> None:

@@ -162,6 +162,20 @@ def test_a_control_that_cannot_be_is_said_to_be_so_before_anything_is_asked_for(
     assert not gateway.requests
 
 
+def test_control_images_that_are_too_large_together_are_named_with_what_helps(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    (own_folder / "lines.png").write_bytes(bytes(7 << 20))
+    controls = [f"--control=net-{number}=lines.png" for number in range(4)]
+    for detached in ([], ["--detach"]):
+        result = run("generate", "a star", *controls, *detached, address=address)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "error: the request is 28 MiB, and at most 24 MiB can be sent" in result.stderr
+        assert "control image of net-0 7 MiB" in result.stderr
+        assert "Make the input images smaller" in result.stderr
+        assert "fewer at once" not in result.stderr
+
+
 def test_a_control_image_may_have_colons_in_its_name(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
     (own_folder / "a:0.5").write_bytes(b"colons")
     gateway.scripts = [[completed()]]

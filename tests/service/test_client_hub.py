@@ -148,6 +148,12 @@ async def test_what_cannot_be_brought_is_said_and_nothing_is_added(
     assert house.servers[0].added == []
 
 
+async def test_a_revision_that_is_no_unicode_is_none(house: Running, hub: Hub, tmp_path: Path) -> None:
+    environment = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path)}
+    status, said = await add(house, "depth", "hub:somebody/depth", "--revision", "a\udcff", **environment)
+    assert (status, said.strip()) == (1, r"error: somebody/depth has no revision a\udcff")
+
+
 async def test_a_hub_that_is_not_there_is_named_with_what_to_do(house: Running, tmp_path: Path) -> None:
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     status, said = await add(house, "depth", "hub:somebody/depth", **nobody)

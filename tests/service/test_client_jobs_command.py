@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from bottega.client.cli import main
 from bottega.errors import (
     BottegaError,
     DataLoss,
+    DeadlinePassed,
     DeadlineUnmeetable,
     ImageNotFound,
     InvalidRequest,
@@ -28,7 +30,9 @@ from bottega.errors import (
 )
 from bottega.rpc.status import to_job_error
 from bottega.v1 import generation_pb2, image_pb2
-from tests.service.scripted_gateway import ScriptedGateway, completed, image, job, progress, queued, serving
+from tests.service.scripted_gateway import SMALL, ScriptedGateway, completed, image, job, progress, queued, serving
+
+NO_UNICODE = "a\udcff"  # what a byte of a command line that is no UTF-8 becomes
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def test_a_detached_drawing_prints_the_id_and_says_how_to_have_the_picture(
 
 def test_a_timeout_of_a_detached_drawing_is_the_jobs_own(gateway: ScriptedGateway, address: str) -> None:
     assert run("generate", "a star", "--detach", "--timeout", "90", address=address).exit_code == 0
-    assert gateway.submitted[0].deadline_s == 90
+    assert round(gateway.submitted[0].deadline_s) == 90
 
 
 def test_previews_of_a_detached_drawing_are_a_wrong_command_line(gateway: ScriptedGateway, address: str) -> None:
@@ -123,6 +127,30 @@ def test_filters_and_pages_reach_the_gateway_and_come_again_on_the_next_page(
     gateway.listed[1].created_after.CopyFrom(asked.created_after)
     gateway.listed[1].page_token = "abc"
     assert gateway.listed[1] == asked
+
+
+def test_pages_without_jobs_are_turned_until_there_are_some(gateway: ScriptedGateway, address: str) -> None:
+    gateway.pages = [image_pb2.ListJobsResponse(next_page_token=token) for token in ("second", "third")]
+    result = run("jobs", "--state", "failed", "-n", "7", address=address)
+    assert [asked.page_token for asked in gateway.listed] == ["", "second", "third"]
+    assert {(asked.page_size, tuple(asked.states)) for asked in gateway.listed} == {(7, (image_pb2.JOB_STATE_FAILED,))}
+    assert "job-1" in result.stdout
+    assert result.stderr.endswith("--page more\n")
+
+
+def test_pages_without_jobs_are_not_turned_without_end(gateway: ScriptedGateway, address: str) -> None:
+    gateway.pages = [image_pb2.ListJobsResponse(next_page_token=f"page-{number}") for number in range(1000)]
+    result = run("jobs", "--state", "failed", address=address)
+    asked = len(gateway.listed)
+    assert asked < 1000
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"More: bottega jobs --state=failed -n 20 --page page-{asked - 1}\n"
+
+
+def test_no_jobs_are_said_when_no_page_is_left(gateway: ScriptedGateway, address: str) -> None:
+    gateway.pages = [image_pb2.ListJobsResponse(next_page_token="second"), image_pb2.ListJobsResponse()]
+    result = run("jobs", "--state", "failed", address=address)
+    assert (len(gateway.listed), result.stdout, result.stderr) == (2, "", "There are no such jobs.\n")
 
 
 def test_watching_tells_how_it_goes_and_how_to_have_the_picture(gateway: ScriptedGateway, address: str) -> None:
@@ -207,7 +235,6 @@ def test_a_job_that_failed_says_why_and_what_to_do(gateway: ScriptedGateway, add
         (JobNotFound("no such job; it may have expired"), 1, ["it may have expired", "bottega jobs lists"]),
         (ImageNotFound("the image has expired"), 1, ["has expired", "same seed"]),
         (JobCancelled("cancelled"), 1, ["cancelled", "bottega generate"]),
-        (DeadlineUnmeetable("would take 80 s"), 1, ["would take 80 s", "--detach"]),
         (DataLoss("the job log is damaged"), 1, ["damaged", "bottega logs gateway"]),
         (
             InvalidRequest("broken", violations=[Violation(field="page_token", description="was not given out")]),
@@ -227,6 +254,39 @@ def test_errors_say_what_to_do(
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("seconds", ["8", "0.01"])
+def test_who_waits_for_nothing_is_not_told_to_wait_for_nothing(
+    gateway: ScriptedGateway, address: str, seconds: str
+) -> None:
+    gateway.failures = [DeadlineUnmeetable("would take 80 s")]
+    result = run("generate", "a star", "--detach", "--timeout", seconds, address=address)
+    assert result.exit_code == 1
+    assert "Allow more time with --timeout SECONDS, or all that it takes" in result.stderr
+    assert "--detach" not in result.stderr
+
+
+def test_who_may_detach_is_told_so(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[DeadlineUnmeetable("would take 80 s")]]
+    result = run("generate", "a star", "--timeout", "8", address=address)
+    assert "would take 80 s" in result.stderr
+    assert "ask for fewer steps, or wait for nothing with --detach" in result.stderr
+
+
+def test_who_stops_watching_is_told_what_gives_more_time(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[progress(3), threading.Event()]]
+    result = run("jobs", "watch", "job-1", "--timeout", "0.8", address=address)
+    assert "3 of 30 steps were done, and job job-1 goes on" in result.stderr
+    assert result.stderr.endswith("  Allow more time with --timeout SECONDS.\n")
+
+
+def test_a_job_whose_own_time_is_over_needs_another_one(gateway: ScriptedGateway, address: str) -> None:
+    ended = image_pb2.JobEvent(job_id="job-1", failed=to_job_error(DeadlinePassed("its deadline has passed")))
+    gateway.scripts = [[ended]]
+    result = run("jobs", "watch", "job-1", address=address)
+    assert "error: its deadline has passed" in result.stderr
+    assert "bottega generate begins another one; --timeout SECONDS gives it more time" in result.stderr
+
+
 def test_a_full_disk_is_waited_for_and_then_said(gateway: ScriptedGateway, address: str) -> None:
     gateway.failures = [StorageUnavailable("jobs cannot be stored", metadata={"cause": "ENOSPC"}, retry_after_s=60.0)]
     result = run("generate", "a star", "--detach", address=address)
@@ -241,6 +301,52 @@ def test_a_full_disk_is_waited_for_and_then_said(gateway: ScriptedGateway, addre
 def test_a_wrong_command_line_ends_with_status_2(gateway: ScriptedGateway, address: str, arguments: list[str]) -> None:
     assert run("jobs", *arguments, address=address).exit_code == 2
     assert not gateway.listed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["jobs", "get", NO_UNICODE], "job_id"),
+        (["jobs", "watch", NO_UNICODE], "job_id"),
+        (["jobs", "cancel", NO_UNICODE], "job_id"),
+        (["jobs", "list", "--page", NO_UNICODE], "page_token"),
+        (["models", "--address", NO_UNICODE], "address"),
+        (["fleet", "--address", NO_UNICODE], "address"),
+        (["controlnets", "add", NO_UNICODE, "folder"], "name"),
+        (["controlnets", "add", "edges", NO_UNICODE], "folder"),
+        (["loras", "add", "ink", NO_UNICODE], "path"),
+        (["loras", "add", NO_UNICODE, "/dev/null"], "name"),
+    ],
+)
+def test_arguments_that_are_no_unicode_are_refused_by_name(address: str, arguments: list[str], field: str) -> None:
+    result = run(*arguments, **({} if "--address" in arguments else {"address": address}))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"error: this cannot be asked\n  {field}: must be " in result.stderr
+
+
+def test_a_seed_beyond_its_range_is_said_with_it(address: str) -> None:
+    result = run("generate", "a star", "--seed", "1" + 30 * "0", address=address)
+    assert result.exit_code == 2
+    assert (
+        "error: this cannot be drawn\n  seed: must be a whole number, 0 to 9007199254740984; got 1000" in result.stderr
+    )
+
+
+def test_a_file_whose_name_is_no_unicode_is_written_and_said(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    gateway.scripts = [[completed()]]
+    target = own_folder / f"{NO_UNICODE}.png"
+    # A terminal of UTF-8, which CliRunner's is not as strict as.
+    result = subprocess.run(
+        [sys.executable, "-m", "bottega.client.cli", "jobs", "get", "job-1", "-o", target, "--address", address],
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert rb"a\udcff.png  64x64  seed 7" in result.stdout
+    assert target.read_bytes() == SMALL
 
 
 def test_the_help_names_every_verb() -> None:

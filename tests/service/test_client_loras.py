@@ -13,10 +13,12 @@ from click.testing import CliRunner, Result
 from bottega import errors
 from bottega.client import AsyncClient
 from bottega.client.cli import main
+from bottega.loras.config import ImportConfig
 from bottega.v1 import lora_pb2 as pb
 from tests.service import running_loras
 from tests.service.lora_house import House, lora_house, lora_store
-from tests.service.running_loras import PATIENCE_S, lora_file
+from tests.service.running_gateway import Running, running_gateway
+from tests.service.running_loras import PATIENCE_S, lora_file, peft_folders
 
 
 @pytest.fixture
@@ -44,9 +46,10 @@ async def _names(store: running_loras.Running) -> list[str]:
     return [lora.name for lora in answer.loras]
 
 
-async def _run(house: House, *said: object) -> Result:
+async def _run(house: House | Running, *said: object) -> Result:
     """As in a terminal: in a thread, since the gateway lives in this one."""
-    arguments = ["loras", *map(str, said), "--address", house.gateway.address]
+    gateway = house.gateway if isinstance(house, House) else house
+    arguments = ["loras", *map(str, said), "--address", gateway.address]
     return await asyncio.to_thread(CliRunner().invoke, main, arguments)
 
 
@@ -106,16 +109,65 @@ async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path
         ["pastel", "miniature"],
     ]
     shown = (await _run(house, "show", "pastel")).stdout
+    assert re.match(r"\s*name +pastel *\n base", shown), "no head without names"
     for said in ("in pastel", "kohya", "not measured; a fifth of the steps", house.ink.base):
         assert said in shown
     assert re.search(r"in the store's memory +no\b", shown)
-    assert re.fullmatch(r"ink is pinned: [1-9]\.\d KiB of .*\n", (await _run(house, "pin", "ink")).stdout)
-    assert re.search(r"in the store's memory +(soon|yes), and stays there", (await _run(house, "show", "ink")).stdout)
+    pinned = (await _run(house, "pin", "ink")).stdout
+    assert re.fullmatch(r"ink is pinned: [1-9]\.\d KiB of its store's memory are its own\n", pinned)
+    assert re.search(r"in the store's memory +yes, and stays there", (await _run(house, "show", "ink")).stdout)
     assert (await _run(house, "unpin", "ink")).stdout == "ink is pinned no more\n"
     assert "stays there" not in (await _run(house, "show", "ink")).stdout
     assert (await _run(house, "remove", "pastel")).stdout == "pastel is removed\n"
     gone = await _run(house, "show", "pastel")
     assert (gone.exit_code, gone.stderr.splitlines()[0]) == (1, "error: no such LoRA: pastel")
+
+
+async def test_the_command_says_of_a_pin_whether_memory_has_room_for_it_now(
+    house: House, client: AsyncClient, tmp_path: Path
+) -> None:
+    async with lora_store(house.gateway, tmp_path / "small", name="small", budget_bytes=3000) as small:
+        used = await small.upload("used", lora_file(tmp_path, seed=2))
+        await small.upload("kept", lora_file(tmp_path, seed=3))
+        tiers = small.store._tiers
+        loan = await asyncio.wrap_future(tiers.borrow(used.digest))
+        said = "kept is pinned, and comes into its store's memory when others there, now in use, leave it room\n"
+        assert (await _run(house, "pin", "kept")).stdout == said
+        shown = (await _run(house, "show", "kept")).stdout
+        assert re.search(r"in the store's memory +not now, and stays there once it is", shown)
+        tiers.give_back(loan)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await client.lora("kept")).state != pb.LORA_STATE_IN_MEMORY:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.01)
+        again = await _run(house, "pin", "kept")
+        assert re.fullmatch(r"kept is pinned: [1-9]\.\d KiB of its store's memory are its own\n", again.stdout)
+
+
+async def test_the_command_says_of_a_pin_that_the_file_is_damaged_or_gone(house: House, tmp_path: Path) -> None:
+    (file,) = (tmp_path / "store").rglob(f"{house.ink.digest}.safetensors")
+    file.write_bytes(bytes(house.ink.size_bytes))
+    damaged = await _run(house, "pin", "ink")
+    assert (damaged.exit_code, damaged.stdout) == (1, "")
+    assert "ink is pinned, but its store could not load it" in damaged.stderr
+    file.unlink()
+    gone = await _run(house, "pin", "ink")
+    assert (gone.exit_code, gone.stdout) == (1, "")
+    assert "the file of ink is gone; bring it again" in gone.stderr
+
+
+async def test_the_command_says_which_trigger_words_a_lora_has_that_was_there(house: House, tmp_path: Path) -> None:
+    path = lora_file(tmp_path, seed=2)
+    add = ("add", "pastel", path, "--base", "miniature")
+    for words in ((), ("--trigger", "pale")):
+        assert "trigger words" not in (await _run(house, "remove", "pastel")).stdout
+        assert "trigger words" not in (await _run(house, *add, *words)).stdout, "it is new"
+    assert "trigger words" not in (await _run(house, *add)).stdout, "it keeps what it has"
+    assert "trigger words" not in (await _run(house, *add, "--trigger", "pale")).stdout
+    changed = await _run(house, *add, "--trigger", "in pastel", "--trigger", "soft")
+    assert changed.stdout.splitlines()[1:] == [
+        "It was there already; its trigger words are now: in pastel, soft (before: pale)"
+    ]
+    assert "in pastel, soft" in (await _run(house, "show", "pastel")).stdout
 
 
 @pytest.mark.parametrize(
@@ -124,7 +176,7 @@ async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path
         ("x", b"I am no safetensors file", "error: "),
         ("x", b"", "is empty"),
         ("bad name", b"x", "letters, digits"),
-        ("x", None, "no imports.root"),
+        ("bad name", None, "letters, digits"),
     ],
 )
 async def test_what_cannot_be_taken_is_said_in_words(
@@ -136,8 +188,30 @@ async def test_what_cannot_be_taken_is_said_in_words(
     result = await _run(house, "add", name, path, "--base", "miniature")
     assert result.exit_code in {1, 2}
     assert says in result.stderr
-    assert ("is not on this machine" in result.stderr) is (data is None)
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("path", ["typo.safetensors", "x" * 300])
+async def test_a_path_that_is_not_here_is_said_to_be_none_before_the_stores_machine_is_spoken_of(
+    house: House, path: str
+) -> None:
+    result = await _run(house, "add", "god", path, "--base", "miniature")
+    assert (result.exit_code, result.stdout) == (2, "")
+    what, todo = result.stderr.splitlines()
+    assert what == f"error: there is no file or folder {path} on this machine"
+    assert todo.startswith("  Nor can the store take it from a path of its own machine: this store lets nobody")
+
+
+async def test_a_path_that_is_not_here_may_be_one_of_the_stores_machine(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    there = lora_file(root)
+    imports = ImportConfig(root=str(root))
+    async with running_gateway() as gateway, lora_store(gateway, tmp_path / "store", imports=imports) as store:
+        added = await _run(gateway, "add", "ink", there.name, "--base", "miniature")
+        assert (added.exit_code, await _names(store)) == (0, ["ink"])
+        absent = await _run(gateway, "add", "ink", "typo", "--base", "miniature")
+        assert (absent.exit_code, "machine: is no file or folder" in absent.stderr) == (2, True)
 
 
 async def test_one_that_was_asked_for_a_moment_ago_is_removed_later(house: House) -> None:
@@ -158,18 +232,32 @@ async def test_a_refusal_in_the_middle_of_an_upload_is_heard(house: House, clien
         await client.add_lora("large", path, base="other")
 
 
-async def test_a_folder_of_several_components_is_said_to_be_for_the_stores_machine(
+async def test_a_folder_with_one_for_each_component_is_brought_as_it_is(
+    house: House, client: AsyncClient, tmp_path: Path
+) -> None:
+    folder = peft_folders(tmp_path / "peft")
+    single = await _run(house, "add", "one", folder / "unet", "--base", "miniature")
+    assert "one is there for miniature: 1 module of rank 2, " in single.stdout
+    added = await _run(house, "add", "two", folder, "--base", "miniature")
+    assert re.fullmatch(r"two is there for miniature: 2 modules of rank 3, .*\n", added.stdout), added.stderr
+    lora = await client.lora("two")
+    assert (lora.format, 0 < lora.text_bytes < lora.size_bytes) == ("PEFT", True)
+
+
+async def test_a_folder_that_lacks_a_components_weights_or_all_is_refused_with_what_it_lacks(
     house: House, tmp_path: Path
 ) -> None:
-    for component in ("unet", "text_encoder"):
-        (tmp_path / "peft" / component).mkdir(parents=True)
-        (tmp_path / "peft" / component / "adapter_model.safetensors").write_bytes(b"x")
-    result = await _run(house, "add", "x", tmp_path / "peft", "--base", "miniature")
-    assert (result.exit_code, "imports.root" in result.stderr) == (2, True)
+    folder = peft_folders(tmp_path / "peft")
+    (folder / "text_encoder" / "adapter_model.safetensors").rename(folder / "text_encoder" / "adapter_model.bin")
+    result = await _run(house, "add", "x", folder, "--base", "miniature")
+    assert (result.exit_code, "text_encoder/adapter_model.safetensors cannot be read" in result.stderr) == (2, True)
+    (tmp_path / "nothing").mkdir()
+    result = await _run(house, "add", "x", tmp_path / "nothing", "--base", "miniature")
+    assert (result.exit_code, "nor a folder of PEFT's for a component (text_encoder" in result.stderr) == (2, True)
 
 
 async def test_what_cannot_be_read_is_named(house: House, tmp_path: Path) -> None:
     (tmp_path / "peft").mkdir()
     (tmp_path / "peft" / "adapter_model.safetensors").symlink_to("nowhere")
     result = await _run(house, "add", "x", tmp_path / "peft", "--base", "miniature")
-    assert (result.exit_code, "adapter_model.safetensors cannot be read" in result.stderr) == (1, True)
+    assert (result.exit_code, "adapter_model.safetensors cannot be read: No such file" in result.stderr) == (2, True)

@@ -10,7 +10,7 @@ import pytest
 
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.lora.canonical import Canonical
-from bottega.loras.importing.importer import Import, Importer
+from bottega.loras.importing.importer import Import, Importer, ImportSource
 from bottega.miniature import WEIGHTS
 from bottega.v1 import lora_pb2 as pb
 from tests.full_disk import fill, small_disk
@@ -100,7 +100,10 @@ async def test_a_caller_that_goes_at_the_last_moment_leaves_no_file_without_a_na
 async def test_an_import_that_finds_the_disk_full_does_not_blame_the_file(tmp_path: Path) -> None:
     source = lora_file(tmp_path)
     full = Import(
-        source=source, size_bytes=source.stat().st_size, adapter_config=b"", base=WEIGHTS, output=Path("/dev/full")
+        sources=(ImportSource(path=source),),
+        size_bytes=source.stat().st_size,
+        base=WEIGHTS,
+        output=Path("/dev/full"),
     )
     with pytest.raises(StorageUnavailable, match="full") as caught:
         await Importer(at_once=1, deadline_s=PATIENCE_S, cpu_s=20).run(full)

@@ -6,13 +6,17 @@ import asyncio
 import hashlib
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
 from bottega.errors import (
     BadLora,
+    BottegaError,
     ConfigError,
     DataLoss,
     InvalidRequest,
@@ -27,13 +31,15 @@ from bottega.loras.metrics import LoraMetrics
 from bottega.loras.store import LoraStore
 from bottega.transport import Backend
 from bottega.v1 import lora_pb2 as pb
-from tests.lora_files import canonical_deltas
+from tests.lora_files import Part, canonical_deltas, peft
 from tests.service.running_loras import (
     MODULE,
     PATIENCE_S,
+    TEXT_MODULE,
     config,
     fetch,
     lora_file,
+    peft_folders,
     refused,
     running,
     upload_requests,
@@ -100,6 +106,30 @@ async def test_the_same_lora_again_changes_nothing_and_another_of_its_name_is_re
     assert len(list((tmp_path / "store" / "files").glob("??/*"))) == 1
 
 
+async def test_the_same_lora_again_with_other_trigger_words_gets_those_and_keeps_the_rest(tmp_path: Path) -> None:
+    path = lora_file(tmp_path)
+    root = ImportConfig(root=str(tmp_path))
+    async with running(tmp_path / "store", config(imports=root)) as store:
+        await store.upload("a", path, trigger_words=["in ink"])
+        await store.stub.PinLora(pb.PinLoraRequest(name="a", pinned=True), timeout=PATIENCE_S)
+        first = await store.store.get("a")
+        again = await store.upload("a", path, trigger_words=["inked", "drawn"])
+        assert list(again.trigger_words) == ["inked", "drawn"]
+        changed = await store.store.get("a")
+        assert changed == replace(first, trigger_words=("inked", "drawn"))
+        assert await store.upload("a", path) == again, "it says none, and so takes none away"
+        request = pb.RegisterLoraRequest(name="a", base="miniature", path=path.name, trigger_words=["third"])
+        registered = await store.stub.RegisterLora(request, timeout=PATIENCE_S)
+        assert (await store.store.get("a"), list(registered.lora.trigger_words)) == (
+            replace(first, trigger_words=("third",)),
+            ["third"],
+        )
+        other = upload_requests("a", lora_file(tmp_path, seed=1).read_bytes(), trigger_words=["fourth"])
+        assert isinstance(await refused(store.stub.UploadLora(other, timeout=PATIENCE_S)), LoraExists)
+    async with running(tmp_path / "store") as store:
+        assert (await store.store.get("a")).trigger_words == ("third",)
+
+
 async def test_what_was_brought_is_there_after_a_restart(tmp_path: Path) -> None:
     async with running(tmp_path / "store") as store:
         lora = await store.upload("a", lora_file(tmp_path))
@@ -129,6 +159,77 @@ async def test_an_upload_whose_bytes_are_not_those_announced_is_refused_and_leav
         ):
             error = await refused(store.stub.UploadLora(requests, timeout=PATIENCE_S))
             assert type(error) is kind, error.message
+    assert not [path for path in (tmp_path / "store" / "files").rglob("*") if path.is_file()]
+
+
+def _parts(folder: Path, *components: str) -> tuple[list[pb.UploadLoraPart], bytes]:
+    """Of an upload of these components' files, and their bytes."""
+    files = {component: folder / component / "adapter_model.safetensors" for component in components}
+    parts = [
+        pb.UploadLoraPart(
+            component=component,
+            size_bytes=path.stat().st_size,
+            adapter_config=path.with_name("adapter_config.json").read_bytes(),
+        )
+        for component, path in files.items()
+    ]
+    return parts, b"".join(path.read_bytes() for path in files.values())
+
+
+@pytest.mark.parametrize("chunk_bytes", [1000, 1 << 20])
+async def test_one_upload_brings_the_files_of_several_components(tmp_path: Path, chunk_bytes: int) -> None:
+    folder = peft_folders(tmp_path / "peft")
+    async with running(tmp_path / "store", config(imports=ImportConfig(root=str(tmp_path)))) as store:
+        for name, components in (("a", ("unet", "text_encoder")), ("b", ("text_encoder", "unet"))):
+            parts, data = _parts(folder, *components)
+            requests = upload_requests(name, data, chunk_bytes=chunk_bytes, parts=parts)
+            uploaded = (await store.stub.UploadLora(requests, timeout=PATIENCE_S)).lora
+            request = pb.RegisterLoraRequest(name=f"registered-{name}", base="miniature", path=str(folder))
+            registered = (await store.stub.RegisterLora(request, timeout=PATIENCE_S)).lora
+            assert (uploaded.digest, uploaded.format) == (registered.digest, "PEFT")
+            assert (uploaded.modules, uploaded.rank) == (2, 3)
+        with await store.link() as link:
+            path = tmp_path / "fetched.safetensors"
+            path.write_bytes(await asyncio.to_thread(fetch, link, uploaded.digest))
+    expected = peft(
+        {("unet", MODULE): Part(rank=2, alpha=1.0), ("text_encoder", TEXT_MODULE): Part(rank=3, alpha=6.0)},
+        tmp_path / "again",
+    )
+    found = canonical_deltas(path)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name]) for name in found)
+
+
+async def test_parts_of_an_upload_that_are_not_those_announced_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    parts, data = _parts(peft_folders(tmp_path / "peft"), "unet", "text_encoder")
+    unet, text = parts
+    bare = pb.UploadLoraPart(component="unet", size_bytes=unet.size_bytes)
+    stranger = pb.UploadLoraPart(component="vae", size_bytes=text.size_bytes)
+    shorter = pb.UploadLoraPart(component="unet", size_bytes=unet.size_bytes - 1)
+    swapped = [
+        pb.UploadLoraPart(component=a.component, size_bytes=b.size_bytes, adapter_config=b.adapter_config)
+        for a, b in ((unet, text), (text, unet))
+    ]
+    wrong: list[tuple[dict[str, Any], type[BottegaError], str]] = [
+        ({"parts": [unet, unet]}, InvalidRequest, "parts"),
+        ({"parts": [unet, stranger]}, InvalidRequest, "parts"),
+        ({"parts": [shorter, text]}, InvalidRequest, "size_bytes"),
+        ({"parts": parts, "adapter_config": b"{}"}, InvalidRequest, "adapter_config"),
+        ({"parts": parts, "sha256": "0" * 64}, BadLora, "SHA-256"),
+        ({"parts": [bare, text]}, BadLora, "alpha is in adapter_config.json"),
+        ({"parts": swapped}, BadLora, ""),
+    ]
+    async with running(tmp_path / "store") as store:
+        for changed, kind, says in wrong:
+            requests = upload_requests("a", data, **changed)
+            error = await refused(store.stub.UploadLora(requests, timeout=PATIENCE_S))
+            assert isinstance(error, kind), error.message
+            assert says in str([error.message, *getattr(error, "violations", ())])
+        for cut in (data[:-1], data + b"x", data[: unet.size_bytes]):
+            facts: dict[str, Any] = {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            facts["parts"] = parts
+            error = await refused(store.stub.UploadLora(upload_requests("a", cut, **facts), timeout=PATIENCE_S))
+            assert isinstance(error, InvalidRequest), error.message
     assert not [path for path in (tmp_path / "store" / "files").rglob("*") if path.is_file()]
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from bottega.client.cli.failures import explained
+from bottega.client.retry import Deadline
+from bottega.client.size import check_size
 from bottega.errors import BottegaError, DataLoss, NoLora, StorageUnavailable, TooLarge
 from bottega.storage import faults
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.image_pb2 import SubmitJobRequest
 
 
 @pytest.mark.parametrize(
@@ -52,3 +56,24 @@ def test_a_lora_that_is_damaged_is_brought_again() -> None:
     said = explained(DataLoss("LoRA ink: its file is damaged", metadata={"loras": "ink"}), "127.0.0.1:1")
     assert said[0] == "LoRA ink: its file is damaged"
     assert "bottega loras add ink FILE" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("letters", "todo"), [(25 << 20, "Ask for less at once."), (0, "Make the input images smaller")]
+)
+def test_what_helps_a_large_message_is_what_it_is_large_by(letters: int, todo: str) -> None:
+    spec = GenerationSpec(prompt="x" * letters)
+    if not letters:
+        spec.image = bytes(25 << 20)
+    with pytest.raises(TooLarge) as refused:
+        check_size(SubmitJobRequest(spec=spec))
+    assert explained(refused.value, "127.0.0.1:1")[1].startswith(todo)
+
+
+def test_a_command_that_cannot_be_given_more_time_does_not_advise_it() -> None:
+    late = Deadline.after(30.0).passed()
+    assert explained(late, "127.0.0.1:1") == (
+        "not done within 30 s",
+        "Try again when less is waiting: bottega fleet shows what is.",
+    )
+    assert explained(late, "127.0.0.1:1", when_late="Allow more.")[1] == "Allow more."

@@ -123,6 +123,16 @@ def test_all_wrong_arguments_are_listed_at_once() -> None:
     assert "euler, euler_ancestral" in described["sampler"]
 
 
+def test_what_is_wrong_is_said_in_our_words() -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"^seed: must be a whole number, 0 to 9007199254740984; got 1000"
+    ) as caught:
+        spec_from("a star", {"seed": 10**30, "sampler": [], "image": "a\0b"})  # type: ignore[typeddict-item]
+    described = {violation.field: violation.description for violation in caught.value.violations}
+    assert described["sampler"] == "must be one of euler, euler_ancestral, ddim, dpmpp_2m; got list"
+    assert described["image"] == r"'a\x00b' cannot be the path of a file"
+
+
 def test_a_technique_without_an_argument_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="cache_entry"):
         options_from(GenerationSpec(techniques=Techniques(cache_entry="x", stale_residuals=True)))

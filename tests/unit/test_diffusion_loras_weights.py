@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from bottega.diffusion.loras import (
     UNET,
+    Factors,
     Layers,
     LoraLayer,
     LoraSet,
@@ -210,25 +211,48 @@ def test_a_set_after_another_has_the_bits_that_it_has_alone(net: Net) -> None:
     assert torch.equal(alone, after_another)
 
 
-def test_small_layers_are_patched_by_the_calling_thread_alone_which_computes_with_all_again_afterwards(
-    net: Net,
-) -> None:
-    seen = []
+@pytest.mark.parametrize(("width", "shares"), [(8, 1), (1100, 2)])
+def test_layers_are_shared_out_among_threads_that_compute_alone_where_that_pays(width: int, shares: int) -> None:
+    seen: set[tuple[int, int]] = set()
 
-    class Spy(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in (torch.addmm, torch._foreach_copy_):
-                seen.append(torch.get_num_threads())
-            return func(*args, **(kwargs or {}))
+    class Seeing(Tensor):
+        """A factor that notes who multiplies with it, and by how many threads."""
 
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.addmm:
+                seen.add((threading.get_ident(), torch.get_num_threads()))
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    layers = {name: nn.Linear(width, width) for name in "01"}
+    patcher = Patcher(nn.ModuleDict(layers), UNET)
+    factors = {name: Factors(down=torch.randn(2, width), up=torch.randn(width, 2)) for name in layers}
+    seeing = {name: replace(each, up=each.up.as_subclass(Seeing)) for name, each in factors.items()}
+    before = {name: layer.weight.clone() for name, layer in layers.items()}
+    with torch_threads(2):
+        patcher.patch(LoraSet(key=(), components={UNET: seeing}))
+        assert torch.get_num_threads() == 2
+        for name, each in factors.items():
+            torch.testing.assert_close(layers[name].weight, before[name] + each.up @ each.down, rtol=0, atol=1e-4)
+        patcher.put_back()
+    assert all(torch.equal(layer.weight, before[name]) for name, layer in layers.items())
+    assert len({thread for thread, _ in seen}) == shares
+    assert {threads for _, threads in seen} == {1}
+
+
+def test_a_layer_that_fails_in_another_thread_fails_the_patch_and_all_can_be_restored() -> None:
+    net = nn.Sequential(nn.Linear(1100, 1100), nn.Linear(1100, 1100))
+    before = [parameter.clone() for parameter in net.parameters()]
+    good = Factors(down=torch.randn(2, 1100), up=torch.randn(1100, 2))
     patcher = Patcher(net, UNET)
     with torch_threads(2):
-        with Spy():
-            patcher.patch(set_of(net, use(net, 1)))
-            patcher.put_back()
-        assert seen
-        assert set(seen) == {1}
-        assert torch.get_num_threads() == 2
+        for bad in "01":
+            factors = {name: replace(good, down=torch.randn(3, 1100)) if name == bad else good for name in "01"}
+            with pytest.raises(RuntimeError):
+                patcher.patch(LoraSet(key=(), components={UNET: factors}))
+            assert torch.get_num_threads() == 2
+            patcher.restore()
+            assert all(torch.equal(*pair) for pair in zip(net.parameters(), before, strict=True))
 
 
 def test_the_order_of_loras_changes_no_bit_and_another_scale_is_another_set(net: Net) -> None:

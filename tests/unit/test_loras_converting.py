@@ -19,8 +19,9 @@ from bottega.errors import BadLora, ConfigError
 from bottega.lora import canonical
 from bottega.loras.importing.base import Base, read_base
 from bottega.loras.importing.converting import Converted, convert
+from bottega.loras.importing.source import sources
 from bottega.miniature import WEIGHTS
-from tests.lora_files import Part, base_shapes, canonical_deltas, delta, factors, kohya, names_of, save
+from tests.lora_files import Part, base_shapes, canonical_deltas, delta, factors, kohya, names_of, peft, save
 
 _Q = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
 _OUT = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_out.0"
@@ -36,7 +37,7 @@ def base() -> Base:
 @pytest.fixture
 def imported(base: Base, tmp_path: Path) -> Callable[..., dict[str, Tensor]]:
     def run(source: Path, adapter_config: bytes = b"") -> dict[str, Tensor]:
-        converted = convert(source, adapter_config=adapter_config, base=base)
+        converted = convert(sources(source, adapter_config), base=base)
         return _deltas(converted, tmp_path)
 
     return run
@@ -101,7 +102,7 @@ def test_element_types_are_kept(
     tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     path = save(tensors, tmp_path / "a.safetensors")
-    (module,) = convert(path, adapter_config=b"", base=base).modules
+    (module,) = convert(sources(path), base=base).modules
     assert {module.down.dtype, module.up.dtype} == {name_of_it}
     name = f"lora_unet_{_Q.replace('.', '_')}"
     expected = delta(tensors[f"{name}.lora_down.weight"], tensors[f"{name}.lora_up.weight"], 0.5)
@@ -239,6 +240,46 @@ def test_a_folder_of_peft_is_what_peft_loads(
     _assert_same(alone, theirs)
 
 
+# PEFT of today still asks transformers of tomorrow.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_a_folder_with_one_of_peft_for_each_component_is_what_peft_loads(
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
+) -> None:
+    pipeline = _pipeline()
+    configs = {
+        "unet": LoraConfig(r=4, lora_alpha=2, target_modules=["to_k"]),
+        "text_encoder": LoraConfig(r=2, lora_alpha=16, target_modules=["q_proj"]),
+        "text_encoder_2": LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"]),
+    }
+    theirs = {}
+    for seed, (component, config) in enumerate(configs.items()):
+        model = get_peft_model(getattr(pipeline, component), config)
+        _randomise(model, seed)
+        model.save_pretrained(tmp_path / component)
+        for path, module in model.get_base_model().named_modules():
+            if isinstance(module, LoraLayer):
+                theirs[component, path] = module.get_delta_weight("default").detach()
+    spelled = {(c, s): p for c in configs for p in base_shapes(c) for s in (p, f"text_model.{p}")}
+    _assert_same(imported(tmp_path), {f"{c}.{spelled[c, path]}": value for (c, path), value in theirs.items()})
+
+
+def test_a_component_whose_folder_has_no_weights_to_open_is_not_left_out(base: Base, tmp_path: Path) -> None:
+    peft({("unet", _Q): Part(rank=2, alpha=1.0), ("text_encoder", _TEXT): Part(rank=2, alpha=1.0)}, tmp_path)
+    weights = tmp_path / "text_encoder" / "adapter_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+    with pytest.raises(BadLora, match=r"text_encoder holds no adapter_model\.safetensors"):
+        convert(sources(tmp_path), base=base)
+
+
+def test_a_first_file_without_tensors_leaves_those_of_the_second(base: Base, tmp_path: Path) -> None:
+    peft({("unet", _Q): Part(rank=2, alpha=1.0)}, tmp_path / "whole")
+    empty = save({}, tmp_path / "empty.safetensors", {"format": "pt"})
+    files = [*sources(empty), *sources(tmp_path / "whole")]
+    assert [module.path for module in convert(files, base=base).modules] == [_Q]
+    with pytest.raises(BadLora, match="no tensors"):
+        convert(sources(empty), base=base)
+
+
 def _refused(base: Base, tensors: dict[str, Tensor], folder: Path, **given: Any) -> str:
     path = save(tensors, folder / "bad.safetensors", given.pop("metadata", None))
     with pytest.raises(BadLora) as refused:
@@ -247,10 +288,11 @@ def _refused(base: Base, tensors: dict[str, Tensor], folder: Path, **given: Any)
 
 
 def _import(path: Path, adapter_config: bytes, base: Base) -> None:
-    canonical.write(io.BytesIO(), convert(path, adapter_config=adapter_config, base=base).modules)
+    canonical.write(io.BytesIO(), convert(sources(path, adapter_config), base=base).modules)
 
 
 _NAME = f"lora_unet_{_Q.replace('.', '_')}"
+_SHAPES = (("down", (2, 96)), ("up", (96, 2)))
 
 
 @pytest.mark.parametrize(
@@ -291,11 +333,28 @@ def test_a_lora_that_matches_in_part_is_refused_with_the_list(base: Base, tmp_pa
         ({"lora_down.weight": torch.zeros(600, 96), "lora_up.weight": torch.zeros(96, 600)}, "rank 600"),
         ({"alpha": torch.tensor(torch.nan)}, "not finite"),
         ({"alpha": torch.zeros(3)}, "single number"),
+        ({"alpha": torch.tensor(1e300, dtype=torch.float64)}, f"unet.{_Q}: its alpha over its rank is 5e+299"),
+        ({"alpha": torch.tensor(-1e300, dtype=torch.float64)}, f"unet.{_Q}: its alpha over its rank is -5e+299"),
         ({"lora_up.weight": None}, "lacks up"),
         ({"lora_down.weight": None, "lora_up.weight": None}, "lacks down and up"),
         ({"lora_A.weight": torch.zeros(2, 96)}, "same part"),
         ({"lora_mid.weight": torch.zeros(2, 2, 3, 3)}, "lora_mid"),
-        ({"lora_down.weight": torch.tensor(1.0)}, "single number"),
+        ({"lora_mid.weight": torch.zeros(0, 0, 1, 1), "lora_down.weight": torch.zeros(0, 96, 1, 1)}, "no rank"),
+        ({"lora_mid.weight": torch.zeros(2, 2, 0, 1), "lora_down.weight": torch.zeros(2, 96, 1, 1)}, "do not fit"),
+        (
+            {"lora_mid.weight": torch.full((2, 2, 1, 1), 1e30), "lora_down.weight": torch.full((2, 96, 1, 1), 1e30)},
+            f"unet.{_Q}: the product of lora_mid and lora_down is beyond",
+        ),
+        (
+            {"lora_up.weight": torch.full((96, 2), -1e30), "lora_down.weight": torch.full((2, 96), 1e30)},
+            f"unet.{_Q}: alpha / rank * up @ down may reach 1e+60, beyond",
+        ),
+        (
+            {f"lora_{part}.weight": torch.full(shape, -1e30).bfloat16() for part, shape in _SHAPES},
+            f"unet.{_Q}: alpha / rank * up @ down may reach 1e+60, beyond",
+        ),
+        ({"alpha": torch.tensor(3e38), "lora_up.weight": torch.full((96, 2), 1e30)}, f"unet.{_Q}: alpha / rank"),
+        ({"lora_down.weight": torch.tensor(1.0)}, "no rank"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(
@@ -309,12 +368,22 @@ def test_what_does_not_fit_is_refused_with_the_reason(
     assert says in _refused(base, changed, tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_strong_and_still_a_number_is_taken(base: Base, tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {f"{_NAME}.lora_{part}.weight": torch.full(shape, -1e19).to(dtype) for part, shape in _SHAPES}
+    path = save(tensors, tmp_path / "a.safetensors")  # 2 * 1e38, and the largest F32 is 3.4e38
+    (module,) = convert(sources(path), base=base).modules
+    assert module.scale == 1.0
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
         (b"{", "adapter_config.json"),
         (b'{"lora_alpha": "much"}', "lora_alpha"),
         (b'{"lora_alpha": NaN}', "lora_alpha"),
+        (b'{"lora_alpha": 1e300}', f"unet.{_Q}: its alpha over its rank is 5e+299"),
+        (b'{"alpha_pattern": {"to_q": -1e300}}', f"unet.{_Q}: its alpha over its rank is -5e+299"),
         (b'{"peft_type": "LOHA"}', "LOHA"),
         (b'{"use_dora": true}', "DoRA"),
         (b'{"init_lora_weights": "pissa_niter_4"}', "pissa"),
@@ -337,20 +406,25 @@ def test_metadata_of_diffusers_that_cannot_be_used_is_refused(base: Base, tmp_pa
     tensors, _ = kohya({("unet", _Q): Part(rank=2)})
     for text in ("{", "[]", json.dumps({"unet.lora_alpha": []})):
         assert "lora_adapter_metadata" in _refused(base, tensors, tmp_path, metadata={"lora_adapter_metadata": text})
+    of_diffusers = {
+        f"unet.{_Q}.lora_{part}.weight": torch.zeros(shape) for part, shape in (("A", (2, 96)), ("B", (96, 2)))
+    }
+    alpha = json.dumps({"unet.lora_alpha": 1e300})
+    assert "5e+299" in _refused(base, of_diffusers, tmp_path, metadata={"lora_adapter_metadata": alpha})
 
 
 def test_pickled_weights_are_never_opened(base: Base, tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1)}, tmp_path / "adapter_model.bin")
     with pytest.raises(BadLora, match="never opened"):
-        convert(tmp_path, adapter_config=b"", base=base)
+        convert(sources(tmp_path), base=base)
     with pytest.raises(BadLora, match="no safetensors"):
-        convert(tmp_path / "adapter_model.bin", adapter_config=b"", base=base)
+        convert(sources(tmp_path / "adapter_model.bin"), base=base)
 
 
 def test_a_trigger_phrase_of_the_file_is_told(base: Base, tmp_path: Path) -> None:
     tensors, _ = kohya({("unet", _Q): Part(rank=2)})
     path = save(tensors, tmp_path / "a.safetensors", {"modelspec.trigger_phrase": " in ink "})
-    assert convert(path, adapter_config=b"", base=base).trigger_phrase == "in ink"
+    assert convert(sources(path), base=base).trigger_phrase == "in ink"
 
 
 def test_a_base_that_is_none_is_named(tmp_path: Path) -> None:

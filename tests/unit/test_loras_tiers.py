@@ -6,7 +6,7 @@ import hashlib
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,20 +14,23 @@ import pytest
 from bottega.errors import DataLoss, LoraNotFound, StorageUnavailable
 from bottega.loras.tiers import Loan, Tier, Tiers
 from bottega.transport.files import received_file
+from tests.running import wait_until
 
 _SIZE = 1000
 _WAIT_S = 10.0
 
 
 class _Shelf:
-    """Tiers over files of `_SIZE` bytes each, with room for two in memory."""
+    """Tiers over files of `_SIZE` bytes each, with room for two in memory. most: in number."""
 
-    def __init__(self, folder: Path, *, room: int = 2) -> None:
+    def __init__(self, folder: Path, *, room: int = 2, most: int = 100) -> None:
         self.folder = folder
         self.opened: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.tiers = Tiers(self._file, budget_bytes=room * _SIZE, at_once=4)
+        # Called by whoever loads, when it opens the file.
+        self.before_load: Callable[[], object] = lambda: self.gate.wait(_WAIT_S)
+        self.tiers = Tiers(self._file, budget_bytes=room * _SIZE, most=most, at_once=4)
 
     def put(self, number: int) -> str:
         data = bytes([number]) * _SIZE
@@ -46,7 +49,7 @@ class _Shelf:
 
     def _file(self, digest: str) -> Path:
         if threading.current_thread().name.startswith("lora-load"):
-            self.gate.wait(_WAIT_S)
+            self.before_load()
             self.opened.append(digest)
         return self.folder / digest
 
@@ -87,6 +90,88 @@ def test_what_is_pinned_stays(shelf: _Shelf) -> None:
     assert shelf.tiers.state(a) is True
 
 
+def test_what_is_pinned_without_room_is_loaded_when_what_was_lent_comes_back(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    loans = [shelf.lend(a), shelf.lend(b)]
+    shelf.tiers.pin([c])
+    assert shelf.tiers.state(c) is None
+    shelf.tiers.give_back(loans[0])
+    wait_until(lambda: shelf.tiers.state(c) is True, _WAIT_S, "the load")
+    assert shelf.tiers.state(a) is None
+    assert shelf.use(c) is Tier.MEMORY, "it was loaded for nobody's fetch"
+    shelf.tiers.give_back(loans[1])
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+def test_what_is_pinned_without_room_is_loaded_when_what_was_on_its_way_may_go(tmp_path: Path, damaged: bool) -> None:
+    shelf = _Shelf(tmp_path, room=1)
+    a, b = (shelf.put(number) for number in range(2))
+    if damaged:
+        (shelf.folder / a).write_bytes(b"x" * _SIZE)
+    shelf.gate.clear()
+    assert shelf.tiers.prefetch(a)
+    shelf.tiers.pin([b])
+    assert (shelf.tiers.state(a), shelf.tiers.state(b)) == (False, None)
+    shelf.gate.set()
+    wait_until(lambda: shelf.tiers.state(b) is True, _WAIT_S, "the load")
+    assert shelf.tiers.state(a) is None
+    shelf.tiers.close()
+
+
+def test_a_large_one_that_waits_for_room_keeps_no_other_one_from_its_own(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    (shelf.folder / c).write_bytes(bytes(3 * _SIZE))
+    loans = [shelf.lend(a), shelf.lend(a)]
+    other = shelf.lend(shelf.put(3))
+    shelf.tiers.pin([c, b])
+    for loan in (other, *loans):
+        shelf.tiers.give_back(loan)
+    wait_until(lambda: shelf.tiers.state(b) is True, _WAIT_S, "the load")
+    assert shelf.tiers.state(c) is None
+
+
+def test_what_is_pinned_and_damaged_is_said_to_be_and_read_once(
+    shelf: _Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = (shelf.put(number) for number in range(2))
+    (shelf.folder / a).write_bytes(b"x" * _SIZE)
+    shelf.tiers.pin([a])
+    wait_until(lambda: shelf.tiers.counts.failures == 1, _WAIT_S, "the failure")
+    assert [shelf.use(b) for _ in range(3)] == [Tier.LOADED, Tier.MEMORY, Tier.MEMORY]
+    assert shelf.opened.count(a) == 1
+    (line,) = caplog.records
+    assert (line.levelname, vars(line)["digest"]) == ("ERROR", a)
+    assert "damaged" in vars(line)["why"]
+
+
+def test_what_is_forgotten_while_it_waits_for_room_is_not_loaded(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    loans = [shelf.lend(a), shelf.lend(b)]
+    shelf.tiers.pin([c])
+    shelf.tiers.forget(c)
+    for loan in loans:
+        shelf.tiers.give_back(loan)
+    assert shelf.tiers.state(c) is None
+
+
+def test_where_many_small_ones_fill_memory_by_number_the_one_used_longest_ago_goes(tmp_path: Path) -> None:
+    shelf = _Shelf(tmp_path, room=100, most=3)
+    a, b, c, d, e = (shelf.put(number) for number in range(5))
+    shelf.tiers.pin([a])
+    for digest in (a, b, c, d):
+        assert shelf.use(digest) is Tier.LOADED
+    assert [shelf.tiers.state(digest) for digest in (a, b, c, d)] == [True, None, True, True]
+    loans = [shelf.lend(c), shelf.lend(d)]
+    assert not shelf.tiers.prefetch(e)
+    assert shelf.use(e) is Tier.DISK
+    for loan in loans:
+        shelf.tiers.give_back(loan)
+    assert shelf.use(e) is Tier.LOADED
+    assert [shelf.tiers.state(digest) for digest in (a, c, d)] == [True, None, True]
+    assert (shelf.tiers.counts.evictions, shelf.tiers.used_bytes) == (2, 3 * _SIZE)
+    shelf.tiers.close()
+
+
 def test_nobody_can_change_what_is_in_memory(shelf: _Shelf) -> None:
     loan = shelf.lend(shelf.put(1))
     assert loan.resident
@@ -116,13 +201,46 @@ def test_one_load_serves_all_who_ask_meanwhile(shelf: _Shelf) -> None:
     assert shelf.tiers.wait_idle(0.0)
 
 
-def test_different_loras_load_at_the_same_time(shelf: _Shelf) -> None:
+def test_what_was_loaded_ahead_counts_as_loaded_for_the_first_who_asks_and_as_in_memory_for_the_next(
+    shelf: _Shelf,
+) -> None:
+    a = shelf.put(0)
+    assert shelf.tiers.prefetch(a)
+    wait_until(lambda: shelf.tiers.state(a) is True, _WAIT_S, "the load")
+    assert shelf.tiers.prefetch(a)
+    assert [shelf.use(a) for _ in range(3)] == [Tier.LOADED, Tier.MEMORY, Tier.MEMORY]
+    assert shelf.tiers.counts.by_tier == {Tier.LOADED: 1, Tier.MEMORY: 2}
+    assert shelf.tiers.counts.loads == 1
+
+
+def test_all_who_wait_for_a_load_have_not_found_it_in_memory(shelf: _Shelf) -> None:
+    a = shelf.put(0)
+    shelf.gate.clear()
+    assert shelf.tiers.prefetch(a)
+    asked = [shelf.tiers.borrow(a) for _ in range(2)]
+    shelf.gate.set()
+    for each in asked:
+        loan = each.result(_WAIT_S)
+        assert loan.tier is Tier.LOADED
+        shelf.tiers.give_back(loan)
+    assert shelf.use(a) is Tier.MEMORY
+    assert shelf.tiers.counts.by_tier == {Tier.LOADED: 2, Tier.MEMORY: 1}
+
+
+def test_room_is_taken_before_the_bytes_come(shelf: _Shelf) -> None:
     shelf.gate.clear()
     asked = [shelf.tiers.borrow(shelf.put(number)) for number in range(2)]
-    assert shelf.tiers.used_bytes == 2 * _SIZE, "room is taken before the bytes come"
+    assert shelf.tiers.used_bytes == 2 * _SIZE
     shelf.gate.set()
     for each in asked:
         shelf.tiers.give_back(each.result(_WAIT_S))
+
+
+def test_different_loras_load_at_the_same_time(shelf: _Shelf) -> None:
+    shelf.before_load = threading.Barrier(2, timeout=_WAIT_S).wait
+    asked = [shelf.tiers.borrow(shelf.put(number)) for number in range(2)]
+    for each in asked:
+        shelf.tiers.give_back(each.result(2 * _WAIT_S))
 
 
 def test_a_damaged_file_and_one_that_is_gone_are_told_apart_and_hold_no_room(shelf: _Shelf) -> None:

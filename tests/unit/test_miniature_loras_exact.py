@@ -19,6 +19,7 @@ from bottega.diffusion.spec import DrawingSpec, LoraSpec
 from bottega.lora import canonical
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import convert
+from bottega.loras.importing.source import sources
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES
 from load import stock_loras
@@ -52,7 +53,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Imported]:
     for style in STYLES:
         path = folder / style
         with path.open("wb") as file:
-            canonical.write(file, convert(WEIGHTS / "loras" / style, adapter_config=b"", base=base).modules)
+            canonical.write(file, convert(sources(WEIGHTS / "loras" / style), base=base).modules)
         digests[style] = hashlib.sha256(path.read_bytes()).hexdigest()
         files[digests[style]] = path
     with LocalLoras(files) as loras:

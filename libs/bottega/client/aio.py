@@ -30,10 +30,11 @@ from bottega.client.hosting import (
     controlnets_of,
     root_of,
 )
-from bottega.client.jobs import JobPage, JobState, state_number, status_from
+from bottega.client.jobs import JobPage, JobState, page_request, status_from
 from bottega.client.late import Heard, late
 from bottega.client.lora_profiling import LoraBoundMeasured, measure_lora
 from bottega.client.lora_store import LoraStores
+from bottega.client.messages import filled
 from bottega.client.options import GenerationOptions, spec_from
 from bottega.client.picture import Picture
 from bottega.client.profiling import MeasuredProfile, ProfileCase, hash_of, measure, note, noted_by
@@ -152,12 +153,13 @@ class AsyncClient:
         if deadline_s is not None:
             wanted = Deadline.after(deadline_s, name="deadline_s")
         spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
-        request = image_pb2.GenerateRequest(request_id=request_id or uuid.uuid4().hex, spec=spec, preview=preview)
+        request = image_pb2.GenerateRequest(spec=spec)
+        _say_time_left(request, wanted)
+        await asyncio.to_thread(filled, request, request_id=request_id or uuid.uuid4().hex, preview=preview)
         heard, over = Heard(), False
 
         def attach(left_s: float) -> grpc.aio.UnaryStreamCall[image_pb2.GenerateRequest, image_pb2.GenerateResponse]:
-            if wanted:
-                request.deadline_s = wanted.remaining_s()
+            _say_time_left(request, wanted)
             return images.Generate(request, timeout=left_s)
 
         try:
@@ -191,11 +193,14 @@ class AsyncClient:
         deadline_s: as in stream(); absent, the job has all the time that it takes.
         request_id: as in stream(); the SDK makes one for this call's own retries.
         """
+        wanted = Deadline.after(deadline_s, name="deadline_s") if deadline_s is not None else None
         spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
-        request = image_pb2.SubmitJobRequest(request_id=request_id or uuid.uuid4().hex, spec=spec)
-        if deadline_s is not None:
-            request.deadline_s = Deadline.after(deadline_s, name="deadline_s").allowed_s
-        answer = await self._connection.ask(self._connection.images.SubmitJob, request)
+        request = image_pb2.SubmitJobRequest(spec=spec)
+        _say_time_left(request, wanted)
+        await asyncio.to_thread(filled, request, request_id=request_id or uuid.uuid4().hex)
+        answer = await self._connection.ask(
+            self._connection.images.SubmitJob, request, before_try=lambda request: _say_time_left(request, wanted)
+        )
         return self.job(answer.job.job_id)
 
     def job(self, job_id: str) -> AsyncJob:
@@ -211,13 +216,11 @@ class AsyncClient:
         page_size: int = 20,
         page_token: str = "",
     ) -> JobPage:
-        """A page of jobs, newest first; without states, in all of them. Times need a time zone."""
-        request = image_pb2.ListJobsRequest(page_size=page_size, page_token=page_token)
-        request.states.extend(state_number(state) for state in states)
-        if created_after:
-            request.created_after.FromDatetime(created_after)
-        if created_before:
-            request.created_before.FromDatetime(created_before)
+        """A page of jobs, newest first; without states, in all of them. Times need a time zone.
+
+        page_size: 1 to 100. page_token: next_page_token of the page before.
+        """
+        request = page_request(states, created_after, created_before, page_size=page_size, page_token=page_token)
         answer = await self._connection.ask(self._connection.images.ListJobs, request)
         return JobPage(jobs=tuple(status_from(job) for job in answer.jobs), next_page_token=answer.next_page_token)
 
@@ -254,7 +257,8 @@ class AsyncClient:
     ) -> StoredLora:
         """Uploads a LoRA: a safetensors file, or a folder of PEFT or Diffusers.
 
-        base: the model that it was made for; absent where the store knows one alone.
+        base: the model that it was made for; absent where the store knows one alone. trigger_words: those of one that
+        is there already change, where some are given.
         """
         return await (await self._lora_stores()).add(name, path, base=base, trigger_words=trigger_words)
 
@@ -269,7 +273,7 @@ class AsyncClient:
         await (await self._lora_stores()).remove(name)
 
     async def pin_lora(self, name: str, pinned: bool = True) -> StoredLora:
-        """Keeps a LoRA in the store's memory, or no longer."""
+        """Keeps a LoRA in the store's memory, or no longer. Its state says whether it is there yet."""
         return await (await self._lora_stores()).pin(name, pinned)
 
     async def profile_lora(
@@ -344,3 +348,9 @@ class AsyncClient:
         model_hash = hash_of(await self.models(), model)
         profile = ResidualProfile(model_hash=model_hash, num_inference_steps=num_inference_steps, similarity=similarity)
         return await note(await self.fleet(), name, profile, digest=None)
+
+
+def _say_time_left(request: image_pb2.GenerateRequest | image_pb2.SubmitJobRequest, wanted: Deadline | None) -> None:
+    """Raises DeadlinePassed when there is none."""
+    if wanted:
+        request.deadline_s = wanted.remaining_s()

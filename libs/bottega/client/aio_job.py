@@ -10,6 +10,7 @@ from bottega.client.connection import Connection
 from bottega.client.events import Completed, Event
 from bottega.client.jobs import JobStatus, status_from
 from bottega.client.late import Heard, late
+from bottega.client.messages import filled
 from bottega.client.picture import Picture, picture_from
 from bottega.client.retry import OutOfTime
 from bottega.client.watching import watch
@@ -33,8 +34,8 @@ class AsyncJob:
 
     async def status(self) -> JobStatus:
         """How it stands."""
-        images = self._connection.images
-        return status_from((await self._connection.ask(images.GetJob, image_pb2.GetJobRequest(job_id=self.id))).job)
+        request = filled(image_pb2.GetJobRequest(), job_id=self.id)
+        return status_from((await self._connection.ask(self._connection.images.GetJob, request)).job)
 
     async def watch(self, *, preview: bool = False, timeout_s: float | None = None) -> AsyncGenerator[Event, None]:
         """Its events from its current state on, the last one Completed. Raises what ended it otherwise.
@@ -43,7 +44,7 @@ class AsyncJob:
         timeout_s: stop watching after so many seconds; the client's own when absent.
         """
         images, terms = self._connection.images, self._connection.terms(timeout_s)
-        request = image_pb2.WatchJobRequest(job_id=self.id, preview=preview)
+        request = filled(image_pb2.WatchJobRequest(), job_id=self.id, preview=preview)
         heard = Heard(job_id=self.id)
         try:
             async with aclosing(
@@ -69,13 +70,13 @@ class AsyncJob:
     async def image(self, index: int = 0, *, timeout_s: float | None = None) -> Picture:
         """One of its finished pictures. Raises JobNotFinished while there are none."""
         terms = self._connection.terms(timeout_s)
-        request = image_pb2.GetImageRequest(job_id=self.id, index=index)
+        request = filled(image_pb2.GetImageRequest(), job_id=self.id, index=index)
         image, data = await fetch_image(self._connection.images.GetImage, request, terms)
         provenance = (await self.status()).provenance or Provenance()
         return picture_from(image, data, job_id=self.id, provenance=provenance)
 
     async def cancel(self) -> JobStatus:
         """Cancels it, and says how it stands then; one that has ended stays as it is."""
-        images = self._connection.images
-        answer = await self._connection.ask(images.CancelJob, image_pb2.CancelJobRequest(job_id=self.id))
+        request = filled(image_pb2.CancelJobRequest(), job_id=self.id)
+        answer = await self._connection.ask(self._connection.images.CancelJob, request)
         return status_from(answer.job)

@@ -59,11 +59,19 @@ class EventStream(Protocol[CarrierT_co]):
 
 
 async def ask(
-    method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT], request: RequestT, terms: Terms
+    method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT],
+    request: RequestT,
+    terms: Terms,
+    *,
+    before_try: Callable[[RequestT], None] = lambda _: None,
 ) -> ResponseT:
-    """One answer to one request. Raises the BottegaError that the gateway meant."""
+    """One answer to one request. Raises the BottegaError that the gateway meant.
+
+    before_try: brings up to date what of the request depends on the moment, or raises what ends the tries.
+    """
     backoff = terms.backoff()
     while True:
+        before_try(request)
         try:
             return await method(request, timeout=terms.deadline.remaining_s())
         except grpc.RpcError as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from bottega.client.messages import UNSENDABLE, put, shown
 from bottega.errors import Violation
 from bottega.v1 import generation_pb2
 
@@ -47,6 +48,8 @@ class ControlNet:
 
 
 _NUMBERS = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
+# Pillow's own: an image whose mode is none of PNG's, or that has been closed.
+_NO_IMAGE = (AttributeError, OSError, TypeError, ValueError)
 
 
 def add_to(spec: generation_pb2.GenerationSpec, nets: object) -> Iterator[Violation]:
@@ -76,8 +79,18 @@ def controlnet_from(message: generation_pb2.ControlNet) -> ControlNet:
     )
 
 
-def encoded(image: ImageSource) -> bytes:
-    """An image as bytes that travel. Raises OSError where it is a path that cannot be read, TypeError for no image."""
+def put_image(
+    message: generation_pb2.GenerationSpec | generation_pb2.ControlNet, image: object, *, path: str = "image"
+) -> Iterator[Violation]:
+    """Puts an image into a message, or says why that cannot be. path: what its caller calls it."""
+    try:
+        message.image = _encoded(image)
+    except _NO_IMAGE as error:
+        yield Violation(field=path, description=str(error))
+
+
+def _encoded(image: Any) -> bytes:
+    """As bytes that travel. Raises what is in _NO_IMAGE."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, str | os.PathLike):
@@ -85,6 +98,8 @@ def encoded(image: ImageSource) -> bytes:
             return Path(image).read_bytes()
         except OSError as error:
             raise OSError(f"{image} cannot be read: {error.strerror}") from None
+        except UNSENDABLE:
+            raise ValueError(f"{shown(image)} cannot be the path of a file") from None
     if not hasattr(image, "save"):
         raise TypeError(f"must be bytes, a path or a Pillow image; got {type(image).__name__}")
     buffer = io.BytesIO()
@@ -94,14 +109,8 @@ def encoded(image: ImageSource) -> bytes:
 
 def _add(message: generation_pb2.ControlNet, net: ControlNet, path: str) -> Iterator[Violation]:
     for name in ("name", "guess_mode", "measure_similarity", *_NUMBERS):
-        try:
-            setattr(message, name, getattr(net, name))
-        except (TypeError, ValueError) as error:
-            yield Violation(field=f"{path}.{name}", description=str(error))
+        yield from put(message, name, getattr(net, name), path=f"{path}.{name}")
     if net.image is None:
         yield Violation(field=f"{path}.image", description="is missing: bytes, a path or a Pillow image")
-        return
-    try:
-        message.image = encoded(net.image)
-    except (AttributeError, OSError, TypeError, ValueError) as error:
-        yield Violation(field=f"{path}.image", description=str(error))
+    else:
+        yield from put_image(message, net.image, path=f"{path}.image")

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 import grpc
 
+from bottega.client.messages import filled
 from bottega.errors import BottegaError, InvalidRequest, NoControlNet, Unavailable, Violation
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error, was_answered
@@ -118,10 +119,12 @@ async def add_to_servers(
 ) -> tuple[AddedControlNet, ...]:
     """Has the ControlNet servers of a fleet host one more, or one of them by its name.
 
-    Raises NoControlNet where there is no such server at all, and InvalidRequest where none has that name.
+    Raises NoControlNet where there is no such server at all, and InvalidRequest where none has that name, or name or
+    folder cannot be sent.
     """
+    request = filled(controlnet_pb2.AddControlNetRequest(), name=name, folder=folder)
     chosen = _chosen(fleet, server)
-    return tuple(await asyncio.gather(*(_add(one, name, folder) for one in chosen)))
+    return tuple(await asyncio.gather(*(_add(one, request) for one in chosen)))
 
 
 async def root_of(fleet: fleet_pb2.ListMembersResponse, *, server: str | None) -> str:
@@ -166,8 +169,7 @@ async def controlnet_server(
             raise from_rpc_error(error) from None
 
 
-async def _add(server: fleet_pb2.Registration, name: str, folder: str) -> AddedControlNet:
-    request = controlnet_pb2.AddControlNetRequest(name=name, folder=folder)
+async def _add(server: fleet_pb2.Registration, request: controlnet_pb2.AddControlNetRequest) -> AddedControlNet:
     try:
         async with controlnet_server(server) as stub:
             answer = await stub.AddControlNet(request, timeout=_ADD_S)

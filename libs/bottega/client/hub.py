@@ -55,7 +55,7 @@ def fetch(repo: str, revision: str | None, root: Path) -> Path:
         raise HubFailure(
             f"{repo} asks for an agreement first", todo="Agree on its page, and say who you are: HF_TOKEN."
         ) from None
-    except errors.RevisionNotFoundError:
+    except (errors.RevisionNotFoundError, UnicodeEncodeError):
         raise HubFailure(f"{repo} has no revision {revision}") from None
     except errors.RepositoryNotFoundError:
         raise HubFailure(f"the hub has no {repo}, or not for everybody", todo="A private one needs HF_TOKEN.") from None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from bottega.client.messages import filled, items_of, put_moment, shown
+from bottega.errors import Violation
+from bottega.rules import refuse
 from bottega.v1 import image_pb2
 from bottega.v1.error_pb2 import JobError
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
@@ -81,9 +85,31 @@ def status_from(job: image_pb2.Job) -> JobStatus:
     )
 
 
-def state_number(state: JobState) -> image_pb2.JobState.ValueType:
-    """The state as the contract numbers it."""
-    return image_pb2.JobState.Value(f"JOB_STATE_{state.name}")
+def page_request(
+    states: Iterable[JobState],
+    created_after: datetime | None,
+    created_before: datetime | None,
+    *,
+    page_size: int,
+    page_token: str,
+) -> image_pb2.ListJobsRequest:
+    """What asks for a page. Raises InvalidRequest for arguments that cannot be sent, TooLarge."""
+    request = image_pb2.ListJobsRequest()
+    wanted = items_of(states, name="states", what="job states")
+    broken = [each for state in wanted for each in _put_state(request, state)]
+    if created_after is not None:
+        broken.extend(put_moment(request.created_after, created_after, path="created_after"))
+    if created_before is not None:
+        broken.extend(put_moment(request.created_before, created_before, path="created_before"))
+    refuse(broken)
+    return filled(request, page_size=page_size, page_token=page_token)
+
+
+def _put_state(request: image_pb2.ListJobsRequest, state: object) -> Iterator[Violation]:
+    if isinstance(state, str) and state in set(JobState):  # by its value, as equality has it
+        request.states.append(image_pb2.JobState.Value(f"JOB_STATE_{JobState(state).name}"))
+    else:
+        yield Violation(field="states", description=f"must be of {', '.join(JobState)}; got {shown(state)}")
 
 
 def _name(state: image_pb2.JobState.ValueType) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bottega.client.events import Event, Progress
+from bottega.client.retry import OutOfTime
 from bottega.errors import DeadlinePassed
 
 _GOES_ON = "The job goes on: client.job({job_id!r}).watch() follows it, and .result() has its pictures."
@@ -38,7 +39,7 @@ def late(error: DeadlinePassed, heard: Heard, *, goes_on: bool) -> DeadlinePasse
         return error
     steps = f"{heard.steps_done} of {heard.steps_total} steps were done" if heard.steps_total else "no step was done"
     state = "goes on" if goes_on else "is cancelled"
-    told = DeadlinePassed(
+    told = OutOfTime(
         f"{error.message}: {steps}, and job {heard.job_id} {state}",
         metadata={**error.metadata, "job_id": heard.job_id, "steps_done": str(heard.steps_done)},
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from bottega.client.messages import put, shown
 from bottega.errors import Violation
 from bottega.v1 import generation_pb2
 
@@ -42,7 +43,9 @@ def add_loras(spec: generation_pb2.GenerationSpec, loras: object) -> Iterator[Vi
         path = f"lora[{index}]"
         lora = _meant(given)
         if lora is None:
-            yield Violation(field=path, description=f"must be a Lora, a name, or a name and a scale; got {given!r}")
+            yield Violation(
+                field=path, description=f"must be a Lora, a name, or a name and a scale; got {shown(given)}"
+            )
         else:
             yield from _add(spec.loras.add(), lora, path)
 
@@ -68,9 +71,5 @@ def _meant(given: object) -> Lora | None:
 def _add(message: generation_pb2.Lora, lora: Lora, path: str) -> Iterator[Violation]:
     for name in ("name", "scale", *_OPTIONAL, "measure_similarity"):
         value = getattr(lora, name)
-        if value is None:
-            continue
-        try:
-            setattr(message, name, value)
-        except (TypeError, ValueError) as error:
-            yield Violation(field=f"{path}.{name}", description=str(error))
+        if value is not None or name not in _OPTIONAL:
+            yield from put(message, name, value, path=f"{path}.{name}")

@@ -5,14 +5,16 @@ Draws as everybody does, on whatever workers there are. Knows no gateway's and n
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from bottega.client.lora import Lora
+from bottega.client.messages import items_of, shown
 from bottega.client.picture import Picture
-from bottega.errors import InvalidRequest, LoraUnusable, Violation
+from bottega.errors import LoraUnusable, Violation
 from bottega.planning import latest_step
+from bottega.rules import refuse
 from bottega.v1.generation_pb2 import LoraUse
 
 # One picture says little of the next one: the least that a profile is made of.
@@ -63,9 +65,7 @@ async def measure_lora(
     Raises InvalidRequest for too few prompts, LoraUnusable where the LoRA is replaced meanwhile, and what drawing
     raises.
     """
-    if len(set(prompts)) < LEAST_PROMPTS:
-        rule = f"at least {LEAST_PROMPTS} different ones are needed: one picture says little of the next"
-        raise InvalidRequest(f"prompts: {rule}", violations=[Violation(field="prompts", description=rule)])
+    refuse(list(_check_prompts(prompts)))
     lora = Lora(name, scale, measure_similarity=True)
     bounds: list[int] = []
     digests: set[str] = set()
@@ -85,6 +85,16 @@ async def measure_lora(
         max_step=min(bounds),
         prompts=tuple(bounds),
     )
+
+
+def _check_prompts(prompts: object) -> Iterator[Violation]:
+    given = items_of(prompts, name="prompts", what="texts")
+    wrong = [prompt for prompt in given if not isinstance(prompt, str)]
+    if wrong:
+        yield Violation(field="prompts", description=f"must be texts; got {shown(wrong[0])}")
+    elif len(set(given)) < LEAST_PROMPTS:
+        rule = f"at least {LEAST_PROMPTS} different ones are needed: one picture says little of the next"
+        yield Violation(field="prompts", description=rule)
 
 
 def _use(picture: Picture, name: str) -> LoraUse:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 
+from bottega.client.messages import filled, shown
 from bottega.errors import BottegaError, InvalidRequest, LoraNotFound, NoLora, Violation
+from bottega.lora.canonical import COMPONENTS
 from bottega.rpc.channel import channel_options, open_channel
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import fleet_pb2, lora_pb2, lora_pb2_grpc
@@ -29,32 +33,46 @@ _WEIGHTS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraFile:
-    """A LoRA on this machine. adapter_config: what PEFT wrote beside it; empty where it did not."""
+    """A LoRA's file on this machine, or one of its files.
+
+    adapter_config: what PEFT wrote beside it; empty where it did not. component: of the base model, all of the file is
+    for that one; empty where that is not known.
+    """
 
     path: Path
+    size_bytes: int
     adapter_config: bytes = b""
+    component: str = ""
 
 
-def lora_file(path: Path) -> LoraFile:
-    """The LoRA at a path: a safetensors file, or a folder of PEFT or Diffusers.
+def lora_files(path: Path) -> list[LoraFile]:
+    """The LoRA at a path: a safetensors file, or a folder of PEFT or Diffusers, which may have one for each component.
 
     Raises InvalidRequest for what is none, OSError.
     """
     if not path.is_dir():
-        config = path.with_name(_PEFT_CONFIG)
-        beside = config.read_bytes() if path.name == _WEIGHTS[0] and config.is_file() else b""
-        if path.is_file() and not path.stat().st_size:
-            rule = f"{path} is empty"
-            raise InvalidRequest(rule, violations=[Violation(field="path", description=rule)])
-        return LoraFile(path=path, adapter_config=beside)
+        return [_lora_file(path)]
     files = sorted(path.glob("*.safetensors"))
     named = [file for name in _WEIGHTS for file in files if file.name == name]
-    if not named and len(files) != 1:
-        rule = f"{path} holds none of {', '.join(_WEIGHTS)}, nor one .safetensors file alone"
-        if any(path.glob(f"*/{_WEIGHTS[0]}")):
-            rule = f"{path} has a folder for each component: lay it below the store's imports.root, name it from there"
-        raise InvalidRequest(rule, violations=[Violation(field="path", description=rule)])
-    return lora_file((named or files)[0])
+    if named or len(files) == 1:
+        return [_lora_file((named or files)[0])]
+    parts = [component for component in COMPONENTS if (path / component).is_dir()]
+    if not parts:
+        folders = f"nor a folder of PEFT's for a component ({', '.join(COMPONENTS)})"
+        _refuse(f"{path} holds none of {', '.join(_WEIGHTS)}, nor one .safetensors file alone, {folders}")
+    return [_lora_file(path / component / _WEIGHTS[0], component) for component in parts]
+
+
+def _lora_file(path: Path, component: str = "") -> LoraFile:
+    config = path.with_name(_PEFT_CONFIG)
+    beside = config.read_bytes() if path.name == _WEIGHTS[0] and config.is_file() else b""
+    if not (size_bytes := path.stat().st_size):
+        _refuse(f"{path} is empty")
+    return LoraFile(path=path, size_bytes=size_bytes, adapter_config=beside, component=component)
+
+
+def _refuse(rule: str) -> NoReturn:
+    raise InvalidRequest(rule, violations=[Violation(field="path", description=rule)])
 
 
 class LoraStores:
@@ -80,24 +98,18 @@ class LoraStores:
 
     async def add(self, name: str, path: Path, *, base: str | None, trigger_words: Sequence[str]) -> StoredLora:
         """Uploads a LoRA of this machine. base: absent where the stores have one alone. Raises BadLora among others."""
-        file = await asyncio.to_thread(lora_file, path)
-        sha256 = await asyncio.to_thread(_sha256, file.path)
+        filled(lora_pb2.UploadLoraHead(), name=name, trigger_words=trigger_words)  # before anything is read
+        files, head = await asyncio.to_thread(_read, _path(path))
         place, base = await self._place(name, base)
-        head = lora_pb2.UploadLoraHead(
-            name=name,
-            base=base,
-            sha256=sha256,
-            size_bytes=file.path.stat().st_size,
-            adapter_config=file.adapter_config,
-            trigger_words=trigger_words,
-        )
+        filled(head, name=name, base=base, trigger_words=trigger_words)
         with _typed(place):
-            return (await _uploaded(place.address, _messages(head, file.path))).lora
+            return (await _uploaded(place.address, _messages(head, files))).lora
 
     async def register(self, name: str, path: str, *, base: str | None, trigger_words: Sequence[str]) -> StoredLora:
         """Has a store take in what is on its own machine."""
+        request = filled(lora_pb2.RegisterLoraRequest(), name=name, path=path, trigger_words=trigger_words)
         place, base = await self._place(name, base)
-        request = lora_pb2.RegisterLoraRequest(name=name, base=base, path=path, trigger_words=trigger_words)
+        filled(request, base=base)
         async with _asked(place) as store:
             return (await store.RegisterLora(request, timeout=_ADD_S)).lora
 
@@ -109,9 +121,10 @@ class LoraStores:
 
     async def pin(self, name: str, pinned: bool) -> StoredLora:
         """Keeps it in memory, or no longer. Raises LoraNotFound."""
+        request = filled(lora_pb2.PinLoraRequest(), name=name, pinned=pinned)
         place, _ = await self._find(name)
         async with _asked(place) as store:
-            return (await store.PinLora(lora_pb2.PinLoraRequest(name=name, pinned=pinned), timeout=_ASK_S)).lora
+            return (await store.PinLora(request, timeout=_ASK_S)).lora
 
     async def note_bounds(self, name: str, digest: str, bounds: Mapping[int, int]) -> StoredLora:
         """Has its store remember how late it may come, by number of steps; of others it keeps what it knows.
@@ -128,11 +141,12 @@ class LoraStores:
 
     async def _find(self, name: str) -> tuple[Registration, StoredLora]:
         """The store that has it, and what it has. Raises LoraNotFound, NoLora where one that may have it is silent."""
+        request = filled(lora_pb2.GetLoraRequest(), name=name)
         failure: BottegaError = LoraNotFound(f"no such LoRA: {name}", metadata={"loras": name})
         for store in self._here():
             try:
                 async with _asked(store) as stub:
-                    return store, (await stub.GetLora(lora_pb2.GetLoraRequest(name=name), timeout=_ASK_S)).lora
+                    return store, (await stub.GetLora(request, timeout=_ASK_S)).lora
             except LoraNotFound:
                 continue
             except NoLora as error:
@@ -156,6 +170,24 @@ class LoraStores:
         if not self._stores:
             raise NoLora("no LoRA store has joined; bottega fleet shows who has")
         return self._stores
+
+
+def _path(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        rule = f"must be the path of a file or a folder; got {shown(path)}"
+        raise InvalidRequest(f"path: {rule}", violations=[Violation(field="path", description=rule)])
+    return Path(path)
+
+
+def _read(path: Path) -> tuple[list[LoraFile], lora_pb2.UploadLoraHead]:
+    """The files of a LoRA, and what is said of them. Raises InvalidRequest for one that cannot be read."""
+    try:
+        files = lora_files(path)
+        return files, _head(files, _sha256(files))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "that is no path"
+        rule = f"{getattr(error, 'filename', None) or path} cannot be read: {why}"
+        raise InvalidRequest(f"path: {rule}", violations=[Violation(field="path", description=rule)]) from None
 
 
 async def _bases(store: Registration) -> Sequence[str]:
@@ -213,13 +245,29 @@ async def _uploaded(address: str, messages: Iterator[lora_pb2.UploadLoraRequest]
         return call.result()
 
 
-def _messages(head: lora_pb2.UploadLoraHead, path: Path) -> Iterator[lora_pb2.UploadLoraRequest]:
+def _head(files: Sequence[LoraFile], sha256: str) -> lora_pb2.UploadLoraHead:
+    head = lora_pb2.UploadLoraHead(sha256=sha256, size_bytes=sum(file.size_bytes for file in files))
+    if not files[0].component:
+        head.adapter_config = files[0].adapter_config
+        return head
+    for file in files:
+        head.parts.add(component=file.component, size_bytes=file.size_bytes, adapter_config=file.adapter_config)
+    return head
+
+
+def _messages(head: lora_pb2.UploadLoraHead, files: Sequence[LoraFile]) -> Iterator[lora_pb2.UploadLoraRequest]:
     yield lora_pb2.UploadLoraRequest(head=head)
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            yield lora_pb2.UploadLoraRequest(chunk=chunk)
+    for each in files:
+        with each.path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield lora_pb2.UploadLoraRequest(chunk=chunk)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(files: Sequence[LoraFile]) -> str:
+    """Of all their bytes, one file after the other."""
+    hashed = hashlib.sha256()
+    for each in files:
+        with each.path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                hashed.update(chunk)
+    return hashed.hexdigest()

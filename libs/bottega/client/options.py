@@ -6,13 +6,15 @@ checked by the gateway, which knows the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast
 
-from bottega.client.control import ControlNet, ImageSource, add_to, controlnet_from, encoded
+from bottega.client.control import ControlNet, ImageSource, add_to, controlnet_from, put_image
 from bottega.client.lora import LoraLike, add_loras, lora_from
+from bottega.client.messages import put, shown
 from bottega.client.picture import FORMATS, Format
 from bottega.errors import InvalidRequest, Violation
+from bottega.rules import refuse
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import Fidelity, GenerationSpec, Sampler
 
@@ -100,22 +102,13 @@ def spec_from(prompt: str, options: GenerationOptions, *, num_images: int = 1) -
     spec = GenerationSpec()
     unknown = sorted(options.keys() - set(_OPTIONS))
     broken = [Violation(field=name, description="there is no such argument") for name in unknown]
-    values: dict[str, object] = {"prompt": prompt, "num_images": num_images if num_images != 1 else None}
-    for name, value in {**values, **{name: options.get(name) for name in _OPTIONS}}.items():
-        if value is None:
-            continue
-        if name == "controlnets":
-            broken.extend(add_to(spec, value))
-            continue
-        if name == "lora":
-            broken.extend(add_loras(spec, value))
-            continue
-        try:
-            setattr(spec.techniques if name in _TECHNIQUES else spec, name, _sendable(name, value))
-        except (TypeError, ValueError, OSError) as error:
-            broken.append(Violation(field=name, description=str(error)))
-    if broken:
-        raise InvalidRequest("the request cannot be sent", violations=broken)
+    broken.extend(put(spec, "prompt", prompt))
+    if num_images != 1:
+        broken.extend(put(spec, "num_images", num_images))
+    for name in _OPTIONS:
+        if (value := options.get(name)) is not None:
+            broken.extend(_add(spec, name, value))
+    refuse(broken)
     return spec
 
 
@@ -137,11 +130,17 @@ def options_from(spec: GenerationSpec) -> GenerationOptions:
     return cast("GenerationOptions", said)
 
 
-def _sendable(name: str, value: Any) -> object:
-    if name == "image":
-        return encoded(value)
-    if name not in _NAMED:
-        return value
-    if value not in _NAMED[name]:
-        raise ValueError(f"must be one of {', '.join(_NAMED[name])}; got {value!r}")
-    return _NAMED[name][value]
+def _add(spec: GenerationSpec, name: str, value: object) -> Iterator[Violation]:
+    if name == "controlnets":
+        yield from add_to(spec, value)
+    elif name == "lora":
+        yield from add_loras(spec, value)
+    elif name == "image":
+        yield from put_image(spec, value)
+    elif name not in _NAMED:
+        yield from put(spec.techniques if name in _TECHNIQUES else spec, name, value)
+    elif isinstance(value, str) and value in _NAMED[name]:
+        setattr(spec, name, _NAMED[name][value])
+    else:
+        rule = f"must be one of {', '.join(_NAMED[name])}; got {shown(value)}"
+        yield Violation(field=name, description=rule)

@@ -5,12 +5,13 @@ Draws pictures as everybody does, on whatever workers and servers there are. Kno
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from bottega.client.control import ControlNet, ImageSource
 from bottega.client.hosting import ResidualProfile, controlnet_server
+from bottega.client.messages import filled, items_of
 from bottega.client.picture import Picture
 from bottega.errors import ControlNetNotFound, InvalidRequest, ModelNotFound, NoControlNet, Violation
 from bottega.v1 import controlnet_pb2, fleet_pb2
@@ -71,7 +72,7 @@ async def measure(
     host the same; and what drawing raises.
     """
     found: list[tuple[ControlNetUse, Picture]] = []
-    for seed, case in enumerate(cases):
+    for seed, case in enumerate(_checked(cases)):
         net = ControlNet(name, case.image, measure_similarity=True)
         picture = await draw(
             case.prompt, seed=seed, model=model, num_inference_steps=num_inference_steps, controlnets=[net]
@@ -112,11 +113,13 @@ async def note(
     ]
     if not hosts:
         raise ControlNetNotFound(f"no ControlNet server hosts {name}: a profile is of use for servers only")
+    noted = filled(
+        controlnet_pb2.ResidualProfile(model_hash=profile.model_hash),
+        num_inference_steps=profile.num_inference_steps,
+        similarity=profile.similarity,
+    )
     for server, hosted in hosts:
-        request = controlnet_pb2.SetProfileRequest(name=name, digest=hosted)
-        request.profile.model_hash = profile.model_hash
-        request.profile.num_inference_steps = profile.num_inference_steps
-        request.profile.similarity = profile.similarity
+        request = controlnet_pb2.SetProfileRequest(name=name, digest=hosted, profile=noted)
         async with controlnet_server(server) as stub:
             await stub.SetProfile(request, timeout=_NOTE_S)
     return tuple(server.name for server, _ in hosts)
@@ -134,6 +137,14 @@ def hash_of(models: Sequence[Model], name: str | None) -> str:
 def noted_by(measured: MeasuredProfile, servers: tuple[str, ...]) -> MeasuredProfile:
     """With the servers that have noted it."""
     return replace(measured, servers=servers)
+
+
+def _checked(cases: object) -> Iterator[ProfileCase]:
+    """Raises InvalidRequest for what is none of them."""
+    for case in items_of(cases, name="cases", what="ProfileCase"):
+        if not isinstance(case, ProfileCase):
+            raise _broken("cases", f"must be a list of ProfileCase; got one {type(case).__name__}")
+        yield case
 
 
 def _broken(field: str, rule: str) -> InvalidRequest:

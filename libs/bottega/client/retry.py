@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bottega.client.messages import shown
 from bottega.errors import BottegaError, DeadlinePassed, InvalidRequest, Unavailable, Violation
+
+# Thirty years. gRPC takes a moment that is much further away for one that has passed.
+_LONGEST_S = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +46,14 @@ class Deadline:
     allowed_s: float
 
     @classmethod
-    def after(cls, seconds: float, *, name: str = "timeout_s") -> Deadline:
+    def after(cls, seconds: object, *, name: str = "timeout_s") -> Deadline:
         """The moment so many seconds from now. Raises InvalidRequest for a number that is no time to wait.
 
         name: of the argument that said so.
         """
-        if not 0 < seconds < math.inf:
-            rule = Violation(field=name, description=f"must be a number of seconds above 0; got {seconds:g}")
-            raise InvalidRequest(f"{rule.field} {rule.description}", violations=[rule])
+        if not isinstance(seconds, int | float) or not 0 < seconds <= _LONGEST_S:
+            rule = f"must be a number of seconds above 0, at most {_LONGEST_S:g}; got {shown(seconds)}"
+            raise InvalidRequest(f"{name} {rule}", violations=[Violation(field=name, description=rule)])
         return cls(at_s=time.monotonic() + seconds, allowed_s=seconds)
 
     def remaining_s(self) -> float:

@@ -194,7 +194,7 @@ class Client:
         self._loop.run(self._client.remove_lora(name))
 
     def pin_lora(self, name: str, pinned: bool = True) -> StoredLora:
-        """Keeps a LoRA in the store's memory, or no longer."""
+        """Keeps a LoRA in the store's memory, or no longer. Its state says whether it is there yet."""
         return self._loop.run(self._client.pin_lora(name, pinned))
 
     def profile_lora(

@@ -15,6 +15,7 @@ from bottega.errors import FieldNotServed, Violation
 from bottega.gateway.defaults import STRENGTH
 from bottega.rules import (
     MAX_ADAPTERS,
+    MAX_JOBS_PAGE,
     MAX_SIDE,
     check_controlnets,
     check_lora_steps,
@@ -30,8 +31,7 @@ from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-# Of ListJobs; see its comment.
-_MAX_PAGE = 100
+# Of one ListJobs.
 _MAX_STATES = 16
 # What a Timestamp may say, by its own definition.
 _FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
@@ -90,8 +90,8 @@ def refuse_unserved(spec: GenerationSpec) -> None:
 
 def check_page(request: image_pb2.ListJobsRequest) -> Iterator[Violation]:
     """What is wrong with the paging and the filters of ListJobs, its token aside."""
-    if not 0 <= request.page_size <= _MAX_PAGE:
-        yield _violation("page_size", f"must be 1 to {_MAX_PAGE}, or 0 for the default", spec=False)
+    if not 0 <= request.page_size <= MAX_JOBS_PAGE:
+        yield _violation("page_size", f"must be 1 to {MAX_JOBS_PAGE}, or 0 for the default", spec=False)
     known = set(image_pb2.JobState.values()) - {image_pb2.JOB_STATE_UNSPECIFIED}
     if len(request.states) > _MAX_STATES or any(state not in known for state in request.states):
         yield _violation("states", f"must be known states, at most {_MAX_STATES}", spec=False)

@@ -70,12 +70,13 @@ class Catalogue:
             self._connection.close()
             self._connection = None
 
-    async def add(self, record: LoraRecord) -> LoraRecord:
-        """Adds a LoRA; one that is there with the same digest and base stays as it is, and is returned.
+    async def add(self, record: LoraRecord, *, rewords: bool = False) -> LoraRecord:
+        """Adds a LoRA, and returns it as it is kept: one that is there with the same digest and base stays as it is.
 
+        rewords: such a one gets the trigger words of this record.
         Raises LoraExists for another one of that name, TooLarge when there are too many.
         """
-        return await self._run(lambda connection: _add(connection, record))
+        return await self._run(lambda connection: _add(connection, record, rewords))
 
     async def get(self, name: str) -> LoraRecord:
         """Raises LoraNotFound."""
@@ -175,11 +176,11 @@ class Catalogue:
         return faults.unavailable("the catalogue of LoRAs cannot be read or written now", cause=error.sqlite_errorname)
 
 
-def _add(connection: sqlite3.Connection, record: LoraRecord) -> LoraRecord:
+def _add(connection: sqlite3.Connection, record: LoraRecord, rewords: bool) -> LoraRecord:
     found = _find(connection, record.name)
     if found is not None:
         if (found.digest, found.base) == (record.digest, record.base):
-            return found
+            return _change(connection, replace(found, trigger_words=record.trigger_words)) if rewords else found
         raise LoraExists(
             f"{record.name} is there already, with other weights or for another base model; remove it first",
             metadata={"loras": record.name, "digest": found.digest, "base": found.base},
@@ -227,8 +228,8 @@ def _set_bounds(
 
 def _change(connection: sqlite3.Connection, record: LoraRecord) -> LoraRecord:
     connection.execute(
-        "UPDATE loras SET bounds = ?, pinned = ? WHERE name = ?",
-        (json.dumps(record.bounds), record.pinned, record.name),
+        "UPDATE loras SET trigger_words = ?, bounds = ?, pinned = ? WHERE name = ?",
+        (json.dumps(record.trigger_words), json.dumps(record.bounds), record.pinned, record.name),
     )
     return record
 

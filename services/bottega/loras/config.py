@@ -72,7 +72,8 @@ class LoraConfig:
     folder: of catalogue and files; empty is loras in the folder for Bottega's state. bases: by the name of the model,
     the folder of each base model in Diffusers' layout; "miniature" is the embedded one. loras: by name, those that it
     has from every start: one that was removed is back at the next, and one that has the name already stays.
-    budget_bytes: of LoRAs in memory. disk_bytes: of those on the disk. loads_at_once: from the disk into memory.
+    budget_bytes: of LoRAs in memory, where there are at most half as many as the process may have files open; what is
+    used longest ago goes first. disk_bytes: of those on the disk. loads_at_once: from the disk into memory.
     lease_s: for how long a LoRA that a job needs is not deleted; gateways say every 3 s which they need.
     """
 

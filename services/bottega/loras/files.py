@@ -53,6 +53,11 @@ class LoraFiles:
         assert _DIGEST.fullmatch(digest), "digests are checked before"
         return self._folder / digest[:2] / f"{digest}{_SUFFIX}"
 
+    def has(self, digest: str) -> bool:
+        """Whether the LoRA of a digest is there."""
+        with faults.translated():
+            return self.path(digest).is_file()
+
     def spool(self) -> Path:
         """A new empty file, for what is on its way. Whoever asked removes it."""
         with faults.translated():

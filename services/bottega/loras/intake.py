@@ -7,35 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from bottega import rules
-from bottega.errors import BadLora, BottegaError, InvalidRequest, QueueFull, TooLarge, Violation
+from bottega.errors import BottegaError, InvalidRequest, QueueFull, TooLarge, Violation
 from bottega.lora.canonical import COMPONENTS
 from bottega.loras.catalogue import Catalogue
 from bottega.loras.files import LoraFiles
-from bottega.loras.importing.importer import Import, Importer
+from bottega.loras.importing.importer import Import, Importer, ImportSource
 from bottega.loras.metrics import LoraMetrics
+from bottega.loras.receiving import Upload, check_upload, receive
 from bottega.loras.records import LoraRecord
-from bottega.storage import faults
 
 _log = logging.getLogger(__name__)
 
 _MOST_WORDS = 16
 _MAX_WORD_CHARACTERS = 200
-_MAX_CONFIG_BYTES = 1 << 20
 _MAX_PATH_CHARACTERS = 4096
-_SHA256_CHARACTERS = 64
-# Uploads that may be under way, each with a file of its own on the disk.
+# Uploads that may be under way, each with files of its own on the disk.
 _MOST_UPLOADS = 16
-# Between two messages of an upload; a caller that is there sends one in no time.
-_CHUNK_S = 60.0
 # What of a folder may be read.
 _READ = ("*.safetensors", "adapter_config.json")
 _IMPORTED = (*_READ, *(f"{component}/{name}" for component in COMPONENTS for name in _READ))
@@ -43,21 +37,12 @@ _IMPORTED = (*_READ, *(f"{component}/{name}" for component in COMPONENTS for nam
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Brought:
-    """What somebody says of the LoRA that he brings."""
+    """What somebody says of the LoRA that he brings. trigger_words: none are those that its file says, or that it has
+    already."""
 
     name: str
     base: str
     trigger_words: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Upload:
-    """What an upload begins with. sha256: of the file, hex. size_bytes: of the file."""
-
-    brought: Brought
-    sha256: str
-    size_bytes: int
-    adapter_config: bytes
 
 
 class Intake:
@@ -88,17 +73,23 @@ class Intake:
         # Of a digest's file and its row: between them nobody else may think that the file is nobody's.
         self.keeping = asyncio.Lock()
 
-    async def upload(self, upload: Upload, chunks: AsyncIterator[bytes]) -> LoraRecord:
-        """Takes a file in. Raises InvalidRequest, BadLora, TooLarge, LoraExists, QueueFull, StorageUnavailable."""
-        rules.refuse([*self._check(upload.brought), *self._check_upload(upload)])
+    async def upload(self, brought: Brought, upload: Upload, chunks: AsyncIterator[bytes]) -> LoraRecord:
+        """Takes in what is sent. Raises InvalidRequest, BadLora, TooLarge, LoraExists, QueueFull,
+        StorageUnavailable."""
+        rules.refuse([*self._check(brought), *check_upload(upload, max_bytes=self._max_bytes)])
         if self._uploads >= _MOST_UPLOADS:
             raise QueueFull("the store takes as many uploads as it can at once", retry_after_s=1.0)
         self._uploads += 1
         try:
             with self._counted():
-                async with self._spool() as spool:
-                    await self._receive(spool, upload, chunks)
-                    return await self._import(upload.brought, spool, upload.size_bytes, upload.adapter_config)
+                async with contextlib.AsyncExitStack() as stack:
+                    spools = [await stack.enter_async_context(self._spool()) for _ in upload.files]
+                    await receive(spools, upload, chunks, deadline_s=self._upload_s)
+                    sources = [
+                        ImportSource(path=spool, adapter_config=part.adapter_config, component=part.component)
+                        for spool, part in zip(spools, upload.files, strict=True)
+                    ]
+                    return await self._import(brought, sources, upload.size_bytes)
         finally:
             self._uploads -= 1
 
@@ -110,7 +101,7 @@ class Intake:
         rules.refuse(violations)
         with self._counted():
             source, size_bytes = await asyncio.to_thread(self._below_root, path)
-            return await self._import(brought, source, size_bytes, b"")
+            return await self._import(brought, [ImportSource(path=source)], size_bytes)
 
     async def bring(self, brought: Brought, path: Path) -> LoraRecord:
         """Takes in what the store's own configuration names, wherever it is. Raises as `upload` does."""
@@ -118,27 +109,14 @@ class Intake:
         with self._counted():
             source = await asyncio.to_thread(path.resolve)
             size_bytes = await asyncio.to_thread(self._measured, source)
-            return await self._import(brought, source, size_bytes, b"")
+            return await self._import(brought, [ImportSource(path=source)], size_bytes)
 
-    async def _receive(self, spool: Path, upload: Upload, chunks: AsyncIterator[bytes]) -> None:
-        """Writes an upload's bytes in time. Raises as `_received` does."""
-        try:
-            async with asyncio.timeout(self._upload_s):
-                await _received(spool, upload, chunks)
-        except TimeoutError:
-            late = f"fewer than the {upload.size_bytes} bytes that were announced in {self._upload_s:g} s"
-            raise _mismatch(f"{late}: use a faster network, or raise imports.upload_s at the store") from None
-
-    async def _import(self, brought: Brought, source: Path, size_bytes: int, adapter_config: bytes) -> LoraRecord:
+    async def _import(self, brought: Brought, sources: Sequence[ImportSource], size_bytes: int) -> LoraRecord:
         async with self._spool() as output:
-            job = Import(
-                source=source,
-                size_bytes=size_bytes,
-                adapter_config=adapter_config,
-                base=self._bases[brought.base],
-                output=output,
+            base = self._bases[brought.base]
+            answer = await self._importer.run(
+                Import(sources=tuple(sources), size_bytes=size_bytes, base=base, output=output)
             )
-            answer = await self._importer.run(job)
             async with self.keeping:
                 keep = asyncio.create_task(self._keep(brought, output, answer.format, answer.trigger_phrase))
                 try:
@@ -183,7 +161,7 @@ class Intake:
             added_s=time.time(),
         )
         try:
-            kept = await self._catalogue.add(record)
+            kept = await self._catalogue.add(record, rewords=bool(brought.trigger_words))
         except BottegaError:
             if not await self._catalogue.names(digest):
                 await asyncio.to_thread(self._files.remove, digest)
@@ -204,16 +182,6 @@ class Intake:
         if len(words) > _MOST_WORDS or not all(0 < len(w) <= _MAX_WORD_CHARACTERS and w.isprintable() for w in words):
             rule = f"at most {_MOST_WORDS}, each of 1 to {_MAX_WORD_CHARACTERS} printable characters"
             violations.append(Violation(field="trigger_words", description=rule))
-        return violations
-
-    def _check_upload(self, upload: Upload) -> list[Violation]:
-        violations = []
-        if len(upload.sha256) != _SHA256_CHARACTERS or set(upload.sha256) - set("0123456789abcdef"):
-            violations.append(Violation(field="sha256", description="must be 64 hexadecimal digits, in lower case"))
-        if not 0 < upload.size_bytes <= self._max_bytes:
-            violations.append(Violation(field="size_bytes", description=f"must be 1 to {self._max_bytes}"))
-        if len(upload.adapter_config) > _MAX_CONFIG_BYTES:
-            violations.append(Violation(field="adapter_config", description=f"at most {_MAX_CONFIG_BYTES} bytes"))
         return violations
 
     def _below_root(self, path: str) -> tuple[Path, int]:
@@ -257,40 +225,6 @@ def _reading() -> Iterator[None]:
         yield
     except OSError as error:
         raise _refused(f"the store cannot read it: {error.strerror}") from error
-
-
-async def _received(spool: Path, upload: Upload, chunks: AsyncIterator[bytes]) -> None:
-    """Writes the upload's bytes, and checks them. Raises BadLora, InvalidRequest."""
-    hashed = hashlib.sha256()
-    done = 0
-    with await asyncio.to_thread(spool.open, "wb") as file:
-        while (chunk := await _next(chunks)) is not None:
-            done += len(chunk)
-            if done > upload.size_bytes:
-                raise _mismatch(f"more than the {upload.size_bytes} bytes that were announced")
-            await asyncio.to_thread(_write, file, hashed, chunk)
-    if done != upload.size_bytes:
-        raise _mismatch(f"{done} of the {upload.size_bytes} bytes that were announced")
-    if hashed.hexdigest() != upload.sha256:
-        raise BadLora(f"the bytes that came have the SHA-256 {hashed.hexdigest()}, not {upload.sha256}: send it again")
-
-
-async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
-    try:
-        async with asyncio.timeout(_CHUNK_S):
-            return await anext(chunks, None)
-    except TimeoutError:
-        raise _mismatch(f"nothing more for {_CHUNK_S:g} s") from None
-
-
-def _write(file: BinaryIO, hashed: hashlib._Hash, chunk: bytes) -> None:
-    with faults.translated():
-        file.write(chunk)
-    hashed.update(chunk)
-
-
-def _mismatch(what: str) -> InvalidRequest:
-    return InvalidRequest(f"the upload brought {what}", violations=[Violation(field="chunk", description=what)])
 
 
 def _refused(rule: str) -> InvalidRequest:

@@ -50,7 +50,9 @@ class LoraMetrics(Collector):
         self._links.counts = figures.links
         counts = figures.counts
         fetches = CounterMetricFamily(
-            "bottega_lora_fetches", "LoRAs that workers fetched, by where they were.", labels=("tier",)
+            "bottega_lora_fetches",
+            "LoRAs that workers fetched: from memory, loaded into it for the fetch or ahead of it, or from the disk.",
+            labels=("tier",),
         )
         for tier in Tier:
             fetches.add_metric((tier.value,), counts.by_tier[tier])

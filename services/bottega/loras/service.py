@@ -9,7 +9,8 @@ import grpc
 
 from bottega import rules
 from bottega.errors import InvalidRequest, Violation
-from bottega.loras.intake import Brought, Upload
+from bottega.loras.intake import Brought
+from bottega.loras.receiving import Upload, UploadPart
 from bottega.loras.records import LoraRecord
 from bottega.loras.store import LoraStore
 from bottega.transport import offer_to_wire
@@ -44,13 +45,9 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         if not first.HasField("head"):
             rules.refuse([Violation(field="head", description="must be the first message")])
         head = first.head
-        upload = Upload(
-            brought=Brought(name=head.name, base=head.base, trigger_words=tuple(head.trigger_words)),
-            sha256=head.sha256,
-            size_bytes=head.size_bytes,
-            adapter_config=head.adapter_config,
-        )
-        return pb.UploadLoraResponse(lora=self._stored(await self._store.intake.upload(upload, _chunks(requests))))
+        brought = Brought(name=head.name, base=head.base, trigger_words=tuple(head.trigger_words))
+        record = await self._store.intake.upload(brought, _upload(head), _chunks(requests))
+        return pb.UploadLoraResponse(lora=self._stored(record))
 
     async def RegisterLora(self, request: pb.RegisterLoraRequest, _context: _Context) -> pb.RegisterLoraResponse:
         """RegisterLora."""
@@ -122,6 +119,16 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
             added_s=record.added_s,
             state=_STATES[self._store.state(record)],
         )
+
+
+def _upload(head: pb.UploadLoraHead) -> Upload:
+    parts = (
+        UploadPart(component=part.component, size_bytes=part.size_bytes, adapter_config=part.adapter_config)
+        for part in head.parts
+    )
+    return Upload(
+        sha256=head.sha256, size_bytes=head.size_bytes, adapter_config=head.adapter_config, parts=tuple(parts)
+    )
 
 
 async def _chunks(requests: AsyncIterator[pb.UploadLoraRequest]) -> AsyncIterator[bytes]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from bottega import rules
-from bottega.errors import BottegaError, ConfigError, Draining, LoraInUse, LoraNotFound, TooLarge
+from bottega.errors import BottegaError, ConfigError, DataLoss, Draining, LoraInUse, LoraNotFound, TooLarge
 from bottega.loras.catalogue import Catalogue
 from bottega.loras.config import LoraConfig, OwnLora
 from bottega.loras.files import LoraFiles
@@ -25,6 +25,7 @@ from bottega.loras.metrics import LoraMetrics, StoreFigures
 from bottega.loras.records import LoraRecord
 from bottega.loras.tiers import Tiers
 from bottega.miniature import WEIGHTS
+from bottega.process import open_files
 from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet import FleetMembership
 from bottega.rpc.link_counts import link_counts
@@ -37,6 +38,9 @@ _MINIATURE = "miniature"
 # What a configuration may call the embedded model's own, wherever that is installed.
 _EMBEDDED = {f"{_MINIATURE}/{name}": WEIGHTS / "loras" / name for name in ("striped", "checked", "dusk")}
 _MEMORY_INTERVAL_S = 1.0
+# That LoRAs in memory may have. The others are for up to 256 workers' links, of two sockets each, callers, uploads, the
+# catalogue, import processes, and LoRAs that memory has no room for: without one left the store could not even refuse.
+_SHARE_OF_OPEN_FILES = 0.5
 # Leases of LoRAs that jobs need; those of a full queue have some thousand different ones at most.
 _MOST_LEASES = 65_536
 
@@ -56,7 +60,13 @@ class LoraStore:
         self._version = importlib.metadata.version("bottega-services")
         self._catalogue = Catalogue(folder / "catalogue.db")
         self._files = LoraFiles(folder / "files", budget_bytes=config.disk_bytes)
-        self._tiers = Tiers(self._files.path, budget_bytes=config.budget_bytes, at_once=config.loads_at_once)
+        self._most_in_memory = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
+        self._tiers = Tiers(
+            self._files.path,
+            budget_bytes=config.budget_bytes,
+            most=self._most_in_memory,
+            at_once=config.loads_at_once,
+        )
         self._links = Links(config.links, tiers=self._tiers)
         imports = config.imports
         self.intake = Intake(
@@ -143,10 +153,13 @@ class LoraStore:
         return [digest for digest in wanted if self._tiers.prefetch(digest)]
 
     async def pin(self, name: str, pinned: bool) -> LoraRecord:
-        """Keeps it in memory, or no longer. Raises LoraNotFound, TooLarge where it would not fit beside others."""
+        """Keeps it in memory, as soon as that has room, or no longer.
+
+        Raises LoraNotFound, TooLarge where it would not fit beside others that are pinned, DataLoss without its file.
+        """
         async with self.intake.keeping:  # of two at once, the second one sees the first
             if pinned:
-                await self._check_room(await self._catalogue.get(name))
+                await self._check_pinnable(await self._catalogue.get(name))
             record = await self._catalogue.pin(name, pinned)
             await self._pin()
         return record
@@ -214,13 +227,16 @@ class LoraStore:
     async def _pin(self) -> None:
         pinned = await self._catalogue.pinned()
         self._tiers.pin(pinned)
-        accepted = [digest for digest in pinned if self._tiers.prefetch(digest)]
-        if sum(pinned.values()) > self._config.budget_bytes:  # it was larger when they were pinned
+        # There was more room when they were pinned.
+        if sum(pinned.values()) > self._config.budget_bytes or len(pinned) > self._most_in_memory:
             facts = {"pinned_bytes": sum(pinned.values()), "budget_bytes": self._config.budget_bytes}
-            facts |= {"pinned": len(pinned), "in_memory": len(accepted)}
-            _log.warning("pinned LoRAs do not fit into memory: unpin some, or raise budget_bytes", extra=facts)
+            facts |= {"pinned": len(pinned), "most": self._most_in_memory}
+            what = "unpin some, or raise budget_bytes or the limit of open files"
+            _log.warning(f"pinned LoRAs do not fit into memory: {what}", extra=facts)
 
-    async def _check_room(self, record: LoraRecord) -> None:
+    async def _check_pinnable(self, record: LoraRecord) -> None:
+        if not await asyncio.to_thread(self._files.has, record.digest):
+            raise DataLoss(f"the file of {record.name} is gone; bring it again", metadata={"loras": record.name})
         others = await self._catalogue.pinned()
         others.pop(record.digest, None)
         beside_bytes = sum(others.values())
@@ -229,6 +245,12 @@ class LoraStore:
                 f"{record.name} has {record.size_bytes} bytes, and {beside_bytes} of others are pinned; memory holds "
                 f"budget_bytes, {self._config.budget_bytes}: unpin others, or raise it",
                 metadata={"limit": "budget_bytes"},
+            )
+        if len(others) >= self._most_in_memory:
+            raise TooLarge(
+                f"{len(others)} others are pinned, as many as memory holds at the store's limit of open files: unpin "
+                "others, or raise it",
+                metadata={"limit": "open_files"},
             )
 
     def _join(self) -> FleetMembership:

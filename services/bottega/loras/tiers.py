@@ -4,7 +4,8 @@ What is in memory lies in files without a name (memfd), sealed once they are loa
 those themselves, and whoever has one can only read it. Where memory lets one go that workers have, its pages are
 theirs from then on, and in their budgets. Loads run in parallel, one for each LoRA. What finds no room in memory,
 because all that is there is pinned or being sent, is sent from the disk; a file of the disk is given to nobody, for
-who shortens it would end those who read it. Knows digests and bytes; knows no names and no links.
+who shortens it would end those who read it. What is pinned is loaded as soon as there is room. Knows digests and bytes;
+knows no names and no links.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from bottega.errors import BottegaError, LoraNotFound, StorageUnavailable
 from bottega.loras.loading import load
+from bottega.loras.residents import Resident, Residents
 from bottega.storage import faults
 from bottega.transport.files import new_file
 
@@ -29,7 +31,11 @@ _log = logging.getLogger(__name__)
 
 
 class Tier(StrEnum):
-    """Where a LoRA was found when somebody asked for it. LOADED: read from the disk into memory for it."""
+    """Where a LoRA was when somebody asked for it.
+
+    MEMORY: it was there already, and not only because of this. LOADED: it was read from the disk into memory for this:
+    it was on its way, or it had come ahead and this is the first to have it. DISK: memory had no room for it.
+    """
 
     MEMORY = "memory"
     LOADED = "loaded"
@@ -46,16 +52,6 @@ class TierCounts:
     load_s: float = 0.0
     failures: int = 0
     evictions: int = 0
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Resident:
-    """A LoRA in memory, or on its way there. loans: being sent."""
-
-    descriptor: int
-    size_bytes: int
-    loaded: Future[None]
-    loans: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,18 +71,18 @@ class Loan:
 class Tiers:
     """Any thread may call it.
 
-    file: where the LoRA of a digest is. budget_bytes: of what is in memory. at_once: loads that run.
+    file: where the LoRA of a digest is. budget_bytes, most: of what is in memory; each holds a file descriptor.
+    at_once: loads that run.
     """
 
-    def __init__(self, file: Callable[[str], Path], *, budget_bytes: int, at_once: int) -> None:
+    def __init__(self, file: Callable[[str], Path], *, budget_bytes: int, most: int, at_once: int) -> None:
         self.counts = TierCounts(by_tier=Counter())
-        self.budget_bytes = budget_bytes
         self._file = file
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        # The one used longest ago first.
-        self._residents: OrderedDict[str, _Resident] = OrderedDict()
-        self._pinned: set[str] = set()
+        self._residents = Residents(budget_bytes=budget_bytes, most=most)
+        # Pinned, and without room so far.
+        self._awaited: deque[str] = deque()
         self._lent: Counter[str] = Counter()
         self._trusted: set[str] = set()
         self._pool = ThreadPoolExecutor(max_workers=at_once, thread_name_prefix="lora-load")
@@ -95,7 +91,7 @@ class Tiers:
     def used_bytes(self) -> int:
         """Of what is in memory, or on its way there."""
         with self._lock:
-            return sum(resident.size_bytes for resident in self._residents.values())
+            return self._residents.used_bytes
 
     def state(self, digest: str) -> bool | None:
         """Whether it is in memory; False while it is on its way there, None where it is not."""
@@ -112,9 +108,11 @@ class Tiers:
             return self._idle.wait_for(lambda: not self._lent, seconds)
 
     def pin(self, digests: Iterable[str]) -> None:
-        """These, and no others, stay in memory once they are there."""
+        """These, and no others, are loaded as soon as there is room, and stay in memory once they are there."""
         with self._lock:
-            self._pinned = set(digests)
+            pinned = list(digests)
+            self._residents.pinned = frozenset(pinned)
+            self._awaited = deque(digest for digest in pinned if self._resident(digest, awaits_fetch=False) is None)
 
     def prefetch(self, digest: str) -> bool:
         """Has it in memory soon, where there is room; whether it will be."""
@@ -125,16 +123,16 @@ class Tiers:
         """The LoRA's bytes, as soon as they can be read. It fails with LoraNotFound, DataLoss, StorageUnavailable."""
         with self._lock:
             self._lent[digest] += 1
-            before = digest in self._residents
             resident = self._resident(digest)
             if resident is not None:
+                tier = Tier.LOADED if resident.awaits_fetch or not resident.loaded.done() else Tier.MEMORY
+                resident.awaits_fetch = False
                 resident.loans += 1
-                self.counts.by_tier[Tier.MEMORY if before else Tier.LOADED] += 1
+                self.counts.by_tier[tier] += 1
         outcome: Future[Loan] = Future()
         if resident is None:
             self._pool.submit(self._from_disk, digest, outcome)
         else:
-            tier = Tier.MEMORY if before else Tier.LOADED
             resident.loaded.add_done_callback(lambda loaded: self._lend(digest, resident, tier, loaded, outcome))
         return outcome
 
@@ -145,6 +143,7 @@ class Tiers:
             resident = self._residents.get(loan.digest)
             if loan.resident and resident is not None and resident.descriptor == loan.descriptor:
                 resident.loans -= 1
+                self._load_awaited()
                 return
         os.close(loan.descriptor)
 
@@ -152,79 +151,78 @@ class Tiers:
         """It is deleted: memory lets it go."""
         with self._lock:
             self._trusted.discard(digest)
-            self._pinned.discard(digest)
+            self._residents.pinned -= {digest}
+            if digest in self._awaited:
+                self._awaited.remove(digest)
             resident = self._residents.get(digest)
             if resident is not None and resident.loaded.done() and not resident.loans:
-                self._evict(digest)
+                self._residents.let_go([digest])
+                self._load_awaited()
 
     def close(self) -> None:
         """Loads nothing more, and gives the memory back."""
+        with self._lock:
+            self._awaited.clear()
         self._pool.shutdown(cancel_futures=True)
         with self._lock:
-            for digest in list(self._residents):
-                self._evict(digest)
+            self._residents.clear()
 
-    def _resident(self, digest: str) -> _Resident | None:
-        """The LoRA in memory, or being loaded from now on; None where there is no room. Under the lock."""
-        found = self._residents.get(digest)
+    def _resident(self, digest: str, *, awaits_fetch: bool = True) -> Resident | None:
+        """The LoRA in memory, or being loaded from now on; None where there is no room. Under the lock.
+
+        awaits_fetch: of one that is loaded from now on.
+        """
+        found = self._residents.use(digest)
         if found is not None:
-            self._residents.move_to_end(digest)
             return found
         try:
             size_bytes = self._file(digest).stat().st_size
         except OSError:
             return None  # whoever reads it from the disk says why
-        if not self._make_room(size_bytes):
+        gone = self._residents.make_room(size_bytes)
+        if gone is None:
             return None
+        self.counts.evictions += gone
         try:
             descriptor = new_file("lora")
         except OSError as error:  # no descriptor is left, most likely: whoever reads it from the disk says so
             _log.warning("a LoRA cannot be had in memory", extra={"digest": digest, "why": error.strerror})
             return None
-        resident = _Resident(descriptor=descriptor, size_bytes=size_bytes, loaded=Future())
-        self._residents[digest] = resident
+        resident = Resident(descriptor=descriptor, size_bytes=size_bytes, awaits_fetch=awaits_fetch)
+        self._residents.add(digest, resident)
         self._pool.submit(self._load, digest, resident)
         return resident
 
-    def _make_room(self, size_bytes: int) -> bool:
-        """Lets go what was used longest ago, where that helps. Under the lock."""
-        lack = sum(resident.size_bytes for resident in self._residents.values()) + size_bytes - self.budget_bytes
-        victims = []
-        for digest, resident in self._residents.items():
-            if lack <= 0:
-                break
-            if resident.loaded.done() and not resident.loans and digest not in self._pinned:
-                victims.append(digest)
-                lack -= resident.size_bytes
-        if lack > 0:
-            return False
-        for digest in victims:
-            self._evict(digest)
-            self.counts.evictions += 1
-        return True
+    def _load_awaited(self) -> None:
+        """Begins to load what is pinned and had no room, up to the first that has none now either. Under the lock."""
+        while self._awaited:
+            digest = self._awaited.popleft()
+            if self._resident(digest, awaits_fetch=False) is None:
+                self._awaited.append(digest)  # the next time another one is first: a large one keeps none from its room
+                return
 
-    def _evict(self, digest: str) -> None:
-        os.close(self._residents.pop(digest).descriptor)
-
-    def _load(self, digest: str, resident: _Resident) -> None:
+    def _load(self, digest: str, resident: Resident) -> None:
         """In a thread of the pool."""
         began = time.monotonic()
         try:
             self._copy(digest, resident)
         except BaseException as error:  # noqa: BLE001 - it is raised where the load is awaited
+            # Nobody awaits what is loaded ahead.
+            _log.error("a LoRA cannot be loaded into memory", extra={"digest": digest, "why": str(error)})
             with self._lock:
                 self.counts.failures += 1
-                del self._residents[digest]
+                self._residents.let_go([digest])
             resident.loaded.set_exception(error)
-            os.close(resident.descriptor)
-            return
-        with self._lock:
-            self.counts.loads += 1
-            self.counts.loaded_bytes += resident.size_bytes
-            self.counts.load_s += time.monotonic() - began
-        resident.loaded.set_result(None)
+        else:
+            with self._lock:
+                self.counts.loads += 1
+                self.counts.loaded_bytes += resident.size_bytes
+                self.counts.load_s += time.monotonic() - began
+            resident.loaded.set_result(None)
+        with self._lock:  # it has left its room, or may be let go from now on
+            self._load_awaited()
 
-    def _copy(self, digest: str, resident: _Resident) -> None:
+    def _copy(self, digest: str, resident: Resident) -> None:
         source = self._open(digest)
         try:
             # Once since the start: a disk that has changed a bit is noticed here, and by every worker.
@@ -234,7 +232,7 @@ class Tiers:
             os.close(source)
         self._trusted.add(digest)
 
-    def _lend(self, digest: str, resident: _Resident, tier: Tier, loaded: Future[None], outcome: Future[Loan]) -> None:
+    def _lend(self, digest: str, resident: Resident, tier: Tier, loaded: Future[None], outcome: Future[Loan]) -> None:
         error = loaded.exception()
         if error is None:
             outcome.set_result(

@@ -25,7 +25,7 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        from bottega.client.cli.connection import asked_address
+        from bottega.client.cli.connection import advice_when_late, asked_address
         from bottega.client.cli.failures import exit_status, explained
         from bottega.client.cli.terminal import fail
         from bottega.errors import BottegaError
@@ -33,7 +33,8 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except BottegaError as error:
-            fail(*explained(error, asked_address(ctx)), status=exit_status(error))
+            told = explained(error, asked_address(ctx), when_late=advice_when_late(ctx))
+            fail(*told, status=exit_status(error))
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -17,6 +17,7 @@ _REACH_S = 5.0
 DEFAULT_TIMEOUT_S = 600.0
 
 _KEY = "bottega.address"
+_LATE_KEY = "bottega.when_late"
 
 
 def address_option(command: CommandT) -> CommandT:
@@ -39,6 +40,7 @@ def timeout_option(command: CommandT) -> CommandT:
         type=click.FloatRange(min=0.0, min_open=True),
         default=DEFAULT_TIMEOUT_S,
         show_default=True,
+        callback=_noted,
         help="Seconds to wait in all.",
     )(command)
 
@@ -54,6 +56,21 @@ def connect(address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Client:
 def asked_address(ctx: click.Context) -> str:
     """The address that the command was given, for what is said about its errors."""
     return str(ctx.meta.get(_KEY, ""))
+
+
+def advise_when_late(ctx: click.Context, advice: str) -> None:
+    """What the command says to do where its time was too short."""
+    ctx.meta[_LATE_KEY] = advice
+
+
+def advice_when_late(ctx: click.Context) -> str:
+    """What it said; empty where it has no say in its time."""
+    return str(ctx.meta.get(_LATE_KEY, ""))
+
+
+def _noted(ctx: click.Context, _: click.Parameter, value: float) -> float:
+    advise_when_late(ctx, "Allow more time with --timeout SECONDS.")
+    return value
 
 
 def _chosen(ctx: click.Context, _: click.Parameter, value: str | None) -> str:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from bottega import errors
+from bottega.client.retry import OutOfTime
+from bottega.client.size import LIMIT
 from bottega.client.suite.plan import PortTaken
 from bottega.errors import BottegaError
+from bottega.v1.generation_pb2 import GenerationSpec
 
-_MORE_TIME = "Allow more time with --timeout SECONDS, ask for fewer steps, or wait for nothing with --detach."
+_TOO_BUSY = "Try again when less is waiting: bottega fleet shows what is."
+_SMALLER_IMAGES = "Make the input images smaller: they become as large as the picture anyway. JPEG is smaller than PNG."
 # Causes of StorageUnavailable, by how they begin. SQLite does not tell an output error on a full disk from others.
 _NO_ROOM = ("ENOSPC", "EDQUOT", "EFBIG", "SQLITE_FULL", "SQLITE_IOERR")
 _FORBIDDEN = ("EROFS", "EACCES", "EPERM", "SQLITE_READONLY", "SQLITE_PERM")
+
+# As the gateway begins its names of them, the SDK, and --control.
+_OF_A_DRAWING = frozenset({"spec", "--control", "lora", *GenerationSpec.DESCRIPTOR.fields_by_name})
 
 # What a LoRA store says of itself: what helps with the gateway's does not help here.
 _OF_A_STORE = (errors.StorageUnavailable, errors.DataLoss, errors.TooLarge)
@@ -37,8 +45,7 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
         errors.WorkerLost: "Try again; if it happens every time, bottega logs -n 50 says why.",
         errors.Poisoned: "Do not try it as it is; bottega logs -n 50 says how its workers ended.",
         errors.DataLoss: "Asking again does not help; bottega logs gateway -n 50 says what is damaged.",
-        errors.DeadlineUnmeetable: _MORE_TIME,
-        errors.DeadlinePassed: _MORE_TIME,
+        errors.DeadlinePassed: "bottega generate begins another one; --timeout SECONDS gives it more time.",
         errors.FleetFull: "Stop a service that is not needed, or raise max_members in the gateway's configuration.",
         errors.TooLarge: "Ask for a smaller picture or for fewer at once.",
         PortTaken: "bottega doctor says by whom; another one: bottega up --port PORT (0: any).",
@@ -46,15 +53,20 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
 )
 
 
-def explained(error: BottegaError, address: str) -> tuple[str, str]:
+def explained(error: BottegaError, address: str, *, when_late: str = "") -> tuple[str, str]:
     """What happened, and what to do (perhaps nothing).
 
-    address: of the gateway that was asked.
+    address: of the gateway that was asked. when_late: what the command advises where its own time was too short; empty
+    where nobody can give it more.
     """
+    if isinstance(error, errors.DeadlineUnmeetable | OutOfTime):
+        return error.message, when_late or _TOO_BUSY
     if error.metadata.get("service") == "loras" and isinstance(error, _OF_A_STORE):
         return error.message, _about_lora_store(error)
     if isinstance(error, errors.DataLoss) and (name := error.metadata.get("loras")):
         return error.message, f"Bring it again as it was, which replaces it: bottega loras add {name} FILE"
+    if isinstance(error, errors.TooLarge) and error.metadata.get("limit") == LIMIT:
+        return error.message, _SMALLER_IMAGES if error.metadata.get("images") != "0" else "Ask for less at once."
     for kind in type(error).__mro__:
         if kind in _TODO:
             return error.message, _TODO[kind]
@@ -104,6 +116,10 @@ def _about_storage(error: errors.StorageUnavailable, whose: str) -> str:
 def _refused(error: errors.InvalidRequest) -> tuple[str, str]:
     if not error.violations:
         return error.message, ""
-    drawing = any(item.field.startswith("spec.") for item in error.violations)
+    drawing = any(_head(item.field) in _OF_A_DRAWING for item in error.violations)
     fields = [f"{item.field.removeprefix('spec.')}: {item.description}" for item in error.violations]
     return "this cannot be drawn" if drawing else "this cannot be asked", "\n".join(fields)
+
+
+def _head(field: str) -> str:
+    return re.split(r"[.\[ ]", field, maxsplit=1)[0]

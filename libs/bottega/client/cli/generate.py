@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from bottega.client.cli.connection import DEFAULT_TIMEOUT_S, address_option, connect
+from bottega.client.cli.connection import DEFAULT_TIMEOUT_S, address_option, advise_when_late, connect
 from bottega.client.cli.parameters import drawing_options
 from bottega.client.cli.terminal import fail, note, say
 
@@ -31,6 +31,9 @@ _STAGES = (
 _SHORTEST_S = 0.0005
 # Of a prompt that was cut: enough to see where.
 _CUT_LETTERS = 100
+
+_WHEN_LATE = "Allow more time with --timeout SECONDS, ask for fewer steps, or wait for nothing with --detach."
+_WHEN_LATE_DETACHED = "Allow more time with --timeout SECONDS, or all that it takes: leave --timeout out."
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -83,6 +86,7 @@ def command(
     target = choose_output(output, options.get("format"), prompt)
     options["format"] = target.format
     _check_preview(preview, detach=detach)
+    advise_when_late(click.get_current_context(), _WHEN_LATE_DETACHED if detach else _WHEN_LATE)
     began_s = time.monotonic()
     with connect(address, timeout_s=timeout_s or DEFAULT_TIMEOUT_S) as client, _as_given(options):
         if detach:

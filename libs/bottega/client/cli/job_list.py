@@ -23,6 +23,8 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _AGO = re.compile(r"(\d{1,6})([smhd])")
 # Of a prompt: enough to know it again.
 _PROMPT_LETTERS = 60
+# A page may have no jobs and not be the last one: so many are turned for a person who waits.
+_MOST_PAGES = 100
 
 
 class _Moment(click.ParamType[datetime]):
@@ -59,17 +61,21 @@ def list_command(
     from bottega.client.jobs import JobState
 
     with connect(address) as client:
-        page = client.list_jobs(
-            states=[JobState(state) for state in states],
-            created_after=since,
-            created_before=until,
-            page_size=number,
-            page_token=page_token,
-        )
-    if not page.jobs:
+        for _ in range(_MOST_PAGES):
+            page = client.list_jobs(
+                states=[JobState(state) for state in states],
+                created_after=since,
+                created_before=until,
+                page_size=number,
+                page_token=page_token,
+            )
+            if page.jobs or not page.next_page_token:
+                break
+            page_token = page.next_page_token
+    if page.jobs:
+        print_table(_table(page.jobs))
+    elif not page.next_page_token:
         note("There are no such jobs." if states or since or until or page_token else "There are no jobs yet.")
-        return
-    print_table(_table(page.jobs))
     if page.next_page_token:
         note(f"More: {_again(states, since, until, number)} --page {page.next_page_token}")
 

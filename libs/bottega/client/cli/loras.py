@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
     from bottega.v1.lora_pb2 import StoredLora
 
 _HASH_LETTERS = 12
-# By the contract's numbers of LoraState.
-_IN_MEMORY = {2: "soon", 3: "yes"}
+# The contract's numbers of LoraState, whose module the command's help does not wait for.
+_LOADING, _IN_MEMORY = 2, 3
+# LoRAs of GiB take some seconds; after that the command tells what is so by then.
+_LOAD_S, _POLL_S = 15.0, 0.05
 
 
 class _Loras(click.Group):
@@ -82,17 +86,23 @@ def show(*, name: str, address: str) -> None:
 def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...], address: str) -> None:
     """Bring a LoRA, and call it NAME.
 
-    PATH is a .safetensors file or a folder of PEFT or Diffusers, and is uploaded; what is not on this machine is
-    looked for on the store's, below the root that its configuration allows.
+    PATH is a .safetensors file or a folder of PEFT, also with one for each component, or of Diffusers, and is
+    uploaded; what is not on this machine is looked for on the store's, below the root that its configuration allows.
+    The same once more, with other trigger words, changes those.
     """
-    here = Path(path)
+    # What cannot even be looked at, such as a name that is too long, is not here either.
+    here = os.path.exists(path)  # noqa: PTH110 - Path.exists raises for it
     with connect(address) as client:
-        if here.exists():
-            lora = _brought(client, name, here, base=base, trigger_words=trigger_words)
+        before = _words(client, name) if trigger_words else None
+        if here:
+            lora = client.add_lora(name, Path(path), base=base, trigger_words=trigger_words)
         else:
-            note(f"{path} is not on this machine: its store looks for it.")
-            lora = client.register_lora(name, path, base=base, trigger_words=trigger_words)
-    say(f"{lora.name} is there for {lora.base}: {lora.modules} modules of rank {lora.rank}, {_size(lora.size_bytes)}")
+            lora = _registered(client, name, path, base=base, trigger_words=trigger_words)
+    modules = f"{lora.modules} module{'s' if lora.modules > 1 else ''} of rank {lora.rank}"
+    say(f"{lora.name} is there for {lora.base}: {modules}, {_size(lora.size_bytes)}")
+    if before is not None and before != list(lora.trigger_words):
+        was = ", ".join(before) or "none"
+        say(f"It was there already; its trigger words are now: {', '.join(lora.trigger_words)} (before: {was})")
 
 
 @command.command("remove")
@@ -114,8 +124,16 @@ def remove(*, name: str, address: str) -> None:
 def pin(*, name: str, address: str) -> None:
     """Keep the LoRA NAME in its store's memory, whatever else is used."""
     with connect(address) as client:
-        lora = client.pin_lora(name)
-    say(f"{lora.name} is pinned: {_size(lora.size_bytes)} of its store's memory are its own")
+        pinned = client.pin_lora(name)
+        lora = _loaded(client, pinned)
+    if lora.state == _IN_MEMORY:
+        say(f"{name} is pinned: {_size(lora.size_bytes)} of its store's memory are its own")
+    elif lora.state == _LOADING:
+        say(f"{name} is pinned, and its store is still loading it")
+    elif pinned.state == _LOADING:
+        fail(f"{name} is pinned, but its store could not load it", "bottega logs loras -n 50 says why.")
+    else:
+        say(f"{name} is pinned, and comes into its store's memory when others there, now in use, leave it room")
 
 
 @command.command("unpin")
@@ -131,11 +149,40 @@ def unpin(*, name: str, address: str) -> None:
 command.add_command(profile_command)
 
 
-def _brought(client: Client, name: str, path: Path, *, base: str | None, trigger_words: tuple[str, ...]) -> StoredLora:
+def _loaded(client: Client, lora: StoredLora) -> StoredLora:
+    """The same, after its store has loaded it, where it does so in a while."""
+    deadline = time.monotonic() + _LOAD_S
+    while lora.state == _LOADING and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        lora = client.lora(lora.name)
+    return lora
+
+
+def _words(client: Client, name: str) -> list[str] | None:
+    """Trigger words of the LoRA that has that name; None where there is none."""
+    from bottega.errors import InvalidRequest, LoraNotFound
+
     try:
-        return client.add_lora(name, path, base=base, trigger_words=trigger_words)
-    except OSError as error:
-        fail(f"{error.filename or path} cannot be read: {error.strerror}")
+        return list(client.lora(name).trigger_words)
+    except (LoraNotFound, InvalidRequest):  # what is wrong with the name is said where it is brought
+        return None
+
+
+def _registered(
+    client: Client, name: str, path: str, *, base: str | None, trigger_words: tuple[str, ...]
+) -> StoredLora:
+    """From the store's machine. Most often a path that is not here is a wrong one, so that is said first."""
+    from bottega.client.cli.failures import exit_status
+    from bottega.errors import InvalidRequest
+
+    try:
+        return client.register_lora(name, path, base=base, trigger_words=trigger_words)
+    except InvalidRequest as error:
+        rules = [item.description for item in error.violations if item.field == "path"]
+        if not rules:
+            raise
+        said = f"Nor can the store take it from a path of its own machine: {'; '.join(rules)}"
+        fail(f"there is no file or folder {path} on this machine", said, status=exit_status(error))
 
 
 def _facts(lora: StoredLora) -> list[tuple[str, str]]:
@@ -149,10 +196,17 @@ def _facts(lora: StoredLora) -> list[tuple[str, str]]:
         ("format", lora.format),
         ("trigger words", ", ".join(lora.trigger_words) or "none"),
         ("may be late until", bounds or "not measured; a fifth of the steps"),
-        ("in the store's memory", _IN_MEMORY.get(lora.state, "no") + (", and stays there" if lora.pinned else "")),
+        ("in the store's memory", _where(lora)),
         ("added", datetime.fromtimestamp(lora.added_s, UTC).strftime("%Y-%m-%d %H:%M UTC")),
         ("hash", lora.digest[:_HASH_LETTERS]),
     ]
+
+
+def _where(lora: StoredLora) -> str:
+    here = {_LOADING: "soon", _IN_MEMORY: "yes"}.get(lora.state)
+    if here is None:
+        return "not now, and stays there once it is" if lora.pinned else "no"
+    return f"{here}, and stays there" if lora.pinned else here
 
 
 def _size(size_bytes: int) -> str:

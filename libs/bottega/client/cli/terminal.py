@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 def say(text: str = "") -> None:
     """A result."""
-    click.echo(text)
+    click.echo(_printable(text))
 
 
 def note(text: str = "") -> None:
     """Something worth knowing on the way."""
-    click.echo(text, err=True)
+    click.echo(_printable(text), err=True)
 
 
 def fail(what: str, todo: str = "", *, status: int = 1) -> NoReturn:
@@ -38,11 +38,11 @@ def stderr_console() -> Console:
 
 
 def new_table(*columns: str) -> Table:
-    """A table in the command's one look; columns that begin with > are numbers."""
+    """A table in the command's one look; columns that begin with > are numbers. Without any name it has no head."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_header=any(columns))
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
     return table
@@ -56,3 +56,8 @@ def print_table(table: Table) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=200)
     console.print(table)
+
+
+def _printable(text: str) -> str:
+    """Names of files and arguments may be bytes that are no Unicode, which not every terminal's encoding can carry."""
+    return text.encode(errors="backslashreplace").decode()

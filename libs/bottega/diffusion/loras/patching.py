@@ -7,7 +7,9 @@ Parameters stay where they are in memory. Knows one network; knows no rows and n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import torch
@@ -15,9 +17,8 @@ from torch import Tensor, nn
 
 from bottega.diffusion.loras.lora_set import Factors, LoraSet
 
-# Elements of a weight. Below, waking a second thread, a tenth of a millisecond where its core sleeps, takes longer than
-# the half of the layer that it would do.
-_SMALL = 1 << 20
+# Of weights. Below, waking threads, a tenth of a millisecond each, takes longer than what they take over.
+_WORTH_THREADS_BYTES = 4 << 20
 
 
 class Patcher:
@@ -56,10 +57,7 @@ class Patcher:
         self._forget([path for path in self._pristine if path not in factors])
         changed = set(self._pristine) if self._patched is not None else set()
         self._patched = loras  # before the first weight changes: whatever fails below, restore puts all back
-        small, large = self._by_size(factors)
-        with _one_thread():
-            self._write(small, factors, changed)
-        self._write(large, factors, changed)
+        self._share_out(lambda paths: self._write(paths, factors, changed), list(factors))
 
     @torch.inference_mode()
     def put_back(self) -> None:
@@ -88,22 +86,30 @@ class Patcher:
                 self._pristine[path] = weight.to(self._keep_on or weight.device, copy=True)
             _write_sum(weight, self._pristine[path] if path in changed else weight, factors[path])
 
-    def _copy_back(self, paths: Iterable[str]) -> None:
-        small, large = self._by_size(paths)
-        with _one_thread():
-            self._copy(small)
-        self._copy(large)
+    def _copy_back(self, paths: Sequence[str]) -> None:
+        self._share_out(self._copy, paths)
 
-    def _copy(self, paths: list[str]) -> None:
+    def _copy(self, paths: Sequence[str]) -> None:
         if paths:
             torch._foreach_copy_([self._weight(path) for path in paths], [self._pristine[path] for path in paths])
 
-    def _by_size(self, paths: Iterable[str]) -> tuple[list[str], list[str]]:
-        """The layers that one thread is quicker with, and the others."""
-        sides: tuple[list[str], list[str]] = ([], [])
-        for path in paths:
-            sides[self._weight(path).numel() >= _SMALL].append(path)
-        return sides
+    def _share_out(self, work: Callable[[Sequence[str]], None], paths: Sequence[str]) -> None:
+        """Has as many threads as torch computes with here do that work, each with its own layers.
+
+        Two threads in one layer after the other wake each other for every one, which takes as long as a small layer.
+        """
+        weights = [self._weight(path) for path in paths]
+        shares = min(torch.get_num_threads(), len(paths))
+        if sum(each.nbytes for each in weights) < _WORTH_THREADS_BYTES or any(each.is_cuda for each in weights):
+            shares = 1
+        with _one_thread_each():
+            others = [_threads().submit(torch.inference_mode()(work), paths[i::shares]) for i in range(1, shares)]
+            try:
+                work(paths[::shares])
+            finally:
+                wait(others)
+        for each in others:
+            each.result()
 
     def _weight(self, path: str) -> Tensor:
         weight = self._modules[path].weight
@@ -111,10 +117,16 @@ class Patcher:
         return weight.data
 
 
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Kept: a new thread's first product takes milliseconds more than the next one."""
+    return ThreadPoolExecutor(thread_name_prefix="patch")
+
+
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Computes in the calling thread alone. The number belongs to each thread, but one that begins to use torch
-    meanwhile takes over this one for good: in an engine's process all that computes is the thread that patches.
+def _one_thread_each() -> Iterator[None]:
+    """Computes in the calling thread alone, and so does each that begins to meanwhile, for good: torch's number of
+    threads belongs to each thread, and one that begins to use torch takes over the last that was set.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

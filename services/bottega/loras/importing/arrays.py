@@ -16,8 +16,10 @@ from bottega.lora.canonical import DTYPES, MAX_RANK, Weights
 from bottega.lora.safetensors_header import Header, TensorEntry
 from bottega.loras.importing.base import BaseModule
 
+MAX_F32 = float(np.finfo(np.float32).max)
 _NUMPY = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "BF16": "<u2"}
 _BF16_EXPONENT = 0x7F80
+_BF16_MAGNITUDE = 0x7FFF
 
 
 def read_number(file: BinaryIO, header: Header, entry: TensorEntry) -> float:
@@ -44,17 +46,32 @@ def read_weights(file: BinaryIO, header: Header, entry: TensorEntry) -> Weights:
     return Weights(dtype=entry.dtype, shape=entry.shape, data=words.tobytes())
 
 
-def folded(down: Weights, mid: Weights) -> Weights:
+def folded(module: BaseModule, down: Weights, mid: Weights) -> Weights:
     """One convolution in the place of two: `down` is [rank, in, 1, 1], `mid` [rank, rank, height, width].
 
-    A product of matrices, so it is the same map; computed in float64, and kept in F32.
+    A product of matrices, so it is the same map; computed in float64, and kept in F32. Raises BadLora naming the
+    module where they do not fit each other, or F32 cannot hold the product.
     """
     rank = down.shape[0]
     if down.shape[2:] != (1, 1) or len(mid.shape) != 4 or mid.shape[:2] != (rank, rank):
-        raise BadLora(f"lora_mid is {list(mid.shape)}, which does not follow lora_down, {list(down.shape)}")
+        shapes = f"lora_mid is {list(mid.shape)}, which does not follow lora_down, {list(down.shape)}"
+        raise BadLora(f"{module.name}: {shapes}")
     first = _array(down).astype(np.float64).reshape(rank, -1)
     both = np.einsum("orhw,ri->oihw", _array(mid).astype(np.float64), first)
+    if not np.abs(both).max(initial=0.0) <= MAX_F32:
+        raise BadLora(f"{module.name}: the product of lora_mid and lora_down is beyond what F32 holds")
     return Weights(dtype="F32", shape=both.shape, data=both.astype("<f4").tobytes())
+
+
+def check_product(module: BaseModule, down: Weights, up: Weights, scale: float) -> None:
+    """Raises BadLora naming the module where scale * up @ down may be beyond F32: nothing can be drawn with that.
+
+    A bound from the largest element of each rank, far above what any trainer writes; the product itself takes as
+    long as patching. down, up: as `fitted` returns them.
+    """
+    bound = abs(scale) * float(_largest(up, axis=0) @ _largest(down, axis=1))
+    if not bound <= MAX_F32:
+        raise BadLora(f"{module.name}: alpha / rank * up @ down may reach {bound:.3g}, beyond what F32 holds")
 
 
 def fitted(module: BaseModule, down: Weights, up: Weights) -> tuple[Weights, Weights]:
@@ -86,6 +103,15 @@ def _reshaped(weights: Weights, shape: Sequence[int]) -> Weights | None:
 
 def _stripped(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape[:2]) if all(extent == 1 for extent in shape[2:]) else tuple(shape)
+
+
+def _largest(weights: Weights, *, axis: int) -> NDArray[np.float64]:
+    """Magnitudes, of each row (axis 1) or column (axis 0). Copies no more than the words: memory is limited here."""
+    words = np.frombuffer(weights.data, dtype=_NUMPY[weights.dtype]).reshape(weights.shape[0], -1)
+    if weights.dtype == "BF16":  # without their signs they are ordered as whole numbers are
+        return _computable((words & _BF16_MAGNITUDE).max(axis=axis), "BF16").astype(np.float64)
+    largest: NDArray[np.floating] = np.maximum(words.max(axis=axis), -words.min(axis=axis))
+    return largest.astype(np.float64)
 
 
 def _array(weights: Weights) -> NDArray[np.floating]:

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from bottega.errors import BadLora
 from bottega.lora.canonical import ModuleWeights
 from bottega.lora.safetensors_header import Header, TensorEntry, read_header
 from bottega.loras.importing.alphas import AdapterConfig, from_metadata
-from bottega.loras.importing.arrays import fitted, folded, read_number, read_weights
+from bottega.loras.importing.arrays import MAX_F32, check_product, fitted, folded, read_number, read_weights
 from bottega.loras.importing.base import Base, BaseModule
 from bottega.loras.importing.naming import Format, Name, Part, format_of, module_of, refuse_other_methods, taken_apart
-from bottega.loras.importing.source import Source, sources
+from bottega.loras.importing.source import Source
 
 # Of the names in a refusal, which travels in a status.
 _LISTED = 8
@@ -47,22 +46,20 @@ class _Found:
     parts: dict[Part, tuple[BinaryIO, Header, TensorEntry]] = field(default_factory=dict)
 
 
-def convert(path: Path, *, adapter_config: bytes, base: Base) -> Converted:
-    """The LoRA at a path, for the base. Raises BadLora naming what is wrong with it, OSError."""
+def convert(sources: Iterable[Source], *, base: Base) -> Converted:
+    """The LoRA that some files are, for the base. Raises BadLora naming what is wrong with it, OSError."""
     with ExitStack() as stack:
         found: dict[str, _Found] = {}
         headers = []
-        for source in sources(path, adapter_config):
+        for source in sources:
             file = stack.enter_context(source.path.open("rb"))
             headers.append(read_header(file))
             _collect(file, headers[-1], source, base=base, found=found)
         if not found:
             raise BadLora("nothing in the file matches the base model: it has no tensors")
-        first = taken_apart(headers[0].tensors[0].name)
-        assert first is not None, "every name was taken apart"
         return Converted(
             modules=tuple(_module(each) for each in found.values()),
-            format=format_of(first),
+            format=next(each.format for each in found.values()),
             trigger_phrase=_trigger(headers),
         )
 
@@ -94,18 +91,26 @@ def _module(found: _Found) -> ModuleWeights:
     if missing:
         raise BadLora(f"{found.module.name} lacks {' and '.join(missing)}")
     down, up = read_weights(*found.parts[Part.DOWN]), read_weights(*found.parts[Part.UP])
-    if not down.shape:
-        raise BadLora(f"{found.module.name}: down is a single number")
+    if not down.shape or 0 in down.shape:
+        raise BadLora(f"{found.module.name}: down is {list(down.shape)}, which has no rank")
     rank = down.shape[0]
     if Part.MID in found.parts:
-        down = folded(down, read_weights(*found.parts[Part.MID]))
+        down = folded(found.module, down, read_weights(*found.parts[Part.MID]))
     down, up = fitted(found.module, down, up)
-    return ModuleWeights(
-        component=found.module.component, path=found.module.path, scale=_scale(found, rank), down=down, up=up
-    )
+    scale = _scale(found, rank)
+    check_product(found.module, down, up, scale)
+    return ModuleWeights(component=found.module.component, path=found.module.path, scale=scale, down=down, up=up)
 
 
 def _scale(found: _Found, rank: int) -> float:
+    """Alpha over rank. Raises BadLora naming the module where F32, which it is kept in, cannot hold it."""
+    scale = _said_scale(found, rank)
+    if not abs(scale) <= MAX_F32:
+        raise BadLora(f"{found.module.name}: its alpha over its rank is {scale:.3g}, beyond what F32 holds")
+    return scale
+
+
+def _said_scale(found: _Found, rank: int) -> float:
     if Part.ALPHA in found.parts:
         return read_number(*found.parts[Part.ALPHA]) / rank
     if found.config is not None:

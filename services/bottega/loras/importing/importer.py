@@ -28,12 +28,20 @@ _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_TH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Import:
-    """What is to be imported. source: file or folder of `size_bytes`. output: an empty file. base: its folder."""
+class ImportSource:
+    """A file or folder. adapter_config, component: of a file, PEFT's configuration and what it is for, if known."""
 
-    source: Path
+    path: Path
+    adapter_config: bytes = b""
+    component: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """What is to be imported. size_bytes: of all sources. output: an empty file. base: its folder."""
+
+    sources: tuple[ImportSource, ...]
     size_bytes: int
-    adapter_config: bytes
     base: Path
     output: Path
 
@@ -95,9 +103,9 @@ class Importer:
             raise InternalError("an import process did not start")
 
     async def _exchange(self, child: Child, job: Import) -> bytes | None:
-        call = LoraImportCall(
-            source=str(job.source), adapter_config=job.adapter_config, base=str(job.base), output=str(job.output)
-        )
+        call = LoraImportCall(base=str(job.base), output=str(job.output))
+        for source in job.sources:
+            call.sources.add(path=str(source.path), adapter_config=source.adapter_config, component=source.component)
         try:
             await child.channel.send(call.SerializeToString())
             return await child.channel.recv()

@@ -15,6 +15,7 @@ from bottega.errors import BadLora, ConfigError
 from bottega.lora import canonical
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import Converted, convert
+from bottega.loras.importing.source import sources
 from bottega.process import Channel
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 
@@ -31,7 +32,12 @@ def main() -> None:
 
 def _answer(call: LoraImportCall) -> LoraImportAnswer:
     try:
-        converted = convert(Path(call.source), adapter_config=call.adapter_config, base=read_base(Path(call.base)))
+        files = [
+            file
+            for each in call.sources
+            for file in sources(Path(each.path), each.adapter_config, each.component or None)
+        ]
+        converted = convert(files, base=read_base(Path(call.base)))
         return _written(converted, Path(call.output))
     except (BadLora, ConfigError) as error:
         return LoraImportAnswer(refusal=error.message)

@@ -26,10 +26,14 @@ class Source:
     component: str | None = None
 
 
-def sources(path: Path, adapter_config: bytes) -> list[Source]:
-    """The files at a path. adapter_config: PEFT's, where the path is its file alone. Raises BadLora, OSError."""
+def sources(path: Path, adapter_config: bytes = b"", component: str | None = None) -> list[Source]:
+    """The files at a path. Raises BadLora, OSError.
+
+    adapter_config, component: where the path is a file, PEFT's configuration of it and what all of it is for.
+    """
     if not path.is_dir():
-        return [Source(path=path, config=read_adapter_config(adapter_config) if adapter_config else None)]
+        config = read_adapter_config(adapter_config) if adapter_config else None
+        return [Source(path=path, config=config, component=component)]
     found = list(_in_folder(path))
     if not found:
         wanted = f"{_PEFT_WEIGHTS} with {_PEFT_CONFIG}, {_DIFFUSERS_WEIGHTS}, or one .safetensors file"
@@ -41,17 +45,18 @@ def _in_folder(folder: Path) -> Iterator[Source]:
     if (folder / _PEFT_WEIGHTS).is_file():
         yield _peft(folder, None)
         return
-    parts = [component for component in COMPONENTS if (folder / component / _PEFT_WEIGHTS).is_file()]
-    if parts:
-        yield from (_peft(folder / component, component) for component in parts)
-        return
     files = sorted(folder.glob("*.safetensors"))
     named = [file for file in files if file.name == _DIFFUSERS_WEIGHTS]
     if named or len(files) == 1:
         yield Source(path=(named or files)[0])
+        return
+    parts = [component for component in COMPONENTS if (folder / component).is_dir()]
+    yield from (_peft(folder / component, component) for component in parts)
 
 
 def _peft(folder: Path, component: str | None) -> Source:
+    if not (folder / _PEFT_WEIGHTS).is_file():
+        raise BadLora(f"{folder.name} holds no {_PEFT_WEIGHTS}; pickled weights are never opened")
     path = folder / _PEFT_CONFIG
     try:
         with path.open("rb") as file:

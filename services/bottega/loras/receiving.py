@@ -1,0 +1,134 @@
+"""An upload's bytes: what is announced is checked, and written to files as it comes. Knows no wire and no catalogue."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from bottega.errors import BadLora, InvalidRequest, Violation
+from bottega.lora.canonical import COMPONENTS
+from bottega.storage import faults
+
+_MAX_CONFIG_BYTES = 1 << 20
+_SHA256_CHARACTERS = 64
+# Between two messages of an upload; a caller that is there sends one in no time.
+_CHUNK_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadPart:
+    """One file. component: of the base model, all of it is for that one; empty is not known."""
+
+    component: str
+    size_bytes: int
+    adapter_config: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """What an upload begins with. sha256: of all its bytes, hex. size_bytes: of all its files. parts: the files, where
+    they are several."""
+
+    sha256: str
+    size_bytes: int
+    adapter_config: bytes
+    parts: tuple[UploadPart, ...] = ()
+
+    @property
+    def files(self) -> tuple[UploadPart, ...]:
+        """Of which its bytes are, one after the other."""
+        whole = UploadPart(component="", size_bytes=self.size_bytes, adapter_config=self.adapter_config)
+        return self.parts or (whole,)
+
+
+def check_upload(upload: Upload, *, max_bytes: int) -> Iterator[Violation]:
+    """What is wrong with an announcement. max_bytes: of all files."""
+    if len(upload.sha256) != _SHA256_CHARACTERS or set(upload.sha256) - set("0123456789abcdef"):
+        yield Violation(field="sha256", description="must be 64 hexadecimal digits, in lower case")
+    if not 0 < upload.size_bytes <= max_bytes:
+        yield Violation(field="size_bytes", description=f"must be 1 to {max_bytes}")
+    if len(upload.adapter_config) > _MAX_CONFIG_BYTES:
+        yield Violation(field="adapter_config", description=f"at most {_MAX_CONFIG_BYTES} bytes")
+    if upload.parts:
+        yield from _check_parts(upload)
+
+
+def _check_parts(upload: Upload) -> Iterator[Violation]:
+    components = [part.component for part in upload.parts]
+    if len(set(components)) < len(components) or set(components) - set(COMPONENTS):
+        yield Violation(field="parts", description=f"each must be for another one of {', '.join(COMPONENTS)}")
+        return
+    if upload.adapter_config:
+        yield Violation(field="adapter_config", description="must be empty beside parts, which have their own")
+    for index, part in enumerate(upload.parts):
+        if part.size_bytes < 1:
+            yield Violation(field=f"parts[{index}].size_bytes", description="must be at least 1")
+        if len(part.adapter_config) > _MAX_CONFIG_BYTES:
+            rule = f"at most {_MAX_CONFIG_BYTES} bytes"
+            yield Violation(field=f"parts[{index}].adapter_config", description=rule)
+    if sum(part.size_bytes for part in upload.parts) != upload.size_bytes:
+        yield Violation(field="size_bytes", description="must be the sum of those of its parts")
+
+
+async def receive(paths: Sequence[Path], upload: Upload, chunks: AsyncIterator[bytes], *, deadline_s: float) -> None:
+    """Writes an upload's bytes in time, each of its files to one of the paths.
+
+    Raises InvalidRequest, BadLora for others than were announced, StorageUnavailable.
+    """
+    try:
+        async with asyncio.timeout(deadline_s):
+            await _received(paths, upload, chunks)
+    except TimeoutError:
+        late = f"fewer than the {upload.size_bytes} bytes that were announced in {deadline_s:g} s"
+        raise _mismatch(f"{late}: use a faster network, or raise imports.upload_s at the store") from None
+
+
+async def _received(paths: Sequence[Path], upload: Upload, chunks: AsyncIterator[bytes]) -> None:
+    hashed = hashlib.sha256()
+    done = 0
+    rest = b""
+    for path, part in zip(paths, upload.files, strict=True):
+        left = part.size_bytes
+        with await asyncio.to_thread(path.open, "wb") as file:
+            while left:
+                piece = rest or await _next(chunks)
+                if piece is None:
+                    raise _mismatch(f"{done} of the {upload.size_bytes} bytes that were announced")
+                piece, rest = piece[:left], piece[left:]
+                await asyncio.to_thread(_write, file, hashed, piece)
+                left -= len(piece)
+                done += len(piece)
+    if rest or await _goes_on(chunks):
+        raise _mismatch(f"more than the {upload.size_bytes} bytes that were announced")
+    if hashed.hexdigest() != upload.sha256:
+        raise BadLora(f"the bytes that came have the SHA-256 {hashed.hexdigest()}, not {upload.sha256}: send it again")
+
+
+async def _goes_on(chunks: AsyncIterator[bytes]) -> bool:
+    """Whether a byte comes before the end."""
+    while (chunk := await _next(chunks)) is not None:
+        if chunk:
+            return True
+    return False
+
+
+async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
+    try:
+        async with asyncio.timeout(_CHUNK_S):
+            return await anext(chunks, None)
+    except TimeoutError:
+        raise _mismatch(f"nothing more for {_CHUNK_S:g} s") from None
+
+
+def _write(file: BinaryIO, hashed: hashlib._Hash, chunk: bytes) -> None:
+    with faults.translated():
+        file.write(chunk)
+    hashed.update(chunk)
+
+
+def _mismatch(what: str) -> InvalidRequest:
+    return InvalidRequest(f"the upload brought {what}", violations=[Violation(field="chunk", description=what)])
