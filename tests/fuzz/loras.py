@@ -72,6 +72,10 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
     yield case("LoRAs that a store has which is not there", [whole] * 8)
     yield case("LoRAs that went in at the last step", [whole], loras_step=steps - 1)
     yield case("64 LoRA stores", [whole], lora_stores=[_NOWHERE] * 64)
+    last = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, from_step=steps - 1)
+    yield case("a LoRA from the last step", [last])
+    measured = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, measure_similarity=True)
+    yield case("a measured LoRA", [measured])
     lacking = [f"spec.loras[0].{name}" for name in ("scale", "digest", "max_step")]
     yield case("a bare LoRA", [Lora(name="ink")], *lacking)
     yield case("nine LoRAs", [whole] * 9, "spec.loras")
@@ -79,8 +83,6 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
         yield case(f"LoRAs that went in at {step}", [whole], "loras_step", loras_step=step)
     late = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, from_step=steps)
     yield case("a LoRA from after the end", [late], "spec.loras[0].from_step")
-    last = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=200, from_step=steps - 1, measure_similarity=True)
-    yield case("a measured LoRA from the last step", [last])
     for name, stores in {
         "65 LoRA stores": [_NOWHERE] * 65,
         "a LoRA store without a name": [LoraStore(address="127.0.0.1:1")],
