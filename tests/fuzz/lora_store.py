@@ -112,8 +112,10 @@ def _parts(whole: pb.UploadLoraRequest) -> Iterator[Case]:
     def part(component: str = "unet", size_bytes: int = size, **facts: Any) -> pb.UploadLoraPart:
         return pb.UploadLoraPart(component=component, size_bytes=size_bytes, **facts)
 
-    head = pb.UploadLoraRequest(head=_head(parts=[part()]))
-    yield Case(method="UploadLora", name="a part", raw=tuple(m.SerializeToString() for m in (head, whole)), code=OK)
+    for configuration in (b"", b"{}".ljust(1 << 20)):
+        head = pb.UploadLoraRequest(head=_head(parts=[part(adapter_config=configuration)]))
+        raw = (head.SerializeToString(), whole.SerializeToString())
+        yield Case(method="UploadLora", name=f"a part with {len(configuration)} bytes beside it", raw=raw, code=OK)
     long = b" " * ((1 << 20) + 1)
     wrong: dict[str, tuple[list[pb.UploadLoraPart], set[str]]] = {
         "of no component": ([part("")], {"parts"}),
