@@ -6,9 +6,11 @@ Knows the contract's bounds; sends nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from bottega.v1 import fleet_pb2, worker_pb2
+from bottega.v1.fleet_pb2 import PatchedLora
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora
 from bottega.v1.worker_pb2 import LoraStore
 from tests.fuzz.case import INF, INVALID, NAN, OK, UNAVAILABLE, Case, case_of, shown
@@ -52,8 +54,34 @@ def lora_loads(case: Any) -> Iterator[Case]:
     """Of workers that say what LoRAs they have. case: makes one of them that joins."""
     yield case("256 LoRAs at hand", load=fleet_pb2.Load(loras=[f"{number:064x}" for number in range(256)]))
     for name, loras in {"257": ["a" * 64] * 257, **{shown(text): [text] for text in _DIGESTS}}.items():
-        joins = case(f"LoRAs at hand: {name}", load=fleet_pb2.Load(loras=loras))
-        yield Case(method="Join", name=joins.name, raw=joins.raw, code=INVALID, fields=frozenset({"load.loras"}))
+        yield _refused(case(f"LoRAs at hand: {name}", load=fleet_pb2.Load(loras=loras)), "loras")
+    yield from _patched_loads(case)
+
+
+def _patched_loads(case: Any) -> Iterator[Case]:
+    """Of workers that say what is in their weights."""
+    patched = PatchedLora(digest="a" * 64, scale=-1e300)
+    for name, load in {
+        "eight LoRAs in the weights": fleet_pb2.Load(patched_loras=[patched] * 8),
+        "weights that swap at once": fleet_pb2.Load(lora_swap_s=0.0),
+        "weights that never swap": fleet_pb2.Load(lora_swap_s=1e308),
+    }.items():
+        yield case(name, load=load)
+    bad = {
+        "nine": [patched] * 9,
+        **{f"of digest {shown(text)}": [PatchedLora(digest=text, scale=1.0)] for text in _DIGESTS},
+        **{f"scaled {scale}": [PatchedLora(digest="a" * 64, scale=scale)] for scale in (NAN, INF, -INF)},
+    }
+    for name, loras in bad.items():
+        whole = case(f"LoRAs in the weights: {name}", load=fleet_pb2.Load(patched_loras=loras))
+        yield _refused(whole, "patched_loras")
+    for seconds in (-0.001, NAN, INF, -INF):
+        whole = case(f"weights that swap in {seconds} s", load=fleet_pb2.Load(lora_swap_s=seconds))
+        yield _refused(whole, "lora_swap_s")
+
+
+def _refused(case: Case, field: str) -> Case:
+    return replace(case, code=INVALID, fields=frozenset({f"load.{field}"}))
 
 
 def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:

@@ -288,6 +288,8 @@ def test_a_patch_pays_when_enough_steps_are_left_for_what_was_measured() -> None
         costs.saw_patch(1000, 2.0)
     assert costs.share(key) == pytest.approx(0.1, abs=0.02)
     assert costs.swap_s(1000) == pytest.approx(3.0)
+    costs.saw_patch(500, 1.0)
+    assert costs.last_swap_s == pytest.approx(1.5)
     needed = next(steps for steps in itertools.count() if pays(costs, key, steps))
     assert 25 <= needed <= 36
     assert not pays(costs, key, needed - 1)

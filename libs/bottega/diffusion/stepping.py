@@ -72,8 +72,8 @@ class Stepper:
             steps=max(request.steps_left for request in requests),
             step_s=step_s or 0.0,
         )
-        patched = self._weights.patched
-        moved = [request for request in requests if request.share_weights(patched.key if patched else ())]
+        key = self._weights.patched_key
+        moved = [request for request in requests if request.share_weights(key)]
         if moved:
             self._batcher.regroup()
         for job in {self._owners[request] for request in requests}:

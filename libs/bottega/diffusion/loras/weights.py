@@ -55,6 +55,12 @@ class LoraWeights:
         return self._patchers[UNET].patched
 
     @property
+    def patched_key(self) -> SetKey:
+        """Of the set in the UNet's weights; empty where they are untouched."""
+        patched = self.patched
+        return patched.key if patched else ()
+
+    @property
     def pristine_bytes(self) -> int:
         """What the copies of touched weights take, of all components; they stay for the next set."""
         return sum(patcher.pristine_bytes for patcher in self._patchers.values())
