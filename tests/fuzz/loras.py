@@ -11,7 +11,7 @@ from typing import Any
 
 from bottega.v1 import fleet_pb2, worker_pb2
 from bottega.v1.fleet_pb2 import PatchedLora
-from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from bottega.v1.worker_pb2 import LoraStore
 from tests.fuzz.case import INF, INVALID, NAN, OK, UNAVAILABLE, Case, case_of, shown
 from tests.fuzz.images import good_images
@@ -32,7 +32,17 @@ def lora_drawings(case: Any) -> Iterator[Case]:
 
     yield case("eight LoRAs, and no store", UNAVAILABLE, loras=[Lora(name="ink")] * 8)
     whole = Lora(name="x" * 200, scale=-1e300, from_step=0, max_step=200, digest="a" * 64, measure_similarity=True)
-    yield case("a LoRA with everything, and no store", UNAVAILABLE, loras=[whole])
+    yield case("a LoRA with everything, and no store", UNAVAILABLE, loras=[whole], num_inference_steps=200)
+    yield case("a LoRA at the last step, and no store", UNAVAILABLE, loras=[Lora(name="ink", from_step=29)])
+    yield bad("after the last step", "[0].from_step", Lora(name="ink", from_step=30))
+    yield bad("at the latest after the last step", "[0].max_step", Lora(name="ink", max_step=31))
+    yield bad("measured from a later step", "[0].from_step", Lora(name="ink", from_step=1, measure_similarity=True))
+    late = Lora(name="ink", max_step=30)
+    off, on = Techniques(bounded_lora_loading=False), Techniques(bounded_lora_loading=True)
+    yield case("a late LoRA with a seed, and no store", UNAVAILABLE, loras=[late], seed=1)
+    yield case("a late LoRA, switched on, and no store", UNAVAILABLE, loras=[late], fidelity=1, techniques=on)
+    yield bad("late and exact", "[0].max_step", late, fidelity=1)
+    yield bad("late and switched off", "[0].max_step", late, techniques=off)
     yield case("nine LoRAs", INVALID, "spec.loras", loras=[Lora(name="ink")] * 9)
     for step in _STEPS:
         yield bad(f"at {step} at the latest", "[0].max_step", Lora(name="ink", max_step=step))
@@ -107,6 +117,11 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
         yield case(f"LoRAs that went in at {step}", [whole], "loras_step", loras_step=step)
     late = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, from_step=steps)
     yield case("a LoRA from after the end", [late], "spec.loras[0].from_step")
+    for step, fields in ((steps, ()), (steps + 1, ("spec.loras[0].max_step",))):
+        by = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=step)
+        yield case(f"a LoRA at {step} at the latest", [by], *fields)
+    measured = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, from_step=1, measure_similarity=True)
+    yield case("a LoRA that is measured from a later step", [measured], "spec.loras[0].from_step")
     for name, stores in {
         "65 LoRA stores": [_NOWHERE] * 65,
         "a LoRA store without a name": [LoraStore(address="127.0.0.1:1")],

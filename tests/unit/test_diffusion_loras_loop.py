@@ -272,6 +272,9 @@ def test_what_can_never_go_in_is_refused_at_once(model: Model, easel: Easel) -> 
     assert [each.field for each in caught.value.violations] == ["spec.loras[1].from_step"]
     with pytest.raises(InvalidRequest):
         easel.submit(styled("outline", from_step=SPEC.num_inference_steps))
+    with pytest.raises(InvalidRequest, match="at most 0 where a LoRA is measured"):
+        easel.submit(styled("outline", from_step=1, measured=True))
+    easel.submit(styled("outline", key="at once", from_step=0, measured=True))
     with pytest.raises(Unavailable, match="has no LoRAs"):
         Easel(Engine(model, EAGER)).submit(styled("outline"))
 

@@ -101,7 +101,8 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
     yield from rules.check_ranges(spec)
     yield from rules.check_controlnets(spec)
     yield from rules.check_loras(spec)
-    yield from rules.check_lora_steps(spec, spec.num_inference_steps)
+    strength = spec.strength if spec.HasField("strength") else None
+    yield from rules.check_lora_steps(spec, spec.num_inference_steps, strength)
     if spec.HasField("image") and not 0 < len(spec.image) <= MAX_IMAGE_BYTES:
         yield Violation(field="spec.image", description=f"must be 1 to {MAX_IMAGE_BYTES} bytes")
     if spec.HasField("strength") != spec.HasField("image"):
