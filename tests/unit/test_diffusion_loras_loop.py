@@ -286,6 +286,13 @@ class Cheap(SwapCosts):
         return True
 
 
+class Dear(SwapCosts):
+    """No step is worth a patch."""
+
+    def pays(self, *_: object, **__: object) -> bool:
+        return False
+
+
 def test_requests_that_come_and_go_change_the_weights_between_turns_and_share_groups_throughout(
     model: Model, easel: Easel, loras: LorasByHand
 ) -> None:
@@ -310,6 +317,36 @@ def test_requests_that_come_and_go_change_the_weights_between_turns_and_share_gr
     easel.engine.weights.restore()
     for name, tensor in model.backbone.unet.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+def test_a_swap_is_put_down_to_the_jobs_whose_set_went_in(easel: Easel, loras: LorasByHand) -> None:
+    easel.engine.weights.costs = Cheap()
+    loras.come("outline")
+    first = easel.submit(styled("outline", spec=LONG, key="first"))
+    turn_until(easel, lambda: steps_done(first) == 4)
+    assert first.job is not None
+    put_in_s = first.job.loras.patch_s
+    assert put_in_s > 0
+    with_it = easel.submit(styled("outline", key="with it"))
+    turn_until(easel, lambda: with_it.ended)
+    beside = easel.submit(styled("outline", key="beside", scale=0.5))
+    turn_until(easel, lambda: beside.ended)
+    assert easel.engine.weights.swaps == 2, "in, and out for the sake of both"
+    patch_s = [drawing.record.loras[0].patch_s for drawing in (with_it, beside)]
+    assert patch_s == [0.0, 0.0], "it was in already; it never went in"
+    assert first.job.loras.patch_s == put_in_s
+
+
+def test_taking_a_prompts_loras_out_of_the_text_encoders_is_put_down_to_nobody(
+    easel: Easel, loras: LorasByHand
+) -> None:
+    easel.engine.weights.costs = Dear()
+    loras.come("outline", "pastel")
+    styled_text = easel.draw(styled("pastel", key="text"))
+    unet_alone = easel.draw(styled("outline", key="UNet alone"))
+    assert easel.engine.weights.swaps == 0
+    assert styled_text.record.loras[0].patch_s > 0
+    assert unet_alone.record.loras[0].patch_s == 0.0
 
 
 def test_warming_up_measures_both_ways_and_leaves_the_weights_as_they_were(model: Model, loras: LorasByHand) -> None:

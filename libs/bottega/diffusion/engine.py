@@ -245,7 +245,9 @@ class Engine:
 
     def _open(self, order: Order, loras: JobLoras) -> Iterator[Event]:
         try:
-            loras.patch_s = self.weights.put_in_text(loras.text_set(self.weights))
+            text = loras.text_set(self.weights)
+            seconds = self.weights.put_in_text(text)
+            loras.patch_s = seconds if text is not None else 0.0  # else another's was taken out
             began_s = perf_counter()
             job = open_job(self.model, order, self._controlnets, loras)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
