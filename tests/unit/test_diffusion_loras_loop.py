@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from bottega.diffusion.engine import Engine, EngineLimits
-from bottega.diffusion.events import LorasIn, Progress, Started
+from bottega.diffusion.events import Drawn, LorasIn, Progress, Started
 from bottega.diffusion.job import Order
 from bottega.diffusion.loras import TEXT_ENCODERS, UNET, LoraSet, SwapCosts
 from bottega.diffusion.model import Model
 from bottega.diffusion.spec import DrawingSpec
-from bottega.errors import DataLoss, InvalidRequest, LoraUnusable, Unavailable
+from bottega.errors import DataLoss, InvalidRequest, LoraUnusable, NotFinite, Unavailable
 from tests.drawing import Drawing, Easel, load
 from tests.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
 
@@ -317,6 +317,20 @@ def test_requests_that_come_and_go_change_the_weights_between_turns_and_share_gr
     easel.engine.weights.restore()
     for name, tensor in model.backbone.unet.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("costs", [SwapCosts, Cheap], ids=["beside the weights", "inside them"])
+def test_loras_that_are_too_strong_are_named_with_their_scales(
+    easel: Easel, loras: LorasByHand, costs: type[SwapCosts]
+) -> None:
+    easel.engine.weights.costs = costs()
+    loras.come("outline", "pastel")
+    strong = (lora_spec("pastel", scale=0.5), lora_spec("outline", scale=1e38))
+    drawing = easel.draw(Order(key="strong", spec=replace(SPEC, loras=strong)))
+    assert isinstance(drawing.error, NotFinite)
+    assert "its LoRAs, pastel at scale 0.5, outline at scale 1e+38; scales nearer to 0" in drawing.error.message
+    assert drawing.error.metadata == {"loras": "pastel,outline"}
+    assert easel.draw(Order(key="plain", spec=SPEC)).all(Drawn), "nothing of it stays in the weights"
 
 
 def test_a_swap_is_put_down_to_the_jobs_whose_set_went_in(easel: Easel, loras: LorasByHand) -> None:
