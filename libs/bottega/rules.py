@@ -156,12 +156,41 @@ def check_loras(spec: GenerationSpec) -> Iterator[Violation]:
             yield Violation(field=f"spec.loras[{index}].measure_similarity", description=rule)
 
 
-def check_lora_steps(spec: GenerationSpec, steps: int) -> Iterator[Violation]:
-    """Which LoRAs of a spec would go in after its last step. Silent where `check_loras` has something to say."""
+def check_lora_steps(spec: GenerationSpec, steps: int, strength: float | None) -> Iterator[Violation]:
+    """Which LoRAs of a spec would go in after its last step, or too late to be measured.
+
+    Silent where other rules have something to say about a step, or about the strength, which is of image-to-image.
+    """
+    sensible = 0 < steps <= MAX_STEPS and (strength is None or 0 < strength <= 1)
+    first = steps - steps_to_run(steps, strength) if sensible else MAX_STEPS
     for index, lora in enumerate(spec.loras[:MAX_ADAPTERS]):
+        path = f"spec.loras[{index}]"
         if lora.HasField("from_step") and 0 < steps <= lora.from_step <= MAX_STEPS:
-            rule = f"must be below the number of steps, {steps}"
-            yield Violation(field=f"spec.loras[{index}].from_step", description=rule)
+            yield Violation(field=f"{path}.from_step", description=f"must be below the number of steps, {steps}")
+        elif lora.measure_similarity and first < lora.from_step <= MAX_STEPS:
+            rule = f"must be at most {first}, the first step, with measure_similarity: nothing is drawn before it is in"
+            yield Violation(field=f"{path}.from_step", description=rule)
+        if lora.HasField("max_step") and 0 < steps < lora.max_step <= MAX_STEPS:
+            yield Violation(field=f"{path}.max_step", description=f"must be at most the number of steps, {steps}")
+
+
+def check_lateness(spec: GenerationSpec) -> Iterator[Violation]:
+    """Which LoRAs of a caller's spec may come late by one of its words, and may not by another.
+
+    An EXACT that only the seed stands for gives way to what is said of a single LoRA. Where the step is pinned, nothing
+    depends on when the LoRA comes.
+    """
+    told = spec.techniques.HasField("bounded_lora_loading")
+    if told and not spec.techniques.bounded_lora_loading:
+        why = "techniques.bounded_lora_loading false"
+    elif not told and spec.fidelity == Fidelity.FIDELITY_EXACT:
+        why = "fidelity EXACT (unless techniques.bounded_lora_loading is true)"
+    else:
+        return
+    for index, lora in enumerate(spec.loras[:MAX_ADAPTERS]):
+        if lora.max_step > 0 and not lora.HasField("from_step"):
+            rule = f"must be 0 or absent with {why}: that waits for LoRAs before the first step"
+            yield Violation(field=f"spec.loras[{index}].max_step", description=rule)
 
 
 def is_digest(text: str) -> bool:

@@ -74,6 +74,27 @@ def test_a_lora_of_scale_zero_changes_nothing(suite: tuple[Client, Service]) -> 
     assert client.generate(_PROMPT, lora=[("strong", 0.0)], **_DRAW).pil().tobytes() == plain.pil().tobytes()
 
 
+def test_a_worker_tells_the_fleet_what_is_in_its_weights_and_what_a_swap_takes(suite: tuple[Client, Service]) -> None:
+    client, _ = suite
+    client.generate(_PROMPT, lora=[("strong", 0.7)], seed=3, num_inference_steps=50)
+    told = [(client.lora("strong").digest, 0.7)]
+    wait_until(lambda: _in_weights(client) == told, _JOIN_S, "the set to be told")
+    assert 0 < _load(client).lora_swap_s < 1.0
+    client.generate(_PROMPT, **_DRAW)
+    wait_until(lambda: _in_weights(client) == [], _JOIN_S, "the weights to be told as untouched")
+
+
+def _in_weights(client: Client) -> list[tuple[str, float]]:
+    return [(lora.digest, lora.scale) for lora in _load(client).patched_loras]
+
+
+def _load(client: Client) -> fleet_pb2.Load:
+    """Of the worker."""
+    kind = fleet_pb2.SERVICE_KIND_WORKER
+    (worker,) = (member for member in client.fleet().members if member.registration.kind == kind)
+    return worker.load
+
+
 def test_without_its_store_requests_with_loras_fail_and_others_do_not(
     suite: tuple[Client, Service], tmp_path: Path
 ) -> None:

@@ -6,10 +6,12 @@ Knows the contract's bounds; sends nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from bottega.v1 import fleet_pb2, worker_pb2
-from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora
+from bottega.v1.fleet_pb2 import PatchedLora
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from bottega.v1.worker_pb2 import LoraStore
 from tests.fuzz.case import INF, INVALID, NAN, OK, UNAVAILABLE, Case, case_of, shown
 from tests.fuzz.images import good_images
@@ -30,7 +32,17 @@ def lora_drawings(case: Any) -> Iterator[Case]:
 
     yield case("eight LoRAs, and no store", UNAVAILABLE, loras=[Lora(name="ink")] * 8)
     whole = Lora(name="x" * 200, scale=-1e300, from_step=0, max_step=200, digest="a" * 64, measure_similarity=True)
-    yield case("a LoRA with everything, and no store", UNAVAILABLE, loras=[whole])
+    yield case("a LoRA with everything, and no store", UNAVAILABLE, loras=[whole], num_inference_steps=200)
+    yield case("a LoRA at the last step, and no store", UNAVAILABLE, loras=[Lora(name="ink", from_step=29)])
+    yield bad("after the last step", "[0].from_step", Lora(name="ink", from_step=30))
+    yield bad("at the latest after the last step", "[0].max_step", Lora(name="ink", max_step=31))
+    yield bad("measured from a later step", "[0].from_step", Lora(name="ink", from_step=1, measure_similarity=True))
+    late = Lora(name="ink", max_step=30)
+    off, on = Techniques(bounded_lora_loading=False), Techniques(bounded_lora_loading=True)
+    yield case("a late LoRA with a seed, and no store", UNAVAILABLE, loras=[late], seed=1)
+    yield case("a late LoRA, switched on, and no store", UNAVAILABLE, loras=[late], fidelity=1, techniques=on)
+    yield bad("late and exact", "[0].max_step", late, fidelity=1)
+    yield bad("late and switched off", "[0].max_step", late, techniques=off)
     yield case("nine LoRAs", INVALID, "spec.loras", loras=[Lora(name="ink")] * 9)
     for step in _STEPS:
         yield bad(f"at {step} at the latest", "[0].max_step", Lora(name="ink", max_step=step))
@@ -52,8 +64,34 @@ def lora_loads(case: Any) -> Iterator[Case]:
     """Of workers that say what LoRAs they have. case: makes one of them that joins."""
     yield case("256 LoRAs at hand", load=fleet_pb2.Load(loras=[f"{number:064x}" for number in range(256)]))
     for name, loras in {"257": ["a" * 64] * 257, **{shown(text): [text] for text in _DIGESTS}}.items():
-        joins = case(f"LoRAs at hand: {name}", load=fleet_pb2.Load(loras=loras))
-        yield Case(method="Join", name=joins.name, raw=joins.raw, code=INVALID, fields=frozenset({"load.loras"}))
+        yield _refused(case(f"LoRAs at hand: {name}", load=fleet_pb2.Load(loras=loras)), "loras")
+    yield from _patched_loads(case)
+
+
+def _patched_loads(case: Any) -> Iterator[Case]:
+    """Of workers that say what is in their weights."""
+    patched = PatchedLora(digest="a" * 64, scale=-1e300)
+    for name, load in {
+        "eight LoRAs in the weights": fleet_pb2.Load(patched_loras=[patched] * 8),
+        "weights that swap at once": fleet_pb2.Load(lora_swap_s=0.0),
+        "weights that never swap": fleet_pb2.Load(lora_swap_s=1e308),
+    }.items():
+        yield case(name, load=load)
+    bad = {
+        "nine": [patched] * 9,
+        **{f"of digest {shown(text)}": [PatchedLora(digest=text, scale=1.0)] for text in _DIGESTS},
+        **{f"scaled {scale}": [PatchedLora(digest="a" * 64, scale=scale)] for scale in (NAN, INF, -INF)},
+    }
+    for name, loras in bad.items():
+        whole = case(f"LoRAs in the weights: {name}", load=fleet_pb2.Load(patched_loras=loras))
+        yield _refused(whole, "patched_loras")
+    for seconds in (-0.001, NAN, INF, -INF):
+        whole = case(f"weights that swap in {seconds} s", load=fleet_pb2.Load(lora_swap_s=seconds))
+        yield _refused(whole, "lora_swap_s")
+
+
+def _refused(case: Case, field: str) -> Case:
+    return replace(case, code=INVALID, fields=frozenset({f"load.{field}"}))
 
 
 def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
@@ -83,6 +121,11 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
         yield case(f"LoRAs that went in at {step}", [whole], "loras_step", loras_step=step)
     late = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, from_step=steps)
     yield case("a LoRA from after the end", [late], "spec.loras[0].from_step")
+    for step, fields in ((steps, ()), (steps + 1, ("spec.loras[0].max_step",))):
+        by = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=step)
+        yield case(f"a LoRA at {step} at the latest", [by], *fields)
+    measured = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, from_step=1, measure_similarity=True)
+    yield case("a LoRA that is measured from a later step", [measured], "spec.loras[0].from_step")
     for name, stores in {
         "65 LoRA stores": [_NOWHERE] * 65,
         "a LoRA store without a name": [LoraStore(address="127.0.0.1:1")],

@@ -71,6 +71,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.lora_stores: list[tuple[str, str]] = []
         self.draining = False
         self.loras: list[str] = []
+        self.patched_loras: list[fleet_pb2.PatchedLora] = []
         self._gateway = gateway
         self._model = model
         self._step_s = step_s or {}
@@ -136,6 +137,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             draining=self.draining,
             max_rows=16,
             loras=self.loras,
+            patched_loras=self.patched_loras,
+            lora_swap_s=0.1,
         )
 
     def still_running(self, job_id: str, number: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from bottega import errors
 from bottega.gateway.lora_client import GrpcLoraClient
-from bottega.v1 import generation_pb2, image_pb2
+from bottega.v1 import fleet_pb2, generation_pb2, image_pb2
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.generation_pb2 import Lora, Techniques
 from tests.service import running_loras
@@ -155,6 +155,28 @@ async def test_a_worker_that_has_the_lora_is_preferred(house: House) -> None:
     for _ in range(3):
         completed = await house.gateway.draw(loras=[Lora(name="ink")])
         assert completed.provenance.worker == "w2"
+
+
+@pytest.mark.parametrize(
+    ("loras", "taker"),
+    [([Lora(name="ink", scale=0.5)], "patched"), ([Lora(name="ink")], "untouched"), ([], "untouched")],
+    ids=["this set", "another scale", "no LoRA"],
+)
+async def test_of_workers_that_have_the_lora_that_with_this_very_set_in_its_weights_is_preferred(
+    house: House, loras: list[Lora], taker: str
+) -> None:
+    other, untouched, patched = [await house.gateway.worker(name) for name in ("other", "untouched", "patched")]
+    for worker in (other, untouched, patched):
+        worker.loras = [house.ink.digest, house.wash.digest]
+    patched.patched_loras = [fleet_pb2.PatchedLora(digest=house.ink.digest, scale=0.5)]
+    other.patched_loras = [fleet_pb2.PatchedLora(digest=house.wash.digest, scale=0.5)]
+    for worker in (other, untouched, patched):
+        assert worker.membership is not None
+        worker.membership.changed()
+    await asyncio.sleep(0.2)
+    for _ in range(3):
+        completed = await house.gateway.draw(loras=loras)
+        assert completed.provenance.worker == taker
 
 
 async def test_workers_are_told_where_stores_are_as_soon_as_that_changes(house: House, tmp_path: Path) -> None:

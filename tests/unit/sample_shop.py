@@ -117,10 +117,12 @@ class Shop:
         self.storehouse = memory_storehouse(clock, self.shelf)
         self.log = JobLog(storehouse=self.storehouse, clock=clock)
         self.queue = JobQueue(max_jobs=1000, budget_bytes=1 << 24, clock=clock)
+        loras = LoraDesk(connect=_no_store, fleet=self.fleet)
+        self.lora_sizes = loras.sizes
         self.dispatcher = Dispatcher(
             connect=self._connect,
             placement=self.placement,
-            loras=LoraDesk(connect=_no_store, fleet=self.fleet),
+            loras=loras,
             storehouse=self.storehouse,
             max_result_bytes=1 << 20,
         )
@@ -129,6 +131,7 @@ class Shop:
             dispatcher=self.dispatcher,
             placement=self.placement,
             prefetcher=Prefetcher(connect=self._connect_server, placement=self.placement, metrics=metrics),
+            lora_sizes=self.lora_sizes,
             queue=self.queue,
             log=self.log,
             metrics=metrics,

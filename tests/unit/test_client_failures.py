@@ -7,7 +7,7 @@ import pytest
 from bottega.client.cli.failures import explained
 from bottega.client.retry import Deadline
 from bottega.client.size import check_size
-from bottega.errors import BottegaError, DataLoss, NoLora, StorageUnavailable, TooLarge
+from bottega.errors import BottegaError, DataLoss, NoLora, NotFinite, StorageUnavailable, TooLarge
 from bottega.storage import faults
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import SubmitJobRequest
@@ -77,3 +77,9 @@ def test_a_command_that_cannot_be_given_more_time_does_not_advise_it() -> None:
         "Try again when less is waiting: bottega fleet shows what is.",
     )
     assert explained(late, "127.0.0.1:1", when_late="Allow more.")[1] == "Allow more."
+
+
+def test_values_that_are_no_numbers_are_put_down_to_loras_where_there_are_some() -> None:
+    plain, styled = NotFinite("no numbers"), NotFinite("no numbers", metadata={"loras": "ink"})
+    assert explained(plain, "127.0.0.1:1")[1].startswith("Try another seed")
+    assert explained(styled, "127.0.0.1:1")[1].startswith("Try scales nearer to 0 (--lora NAME:SCALE)")

@@ -115,6 +115,7 @@ def test_numbers_that_are_none_fail_the_job_and_the_engine_goes_on(
     with broken_weights(model):
         drawing = easel.draw(Order(key="broken", spec=replace(SPEC, num_inference_steps=steps)))
     assert isinstance(drawing.error, NotFinite)
+    assert drawing.error.message.endswith("another seed or more steps may help")
     assert not drawing.all(Drawn)
     assert_right(easel.draw(Order(key="whole", spec=SPEC)), right)
 

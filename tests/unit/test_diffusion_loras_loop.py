@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from bottega.diffusion.engine import Engine, EngineLimits
-from bottega.diffusion.events import LorasIn, Progress, Started
+from bottega.diffusion.events import Drawn, LorasIn, Progress, Started
 from bottega.diffusion.job import Order
 from bottega.diffusion.loras import TEXT_ENCODERS, UNET, LoraSet, SwapCosts
 from bottega.diffusion.model import Model
 from bottega.diffusion.spec import DrawingSpec
-from bottega.errors import DataLoss, InvalidRequest, LoraUnusable, Unavailable
+from bottega.errors import DataLoss, InvalidRequest, LoraUnusable, NotFinite, Unavailable
 from tests.drawing import Drawing, Easel, load
 from tests.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
 
@@ -272,6 +272,9 @@ def test_what_can_never_go_in_is_refused_at_once(model: Model, easel: Easel) -> 
     assert [each.field for each in caught.value.violations] == ["spec.loras[1].from_step"]
     with pytest.raises(InvalidRequest):
         easel.submit(styled("outline", from_step=SPEC.num_inference_steps))
+    with pytest.raises(InvalidRequest, match="at most 0 where a LoRA is measured"):
+        easel.submit(styled("outline", from_step=1, measured=True))
+    easel.submit(styled("outline", key="at once", from_step=0, measured=True))
     with pytest.raises(Unavailable, match="has no LoRAs"):
         Easel(Engine(model, EAGER)).submit(styled("outline"))
 
@@ -281,6 +284,13 @@ class Cheap(SwapCosts):
 
     def pays(self, *_: object, **__: object) -> bool:
         return True
+
+
+class Dear(SwapCosts):
+    """No step is worth a patch."""
+
+    def pays(self, *_: object, **__: object) -> bool:
+        return False
 
 
 def test_requests_that_come_and_go_change_the_weights_between_turns_and_share_groups_throughout(
@@ -307,6 +317,50 @@ def test_requests_that_come_and_go_change_the_weights_between_turns_and_share_gr
     easel.engine.weights.restore()
     for name, tensor in model.backbone.unet.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("costs", [SwapCosts, Cheap], ids=["beside the weights", "inside them"])
+def test_loras_that_are_too_strong_are_named_with_their_scales(
+    easel: Easel, loras: LorasByHand, costs: type[SwapCosts]
+) -> None:
+    easel.engine.weights.costs = costs()
+    loras.come("outline", "pastel")
+    strong = (lora_spec("pastel", scale=0.5), lora_spec("outline", scale=1e38))
+    drawing = easel.draw(Order(key="strong", spec=replace(SPEC, loras=strong)))
+    assert isinstance(drawing.error, NotFinite)
+    assert "its LoRAs, pastel at scale 0.5, outline at scale 1e+38; scales nearer to 0" in drawing.error.message
+    assert drawing.error.metadata == {"loras": "pastel,outline"}
+    assert easel.draw(Order(key="plain", spec=SPEC)).all(Drawn), "nothing of it stays in the weights"
+
+
+def test_a_swap_is_put_down_to_the_jobs_whose_set_went_in(easel: Easel, loras: LorasByHand) -> None:
+    easel.engine.weights.costs = Cheap()
+    loras.come("outline")
+    first = easel.submit(styled("outline", spec=LONG, key="first"))
+    turn_until(easel, lambda: steps_done(first) == 4)
+    assert first.job is not None
+    put_in_s = first.job.loras.patch_s
+    assert put_in_s > 0
+    with_it = easel.submit(styled("outline", key="with it"))
+    turn_until(easel, lambda: with_it.ended)
+    beside = easel.submit(styled("outline", key="beside", scale=0.5))
+    turn_until(easel, lambda: beside.ended)
+    assert easel.engine.weights.swaps == 2, "in, and out for the sake of both"
+    patch_s = [drawing.record.loras[0].patch_s for drawing in (with_it, beside)]
+    assert patch_s == [0.0, 0.0], "it was in already; it never went in"
+    assert first.job.loras.patch_s == put_in_s
+
+
+def test_taking_a_prompts_loras_out_of_the_text_encoders_is_put_down_to_nobody(
+    easel: Easel, loras: LorasByHand
+) -> None:
+    easel.engine.weights.costs = Dear()
+    loras.come("outline", "pastel")
+    styled_text = easel.draw(styled("pastel", key="text"))
+    unet_alone = easel.draw(styled("outline", key="UNet alone"))
+    assert easel.engine.weights.swaps == 0
+    assert styled_text.record.loras[0].patch_s > 0
+    assert unet_alone.record.loras[0].patch_s == 0.0
 
 
 def test_warming_up_measures_both_ways_and_leaves_the_weights_as_they_were(model: Model, loras: LorasByHand) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bottega.diffusion.loras import (
+    TEXT_ENCODERS,
     UNET,
     Factors,
     Layers,
@@ -288,6 +289,8 @@ def test_a_patch_pays_when_enough_steps_are_left_for_what_was_measured() -> None
         costs.saw_patch(1000, 2.0)
     assert costs.share(key) == pytest.approx(0.1, abs=0.02)
     assert costs.swap_s(1000) == pytest.approx(3.0)
+    costs.saw_patch(500, 1.0)
+    assert costs.last_swap_s == pytest.approx(1.5)
     needed = next(steps for steps in itertools.count() if pays(costs, key, steps))
     assert 25 <= needed <= 36
     assert not pays(costs, key, needed - 1)
@@ -350,6 +353,33 @@ def test_weights_are_patched_while_all_rows_share_a_set_and_put_back_before_anyb
     weights.leave()
     for name, tensor in unet.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+def test_what_the_copies_take_is_logged_in_mib_whenever_it_is_more_than_ever(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="bottega.diffusion.loras.weights")
+    weights = LoraWeights(model, pristine_on_host=True)
+    weights.measure_swap(weights.probe())
+    assert not caplog.records, "those were given back"
+    weights.costs = Cheap()
+    unet, text = model.backbone.unet, model.text_encoders[0]
+    few = random_layers(unet, 1, targets=["to_q"])
+    more = random_layers(unet, 2, targets=["to_q", "to_k", "ff.net.2"])
+    sets = [
+        weights.unet_set([LoraUse(digest=name, scale=1.0, layers={UNET: of})])
+        for name, of in zip("ab", (few, more), strict=True)
+    ]
+    for wanted in (sets[0], None, sets[0], sets[1], sets[0], sets[1]):
+        weights.choose([wanted], steps=9, step_s=1.0)
+    touched = [sum(unet.get_submodule(path).weight.nbytes for path in layers) for layers in (few, more)]
+    reading = random_layers(text, 3, targets=["q_proj"])
+    weights.put_in_text(weights.text_set([LoraUse(digest="c", scale=1.0, layers={TEXT_ENCODERS[0]: reading})]))
+    touched.append(touched[1] + sum(text.get_submodule(path).weight.nbytes for path in reading))
+    told = [vars(record) for record in caplog.records]
+    assert [each["pristine_mib"] for each in told] == [round(size / 2**20, 1) for size in touched]
+    assert {each["kept_on"] for each in told} == {"cpu"}
+    weights.restore()
 
 
 def test_without_memory_for_the_copies_loras_go_beside_the_weights(

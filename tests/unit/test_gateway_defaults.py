@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from bottega import rules
 from bottega.gateway import defaults
 from bottega.v1 import generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import GenerationSpec, Lora
+from bottega.v1.generation_pb2 import GenerationSpec, Lora, Techniques
 from bottega.v1.lora_pb2 import LoraBound, StoredLora
 
 MODEL = image_pb2.Model(
@@ -105,3 +106,43 @@ def test_a_lora_may_be_late_for_a_share_of_the_steps_that_are_made(
     named.MergeFrom(spec)
     full = defaults.complete(named, MODEL, [StoredLora(name="ink", digest="a" * 64, bounds=bounds)])
     assert full.loras[0].max_step == most
+
+
+_EXACT, _BALANCED = generation_pb2.FIDELITY_EXACT, generation_pb2.FIDELITY_BALANCED
+
+
+@pytest.mark.parametrize(
+    ("spec", "switch"),
+    [
+        (GenerationSpec(seed=1, loras=[Lora(name="ink", max_step=9), Lora(name="ink")]), True),
+        (GenerationSpec(loras=[Lora(name="ink", max_step=9), Lora(name="ink")]), None),
+        (GenerationSpec(seed=1, loras=[Lora(name="ink", max_step=0), Lora(name="ink")]), None),
+        (GenerationSpec(fidelity=_EXACT, loras=[Lora(name="ink", max_step=9, from_step=2)] * 2), None),
+        (
+            GenerationSpec(
+                techniques=Techniques(bounded_lora_loading=False), loras=[Lora(name="ink", max_step=9, from_step=2)] * 2
+            ),
+            False,
+        ),
+    ],
+    ids=["by seed", "balanced", "waits", "pinned and exact", "pinned and off"],
+)
+def test_an_exact_that_nobody_asked_for_gives_way_to_a_step_that_is_told(
+    spec: GenerationSpec, switch: bool | None
+) -> None:
+    """And what is drawn says so: asked for by its own words again, it is no contradiction."""
+    stored = StoredLora(name="ink", digest="a" * 64)
+    full = defaults.complete(spec, MODEL, [stored, stored])
+    assert full.fidelity == (_EXACT if spec.HasField("seed") or spec.fidelity else _BALANCED)
+    assert full.loras[0].max_step == spec.loras[0].max_step
+    techniques = full.techniques
+    assert (techniques.bounded_lora_loading if techniques.HasField("bounded_lora_loading") else None) == switch
+    assert list(rules.check_lateness(full)) == []
+    assert defaults.complete(full, MODEL, [stored, stored]) == full
+    assert defaults.as_before(spec, full) == full
+
+
+def test_of_loras_for_which_nothing_is_told_an_exact_request_still_waits() -> None:
+    stored = StoredLora(name="ink", digest="a" * 64)
+    spec = GenerationSpec(seed=1, loras=[Lora(name="ink", max_step=9), Lora(name="ink")])
+    assert [lora.max_step for lora in defaults.complete(spec, MODEL, [stored, stored]).loras] == [9, 0]

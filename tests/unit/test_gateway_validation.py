@@ -187,6 +187,67 @@ def test_adapters_are_checked_before_they_are_served() -> None:
     assert _fields(GenerationSpec(loras=late)) == ["loras[1].digest", "loras[1].max_step", "loras[1].from_step"]
 
 
+def _ink(*, steps: int = 10, **facts: Any) -> GenerationSpec:
+    return GenerationSpec(num_inference_steps=steps, loras=[Lora(name="ink", **facts)])
+
+
+def test_a_lora_is_in_at_a_step_that_there_is() -> None:
+    assert _fields(_ink(max_step=10)) == []
+    assert _fields(_ink(max_step=11)) == ["loras[0].max_step"]
+    assert _fields(_ink(from_step=9)) == []
+    assert _fields(_ink(from_step=10)) == ["loras[0].from_step"]
+    assert _fields(_ink(steps=0, max_step=11)) == ["num_inference_steps"], "of which number else?"
+    assert _fields(_ink(max_step=201)) == ["loras[0].max_step"], "once"
+    usual = GenerationSpec(loras=[Lora(name="ink", max_step=31)])
+    assert _fields(usual) == ["loras[0].max_step"], "the model's own number counts as well"
+
+
+@pytest.mark.parametrize(
+    ("image", "first"),
+    [({}, 0), ({"image": PNG, "strength": 0.5}, 5), ({"image": PNG, "strength": 1.0}, 0), ({"image": PNG}, 7)],
+)
+def test_a_lora_that_is_measured_goes_in_at_the_first_step_that_is_made(image: dict[str, Any], first: int) -> None:
+    for step, found in ((first, []), (first + 1, ["loras[0].from_step"])):
+        spec = _ink(from_step=step, measure_similarity=True)
+        spec.MergeFrom(GenerationSpec(**image))
+        assert _fields(spec) == found
+        spec.loras[0].measure_similarity = False
+        assert _fields(spec) == []
+    for strength in (NAN, -1.0, 0.0):
+        odd = _ink(from_step=1, measure_similarity=True)
+        odd.MergeFrom(GenerationSpec(image=PNG, strength=strength))
+        assert _fields(odd) == ["strength"]
+
+
+@pytest.mark.parametrize("seed", [{}, {"seed": 1}], ids=["", "seed"])
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ({}, ""),
+        ({"fidelity": generation_pb2.FIDELITY_EXACT}, "fidelity EXACT"),
+        ({"fidelity": generation_pb2.FIDELITY_BALANCED}, ""),
+        ({"techniques": Techniques(bounded_lora_loading=False)}, "techniques.bounded_lora_loading false"),
+        ({"techniques": Techniques(bounded_lora_loading=True)}, ""),
+        (
+            {"fidelity": generation_pb2.FIDELITY_FAST, "techniques": Techniques(bounded_lora_loading=False)},
+            "techniques.bounded_lora_loading false",
+        ),
+        ({"fidelity": generation_pb2.FIDELITY_EXACT, "techniques": Techniques(bounded_lora_loading=True)}, ""),
+        ({"fidelity": generation_pb2.FIDELITY_EXACT, "techniques": Techniques(stale_residuals=True)}, "fidelity EXACT"),
+    ],
+)
+def test_a_request_that_waits_for_its_loras_and_lets_them_be_late_is_refused_in_both_words(
+    words: dict[str, Any], seed: dict[str, Any], refused: str
+) -> None:
+    late = GenerationSpec(loras=[Lora(name="ink", max_step=0), Lora(name="wash", max_step=1)], **words, **seed)
+    found = list(validation.check_spec(late, max_image_bytes=100))
+    assert [violation.field for violation in found] == (["spec.loras[1].max_step"] if refused else [])
+    assert all(refused in violation.description for violation in found)
+    for lora in late.loras:
+        lora.from_step = 5
+    assert _fields(late) == [], "as a provenance says it: nothing depends on when it comes"
+
+
 def test_all_violations_come_at_once() -> None:
     spec = GenerationSpec(width=7, height=-1, num_images=0, guidance_scale=NAN, sampler=99, strength=0.5)  # type: ignore[arg-type]
     assert set(_fields(spec)) == {"width", "height", "num_images", "guidance_scale", "sampler", "strength"}

@@ -23,7 +23,7 @@ from bottega.diffusion.decode import decode_latent
 from bottega.diffusion.denoiser import Denoiser
 from bottega.diffusion.entry import Entry
 from bottega.diffusion.events import Checkpointed, Drawn, Event, Failed, Finished, Progress
-from bottega.diffusion.faults import named
+from bottega.diffusion.faults import named, not_finite
 from bottega.diffusion.follower import Follower
 from bottega.diffusion.guests import GuestLoras, Guests
 from bottega.diffusion.job import Job, Order, open_job
@@ -36,7 +36,7 @@ from bottega.diffusion.request import Request
 from bottega.diffusion.similarity import MeasuredControlNets
 from bottega.diffusion.spec import DrawingSpec, undrawable
 from bottega.diffusion.stepping import Stepper, check_fixed_rows
-from bottega.errors import NotFinite, TooLarge
+from bottega.errors import TooLarge
 from bottega.planning import StepTimes
 
 _log = logging.getLogger(__name__)
@@ -245,7 +245,9 @@ class Engine:
 
     def _open(self, order: Order, loras: JobLoras) -> Iterator[Event]:
         try:
-            loras.patch_s = self.weights.put_in_text(loras.text_set(self.weights))
+            text = loras.text_set(self.weights)
+            seconds = self.weights.put_in_text(text)
+            loras.patch_s = seconds if text is not None else 0.0  # else another's was taken out
             began_s = perf_counter()
             job = open_job(self.model, order, self._controlnets, loras)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
@@ -308,7 +310,7 @@ class Engine:
             yield self._progress(job)
         if not ended and job.checkpoint_due(now_s, self._limits.checkpoint_interval_s):
             if not all(request.finite for request in job.requests):
-                yield self._fail(job, _not_finite())
+                yield self._fail(job, not_finite(job.order.spec.loras))
                 return
             job.checkpoint_s, job.checkpoint_steps = now_s, job.steps_done
             states = [request.state() for request in job.requests]
@@ -331,7 +333,7 @@ class Engine:
     def _draw(self, job: Job, request: Request) -> Iterator[Event]:
         try:
             if not request.finite:
-                raise _not_finite()
+                raise not_finite(job.order.spec.loras)
             with job.stage("decode"):
                 pixels = decode_latent(self.model, request.latent)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
@@ -359,7 +361,3 @@ class Engine:
         for request in job.runs:
             del self._owners[request]
             self._batcher.remove(request)
-
-
-def _not_finite() -> NotFinite:
-    return NotFinite("the model computed values that are no numbers; another seed or more steps may help")

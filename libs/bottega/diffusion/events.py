@@ -81,9 +81,9 @@ class ControlUse:
 class LoraRecord:
     """A LoRA as a job used it, from `from_step` on.
 
-    load_s: until it was here. wait_s: that the job could not go on for want of its LoRAs; patch_s: for changing
-    weights for them. Those are of all of the job's LoRAs together, as are similarities: where it was measured, after
-    each step, see LatentMeter.
+    load_s: until it was here. wait_s: that the job could not go on for want of its LoRAs. patch_s: of putting them into
+    weights, in place of what was there; 0 where they were in already, or only ever beside them. Both are of all of the
+    job's LoRAs together, as are similarities: where it was measured, after each step, see LatentMeter.
     """
 
     name: str

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
-from bottega.errors import BottegaError, InternalError, TooLarge
+from bottega.diffusion.spec import LoraSpec
+from bottega.errors import BottegaError, InternalError, NotFinite, TooLarge
 
 _log = logging.getLogger(__name__)
 
@@ -20,3 +22,15 @@ def named(error: Exception) -> BottegaError:
         return TooLarge("the device has not enough memory for this job", metadata={"limit": "device_memory"})
     _log.error("a job failed", exc_info=error)
     return InternalError("the engine failed; its log says more")
+
+
+def not_finite(loras: Sequence[LoraSpec]) -> NotFinite:
+    """That a job came to values that are no numbers. loras: its own, which are the likely cause where it has some."""
+    what = "the model computed values that are no numbers"
+    if not loras:
+        return NotFinite(f"{what}; another seed or more steps may help")
+    listed = ", ".join(f"{lora.name} at scale {lora.scale:g}" for lora in loras)
+    return NotFinite(
+        f"{what}, most likely for its LoRAs, {listed}; scales nearer to 0 may help, and where they do not, other files",
+        metadata={"loras": ",".join(lora.name for lora in loras)},
+    )

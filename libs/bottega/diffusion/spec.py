@@ -133,6 +133,9 @@ def undrawable(spec: DrawingSpec, size_multiple: int) -> Iterator[Violation]:
             yield Violation(field=f"spec.loras[{index}].from_step", description="must be the same for all LoRAs")
         if lora.from_step is not None and not 0 <= lora.from_step < spec.num_inference_steps:
             yield Violation(field=f"spec.loras[{index}].from_step", description="must be one of the job's steps")
+        elif lora.from_step is not None and spec.loras_measured and lora.from_step > spec.begin_step:
+            rule = f"must be at most {spec.begin_step} where a LoRA is measured"
+            yield Violation(field=f"spec.loras[{index}].from_step", description=rule)
     if spec.loras_measured and spec.controlnets:
         yield Violation(field="spec.controlnets", description="must be none where a LoRA is measured")
     for name, side in (("width", spec.width), ("height", spec.height)):

@@ -72,12 +72,13 @@ class Stepper:
             steps=max(request.steps_left for request in requests),
             step_s=step_s or 0.0,
         )
-        patched = self._weights.patched
-        moved = [request for request in requests if request.share_weights(patched.key if patched else ())]
+        moved = [request for request in requests if request.share_weights(self._weights.patched_key)]
         if moved:
             self._batcher.regroup()
-        for job in {self._owners[request] for request in requests}:
-            job.loras.patch_s += seconds if job.loras.loras is not None else 0.0
+        patched = self._weights.patched
+        # Of those whose set went in, each had to wait so long. A set that is only taken out is nobody's.
+        for job in {self._owners[request] for request in requests if request.loras_now is not None}:
+            job.loras.patch_s += seconds if job.loras.loras is patched else 0.0
 
     def predict_shared(self, rows: list[Row], jobs: list[Job]) -> Prediction:
         """One turn's noise, some of it by the other worker where there is one and it pays."""

@@ -4,6 +4,7 @@ The first tensor of a message has the name of its kind, and is a number. Who rec
 before anything is done with it; what breaks a rule raises ValueError. Knows no links and no torch.
 
     worker -> store    fetch: the LoRA of a digest          whole, or lora and its pieces in order, or refused
+                       cancel: of a fetch's number          nothing; what is on its way already may still come
                        ping: are you there?                 pong
 
 A whole message carries the canonical file as the store has it in memory (bottega.transport, files): within a host no
@@ -37,6 +38,7 @@ class Kind(StrEnum):
     """What a message is."""
 
     FETCH = "fetch"
+    CANCEL = "cancel"
     WHOLE = "whole"
     LORA = "lora"
     PIECE = "piece"
@@ -59,7 +61,7 @@ def kind_of(layout: Layout) -> Kind:
 
 
 def number_message(kind: Kind, number: int = 0) -> Message:
-    """A ping, pong or whole message."""
+    """A ping, pong, cancel or whole message."""
     return Message(layout=Layout.of(_number(kind)), buffers=(_packed(number),))
 
 

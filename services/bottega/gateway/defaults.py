@@ -48,6 +48,9 @@ def complete(spec: GenerationSpec, model: image_pb2.Model, loras: Sequence[Store
         _complete_controlnet(net)
     for lora, stored in zip(full.loras, loras, strict=True):
         _complete_lora(lora, stored, full)
+    if any(lora.max_step and not lora.HasField("from_step") for lora in spec.loras) and not _may_come_late(full):
+        # An EXACT that nobody asked for gives way, and what is drawn says so.
+        full.techniques.bounded_lora_loading = True
     return full
 
 
@@ -61,6 +64,8 @@ def as_before(spec: GenerationSpec, drawn: GenerationSpec) -> GenerationSpec:
     for field, value in drawn.ListFields():
         if not field.is_repeated and field.message_type is None:
             setattr(full, field.name, value)
+    if drawn.HasField("techniques"):
+        full.techniques.CopyFrom(drawn.techniques)
     if drawn.loras:
         del full.loras[:]
         full.loras.extend(drawn.loras)

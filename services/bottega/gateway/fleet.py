@@ -16,6 +16,7 @@ from bottega import rules
 from bottega.errors import Draining, FleetFull, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Violation
 from bottega.gateway.clock import Clock
 from bottega.gateway.hosting import Hosting
+from bottega.gateway.lora_sets import lora_set
 from bottega.gateway.members import FleetObserver, Member
 from bottega.gateway.registrations import MAX_MODELS, check_load, check_registration
 from bottega.planning import StepTimes
@@ -107,6 +108,7 @@ class Fleet:
                 ((time.latent_height, time.latent_width), time.rows) for time in load.step_times if time.outdated
             },
         )
+        member.loras, member.patched = frozenset(load.loras), lora_set(load.patched_loras)
         self.hosting.take(member)
         if self.observer:
             self.observer.member_changed(member)

@@ -23,6 +23,7 @@ from bottega.gateway.fleet import Fleet
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.job_values import Standing
 from bottega.gateway.jobs import Job
+from bottega.gateway.lora_costs import LoraSizes
 from bottega.gateway.matching import Matching
 from bottega.gateway.members import Member
 from bottega.gateway.metrics import GatewayMetrics
@@ -50,6 +51,7 @@ class Foreman:
         dispatcher: Dispatcher,
         placement: Placement,
         prefetcher: Prefetcher,
+        lora_sizes: LoraSizes,
         queue: JobQueue,
         log: JobLog,
         metrics: GatewayMetrics,
@@ -61,7 +63,7 @@ class Foreman:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._prefetcher = prefetcher
-        self._seating = Seating(dispatcher, placement, log)
+        self._seating = Seating(dispatcher, placement, log, lora_sizes)
         self._matching = Matching(
             fleet=fleet, dispatcher=dispatcher, queue=queue, log=log, seating=self._seating, clock=clock
         )

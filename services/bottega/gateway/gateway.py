@@ -77,6 +77,7 @@ class Gateway:
             ),
             placement=placement,
             prefetcher=Prefetcher(connect=GrpcControlNetClient, placement=placement, metrics=metrics),
+            lora_sizes=self._loras.sizes,
             queue=queue,
             log=log,
             metrics=metrics,

@@ -17,6 +17,7 @@ from bottega.errors import BottegaError, JobCancelled
 from bottega.gateway import work
 from bottega.gateway.clock import Clock
 from bottega.gateway.job_values import Checkpoint, Outcome, Picture, Preview, Standing
+from bottega.gateway.lora_sets import LoraSet, lora_set
 from bottega.planning import Shape
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
@@ -44,8 +45,8 @@ class Job:
     current attempt began. suspect_until: steps within which a worker died of it, perhaps.
     log_id: the request_id of its log lines, here and at the workers; never empty.
     controlnets: their names, one for each in the spec. versions: their hashes, by name, that the newest attempt uses;
-    servers: those that it was given for them. loras: digests, one for each in the spec. loras_step: at which they went
-    in, once an attempt has told it: later ones put them in at the same one.
+    servers: those that it was given for them. loras: digests, one for each in the spec; lora_set: with their scales.
+    loras_step: at which they went in, once an attempt has told it: later ones put them in at the same one.
     life: lives of the gateway before this one. number: of the newest attempt. created_wall: 0 is now.
     outcome: decided, and not to be told before it is durable. left: why nobody here follows the job any further.
     """
@@ -106,6 +107,7 @@ class Job:
     rows: int = field(init=False)
     controlnets: tuple[str, ...] = field(init=False)
     loras: tuple[str, ...] = field(init=False)
+    lora_set: LoraSet = field(init=False)
 
     listeners: set[Callable[[], None]] = field(default_factory=set)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -120,6 +122,7 @@ class Job:
         self.num_images, self.rows = self.spec.num_images, work.rows(self.spec)
         self.controlnets = tuple(net.name for net in self.bare.controlnets)
         self.loras = tuple(lora.digest for lora in self.bare.loras)
+        self.lora_set = lora_set(self.bare.loras)
         self.steps_total = work.steps_to_run(self.spec) * self.num_images
         if self.deaths and self.suspect_until is None:
             self.suspect_until = self.steps_total  # how far it was is not remembered over a restart

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from bottega.errors import BottegaError, LoraNotFound, LoraUnusable, NoLora
 from bottega.gateway.fleet import Fleet
+from bottega.gateway.lora_costs import LoraSizes
 from bottega.gateway.members import Member
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Lora
@@ -46,11 +47,12 @@ class LoraClient(Protocol):
 
 
 class LoraDesk:
-    """connect: makes the client for an address. `start` it where jobs may wait."""
+    """connect: makes the client for an address. `start` it where jobs may wait. sizes: of what it has resolved."""
 
     def __init__(self, *, connect: Callable[[str], LoraClient], fleet: Fleet) -> None:
         self._connect = connect
         self._fleet = fleet
+        self.sizes = LoraSizes()
         self._clients: dict[str, LoraClient] = {}
         self._chores: set[asyncio.Task[object]] = set()
 
@@ -71,6 +73,7 @@ class LoraDesk:
             listed = ",".join(lacking)
             raise LoraNotFound(f"no such LoRA: {', '.join(lacking)}", metadata={"loras": listed})
         stored = [each for lora in loras if (each := found[lora.name]) is not None]
+        self.sizes.note(stored)
         for lora, each in zip(loras, stored, strict=True):
             if lora.HasField("digest") and lora.digest != each.digest:
                 raise LoraUnusable(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from bottega.gateway.lora_sets import LoraSet
 from bottega.planning import StepTimes
 from bottega.v1 import fleet_pb2, image_pb2
 
@@ -18,7 +19,8 @@ from bottega.v1 import fleet_pb2, image_pb2
 class Member:
     """A service that has joined.
 
-    load, steps_left, times: as it last reported; steps_left is of the attempts that it runs, by job.
+    load, steps_left, times, loras, patched: as it last reported; steps_left is of the attempts that it runs, by job;
+    loras are digests of those that it has at hand, patched is the set in its weights.
     name: unique in the fleet. is_worker: it draws pictures. is_controlnet_server: it runs ControlNets for workers.
     is_lora_store: workers fetch LoRAs from it.
     stream: counts its Join streams; only the newest one speaks for it.
@@ -32,6 +34,8 @@ class Member:
     load: fleet_pb2.Load = field(default_factory=fleet_pb2.Load)
     steps_left: dict[str, int] = field(default_factory=dict)
     times: StepTimes = field(default_factory=StepTimes)
+    loras: frozenset[str] = frozenset()
+    patched: LoraSet = ()
     connected: bool = True
     stream: int = 1
     backlog: int = 0

@@ -55,13 +55,17 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
             yield Violation(field=f"load.{name}", description=f"at most {_MAX_ENTRIES}")
     if any(len(running.attempt.job_id) > _MAX_CHARACTERS for running in load.running):
         yield Violation(field="load.running", description=f"ids of jobs are at most {_MAX_CHARACTERS} characters")
-    if not 0 <= load.fixed_s < math.inf:
-        yield Violation(field="load.fixed_s", description="must be a number of seconds")
+    for name in ("fixed_s", "lora_swap_s"):
+        if not 0 <= getattr(load, name) < math.inf:
+            yield Violation(field=f"load.{name}", description="must be a number of seconds")
     for name in ("max_rows", "memory_bytes"):
         if getattr(load, name) < 0:
             yield Violation(field=f"load.{name}", description="must not be negative")
     if len(load.loras) > MAX_LORAS or not all(map(rules.is_digest, load.loras)):
         yield Violation(field="load.loras", description=f"must be digests, at most {MAX_LORAS}")
+    if len(load.patched_loras) > rules.MAX_ADAPTERS or not all(map(_can_be_patched, load.patched_loras)):
+        rule = f"digests, each with a finite scale, at most {rules.MAX_ADAPTERS}"
+        yield Violation(field="load.patched_loras", description=f"must be {rule}")
     yield from _controlnets(load)
 
 
@@ -76,6 +80,10 @@ def _controlnets(load: fleet_pb2.Load) -> Iterator[Violation]:
     elif not all(map(_is_profiled_well, load.controlnets)):
         rule = f"profiles must be such as SetProfile takes, and at most {rules.MAX_PROFILES} of a ControlNet"
         yield Violation(field="load.controlnets", description=rule)
+
+
+def _can_be_patched(lora: fleet_pb2.PatchedLora) -> bool:
+    return rules.is_digest(lora.digest) and math.isfinite(lora.scale)
 
 
 def _can_be_hosted(net: HostedControlNet) -> bool:

@@ -43,7 +43,7 @@ class Waiting:
 
     avoid: a worker that must not get it, because it was just lost with it. alone: it may only run by itself, because
     a worker may have died of it. takers: the only workers that may get it, with the seconds that each needs beside it
-    for something to load; None is all of them.
+    for something to load; None is all of them. extra_s: seconds that workers need beside that, where they do.
     """
 
     job_id: str
@@ -51,14 +51,15 @@ class Waiting:
     avoid: str = ""
     alone: bool = False
     takers: Mapping[str, float] | None = None
+    extra_s: Mapping[str, float] = field(default_factory=dict)
 
     def may_go_to(self, worker: str) -> bool:
         """Whether that worker may get it."""
         return worker != self.avoid and (self.takers is None or worker in self.takers)
 
     def load_s(self, worker: str) -> float:
-        """Seconds that something takes to load there."""
-        return self.takers[worker] if self.takers is not None else 0.0
+        """Seconds that it needs there before it can begin."""
+        return self.extra_s.get(worker, 0.0) + (self.takers[worker] if self.takers is not None else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,13 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.jobs import Job
+from bottega.gateway.lora_costs import LoraSizes, lora_costs
+from bottega.gateway.lora_sets import LoraSet
 from bottega.gateway.members import Member
 from bottega.gateway.placement import Placement
 from bottega.gateway.scheduler import Demand, Seat, Waiting
@@ -26,8 +29,7 @@ _TRUST_AFTER_S = 0.25
 _FOREIGN_ROWS = 2
 # Most jobs ask for what others ask for: a queue is gone through every second, and these need not be made again.
 _DEMANDS = 1024
-# Of a LoRA that comes over a link, beside those that a worker has: a guess, for comparing the two.
-_FETCH_S = 0.1
+_NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +44,11 @@ class _Kept:
 class Seating:
     """Translates for the scheduler."""
 
-    def __init__(self, dispatcher: Dispatcher, placement: Placement, log: JobLog) -> None:
+    def __init__(self, dispatcher: Dispatcher, placement: Placement, log: JobLog, lora_sizes: LoraSizes) -> None:
         self._dispatcher = dispatcher
         self._placement = placement
         self._jobs = log
+        self._lora_sizes = lora_sizes
         self._kept: dict[Member, _Kept] = {}
 
     def seats(self, members: Iterable[Member]) -> list[Seat]:
@@ -61,23 +64,32 @@ class Seating:
 
         Others wait for a ControlNet that is away, and are not in the way of those behind them.
         """
-        known: dict[tuple[tuple[str, ...], tuple[str, ...]], Mapping[str, float] | None] = {((), ()): None}
+        takers: dict[tuple[str, ...], Mapping[str, float] | None] = {(): None}
+        extra_s: dict[LoraSet, Mapping[str, float]] = {}
         for job in line:
-            adapters = (job.controlnets, job.loras)
-            if adapters not in known:
-                known[adapters] = _with_loras(job.loras, self._placement.takers(job), members)
-            takers = known[adapters]
-            if takers is None or takers:
-                yield self.waiting(job, members, takers)
+            if job.controlnets not in takers:
+                takers[job.controlnets] = self._placement.takers(job)
+            if job.lora_set not in extra_s:
+                extra_s[job.lora_set] = lora_costs(job.lora_set, members, self._lora_sizes)
+            mine = takers[job.controlnets]
+            if mine is None or mine:
+                yield self.waiting(job, members, mine, extra_s[job.lora_set])
 
-    def waiting(self, job: Job, members: Mapping[str, Member], takers: Mapping[str, float] | None = None) -> Waiting:
-        """A job that waits, by what it asks for; a checkpoint saves it steps."""
+    def waiting(
+        self,
+        job: Job,
+        members: Mapping[str, Member],
+        takers: Mapping[str, float] | None = None,
+        extra_s: Mapping[str, float] = _NOTHING,
+    ) -> Waiting:
+        """A job that waits, by what it asks for; a checkpoint saves it steps. takers, extra_s: see Waiting."""
         return Waiting(
             job_id=job.job_id,
             demand=demand(job),
             avoid=job.lost_worker if _must_avoid(job, members) else "",
             alone=job.suspect,
             takers=takers,
+            extra_s=extra_s,
         )
 
     def _seat(self, member: Member) -> Seat:
@@ -117,20 +129,6 @@ class Seating:
 def demand(job: Job) -> Demand:
     """What a job that waits asks for; a checkpoint saves it steps."""
     return _demand(job, job.steps_total - (job.checkpoint.steps_done if job.checkpoint else 0))
-
-
-def _with_loras(
-    loras: tuple[str, ...], takers: Mapping[str, float] | None, members: Mapping[str, Member]
-) -> Mapping[str, float] | None:
-    """With the seconds that each worker needs to fetch what it has not at hand."""
-    if not loras:
-        return takers
-    load_s = dict.fromkeys(members, 0.0) if takers is None else takers
-    return {
-        name: seconds + _FETCH_S * len(set(loras) - set(members[name].load.loras))
-        for name, seconds in load_s.items()
-        if name in members
-    }
 
 
 def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:

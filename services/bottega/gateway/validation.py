@@ -18,6 +18,7 @@ from bottega.rules import (
     MAX_JOBS_PAGE,
     MAX_SIDE,
     check_controlnets,
+    check_lateness,
     check_lora_steps,
     check_loras,
     check_model_name,
@@ -75,9 +76,11 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violat
         rule = f"width x height is {width * height} pixels; this model takes at most {model.max_pixels}"
         yield _violation("width", rule)
     yield from check_sigmas(spec, spec.sampler or model.default_sampler)
-    yield from _img2img_steps(spec, model)
     steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
-    yield from check_lora_steps(spec, steps)
+    strength = (spec.strength if spec.HasField("strength") else STRENGTH) if spec.HasField("image") else None
+    if strength is not None:
+        yield from check_steps_left(steps, strength)
+    yield from check_lora_steps(spec, steps, strength)
 
 
 def refuse_unserved(spec: GenerationSpec) -> None:
@@ -117,15 +120,10 @@ def _images(spec: GenerationSpec, max_bytes: int) -> Iterator[Violation]:
 
 def _adapters(spec: GenerationSpec, max_bytes: int) -> Iterator[Violation]:
     yield from check_loras(spec)
+    yield from check_lateness(spec)
     yield from check_controlnets(spec)
     for index, net in enumerate(spec.controlnets[:MAX_ADAPTERS]):
         yield from _encoded(f"spec.controlnets[{index}].image", net.image, max_bytes)
-
-
-def _img2img_steps(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violation]:
-    steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
-    if spec.HasField("image"):
-        yield from check_steps_left(steps, spec.strength if spec.HasField("strength") else STRENGTH)
 
 
 def _encoded(path: str, image: bytes, max_bytes: int) -> Iterator[Violation]:

@@ -48,7 +48,7 @@ class WorkerLink(ServedLink):
         self._shares = bytes_per_s == 0
         # Of the thread that answers: the first one is sent, the others have sent their heads.
         self._sendings: deque[Sending] = deque()
-        self._waiting = 0
+        self._waiting: set[int] = set()  # numbers of fetches whose LoRAs are being loaded
         self._counting = threading.Lock()
 
     def take(self, incoming: Incoming) -> None:
@@ -59,6 +59,8 @@ class WorkerLink(ServedLink):
             match messages.kind_of(layout):
                 case Kind.FETCH:
                     self._fetch(*messages.read_fetch(layout, views))
+                case Kind.CANCEL:
+                    self._cancel(messages.read_number(layout, views[0]))
                 case Kind.PING:
                     self.say(messages.number_message(Kind.PONG))
                 case kind:
@@ -81,11 +83,23 @@ class WorkerLink(ServedLink):
 
     def _fetch(self, number: int, digest: str) -> None:
         with self._counting:
-            if self._waiting >= _MOST_WAITING:
+            if number in self._waiting:
+                raise ValueError(f"a worker asks twice as number {number}")
+            if len(self._waiting) >= _MOST_WAITING:
                 raise ValueError(f"a worker waits for at most {_MOST_WAITING} LoRAs")
-            self._waiting += 1
+            self._waiting.add(number)
         # Called by whoever loads: what is to be sent is sent by the thread that answers.
         self._tiers.borrow(digest).add_done_callback(lambda asked: self._loaded(number, asked))
+
+    def _cancel(self, number: int) -> None:
+        """Nobody waits for it any more: it is not sent, or no further. Harmless where it has been."""
+        with self._counting:
+            self._waiting.discard(number)
+        self.answer(lambda _link: self._stop_sending(number))
+
+    def _stop_sending(self, number: int) -> None:
+        for sending in [each for each in self._sendings if each.number == number]:
+            self._drop(sending)
 
     def _loaded(self, number: int, asked: Future[Loan]) -> None:
         """A load has ended; where the link has ended before it, there is nobody to answer to."""
@@ -94,11 +108,16 @@ class WorkerLink(ServedLink):
 
     def _hand_out(self, link: Link, number: int, asked: Future[Loan]) -> None:
         with self._counting:
-            self._waiting -= 1
+            wanted = number in self._waiting
+            self._waiting.discard(number)
         try:
             loan = asked.result(timeout=0)
         except BottegaError as error:
-            _refuse(link, number, error)
+            if wanted:
+                _refuse(link, number, error)
+            return
+        if not wanted:
+            self._tiers.give_back(loan)
             return
         if self._shares and link.passes_files and loan.resident and loan.size_bytes >= _LEAST_SHARED_BYTES:
             self._share(link, number, loan)

@@ -181,6 +181,10 @@ def beat_of(
         loras=loras.resident[-_MOST_LORAS:],
         lora_swaps=engine.weights.swaps,
         lora_pristine_bytes=engine.weights.pristine_bytes,
+        patched_loras=[
+            fleet_pb2.PatchedLora(digest=digest, scale=scale) for digest, scale in engine.weights.patched_key
+        ],
+        lora_swap_s=engine.weights.costs.last_swap_s,
     )
     return engine_pb2.EngineEvent(beat=beat)
 

@@ -105,7 +105,8 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
     yield from rules.check_techniques(spec)
     yield from rules.check_controlnets(spec)
     yield from rules.check_loras(spec)
-    yield from rules.check_lora_steps(spec, spec.num_inference_steps)
+    strength = spec.strength if spec.HasField("strength") else None
+    yield from rules.check_lora_steps(spec, spec.num_inference_steps, strength)
     if spec.HasField("image") and not 0 < len(spec.image) <= MAX_IMAGE_BYTES:
         yield Violation(field="spec.image", description=f"must be 1 to {MAX_IMAGE_BYTES} bytes")
     if spec.HasField("mask_image") and not (spec.HasField("image") and 0 < len(spec.mask_image) <= MAX_IMAGE_BYTES):

@@ -174,6 +174,8 @@ class Worker:
             memory_bytes=self._memory_bytes,
             controlnets=self._beat.controlnets,
             loras=self._beat.loras,
+            patched_loras=self._beat.patched_loras,
+            lora_swap_s=self._beat.lora_swap_s,
         )
 
     async def drain(self) -> None:

@@ -63,8 +63,8 @@ def explained(error: BottegaError, address: str, *, when_late: str = "") -> tupl
         return error.message, when_late or _TOO_BUSY
     if error.metadata.get("service") == "loras" and isinstance(error, _OF_A_STORE):
         return error.message, _about_lora_store(error)
-    if isinstance(error, errors.DataLoss) and (name := error.metadata.get("loras")):
-        return error.message, f"Bring it again as it was, which replaces it: bottega loras add {name} FILE"
+    if isinstance(error, errors.DataLoss | errors.NotFinite) and (names := error.metadata.get("loras")):
+        return error.message, _about_loras(error, names)
     if isinstance(error, errors.TooLarge) and error.metadata.get("limit") == LIMIT:
         return error.message, _SMALLER_IMAGES if error.metadata.get("images") != "0" else "Ask for less at once."
     for kind in type(error).__mro__:
@@ -94,6 +94,13 @@ def explained(error: BottegaError, address: str, *, when_late: str = "") -> tupl
 def exit_status(error: BottegaError) -> int:
     """2 when the request was wrong, as for a wrong option; else 1."""
     return 2 if isinstance(error, errors.InvalidRequest | errors.FieldNotServed) else 1
+
+
+def _about_loras(error: BottegaError, names: str) -> str:
+    """Of LoRAs that a job has, and that are damaged or too strong. names: joined by commas; one where it is damaged."""
+    if isinstance(error, errors.DataLoss):
+        return f"Bring it again as it was, which replaces it: bottega loras add {names} FILE"
+    return "Try scales nearer to 0 (--lora NAME:SCALE), or each LoRA by itself, or none of them."
 
 
 def _about_lora_store(error: BottegaError) -> str:

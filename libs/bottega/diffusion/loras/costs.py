@@ -24,6 +24,12 @@ class SwapCosts:
         self._share = _FIRST_SHARE
         self._shares: dict[SetKey, float] = {}
         self._s_per_byte: float | None = None
+        self._patched_bytes = 0  # by the last set that was measured
+
+    @property
+    def last_swap_s(self) -> float:
+        """Seconds that a set like the last one takes to go into the weights and out again; 0 before one was seen."""
+        return self.swap_s(self._patched_bytes)
 
     def share(self, key: SetKey) -> float:
         """What the side path adds to a step with this set, as a share of the step without; of a new set, as usual."""
@@ -49,6 +55,7 @@ class SwapCosts:
             measured = 1.5 * seconds / touched_bytes
             before = measured if self._s_per_byte is None else self._s_per_byte
             self._s_per_byte = before + _WEIGHT * (measured - before)
+            self._patched_bytes = touched_bytes
 
     def pays(self, key: SetKey, *, steps: int, step_s: float, touched_bytes: int) -> bool:
         """Whether a set that all rows will share for so many steps should go into the weights."""

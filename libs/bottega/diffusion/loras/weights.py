@@ -43,6 +43,8 @@ class LoraWeights:
         keep_on = torch.device("cpu") if pristine_on_host else None
         self.costs = SwapCosts()
         self.swaps = 0
+        self._kept_on = str(keep_on or model.device)
+        self._told_bytes = 0
         self._networks = networks
         self._patches = patches
         self._side_path = SidePath(networks[UNET], row_by_row=not patches)
@@ -53,6 +55,12 @@ class LoraWeights:
     def patched(self) -> LoraSet | None:
         """The set in the UNet's weights; None where they are untouched."""
         return self._patchers[UNET].patched
+
+    @property
+    def patched_key(self) -> SetKey:
+        """Of the set in the UNet's weights; empty where they are untouched."""
+        patched = self.patched
+        return patched.key if patched else ()
 
     @property
     def pristine_bytes(self) -> int:
@@ -76,7 +84,9 @@ class LoraWeights:
         began_s = perf_counter()
         for name in TEXT_ENCODERS:
             _put(self._patchers[name], loras)
-        return perf_counter() - began_s
+        seconds = perf_counter() - began_s
+        self._tell_copies()
+        return seconds
 
     def put_in_unet(self, loras: LoraSet | None) -> float:
         """Makes the UNet's weights have this set in them, or none. Returns the seconds it took."""
@@ -102,7 +112,7 @@ class LoraWeights:
         if wanted is None or not self._pays(wanted, steps, step_s):
             return self.put_in_unet(None) if self.patched else 0.0
         try:
-            return self.put_in_unet(wanted)
+            seconds = self.put_in_unet(wanted)
         except torch.OutOfMemoryError as error:
             self._patches = False
             _log.warning(
@@ -110,6 +120,8 @@ class LoraWeights:
                 extra={"pristine_mib": self._patchers[UNET].touched_bytes(wanted) >> 20, "why": str(error)},
             )
             return 0.0
+        self._tell_copies()
+        return seconds
 
     def enter(self, sets: Sequence[LoraSet | None]) -> None:
         """Row i of the forward that begins now, or goes on with fewer rows, uses sets[i]."""
@@ -151,6 +163,13 @@ class LoraWeights:
         """All weights are untouched after this, and no copies are left."""
         for patcher in self._patchers.values():
             patcher.restore()
+
+    def _tell_copies(self) -> None:
+        """Logs what the pristine copies take, whenever that is more than ever before."""
+        if self.pristine_bytes > self._told_bytes:
+            self._told_bytes = self.pristine_bytes
+            facts = {"pristine_mib": round(self._told_bytes / (1 << 20), 1), "kept_on": self._kept_on}
+            _log.info("copies are kept of the weights that LoRAs were put into", extra=facts)
 
     def _pays(self, wanted: LoraSet, steps: int, step_s: float) -> bool:
         touched = self._patchers[UNET].touched_bytes(wanted)

@@ -29,7 +29,8 @@ _TORCH = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": t
 
 
 class Arrival:
-    """device, dtype: where, and as what, its layers are wanted. asked_s: on the monotonic clock.
+    """device, dtype: where, and as what, its layers are wanted. asked_s: on the monotonic clock. given_up: its last
+    user has gone before it was ready; whoever asks for the same later has another one.
 
     size_bytes: of its layers. Shared ones count as its own: the store may have let them go, and then nobody else has
     them.
@@ -41,6 +42,7 @@ class Arrival:
         self.arrived_s: float | None = None
         self.error: BottegaError | None = None
         self.users = 0
+        self.given_up = False
         self.size_bytes = 0
         self._device = device
         self._dtype = dtype

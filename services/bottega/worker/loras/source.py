@@ -82,10 +82,7 @@ class LinkedLoras:
             self._known = stores
             unasked, self._unasked = self._unasked, []
             for arrival in unasked:
-                if arrival.users:
-                    self._ask(arrival)
-                else:
-                    del self._arrivals[arrival.ref.digest]
+                self._ask(arrival)
 
     def begin(self, ref: LoraRef) -> LoraHandle:
         """See LoraSource."""
@@ -115,6 +112,8 @@ class LinkedLoras:
                 if handle.open:
                     handle.open = False
                     handle.arrival.users -= 1
+                    if not handle.arrival.users and not handle.arrival.ready:
+                        self._give_up(handle.arrival)
             self._let_go()
 
     def stop(self) -> None:
@@ -162,6 +161,8 @@ class LinkedLoras:
             facts = {"store": link.store.name, "lora": arrival.ref.name, "text": error.message}
             _log.warning("a LoRA is damaged in its store; bring it again", extra=facts)
         with self._changed:
+            if arrival.given_up:
+                return
             refused = self._refusals.setdefault(arrival, {})
             refused[link.store.address] = error
             if self._next_store(arrival) is None:
@@ -173,16 +174,26 @@ class LinkedLoras:
                 self._ask(arrival)
 
     def _lost(self, link: StoreLink, _error: BottegaError) -> None:
-        """A store is lost: what nobody waits for is not asked for again, the rest elsewhere, or there again."""
+        """A store is lost: what it has not sent is asked for elsewhere, or there again."""
         with self._changed:
             for arrival in link.wanted():
-                if not arrival.users:
-                    link.give_up(arrival)
-                    self._arrivals.pop(arrival.ref.digest, None)
-                    self._refusals.pop(arrival, None)
-                elif (other := self._next_store(arrival, but=link.store.address)) is not None:
+                if (other := self._next_store(arrival, but=link.store.address)) is not None:
                     link.give_up(arrival)
                     self._link_to(other).fetch(arrival)
+
+    def _give_up(self, arrival: Arrival) -> None:
+        """Nobody waits for what has not come: it is forgotten, and whoever asks next has it sent from its beginning.
+
+        Were it kept until it is here, requests that come and go at once would fill the memory, and the link, too, for
+        which others wait. Under the lock.
+        """
+        arrival.given_up = True
+        self._refusals.pop(arrival, None)
+        self._unasked = [each for each in self._unasked if each is not arrival]
+        if self._arrivals.get(arrival.ref.digest) is arrival:
+            del self._arrivals[arrival.ref.digest]
+        for link in self._links.values():
+            link.give_up(arrival)
 
     def _fail(self, arrival: Arrival, error: BottegaError) -> None:
         arrival.error = error

@@ -107,9 +107,12 @@ class StoreLink:
             self._changed.notify_all()
 
     def give_up(self, arrival: Arrival) -> None:
-        """It is wanted elsewhere, or by nobody; what comes of it is thrown away."""
+        """It is wanted elsewhere, or by nobody; what still comes of it is thrown away."""
         with self._changed:
-            self._wanted = {number: each for number, each in self._wanted.items() if each is not arrival}
+            for number in [number for number, each in self._wanted.items() if each is arrival]:
+                del self._wanted[number]
+                if self.linked:
+                    self._outbox.put(messages.number_message(Kind.CANCEL, number))
 
     def wanted(self) -> list[Arrival]:
         """What was asked for and has not come."""
@@ -251,6 +254,8 @@ class StoreLink:
 
     def _check(self, arrival: Arrival) -> None:
         """In a thread of its own."""
+        if arrival.given_up:
+            return
         try:
             arrival.check()
         except DataLoss as error:
