@@ -3,6 +3,7 @@
 Turns a BottegaError into its status and anything unexpected into a plain INTERNAL, so that no text
 of a library reaches a caller; logs failures once; counts; gives unary calls a deadline. Requests are received and
 parsed in here as well: not before there is room for them, and bytes that are none end like any other wrong request.
+Answers are packed and streamed in here, so that no caller that does not read them is waited for without end.
 It knows no service.
 """
 
@@ -19,9 +20,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from bottega.errors import BottegaError, Code, DeadlinePassed, InternalError, InvalidRequest
+from bottega.errors import BottegaError, Code, DeadlinePassed, InternalError, InvalidRequest, QueueFull
 from bottega.process import copied
 from bottega.rpc import logs
+from bottega.rpc.answers import AnswerBudget, Answers
 from bottega.rpc.budget import RequestBudget, Share
 from bottega.rpc.metrics import CallMetrics
 from bottega.rpc.refusals import RefusalLog
@@ -37,6 +39,8 @@ _Handler = Any  # grpc.RpcMethodHandler, whose stubs know only blocking methods.
 _Context = grpc.aio.ServicerContext[Any, Any]
 # None where the handler takes bytes.
 _Parse = Callable[[bytes], object] | None
+# None where the handler gives bytes.
+_Pack = Callable[[Any], bytes] | None
 _Raw = AsyncIterator[bytes]
 
 
@@ -45,14 +49,18 @@ class CallBoundary(grpc.aio.ServerInterceptor):
 
     default_deadline_s: of unary calls whose caller set none. budget: of all calls but those that stream their requests,
     which are the suite's own and must get through when others cannot. A method that streams its answers holds nothing
-    of a large request from its first answer on.
+    of a large request from its first answer on. answers: of all calls.
     """
 
-    def __init__(self, metrics: CallMetrics, default_deadline_s: float, budget: RequestBudget) -> None:
+    def __init__(
+        self, metrics: CallMetrics, default_deadline_s: float, *, budget: RequestBudget, answers: AnswerBudget
+    ) -> None:
         self._metrics = metrics
         self._default_deadline_s = default_deadline_s
         self._budget = budget
+        self._answers = answers
         self._active = 0
+        self._open = 0
         metrics.watch_in_flight(lambda: self._active)
         self.refusals = RefusalLog()
         self._wrapped: dict[str, _Handler] = {}
@@ -82,39 +90,45 @@ class CallBoundary(grpc.aio.ServerInterceptor):
 
     def _unary(self, handler: _Handler, method: str) -> _Handler:
         parse: _Parse = handler.request_deserializer
+        pack: _Pack = handler.response_serializer
 
-        async def call(_: _Raw, context: _Context) -> object:
-            async with self._guard(method, context), self._deadline(context):
+        async def call(_: _Raw, context: _Context) -> bytes | None:
+            async with self._guard(method, context) as answers, self._deadline(context):
                 if handler.request_streaming:
-                    return await handler.stream_unary(_parsed_all(context, parse), context)
-                with await self._budget.share(calls=self._active) as share:
-                    return await handler.unary_unary(await self._received(context, parse, share), context)
+                    answer = await handler.stream_unary(_parsed_all(context, parse), context)
+                else:
+                    with await self._share() as share:
+                        answer = await handler.unary_unary(await self._received(context, parse, share), context)
+                return answers.admit(_packed(answer, pack))
             return None  # it was refused, and gRPC knows
 
-        return _taking_streams(grpc.stream_unary_rpc_method_handler, call, handler)
+        return _taking_streams(grpc.stream_unary_rpc_method_handler, call)
 
     def _streaming(self, handler: _Handler, method: str) -> _Handler:
         parse: _Parse = handler.request_deserializer
+        pack: _Pack = handler.response_serializer
 
-        async def all_asked(_: _Raw, context: _Context) -> AsyncGenerator[object, None]:
-            async with (
-                self._guard(method, context),
-                contextlib.aclosing(handler.stream_stream(_parsed_all(context, parse), context)) as responses,
-            ):
-                async for response in responses:
-                    yield response
+        async def all_asked(_: _Raw, context: _Context) -> None:
+            async with self._guard(method, context) as answers:
+                responses = handler.stream_stream(_parsed_all(context, parse), context)
+                await _send_all(responses, pack, answers, context.write)
 
-        async def one_asked(_: _Raw, context: _Context) -> AsyncGenerator[object, None]:
-            async with self._guard(method, context):
-                with await self._budget.share(calls=self._active) as share:
-                    answers = handler.unary_stream(await self._received(context, parse, share), context)
-                    async with contextlib.aclosing(answers) as responses:
-                        async for response in responses:
-                            share.release()
-                            yield response
+        async def one_asked(_: _Raw, context: _Context) -> None:
+            async with self._guard(method, context) as answers:
+                with await self._share() as share:
+                    responses = handler.unary_stream(await self._received(context, parse, share), context)
+                    await _send_all(responses, pack, answers, context.write, share)
 
         call = all_asked if handler.request_streaming else one_asked
-        return _taking_streams(grpc.stream_stream_rpc_method_handler, call, handler)
+        return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
+
+    async def _share(self) -> Share:
+        # Of a call that has ended but is not read out gRPC has some memory still: it counts half.
+        try:
+            return await self._budget.share(calls=max(self._active, self._open // 2))
+        except QueueFull:
+            self._answers.hurry()
+            raise
 
     async def _received(self, context: _Context, parse: _Parse, share: Share) -> object:
         raw = await self._budget.received(context.read)
@@ -141,19 +155,30 @@ class CallBoundary(grpc.aio.ServerInterceptor):
             why = f"no deadline was set and the default of {self._default_deadline_s:g} s passed"
             raise DeadlinePassed(why) from None
 
-    def enter(self, context: _Context) -> None:
+    def enter(self, context: _Context) -> Answers:
         """A call begins."""
-        # Every call runs in a task of its own, so what is bound here is bound for this call only.
+        # Every call runs in a task of its own, so what is bound here is bound for this call only. It ends when gRPC has
+        # sent all that was answered, or the caller has gone.
+        answers, task = Answers(self._answers), asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda _: self._close(answers))
+        answers.bind()
         logs.bind(**_request_id(context))
+        self._open += 1
         self._active += 1
         self._idle.clear()
+        return answers
 
     def leave(self, method: str, code: Code | None, seconds: float) -> None:
-        """It has ended. code: None is OK."""
+        """It has ended, but for what its caller has not read. code: None is OK."""
         self._active -= 1
         if not self._active:
             self._idle.set()
         self._metrics.observe(method, code.name if code else "OK", seconds)
+
+    def _close(self, answers: Answers) -> None:
+        self._open -= 1
+        answers.release()
 
 
 class _Guard:
@@ -170,29 +195,54 @@ class _Guard:
         self._context = context
         self._began = time.perf_counter()
 
-    async def __aenter__(self) -> None:
-        self._boundary.enter(self._context)
+    async def __aenter__(self) -> Answers:
+        return self._boundary.enter(self._context)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         del kind, trace
-        ours = _told(self._method, error, self._boundary.refusals) if isinstance(error, Exception) else None
+        # An InternalError of gRPC's is how a write fails when the caller has gone.
+        refused = error if isinstance(error, Exception) and not isinstance(error, grpc.aio.InternalError) else None
+        ours = _told(self._method, refused, self._boundary.refusals) if refused else None
+        code = Code.CANCELLED if error is not None else None
+        # Before the caller hears: one that does not read, does not hear either.
+        self._boundary.leave(self._method, ours.code if ours else code, time.perf_counter() - self._began)
+        if ours is None:
+            return False
         try:
-            if ours is not None:
-                await self._context.abort_with_status(to_grpc_status(ours))
+            await self._context.abort_with_status(to_grpc_status(ours))
         except grpc.aio.AbortError as aborted:
             aborted.__traceback__ = aborted.__context__ = None
-            return True
-        finally:
-            code = Code.CANCELLED if error is not None else None
-            self._boundary.leave(self._method, ours.code if ours else code, time.perf_counter() - self._began)
-        return False
+        return True
 
 
-def _taking_streams(make: Any, call: Callable[[_Raw, _Context], object], handler: _Handler) -> _Handler:
+def _taking_streams(make: Any, call: Callable[[_Raw, _Context], object]) -> _Handler:
     """A handler whose messages come when it asks for them, also where there is only one: gRPC would not wait."""
-    return make(call, None, handler.response_serializer)
+    return make(call, None, None)
+
+
+def _packed(answer: Any, pack: _Pack) -> bytes:
+    packed: bytes = pack(answer) if pack else answer
+    return packed
+
+
+async def _send_all(
+    responses: AsyncGenerator[object, None],
+    pack: _Pack,
+    answers: Answers,
+    write: Callable[[bytes], Awaitable[None]],
+    share: Share | None = None,
+) -> None:
+    """share: that of the request, which nobody needs any more when there is an answer."""
+    async with contextlib.aclosing(responses):
+        async for response in responses:
+            if share is not None:
+                share.release()
+            raw = _packed(response, pack)
+            del response  # the next one may be long in coming, and this one in going
+            await answers.send(raw, write)
+            del raw
 
 
 async def _parsed_all(context: _Context, parse: _Parse) -> AsyncIterator[object]:

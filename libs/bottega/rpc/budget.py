@@ -71,7 +71,7 @@ class RequestBudget:
         Raises QueueFull, with the time after which to ask again, when there is none soon.
         """
         if calls > self._max_calls:
-            raise _full("as many calls are served as can be", limit="max_calls")
+            raise full("as many calls are served as can be", limit="max_calls")
         if self._waiting or self._free_bytes < self._message_bytes:
             await self._turn()
         else:
@@ -88,7 +88,7 @@ class RequestBudget:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise _full("the request came too slowly", limit="max_requests_mib") from None
+            raise full("the request came too slowly", limit="max_requests_mib") from None
         finally:
             del self._coming[scope]
 
@@ -113,7 +113,7 @@ class RequestBudget:
             raise
         if not turn.done():
             self._waiting.remove(turn)
-            raise _full("as many requests are taken in as there is memory for", limit="max_requests_mib")
+            raise full("as many requests are taken in as there is memory for", limit="max_requests_mib")
 
     def _hurry(self) -> None:
         """Somebody waits: whoever sends slowly is not waited for any longer."""
@@ -124,5 +124,6 @@ class RequestBudget:
                 scope.reschedule(max(now, began + _CONTENDED_S))
 
 
-def _full(message: str, *, limit: str) -> QueueFull:
+def full(message: str, *, limit: str) -> QueueFull:
+    """What a caller hears that comes when there is no room. limit: of ServerConfig, which says how much there is."""
     return QueueFull(f"{message}; ask again", metadata={"limit": limit}, retry_after_s=random.uniform(*_RETRY_S))

@@ -20,6 +20,7 @@ from pydantic import ConfigDict, Field
 from bottega.config import STRICT
 from bottega.errors import Unavailable
 from bottega.rpc.address import split
+from bottega.rpc.answers import AnswerBudget
 from bottega.rpc.boundary import CallBoundary
 from bottega.rpc.budget import RequestBudget
 from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES
@@ -44,8 +45,13 @@ class ServerConfig:
     listen, metrics_listen: host:port; port 0 is any free one. drain_grace_s: for calls to end after SIGTERM.
     default_deadline_s: of calls whose caller set none. max_message_mib: of one message.
     max_requests_mib: of all requests that are coming in or are not dealt with yet; the service grows by up to six
-        times that, for what it makes of them and what the C library keeps. max_calls: served at once. Who comes when
-        there is no room hears RESOURCE_EXHAUSTED, and when to ask again.
+        times that, for what it makes of them and what the C library keeps. max_calls: served at once, and as many may
+        have ended whose callers did not read; each of those takes up to a third of a MiB. Who comes when there is no
+        room hears RESOURCE_EXHAUSTED, and when to ask again.
+    max_answers_mib: of large answers, such as images that travel with the news of them, that their callers have not
+        read yet; the service grows by up to four times that. Beyond it images are only sent to those who ask for them.
+    answer_wait_s: for a caller to read an answer, else its call ends UNAVAILABLE; 5 s are enough where others are
+        refused because of it. One that reads and waits for news is not meant.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -56,6 +62,8 @@ class ServerConfig:
     max_message_mib: Annotated[int, Field(ge=1, le=1024)] = MAX_MESSAGE_MIB
     max_requests_mib: Annotated[int, Field(ge=1)] = 128
     max_calls: Annotated[int, Field(ge=1)] = 2048
+    max_answers_mib: Annotated[int, Field(ge=1)] = 64
+    answer_wait_s: Annotated[float, Field(gt=0)] = 30.0
     default_deadline_s: Annotated[float, Field(gt=0)] = 600.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -81,7 +89,8 @@ class Server:
             message_bytes=config.max_message_mib << 20,
             max_calls=config.max_calls,
         )
-        self._boundary = CallBoundary(self._metrics.calls, config.default_deadline_s, budget)
+        answers = AnswerBudget(max_bytes=config.max_answers_mib << 20, wait_s=config.answer_wait_s)
+        self._boundary = CallBoundary(self._metrics.calls, config.default_deadline_s, budget=budget, answers=answers)
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
         # gRPC's own refusals say nothing of when to ask again: they are for what the boundary does not count.
