@@ -19,10 +19,10 @@ import pytest
 from PIL import Image
 
 from bottega.client import AsyncClient
-from bottega.errors import BadImage, BottegaError, QueueFull
+from bottega.errors import BadImage, BottegaError, DeadlinePassed, QueueFull, TooLarge
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import image_pb2, image_pb2_grpc
+from bottega.v1 import fleet_pb2, image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.running import Services, gateway_config
 from tests.service.scripted_images import NAME, narrow_channel
@@ -39,6 +39,9 @@ ANSWERS_MIB = 8
 # Four times that, and a third of a MiB for each caller that does not read. Without the bounds, 150 unread calls took
 # 690 MiB (WatchJob) and 190 MiB (GetImage).
 MOST_UNREAD_BYTES = (4 * ANSWERS_MIB << 20) + READERS * (1 << 20) // 3
+STRANGERS = 40
+# Without the bound 40 of them took a GiB, and 64 2.6 GiB.
+MOST_STRANGE_BYTES = 4 * 128 << 20
 # At rest, of that.
 MOST_LEFT_BYTES = 32 << 20
 GIVEN_BACK_S = 20.0
@@ -155,3 +158,30 @@ async def test_many_callers_that_do_not_read_take_bounded_memory_and_who_reads_g
                 call.cancel()
         await worker.die()
     assert memory[1] - memory[0] < MOST_UNREAD_BYTES
+
+
+async def test_many_strangers_that_would_join_with_large_messages_take_bounded_memory_and_a_member_gets_in(
+    tmp_path: Path,
+) -> None:
+    registration = fleet_pb2.Registration(kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name="x" * (20 << 20))
+    raw = fleet_pb2.JoinRequest(registration=registration).SerializeToString()
+
+    async def refused(channel: grpc.aio.Channel) -> BottegaError:
+        join: Any = channel.stream_stream("/bottega.v1.FleetService/Join")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [answer async for answer in join(iter([raw]), timeout=60)]
+        return from_rpc_error(caught.value)
+
+    memory: list[int] = []
+    with Services(tmp_path) as services:
+        gateway = services.start("bottega.gateway", gateway_config())
+        async with AsyncExitStack() as stack:
+            channels = [await stack.enter_async_context(open_channel(gateway.address)) for _ in range(STRANGERS)]
+            async with _most_memory(gateway.process.pid, memory):
+                strangers = asyncio.gather(*map(refused, channels))
+                worker = await ScriptedWorker("w1", gateway.address).start(join_timeout_s=20)
+                errors = await strangers
+        await worker.die()
+    assert memory[1] - memory[0] < MOST_STRANGE_BYTES
+    assert {type(error) for error in errors} <= {TooLarge, DeadlinePassed, QueueFull}
+    assert TooLarge in {type(error) for error in errors}

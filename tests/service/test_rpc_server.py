@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from bottega import errors
-from bottega.rpc.boundary import REQUEST_ID_KEY
+from bottega.rpc.calls import REQUEST_ID_KEY
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import image_pb2

@@ -30,8 +30,9 @@ from bottega.rpc.metrics import MetricsEndpoint
 _DRAIN_PAUSE_S = 0.2
 # After the grace: for calls to end that were told to.
 _STOP_GRACE_S = 0.5
-# gRPC's bound on calls, health and the suite's own streams included, over that on the others.
-_MOST_CALLS = 2
+# gRPC's bound on calls over that on each kind: those that are served and as many that are not read out, of those with
+# one request and of those that stream theirs; and health.
+_MOST_CALLS = 5
 
 _log = logging.getLogger(__name__)
 
@@ -45,9 +46,11 @@ class ServerConfig:
     listen, metrics_listen: host:port; port 0 is any free one. drain_grace_s: for calls to end after SIGTERM.
     default_deadline_s: of calls whose caller set none. max_message_mib: of one message.
     max_requests_mib: of all requests that are coming in or are not dealt with yet; the service grows by up to six
-        times that, for what it makes of them and what the C library keeps. max_calls: served at once, and as many may
-        have ended whose callers did not read; each of those takes up to a third of a MiB. Who comes when there is no
-        room hears RESOURCE_EXHAUSTED, and when to ask again.
+        times that, for what it makes of them and what the C library keeps. Beside it there is as much for callers
+        that stream their requests: members of the fleet, which get in when others cannot, and uploads.
+    max_calls: served at once, of each of these two kinds; as many may have ended whose callers did not read, and each
+        of those takes up to a third of a MiB. Who comes when there is no room hears RESOURCE_EXHAUSTED, and when to
+        ask again.
     max_answers_mib: of large answers, such as images that travel with the news of them, that their callers have not
         read yet; the service grows by up to four times that. Beyond it images are only sent to those who ask for them.
     answer_wait_s: for a caller to read an answer, else its call ends UNAVAILABLE; 5 s are enough where others are
@@ -84,13 +87,14 @@ class Server:
         self.config = config
         self.address = ""
         self._metrics = MetricsEndpoint(config.metrics_listen)
-        budget = RequestBudget(
-            max_bytes=config.max_requests_mib << 20,
-            message_bytes=config.max_message_mib << 20,
-            max_calls=config.max_calls,
-        )
         answers = AnswerBudget(max_bytes=config.max_answers_mib << 20, wait_s=config.answer_wait_s)
-        self._boundary = CallBoundary(self._metrics.calls, config.default_deadline_s, budget=budget, answers=answers)
+        self._boundary = CallBoundary(
+            self._metrics.calls,
+            config.default_deadline_s,
+            requests=_budget(config),
+            streamed=_budget(config),
+            answers=answers,
+        )
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
         # gRPC's own refusals say nothing of when to ask again: they are for what the boundary does not count.
@@ -147,7 +151,7 @@ class Server:
             async with asyncio.timeout(self.config.drain_grace_s):
                 if finish is not None:
                     await finish()
-                await self._boundary.wait_idle()
+                await self._boundary.calls.wait_idle()
         except TimeoutError:
             _log.warning("drain took longer than its grace", extra={"grace_s": self.config.drain_grace_s})
         await self.stop()
@@ -155,8 +159,16 @@ class Server:
     async def stop(self) -> None:
         """Ends now; calls in flight are cancelled. Harmless when it has ended."""
         await self.grpc.stop(_STOP_GRACE_S)
-        self._boundary.refusals.sum_up()
+        self._boundary.calls.refusals.sum_up()
         await asyncio.to_thread(self._metrics.stop)
+
+
+def _budget(config: ServerConfig) -> RequestBudget:
+    return RequestBudget(
+        max_bytes=config.max_requests_mib << 20,
+        message_bytes=config.max_message_mib << 20,
+        max_calls=config.max_calls,
+    )
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:

@@ -22,7 +22,7 @@ from bottega.gateway.orders import Order
 from bottega.gateway.watching import Ended, Event, Watch
 from bottega.gateway.wire import event_to_wire, image_to_wire, inline_bytes, job_to_wire, travels_inline
 from bottega.rpc import answers, logs
-from bottega.rpc.boundary import MAX_REQUEST_ID_CHARACTERS
+from bottega.rpc.calls import MAX_REQUEST_ID_CHARACTERS
 from bottega.storage import ContentReader, ContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc
 
