@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from bottega.errors import DeadlinePassed, InvalidRequest, QueueFull, TooLarge
+from bottega.errors import DeadlinePassed, InvalidRequest, MethodNotServed, QueueFull, TooLarge
 from bottega.process import copied
 from bottega.rpc.answers import AnswerBudget, Answers
 from bottega.rpc.budget import RequestBudget, Share
@@ -64,6 +64,7 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         self._answers = answers
         self._wrapped: dict[str, _Handler] = {}
         self.calls = Calls(metrics, answers)
+        self._unknown = self._refusing()
 
     async def intercept_service(
         self,
@@ -77,7 +78,7 @@ class CallBoundary(grpc.aio.ServerInterceptor):
             return wrapped
         handler: _Handler = await continuation(handler_call_details)
         if handler is None:
-            return handler
+            return self._unknown
         wrap = self._of_grpc if method.startswith("/grpc.") else self._of_ours
         wrapped = self._wrapped[method] = wrap(handler, method)
         return wrapped
@@ -131,6 +132,15 @@ class CallBoundary(grpc.aio.ServerInterceptor):
 
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
 
+    def _refusing(self) -> _Handler:
+        """What serves methods that nobody has, all of them as one: there is no end of their names."""
+
+        async def call(_: _Raw, context: Context) -> None:
+            async with self.calls.guard(self.calls.asked_once, "unknown", context):
+                raise MethodNotServed("the service has no such method")
+
+        return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
+
     def _of_grpc(self, handler: _Handler, method: str) -> _Handler:
         """They answer as they will; only what they are asked is taken in here."""
         parse, tally = handler.request_deserializer, self.calls.of_grpc
@@ -162,7 +172,7 @@ class CallBoundary(grpc.aio.ServerInterceptor):
             raise
 
     async def _received(self, context: Context, parse: _Parse, share: Share) -> object:
-        raw = await self._requests.received(context.read)
+        raw = _within(self._requests.message_bytes, await self._requests.received(context.read))
         if raw is grpc.aio.EOF:
             raise InvalidRequest("the call carries no request")
         share.shrink(len(raw))

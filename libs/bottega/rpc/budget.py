@@ -60,7 +60,7 @@ class RequestBudget:
     def __init__(self, *, max_bytes: int, message_bytes: int, max_calls: int) -> None:
         assert max_bytes >= message_bytes
         self._free_bytes = max_bytes
-        self._message_bytes = message_bytes
+        self.message_bytes = message_bytes
         self._max_calls = max_calls
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._coming: dict[asyncio.Timeout, float] = {}
@@ -72,11 +72,11 @@ class RequestBudget:
         """
         if calls > self._max_calls:
             raise full("as many calls are served as can be", limit="max_calls")
-        if self._waiting or self._free_bytes < self._message_bytes:
+        if self._waiting or self._free_bytes < self.message_bytes:
             await self._turn()
         else:
-            self._free_bytes -= self._message_bytes
-        return Share(self, self._message_bytes)
+            self._free_bytes -= self.message_bytes
+        return Share(self, self.message_bytes)
 
     async def received(self, read: Callable[[], Awaitable[ReadT]]) -> ReadT:
         """The message that `read` waits for. Raises QueueFull when it takes long while others wait for the room."""
@@ -95,8 +95,8 @@ class RequestBudget:
     def give_back(self, size_bytes: int) -> None:
         """So much is free again."""
         self._free_bytes += size_bytes
-        while self._waiting and self._free_bytes >= self._message_bytes:
-            self._free_bytes -= self._message_bytes
+        while self._waiting and self._free_bytes >= self.message_bytes:
+            self._free_bytes -= self.message_bytes
             self._waiting.popleft().set_result(None)
 
     async def _turn(self) -> None:
@@ -107,7 +107,7 @@ class RequestBudget:
             await asyncio.wait([turn], timeout=_WAIT_S)
         except asyncio.CancelledError:
             if turn.done():
-                self.give_back(self._message_bytes)
+                self.give_back(self.message_bytes)
             else:
                 self._waiting.remove(turn)
             raise

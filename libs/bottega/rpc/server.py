@@ -33,6 +33,8 @@ _STOP_GRACE_S = 0.5
 # gRPC's bound on calls over that on each kind: those that are served and as many that are not read out, of those with
 # one request and of those that stream theirs; and health.
 _MOST_CALLS = 5
+# By which a message may be too large and is refused in our words; one that is larger is refused in gRPC's.
+_TOLD_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -173,7 +175,7 @@ def _budget(config: ServerConfig) -> RequestBudget:
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
     return [
-        ("grpc.max_receive_message_length", config.max_message_mib << 20),
+        ("grpc.max_receive_message_length", (config.max_message_mib << 20) + _TOLD_BYTES),
         ("grpc.max_send_message_length", config.max_message_mib << 20),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         # Of a message that nobody reads yet, 64 KiB are taken in; with the probe it would be some MiB of every call.
