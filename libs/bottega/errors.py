@@ -16,6 +16,7 @@ BottegaError
 ├── RequestIdReused         ALREADY_EXISTS
 ├── LoraExists              ALREADY_EXISTS
 ├── FieldNotServed          UNIMPLEMENTED
+├── MethodNotServed         UNIMPLEMENTED
 ├── JobNotFinished          FAILED_PRECONDITION
 ├── StaleAttempt            FAILED_PRECONDITION
 ├── ModelMismatch           FAILED_PRECONDITION  two models under one name
@@ -33,6 +34,7 @@ BottegaError
 │   ├── NoLora              UNAVAILABLE          the store cannot be reached, or is too slow; retry later
 │   ├── Draining            UNAVAILABLE          retry now, elsewhere or soon
 │   ├── WorkerLost          UNAVAILABLE
+│   ├── ReaderStalled       UNAVAILABLE          the caller did not read its answers; retry now
 │   └── StorageUnavailable  UNAVAILABLE          the disk is full or cannot be written; retry later
 ├── DataLoss                DATA_LOSS            what was stored is damaged
 ├── DeadlinePassed          DEADLINE_EXCEEDED
@@ -217,6 +219,13 @@ class FieldNotServed(BottegaError):
     reason = error_pb2.ERROR_REASON_FIELD_NOT_SERVED
 
 
+class MethodNotServed(BottegaError):
+    """The service has no such method: it is another one, or of another version."""
+
+    code = Code.UNIMPLEMENTED
+    reason = error_pb2.ERROR_REASON_METHOD_NOT_SERVED
+
+
 class JobNotFinished(BottegaError):
     """The job has no images yet."""
 
@@ -321,6 +330,12 @@ class WorkerLost(Unavailable):
     """
 
     reason = error_pb2.ERROR_REASON_WORKER_LOST
+
+
+class ReaderStalled(Unavailable):
+    """The caller did not read its answers for so long that the service ended the call. The job, if any, goes on."""
+
+    reason = error_pb2.ERROR_REASON_READER_STALLED
 
 
 class StorageUnavailable(Unavailable):

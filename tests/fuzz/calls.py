@@ -15,10 +15,14 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from bottega.rpc.channel import MAX_MESSAGE_MIB
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2, lora_pb2, worker_pb2
 from bottega.v1.error_pb2 import ERROR_REASON_NO_CONTROLNET
 from bottega.v1.generation_pb2 import GenerationSpec
+
+# Of the channels: a service refuses by itself what is little more than it takes.
+MESSAGE_MIB = MAX_MESSAGE_MIB + 1
 
 # A service answers any single request in far less, or it hangs; and a worker that was measured on a busy machine is not
 # told to be too slow for it.
@@ -224,7 +228,9 @@ def _is_watch(raw: bytes) -> bool:
 def _refused(failure: grpc.RpcError) -> Outcome:
     error = from_rpc_error(failure)
     fields = frozenset(violation.field for violation in error.violations)
-    return Outcome(code=failure.code(), text="\n".join(_words(error.message, error)), fields=fields)
+    # What came on the wire, which is more than what we make of it where no service of ours has said it.
+    text = "\n".join([*_words(error.message, error), failure.details() or ""])
+    return Outcome(code=failure.code(), text=text, fields=fields)
 
 
 def _outcome_of(failed: Any) -> Outcome:

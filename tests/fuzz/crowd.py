@@ -16,7 +16,7 @@ from itertools import chain
 import grpc
 
 from bottega.rpc.channel import channel_options
-from tests.fuzz.calls import Caller
+from tests.fuzz.calls import MESSAGE_MIB, Caller
 from tests.fuzz.case import Case
 from tests.fuzz.cases import corpus
 from tests.fuzz.house import House
@@ -35,7 +35,7 @@ def crowd(house: House, *, callers: int, seed: int) -> list[str]:
 
 
 def _wrong(house: House, cases: Sequence[Case]) -> Iterator[str]:
-    options = channel_options()
+    options = channel_options(MESSAGE_MIB)
     with (
         grpc.insecure_channel(house.gateway.address, options=options) as gateway,
         grpc.insecure_channel(house.worker.address, options=options) as worker,

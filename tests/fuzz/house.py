@@ -21,7 +21,7 @@ from bottega.client import Client
 from bottega.miniature import WEIGHTS
 from bottega.rpc.channel import channel_options
 from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, lora_pb2_grpc
-from tests.fuzz.calls import Caller
+from tests.fuzz.calls import MESSAGE_MIB, Caller
 from tests.fuzz.controlnets import NET
 from tests.fuzz.hosting import HOSTED, hosting
 from tests.fuzz.lora_store import ROOT, registered
@@ -107,7 +107,7 @@ def running_house(services: Services) -> Iterator[House]:
     )
     nets = services.start("bottega.controlnet", _NETS, name="nets")
     store = services.start("bottega.loras", _STORE, name="store")
-    options = channel_options()
+    options = channel_options(MESSAGE_MIB)
     with (
         Client(gateway.address, timeout_s=60.0) as client,
         grpc.insecure_channel(gateway.address, options=options) as to_gateway,

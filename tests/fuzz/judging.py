@@ -39,7 +39,8 @@ _BELOW_ROOT = frozenset({"AddControlNet", "RegisterLora"})
 _GIVEN_AWAY = re.compile(
     r"/(?:home|usr|opt|etc|var|tmp|proc|srv|work|root)/|site-packages|\.py\b|0x[0-9a-f]{6,}|\b\d+\.\d+\.\d+\.\d+:\d+"
     r"|Traceback|Exception|Error\b\(|\b(?:PIL|Pillow|protobuf|pydantic|sqlite|torch|safetensors|diffusers|tokenizer|asyncio)\b"
-    r"|NoneType|codec can't|object has no|google\.",
+    r"|NoneType|codec can't|object has no|google\.|\bgrpc\b|(?-i:SERVER): |Method not found"
+    r"|Concurrent RPC|Locally aborted|Unexpected <|Exception (?:iterating|calling)|RST_STREAM|GOAWAY|Stream removed",
     re.IGNORECASE,
 )
 

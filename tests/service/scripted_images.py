@@ -12,11 +12,15 @@ import pytest
 
 from bottega import errors
 from bottega.rpc import logs
-from bottega.rpc.channel import open_channel
+from bottega.rpc.channel import channel_options, open_channel
 from bottega.rpc.server import Server, ServerConfig
 from bottega.v1 import image_pb2, image_pb2_grpc
 
 NAME = image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
+
+
+SMALL_ANSWER = "x" * (60 << 10)
+LARGE_ANSWER = "x" * (900 << 10)
 
 
 class ScriptedImages(image_pb2_grpc.ImageServiceServicer):
@@ -38,6 +42,9 @@ class ScriptedImages(image_pb2_grpc.ImageServiceServicer):
                 await asyncio.sleep(60)
             case "wait":
                 await self.release.wait()
+            case "large" | "huge":
+                size = 2 if request.job_id == "huge" else 1
+                return image_pb2.GetJobResponse(job=image_pb2.Job(job_id=size * LARGE_ANSWER))
         return image_pb2.GetJobResponse()
 
     async def WatchJob(
@@ -47,7 +54,10 @@ class ScriptedImages(image_pb2_grpc.ImageServiceServicer):
             yield image_pb2.WatchJobResponse()
             if request.job_id == "refuse":
                 raise errors.JobNotFound("no such job")
-            await asyncio.sleep(60)
+            while request.job_id in ("small", "large"):
+                answer = SMALL_ANSWER if request.job_id == "small" else LARGE_ANSWER
+                yield image_pb2.WatchJobResponse(event=image_pb2.JobEvent(job_id=answer))
+            await (self.release.wait() if request.job_id == "wait" else asyncio.sleep(60))
         finally:
             self.stream_ended.set()
 
@@ -67,6 +77,14 @@ async def scripted_images(**config: Any) -> AsyncIterator[Served]:
             yield server, servicer, channel
     finally:
         await server.stop()
+
+
+@asynccontextmanager
+async def narrow_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    """Over which only a little is sent ahead: of a call that nobody reads, the server soon has the rest."""
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    async with grpc.aio.insecure_channel(address, options=[*channel_options(), *narrow]) as channel:
+        yield channel
 
 
 def stub(channel: grpc.aio.Channel) -> image_pb2_grpc.ImageServiceAsyncStub:

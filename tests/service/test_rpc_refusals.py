@@ -12,7 +12,7 @@ import pytest
 
 from bottega import errors
 from bottega.rpc import logs, refusals
-from bottega.rpc.boundary import REQUEST_ID_KEY
+from bottega.rpc.calls import REQUEST_ID_KEY
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import image_pb2
 from tests.service.scripted_images import NAME, Served, failure, scripted_images, stub

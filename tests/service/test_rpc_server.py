@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from bottega import errors
-from bottega.rpc.boundary import REQUEST_ID_KEY
+from bottega.rpc.calls import REQUEST_ID_KEY
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import image_pb2
@@ -42,6 +42,29 @@ async def test_bytes_that_are_no_request_are_refused_like_any_wrong_request(
     assert failed.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert type(from_rpc_error(failed)) is errors.InvalidRequest
     assert "DecodeError" not in str(failed.details())
+
+
+async def test_a_message_beyond_the_limit_is_refused_in_our_words() -> None:
+    async with scripted_images(max_message_mib=1, max_requests_mib=1) as (_, _, channel):
+        for method in ("GetJob", "WatchJob"):
+            failed = await _failure_of_bytes(channel, f"/{NAME}/{method}", bytes((1 << 20) + 1))
+            refused = from_rpc_error(failed)
+            assert type(refused) is errors.TooLarge
+            assert (refused.message, refused.metadata) == (failed.details(), {"limit": "message", "bytes": "1048576"})
+
+
+@pytest.mark.parametrize("method", [f"/{NAME}/Paint", "/nobody/GetJob", "/grpc.health.v1.Health/Paint", "GetJob"])
+async def test_a_method_that_nobody_has_is_refused_in_our_words_and_is_not_remembered(
+    served: Served, method: str
+) -> None:
+    failed = await _failure_of_bytes(served[2], method, b"")
+    assert failed.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert type(from_rpc_error(failed)) is errors.MethodNotServed
+    assert from_rpc_error(failed).message == failed.details()
+    url = f"http://{served[0].metrics_address}/metrics"
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+    assert "Paint" not in text
+    assert 'bottega_rpc_calls_total{code="UNIMPLEMENTED",method="unknown"} 1.0' in text
 
 
 async def _failure_of_bytes(channel: grpc.aio.Channel, method: str, raw: bytes) -> grpc.aio.AioRpcError:

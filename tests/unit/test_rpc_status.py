@@ -60,13 +60,23 @@ def test_an_error_without_facts_gets_none() -> None:
         (grpc.StatusCode.INTERNAL, errors.InternalError),
         (grpc.StatusCode.UNKNOWN, errors.InternalError),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.TooLarge),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.MethodNotServed),
     ],
 )
 def test_a_status_of_grpc_itself_is_typed_by_its_code(code: grpc.StatusCode, kind: type[BottegaError]) -> None:
     failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="says grpc")
     received = status.from_rpc_error(failure)
     assert type(received) is kind
-    assert received.message == "says grpc"
+    assert "grpc" not in received.message
+    assert received.__notes__ == ["says grpc"]
+
+
+def test_a_crowd_beyond_what_grpc_lets_in_hears_when_to_come_back() -> None:
+    said = "Concurrent RPC limit exceeded!"
+    full = grpc.StatusCode.RESOURCE_EXHAUSTED
+    received = status.from_rpc_error(grpc.aio.AioRpcError(full, grpc.aio.Metadata(), grpc.aio.Metadata(), details=said))
+    assert type(received) is errors.QueueFull
+    assert (received.metadata, received.retry_after_s) == ({"limit": "max_calls"}, 1.0)
 
 
 def test_a_reason_of_a_later_version_is_typed_by_its_code() -> None:

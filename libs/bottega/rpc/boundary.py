@@ -3,6 +3,7 @@
 Turns a BottegaError into its status and anything unexpected into a plain INTERNAL, so that no text
 of a library reaches a caller; logs failures once; counts; gives unary calls a deadline. Requests are received and
 parsed in here as well: not before there is room for them, and bytes that are none end like any other wrong request.
+Answers are packed and streamed in here, so that no caller that does not read them is waited for without end.
 It knows no service.
 """
 
@@ -10,58 +11,60 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from types import TracebackType
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from bottega.errors import BottegaError, Code, DeadlinePassed, InternalError, InvalidRequest
+from bottega.errors import DeadlinePassed, InvalidRequest, MethodNotServed, QueueFull, TooLarge
 from bottega.process import copied
-from bottega.rpc import logs
+from bottega.rpc.answers import AnswerBudget, Answers
 from bottega.rpc.budget import RequestBudget, Share
+from bottega.rpc.calls import Calls, Context, Tally
 from bottega.rpc.metrics import CallMetrics
-from bottega.rpc.refusals import RefusalLog
-from bottega.rpc.status import to_grpc_status
 
-REQUEST_ID_KEY = "x-request-id"
-
-MAX_REQUEST_ID_CHARACTERS = 128
-
-_log = logging.getLogger(__name__)
+# Of one message of a caller that streams them. A conversation of the fleet has small ones: the longest registration,
+# and the longest load, are well below a MiB. An upload has chunks of at most 4 MiB, and a head of little over 3 MiB.
+_CONVERSATION_BYTES = 2 << 20
+_UPLOAD_BYTES = 5 << 20
+# Nobody has more to ask of health or reflection.
+_OF_GRPC_BYTES = 64 << 10
 
 _Handler = Any  # grpc.RpcMethodHandler, whose stubs know only blocking methods.
-_Context = grpc.aio.ServicerContext[Any, Any]
 # None where the handler takes bytes.
 _Parse = Callable[[bytes], object] | None
+# None where the handler gives bytes.
+_Pack = Callable[[Any], bytes] | None
 _Raw = AsyncIterator[bytes]
 
 
 class CallBoundary(grpc.aio.ServerInterceptor):
     """Wraps every method of every service.
 
-    default_deadline_s: of unary calls whose caller set none. budget: of all calls but those that stream their requests,
-    which are the suite's own and must get through when others cannot. A method that streams its answers holds nothing
-    of a large request from its first answer on.
+    default_deadline_s: of unary calls whose caller set none. requests: the budget of all that are one message. A method
+    that streams its answers holds nothing of a large request from its first answer on. streamed: the budget of first
+    messages of callers that stream them, which are the suite's own and must get through when others cannot; and of
+    what gRPC's own services are asked. Later messages are bounded by their sizes, and by how many the services let in.
+    answers: of all calls.
     """
 
-    def __init__(self, metrics: CallMetrics, default_deadline_s: float, budget: RequestBudget) -> None:
-        self._metrics = metrics
+    def __init__(
+        self,
+        metrics: CallMetrics,
+        default_deadline_s: float,
+        *,
+        requests: RequestBudget,
+        streamed: RequestBudget,
+        answers: AnswerBudget,
+    ) -> None:
         self._default_deadline_s = default_deadline_s
-        self._budget = budget
-        self._active = 0
-        metrics.watch_in_flight(lambda: self._active)
-        self.refusals = RefusalLog()
+        self._requests = requests
+        self._streamed = streamed
+        self._answers = answers
         self._wrapped: dict[str, _Handler] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    async def wait_idle(self) -> None:
-        """Returns when no call is being served, those of gRPC's own services aside."""
-        await self._idle.wait()
+        self.calls = Calls(metrics, answers)
+        self._unknown = self._refusing()
 
     async def intercept_service(
         self,
@@ -74,59 +77,127 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         if wrapped is not None:
             return wrapped
         handler: _Handler = await continuation(handler_call_details)
-        if handler is None or method.startswith("/grpc."):
-            return handler
-        wrap = self._streaming if handler.response_streaming else self._unary
+        if handler is None:
+            return self._unknown
+        wrap = self._of_grpc if method.startswith("/grpc.") else self._of_ours
         wrapped = self._wrapped[method] = wrap(handler, method)
         return wrapped
 
-    def _unary(self, handler: _Handler, method: str) -> _Handler:
-        parse: _Parse = handler.request_deserializer
+    def _of_ours(self, handler: _Handler, method: str) -> _Handler:
+        if handler.request_streaming:
+            return self._conversation(handler, method) if handler.response_streaming else self._upload(handler, method)
+        return self._watch(handler, method) if handler.response_streaming else self._unary(handler, method)
 
-        async def call(_: _Raw, context: _Context) -> object:
-            async with self._guard(method, context), self._deadline(context):
-                if handler.request_streaming:
-                    return await handler.stream_unary(_parsed_all(context, parse), context)
-                with await self._budget.share(calls=self._active) as share:
-                    return await handler.unary_unary(await self._received(context, parse, share), context)
+    def _unary(self, handler: _Handler, method: str) -> _Handler:
+        parse, pack = _translators(handler)
+
+        async def call(_: _Raw, context: Context) -> bytes | None:
+            async with self.calls.guard(self.calls.asked_once, method, context) as answers, self._deadline(context):
+                with await self._share() as share:
+                    answer = await handler.unary_unary(await self._received(context, parse, share), context)
+                return answers.admit(_packed(answer, pack))
             return None  # it was refused, and gRPC knows
 
-        return _taking_streams(grpc.stream_unary_rpc_method_handler, call, handler)
+        return _taking_streams(grpc.stream_unary_rpc_method_handler, call)
 
-    def _streaming(self, handler: _Handler, method: str) -> _Handler:
-        parse: _Parse = handler.request_deserializer
+    def _watch(self, handler: _Handler, method: str) -> _Handler:
+        parse, pack = _translators(handler)
 
-        async def all_asked(_: _Raw, context: _Context) -> AsyncGenerator[object, None]:
-            async with (
-                self._guard(method, context),
-                contextlib.aclosing(handler.stream_stream(_parsed_all(context, parse), context)) as responses,
-            ):
-                async for response in responses:
-                    yield response
+        async def call(_: _Raw, context: Context) -> None:
+            async with self.calls.guard(self.calls.asked_once, method, context) as answers:
+                with await self._share() as share:
+                    responses = handler.unary_stream(await self._received(context, parse, share), context)
+                    await _send_all(responses, pack, answers, context.write, share)
 
-        async def one_asked(_: _Raw, context: _Context) -> AsyncGenerator[object, None]:
-            async with self._guard(method, context):
-                with await self._budget.share(calls=self._active) as share:
-                    answers = handler.unary_stream(await self._received(context, parse, share), context)
-                    async with contextlib.aclosing(answers) as responses:
-                        async for response in responses:
-                            share.release()
-                            yield response
+        return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
 
-        call = all_asked if handler.request_streaming else one_asked
-        return _taking_streams(grpc.stream_stream_rpc_method_handler, call, handler)
+    def _upload(self, handler: _Handler, method: str) -> _Handler:
+        parse, pack = _translators(handler)
 
-    async def _received(self, context: _Context, parse: _Parse, share: Share) -> object:
-        raw = await self._budget.received(context.read)
+        async def call(_: _Raw, context: Context) -> bytes | None:
+            async with self.calls.guard(self.calls.streamed, method, context) as answers, self._deadline(context):
+                requests = self._said(context, parse, self.calls.streamed, _UPLOAD_BYTES)
+                return answers.admit(_packed(await handler.stream_unary(requests, context), pack))
+            return None
+
+        return _taking_streams(grpc.stream_unary_rpc_method_handler, call)
+
+    def _conversation(self, handler: _Handler, method: str) -> _Handler:
+        parse, pack = _translators(handler)
+
+        async def call(_: _Raw, context: Context) -> None:
+            async with self.calls.guard(self.calls.streamed, method, context) as answers:
+                requests = self._said(context, parse, self.calls.streamed, _CONVERSATION_BYTES)
+                await _send_all(handler.stream_stream(requests, context), pack, answers, context.write)
+
+        return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
+
+    def _refusing(self) -> _Handler:
+        """What serves methods that nobody has, all of them as one: there is no end of their names."""
+
+        async def call(_: _Raw, context: Context) -> None:
+            async with self.calls.guard(self.calls.asked_once, "unknown", context):
+                raise MethodNotServed("the service has no such method")
+
+        return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
+
+    def _of_grpc(self, handler: _Handler, method: str) -> _Handler:
+        """They answer as they will; only what they are asked is taken in here."""
+        parse, tally = handler.request_deserializer, self.calls.of_grpc
+
+        async def unary(_: _Raw, context: Context) -> object:
+            async with self.calls.guard(tally, method, context):
+                return await handler.unary_unary(await self._only(context, parse, tally), context)
+            return None
+
+        async def watch(_: _Raw, context: Context) -> None:
+            async with self.calls.guard(tally, method, context):
+                await handler.unary_stream(await self._only(context, parse, tally), context)
+
+        async def conversation(_: _Raw, context: Context) -> None:
+            async with self.calls.guard(tally, method, context):
+                async for response in handler.stream_stream(self._said(context, parse, tally, _OF_GRPC_BYTES), context):
+                    await context.write(response)
+
+        if not handler.response_streaming:
+            return _taking_streams(grpc.stream_unary_rpc_method_handler, unary, handler.response_serializer)
+        call = conversation if handler.request_streaming else watch
+        return _taking_streams(grpc.stream_stream_rpc_method_handler, call, handler.response_serializer)
+
+    async def _share(self) -> Share:
+        try:
+            return await self._requests.share(calls=self.calls.asked_once.count)
+        except QueueFull:
+            self._answers.hurry()
+            raise
+
+    async def _received(self, context: Context, parse: _Parse, share: Share) -> object:
+        raw = _within(self._requests.message_bytes, await self._requests.received(context.read))
         if raw is grpc.aio.EOF:
             raise InvalidRequest("the call carries no request")
         share.shrink(len(raw))
         return await _parsed(raw, parse)
 
-    def _guard(self, method: str, context: _Context) -> _Guard:
-        return _Guard(self, method, context)
+    async def _only(self, context: Context, parse: _Parse, tally: Tally) -> object:
+        async with contextlib.aclosing(self._said(context, parse, tally, _OF_GRPC_BYTES)) as said:
+            async for request in said:
+                return request
+        raise InvalidRequest("the call carries no request")
 
-    def _deadline(self, context: _Context) -> contextlib.AbstractAsyncContextManager[None]:
+    async def _said(
+        self, context: Context, parse: _Parse, tally: Tally, most_bytes: int
+    ) -> AsyncGenerator[object, None]:
+        """All messages of a caller. Of one that nobody knows yet the first may be large, before it is refused.
+
+        Reads by the context: gRPC's stream of requests, once begun, is a cycle of its own where it is not read out.
+        """
+        with await self._streamed.share(calls=tally.count):
+            raw = _within(most_bytes, await self._streamed.received(context.read))
+        while raw is not grpc.aio.EOF:
+            yield await _parsed(raw, parse)
+            raw = _within(most_bytes, await context.read())
+
+    def _deadline(self, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
         # gRPC itself ends a call whose caller set a deadline.
         return self._default_deadline() if context.time_remaining() is None else contextlib.nullcontext()
 
@@ -141,64 +212,45 @@ class CallBoundary(grpc.aio.ServerInterceptor):
             why = f"no deadline was set and the default of {self._default_deadline_s:g} s passed"
             raise DeadlinePassed(why) from None
 
-    def enter(self, context: _Context) -> None:
-        """A call begins."""
-        # Every call runs in a task of its own, so what is bound here is bound for this call only.
-        logs.bind(**_request_id(context))
-        self._active += 1
-        self._idle.clear()
 
-    def leave(self, method: str, code: Code | None, seconds: float) -> None:
-        """It has ended. code: None is OK."""
-        self._active -= 1
-        if not self._active:
-            self._idle.set()
-        self._metrics.observe(method, code.name if code else "OK", seconds)
-
-
-class _Guard:
-    """Around one call: whatever it raises ends it with a status.
-
-    gRPC keeps the exception of an abort with the call's context, and raises it again when the method has returned. One
-    that led to the frames of the call, which hold context and request, would be a cycle of some MiB perhaps, until the
-    collector comes by: so it ends here, without a traceback.
-    """
-
-    def __init__(self, boundary: CallBoundary, method: str, context: _Context) -> None:
-        self._boundary = boundary
-        self._method = method
-        self._context = context
-        self._began = time.perf_counter()
-
-    async def __aenter__(self) -> None:
-        self._boundary.enter(self._context)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        del kind, trace
-        ours = _told(self._method, error, self._boundary.refusals) if isinstance(error, Exception) else None
-        try:
-            if ours is not None:
-                await self._context.abort_with_status(to_grpc_status(ours))
-        except grpc.aio.AbortError as aborted:
-            aborted.__traceback__ = aborted.__context__ = None
-            return True
-        finally:
-            code = Code.CANCELLED if error is not None else None
-            self._boundary.leave(self._method, ours.code if ours else code, time.perf_counter() - self._began)
-        return False
-
-
-def _taking_streams(make: Any, call: Callable[[_Raw, _Context], object], handler: _Handler) -> _Handler:
+def _taking_streams(make: Any, call: Callable[[_Raw, Context], object], pack: _Pack = None) -> _Handler:
     """A handler whose messages come when it asks for them, also where there is only one: gRPC would not wait."""
-    return make(call, None, handler.response_serializer)
+    return make(call, None, pack)
 
 
-async def _parsed_all(context: _Context, parse: _Parse) -> AsyncIterator[object]:
-    """Reads by the context: gRPC's stream of requests, once begun, is a cycle of its own where it is not read out."""
-    while (raw := await context.read()) is not grpc.aio.EOF:
-        yield await _parsed(raw, parse)
+def _translators(handler: _Handler) -> tuple[_Parse, _Pack]:
+    return handler.request_deserializer, handler.response_serializer
+
+
+def _packed(answer: Any, pack: _Pack) -> bytes:
+    packed: bytes = pack(answer) if pack else answer
+    return packed
+
+
+async def _send_all(
+    responses: AsyncGenerator[object, None],
+    pack: _Pack,
+    answers: Answers,
+    write: Callable[[bytes], Awaitable[None]],
+    share: Share | None = None,
+) -> None:
+    """share: that of the request, which nobody needs any more when there is an answer."""
+    async with contextlib.aclosing(responses):
+        async for response in responses:
+            if share is not None:
+                share.release()
+            raw = _packed(response, pack)
+            del response  # the next one may be long in coming, and this one in going
+            await answers.send(raw, write)
+            del raw
+
+
+def _within(most_bytes: int, raw: Any) -> Any:
+    """A message, or the end, as it is. Raises TooLarge."""
+    if raw is not grpc.aio.EOF and len(raw) > most_bytes:
+        limit = {"limit": "message", "bytes": str(most_bytes)}
+        raise TooLarge(f"a message of this method has at most {most_bytes} bytes", metadata=limit)
+    return raw
 
 
 async def _parsed(raw: bytes, parse: _Parse) -> object:
@@ -206,30 +258,3 @@ async def _parsed(raw: bytes, parse: _Parse) -> object:
         return await copied(len(raw), lambda: parse(raw)) if parse else raw
     except DecodeError:
         raise InvalidRequest("the request's bytes are not a message of this method") from None
-
-
-def _request_id(context: _Context) -> dict[str, str]:
-    for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID_KEY:
-            return {"request_id": str(value)[:MAX_REQUEST_ID_CHARACTERS]}
-    return {}
-
-
-def _told(method: str, error: Exception, refusals: RefusalLog) -> BottegaError:
-    """What the caller is told. It is logged here, once, and forgets where it was raised."""
-    told = error if isinstance(error, BottegaError) else _plain_internal()
-    if told is not error:
-        _log.error("call failed unexpectedly", exc_info=error, extra={"method": method})
-    elif isinstance(error, InternalError):
-        _log.error("call failed", exc_info=error, extra={"method": method})
-    else:
-        refusals.tell(method, told.reason_name, told.message)
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    return told
-
-
-def _plain_internal() -> InternalError:
-    return InternalError("an internal fault; the service's log says more under the same request_id")

@@ -60,7 +60,7 @@ class RequestBudget:
     def __init__(self, *, max_bytes: int, message_bytes: int, max_calls: int) -> None:
         assert max_bytes >= message_bytes
         self._free_bytes = max_bytes
-        self._message_bytes = message_bytes
+        self.message_bytes = message_bytes
         self._max_calls = max_calls
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._coming: dict[asyncio.Timeout, float] = {}
@@ -71,12 +71,12 @@ class RequestBudget:
         Raises QueueFull, with the time after which to ask again, when there is none soon.
         """
         if calls > self._max_calls:
-            raise _full("as many calls are served as can be", limit="max_calls")
-        if self._waiting or self._free_bytes < self._message_bytes:
+            raise full("as many calls are served as can be", limit="max_calls")
+        if self._waiting or self._free_bytes < self.message_bytes:
             await self._turn()
         else:
-            self._free_bytes -= self._message_bytes
-        return Share(self, self._message_bytes)
+            self._free_bytes -= self.message_bytes
+        return Share(self, self.message_bytes)
 
     async def received(self, read: Callable[[], Awaitable[ReadT]]) -> ReadT:
         """The message that `read` waits for. Raises QueueFull when it takes long while others wait for the room."""
@@ -88,15 +88,15 @@ class RequestBudget:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise _full("the request came too slowly", limit="max_requests_mib") from None
+            raise full("the request came too slowly", limit="max_requests_mib") from None
         finally:
             del self._coming[scope]
 
     def give_back(self, size_bytes: int) -> None:
         """So much is free again."""
         self._free_bytes += size_bytes
-        while self._waiting and self._free_bytes >= self._message_bytes:
-            self._free_bytes -= self._message_bytes
+        while self._waiting and self._free_bytes >= self.message_bytes:
+            self._free_bytes -= self.message_bytes
             self._waiting.popleft().set_result(None)
 
     async def _turn(self) -> None:
@@ -107,13 +107,13 @@ class RequestBudget:
             await asyncio.wait([turn], timeout=_WAIT_S)
         except asyncio.CancelledError:
             if turn.done():
-                self.give_back(self._message_bytes)
+                self.give_back(self.message_bytes)
             else:
                 self._waiting.remove(turn)
             raise
         if not turn.done():
             self._waiting.remove(turn)
-            raise _full("as many requests are taken in as there is memory for", limit="max_requests_mib")
+            raise full("as many requests are taken in as there is memory for", limit="max_requests_mib")
 
     def _hurry(self) -> None:
         """Somebody waits: whoever sends slowly is not waited for any longer."""
@@ -124,5 +124,6 @@ class RequestBudget:
                 scope.reschedule(max(now, began + _CONTENDED_S))
 
 
-def _full(message: str, *, limit: str) -> QueueFull:
+def full(message: str, *, limit: str) -> QueueFull:
+    """What a caller hears that comes when there is no room. limit: of ServerConfig, which says how much there is."""
     return QueueFull(f"{message}; ask again", metadata={"limit": limit}, retry_after_s=random.uniform(*_RETRY_S))

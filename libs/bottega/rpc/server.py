@@ -20,6 +20,7 @@ from pydantic import ConfigDict, Field
 from bottega.config import STRICT
 from bottega.errors import Unavailable
 from bottega.rpc.address import split
+from bottega.rpc.answers import AnswerBudget
 from bottega.rpc.boundary import CallBoundary
 from bottega.rpc.budget import RequestBudget
 from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES
@@ -29,8 +30,11 @@ from bottega.rpc.metrics import MetricsEndpoint
 _DRAIN_PAUSE_S = 0.2
 # After the grace: for calls to end that were told to.
 _STOP_GRACE_S = 0.5
-# gRPC's bound on calls, health and the suite's own streams included, over that on the others.
-_MOST_CALLS = 2
+# gRPC's bound on calls over that on each kind: those that are served and as many that are not read out, of those with
+# one request and of those that stream theirs; and health.
+_MOST_CALLS = 5
+# By which a message may be too large and is refused in our words; one that is larger is refused in gRPC's.
+_TOLD_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -44,8 +48,15 @@ class ServerConfig:
     listen, metrics_listen: host:port; port 0 is any free one. drain_grace_s: for calls to end after SIGTERM.
     default_deadline_s: of calls whose caller set none. max_message_mib: of one message.
     max_requests_mib: of all requests that are coming in or are not dealt with yet; the service grows by up to six
-        times that, for what it makes of them and what the C library keeps. max_calls: served at once. Who comes when
-        there is no room hears RESOURCE_EXHAUSTED, and when to ask again.
+        times that, for what it makes of them and what the C library keeps. Beside it there is as much for callers
+        that stream their requests: members of the fleet, which get in when others cannot, and uploads.
+    max_calls: served at once, of each of these two kinds; as many may have ended whose callers did not read, and each
+        of those takes up to a third of a MiB. Who comes when there is no room hears RESOURCE_EXHAUSTED, and when to
+        ask again.
+    max_answers_mib: of large answers, such as images that travel with the news of them, that their callers have not
+        read yet; the service grows by up to four times that. Beyond it images are only sent to those who ask for them.
+    answer_wait_s: for a caller to read an answer, else its call ends UNAVAILABLE; 5 s are enough where others are
+        refused because of it. One that reads and waits for news is not meant.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -56,6 +67,8 @@ class ServerConfig:
     max_message_mib: Annotated[int, Field(ge=1, le=1024)] = MAX_MESSAGE_MIB
     max_requests_mib: Annotated[int, Field(ge=1)] = 128
     max_calls: Annotated[int, Field(ge=1)] = 2048
+    max_answers_mib: Annotated[int, Field(ge=1)] = 64
+    answer_wait_s: Annotated[float, Field(gt=0)] = 30.0
     default_deadline_s: Annotated[float, Field(gt=0)] = 600.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -76,12 +89,14 @@ class Server:
         self.config = config
         self.address = ""
         self._metrics = MetricsEndpoint(config.metrics_listen)
-        budget = RequestBudget(
-            max_bytes=config.max_requests_mib << 20,
-            message_bytes=config.max_message_mib << 20,
-            max_calls=config.max_calls,
+        answers = AnswerBudget(max_bytes=config.max_answers_mib << 20, wait_s=config.answer_wait_s)
+        self._boundary = CallBoundary(
+            self._metrics.calls,
+            config.default_deadline_s,
+            requests=_budget(config),
+            streamed=_budget(config),
+            answers=answers,
         )
-        self._boundary = CallBoundary(self._metrics.calls, config.default_deadline_s, budget)
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
         # gRPC's own refusals say nothing of when to ask again: they are for what the boundary does not count.
@@ -138,7 +153,7 @@ class Server:
             async with asyncio.timeout(self.config.drain_grace_s):
                 if finish is not None:
                     await finish()
-                await self._boundary.wait_idle()
+                await self._boundary.calls.wait_idle()
         except TimeoutError:
             _log.warning("drain took longer than its grace", extra={"grace_s": self.config.drain_grace_s})
         await self.stop()
@@ -146,13 +161,21 @@ class Server:
     async def stop(self) -> None:
         """Ends now; calls in flight are cancelled. Harmless when it has ended."""
         await self.grpc.stop(_STOP_GRACE_S)
-        self._boundary.refusals.sum_up()
+        self._boundary.calls.refusals.sum_up()
         await asyncio.to_thread(self._metrics.stop)
+
+
+def _budget(config: ServerConfig) -> RequestBudget:
+    return RequestBudget(
+        max_bytes=config.max_requests_mib << 20,
+        message_bytes=config.max_message_mib << 20,
+        max_calls=config.max_calls,
+    )
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
     return [
-        ("grpc.max_receive_message_length", config.max_message_mib << 20),
+        ("grpc.max_receive_message_length", (config.max_message_mib << 20) + _TOLD_BYTES),
         ("grpc.max_send_message_length", config.max_message_mib << 20),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         # Of a message that nobody reads yet, 64 KiB are taken in; with the probe it would be some MiB of every call.

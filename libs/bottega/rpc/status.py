@@ -45,12 +45,15 @@ def to_grpc_status(error: BottegaError) -> grpc.Status:
 
 
 def from_rpc_error(error: grpc.RpcError) -> BottegaError:
-    """The typed error for a call that failed: by its reason, and without one by its code."""
+    """The typed error for a call that failed: by its reason, and without one by its code.
+
+    What no service of ours has said is gRPC's: it is a note to the error, and its message is ours.
+    """
     failure = cast(_Failure, error)
     code = Code(failure.code().value[0])
     status = _status_of(failure)
     if status is None:
-        return _class_for("", code)(failure.details() or code.name)
+        return _of_grpc(code, failure.details() or "")
     info, bad_request, retry = _unpacked(status)
     return _class_for(info.reason if info.domain == errors.DOMAIN else "", code)(
         status.message,
@@ -88,6 +91,17 @@ def from_job_error(job_error: JobError) -> BottegaError:
         retry_after_s=job_error.retry_after_s if job_error.HasField("retry_after_s") else None,
         violations=[Violation(field=v.field, description=v.description) for v in job_error.violations],
     )
+
+
+def _of_grpc(code: Code, said: str) -> BottegaError:
+    if said.startswith(_TOO_MANY_CALLS):
+        limit = {"limit": "max_calls"}
+        made: BottegaError = errors.QueueFull(_WORDS_TOO_MANY, metadata=limit, retry_after_s=_RETRY_S)
+    else:
+        made = _class_for("", code)(_WORDS.get(code, f"the call failed: {code.name}"))
+    if said:
+        made.add_note(said)
+    return made
 
 
 def _details(error: BottegaError) -> Iterator[message.Message]:
@@ -177,6 +191,19 @@ _CLASS_BY_CODE: dict[Code, type[BottegaError]] = {
     Code.DEADLINE_EXCEEDED: errors.DeadlinePassed,
     Code.NOT_FOUND: errors.JobNotFound,
     Code.RESOURCE_EXHAUSTED: errors.TooLarge,
-    Code.UNIMPLEMENTED: errors.FieldNotServed,
+    Code.UNIMPLEMENTED: errors.MethodNotServed,
     Code.UNAVAILABLE: errors.Unavailable,
+}
+
+# What gRPC says when more calls come than it may serve at all, which is beyond what a service itself refuses.
+_TOO_MANY_CALLS = "Concurrent RPC limit"
+_WORDS_TOO_MANY = "as many calls are served as can be; ask again"
+_RETRY_S = 1.0
+
+_WORDS: dict[Code, str] = {
+    Code.CANCELLED: "the call was cut off",
+    Code.DEADLINE_EXCEEDED: "no answer came in time",
+    Code.RESOURCE_EXHAUSTED: "a message of the call is larger than its receiver takes",
+    Code.UNIMPLEMENTED: "the service has no such method: it is another one, or of another version",
+    Code.UNAVAILABLE: "the service cannot be reached",
 }

@@ -20,13 +20,17 @@ from bottega.gateway.job_values import Picture
 from bottega.gateway.jobs import Job
 from bottega.gateway.orders import Order
 from bottega.gateway.watching import Ended, Event, Watch
-from bottega.gateway.wire import event_to_wire, image_to_wire, job_to_wire, travels_inline
-from bottega.rpc import logs
-from bottega.rpc.boundary import MAX_REQUEST_ID_CHARACTERS
+from bottega.gateway.wire import event_to_wire, image_to_wire, inline_bytes, job_to_wire, travels_inline
+from bottega.rpc import answers, logs
+from bottega.rpc.calls import MAX_REQUEST_ID_CHARACTERS
 from bottega.storage import ContentReader, ContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc
 
+# Every call has room for a small one (rpc.answers); images go twice as fast in large ones.
 _CHUNK_BYTES = 256 << 10
+_SMALL_CHUNK_BYTES = 64 << 10
+# Of a chunk's answer, that says what image it is of as well.
+_ABOUT_CHUNK_BYTES = 4 << 10
 _DEFAULT_PAGE = 20
 # A page of ListJobs ends when it has so many bytes, which is looked at after every few jobs: the largest are a third of
 # a MiB, four prompts said twice and what was cut of them, and gRPC's own bound on what a client takes is 4 MiB.
@@ -91,10 +95,12 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         """See the contract."""
         job = await self._job(request.job_id)
         async with await self._reader(job, request.index) as reader:
-            chunk = await reader.read(0, _CHUNK_BYTES)
-            yield image_pb2.GetImageResponse(image=image_to_wire(job, request.index), chunk=chunk)
-            for begin in range(_CHUNK_BYTES, reader.size_bytes, _CHUNK_BYTES):
-                yield image_pb2.GetImageResponse(chunk=await reader.read(begin, _CHUNK_BYTES))
+            image: image_pb2.Image | None = image_to_wire(job, request.index)
+            begin = 0
+            while image is not None or begin < reader.size_bytes:
+                size_bytes = _chunk_bytes()
+                yield image_pb2.GetImageResponse(image=image, chunk=await reader.read(begin, size_bytes))
+                image, begin = None, begin + size_bytes
 
     async def SubmitJob(self, request: image_pb2.SubmitJobRequest, context: _Context) -> image_pb2.SubmitJobResponse:
         """See the contract. The call's own deadline bounds the call, not the job."""
@@ -162,7 +168,9 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         return job
 
     async def _to_wire(self, job: Job, event: Event) -> image_pb2.JobEvent:
-        data = [await self._inline(picture) for picture in job.pictures] if travels_inline(job) else []
+        """Images do not travel along where as much waits for its readers as may: these are small answers."""
+        inline = isinstance(event, Ended) and travels_inline(job) and answers.reserve(inline_bytes(job))
+        data = [await self._inline(picture) for picture in job.pictures] if inline else []
         return event_to_wire(job, event, data)
 
     async def _inline(self, picture: Picture) -> bytes:
@@ -181,6 +189,10 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         if reader is None:
             raise ImageNotFound("the image has expired")
         return reader
+
+
+def _chunk_bytes() -> int:
+    return _CHUNK_BYTES if answers.reserve(_CHUNK_BYTES + _ABOUT_CHUNK_BYTES) else _SMALL_CHUNK_BYTES
 
 
 def _log_id(request_id: str) -> str:

@@ -14,6 +14,8 @@ from bottega.v1 import image_pb2
 
 # Larger results are fetched by GetImage (contract: Image.data).
 MAX_INLINE_BYTES = 2 << 20
+# At most, of the news that a job is completed without the images themselves: most of it is the provenance.
+_NEWS_BYTES = 64 << 10
 
 
 def job_to_wire(job: Job) -> image_pb2.Job:
@@ -66,7 +68,16 @@ def event_to_wire(job: Job, event: Event, data: Sequence[bytes] = ()) -> image_p
 
 def travels_inline(job: Job) -> bool:
     """Whether the images of a completed job are sent along with the news."""
-    return sum(picture.size_bytes for picture in job.pictures) < MAX_INLINE_BYTES
+    return _size_bytes(job) < MAX_INLINE_BYTES
+
+
+def inline_bytes(job: Job) -> int:
+    """Of the news with them."""
+    return _size_bytes(job) + _NEWS_BYTES
+
+
+def _size_bytes(job: Job) -> int:
+    return sum(picture.size_bytes for picture in job.pictures)
 
 
 def _completed(job: Job, data: Sequence[bytes]) -> image_pb2.Completed:

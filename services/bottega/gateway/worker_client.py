@@ -8,14 +8,23 @@ from collections.abc import AsyncGenerator, Sequence
 
 import grpc
 
-from bottega.errors import BottegaError, InternalError, JobCancelled, StaleAttempt, Unavailable, WorkerLost
+from bottega.errors import (
+    BottegaError,
+    InternalError,
+    JobCancelled,
+    MethodNotServed,
+    ReaderStalled,
+    StaleAttempt,
+    Unavailable,
+    WorkerLost,
+)
 from bottega.gateway.attempts import AttemptEvents, is_death
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import worker_pb2, worker_pb2_grpc
 
 # Failures of a call that say nothing about the job, and so do those that gRPC made: another worker may well draw it.
-_OF_THE_WORKER = (InternalError, JobCancelled, StaleAttempt)
+_OF_THE_WORKER = (InternalError, JobCancelled, MethodNotServed, ReaderStalled, StaleAttempt)
 
 # After them the worker ends the call by itself, at once. Were it cancelled first, the worker would count a cancelled
 # call, and keep the images for somebody who still wants them.
