@@ -314,7 +314,6 @@ def test_a_wrong_command_line_ends_with_status_2(gateway: ScriptedGateway, addre
         (["fleet", "--address", NO_UNICODE], "address"),
         (["controlnets", "add", NO_UNICODE, "folder"], "name"),
         (["controlnets", "add", "edges", NO_UNICODE], "folder"),
-        (["loras", "add", "ink", NO_UNICODE], "path"),
         (["loras", "add", NO_UNICODE, "/dev/null"], "name"),
     ],
 )
@@ -322,6 +321,13 @@ def test_arguments_that_are_no_unicode_are_refused_by_name(address: str, argumen
     result = run(*arguments, **({} if "--address" in arguments else {"address": address}))
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"error: this cannot be asked\n  {field}: must be " in result.stderr
+
+
+def test_a_path_that_is_no_unicode_is_not_on_this_machine_nor_to_be_asked_for(address: str) -> None:
+    result = run("loras", "add", "ink", NO_UNICODE, address=address)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "there is no file or folder a\\udcff on this machine\n" in result.stderr
+    assert "must be Unicode text" in result.stderr
 
 
 def test_a_seed_beyond_its_range_is_said_with_it(address: str) -> None:

@@ -7,7 +7,16 @@ import pytest
 from bottega.client.cli.failures import explained
 from bottega.client.retry import Deadline
 from bottega.client.size import check_size
-from bottega.errors import BottegaError, DataLoss, NoLora, NotFinite, StorageUnavailable, TooLarge
+from bottega.errors import (
+    BottegaError,
+    DataLoss,
+    MethodNotServed,
+    NoLora,
+    NotFinite,
+    ReaderStalled,
+    StorageUnavailable,
+    TooLarge,
+)
 from bottega.storage import faults
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import SubmitJobRequest
@@ -83,3 +92,10 @@ def test_values_that_are_no_numbers_are_put_down_to_loras_where_there_are_some()
     plain, styled = NotFinite("no numbers"), NotFinite("no numbers", metadata={"loras": "ink"})
     assert explained(plain, "127.0.0.1:1")[1].startswith("Try another seed")
     assert explained(styled, "127.0.0.1:1")[1].startswith("Try scales nearer to 0 (--lora NAME:SCALE)")
+
+
+@pytest.mark.parametrize("error", [ReaderStalled("your answers were not read"), MethodNotServed("nobody has it")])
+def test_a_gateway_that_answered_is_not_said_to_be_silent(error: BottegaError) -> None:
+    message, said = explained(error, "127.0.0.1:1")
+    assert message == error.message
+    assert "bottega up" not in said

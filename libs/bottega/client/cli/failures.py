@@ -43,6 +43,8 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
         errors.NoControlNet: "bottega controlnets says who hosts what; bottega logs why a server is not there.",
         errors.Draining: "Try again in a moment.",
         errors.WorkerLost: "Try again; if it happens every time, bottega logs -n 50 says why.",
+        errors.ReaderStalled: "Try again; it was stopped for long, or what reads its output was.",
+        errors.MethodNotServed: "That service is older than this command (bottega --version), or no Bottega at all.",
         errors.Poisoned: "Do not try it as it is; bottega logs -n 50 says how its workers ended.",
         errors.DataLoss: "Asking again does not help; bottega logs gateway -n 50 says what is damaged.",
         errors.DeadlinePassed: "bottega generate begins another one; --timeout SECONDS gives it more time.",
