@@ -95,7 +95,7 @@ class Aftermath:
         if not job.is_current(number):
             return
         self._metrics.attempt_returned()
-        log_lines.attempt_lost(job, error)
+        log_lines.attempt_returned(job, error)
         if isinstance(error, NoControlNet):
             self._placement.let_rest(job, error)
         else:

@@ -172,11 +172,17 @@ class Worker:
         )
 
     async def drain(self) -> None:
-        """Takes no new attempt and returns when those that run have ended; then ends the checkpoint streams."""
+        """Takes no new attempt and returns when those that run have ended; then ends the checkpoint streams.
+
+        Cancelled, as when the server's grace is over, it hands over what still runs: who follows it hears Draining.
+        """
         self._draining = True
         self._report_load()
-        await self._idle.wait()  # the server's drain has a grace
-        self.checkpoints.close()
+        try:
+            await self._idle.wait()
+        finally:
+            self._hand_over()
+            self.checkpoints.close()
 
     async def stop(self) -> None:
         """Leaves the fleet and ends the processes; attempts that still run fail."""
@@ -185,8 +191,7 @@ class Worker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for commission in list(self._commissions.values()):
-            commission.lose(Draining("the worker has stopped"))
+        self._hand_over()
         await asyncio.gather(self._engine.stop(), self._pool.stop(), self._links.stop())
 
     async def engine_ready(self, ready: engine_pb2.EngineReady) -> None:
@@ -244,6 +249,11 @@ class Worker:
         for commission in held:
             facts = {"died": "engine", "held_together": str(len(held))}
             commission.lose(WorkerLost(f"the worker's engine was lost: {why}", metadata=facts))
+
+    def _hand_over(self) -> None:
+        """Ends what still runs; it is drawn elsewhere, or after the restart."""
+        for commission in list(self._commissions.values()):
+            commission.drop(Draining("the worker is stopping and hands the attempt over"))
 
     def _commission(self, order: Order, attempt: Attempt) -> Commission:
         commission = self._commissions[order.key] = Commission(
