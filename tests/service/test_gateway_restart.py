@@ -206,14 +206,43 @@ async def test_a_worker_that_joins_is_freed_of_what_counts_no_more() -> None:
         assert (stopped.job_id, stopped.number) == ("forgotten", 3)
 
 
+def _as_at_a_crash(house: Running) -> None:
+    """The gateway will not be there to hear that callers have gone."""
+    house.gateway._foreman.abandon = lambda job, why="": None  # type: ignore[method-assign]
+
+
+async def test_who_gave_no_request_id_is_drawn_nothing_after_a_crash(tmp_path: Path) -> None:
+    address = _address()
+    async with running_gateway(state=str(tmp_path), listen=address, drain_grace_s=0.2) as house:
+        worker = ScriptedWorker("w1", address)
+        worker.script.hold_at = 5
+        await worker.start()
+        calls = [house.generate(prompt="nobody's"), house.generate("order-1", prompt="somebody's")]
+        nobodys, somebodys = [(await told(call)).job_id for call in calls]
+        submitted = (await house.submit(prompt="anybody's")).job_id
+        await asyncio.wait_for(worker.arrived.wait(), 5)
+        _as_at_a_crash(house)
+        await house.gateway.server.drain(house.gateway.finish)
+    try:
+        async with running_gateway(state=str(tmp_path), listen=address) as house:
+            ended = await house.ended(nobodys)
+            assert (ended.state, ended.error.reason) == (image_pb2.JOB_STATE_CANCELLED, errors.JobCancelled.reason)
+            assert ended.error.message == "its only caller went with the gateway that had the call"
+            worker.script.release.set()
+            for job_id in (somebodys, submitted):
+                assert (await house.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+            assert (await asyncio.wait_for(worker.cancelled.get(), 5)).job_id == nobodys
+    finally:
+        await worker.die()
+
+
 async def test_a_deadline_passes_by_the_wall_clock_while_there_is_no_gateway(tmp_path: Path) -> None:
     async with running_gateway(state=str(tmp_path), drain_grace_s=0.2) as house:
         worker = await house.worker()
         worker.script.hold_at = 5
         call = house.generate(prompt="a star", timeout=1.5)
         job_id = (await told(call)).job_id
-        # As at a crash, its caller is not there to cancel it.
-        house.gateway._foreman.abandon = lambda job: None  # type: ignore[method-assign]
+        _as_at_a_crash(house)
         await house.gateway.server.drain(house.gateway.finish)
     await asyncio.sleep(1.0)
     async with running_gateway(state=str(tmp_path)) as house:
