@@ -68,7 +68,11 @@ class Foreman:
         self._matching.on_late = self._drop_late
         self._standings = Standings(fleet=fleet, queue=queue, seating=self._seating, clock=clock)
         self._adoption = Adoption(
-            dispatcher=dispatcher, queue=queue, log=log, hold_s=hold_s, line_up=self._matching.line_up_again
+            dispatcher=dispatcher,
+            queue=queue,
+            log=log,
+            hold_s=hold_s,
+            unclaimed=lambda job: self._aftermath.wait_again(job),
         )
         self._matching.kept_back = self._adoption.awaits
         self._deadlines = Deadlines(clock)

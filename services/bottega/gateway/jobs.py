@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from bottega.errors import BottegaError, JobCancelled
+from bottega.errors import BottegaError, JobCancelled, WorkerLost
 from bottega.gateway import work
 from bottega.gateway.clock import Clock
 from bottega.gateway.job_values import Checkpoint, Outcome, Picture, Preview, Standing
@@ -300,6 +300,12 @@ class Job:
             return False
         self._decide(image_pb2.JOB_STATE_FAILED, error=error)
         return True
+
+    def give_up(self) -> bool:
+        """Fails a job for whose next attempt there is no number. Whether it did."""
+        if self.attempts < MOST_ATTEMPTS:
+            return False
+        return self.fail(WorkerLost(f"{self.attempts} attempts at this job came to nothing", retry_after_s=1.0))
 
     def cancel(self, why: str = "the job was cancelled") -> bool:
         """Somebody does not want it any more."""
