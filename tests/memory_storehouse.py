@@ -50,10 +50,13 @@ class MemoryJobStore:
     async def open(self) -> None:
         self._readable = True
         if not self._opened:
-            self._check_room()
+            self._check_full()
             self._opened = True
             self._shelf.generation += 1
             self._generation = self._shelf.generation
+
+    async def open_to_read(self) -> None:
+        self._readable = self._shelf.generation > 0
 
     async def close(self) -> None:
         self._opened = self._readable = False
@@ -170,6 +173,11 @@ class MemoryJobStore:
         return True
 
     def _check_room(self) -> None:
+        self._check_full()
+        if not self._opened:
+            raise faults.unavailable("the job store is not open", cause=faults.NOT_OPEN)
+
+    def _check_full(self) -> None:
         self._check()
         if self._shelf.full:
             raise faults.unavailable("the disk is full", cause="ENOSPC")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,12 +43,16 @@ ASKING_S = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class Pair:
-    """A gateway with two workers, which tests may end and have started again: that takes its time, beside the tests."""
+    """A gateway with two workers, which tests may end and have started again: that takes its time, beside the tests.
+
+    grace_s: that the workers have to finish what they have begun when they are told to stop.
+    """
 
     services: Services
     gateway: Service
     client: Client
     booting: ThreadPoolExecutor
+    grace_s: float = 20.0
     workers: dict[str, Future[Service]] = field(default_factory=dict)
     lives: Iterator[int] = field(default_factory=itertools.count)
 
@@ -66,7 +71,8 @@ class Pair:
             self.worker(name)
 
     def _start(self, name: str, life: str) -> Service:
-        config = worker_config(self.gateway.address, name=name, engine=ENGINE)
+        server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "drain_grace_s": self.grace_s}
+        config = worker_config(self.gateway.address, name=name, engine=ENGINE, server=server)
         worker = self.services.start("bottega.worker", config, name=life)
         wait_until(lambda: name in self.joined(), NOTICED_S + ASKING_S, f"{name} to join")
         return worker
@@ -81,14 +87,20 @@ class Pair:
         return names[0] if names else ""
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with Services(tmp_path_factory.mktemp("pair")) as services:
+@contextlib.contextmanager
+def _paired(folder: Path, **facts: Any) -> Iterator[Pair]:
+    with Services(folder) as services:
         gateway = services.start("bottega.gateway", gateway_config())
         with Client(gateway.address, timeout_s=90.0) as client, ThreadPoolExecutor(2) as booting:
-            pair = Pair(services=services, gateway=gateway, client=client, booting=booting)
+            pair = Pair(services=services, gateway=gateway, client=client, booting=booting, **facts)
             pair.boot("a", "b")
             yield pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with _paired(tmp_path_factory.mktemp("pair")) as pair:
+        yield pair
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +113,10 @@ def undisturbed(pair: Pair) -> Picture:
 class Drawing:
     """A picture that is being drawn while a test goes on; `steps` are those done when `start` returns."""
 
-    def __init__(self, pair: Pair, steps: int) -> None:
+    def __init__(self, pair: Pair, steps: int, options: Mapping[str, Any] = OPTIONS) -> None:
         self._picture: list[Picture] = []
         self._thread = threading.Thread(
-            target=lambda: self._picture.append(pair.client.generate(PROMPT, **OPTIONS)), daemon=True
+            target=lambda: self._picture.append(pair.client.generate(PROMPT, **options)), daemon=True
         )
         self._thread.start()
         wait_until(lambda: bool(pair.busy()), 20.0, "a worker to take the request")
@@ -155,6 +167,25 @@ def test_a_worker_that_is_told_to_stop_loses_no_picture(pair: Pair, undisturbed:
 
     pair.boot(name)
     assert drawing.picture().data == undisturbed.data
+
+
+def test_what_a_stopping_worker_cannot_finish_is_handed_over(tmp_path: Path) -> None:
+    options = {**OPTIONS, "num_inference_steps": 200}
+    with _paired(tmp_path, grace_s=0.5) as pair:
+        pair.wait_for_both()
+        undisturbed = pair.client.generate(PROMPT, **options)
+        drawing = Drawing(pair, steps=40, options=options)
+        name = pair.busy()
+
+        assert pair.worker(name).stop() == 0
+
+        picture = drawing.picture()
+        assert picture.data == undisturbed.data
+        assert picture.provenance.attempts == 2
+        assert picture.provenance.worker not in {"", name}
+        (line,) = (line for line in pair.gateway.events() if line["event"] in {"attempt returned", "attempt lost"})
+        assert (line["event"], line["worker"]) == ("attempt returned", name)
+        assert line["text"] == "the worker is stopping and hands the attempt over"
 
 
 @pytest.mark.parametrize(("how", "name"), [("kill", "a"), ("stop", "b")])

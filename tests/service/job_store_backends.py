@@ -26,6 +26,7 @@ def record(job_id: str = "j1", *, request_id: str = "", created_wall: float = 10
         job_id=job_id,
         request_id=request_id,
         log_id=f"log-{job_id}",
+        ends_with_caller=not request_id,
         fingerprint=f"fingerprint of {job_id}",
         spec=spec or b"spec\x00" + job_id.encode(),
         shape=(16, 24),

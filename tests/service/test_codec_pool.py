@@ -117,6 +117,72 @@ async def test_waiting_calls_are_bounded(pool: CodecPool) -> None:
     assert results.count(ImageSize(width=3, height=3)) >= 5
 
 
+async def _busy(pool: CodecPool, calls: int) -> list[asyncio.Task[ImageSize]]:
+    """Its process has stopped in the first of so many calls, and the others wait."""
+    os.kill(pool.pids[0], signal.SIGSTOP)
+    tasks: list[asyncio.Task[ImageSize]] = []
+    while len(tasks) < calls:
+        tasks.append(asyncio.create_task(pool.inspect(png(3, 3))))
+        await asyncio.sleep(0.02)
+    return tasks
+
+
+async def _told_s(pool: CodecPool) -> tuple[float, float]:
+    """The shortest and the longest time after which those who are refused shall come back."""
+    told: list[float] = []
+    for _ in range(50):
+        with pytest.raises(QueueFull) as raised:
+            await pool.inspect(png(3, 3))
+        assert raised.value.metadata["limit"] == "codec_queue", "by which the SDK knows that asking again soon helps"
+        assert raised.value.retry_after_s is not None
+        told.append(raised.value.retry_after_s)
+    assert len(set(told)) > 10, "who is refused together shall not come back together"
+    return min(told), max(told)
+
+
+async def _go_on(pool: CodecPool, busy: list[asyncio.Task[ImageSize]]) -> None:
+    os.kill(pool.pids[0], signal.SIGCONT)
+    await asyncio.gather(*busy)
+
+
+async def test_a_full_queue_says_when_to_come_back_by_what_calls_take(pool: CodecPool) -> None:
+    busy = await _busy(pool, 1)
+    await asyncio.sleep(1.5)
+    await _go_on(pool, busy)
+    busy = await _busy(pool, 5)
+    shortest_s, longest_s = await _told_s(pool)
+    assert 1.5 <= shortest_s < longest_s < 3.5
+    await _go_on(pool, busy)
+    for _ in range(16):
+        await pool.inspect(png(3, 3))
+    busy = await _busy(pool, 5)
+    assert (await _told_s(pool))[1] <= 0.75
+    await _go_on(pool, busy)
+
+
+async def test_a_full_queue_of_which_nothing_was_served_yet_says_the_deadline_of_a_call(pool: CodecPool) -> None:
+    busy = await _busy(pool, 5)
+    shortest_s, longest_s = await _told_s(pool)
+    assert 10 <= shortest_s < longest_s <= 15
+    await _go_on(pool, busy)
+
+
+async def test_a_call_waits_for_its_turn_within_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+    pool = CodecPool(processes=1, deadline_s=10, max_wait_s=0.3)
+    await pool.start()
+    try:
+        served, *waiting = await _busy(pool, 3)
+        for error in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 2):
+            assert isinstance(error, QueueFull)
+            assert error.metadata["limit"] == "codec_queue"
+        assert not served.done(), "one that a process has begun with has the whole deadline"
+        os.kill(pool.pids[0], signal.SIGCONT)
+        assert await served == await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
+        assert not caplog.records
+    finally:
+        await pool.stop()
+
+
 async def test_stopping_ends_the_processes_and_fails_what_waits() -> None:
     pool = CodecPool(processes=2)
     await pool.start()

@@ -23,7 +23,7 @@ PICTURES = (StoredPicture(digest="a" * 64, size_bytes=10), StoredPicture(digest=
 class Opener(Protocol):
     """Opens one more store of the same jobs."""
 
-    async def __call__(self) -> JobStore: ...
+    async def __call__(self, *, to_read: bool = False) -> JobStore: ...
 
 
 @pytest.fixture(params=BACKENDS)
@@ -32,10 +32,10 @@ async def another(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
     make: Callable[[Path], JobStore] = BACKENDS[request.param]
     async with contextlib.AsyncExitStack() as stack:
 
-        async def opened() -> JobStore:
+        async def opened(*, to_read: bool = False) -> JobStore:
             store = make(tmp_path)
             stack.push_async_callback(store.close)
-            await store.open()
+            await (store.open_to_read() if to_read else store.open())
             return store
 
         yield opened
@@ -342,6 +342,23 @@ async def test_every_life_has_a_larger_generation(another: Opener) -> None:
     assert generations[0] > 0
     await stores[0].open()
     assert stores[0].generation == generations[0], "opening twice is one life"
+
+
+async def test_a_store_that_is_opened_to_read_is_read_and_no_life_begins_with_it(another: Opener) -> None:
+    empty = await another(to_read=True)
+    with pytest.raises(StorageUnavailable):
+        await empty.get("j1")
+    added = await (await another()).add(record())
+    reader = await another(to_read=True)
+    assert (await reader.get("j1"), await reader.page(size=9), reader.generation) == (added, [added], 0)
+    for write in (reader.add(record("j2")), reader.begin("j1", 1, started_wall=1.0), reader.probe()):
+        with pytest.raises(StorageUnavailable):
+            await write
+    await reader.open()
+    assert reader.generation == 2
+    await reader.add(record("j2"))
+    await reader.open_to_read()
+    await reader.add(record("j3"))
 
 
 async def test_a_store_that_is_not_open_says_so(store: JobStore, another: Opener) -> None:

@@ -20,6 +20,7 @@ from bottega import errors
 from bottega.gateway import rounds
 from bottega.gateway.config import GatewayConfig, GatewayServerConfig
 from bottega.gateway.gateway import Gateway
+from bottega.storage import ContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests import full_disk
@@ -205,14 +206,43 @@ async def test_a_worker_that_joins_is_freed_of_what_counts_no_more() -> None:
         assert (stopped.job_id, stopped.number) == ("forgotten", 3)
 
 
+def _as_at_a_crash(house: Running) -> None:
+    """The gateway will not be there to hear that callers have gone."""
+    house.gateway._foreman.abandon = lambda job, why="": None  # type: ignore[method-assign]
+
+
+async def test_who_gave_no_request_id_is_drawn_nothing_after_a_crash(tmp_path: Path) -> None:
+    address = _address()
+    async with running_gateway(state=str(tmp_path), listen=address, drain_grace_s=0.2) as house:
+        worker = ScriptedWorker("w1", address)
+        worker.script.hold_at = 5
+        await worker.start()
+        calls = [house.generate(prompt="nobody's"), house.generate("order-1", prompt="somebody's")]
+        nobodys, somebodys = [(await told(call)).job_id for call in calls]
+        submitted = (await house.submit(prompt="anybody's")).job_id
+        await asyncio.wait_for(worker.arrived.wait(), 5)
+        _as_at_a_crash(house)
+        await house.gateway.server.drain(house.gateway.finish)
+    try:
+        async with running_gateway(state=str(tmp_path), listen=address) as house:
+            ended = await house.ended(nobodys)
+            assert (ended.state, ended.error.reason) == (image_pb2.JOB_STATE_CANCELLED, errors.JobCancelled.reason)
+            assert ended.error.message == "its only caller went with the gateway that had the call"
+            worker.script.release.set()
+            for job_id in (somebodys, submitted):
+                assert (await house.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+            assert (await asyncio.wait_for(worker.cancelled.get(), 5)).job_id == nobodys
+    finally:
+        await worker.die()
+
+
 async def test_a_deadline_passes_by_the_wall_clock_while_there_is_no_gateway(tmp_path: Path) -> None:
     async with running_gateway(state=str(tmp_path), drain_grace_s=0.2) as house:
         worker = await house.worker()
         worker.script.hold_at = 5
         call = house.generate(prompt="a star", timeout=1.5)
         job_id = (await told(call)).job_id
-        # As at a crash, its caller is not there to cancel it.
-        house.gateway._foreman.abandon = lambda job: None  # type: ignore[method-assign]
+        _as_at_a_crash(house)
         await house.gateway.server.drain(house.gateway.finish)
     await asyncio.sleep(1.0)
     async with running_gateway(state=str(tmp_path)) as house:
@@ -266,6 +296,68 @@ async def test_a_disk_that_cannot_be_written_at_the_start_is_waited_for(tmp_path
 async def _started_there(state: str, job_id: str) -> None:
     async with running_gateway(state=state) as house:
         assert (await house.job(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_a_disk_that_comes_back_read_only_after_a_crash_is_read(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
+        state = disk / "state"
+        done = await _left_by_a_crash(tmp_path / "killed", state)
+        with full_disk.read_only(disk):
+            async with _starting(state, _address()) as starting:
+                await _read(starting, done.job_id)
+                image = starting.images.GetImage(image_pb2.GetImageRequest(job_id=done.job_id), timeout=10)
+                assert b"".join([answer.chunk async for answer in image]) == b"picture 0"
+                request = image_pb2.SubmitJobRequest(spec=GenerationSpec(prompt="a star"))
+                error = await refusal(lambda: starting.images.SubmitJob(request, timeout=10))
+                assert isinstance(error, errors.Unavailable)
+                assert not await _is_serving(starting.channel)
+        async with _starting(state, _address()) as starting:
+            await _serves(starting.channel, True)
+            assert not list((state / "images" / "incoming").iterdir())
+
+
+async def test_images_that_cannot_be_used_keep_nobody_from_reading_jobs(tmp_path: Path) -> None:
+    done = await _left_by_a_crash(tmp_path / "killed", tmp_path / "state")
+    other = ContentStore(tmp_path / "state" / "images", budget_bytes=MIB, ttl_s=60)
+    await other.open()
+    try:
+        async with _starting(tmp_path / "state", _address()) as starting:
+            await _read(starting, done.job_id)
+            image = image_pb2.GetImageRequest(job_id=done.job_id)
+            error = await refusal(lambda: starting.images.GetImage(image, timeout=10))
+            assert isinstance(error, errors.StorageUnavailable)
+            cancel = image_pb2.CancelJobRequest(job_id=done.job_id)
+            await starting.images.CancelJob(cancel, timeout=10)  # it has ended, and stays so
+            assert _generation(tmp_path / "state") == 1, "two gateways must not both count themselves in"
+            await other.close()
+            await _serves(starting.channel, True)
+            assert _generation(tmp_path / "state") == 2
+    finally:
+        await other.close()
+
+
+async def _left_by_a_crash(killed: Path, state: Path) -> image_pb2.Job:
+    """A job that was drawn, in the state of a gateway that was killed while it wrote another picture."""
+    async with running_gateway(state=str(killed)) as house:
+        await house.worker()
+        done = await house.submit(prompt="done")
+        await house.ended(done.job_id)
+        shutil.copytree(killed, state)
+    (state / "images" / "incoming" / ("f" * 64)).write_bytes(b"half")
+    return done
+
+
+async def _read(starting: Starting, job_id: str) -> None:
+    found = await starting.images.GetJob(image_pb2.GetJobRequest(job_id=job_id), timeout=10)
+    assert found.job.state == image_pb2.JOB_STATE_COMPLETED
+    listed = await starting.images.ListJobs(image_pb2.ListJobsRequest(), timeout=10)
+    assert [job.job_id for job in listed.jobs] == [job_id]
+
+
+def _generation(state: Path) -> int:
+    with contextlib.closing(sqlite3.connect(state / "jobs.sqlite")) as store:
+        ((number,),) = store.execute("SELECT number FROM generation")
+    return int(number)
 
 
 async def test_a_full_disk_at_the_start_after_a_clean_end_is_told_and_what_is_there_can_be_read(tmp_path: Path) -> None:

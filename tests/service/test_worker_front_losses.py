@@ -92,6 +92,20 @@ async def test_draining_refuses_new_work_and_finishes_what_runs(start: Start) ->
     await asyncio.wait_for(draining, 5)
 
 
+async def test_what_does_not_end_within_the_grace_is_handed_over(start: Start) -> None:
+    running = await start(replace(CONFIG, server=ServerConfig(drain_grace_s=0.3)))
+    orders = [request("slow", job_id=f"job-{number}") for number in range(2)]
+    for order in orders:
+        order.spec.num_inference_steps = 200  # 4 s
+    following = [asyncio.create_task(running.events(order)) for order in orders]
+    await eventually(lambda: sum(a.steps_done > 0 for a in running.worker.attempts) == 2)
+    await asyncio.wait_for(running.server.drain(running.worker.drain), 5)
+    for events in await asyncio.gather(*following):
+        assert kinds(events)[-1] == "failed"
+        assert events[-1].failed.reason == error_pb2.ERROR_REASON_DRAINING
+        assert "hands the attempt over" in events[-1].failed.message
+
+
 async def test_stopping_leaves_no_process(start: Start) -> None:
     others = psutil.Process().children()
     running = await start()

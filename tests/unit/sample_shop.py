@@ -180,7 +180,7 @@ class Shop:
         ]
         running = [
             fleet_pb2.RunningAttempt(
-                attempt=worker_pb2.AttemptId(job_id=job.job_id, number=job.attempts),
+                attempt=worker_pb2.AttemptId(job_id=job.job_id, number=job.number),
                 steps_left=job.steps_total - job.steps_done,
             )
             for job in self.running(member)

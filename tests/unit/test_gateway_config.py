@@ -26,3 +26,11 @@ def test_a_server_that_could_not_take_in_its_largest_message_refuses_to_start() 
     with pytest.raises(ConfigError) as caught:
         parse(GatewayConfig, {"server": {"max_message_mib": 200}}, source="test")
     assert "max_requests_mib is 128" in caught.value.message
+
+
+def test_more_attempts_than_there_are_numbers_for_refuse_to_start() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(GatewayConfig, {"max_attempts": 4096}, source="test")
+    assert "max_attempts" in caught.value.message
+    assert "4095" in caught.value.message
+    parse(GatewayConfig, {"max_attempts": 4095}, source="test")

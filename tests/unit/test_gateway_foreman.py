@@ -10,9 +10,18 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bottega.errors import DeadlineUnmeetable, Draining, NoWorker, Poisoned, QueueFull, Unavailable, WorkerLost
+from bottega.errors import (
+    BottegaError,
+    DeadlineUnmeetable,
+    Draining,
+    NoWorker,
+    Poisoned,
+    QueueFull,
+    Unavailable,
+    WorkerLost,
+)
 from bottega.gateway import rounds
-from bottega.gateway.jobs import Job
+from bottega.gateway.jobs import MOST_ATTEMPTS, Job
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from tests.unit.sample_jobs import sample_job
 from tests.unit.sample_shop import Shop
@@ -235,6 +244,42 @@ async def test_workers_that_stop_or_are_full_are_not_counted_as_lost_with_a_job(
     await shop.fail(job, WorkerLost("cut off"))
     assert (job.state, job.attempts) == (image_pb2.JOB_STATE_FAILED, 7)
     assert isinstance(job.error, WorkerLost)
+    await shop.foreman.stop()
+
+
+def _near_its_last_attempt(shop: Shop) -> Job:
+    """As after all attempts but one that a job may have, in the second life of a gateway."""
+    job = sample_job(shop.time)
+    job.life = 1
+    job.number = (1 << 12) + MOST_ATTEMPTS - 1
+    return shop.take(job)
+
+
+@pytest.mark.parametrize("error", [WorkerLost("cut off"), QueueFull("full")], ids=["lost", "returned"])
+async def test_the_count_of_attempts_never_runs_into_that_of_lives(error: BottegaError) -> None:
+    shop = Shop(max_attempts=MOST_ATTEMPTS)
+    job = _near_its_last_attempt(shop)
+    shop.worker()
+    assert (job.number, job.attempts) == ((2 << 12) - 1, MOST_ATTEMPTS)
+    await shop.fail(job, error)
+    await asyncio.wait_for(job.ended.wait(), 2)
+    assert isinstance(job.error, WorkerLost)
+    assert job.error.message == "4095 attempts at this job came to nothing"
+    await shop.foreman.stop()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["unclaimed", "in the queue"])
+async def test_a_restart_gives_no_job_more_attempts_than_there_are_numbers(lost: bool) -> None:
+    shop = Shop(max_attempts=MOST_ATTEMPTS, hold_s=0.01)
+    job = _near_its_last_attempt(shop)
+    shop.worker()
+    await shop.foreman.stop()
+    if lost:  # and the gateway died before it could write what follows from that
+        assert await shop.storehouse.jobs.requeue(job.job_id, job.number, deaths=0)
+    shop.open()
+    (again,) = shop.log.live()
+    await asyncio.wait_for(again.ended.wait(), 2)
+    assert (again.state, again.number) == (image_pb2.JOB_STATE_FAILED, (2 << 12) - 1)
     await shop.foreman.stop()
 
 

@@ -48,3 +48,54 @@ def test_retry_after_follows_the_measured_rate() -> None:
     assert min(told) == pytest.approx(20, rel=0.1)
     assert max(told) == pytest.approx(30, rel=0.1)
     assert len(set(told)) > 50
+
+
+def _hint_s(queue: JobQueue) -> float:
+    """The shortest that is told: some hear up to half as much more."""
+    return min(queue.retry_after_s() for _ in range(200))
+
+
+def _drawn(waiting: int, *, every_s: float, pictures: int = 6) -> tuple[FakeTime, JobQueue]:
+    """So many jobs wait while pictures come at that rate; the last one has just come."""
+    time = FakeTime()
+    queue = JobQueue(max_jobs=1000, budget_bytes=1 << 20, clock=time.clock())
+    for _ in range(waiting):
+        queue.add(sample_job(time, size_bytes=30))
+    for _ in range(pictures):
+        time.now += every_s
+        queue.one_done()
+    return time, queue
+
+
+@pytest.mark.parametrize("every_s", [5, 20, 31, 40, 55])
+def test_retry_after_is_the_time_of_a_picture_where_one_in_ten_is_one(every_s: float) -> None:
+    _, queue = _drawn(10, every_s=every_s)
+    assert _hint_s(queue) == pytest.approx(every_s, rel=0.05)
+
+
+@pytest.mark.parametrize("every_s", [31, 40, 60, 120, 600])
+@pytest.mark.parametrize("pictures", [2, 3, 40])
+def test_the_slower_pictures_are_the_longer_are_callers_asked_to_wait(every_s: float, pictures: int) -> None:
+    time, queue = _drawn(256, every_s=every_s, pictures=pictures)
+    for _ in range(4):
+        assert _hint_s(queue) == pytest.approx(60, rel=0.05)
+        time.now += every_s / 4
+
+
+def test_a_fleet_that_has_stalled_promises_nothing_of_what_it_once_drew() -> None:
+    time, queue = _drawn(10, every_s=1)
+    told = [_hint_s(queue)]
+    for _ in range(4):
+        time.now += 30
+        told.append(_hint_s(queue))
+    assert told == sorted(told)
+    assert told[0] == pytest.approx(1, rel=0.05)
+    assert told[-1] > 25, "four pictures in two minutes are no rate of one a second"
+
+
+def test_the_time_in_which_nobody_waited_slows_no_rate() -> None:
+    time, queue = _drawn(0, every_s=2)
+    time.now += 3600
+    for _ in range(10):
+        queue.add(sample_job(time, size_bytes=30))
+    assert _hint_s(queue) == pytest.approx(2, rel=0.05)

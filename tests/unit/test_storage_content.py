@@ -273,6 +273,33 @@ async def test_a_disk_that_forbids_writing_is_said_and_still_read(tmp_path: Path
             assert _everything(disk) == {_picture(2)[0]}
 
 
+async def test_what_was_interrupted_keeps_nobody_from_reading_a_disk_that_came_back_read_only(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=4 * MIB) as disk:
+        folder, (digest, data) = disk / "results", _picture(1)
+        async with _store(folder) as store:
+            await store.put(digest, data)
+        half = folder / "incoming" / ("f" * 64)
+        half.write_bytes(b"half")
+        with full_disk.read_only(disk):
+            async with _store(folder) as store:
+                assert await store.get(digest) == data
+                assert len(store) == 1
+                with pytest.raises(StorageUnavailable, match="cannot be written"):
+                    await store.put(*_picture(2))
+                assert half.exists()
+        async with _store(folder) as store:
+            assert not half.exists()
+            await store.put(*_picture(2))
+
+
+async def test_a_leftover_that_cannot_be_removed_for_another_reason_is_said(tmp_path: Path) -> None:
+    async with _store(tmp_path):
+        pass
+    (tmp_path / "incoming" / "folder").mkdir()
+    with pytest.raises(StorageUnavailable, match="does not do what it should"):
+        await ContentStore(tmp_path, budget_bytes=MIB, ttl_s=60).open()
+
+
 async def test_a_limit_on_files_or_a_folder_in_the_way_is_said_and_heals(tmp_path: Path) -> None:
     async with _store(tmp_path) as store:
         digest, data = _picture(1, 100_000)

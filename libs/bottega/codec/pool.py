@@ -7,9 +7,13 @@ replaced, and nothing but the call that did it fails. This module decodes nothin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import random
 import resource
-from collections.abc import Callable, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from bottega.codec.limits import ADDRESS_SPACE_BYTES
@@ -24,6 +28,13 @@ _log = logging.getLogger(__name__)
 # An interpreter that imports Pillow takes .3 s; this is for a machine that is busy with everything else.
 _START_S = 60.0
 _STOP_S = 2.0
+# Calls over which the time of one is measured.
+_PACE_CALLS = 16
+_MIN_RETRY_S = 0.5
+# A caller that comes back after this share of the queue has gone finds room beside the others who wait.
+_RETRY_SHARE = 0.1
+# Longest time that is asked for, over the shortest: who was refused together shall not come back together.
+_SPREAD = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +50,13 @@ class EncodedImage:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Call:
     """A call that waits or is served.
 
     build: makes the message, copying `size_bytes`.
     blame: the error for a call that took its process along.
+    begun: whether a process has it.
     """
 
     build: Callable[[], codec_pb2.CodecCall]
@@ -53,19 +65,25 @@ class _Call:
     result: asyncio.Future[codec_pb2.CodecAnswer] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    begun: bool = False
 
 
 class CodecPool:
     """`processes` codec processes behind one queue. `start` before the first call, `stop` after the last.
 
     deadline_s: seconds that a process may take over one call.
-    max_waiting: calls that may wait; a further one raises QueueFull.
+    max_waiting: calls that may wait; a further one raises QueueFull, with the time after which to ask again.
+    max_wait_s: that one may wait for its turn; then it hears the same. None: as long as its caller does.
     """
 
-    def __init__(self, *, processes: int = 1, deadline_s: float = 20.0, max_waiting: int = 64) -> None:
+    def __init__(
+        self, *, processes: int = 1, deadline_s: float = 20.0, max_waiting: int = 64, max_wait_s: float | None = None
+    ) -> None:
         self._deadline_s = deadline_s
+        self._max_wait_s = max_wait_s
         self._waiting: asyncio.Queue[_Call] = asyncio.Queue(max_waiting)
-        self._seats = [_Seat(self._waiting, deadline_s) for _ in range(processes)]
+        self._took_s: deque[float] = deque(maxlen=_PACE_CALLS)
+        self._seats = [_Seat(self._waiting, deadline_s, self._took_s.append) for _ in range(processes)]
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -113,19 +131,51 @@ class CodecPool:
         try:
             self._waiting.put_nowait(call)
         except asyncio.QueueFull:
-            raise QueueFull("too many images wait to be decoded or encoded", retry_after_s=1.0) from None
-        answer = await call.result
+            raise self._full() from None
+        with self._turned_away_if_late(call):
+            answer = await call.result
         if answer.refusal:
             raise blame(answer.refusal)
         return answer
 
+    @contextlib.contextmanager
+    def _turned_away_if_late(self, call: _Call) -> Iterator[None]:
+        """In the block, the call fails when no process has begun with it in time."""
+        if self._max_wait_s is None:
+            yield
+            return
+        timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._turn_away, call)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _turn_away(self, call: _Call) -> None:
+        if not call.begun:
+            _fail(call, self._full())
+
+    def _full(self) -> QueueFull:
+        """What a call hears for which there is no room, or not in time."""
+        return QueueFull(
+            "too many images wait to be decoded or encoded; ask again",
+            metadata={"limit": "codec_queue"},
+            retry_after_s=random.uniform(1.0, _SPREAD) * self._due_s(),
+        )
+
+    def _due_s(self) -> float:
+        """Seconds until about a tenth of what waits will have been served, by what the last calls took."""
+        call_s = sum(self._took_s) / len(self._took_s) if self._took_s else self._deadline_s
+        calls = max(1.0, _RETRY_SHARE * self._waiting.qsize())
+        return min(max(calls * call_s / max(1, len(self._seats)), _MIN_RETRY_S), self._deadline_s)
+
 
 class _Seat:
-    """The place of one process: keeps one in it and serves calls with it."""
+    """The place of one process: keeps one in it and serves calls with it. took_s: told how long each took."""
 
-    def __init__(self, waiting: asyncio.Queue[_Call], deadline_s: float) -> None:
+    def __init__(self, waiting: asyncio.Queue[_Call], deadline_s: float, took_s: Callable[[float], None]) -> None:
         self._waiting = waiting
         self._deadline_s = deadline_s
+        self._took_s = took_s
         self.child: Child | None = None
 
     async def run(self) -> None:
@@ -159,6 +209,9 @@ class _Seat:
 
     async def _serve_next(self) -> None:
         call = await self._waiting.get()
+        if call.result.done():
+            return  # nobody waits any more
+        call.begun, began_s = True, time.monotonic()
         try:
             await self._serve(call)
         except BottegaError as error:
@@ -169,10 +222,10 @@ class _Seat:
         except Exception:  # noqa: BLE001 - the seat must go on serving; the caller gets a fault of ours
             _log.exception("codec call failed")
             _fail(call, InternalError("an image could not be decoded or encoded"))
+        finally:
+            self._took_s(time.monotonic() - began_s)
 
     async def _serve(self, call: _Call) -> None:
-        if call.result.done():
-            return  # nobody waits any more
         frame = await copied(call.size_bytes, lambda: call.build().SerializeToString())
         # A process may have died since its last call: that is not this call's fault, so it gets a second one.
         answered = await self._exchange(call, frame) or await self._exchange(call, frame)

@@ -1,6 +1,6 @@
 """A folder of files named by the SHA-256 of what they hold: written whole or not at all, and checked when read.
 
-    folder/incoming/<digest>    being written; whatever is there at the start was interrupted
+    folder/incoming/<digest>    being written; whatever is there at the start was interrupted, and counts for nothing
     folder/ab/ab<62 digits>     complete, and on the disk
 
 Its methods block and raise OSError. It knows no budget, no time to live and no thread.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.errors import DataLoss
-from bottega.storage import folders
+from bottega.storage import faults, folders
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
@@ -56,14 +56,15 @@ class ContentFolder:
     def open(self) -> Scan:
         """Creates the folder or takes it over: removes what was interrupted, and says what is there.
 
-        Raises BlockingIOError when another process has it.
+        What is there can be read on a disk that cannot be written: there what was interrupted stays. Raises
+        BlockingIOError when another process has it.
         """
         folders.make(self._path)
         if self._lock is None:
             self._lock = _locked(self._path)
         folders.make(self._path / _INCOMING)
-        for entry in os.scandir(self._path / _INCOMING):
-            Path(entry.path).unlink()
+        for left in (self._path / _INCOMING).iterdir():
+            _clear(left)
         return self._scan()
 
     def close(self) -> None:
@@ -192,6 +193,14 @@ def _write(path: Path, data: bytes, time: float) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _clear(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError as error:
+        if error.errno not in faults.FORBIDDEN:
+            raise
 
 
 def _discard(path: Path) -> None:

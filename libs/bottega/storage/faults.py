@@ -15,8 +15,10 @@ BUSY = "EAGAIN"
 # The cause of what comes before `open` has succeeded, or after `close`.
 NOT_OPEN = "EBADF"
 
+# What the system says where nothing may be written, as on a disk that came back read-only.
+FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 @contextlib.contextmanager
@@ -39,7 +41,7 @@ def unavailable(what: str, *, cause: str) -> StorageUnavailable:
 def _says(number: int | None) -> str:
     if number in _FULL:
         return "the disk is full"
-    if number in _FORBIDDEN:
+    if number in FORBIDDEN:
         return "the disk cannot be written"
     if number == errno.EWOULDBLOCK:
         return "another process uses the storage"

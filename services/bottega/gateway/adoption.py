@@ -27,16 +27,16 @@ def _ignore(_: Member) -> None:
 
 
 class Adoption:
-    """hold_s: how long a job waits for its worker. line_up: takes those that nobody has claimed, the oldest last."""
+    """hold_s: how long a job waits for its worker. unclaimed: told of those that nobody claimed, the oldest last."""
 
     def __init__(
-        self, *, dispatcher: Dispatcher, queue: JobQueue, log: JobLog, hold_s: float, line_up: Callable[[Job], None]
+        self, *, dispatcher: Dispatcher, queue: JobQueue, log: JobLog, hold_s: float, unclaimed: Callable[[Job], None]
     ) -> None:
         self._dispatcher = dispatcher
         self._queue = queue
         self._jobs = log
         self._hold_s = hold_s
-        self._line_up = line_up
+        self._unclaimed = unclaimed
         self._held: dict[str, Job] = {}
         self._late: dict[Job, int] = {}  # lined up again, by the attempt that nobody had claimed
         self._silent: set[Member] = set()
@@ -126,5 +126,4 @@ class Adoption:
         for job in reversed(held):
             if job.take_back(job.number):
                 self._late[job] = job.number
-                self._jobs.waits_again(job)
-                self._line_up(job)
+                self._unclaimed(job)

@@ -15,7 +15,7 @@ from bottega.gateway.endings import Endings
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.job_values import Picture
-from bottega.gateway.jobs import MOST_ATTEMPTS, Job
+from bottega.gateway.jobs import Job
 from bottega.gateway.matching import Matching
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.placement import Placement
@@ -88,24 +88,23 @@ class Aftermath:
             why = WorkerLost(f"{job.losses} workers were lost with this job", retry_after_s=1.0)
             self._endings.fail(job, why)
         else:
-            self._wait_again(job)
+            self.wait_again(job)
 
     def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
         """See AttemptObserver."""
         if not job.is_current(number):
             return
         self._metrics.attempt_returned()
-        log_lines.attempt_lost(job, error)
+        log_lines.attempt_returned(job, error)
         if isinstance(error, NoControlNet):
             self._placement.let_rest(job, error)
         else:
             self._fleet.let_rest(job.worker)
         job.take_back(number)
-        most = min(_MOST_RETURNS * max(1, len(self._fleet.serving(job.spec.model))), MOST_ATTEMPTS)
-        if job.returns >= most or job.attempts >= MOST_ATTEMPTS:
+        if job.returns >= _MOST_RETURNS * max(1, len(self._fleet.serving(job.spec.model))):
             self._endings.fail(job, _not_taken(error))
         else:
-            self._wait_again(job)
+            self.wait_again(job)
 
     def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
         """See AttemptObserver."""
@@ -121,9 +120,13 @@ class Aftermath:
             self._completed.append((job.job_id, number))
             self._endings.decided(job)
 
-    def _wait_again(self, job: Job) -> None:
-        self._jobs.waits_again(job)
-        self._matching.line_up_again(job)
+    def wait_again(self, job: Job) -> None:
+        """Its attempt came to nothing: lines the job up again, before the others, where it may have another one."""
+        if job.give_up():
+            self._endings.decided(job)
+        else:
+            self._jobs.waits_again(job)
+            self._matching.line_up_again(job)
 
 
 def _not_taken(error: BottegaError) -> BottegaError:

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 from pydantic import ConfigDict, Field
 
 from bottega.config import STRICT
+from bottega.gateway.jobs import MOST_ATTEMPTS
 from bottega.rpc.server import ServerConfig
 
 DEFAULT_ADDRESS = "127.0.0.1:8470"
@@ -65,7 +66,7 @@ class GatewayConfig:
     lease_s: Seconds = 1.5
     model_grace_s: Seconds = 30.0
     max_members: AtLeastOne = 256
-    max_attempts: AtLeastOne = 8
+    max_attempts: Annotated[int, Field(ge=1, le=MOST_ATTEMPTS)] = 8
     codec_processes: AtLeastOne = 1
     max_image_bytes: AtLeastOne = 8 << 20
     max_image_pixels: AtLeastOne = 4096 * 4096

@@ -43,9 +43,9 @@ class Endings:
         self._metrics = metrics
         self._ending: set[asyncio.Task[None]] = set()
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: Job, why: str = "the job was cancelled") -> None:
         """Cancels a job; one that has ended stays as it is."""
-        if job.cancel():
+        if job.cancel(why):
             self._dispatcher.drop(job)
             self.decided(job)
 

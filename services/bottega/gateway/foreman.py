@@ -70,7 +70,11 @@ class Foreman:
         self._matching.on_late = self._drop_late
         self._standings = Standings(fleet=fleet, queue=queue, seating=self._seating, clock=clock)
         self._adoption = Adoption(
-            dispatcher=dispatcher, queue=queue, log=log, hold_s=hold_s, line_up=self._matching.line_up_again
+            dispatcher=dispatcher,
+            queue=queue,
+            log=log,
+            hold_s=hold_s,
+            unclaimed=lambda job: self._aftermath.wait_again(job),
         )
         self._matching.kept_back = self._adoption.awaits
         self._deadlines = Deadlines(clock)
@@ -123,13 +127,17 @@ class Foreman:
     def restore(self, jobs: Sequence[Job], *, seconds: float = 0.0) -> None:
         """Goes on with the jobs of an earlier life: the queue as it was, and what was running when its worker is back.
 
+        Those that end with their callers end: these went with that life.
+
         seconds: that it took to read them, for the log.
         """
-        running = [job for job in jobs if job.open and job.state == image_pb2.JOB_STATE_RUNNING]
+        orphans = [job for job in jobs if job.open and job.ends_with_caller]
+        kept = [job for job in jobs if job.open and not job.ends_with_caller]
+        running = [job for job in kept if job.state == image_pb2.JOB_STATE_RUNNING]
         for job in jobs:
             if not job.open:
                 self._endings.decided(job)  # it cannot be drawn any more
-                continue
+        for job in kept:
             self._deadlines.watch(job)
             if job.state == image_pb2.JOB_STATE_QUEUED:
                 self._queue.add(job)
@@ -142,6 +150,8 @@ class Foreman:
         for member in self._fleet.members():
             if member.is_worker:
                 self._adoption.ask(member, then=self._matching.welcome)
+        for job in orphans:
+            self.abandon(job, "its only caller went with the gateway that had the call")
 
     def pause(self, paused: bool) -> None:
         """Hands nothing out, or goes on: what cannot be stored afterwards shall not be drawn."""
@@ -231,12 +241,12 @@ class Foreman:
         self.cancel(job)
         await self._jobs.written(job)
 
-    def abandon(self, job: Job) -> None:
+    def abandon(self, job: Job, why: str = "its only caller has gone") -> None:
         """The only caller has gone, which by the deadline is its passing; a job that has ended stays as it is."""
         if self._deadlines.reached(job):
             self._pass_deadline(job)
         else:
-            self.cancel(job)
+            self._endings.cancel(job, why)
 
     # What the fleet tells.
 

@@ -39,6 +39,8 @@ from bottega.v1.controlnet_pb2 import HostedState
 
 # How often health is told anew, beside whenever it changes.
 _HEALTH_S = 1.0
+# For an input image to be looked at: so long one that hangs its codec may hold up the others.
+_INSPECTION_WAIT_S = 20.0
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class Gateway:
         self._storehouse = storehouse = _storehouse(config, metrics, clock)
         self._jobs = log = JobLog(storehouse=storehouse, clock=clock)
         queue = JobQueue(max_jobs=config.max_queued, budget_bytes=config.max_queued_bytes, clock=clock)
-        self._codec = CodecPool(processes=config.codec_processes)
+        self._codec = CodecPool(processes=config.codec_processes, max_wait_s=_INSPECTION_WAIT_S)
         self._foreman = Foreman(
             fleet=fleet,
             dispatcher=Dispatcher(

@@ -275,6 +275,7 @@ class Intake:
             fingerprint=fingerprint,
             request_id=order.request_id,
             log_id=order.log_id,
+            ends_with_caller=order.caller_s is not None,
             life=self._jobs.life,
             deadline=order.deadline(began),
             preview=order.preview,

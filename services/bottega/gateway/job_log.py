@@ -98,7 +98,8 @@ class JobLog:
     async def restore(self) -> list[Job]:
         """The jobs that an earlier life left, in their order. Line them up before anything else happens.
 
-        Of one whose input images are damaged it is decided already that it fails; that is for the caller to `end`.
+        Of one that cannot be drawn any more, such as with damaged input images, it is decided already that it fails;
+        that is for the caller to `end`.
         """
         jobs = [await self._brought_back(record) for record in await self._store.live()]
         for job in jobs:
@@ -288,7 +289,10 @@ class JobLog:
             job = to_job(record, life=self.life, clock=self._clock)
             job.fail(DataLoss("the job's input images are damaged; send it again, with another request_id"))
             return job
-        return to_job(record, inputs=inputs, life=self.life, clock=self._clock)
+        job = to_job(record, inputs=inputs, life=self.life, clock=self._clock)
+        if job.state == image_pb2.JOB_STATE_QUEUED:
+            job.give_up()
+        return job
 
     async def _recalled(self, record: JobRecord) -> Job:
         """The job of a record that was read: the one in memory where it is live."""

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from bottega.errors import BottegaError, JobCancelled
+from bottega.errors import BottegaError, JobCancelled, WorkerLost
 from bottega.gateway import work
 from bottega.gateway.clock import Clock
 from bottega.gateway.job_values import Checkpoint, Outcome, Picture, Preview, Standing
@@ -43,7 +43,8 @@ class Job:
     deaths: workers that died while they ran it alone. losses: those that died beside others, or were cut off.
     returns: attempts that workers did not take, or gave back. alone: nobody else has been at the worker since the
     current attempt began. suspect_until: steps within which a worker died of it, perhaps.
-    log_id: the request_id of its log lines, here and at the workers; never empty.
+    log_id: the request_id of its log lines, here and at the workers; never empty. ends_with_caller: nobody else can ask
+    for it.
     controlnets: their names, one for each in the spec. versions: their hashes, by name, that the newest attempt uses;
     servers: those that it was given for them. loras: digests, one for each in the spec; lora_set: with their scales.
     loras_step: at which they went in, once an attempt has told it: later ones put them in at the same one.
@@ -60,6 +61,7 @@ class Job:
     size_bytes: int = 0
     request_id: str = ""
     log_id: str = ""
+    ends_with_caller: bool = False
     deadline: float | None = None
     preview: bool = False
     validate_s: float = 0.0
@@ -302,11 +304,17 @@ class Job:
         self._decide(image_pb2.JOB_STATE_FAILED, error=error)
         return True
 
-    def cancel(self) -> bool:
+    def give_up(self) -> bool:
+        """Fails a job for whose next attempt there is no number. Whether it did."""
+        if self.attempts < MOST_ATTEMPTS:
+            return False
+        return self.fail(WorkerLost(f"{self.attempts} attempts at this job came to nothing", retry_after_s=1.0))
+
+    def cancel(self, why: str = "the job was cancelled") -> bool:
         """Somebody does not want it any more."""
         if not self.open:
             return False
-        self._decide(image_pb2.JOB_STATE_CANCELLED, error=JobCancelled("the job was cancelled"))
+        self._decide(image_pb2.JOB_STATE_CANCELLED, error=JobCancelled(why))
         return True
 
     def end(self, outcome: Outcome) -> None:

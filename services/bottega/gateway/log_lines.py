@@ -30,8 +30,13 @@ def restored(jobs: int, held: int, seconds: float) -> None:
 
 
 def attempt_lost(job: Job, error: BottegaError) -> None:
-    """The worker of the current attempt is lost, or has not taken it."""
+    """The worker of the current attempt is lost."""
     _log.warning("attempt lost", extra={**names(job), **_progress(job), "text": error.message})
+
+
+def attempt_returned(job: Job, error: BottegaError) -> None:
+    """The worker has not taken the current attempt, or hands it over."""
+    _log.warning("attempt returned", extra={**names(job), **_progress(job), "text": error.message})
 
 
 def ended(job: Job) -> None:

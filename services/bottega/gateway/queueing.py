@@ -12,8 +12,9 @@ from bottega.errors import QueueFull
 from bottega.gateway.clock import Clock
 from bottega.gateway.jobs import Job
 
-# Jobs that left, over which the rate is measured, and how old they may be.
-_RATE_JOBS = 32
+# Jobs that left, over which the rate is measured, and how old they may be; the newest few count whatever their age, as
+# where a picture takes minutes.
+_RATE_JOBS, _LEAST_RATE_JOBS = 32, 4
 _RATE_WINDOW_S = 60.0
 _MIN_RETRY_S, _MAX_RETRY_S = 0.5, 60.0
 # A caller that comes back after this share of the queue has gone finds room beside the others who wait.
@@ -31,6 +32,7 @@ class JobQueue:
         self._clock = clock
         self._lines: dict[str, deque[Job]] = {}
         self._left: deque[float] = deque(maxlen=_RATE_JOBS)
+        self._waited_for_since = clock.monotonic()
         self._bytes: dict[str, int] = {}
         self._reserved: dict[str, int] = {}
         self._size_bytes = 0
@@ -52,6 +54,8 @@ class JobQueue:
     def add(self, job: Job, *, first: bool = False) -> None:
         """Lines a job up. first: before the others, for one that had its turn and was lost."""
         self._size_bytes -= self._reserved.pop(job.job_id, 0)
+        if not self._bytes:
+            self._waited_for_since = self._clock.monotonic()
         line = self._lines.setdefault(job.spec.model, deque())
         if first:
             line.appendleft(job)
@@ -92,9 +96,16 @@ class JobQueue:
         return random.uniform(1.0, _SPREAD) * self._due_s()
 
     def _due_s(self) -> float:
-        now = self._clock.monotonic()
-        recent = [at for at in self._left if at > now - _RATE_WINDOW_S]
-        if len(recent) < 2:
+        if len(self._left) < 2:
             return _MIN_RETRY_S * 4
-        rate = len(recent) / max(now - recent[0], 1e-3)
-        return min(max(max(1.0, _RETRY_SHARE * len(self)) / rate, _MIN_RETRY_S), _MAX_RETRY_S)
+        return min(max(max(1.0, _RETRY_SHARE * len(self)) / self._rate(), _MIN_RETRY_S), _MAX_RETRY_S)
+
+    def _rate(self) -> float:
+        """Jobs drawn a second: as they came, and no more than there would be if the next one came now."""
+        now = self._clock.monotonic()
+        recent = sum(at > now - _RATE_WINDOW_S for at in self._left)
+        ends = list(self._left)[-max(recent, _LEAST_RATE_JOBS) :]
+        took_s = ends[-1] - ends[0]
+        # That nothing came while nobody waited says nothing.
+        silent_s = now - max(ends[-1], self._waited_for_since)
+        return min((len(ends) - 1) / max(took_s, 1e-3), len(ends) / max(took_s + silent_s, 1e-3))

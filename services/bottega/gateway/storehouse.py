@@ -7,6 +7,7 @@ What must be written is tried until it is. Knows nothing of what is in a job.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -86,8 +87,7 @@ class Storehouse:
         """
         while True:
             try:
-                await self.images.open()
-                await self.jobs.open()
+                await self._open()
                 await first()
             except (StorageUnavailable, DataLoss) as error:
                 self.failed(error)
@@ -169,6 +169,16 @@ class Storehouse:
             return tuple(pictures)
         finally:
             self._room_bytes += size_bytes
+
+    async def _open(self) -> None:
+        """Images first: who has their folder has the jobs, too, and a life of the gateway begins only for that one."""
+        try:
+            await self.images.open()
+        except (StorageUnavailable, DataLoss):
+            with contextlib.suppress(StorageUnavailable, DataLoss):  # whoever reads them hears it, and the next look
+                await self.jobs.open_to_read()
+            raise
+        await self.jobs.open()
 
     async def _keep(self) -> None:
         while True:

@@ -179,11 +179,17 @@ class Worker:
         )
 
     async def drain(self) -> None:
-        """Takes no new attempt and returns when those that run have ended; then ends the checkpoint streams."""
+        """Takes no new attempt and returns when those that run have ended; then ends the checkpoint streams.
+
+        Cancelled, as when the server's grace is over, it hands over what still runs: who follows it hears Draining.
+        """
         self._draining = True
         self._report_load()
-        await self._idle.wait()  # the server's drain has a grace
-        self.checkpoints.close()
+        try:
+            await self._idle.wait()
+        finally:
+            self._hand_over()
+            self.checkpoints.close()
 
     async def stop(self) -> None:
         """Leaves the fleet and ends the processes; attempts that still run fail."""
@@ -192,8 +198,7 @@ class Worker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for commission in list(self._commissions.values()):
-            commission.lose(Draining("the worker has stopped"))
+        self._hand_over()
         await asyncio.gather(self._engine.stop(), self._pool.stop(), self._links.stop())
 
     async def engine_ready(self, ready: engine_pb2.EngineReady) -> None:
@@ -257,6 +262,11 @@ class Worker:
         served = self._model_name
         if served is not None and spec.HasField("model") and spec.model != served:
             raise ModelNotFound(f"no such model; served: {served}", metadata={"served": served})
+
+    def _hand_over(self) -> None:
+        """Ends what still runs; it is drawn elsewhere, or after the restart."""
+        for commission in list(self._commissions.values()):
+            commission.drop(Draining("the worker is stopping and hands the attempt over"))
 
     def _commission(self, order: Order, attempt: Attempt) -> Commission:
         commission = self._commissions[order.key] = Commission(

@@ -28,8 +28,9 @@ class StoredPicture:
 class JobRecord:
     """One job.
 
-    spec: GenerationSpec, complete but for its input images. fingerprint: of the request as the caller sent it.
-    shape: of the latent, height and width. image_digest, size_bytes: of the input image, and of the request.
+    ends_with_caller: no later life goes on with it. spec: GenerationSpec, complete but for its input images.
+    fingerprint: of the request as the caller sent it. shape: of the latent, height and width. image_digest,
+    size_bytes: of the input image, and of the request.
     *_wall: Unix seconds. attempt: number of the newest one, 0 before the first. deaths: workers that died while
     they ran this job alone. loras_step: at which an attempt put its LoRAs in, None before one did. provenance, error:
     Provenance and JobError. sequence: place among all jobs, given by the store.
@@ -43,6 +44,7 @@ class JobRecord:
     created_wall: float
     request_id: str = ""
     log_id: str = ""
+    ends_with_caller: bool = False
     shape: tuple[int, int] = (0, 0)
     image_digest: str = ""
     size_bytes: int = 0

@@ -68,6 +68,11 @@ class SqliteJobStore:
         self._generation = await self._writer.run(lambda connection: sqlite_schema.adopt(connection, self._path))
         self._readable = self._writable = True
 
+    async def open_to_read(self) -> None:
+        """See JobStore."""
+        if not self._writable:
+            await self._reader.run(self._inspect_if_there)
+
     async def close(self) -> None:
         """See JobStore."""
         self._writable = False
@@ -197,6 +202,10 @@ class SqliteJobStore:
         except sqlite3.Error as error:
             self._stop_reading()
             raise (self._typed(error) or error) from error
+
+    def _inspect_if_there(self) -> None:
+        if self._path.exists():
+            self._inspect()
 
     def _inspect(self) -> None:
         """Looks whether the file is ours and sound, before anything is written to it."""

@@ -20,6 +20,7 @@ COLUMNS = (
     "job_id",
     "request_id",
     "log_id",
+    "ends_with_caller",
     "fingerprint",
     "state",
     "spec",
@@ -48,6 +49,7 @@ def to_row(record: JobRecord) -> tuple[Value, ...]:
         record.job_id,
         record.request_id,
         record.log_id,
+        int(record.ends_with_caller),
         record.fingerprint,
         int(record.state),
         record.spec,
@@ -73,13 +75,14 @@ def from_row(row: Sequence[Any]) -> JobRecord:
     sequence, *values, expected = row
     if checksum(values) != expected:
         raise _damaged_row(sequence)
-    job_id, request_id, log_id, fingerprint, state, spec, height, width = values[:8]
-    image_digest, size_bytes, created, started, ended, deadline, attempt, deaths = values[8:16]
-    loras_step, pictures, provenance, error = values[16:]
+    job_id, request_id, log_id, ends_with_caller, fingerprint, state, spec, height, width = values[:9]
+    image_digest, size_bytes, created, started, ended, deadline, attempt, deaths = values[9:17]
+    loras_step, pictures, provenance, error = values[17:]
     return JobRecord(
         job_id=job_id,
         request_id=request_id,
         log_id=log_id,
+        ends_with_caller=bool(ends_with_caller),
         fingerprint=fingerprint,
         state=state,
         spec=spec,

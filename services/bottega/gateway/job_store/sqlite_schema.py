@@ -20,7 +20,7 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": what PRAGMA application_id says of a file of ours.
 APPLICATION_ID = 0x42747467
-VERSION = 2
+VERSION = 3
 
 # Another process's group commit takes milliseconds, and a checkpoint some tens of them.
 _BUSY_TIMEOUT_S = 5.0
@@ -40,6 +40,7 @@ _TABLES = (
         job_id TEXT NOT NULL UNIQUE,
         request_id TEXT NOT NULL,
         log_id TEXT NOT NULL,
+        ends_with_caller INTEGER NOT NULL,
         fingerprint TEXT NOT NULL,
         state INTEGER NOT NULL,
         spec BLOB NOT NULL,

@@ -39,6 +39,13 @@ class JobStore(Protocol):
         """
         ...
 
+    async def open_to_read(self) -> None:
+        """Reads work from now on, as far as they can, and nothing is written; `open` may follow.
+
+        Raises as `open` does. Harmless where there is no store yet, which stays so.
+        """
+        ...
+
     async def close(self) -> None:
         """Ends after what was begun."""
         ...
