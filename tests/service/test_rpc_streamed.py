@@ -147,3 +147,25 @@ async def test_what_grpcs_own_services_are_asked_is_bounded_too_and_they_answer_
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await check(health_pb2.HealthCheckRequest(service="nobody").SerializeToString())
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_silent_strangers_hold_up_neither_health_nor_the_fleet_and_are_not_waited_for() -> None:
+    async with _server(max_message_mib=1, max_requests_mib=1) as channel:
+        ask: Any = channel.stream_stream(CHECK)
+        reflect: Any = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        silent = [method() for method in (ask, reflect) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        joined = await asyncio.wait_for(_joined(channel), 1)
+        check: Any = channel.unary_unary(CHECK)
+        await asyncio.wait_for(check(health_pb2.HealthCheckRequest().SerializeToString()), 1)
+        crowd = [reflect() for _ in range(20)]
+        await asyncio.wait_for(check(health_pb2.HealthCheckRequest().SerializeToString()), 5)
+        assert type(from_rpc_error(await _end_of(silent[-1]))) is errors.QueueFull
+        for call in (*silent, *crowd, joined):
+            call.cancel()
+
+
+async def _end_of(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(call.read(), 5)
+    return caught.value

@@ -29,7 +29,7 @@ def reserve(size_bytes: int) -> bool:
 
 
 class AnswerBudget:
-    """max_bytes: of large answers that are not taken yet. wait_s: for a caller to take any answer."""
+    """max_bytes: of large answers that are not taken yet. wait_s: for a caller to take one of a stream."""
 
     def __init__(self, *, max_bytes: int, wait_s: float) -> None:
         self._max_bytes = max_bytes
@@ -48,7 +48,6 @@ class AnswerBudget:
     def hold(self, size_bytes: int, own_bytes: int) -> bool:
         """Holds so much more for a call that has `own_bytes`, if there is room. An only one is never too large."""
         if self._held_bytes + size_bytes > self._max_bytes and self._held_bytes > own_bytes:
-            self.hurry()
             return False
         self._held_bytes += size_bytes
         return True
@@ -96,6 +95,7 @@ class Answers:
     def admit(self, raw: bytes) -> bytes:
         """An answer for which there is room. Raises QueueFull when there is none."""
         if not self.reserve(len(raw)):
+            self._budget.hurry()
             raise full("as many answers wait to be read as there is memory for", limit="max_answers_mib")
         return raw
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -28,8 +29,10 @@ from bottega.rpc.metrics import CallMetrics
 # and the longest load, are well below a MiB. An upload has chunks of at most 4 MiB, and a head of little over 3 MiB.
 _CONVERSATION_BYTES = 2 << 20
 _UPLOAD_BYTES = 5 << 20
-# Nobody has more to ask of health or reflection.
+# Nobody has more to ask of health or reflection, nor so many at once: those who are slow with it are not in each
+# other's way, and least of all in the way of the fleet.
 _OF_GRPC_BYTES = 64 << 10
+_OF_GRPC_AT_ONCE = 16
 
 _Handler = Any  # grpc.RpcMethodHandler, whose stubs know only blocking methods.
 # None where the handler takes bytes.
@@ -39,14 +42,27 @@ _Pack = Callable[[Any], bytes] | None
 _Raw = AsyncIterator[bytes]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Intake:
+    """How the messages of one kind of caller come in. most_bytes: of one of them.
+
+    each: they all come by the budget, and not the first alone.
+    """
+
+    tally: Tally
+    budget: RequestBudget
+    most_bytes: int
+    each: bool = False
+
+
 class CallBoundary(grpc.aio.ServerInterceptor):
     """Wraps every method of every service.
 
     default_deadline_s: of unary calls whose caller set none. requests: the budget of all that are one message. A method
     that streams its answers holds nothing of a large request from its first answer on. streamed: the budget of first
-    messages of callers that stream them, which are the suite's own and must get through when others cannot; and of
-    what gRPC's own services are asked. Later messages are bounded by their sizes, and by how many the services let in.
-    answers: of all calls.
+    messages of callers that stream them, which are the suite's own and must get through when others cannot. Their later
+    messages are refused by size when they are here, and are as many as the services let callers in. Of what gRPC's own
+    services are asked every message comes by a small budget of their own. answers: of all calls.
     """
 
     def __init__(
@@ -60,10 +76,12 @@ class CallBoundary(grpc.aio.ServerInterceptor):
     ) -> None:
         self._default_deadline_s = default_deadline_s
         self._requests = requests
-        self._streamed = streamed
         self._answers = answers
         self._wrapped: dict[str, _Handler] = {}
-        self.calls = Calls(metrics, answers)
+        self.calls = calls = Calls(metrics, answers)
+        self._conversations = _Intake(tally=calls.streamed, budget=streamed, most_bytes=_CONVERSATION_BYTES)
+        self._uploads = _Intake(tally=calls.streamed, budget=streamed, most_bytes=_UPLOAD_BYTES)
+        self._grpcs = _Intake(tally=calls.of_grpc, budget=_small(requests), most_bytes=_OF_GRPC_BYTES, each=True)
         self._unknown = self._refusing()
 
     async def intercept_service(
@@ -116,7 +134,7 @@ class CallBoundary(grpc.aio.ServerInterceptor):
 
         async def call(_: _Raw, context: Context) -> bytes | None:
             async with self.calls.guard(self.calls.streamed, method, context) as answers, self._deadline(context):
-                requests = self._said(context, parse, self.calls.streamed, _UPLOAD_BYTES)
+                requests = self._said(context, parse, self._uploads)
                 return answers.admit(_packed(await handler.stream_unary(requests, context), pack))
             return None
 
@@ -127,7 +145,7 @@ class CallBoundary(grpc.aio.ServerInterceptor):
 
         async def call(_: _Raw, context: Context) -> None:
             async with self.calls.guard(self.calls.streamed, method, context) as answers:
-                requests = self._said(context, parse, self.calls.streamed, _CONVERSATION_BYTES)
+                requests = self._said(context, parse, self._conversations)
                 await _send_all(handler.stream_stream(requests, context), pack, answers, context.write)
 
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
@@ -147,16 +165,16 @@ class CallBoundary(grpc.aio.ServerInterceptor):
 
         async def unary(_: _Raw, context: Context) -> object:
             async with self.calls.guard(tally, method, context):
-                return await handler.unary_unary(await self._only(context, parse, tally), context)
+                return await handler.unary_unary(await self._only(context, parse), context)
             return None
 
         async def watch(_: _Raw, context: Context) -> None:
             async with self.calls.guard(tally, method, context):
-                await handler.unary_stream(await self._only(context, parse, tally), context)
+                await handler.unary_stream(await self._only(context, parse), context)
 
         async def conversation(_: _Raw, context: Context) -> None:
             async with self.calls.guard(tally, method, context):
-                async for response in handler.stream_stream(self._said(context, parse, tally, _OF_GRPC_BYTES), context):
+                async for response in handler.stream_stream(self._said(context, parse, self._grpcs), context):
                     await context.write(response)
 
         if not handler.response_streaming:
@@ -178,24 +196,22 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         share.shrink(len(raw))
         return await _parsed(raw, parse)
 
-    async def _only(self, context: Context, parse: _Parse, tally: Tally) -> object:
-        async with contextlib.aclosing(self._said(context, parse, tally, _OF_GRPC_BYTES)) as said:
+    async def _only(self, context: Context, parse: _Parse) -> object:
+        async with contextlib.aclosing(self._said(context, parse, self._grpcs)) as said:
             async for request in said:
                 return request
         raise InvalidRequest("the call carries no request")
 
-    async def _said(
-        self, context: Context, parse: _Parse, tally: Tally, most_bytes: int
-    ) -> AsyncGenerator[object, None]:
+    async def _said(self, context: Context, parse: _Parse, intake: _Intake) -> AsyncGenerator[object, None]:
         """All messages of a caller. Of one that nobody knows yet the first may be large, before it is refused.
 
         Reads by the context: gRPC's stream of requests, once begun, is a cycle of its own where it is not read out.
         """
-        with await self._streamed.share(calls=tally.count):
-            raw = _within(most_bytes, await self._streamed.received(context.read))
+        raw = _within(intake.most_bytes, await _by_budget(intake, context))
         while raw is not grpc.aio.EOF:
             yield await _parsed(raw, parse)
-            raw = _within(most_bytes, await context.read())
+            reading = _by_budget(intake, context) if intake.each else context.read()
+            raw = _within(intake.most_bytes, await reading)
 
     def _deadline(self, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
         # gRPC itself ends a call whose caller set a deadline.
@@ -211,6 +227,17 @@ class CallBoundary(grpc.aio.ServerInterceptor):
                 raise
             why = f"no deadline was set and the default of {self._default_deadline_s:g} s passed"
             raise DeadlinePassed(why) from None
+
+
+def _small(requests: RequestBudget) -> RequestBudget:
+    """For gRPC's own services. Each message may come in as large as any, before it is refused."""
+    most_bytes = _OF_GRPC_AT_ONCE * _OF_GRPC_BYTES
+    return RequestBudget(max_bytes=most_bytes, message_bytes=_OF_GRPC_BYTES, max_calls=requests.max_calls)
+
+
+async def _by_budget(intake: _Intake, context: Context) -> Any:
+    with await intake.budget.share(calls=intake.tally.count):
+        return await intake.budget.received(context.read)
 
 
 def _taking_streams(make: Any, call: Callable[[_Raw, Context], object], pack: _Pack = None) -> _Handler:

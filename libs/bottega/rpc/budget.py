@@ -61,7 +61,7 @@ class RequestBudget:
         assert max_bytes >= message_bytes
         self._free_bytes = max_bytes
         self.message_bytes = message_bytes
-        self._max_calls = max_calls
+        self.max_calls = max_calls
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._coming: dict[asyncio.Timeout, float] = {}
 
@@ -70,7 +70,7 @@ class RequestBudget:
 
         Raises QueueFull, with the time after which to ask again, when there is none soon.
         """
-        if calls > self._max_calls:
+        if calls > self.max_calls:
             raise full("as many calls are served as can be", limit="max_calls")
         if self._waiting or self._free_bytes < self.message_bytes:
             await self._turn()

@@ -55,8 +55,9 @@ class ServerConfig:
         ask again.
     max_answers_mib: of large answers, such as images that travel with the news of them, that their callers have not
         read yet; the service grows by up to four times that. Beyond it images are only sent to those who ask for them.
-    answer_wait_s: for a caller to read an answer, else its call ends UNAVAILABLE; 5 s are enough where others are
-        refused because of it. One that reads and waits for news is not meant.
+    answer_wait_s: for a caller to read an answer of a stream, else its call ends UNAVAILABLE; 5 s are enough where
+        others are refused because of it. One that reads and waits for news is not meant. An only answer stays until
+        the caller's deadline, or the end of its connection.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
