@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from bottega import errors
 from bottega.client import AsyncClient
 from bottega.client.cli import main
+from bottega.client.lora_store import lora_files
 from bottega.loras.config import ImportConfig
 from bottega.v1 import lora_pb2 as pb
 from tests.service import running_loras
@@ -189,6 +190,16 @@ async def test_what_cannot_be_taken_is_said_in_words(
     assert result.exit_code in {1, 2}
     assert says in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(("given", "says"), [("empty.safetensors", "is empty"), ("folder", "holds none of")])
+def test_what_is_no_lora_is_refused_by_the_name_of_the_argument(tmp_path: Path, given: str, says: str) -> None:
+    (tmp_path / "empty.safetensors").touch()
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / given
+    with pytest.raises(errors.InvalidRequest, match=re.escape(f"path: {path} {says}")) as caught:
+        lora_files(path)
+    assert [violation.field for violation in caught.value.violations] == ["path"]
 
 
 @pytest.mark.parametrize("path", ["typo.safetensors", "x" * 300])

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from bottega.errors import DataLoss, StorageUnavailable
+from bottega.errors import DataLoss, InvalidRequest, StorageUnavailable
 from bottega.lora.canonical import Canonical
 from bottega.loras.importing.importer import Import, Importer, ImportSource
+from bottega.loras.receiving import Upload, receive
 from bottega.miniature import WEIGHTS
 from bottega.v1 import lora_pb2 as pb
-from tests.full_disk import fill, small_disk
+from tests.full_disk import files_at_most, fill, small_disk
 from tests.service.running_loras import PATIENCE_S, fetch, lora_file, refused, running, upload_requests
 
 # More than may be under way at once: what every failed one kept would be missed.
 _MANY = 20
+# What a file's buffer holds in full.
+_SMALL_BYTES = 1000
 
 
-async def test_a_full_disk_is_said_and_nothing_of_what_was_brought_stays(tmp_path: Path) -> None:
-    data = lora_file(tmp_path, rank=64).read_bytes()
+@pytest.mark.parametrize("rank", [2, 64], ids=["less than a buffer", "more"])
+async def test_a_full_disk_is_said_and_nothing_of_what_was_brought_stays(tmp_path: Path, rank: int) -> None:
+    data = lora_file(tmp_path, rank=rank).read_bytes()
+    assert (len(data) < io.DEFAULT_BUFFER_SIZE) == (rank == 2)
     with small_disk(tmp_path / "disk", size_bytes=1 << 20) as disk:
         async with running(disk / "store") as store:
             ballast = await asyncio.to_thread(fill, disk)
@@ -29,10 +37,39 @@ async def test_a_full_disk_is_said_and_nothing_of_what_was_brought_stays(tmp_pat
             assert isinstance(error, StorageUnavailable)
             assert error.message == "the disk is full"
             ballast.unlink()
-            lora = await store.upload("a", lora_file(tmp_path, rank=64))
+            lora = await store.upload("a", lora_file(tmp_path, rank=rank))
             with await store.link() as link:
                 assert len(await asyncio.to_thread(fetch, link, lora.digest)) == lora.size_bytes
         assert not list((disk / "store" / "files" / "incoming").iterdir())
+
+
+async def test_what_does_not_fit_is_said_though_all_of_it_is_in_a_buffer(tmp_path: Path) -> None:
+    with files_at_most(_SMALL_BYTES - 1), pytest.raises(StorageUnavailable, match="the disk is full") as caught:
+        await _receive(tmp_path / "upload", _SMALL_BYTES)
+    assert caught.value.metadata["cause"] == "EFBIG"
+
+
+async def test_a_file_that_cannot_be_opened_is_said_to_be_the_disks_fault(tmp_path: Path) -> None:
+    with pytest.raises(StorageUnavailable) as caught:
+        await _receive(tmp_path / "gone" / "upload", _SMALL_BYTES)
+    assert caught.value.metadata["cause"] == "ENOENT"
+
+
+async def test_an_upload_that_ends_early_is_said_to_though_the_disk_is_full(tmp_path: Path) -> None:
+    with files_at_most(_SMALL_BYTES - 1), pytest.raises(InvalidRequest, match=f"brought {_SMALL_BYTES} of the"):
+        await _receive(tmp_path / "upload", _SMALL_BYTES + 1)
+
+
+async def _receive(path: Path, announced_bytes: int) -> None:
+    """Has `_SMALL_BYTES` come of an upload of so many."""
+    data = bytes(_SMALL_BYTES)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield data
+
+    digest = hashlib.sha256(data).hexdigest()
+    upload = Upload(sha256=digest, size_bytes=announced_bytes, adapter_config=b"")
+    await receive([path], upload, chunks(), deadline_s=PATIENCE_S)
 
 
 async def test_on_a_full_disk_room_is_made_by_removing(tmp_path: Path) -> None:

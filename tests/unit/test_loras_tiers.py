@@ -130,6 +130,23 @@ def test_a_large_one_that_waits_for_room_keeps_no_other_one_from_its_own(shelf: 
     assert shelf.tiers.state(c) is None
 
 
+@pytest.mark.parametrize("size", [None, 3 * _SIZE], ids=["gone", "too large"])
+def test_one_that_cannot_be_loaded_does_not_use_up_the_only_occasion_of_the_next(
+    shelf: _Shelf, size: int | None
+) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    if size is None:
+        (shelf.folder / c).unlink()
+    else:
+        (shelf.folder / c).write_bytes(bytes(size))
+    loans = [shelf.lend(a), shelf.lend(shelf.put(3))]
+    shelf.tiers.pin([c, b])
+    shelf.tiers.give_back(loans[0])
+    wait_until(lambda: shelf.tiers.state(b) is True, _WAIT_S, "the load")
+    assert shelf.tiers.state(c) is None
+    shelf.tiers.give_back(loans[1])
+
+
 def test_what_is_pinned_and_damaged_is_said_to_be_and_read_once(
     shelf: _Shelf, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import cast
 
 import grpc
 
+from bottega import rules
 from bottega.client.messages import filled, shown
-from bottega.errors import BottegaError, InvalidRequest, LoraNotFound, NoLora, Violation
+from bottega.errors import BottegaError, LoraNotFound, NoLora, Violation
 from bottega.lora.canonical import COMPONENTS
 from bottega.rpc.channel import channel_options, open_channel
 from bottega.rpc.status import from_rpc_error, was_answered
@@ -59,7 +60,7 @@ def lora_files(path: Path) -> list[LoraFile]:
     parts = [component for component in COMPONENTS if (path / component).is_dir()]
     if not parts:
         folders = f"nor a folder of PEFT's for a component ({', '.join(COMPONENTS)})"
-        _refuse(f"{path} holds none of {', '.join(_WEIGHTS)}, nor one .safetensors file alone, {folders}")
+        _refuse_path(f"{path} holds none of {', '.join(_WEIGHTS)}, nor one .safetensors file alone, {folders}")
     return [_lora_file(path / component / _WEIGHTS[0], component) for component in parts]
 
 
@@ -67,12 +68,12 @@ def _lora_file(path: Path, component: str = "") -> LoraFile:
     config = path.with_name(_PEFT_CONFIG)
     beside = config.read_bytes() if path.name == _WEIGHTS[0] and config.is_file() else b""
     if not (size_bytes := path.stat().st_size):
-        _refuse(f"{path} is empty")
+        _refuse_path(f"{path} is empty")
     return LoraFile(path=path, size_bytes=size_bytes, adapter_config=beside, component=component)
 
 
-def _refuse(rule: str) -> NoReturn:
-    raise InvalidRequest(rule, violations=[Violation(field="path", description=rule)])
+def _refuse_path(rule: str) -> None:
+    rules.refuse([Violation(field="path", description=rule)])
 
 
 class LoraStores:
@@ -159,7 +160,7 @@ class LoraStores:
         known = sorted({each for of in bases.values() for each in of})
         if base is None and len(known) != 1:
             rule = f"say which one: {', '.join(known) or 'the store has none'}"
-            raise InvalidRequest(f"base: {rule}", violations=[Violation(field="base", description=rule)])
+            rules.refuse([Violation(field="base", description=rule)])
         base = known[0] if base is None else base
         if len(self._stores) > 1:
             with suppress(LoraNotFound):
@@ -174,20 +175,26 @@ class LoraStores:
 
 def _path(path: object) -> Path:
     if not isinstance(path, str | os.PathLike):
-        rule = f"must be the path of a file or a folder; got {shown(path)}"
-        raise InvalidRequest(f"path: {rule}", violations=[Violation(field="path", description=rule)])
-    return Path(path)
+        _refuse_path(f"must be the path of a file or a folder; got {shown(path)}")
+    return Path(cast("str | os.PathLike[str]", path))
 
 
 def _read(path: Path) -> tuple[list[LoraFile], lora_pb2.UploadLoraHead]:
     """The files of a LoRA, and what is said of them. Raises InvalidRequest for one that cannot be read."""
-    try:
+    with _reading(path):
         files = lora_files(path)
-        return files, _head(files, _sha256(files))
+        head = _head(files, _sha256(files))
+    return files, head
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises InvalidRequest where the block cannot read it."""
+    try:
+        yield
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "that is no path"
-        rule = f"{getattr(error, 'filename', None) or path} cannot be read: {why}"
-        raise InvalidRequest(f"path: {rule}", violations=[Violation(field="path", description=rule)]) from None
+        _refuse_path(f"{getattr(error, 'filename', None) or path} cannot be read: {why}")
 
 
 async def _bases(store: Registration) -> Sequence[str]:

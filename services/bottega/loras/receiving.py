@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from bottega.errors import BadLora, InvalidRequest, Violation
+from bottega.errors import BadLora, InvalidRequest, StorageUnavailable, Violation
 from bottega.lora.canonical import COMPONENTS
 from bottega.storage import faults
 
@@ -93,7 +94,7 @@ async def _received(paths: Sequence[Path], upload: Upload, chunks: AsyncIterator
     rest = b""
     for path, part in zip(paths, upload.files, strict=True):
         left = part.size_bytes
-        with await asyncio.to_thread(path.open, "wb") as file:
+        async with _opened(path) as file:
             while left:
                 piece = rest or await _next(chunks)
                 if piece is None:
@@ -122,6 +123,30 @@ async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
             return await anext(chunks, None)
     except TimeoutError:
         raise _mismatch(f"nothing more for {_CHUNK_S:g} s") from None
+
+
+@contextlib.asynccontextmanager
+async def _opened(path: Path) -> AsyncIterator[BinaryIO]:
+    """A file to write; the disk has taken all of it once this ends well. Raises StorageUnavailable."""
+    file = await asyncio.to_thread(_open, path)
+    try:
+        yield file
+    except BaseException:
+        with contextlib.suppress(StorageUnavailable):  # what came first is what is said
+            await asyncio.to_thread(_close, file)
+        raise
+    await asyncio.to_thread(_close, file)
+
+
+def _open(path: Path) -> BinaryIO:
+    with faults.translated():
+        return path.open("wb")
+
+
+def _close(file: BinaryIO) -> None:
+    """It writes what is still in the file's buffer."""
+    with faults.translated():
+        file.close()
 
 
 def _write(file: BinaryIO, hashed: hashlib._Hash, chunk: bytes) -> None:

@@ -81,7 +81,7 @@ class Tiers:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._residents = Residents(budget_bytes=budget_bytes, most=most)
-        # Pinned, and without room so far.
+        # Pinned, and without room or file so far.
         self._awaited: deque[str] = deque()
         self._lent: Counter[str] = Counter()
         self._trusted: set[str] = set()
@@ -168,7 +168,7 @@ class Tiers:
             self._residents.clear()
 
     def _resident(self, digest: str, *, awaits_fetch: bool = True) -> Resident | None:
-        """The LoRA in memory, or being loaded from now on; None where there is no room. Under the lock.
+        """The LoRA in memory, or being loaded from now on; None where it has no room or no file. Under the lock.
 
         awaits_fetch: of one that is loaded from now on.
         """
@@ -194,12 +194,14 @@ class Tiers:
         return resident
 
     def _load_awaited(self) -> None:
-        """Begins to load what is pinned and had no room, up to the first that has none now either. Under the lock."""
-        while self._awaited:
+        """Begins to load what is pinned and could not be loaded before; each is tried once. Under the lock.
+
+        One that has still no room or no file waits on, and keeps none of the others from its own.
+        """
+        for _ in range(len(self._awaited)):
             digest = self._awaited.popleft()
             if self._resident(digest, awaits_fetch=False) is None:
-                self._awaited.append(digest)  # the next time another one is first: a large one keeps none from its room
-                return
+                self._awaited.append(digest)
 
     def _load(self, digest: str, resident: Resident) -> None:
         """In a thread of the pool."""
