@@ -38,7 +38,8 @@ ENGINE = {
     "lora_budget_bytes": 1,
 }
 HANG_S = 3.0
-# design.md: a service that joins or leaves is noticed within this time; asking takes some of it on busy cores.
+# README, what is promised when what dies: a worker is out of the fleet within this time. Asking takes some more on
+# busy cores.
 NOTICED_S = 2.0
 ASKING_S = 0.5
 # Booting takes 7 s with free cores; here several boot at once beside those who draw.

@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {"num_inference_steps": 120, "guidance_scale": 4.0, "s
 LATE = 80
 # A checkpoint is due after a tenth of the steps at the latest, and the newest may die on its way to the gateway.
 MOST_REPEATED = 2 * OPTIONS["num_inference_steps"] // 10
-# design.md: a service that joins or leaves is noticed within this time.
+# README, what is promised when what dies: a worker is out of the fleet within this time.
 NOTICED_S = 2.0
 # What asking takes on busy cores.
 ASKING_S = 0.5

@@ -390,6 +390,8 @@ def test_without_memory_for_the_copies_loras_go_beside_the_weights(
     unet = model.backbone.unet
     before = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
     a = weights.unet_set([LoraUse(digest="a", scale=1.0, layers={UNET: random_layers(unet, 1)})])
+    weights.measure_swap(a)
+    assert weights.swap_s > 0
     left = iter(range(5))
     patch_one = torch.addmm
 
@@ -405,5 +407,6 @@ def test_without_memory_for_the_copies_loras_go_beside_the_weights(
     assert weights.patched is None
     assert weights.pristine_bytes == 0
     assert len(caplog.records) == 1
+    assert weights.swap_s == 0.0, "no set goes into the weights any more"
     for name, tensor in unet.state_dict().items():
         assert torch.equal(tensor, before[name])

@@ -93,9 +93,13 @@ def test_a_fleet_that_has_stalled_promises_nothing_of_what_it_once_drew() -> Non
     assert told[-1] > 25, "four pictures in two minutes are no rate of one a second"
 
 
-def test_the_time_in_which_nobody_waited_slows_no_rate() -> None:
+@pytest.mark.parametrize("pictures", range(4))
+def test_the_time_in_which_nobody_waited_slows_no_rate(pictures: int) -> None:
     time, queue = _drawn(0, every_s=2)
     time.now += 3600
     for _ in range(10):
         queue.add(sample_job(time, size_bytes=30))
+    for _ in range(pictures):
+        time.now += 2
+        queue.one_done()
     assert _hint_s(queue) == pytest.approx(2, rel=0.05)

@@ -42,7 +42,7 @@ _MOST_LETTERS = 60
 
 
 def filled(message: MessageT, /, **arguments: object) -> MessageT:
-    """The message, with the field of every argument set; what may be absent is left out, as None is no value.
+    """The message, with the field of every argument set; a caller leaves out what is absent.
 
     Raises InvalidRequest that names every argument that cannot be sent, and TooLarge for more than a message can carry.
     """

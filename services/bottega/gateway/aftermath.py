@@ -27,7 +27,7 @@ from bottega.v1.generation_pb2 import Provenance
 _MOST_RETURNS = 60
 # Attempts that have just completed, which reports on their way may still tell of.
 _JUST_COMPLETED = 256
-# design.md: two workers that died of a job, each running it alone, make it poison.
+# README, what is promised when what dies: two workers that died of a job, each running it alone, make it poison.
 _POISONOUS = 2
 
 

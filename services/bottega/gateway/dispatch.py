@@ -38,7 +38,7 @@ from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 
 _LIST_DEADLINE_S = 2.0
-# design.md: under 1 MiB a picture.
+# Ample: one of a picture is under 1 MiB.
 _MAX_CHECKPOINT_BYTES = 16 << 20
 
 _log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from bottega.gateway.registrations import MAX_MODELS, check_load, check_registra
 from bottega.planning import StepTimes
 from bottega.v1 import fleet_pb2, image_pb2
 
-# A worker of the miniature restarts in about 7 s (facts.md); half of that is a fair guess.
+# A worker of the miniature restarts in about 7 s where cores are busy, as measured; half of that is a fair guess.
 _RETRY_AFTER_S = 3.0
 # Between two jobs, or sessions, that a service does not take: one report of its load.
 _REST_S = 0.5

@@ -55,7 +55,7 @@ class JobQueue:
         """Lines a job up. first: before the others, for one that had its turn and was lost."""
         self._size_bytes -= self._reserved.pop(job.job_id, 0)
         if not self._bytes:
-            self._waited_for_since = self._clock.monotonic()
+            self._skip_idleness()
         line = self._lines.setdefault(job.spec.model, deque())
         if first:
             line.appendleft(job)
@@ -94,6 +94,13 @@ class JobQueue:
         A little more for some than for others, so that those who were refused together do not come back together.
         """
         return random.uniform(1.0, _SPREAD) * self._due_s()
+
+    def _skip_idleness(self) -> None:
+        """Somebody waits again. A long time in which nobody did is no time that pictures took."""
+        now = self._waited_for_since = self._clock.monotonic()
+        idle_s = now - self._left[-1] if self._left else 0.0
+        if idle_s > _RATE_WINDOW_S:
+            self._left = deque((at + idle_s for at in self._left), maxlen=_RATE_JOBS)
 
     def _due_s(self) -> float:
         if len(self._left) < 2:

@@ -184,7 +184,7 @@ def beat_of(
         patched_loras=[
             fleet_pb2.PatchedLora(digest=digest, scale=scale) for digest, scale in engine.weights.patched_key
         ],
-        lora_swap_s=engine.weights.costs.last_swap_s,
+        lora_swap_s=engine.weights.swap_s,
     )
     return engine_pb2.EngineEvent(beat=beat)
 

@@ -67,6 +67,11 @@ class LoraWeights:
         """What the copies of touched weights take, of all components; they stay for the next set."""
         return sum(patcher.pristine_bytes for patcher in self._patchers.values())
 
+    @property
+    def swap_s(self) -> float:
+        """Seconds that a set like the last one takes to go into the UNet's weights and out again; 0 if none goes in."""
+        return self.costs.last_swap_s if self._patches else 0.0
+
     def text_set(self, uses: Sequence[LoraUse]) -> LoraSet:
         """What LoRAs do to the text encoders. Raises LoraUnusable."""
         return make_set(uses, self._networks, TEXT_ENCODERS)
