@@ -86,6 +86,7 @@ def test_a_third_worker_cannot_lead_one_that_has_its_peer(pair: WorkerPair) -> N
     assert "follows a already" in str(caught.value.details())
 
 
+@pytest.mark.alone  # a peer is used only where the cores are free for both
 def test_a_peer_killed_in_the_middle_of_a_picture_changes_nothing_and_is_used_again_when_it_is_back(
     pair: WorkerPair,
 ) -> None:
