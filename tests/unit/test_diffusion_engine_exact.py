@@ -45,9 +45,11 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 # Beside others, sums differ in their last bits. Of 140 drawings so made, from ten seeds, the median deviation was
 # 1.5e-6 on one processor and 1.1e-6 on another. Some prompts and seeds amplify last bits, in stock as well: its own
-# drawings by one thread and by two end up to 1.1e-4 apart, and such drawings ended up to 1.7e-4 from stock here. Of
-# these seeds stock's own are never more than 1e-5 apart.
-SEEDS = (16, 17, 21)
+# drawings by one thread and by two end up to 1.1e-4 apart, and such drawings ended up to 1.7e-4 from stock here.
+SEEDS = (15, 16, 17)
+# Where the widths of groups are a matter of time, so are the last bits: of this seed stock's own are 4.5e-6 apart at
+# most.
+STEADY = 16
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -160,7 +162,7 @@ def test_every_option_means_in_a_busy_batch_what_it_means_in_stock(
 
 
 def test_images_are_right_whatever_groups_the_measured_times_make(easel: Easel, stock: Stock) -> None:
-    orders = [order for _, order in busy_orders(SEEDS[0])][::3]
+    orders = [order for _, order in busy_orders(STEADY)][::3]
     drawings = easel.run({2 * turn: [order] for turn, order in enumerate(orders)})
     for order in orders:
         assert_as_stock(drawings[order.key], stock)
