@@ -195,3 +195,20 @@ def test_from_fd_takes_the_descriptor_over() -> None:
     channel.close()
     assert ours.recv(1) == b""
     ours.close()
+
+
+async def test_frames_that_come_together_or_in_pieces_are_told_apart() -> None:
+    raw, end = open_pair()
+    channel = AsyncChannel(end)
+    frames = [b"one", b"", bytes(range(256)) * 2048, b"two", b"x" * (64 << 10)]
+    together = b"".join(struct.pack("<I", len(frame)) + frame for frame in frames)
+    sender = asyncio.create_task(asyncio.to_thread(raw.sendall, together))
+    assert [await channel.recv() for _ in frames] == frames
+    await sender
+    for piece in (struct.pack("<I", 5)[:2], struct.pack("<I", 5)[2:] + b"ab", b"cde" + struct.pack("<I", 9) + b"half"):
+        raw.sendall(piece)
+        await asyncio.sleep(0.01)
+    assert await channel.recv() == b"abcde"
+    raw.close()
+    assert await channel.recv() is None
+    channel.close()
