@@ -24,9 +24,15 @@ def machine() -> str:
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
-def report(bench: str, rows: Sequence[tuple[str, str, str]], values: Mapping[str, float]) -> None:
-    """Prints the rows (what, measured, wanted), the machine, and as the last line {"bench": ..., ...}."""
-    table = [("", "measured", "wanted"), *rows]
+def report(
+    bench: str,
+    rows: Sequence[tuple[str, str, str]],
+    values: Mapping[str, float],
+    *,
+    heads: tuple[str, str] = ("measured", "wanted"),
+) -> None:
+    """Prints the rows (what, and what `heads` says), the machine, and as the last line {"bench": ..., ...}."""
+    table = [("", *heads), *rows]
     widths = [max(len(row[column]) for row in table) for column in range(3)]
     print(f"\n{bench}, on {machine()}")
     for what, measured, wanted in table:
