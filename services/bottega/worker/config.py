@@ -62,7 +62,7 @@ class EngineConfig:
     links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
     links_socket: str | None = ""
     checkpoint_interval_s: Seconds = 2.0
-    progress_interval_s: Seconds = 0.1
+    progress_interval_s: Seconds = 0.2
 
     def __post_init__(self) -> None:
         if self.peer and self.fixed_rows:

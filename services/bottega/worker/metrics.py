@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -11,7 +11,6 @@ from prometheus_client.registry import Collector
 
 from bottega.rpc.link_counts import LinkMetrics
 from bottega.v1.engine_pb2 import EngineBeat
-from bottega.v1.fleet_pb2 import StepTime
 from bottega.v1.generation_pb2 import LoraUse
 
 _CODEC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -20,8 +19,8 @@ _GROUP_BUCKETS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
 _LORA_BUCKETS = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60)
 
 
-class _LoraWeights(Collector):
-    """What the engine has last said of its weights; an engine that is new begins at 0 again."""
+class _Engine(Collector):
+    """What the engine has last said, which it does ten times a second; an engine that is new begins at 0 again."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.beat = EngineBeat()
@@ -39,6 +38,15 @@ class _LoraWeights(Collector):
             "Bytes of the copies that put weights back as they were.",
             value=self.beat.lora_pristine_bytes,
         )
+        # What it has forgotten is not told any more: callers choose the sizes.
+        step_seconds = GaugeMetricFamily(
+            "bottega_worker_step_seconds",
+            "Measured seconds of one turn, by latent size and rows.",
+            labels=("latent", "rows"),
+        )
+        for time in self.beat.step_times:
+            step_seconds.add_metric((f"{time.latent_width}x{time.latent_height}", str(time.rows)), time.seconds)
+        yield step_seconds
 
 
 class WorkerMetrics:
@@ -63,12 +71,6 @@ class WorkerMetrics:
             buckets=_CODEC_BUCKETS,
             registry=registry,
         )
-        self._step_seconds = Gauge(
-            "bottega_worker_step_seconds",
-            "Measured seconds of one turn, by latent size and rows.",
-            ("latent", "rows"),
-            registry=registry,
-        )
         self._lora_load, self._lora_wait, self._lora_patch = (
             Histogram(f"bottega_worker_lora_{what}_seconds", text, buckets=_LORA_BUCKETS, registry=registry)
             for what, text in (
@@ -77,9 +79,8 @@ class WorkerMetrics:
                 ("patch", "Seconds of changing weights for the LoRAs of an attempt."),
             )
         )
-        self._weights = _LoraWeights(registry)
+        self._engine = _Engine(registry)
         self._links = LinkMetrics(registry)
-        self._measured: set[tuple[str, str]] = set()
         self._restarts = Counter("bottega_worker_engine_restarts", "Engines that were lost.", registry=registry)
 
     def attempt_began(self) -> None:
@@ -113,18 +114,8 @@ class WorkerMetrics:
 
     def heard(self, beat: EngineBeat) -> None:
         """The engine's newest word."""
-        self.step_times(beat.step_times)
         self._links.counts = beat.links
-        self._weights.beat = beat
-
-    def step_times(self, times: Iterable[StepTime]) -> None:
-        """The engine's newest measurements. What it has forgotten is forgotten here: callers choose the sizes."""
-        newest = {(f"{time.latent_width}x{time.latent_height}", str(time.rows)): time.seconds for time in times}
-        for labels in self._measured - newest.keys():
-            self._step_seconds.remove(*labels)
-        for labels, seconds in newest.items():
-            self._step_seconds.labels(*labels).set(seconds)
-        self._measured = set(newest)
+        self._engine.beat = beat
 
     def engine_lost(self) -> None:
         """The engine died, hung or did not start."""

@@ -218,10 +218,9 @@ class Worker:
         """See EngineListener."""
         kind = event.WhichOneof("event")
         if kind == "beat":
-            before = self.load()
-            self._beat = event.beat
+            before, self._beat = self._beat, event.beat
             self._metrics.heard(event.beat)
-            if self.load() != before:  # a report takes processors from those that compute, here and at the gateway
+            if _worth_a_report(event.beat) != _worth_a_report(before):
                 self._report_load()
             return
         if kind == "link_request":
@@ -349,6 +348,16 @@ class Worker:
             except Exception:  # noqa: BLE001 - the boundary of the task: without it no result is ever forgotten
                 _log.exception("ended attempts could not be swept, or memory not be measured")
             await asyncio.sleep(_SWEEP_INTERVAL_S)
+
+
+def _worth_a_report(beat: engine_pb2.EngineBeat) -> tuple[object, ...]:
+    """What the gateway is told as soon as it changes; each report costs processor time, here and there.
+
+    How far attempts are, the gateway knows from their progress, and step times drift slowly: these wait for the next
+    regular report, half a second later at most.
+    """
+    measured = [(time.latent_height, time.latent_width, time.rows, time.outdated) for time in beat.step_times]
+    return measured, list(beat.controlnets), list(beat.loras), list(beat.patched_loras)
 
 
 def _checkpoint(key: AttemptKey, event: engine_pb2.EngineCheckpoint) -> Checkpoint:
