@@ -183,8 +183,9 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.http2.bdp_probe", 0),
         # A second instance on the same port is an error, not a silent sharing of it.
         ("grpc.so_reuseport", 0),
-        # Clients ping every 30 s; the server tolerates that, and pings as well.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        # Clients ping every 30 s; the server tolerates that, where gRPC's own bound is 5 minutes, and pings as well.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
