@@ -26,7 +26,7 @@ def channel_options(max_message_mib: int = MAX_MESSAGE_MIB) -> list[tuple[str, i
         ("grpc.max_send_message_length", max_message_mib << 20),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         # A peer that vanished without a word is noticed after 30 + 10 seconds; leases notice earlier. Without data in
-        # between gRPC would send two of these pings, and then one a minute; servers that tolerate them say so (rpc.server).
+        # between gRPC would send two of these pings, and then one a minute; our servers tolerate more (rpc.server).
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
