@@ -55,7 +55,7 @@ async def test_a_blocking_clients_stream_without_news_lives_for_ten_minutes() ->
 
 async def test_the_gateways_connection_to_an_idle_worker_lives_for_ten_minutes() -> None:
     async with running_gateway() as house:
-        worker = ScriptedWorker("w1", house.address)
+        worker = ScriptedWorker("w1", house.fleet_address)
         await worker.listen()
         async with laid(worker.address) as cable:
             await worker.join(cable.address)

@@ -161,5 +161,3 @@ async def test_joins_that_do_not_say_who_joins_make_room_for_those_that_do() -> 
 )
 def test_the_host_of_a_peer(peer: str, host: str) -> None:
     assert host_of(peer) == host
-
-

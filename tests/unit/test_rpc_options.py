@@ -6,17 +6,17 @@ Reads the sources and the library's own binary; opens no channel.
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from grpc._cython import cygrpc
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("libs", "services", "tests", "load")
-# Begin as an option does, and are none: a service, and what a text says of the library.
-NO_OPTION = re.compile(r"grpc\.health\.v1\.Health|grpc\.aio\b.*")
+# Begin as an option does, and are none: services, and what a text says of the library.
+NO_OPTION = re.compile(r"grpc\.(health|reflection)\.v1(alpha)?\.[A-Z]\w+|grpc\.aio\b.*")
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
@@ -44,7 +44,7 @@ def _known(name: str, binary: bytes) -> bool:
 @pytest.fixture(scope="module")
 def binary() -> bytes:
     """The library, which has the name of every option as a text of its own."""
-    return Path(cygrpc.__file__).read_bytes()
+    return Path(str(importlib.import_module("grpc._cython.cygrpc").__file__)).read_bytes()
 
 
 def test_every_option_is_one_that_grpc_knows(binary: bytes) -> None:

@@ -141,8 +141,8 @@ class FleetMembership:
 
     def _not_the_fleet(self) -> str:
         return (
-            f"{self._gateway} does not serve the fleet: it is the gateway's public port, or no gateway. Set `gateway` in"
-            " this service's configuration to the address of the gateway's fleet.listen, 127.0.0.1:8472 by default"
+            f"{self._gateway} does not serve the fleet: it is the gateway's public port, or no gateway. Set `gateway`"
+            " in this service's configuration to the address of the gateway's fleet.listen, 127.0.0.1:8472 by default"
         )
 
     def _heard(self, response: fleet_pb2.JoinResponse) -> None:

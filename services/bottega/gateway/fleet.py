@@ -65,9 +65,8 @@ class Fleet:
     def join(self, registration: fleet_pb2.Registration, *, peer: str = "") -> Member:
         """A newcomer, or a member whose process has connected again: then its stream takes over and nothing is lost.
 
-        peer: its connection, as gRPC names it. Raises InvalidRequest, also when the name is in use, Unavailable when its
-        last member is not known to be dead yet, ModelMismatch, FleetFull and QueueFull with a time to come again,
-        Draining.
+        peer: its connection, as gRPC names it. Raises InvalidRequest, also when the name is in use; Unavailable when
+        its last member may still come back; FleetFull and QueueFull with a time to come again; ModelMismatch; Draining.
         """
         rules.refuse(list(check_registration(registration)))
         if self.closed.is_set():
@@ -206,7 +205,9 @@ class Fleet:
     def _reconnect(self, member: Member, said: fleet_pb2.Registration, host: str, now: float) -> None:
         if member.registration != said:
             rule = "an instance that has joined must say the same when it connects again"
-            raise InvalidRequest(f"registration: {rule}", violations=[Violation(field="registration", description=rule)])
+            raise InvalidRequest(
+                f"registration: {rule}", violations=[Violation(field="registration", description=rule)]
+            )
         member.connected, member.heard_at, member.host = True, now, host
         member.stream += 1
         member.wake.set()

@@ -83,9 +83,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     def _lora_stores(self, member: Member) -> list[worker_pb2.LoraStore]:
         return where(self._fleet.lora_stores) if member.is_worker else []
 
-    async def _first(
-        self, requests: _Requests, crowded_out: asyncio.Future[None]
-    ) -> fleet_pb2.JoinRequest | None:
+    async def _first(self, requests: _Requests, crowded_out: asyncio.Future[None]) -> fleet_pb2.JoinRequest | None:
         """The first message, or None at the end of the stream. Raises DeadlinePassed, Draining, QueueFull."""
         reading = asyncio.ensure_future(anext(aiter(requests), None))
         closing = asyncio.create_task(self._fleet.closed.wait())
@@ -124,10 +122,9 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 class FleetElsewhere(fleet_pb2_grpc.FleetServiceServicer):
     """What the public port says to a service, or a client, that looks for the fleet there."""
 
-    async def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
+    def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
         """Refused."""
         raise _elsewhere()
-        yield  # what makes it a stream
 
     async def ListMembers(
         self, request: fleet_pb2.ListMembersRequest, context: _Context

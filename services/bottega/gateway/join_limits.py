@@ -1,6 +1,7 @@
 """How often services may join, and how many of one host: so that a stranger's joins leave room for others'.
 
-Knows names and hosts, no members and no wire. An instance that was a member is known for a while and bound by none of it.
+Knows names and hosts, no members and no wire. An instance that was a member is known for a while, and bound by none of
+these limits.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class PendingJoins:
 
     @contextlib.contextmanager
     def one(self, host: str) -> Iterator[asyncio.Future[None]]:
-        """One of them, in the block. What it gives is done when it has to make room: the oldest of the host with most."""
+        """One of them, in the block. What it gives is done when it must make room: the oldest of the busiest host."""
         if len(self._waiting) >= MAX_NAMELESS:
             self._send_one_away()
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
