@@ -9,7 +9,7 @@ picture="$top/out/demo.png"
 
 BOTTEGA_STATE="$(mktemp -d "${TMPDIR:-/tmp}/bottega-demo-XXXXXX")"
 export BOTTEGA_STATE
-unset BOTTEGA_ADDRESS # of another suite, perhaps
+unset BOTTEGA_ADDRESS BOTTEGA_FLEET # of another suite, perhaps
 finish() {
     bottega stop
     rm -rf "$BOTTEGA_STATE"

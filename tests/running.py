@@ -29,13 +29,17 @@ SMALL_ENGINE: Mapping[str, object] = {"model": "miniature", "threads": 1, "max_r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A running service: `address` and `metrics` are host:port, `log` is what it wrote to stderr."""
+    """A running service: `address` and `metrics` are host:port, `log` is what it wrote to stderr.
+
+    fleet: of a gateway, where services join it.
+    """
 
     name: str
     process: subprocess.Popen[bytes]
     address: str
     metrics: str
     log: Path
+    fleet: str = ""
 
     def stop(self) -> int:
         """Asks it to end, and ends it after a while; returns its exit code. Harmless when it has ended."""
@@ -98,7 +102,14 @@ class Services:
             process.kill()
             process.wait(STOP_TIMEOUT_S)
             raise
-        service = Service(name=name, process=process, log=log, address=serving["address"], metrics=serving["metrics"])
+        service = Service(
+            name=name,
+            process=process,
+            log=log,
+            address=serving["address"],
+            metrics=serving["metrics"],
+            fleet=serving.get("fleet", ""),
+        )
         self._running.append(service)
         return service
 
@@ -117,11 +128,12 @@ class Services:
 
 def gateway_config(**overrides: object) -> dict[str, object]:
     """Configuration of a gateway on free ports."""
-    return {"server": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}, **overrides}
+    server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
+    return {"server": server, "fleet": {"listen": "127.0.0.1:0"}, **overrides}
 
 
 def worker_config(gateway: str, *, name: str, engine: Mapping[str, object], **overrides: object) -> dict[str, object]:
-    """Configuration of a worker of the gateway at the address `gateway`, on free ports."""
+    """Configuration of a worker of the gateway whose fleet listener is at `gateway`, on free ports."""
     server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
     return {"name": name, "gateway": gateway, "server": server, "engine": dict(engine), **overrides}
 

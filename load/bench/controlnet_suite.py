@@ -38,9 +38,9 @@ def suite(cast: Cast, name: str, server: Mapping[str, object], engine: Mapping[s
             remote = _start_server(cast, services, gateway, server)
         with pinned(0):
             said = {"model": cast.model, "threads": 1, **engine}
-            worker = services.start("bottega.worker", worker_config(gateway.address, name="worker", engine=said))
+            worker = services.start("bottega.worker", worker_config(gateway.fleet, name="worker", engine=said))
         check_apart(worker, remote)
-        with Client(gateway.address, timeout_s=600) as client:
+        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=600) as client:
             wait_until(lambda: bool(client.models()) and bool(client.controlnets()), JOIN_S, "all to join")
             yield client
 
@@ -77,7 +77,7 @@ def check_apart(worker: Service, server: Service) -> None:
 def _start_server(cast: Cast, services: Services, gateway: Service, engine: Mapping[str, object]) -> Service:
     config = {
         "name": "server",
-        "gateway": gateway.address,
+        "gateway": gateway.fleet,
         "server": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"},
         "engine": {"threads": 1, **engine},
         "controlnets": {"edges": str(cast.net)},

@@ -27,7 +27,7 @@ from bottega.v1 import fleet_pb2, image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
 from load.bench.jobs_gateway import GROUP_VARIABLE, SLOWER_VARIABLE, change
 from load.bench.report import percentile, report
-from tests.running import Services, gateway_config
+from tests.running import Service, Services, gateway_config
 
 MODEL = image_pb2.Model(
     name="miniature",
@@ -88,11 +88,11 @@ def _measure(side: Side, folder: Path, options: argparse.Namespace) -> list[floa
     os.environ[GROUP_VARIABLE], os.environ[SLOWER_VARIABLE] = str(side.max_group), str(side.slower_s)
     config = gateway_config(max_queued=MANY, max_queued_bytes=1 << 40, max_jobs=MANY, codec_processes=1)
     with Services(folder) as services:
-        return asyncio.run(_called(services.start("load.bench.jobs_gateway", config).address, options))
+        return asyncio.run(_called(services.start("load.bench.jobs_gateway", config), options))
 
 
-async def _called(address: str, options: argparse.Namespace) -> list[float]:
-    async with _stubs(address) as stubs, _idle_worker(address):
+async def _called(gateway: Service, options: argparse.Namespace) -> list[float]:
+    async with _stubs(gateway.address) as stubs, _idle_worker(gateway.fleet):
         await _submit(stubs, callers=options.callers, seconds=1.0)
         return await _submit(stubs, callers=options.callers, seconds=options.seconds)
 

@@ -79,7 +79,7 @@ class LoraSuite:
     def start_worker(self) -> Service:
         """Starts a worker and returns when it can be given work; stop it, or it ends with all."""
         engine = {"model": self.cast.model, "model_name": self.cast.base, **self.cast.engine}
-        config = worker_config(self.gateway.address, name="worker", engine=engine)
+        config = worker_config(self.gateway.fleet, name="worker", engine=engine)
         worker = self.services.start("bottega.worker", config)
         wait_until(lambda: bool(self.client.models()), JOIN_S, "the worker to join")
         return worker
@@ -106,7 +106,7 @@ def suite(cast: Cast) -> Iterator[LoraSuite]:
         store = _start_store(cast, services, gateway, cast.store)
         if cast.controlnets:
             _start_server(cast, services, gateway)
-        with Client(gateway.address, timeout_s=600) as client:
+        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=600) as client:
             running = LoraSuite(cast=cast, client=client, store=store, services=services, gateway=gateway)
             if cast.worker:
                 running.start_worker()
@@ -136,7 +136,7 @@ def figures(service: Service) -> dict[str, float]:
 def _start_store(cast: Cast, services: Services, gateway: Service, settings: Mapping[str, object]) -> Service:
     config = {
         "name": "loras",
-        "gateway": gateway.address,
+        "gateway": gateway.fleet,
         "server": _SERVER,
         "folder": str(cast.folder / "loras"),
         "bases": {cast.base: cast.model},
@@ -148,7 +148,7 @@ def _start_store(cast: Cast, services: Services, gateway: Service, settings: Map
 def _start_server(cast: Cast, services: Services, gateway: Service) -> Service:
     config = {
         "name": "server",
-        "gateway": gateway.address,
+        "gateway": gateway.fleet,
         "server": _SERVER,
         "engine": {"threads": cast.server_threads},
         "controlnets": dict(cast.controlnets),

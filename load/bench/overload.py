@@ -32,7 +32,8 @@ from bottega.v1.image_pb2 import CancelJobRequest, GenerateRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from load.bench.arrivals import poisson
 from load.bench.report import percentile, report
-from load.bench.suite import running
+from load.bench.suite import running_gateway
+from tests.running import Service
 
 PROMPT = "a big red star on the left on a blue background"
 STEPS = 30
@@ -79,9 +80,9 @@ class Refused(Exception):
 class Callers:
     """Callers of one gateway, each with a request of its own."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, fleet: grpc.aio.Channel) -> None:
         self._images = ImageServiceStub(channel)
-        self._fleet = FleetServiceStub(channel)
+        self._fleet = FleetServiceStub(fleet)
         self._seeds = itertools.count()
 
     async def draw(self, *, timeout_s: float = DEADLINE_S) -> float:
@@ -179,10 +180,10 @@ async def _watched(callers: Callers, seen: Overload, began: float) -> AsyncItera
         await asyncio.gather(sampling, return_exceptions=True)
 
 
-async def measure(address: str, options: argparse.Namespace) -> dict[str, float]:
+async def measure(gateway: Service, options: argparse.Namespace) -> dict[str, float]:
     """Alone, at the peak, in overload, and afterwards."""
-    async with open_channel(address) as channel:
-        callers = Callers(channel)
+    async with open_channel(gateway.address) as channel, open_channel(gateway.fleet) as fleet:
+        callers = Callers(channel, fleet)
         await peak_per_s(callers, seconds=options.seconds / 10)  # warms everything up
         alone_s = median([await callers.draw() for _ in range(5)])
         peak = await peak_per_s(callers, seconds=options.seconds / 2)
@@ -221,9 +222,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     with (
         tempfile.TemporaryDirectory(prefix="bottega-bench-") as folder,
-        running("miniature", options.threads, Path(folder) / "suite") as address,
+        running_gateway("miniature", options.threads, Path(folder) / "suite") as gateway,
     ):
-        values = asyncio.run(measure(address, options))
+        values = asyncio.run(measure(gateway, options))
     rows = [
         ("peak, 16 clients", f"{values['peak_per_s']:.1f} images/s", ""),
         ("drawn at ten times the peak, of it (goodput)", f"{values['goodput']:.2f}", "at least 0.9"),

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bottega.client import Client
-from tests.running import Services, gateway_config, wait_until, worker_config
+from tests.running import Service, Services, gateway_config, wait_until, worker_config
 
 JOIN_TIMEOUT_S = 10.0
 
@@ -18,11 +18,18 @@ JOIN_TIMEOUT_S = 10.0
 @contextmanager
 def running(model: str, threads: int, folder: Path) -> Iterator[str]:
     """The address of a gateway whose worker serves `model` ("miniature" or a folder) and has joined."""
+    with running_gateway(model, threads, folder) as gateway:
+        yield gateway.address
+
+
+@contextmanager
+def running_gateway(model: str, threads: int, folder: Path) -> Iterator[Service]:
+    """That gateway."""
     folder.mkdir(parents=True)
     with Services(folder) as services:
         gateway = services.start("bottega.gateway", gateway_config())
         engine = {"model": model, "threads": threads}
-        services.start("bottega.worker", worker_config(gateway.address, name="worker", engine=engine))
+        services.start("bottega.worker", worker_config(gateway.fleet, name="worker", engine=engine))
         with Client(gateway.address) as client:
             wait_until(lambda: bool(client.models()), JOIN_TIMEOUT_S, "the worker to join")
-        yield gateway.address
+        yield gateway

@@ -21,6 +21,7 @@ from tests.chaos.loras import kill_lora_stores
 from tests.chaos.peers import ENGINE, kill_peers
 from tests.chaos.restarts import roll
 from tests.chaos.scene import Scene
+from tests.chaos.strangers import join_strangers
 from tests.chaos.tally import Tally
 from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_workers, kill_workers
 from tests.worker_pair import WorkerPair
@@ -44,6 +45,7 @@ PARTS: Mapping[str, Callable[[Scene, argparse.Namespace, random.Random], None]] 
         scene, times=options.gateway_kills, rng=rng, ready_s=READY_S
     ),
     "full-disks": lambda scene, options, rng: fill_disks(scene, times=options.full_disks, rng=rng),
+    "stranger-joins": lambda scene, options, rng: join_strangers(scene, times=options.stranger_rounds, rng=rng),
     "restarts": lambda scene, options, rng: roll(
         scene, cycles=options.cycles, workers=WORKERS[:2], servers=CONTROLNET_SERVERS[:2]
     ),
@@ -112,6 +114,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lora-kills", type=int, default=24, help="of the LoRA store, while a LoRA is loaded")
     parser.add_argument("--gateway-kills", type=int, default=60, help="around acknowledgement")
     parser.add_argument("--full-disks", type=int, default=5, help="of the gateway")
+    parser.add_argument(
+        "--stranger-rounds", type=int, default=5, help="of strangers that join as others, and in masses"
+    )
     parser.add_argument("--cycles", type=int, default=10, help="of the rolling restart")
     parser.add_argument("--peer-kills", type=int, default=20, help="of a worker that computes rows of another one")
     parser.add_argument("--seed", type=int, default=1, help="of what happens when")

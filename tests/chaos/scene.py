@@ -117,19 +117,24 @@ class Scene:
         self.additions: dict[int, Mapping[str, Any]] = {}
         self.tally = Tally()
         self._services = Services(folder)
-        self._port = _free_port()
+        self._port, self._fleet_port = _free_port(), _free_port()
         self._started = 0
         self._gateways: list[Service] = []
         self._workers: dict[str, Service] = {}
         self._booting = ThreadPoolExecutor(max_workers=2)
         self._undisturbed: dict[tuple[int, int], bytes] = {}
         self._names = workers
-        self.client = Client(self.address, timeout_s=DRAW_TIMEOUT_S)
+        self.client = Client(self.address, fleet_address=self.fleet_address, timeout_s=DRAW_TIMEOUT_S)
 
     @property
     def address(self) -> str:
         """host:port of the gateway, the same for all its lives."""
         return f"127.0.0.1:{self._port}"
+
+    @property
+    def fleet_address(self) -> str:
+        """host:port where services join the gateway, the same for all its lives."""
+        return f"127.0.0.1:{self._fleet_port}"
 
     @property
     def gateway(self) -> Service:
@@ -152,14 +157,15 @@ class Scene:
     def start_gateway(self) -> Service:
         """Starts the gateway where it was; returns when it serves."""
         server = {"listen": self.address, "metrics_listen": "127.0.0.1:0"}
-        config = gateway_config(server=server, state=str(self.folder / "state"))
+        fleet = {"listen": self.fleet_address}
+        config = gateway_config(server=server, fleet=fleet, state=str(self.folder / "state"))
         service = self._services.start("bottega.gateway", config, name=self._name("gateway"))
         self._gateways.append(service)
         return service
 
     def start_worker(self, name: str) -> Service:
         """Starts a worker; returns when it has joined."""
-        config = worker_config(self.address, name=name, engine=ENGINE, hang_s=HANG_S)
+        config = worker_config(self.fleet_address, name=name, engine=ENGINE, hang_s=HANG_S)
         service = self._services.start("bottega.worker", config, name=self._name(name))
         self._workers[name] = service
         wait_until(lambda: name in self.joined(), JOIN_TIMEOUT_S, f"{name} to join")
@@ -169,7 +175,7 @@ class Scene:
         """Starts a ControlNet server that hosts these folders; returns when it has joined."""
         config = {
             "name": name,
-            "gateway": self.address,
+            "gateway": self.fleet_address,
             "engine": {"threads": 1, "fixed_rows": ENGINE["fixed_rows"]},
             "controlnets": {net: str(folder) for net, folder in nets.items()},
             "catalogue": str(self.folder / f"{name}.json"),
@@ -183,7 +189,7 @@ class Scene:
         """Starts the LoRA store, with what it had before; returns when it has joined. bytes_per_s: to each worker."""
         config = {
             "name": "loras",
-            "gateway": self.address,
+            "gateway": self.fleet_address,
             "folder": str(self.folder / "loras"),
             "links": {"bytes_per_s": bytes_per_s},
         }

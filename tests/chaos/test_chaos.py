@@ -13,6 +13,7 @@ from tests.chaos.gateways import fill_disks, kill_gateways
 from tests.chaos.loras import kill_lora_stores
 from tests.chaos.restarts import roll
 from tests.chaos.scene import Scene
+from tests.chaos.strangers import join_strangers
 from tests.chaos.tally import Tally
 from tests.chaos.workers import freeze_engines, freeze_workers, kill_workers
 
@@ -68,6 +69,11 @@ def test_a_lora_store_killed_while_a_lora_is_loaded_leaves_the_same_picture(scen
 
 def test_a_gateway_killed_around_acknowledgement_loses_nothing(scene: Scene) -> None:
     kill_gateways(scene, times=2, rng=RNG, ready_s=10.0)
+    _well(scene)
+
+
+def test_strangers_that_join_cost_no_picture_and_keep_no_worker_out(scene: Scene) -> None:
+    join_strangers(scene, times=1, rng=RNG)
     _well(scene)
 
 

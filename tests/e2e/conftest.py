@@ -29,7 +29,7 @@ class Suite:
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     with Services(tmp_path_factory.mktemp("suite")) as services:
         gateway = services.start("bottega.gateway", gateway_config())
-        worker = services.start("bottega.worker", worker_config(gateway.address, name="w1", engine=ENGINE))
+        worker = services.start("bottega.worker", worker_config(gateway.fleet, name="w1", engine=ENGINE))
         with Client(gateway.address) as client:
             wait_until(lambda: bool(client.models()), 10.0, "the worker to join")
         yield Suite(gateway=gateway, worker=worker)
@@ -37,7 +37,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
 
 @pytest.fixture(scope="session")
 def client(suite: Suite) -> Iterator[Client]:
-    with Client(suite.gateway.address, timeout_s=60.0) as client:
+    with Client(suite.gateway.address, fleet_address=suite.gateway.fleet, timeout_s=60.0) as client:
         yield client
 
 

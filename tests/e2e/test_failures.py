@@ -72,7 +72,7 @@ class Pair:
 
     def _start(self, name: str, life: str) -> Service:
         server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "drain_grace_s": self.grace_s}
-        config = worker_config(self.gateway.address, name=name, engine=ENGINE, server=server)
+        config = worker_config(self.gateway.fleet, name=name, engine=ENGINE, server=server)
         worker = self.services.start("bottega.worker", config, name=life)
         wait_until(lambda: name in self.joined(), NOTICED_S + ASKING_S, f"{name} to join")
         return worker
@@ -91,7 +91,10 @@ class Pair:
 def _paired(folder: Path, **facts: Any) -> Iterator[Pair]:
     with Services(folder) as services:
         gateway = services.start("bottega.gateway", gateway_config())
-        with Client(gateway.address, timeout_s=90.0) as client, ThreadPoolExecutor(2) as booting:
+        with (
+            Client(gateway.address, fleet_address=gateway.fleet, timeout_s=90.0) as client,
+            ThreadPoolExecutor(2) as booting,
+        ):
             pair = Pair(services=services, gateway=gateway, client=client, booting=booting, **facts)
             pair.boot("a", "b")
             yield pair

@@ -26,12 +26,12 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Se
     with Services(folder) as services:
         gateway = services.start("bottega.gateway", gateway_config(), name="gateway")
         engine = {**SMALL_ENGINE, "lora_timeout_s": 3.0, "lora_silence_s": 2.0}
-        services.start("bottega.worker", worker_config(gateway.address, name="w", engine=engine), name="worker")
+        services.start("bottega.worker", worker_config(gateway.fleet, name="w", engine=engine), name="worker")
         server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
         store = services.start(
-            "bottega.loras", {"name": "loras", "gateway": gateway.address, "server": server}, name="store"
+            "bottega.loras", {"name": "loras", "gateway": gateway.fleet, "server": server}, name="store"
         )
-        with Client(gateway.address, timeout_s=60.0) as client:
+        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
             wait_until(lambda: bool(client.models()), _JOIN_S, "the worker to join")
             wait_until(lambda: _has_store(client), _JOIN_S, "the store to join")
             client.add_lora("strong", _lora(folder, seed=1))

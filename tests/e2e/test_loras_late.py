@@ -52,7 +52,7 @@ class Suite:
     client: Client
     store: Service
     worker: Service
-    gateway: str
+    gateway: Service
     folder: Path
 
     def add(self, name: str, *, base: str = "miniature", **parts: Any) -> None:
@@ -75,16 +75,16 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     other = folder / "other"
     shutil.copytree(WEIGHTS, other)
     with Services(folder) as services:
-        gateway = services.start("bottega.gateway", gateway_config(), name="gateway").address
-        worker = services.start("bottega.worker", worker_config(gateway, name="w", engine=_ENGINE), name="worker")
+        gateway = services.start("bottega.gateway", gateway_config(), name="gateway")
+        worker = services.start("bottega.worker", worker_config(gateway.fleet, name="w", engine=_ENGINE), name="worker")
         store = {
             "name": "loras",
-            "gateway": gateway,
+            "gateway": gateway.fleet,
             "server": _SERVER,
             "links": {"bytes_per_s": _BYTES_PER_S},
             "bases": {"miniature": "miniature", "other": str(other)},
         }
-        with Client(gateway, timeout_s=60.0) as client:
+        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
             made = Suite(
                 services=services,
                 client=client,
@@ -171,7 +171,9 @@ def test_its_profile_says_until_which_step_a_lora_may_be_late(suite: Suite) -> N
 def test_a_lora_for_another_base_of_the_fleet_is_refused_and_one_without_a_model_goes_to_its_own(suite: Suite) -> None:
     suite.add("for-other", seed=6, base="other")
     engine = {**_ENGINE, "model": str(suite.folder / "other")}
-    worker = suite.services.start("bottega.worker", worker_config(suite.gateway, name="o", engine=engine), name="o")
+    worker = suite.services.start(
+        "bottega.worker", worker_config(suite.gateway.fleet, name="o", engine=engine), name="o"
+    )
     wait_until(lambda: len(suite.client.models()) == 2, _JOIN_S, "the other worker to join")
     drawn = suite.draw(Lora("for-other"))
     assert (drawn.provenance.parameters.model, drawn.provenance.worker) == ("other", "o")

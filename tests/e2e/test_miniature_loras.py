@@ -40,13 +40,13 @@ _GUIDANCE = 4.0
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """Of a suite whose store was brought all three."""
     with Services(tmp_path_factory.mktemp("styles")) as services:
-        gateway = services.start("bottega.gateway", gateway_config(), name="gateway").address
+        gateway = services.start("bottega.gateway", gateway_config(), name="gateway")
         # Padded turns: what runs beside a picture changes none of its bits.
         engine = {"model": "miniature", "threads": 1, "fixed_rows": 4}
-        services.start("bottega.worker", worker_config(gateway, name="w", engine=engine), name="worker")
+        services.start("bottega.worker", worker_config(gateway.fleet, name="w", engine=engine), name="worker")
         server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
-        services.start("bottega.loras", {"name": "loras", "gateway": gateway, "server": server}, name="store")
-        with Client(gateway, timeout_s=60.0) as client:
+        services.start("bottega.loras", {"name": "loras", "gateway": gateway.fleet, "server": server}, name="store")
+        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
             wait_until(lambda: bool(client.models()), _JOIN_S, "the worker to join")
             wait_until(lambda: _has_store(client), _JOIN_S, "the store to join")
             for style in STYLES:

@@ -23,7 +23,7 @@ from tests.e2e.conftest import ENGINE, Suite
 from tests.running import Service, Services, gateway_config, wait_until, worker_config
 
 CONTRACT = {
-    "gateway": {"bottega.v1.ImageService", "bottega.v1.FleetService"},
+    "gateway": {"bottega.v1.ImageService"},
     "worker": {"bottega.v1.WorkerService"},
 }
 
@@ -109,7 +109,7 @@ def test_a_gateway_that_is_told_to_stop_finishes_what_runs_and_takes_nothing_new
     drawn: list[Picture] = []
     with Services(tmp_path) as services:
         gateway = services.start("bottega.gateway", gateway_config())
-        worker = services.start("bottega.worker", worker_config(gateway.address, name="w", engine=ENGINE))
+        worker = services.start("bottega.worker", worker_config(gateway.fleet, name="w", engine=ENGINE))
         with Client(gateway.address) as client:
             wait_until(lambda: bool(client.models()), 10.0, "the worker to join")
             drawing = threading.Thread(

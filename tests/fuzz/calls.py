@@ -62,11 +62,22 @@ _FINE = Outcome(code=grpc.StatusCode.OK)
 
 
 class Caller:
-    """Calls the methods of a gateway, a worker, a ControlNet server and a LoRA store, with bytes as they are."""
+    """Calls the methods of a gateway, a worker, a ControlNet server and a LoRA store, with bytes as they are.
 
-    def __init__(self, gateway: grpc.Channel, worker: grpc.Channel, nets: grpc.Channel, store: grpc.Channel) -> None:
+    fleet: of the gateway's listener for services.
+    """
+
+    def __init__(
+        self,
+        *,
+        gateway: grpc.Channel,
+        fleet: grpc.Channel,
+        worker: grpc.Channel,
+        nets: grpc.Channel,
+        store: grpc.Channel,
+    ) -> None:
         self._reader = ThreadPoolExecutor(1)
-        self._channels = {"ImageService": gateway, "FleetService": gateway, "WorkerService": worker}
+        self._channels = {"ImageService": gateway, "FleetService": fleet, "WorkerService": worker}
         self._channels |= {"ControlNetService": nets, "LoraService": store}
         self._special: Mapping[str, Callable[[tuple[bytes, ...]], Outcome]] = {
             "Generate": self._generate,

@@ -38,10 +38,11 @@ def _wrong(house: House, cases: Sequence[Case]) -> Iterator[str]:
     options = channel_options(MESSAGE_MIB)
     with (
         grpc.insecure_channel(house.gateway.address, options=options) as gateway,
+        grpc.insecure_channel(house.gateway.fleet, options=options) as fleet,
         grpc.insecure_channel(house.worker.address, options=options) as worker,
         grpc.insecure_channel(house.nets.address, options=options) as nets,
         grpc.insecure_channel(house.store.address, options=options) as store,
-        closing(Caller(gateway, worker, nets, store)) as caller,
+        closing(Caller(gateway=gateway, fleet=fleet, worker=worker, nets=nets, store=store)) as caller,
     ):
         for case in cases:
             problem = fault(case.method, case.raw, caller.call(case.method, case.raw))

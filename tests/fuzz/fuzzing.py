@@ -31,6 +31,8 @@ from tests.fuzz.specs import FILLED
 _MOST_FOUND = 3
 _INTERNAL = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
 _SHOWN_BYTES = 300
+# Of one kind, by name: while the lease of one that has left runs, others join.
+_PROCESSES = 20
 _LORAS = lora_pb2.DESCRIPTOR.services_by_name["LoraService"].full_name
 
 
@@ -187,7 +189,21 @@ def _controlled_order() -> worker_pb2.RunAttemptRequest:
 
 
 def _registrations() -> Sequence[fleet_pb2.Registration]:
-    """A worker of a model of its own, and two others: what takes jobs from the real worker is no bad input."""
+    """A worker of a model of its own, and two others: what takes jobs from the real worker is no bad input.
+
+    Of each many processes: the name of one that has just left is not free yet.
+    """
+    return [_process(kind, number) for kind in _kinds() for number in range(_PROCESSES)]
+
+
+def _process(kind: fleet_pb2.Registration, number: int) -> fleet_pb2.Registration:
+    process = fleet_pb2.Registration(instance=f"{kind.name} {number:020}")
+    process.MergeFrom(kind)
+    process.name = f"{kind.name} {number}"
+    return process
+
+
+def _kinds() -> Sequence[fleet_pb2.Registration]:
     model = image_pb2.Model(name="other", model_hash="ab" * 32, dtype="float32", default_width=64, default_height=64)
     worker = fleet_pb2.Registration(
         kind=fleet_pb2.SERVICE_KIND_WORKER, name="other", address="127.0.0.1:1", models=[model], device="cpu"

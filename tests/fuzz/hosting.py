@@ -5,6 +5,7 @@ Speaks the contract with a thread of its own.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,23 +21,24 @@ HOSTED = ("edges", LONGEST_NAME)
 
 _REPORT_S = 0.5
 _JOIN_S = 10.0
+_INSTANCE = secrets.token_hex(16)
 
 
 @contextmanager
-def hosting(gateway: grpc.Channel) -> Iterator[None]:
+def hosting(fleet: grpc.Channel) -> Iterator[None]:
     """It is in the fleet, and its first report was heard."""
     stopping = threading.Event()
 
     def said() -> Iterator[fleet_pb2.JoinRequest]:
         registration = fleet_pb2.Registration(
-            kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name="nets", address="127.0.0.1:1"
+            kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name="nets", address="127.0.0.1:1", instance=_INSTANCE
         )
         yield fleet_pb2.JoinRequest(registration=registration)
         yield fleet_pb2.JoinRequest(load=_load())
         while not stopping.wait(_REPORT_S):
             yield fleet_pb2.JoinRequest(load=_load())
 
-    joining = threading.Thread(target=_stay, args=(gateway, said, stopping), daemon=True)
+    joining = threading.Thread(target=_stay, args=(fleet, said, stopping), daemon=True)
     joining.start()
     try:
         yield
@@ -45,13 +47,11 @@ def hosting(gateway: grpc.Channel) -> Iterator[None]:
         joining.join(_JOIN_S)
 
 
-def _stay(
-    gateway: grpc.Channel, said: Callable[[], Iterator[fleet_pb2.JoinRequest]], stopping: threading.Event
-) -> None:
+def _stay(fleet: grpc.Channel, said: Callable[[], Iterator[fleet_pb2.JoinRequest]], stopping: threading.Event) -> None:
     """Joins, and joins again when a busy machine has let its lease pass."""
     while not stopping.is_set():
         try:
-            for _ in fleet_pb2_grpc.FleetServiceStub(gateway).Join(said()):
+            for _ in fleet_pb2_grpc.FleetServiceStub(fleet).Join(said()):
                 pass
         except grpc.RpcError:
             stopping.wait(_REPORT_S)

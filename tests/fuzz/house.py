@@ -28,7 +28,14 @@ from tests.fuzz.lora_store import ROOT, registered
 from tests.running import SMALL_ENGINE, Service, Services, gateway_config, wait_until, worker_config
 
 # Small bounds are full after the first requests: what grows later is a leak.
-_GATEWAY = {"max_jobs": 200, "max_queued": 64}
+# Every join is under a name of its own, which is kept for a lease; how often and how many may join is no matter here.
+_FLEET = {"listen": "127.0.0.1:0", "max_calls": 8192, "max_members_per_peer": 2000}
+_GATEWAY: Mapping[str, object] = {
+    "max_jobs": 200,
+    "max_queued": 64,
+    "max_members": 2000,
+    "fleet": {**_FLEET, "joins_per_s": 10_000, "joins_per_s_by_name": 10_000},
+}
 _ENGINE = {**SMALL_ENGINE, "max_pixels": 128 * 128}
 _NETS: dict[str, object] = {
     "name": "alone",
@@ -103,25 +110,27 @@ def running_house(services: Services) -> Iterator[House]:
     """Starts all; the worker has joined."""
     gateway = services.start("bottega.gateway", gateway_config(**_GATEWAY), name="gateway")
     worker = services.start(
-        "bottega.worker", worker_config(gateway.address, name="fuzzed", engine=_ENGINE), name="worker"
+        "bottega.worker", worker_config(gateway.fleet, name="fuzzed", engine=_ENGINE), name="worker"
     )
     nets = services.start("bottega.controlnet", _NETS, name="nets")
     store = services.start("bottega.loras", _STORE, name="store")
     options = channel_options(MESSAGE_MIB)
     with (
-        Client(gateway.address, timeout_s=60.0) as client,
+        Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client,
         grpc.insecure_channel(gateway.address, options=options) as to_gateway,
+        grpc.insecure_channel(gateway.fleet, options=options) as to_fleet,
         grpc.insecure_channel(worker.address, options=options) as to_worker,
         grpc.insecure_channel(nets.address, options=options) as to_nets,
         grpc.insecure_channel(store.address, options=options) as to_store,
-        hosting(to_gateway),
+        hosting(to_fleet),
     ):
         wait_until(lambda: bool(client.models()), _JOIN_S, "the worker to join")
         wait_until(lambda: len(client.controlnets()) == len(HOSTED), _JOIN_S, "the ControlNets to be reported")
         stub: controlnet_pb2_grpc.ControlNetServiceStub = controlnet_pb2_grpc.ControlNetServiceStub(to_nets)
         (net,) = stub.ListControlNets(controlnet_pb2.ListControlNetsRequest(), timeout=_JOIN_S).controlnets
         loras: lora_pb2_grpc.LoraServiceStub = lora_pb2_grpc.LoraServiceStub(to_store)
-        with closing(Caller(to_gateway, to_worker, to_nets, to_store)) as caller:
+        made = Caller(gateway=to_gateway, fleet=to_fleet, worker=to_worker, nets=to_nets, store=to_store)
+        with closing(made) as caller:
             yield House(
                 gateway=gateway,
                 worker=worker,

@@ -6,6 +6,7 @@ Knows the contract's bounds; sends nothing.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,8 +35,12 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 def joining_corpus() -> Iterator[Case]:
     """All of it; every service leaves again."""
 
+    numbers = itertools.count()
+
     def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, load: Any = None, **changes: Any) -> Case:
-        whole = {"kind": fleet_pb2.SERVICE_KIND_LORAS, "name": "fuzz", "address": "127.0.0.1:1", **changes}
+        number = next(numbers)  # one of the name of another that has just left would have to wait
+        facts = {"kind": fleet_pb2.SERVICE_KIND_LORAS, "name": f"fuzz {number}", "address": "127.0.0.1:1"}
+        whole: dict[str, Any] = {**facts, "instance": f"instance {number:020}", **changes}
         first = fleet_pb2.JoinRequest(registration=fleet_pb2.Registration(**whole))
         second = fleet_pb2.JoinRequest(load=load or fleet_pb2.Load())
         named = frozenset(f"registration.{field}" for field in fields)
@@ -65,6 +70,10 @@ def joining_corpus() -> Iterator[Case]:
         for length, code in ((128, OK), (129, INVALID)):
             facts: dict[str, Any] = {field: "x" * length}
             yield case(f"{field} of {length}", code, *([field] if code is INVALID else ()), **facts)
+    for length, code in ((15, INVALID), (16, OK), (64, OK), (65, INVALID), (1 << 20, INVALID)):
+        refused = ["instance"] if code is INVALID else []
+        yield case(f"instance of {length}", code, *refused, instance="x" * length)
+    yield case("no instance", INVALID, "instance", instance="")
     yield from _models(case)
     yield case(
         "everything at once",
@@ -72,10 +81,12 @@ def joining_corpus() -> Iterator[Case]:
         "kind",
         "name",
         "address",
+        "instance",
         "models",
         kind=0,
         name="",
         address="",
+        instance="",
         models=[image_pb2.Model()] * 2,
     )
     yield from _loads(case)

@@ -8,29 +8,44 @@ from collections.abc import AsyncIterator
 
 
 class Cable:
-    """Carries connections to host:port `target`. Use `laid`."""
+    """Carries connections to host:port `target`. Use `laid`. carried: how many there were."""
 
     def __init__(self, target: str) -> None:
         self._host, _, self._port = target.rpartition(":")
         self._ends: set[asyncio.StreamWriter] = set()
+        self._carries = asyncio.Event()
+        self._carries.set()
         self.address = ""
+        self.carried = 0
 
     def cut(self) -> None:
         """Every connection is reset; new ones are carried."""
         for end in self._ends:
             end.transport.abort()
 
+    def go_dead(self) -> None:
+        """Nothing comes through any more, and neither end is told."""
+        self._carries.clear()
+
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, to its end."""
+        self.carried += 1
         far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
         both = {writer, far_writer}
         self._ends |= both
         try:
-            await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+            await asyncio.gather(self._copy(reader, far_writer), self._copy(far_reader, writer))
         finally:
             self._ends -= both
             for end in both:
                 end.transport.abort()
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                await self._carries.wait()
+                writer.write(data)
+                await writer.drain()
 
 
 @contextlib.asynccontextmanager
@@ -45,10 +60,3 @@ async def laid(target: str) -> AsyncIterator[Cable]:
         cable.cut()
         server.close()
         await server.wait_closed()
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()

@@ -42,7 +42,9 @@ async def lora_store(
     gateway: Running, folder: Path, *, name: str = "loras", bases: Mapping[str, str] = _BASES, **config: Any
 ) -> AsyncIterator[running_loras.Running]:
     """A store that has joined."""
-    settings = running_loras.config(**{"lease_s": 30.0} | config, gateway=gateway.address, name=name, bases=dict(bases))
+    settings = running_loras.config(
+        **{"lease_s": 30.0} | config, gateway=gateway.fleet_address, name=name, bases=dict(bases)
+    )
     async with running_loras.running(folder, settings) as store, asyncio.timeout(PATIENCE_S):
         while name not in await _stores(gateway):  # noqa: ASYNC110 - joining has no event here
             await asyncio.sleep(0.02)

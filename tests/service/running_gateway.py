@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from bottega.errors import BottegaError
-from bottega.gateway.config import GatewayConfig, GatewayServerConfig
+from bottega.gateway.config import FleetConfig, GatewayConfig, GatewayServerConfig
 from bottega.gateway.gateway import Gateway
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error
@@ -39,15 +39,20 @@ class Running:
         """host:port of the gateway."""
         return self.gateway.server.address
 
+    @property
+    def fleet_address(self) -> str:
+        """host:port where services join it."""
+        return self.gateway.fleet_listener.address
+
     async def worker(self, name: str = "w1", **kwargs: Any) -> ScriptedWorker:
         """Adds a scripted worker; it goes when the gateway goes."""
-        worker = await ScriptedWorker(name, self.address, **kwargs).start()
+        worker = await ScriptedWorker(name, self.fleet_address, **kwargs).start()
         self.workers.append(worker)
         return worker
 
     async def controlnets(self, name: str, *nets: HostedControlNet) -> ScriptedControlNetServer:
         """Adds a scripted ControlNet server, whose first report is heard; it goes when the gateway goes."""
-        server = await ScriptedControlNetServer(name, self.address, nets).start()
+        server = await ScriptedControlNetServer(name, self.fleet_address, nets).start()
         self.servers.append(server)
         async with asyncio.timeout(5):
             while not await self._hosts(name, len(nets)):  # noqa: ASYNC110 - a report has no event
@@ -105,14 +110,17 @@ async def _serving(*, codec_processes: int, **config: Any) -> AsyncIterator[Runn
         metrics_listen="127.0.0.1:0",
         drain_grace_s=config.pop("drain_grace_s", 5.0),
         default_deadline_s=config.pop("default_deadline_s", 600.0),
+        max_calls=config.pop("max_calls", 2048),
     )
-    gateway = Gateway(GatewayConfig(server=server, codec_processes=codec_processes, **config))
+    fleet_config = FleetConfig(**{"listen": "127.0.0.1:0"} | config.pop("fleet", {}))
+    gateway = Gateway(GatewayConfig(server=server, fleet=fleet_config, codec_processes=codec_processes, **config))
     await gateway.server.start()
     await gateway.warm_up()
     await gateway.server.set_serving(True)
     channel = open_channel(gateway.server.address)
     images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
-    fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
+    to_fleet = open_channel(gateway.fleet_listener.address)
+    fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(to_fleet)
     running = Running(gateway=gateway, channel=channel, images=images, fleet=fleet)
     try:
         yield running
@@ -122,6 +130,7 @@ async def _serving(*, codec_processes: int, **config: Any) -> AsyncIterator[Runn
         for host in running.servers:
             await host.die()
         await channel.close()
+        await to_fleet.close()
         await gateway.server.stop()
         await gateway.shut_down()
 

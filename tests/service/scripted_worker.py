@@ -7,6 +7,7 @@ is until the same attempt is asked for again. It knows no gateway but by the wir
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -61,6 +62,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, name: str, gateway: str, *, model: image_pb2.Model = MODEL, step_s: dict[int, float] | None = None
     ) -> None:
         self.name = name
+        self._instance = secrets.token_hex(16)
         self.script = Script()
         self.requests: list[worker_pb2.RunAttemptRequest] = []
         self.arrived = asyncio.Event()
@@ -121,6 +123,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             version="test",
             models=[self._model],
             device="cpu",
+            instance=self._instance,
         )
 
     def load(self) -> fleet_pb2.Load:

@@ -35,7 +35,15 @@ def image(tmp_path: Path) -> Path:
 
 async def _profile(house: Running, *arguments: object) -> Result:
     """As in a terminal: in a thread, since the gateway lives in this one."""
-    said = ["controlnets", "profile", *map(str, arguments), "--address", house.address]
+    said = [
+        "controlnets",
+        "profile",
+        *map(str, arguments),
+        "--address",
+        house.address,
+        "--fleet-address",
+        house.fleet_address,
+    ]
     return await asyncio.to_thread(CliRunner().invoke, main, said)
 
 
@@ -61,7 +69,7 @@ async def test_it_draws_with_every_image_and_the_servers_remember_the_worst(hous
 async def test_requests_are_told_of_the_profile_and_the_list_shows_it(house: Running, image: Path) -> None:
     worker = await house.worker()
     await house.controlnets("s1", hosted("edges"))
-    async with AsyncClient(house.address) as client:
+    async with AsyncClient(house.address, fleet_address=house.fleet_address) as client:
         assert await client.set_controlnet_profile("edges", similarity=0.992, num_inference_steps=20) == ("s1",)
         async with asyncio.timeout(5):
             while not (await client.controlnets())[0].profiles:  # noqa: ASYNC110 - a report has no event
@@ -71,7 +79,9 @@ async def test_requests_are_told_of_the_profile_and_the_list_shows_it(house: Run
         await house.draw(prompt="a star", num_inference_steps=steps, controlnets=[net])
         (hosts,) = worker.requests[-1].controlnets
         assert (hosts.HasField("similarity"), hosts.similarity) == (told, 0.992 if told else 0.0)
-    listed = await asyncio.to_thread(CliRunner().invoke, main, ["controlnets", "--address", house.address])
+    listed = await asyncio.to_thread(
+        CliRunner().invoke, main, ["controlnets", "--address", house.address, "--fleet-address", house.fleet_address]
+    )
     assert "0.9920" in listed.stdout
 
 
@@ -101,7 +111,7 @@ async def test_what_cannot_be_measured_is_said(house: Running, image: Path) -> N
     result = await _profile(house, "edges", image, "--steps", 2)
     assert "two steps are needed" in result.stderr
     assert (await _profile(house, "nobody", image)).exit_code == 1
-    async with AsyncClient(house.address) as client:
+    async with AsyncClient(house.address, fleet_address=house.fleet_address) as client:
         with pytest.raises(errors.InvalidRequest, match="at least one"):
             await client.profile_controlnet("edges", [])
         with pytest.raises(errors.ControlNetNotFound, match="no ControlNet server hosts nobody"):
@@ -114,6 +124,6 @@ async def test_a_server_that_cannot_note_it_is_heard(house: Running, image: Path
     await house.worker()
     server = await house.controlnets("s1", hosted("edges"))
     server.failure = errors.StorageUnavailable("profiles.json cannot be written: No space left on device")
-    async with AsyncClient(house.address) as client:
+    async with AsyncClient(house.address, fleet_address=house.fleet_address) as client:
         with pytest.raises(errors.StorageUnavailable, match="cannot be written"):
             await client.profile_controlnet("edges", [ProfileCase(prompt="", image=image)])

@@ -28,11 +28,13 @@ async def house() -> AsyncIterator[Running]:
 
 async def _run(house: Running, *arguments: str) -> Result:
     """As in a terminal: in a thread, since the gateway lives in this one."""
-    return await asyncio.to_thread(CliRunner().invoke, main, [*arguments, "--address", house.address])
+    return await asyncio.to_thread(
+        CliRunner().invoke, main, [*arguments, "--address", house.address, "--fleet-address", house.fleet_address]
+    )
 
 
 async def _served(house: Running) -> tuple[ServedControlNet, ...]:
-    async with AsyncClient(house.address) as client:
+    async with AsyncClient(house.address, fleet_address=house.fleet_address) as client:
         return await client.controlnets()
 
 
@@ -115,7 +117,7 @@ async def test_a_picture_is_drawn_with_controlnets_through_the_sdk_and_the_comma
     await house.controlnets("s1", hosted("edges"))
     control = tmp_path / "edges.png"
     control.write_bytes(_png())
-    async with AsyncClient(house.address) as client:
+    async with AsyncClient(house.address, fleet_address=house.fleet_address) as client:
         nets = [ControlNet("edges", control, controlnet_conditioning_scale=0.5, control_guidance_end=0.8)]
         picture = await client.generate("a star", controlnets=nets)
         assert [use.name for use in picture.provenance.controlnets] == ["edges"]
@@ -142,10 +144,16 @@ async def test_the_fleet_and_the_doctor_show_controlnet_servers(house: Running) 
     (row,) = (line for line in result.stdout.splitlines() if line.split()[:1] == ["s1"])
     assert "edges, depth (not loaded)" in row
     assert row.split("cpu")[1].split()[0] == "3", "its sessions"
-    said = [finding.what for finding in await asyncio.to_thread(lambda: list(check_gateway(house.address)))]
+    said = [
+        finding.what
+        for finding in await asyncio.to_thread(lambda: list(check_gateway(house.address, house.fleet_address)))
+    ]
     assert "1 ControlNet server joined, with depth, edges" in said
     await house.controlnets("s2", hosted("edges", digest="other"), hosted("pose", base="sdxl"))
-    said = [finding.what for finding in await asyncio.to_thread(lambda: list(check_gateway(house.address)))]
+    said = [
+        finding.what
+        for finding in await asyncio.to_thread(lambda: list(check_gateway(house.address, house.fleet_address)))
+    ]
     assert "ControlNet edges is served in more than one version" in said
     assert "no model that is served can be drawn with ControlNet pose" in said
 

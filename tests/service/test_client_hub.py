@@ -102,7 +102,18 @@ async def add(house: Running, *arguments: str, **environment: str) -> tuple[int,
     """In a process of its own: the hub's client reads its environment when it is imported. The status, and all said."""
     import asyncio
 
-    words = [sys.executable, "-m", "bottega.client.cli", "controlnets", "add", *arguments, "--address", house.address]
+    words = [
+        sys.executable,
+        "-m",
+        "bottega.client.cli",
+        "controlnets",
+        "add",
+        *arguments,
+        "--address",
+        house.address,
+        "--fleet-address",
+        house.fleet_address,
+    ]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     done = await asyncio.to_thread(
         subprocess.run,

@@ -28,7 +28,15 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
 
 async def _profile(house: House, *arguments: object) -> Result:
     """As in a terminal: in a thread, since the gateway lives in this one."""
-    said = ["loras", "profile", *map(str, arguments), "--address", house.gateway.address]
+    said = [
+        "loras",
+        "profile",
+        *map(str, arguments),
+        "--address",
+        house.gateway.address,
+        "--fleet-address",
+        house.gateway.fleet_address,
+    ]
     return await asyncio.to_thread(CliRunner().invoke, main, said)
 
 
@@ -51,7 +59,9 @@ async def test_it_draws_every_prompt_with_two_seeds_and_the_store_remembers_the_
     assert all(each.spec.loras[0].measure_similarity for each in worker.requests)
     assert await _bounds(house) == [(10, 2), (20, 2)]
     shown = await asyncio.to_thread(
-        CliRunner().invoke, main, ["loras", "show", "ink", "--address", house.gateway.address]
+        CliRunner().invoke,
+        main,
+        ["loras", "show", "ink", "--address", house.gateway.address, "--fleet-address", house.gateway.fleet_address],
     )
     assert "step 2 of 10, step 2 of 20" in shown.stdout
 
@@ -66,7 +76,7 @@ async def test_the_worst_picture_counts_and_admission_goes_by_it(house: House) -
 
     steps: list[int] = []
     worker.script.similarities = next(courses)
-    async with AsyncClient(house.gateway.address) as client:
+    async with AsyncClient(house.gateway.address, fleet_address=house.gateway.fleet_address) as client:
         measured = await client.profile_lora("ink", PROMPTS, num_inference_steps=9, on_prompt=next_course)
     assert (measured.max_step, measured.prompts, steps) == (7, (9, 7, 9, 9), [9, 7, 9, 9])
     assert measured.digest == house.ink.digest
@@ -78,7 +88,7 @@ async def test_the_worst_picture_counts_and_admission_goes_by_it(house: House) -
 
 async def test_what_was_measured_for_other_numbers_of_steps_stays(house: House) -> None:
     await house.gateway.worker()
-    async with AsyncClient(house.gateway.address) as client:
+    async with AsyncClient(house.gateway.address, fleet_address=house.gateway.fleet_address) as client:
         for steps in (30, 10):
             await client.profile_lora("ink", PROMPTS, num_inference_steps=steps)
     assert await _bounds(house) == [(10, 2), (30, 2)]
@@ -102,7 +112,7 @@ async def test_what_cannot_be_measured_is_said_and_nothing_noted(house: House) -
     worker.script.similarities = ()
     result = await _profile(house, "ink")
     assert "did not measure ink" in result.stderr
-    async with AsyncClient(house.gateway.address) as client:
+    async with AsyncClient(house.gateway.address, fleet_address=house.gateway.fleet_address) as client:
         with pytest.raises(errors.LoraNotFound):
             await client.profile_lora("nobody", PROMPTS)
     assert await _bounds(house) == []

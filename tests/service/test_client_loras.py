@@ -30,7 +30,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
 
 @pytest.fixture
 async def client(house: House) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(house.gateway.address) as made:
+    async with AsyncClient(house.gateway.address, fleet_address=house.gateway.fleet_address) as made:
         yield made
 
 
@@ -50,7 +50,7 @@ async def _names(store: running_loras.Running) -> list[str]:
 async def _run(house: House | Running, *said: object) -> Result:
     """As in a terminal: in a thread, since the gateway lives in this one."""
     gateway = house.gateway if isinstance(house, House) else house
-    arguments = ["loras", *map(str, said), "--address", gateway.address]
+    arguments = ["loras", *map(str, said), "--address", gateway.address, "--fleet-address", gateway.fleet_address]
     return await asyncio.to_thread(CliRunner().invoke, main, arguments)
 
 

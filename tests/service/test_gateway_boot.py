@@ -14,7 +14,9 @@ import pytest
 from bottega.rpc.channel import open_channel
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
-FREE_PORTS = "server: {listen: 127.0.0.1:0, metrics_listen: 127.0.0.1:0, drain_grace_s: 2}\n"
+FREE_PORTS = (
+    "server: {listen: 127.0.0.1:0, metrics_listen: 127.0.0.1:0, drain_grace_s: 2}\nfleet: {listen: 127.0.0.1:0}\n"
+)
 
 
 async def _start(tmp_path: Path, config: str, *options: str) -> asyncio.subprocess.Process:
@@ -31,7 +33,7 @@ async def test_a_gateway_serves_and_ends_on_sigterm_with_its_codec_processes(tmp
     assert process.stderr is not None
     line = json.loads(await asyncio.wait_for(process.stderr.readline(), 20))
     assert (line["event"], line["service"]) == ("serving", "gateway")
-    async with open_channel(line["address"]) as channel:
+    async with open_channel(line["fleet"]) as channel:
         fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
         members = (await fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
     assert [member.registration.address for member in members] == [line["address"]]

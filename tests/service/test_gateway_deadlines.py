@@ -35,7 +35,7 @@ async def _generate_until_refused(
 
 
 async def test_a_caller_of_the_sdk_is_refused_at_the_door_what_cannot_be_done_in_its_time() -> None:
-    async with running_gateway() as house, AsyncClient(house.address) as client:
+    async with running_gateway() as house, AsyncClient(house.address, fleet_address=house.fleet_address) as client:
         worker = await house.worker(step_s=_STEP_S)
         began = time.monotonic()
         with pytest.raises(errors.DeadlineUnmeetable) as refused:

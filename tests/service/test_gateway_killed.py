@@ -32,14 +32,18 @@ class House:
         self.state = folder / "state"
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.fleet = f"127.0.0.1:{free.getsockname()[1]}"
         self.gateway: Service | None = None
         self.channel = open_channel(self.address)
         self.images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(self.channel)
-        self.worker = ScriptedWorker("w1", self.address)
+        self.worker = ScriptedWorker("w1", self.fleet)
 
     async def start(self) -> None:
         server = {"listen": self.address, "metrics_listen": "127.0.0.1:0"}
-        config = gateway_config(server=server, state=str(self.state), codec_processes=1, max_queued=2000)
+        config = gateway_config(
+            server=server, fleet={"listen": self.fleet}, state=str(self.state), codec_processes=1, max_queued=2000
+        )
         self.gateway = await asyncio.to_thread(self._services.start, "bottega.gateway", config, name="gateway")
 
     async def kill(self) -> None:

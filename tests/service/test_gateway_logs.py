@@ -25,7 +25,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 async def worker(gateway: Service) -> AsyncIterator[ScriptedWorker]:
-    worker = await ScriptedWorker("w1", gateway.address).start()
+    worker = await ScriptedWorker("w1", gateway.fleet).start()
     yield worker
     await worker.die()
 
@@ -105,7 +105,7 @@ async def test_a_lost_attempt_is_logged_under_the_request_id_of_its_job(
     await worker.die()
     lost = await _until_logged(gateway, "attempt lost", "log-lost")
     assert lost["worker"] == "w1"
-    other = await ScriptedWorker("w2", gateway.address).start()
+    other = await ScriptedWorker("w2", gateway.fleet).start()
     assert await drawing == lost["job_id"]
     completed = await _until_logged(gateway, "job completed", "log-lost")
     assert (completed["worker"], completed["attempts"]) == ("w2", 2)

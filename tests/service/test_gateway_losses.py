@@ -38,7 +38,7 @@ class SilentMembership:
     """Joins for a scripted worker and then never says another word, as a stopped process would."""
 
     def __init__(self, house: Running, worker: ScriptedWorker) -> None:
-        self._channel = open_channel(house.address)
+        self._channel = open_channel(house.fleet_address)
         fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(self._channel)
         self._call = fleet.Join()
         self._worker = worker
@@ -105,7 +105,7 @@ async def test_a_job_that_two_workers_die_of_is_poison_and_is_not_drawn_when_it_
 
 
 async def test_a_connection_that_breaks_while_its_worker_lives_is_nobodys_death(house: Running) -> None:
-    worker = ScriptedWorker("w1", house.address)
+    worker = ScriptedWorker("w1", house.fleet_address)
     house.workers.append(worker)
     await worker.listen()
     async with laid(worker.address) as cable:
@@ -277,7 +277,7 @@ async def test_a_worker_with_another_model_of_the_name_joins_once_the_others_hav
     other = image_pb2.Model()
     other.CopyFrom(MODEL)
     other.model_hash = "cd" * 32
-    newcomer = ScriptedWorker("w2", house.address, model=other)
+    newcomer = ScriptedWorker("w2", house.fleet_address, model=other)
     with pytest.raises(TimeoutError):
         await newcomer.start(join_timeout_s=0.5)
     assert await _names(house) == ["w1"]
@@ -294,7 +294,7 @@ async def test_a_second_worker_of_a_name_leaves_the_jobs_of_the_first_alone(
 ) -> None:
     first = await house.worker("w1")
     first.script.pace_s = 0.05
-    second = ScriptedWorker("w1", house.address)
+    second = ScriptedWorker("w1", house.fleet_address)
     with pytest.raises(TimeoutError):
         await second.start(join_timeout_s=0.5)
     (warning,) = (record for record in caplog.records if record.message == "the fleet refuses this service")
@@ -309,9 +309,9 @@ async def test_a_second_worker_of_a_name_leaves_the_jobs_of_the_first_alone(
 
 async def test_a_worker_that_does_not_answer_as_one_is_lost_and_no_word_of_its_library_is_told() -> None:
     async with running_gateway(max_attempts=2) as house:
-        registration = ScriptedWorker("odd", house.address).registration()
+        registration = ScriptedWorker("odd", house.fleet_address).registration()
         registration.address = house.address  # a service, but no worker: gRPC itself answers there
-        membership = FleetMembership(house.address, registration, load=lambda: fleet_pb2.Load(max_rows=16))
+        membership = FleetMembership(house.fleet_address, registration, load=lambda: fleet_pb2.Load(max_rows=16))
         membership.start()
         await asyncio.wait_for(membership.joined.wait(), 5)
         error = await refusal(lambda: house.generate(prompt="a star"))

@@ -65,7 +65,7 @@ async def test_a_large_image_is_handled_in_memory_that_the_one_before_left(tmp_p
     spec = GenerationSpec(prompt="a star", num_inference_steps=4, image=image, strength=1.0)
     with Services(tmp_path) as services:
         gateway = services.start("bottega.gateway", gateway_config())
-        worker = await ScriptedWorker("w1", gateway.address).start()
+        worker = await ScriptedWorker("w1", gateway.fleet).start()
         async with open_channel(gateway.address) as channel:
             images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
             for _ in range(ORDERS):
@@ -139,7 +139,7 @@ async def test_many_callers_that_do_not_read_take_bounded_memory_and_who_reads_g
     config["server"] = {**config["server"], "max_answers_mib": ANSWERS_MIB}  # type: ignore[dict-item]
     with Services(tmp_path) as services:
         gateway = services.start("bottega.gateway", config)
-        worker = await ScriptedWorker("w1", gateway.address).start()
+        worker = await ScriptedWorker("w1", gateway.fleet).start()
         worker.script.picture = pictures.__getitem__
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(AsyncClient(gateway.address))
@@ -176,10 +176,10 @@ async def test_many_strangers_that_would_join_with_large_messages_take_bounded_m
     with Services(tmp_path) as services:
         gateway = services.start("bottega.gateway", gateway_config())
         async with AsyncExitStack() as stack:
-            channels = [await stack.enter_async_context(open_channel(gateway.address)) for _ in range(STRANGERS)]
+            channels = [await stack.enter_async_context(open_channel(gateway.fleet)) for _ in range(STRANGERS)]
             async with _most_memory(gateway.process.pid, memory):
                 strangers = asyncio.gather(*map(refused, channels))
-                worker = await ScriptedWorker("w1", gateway.address).start(join_timeout_s=20)
+                worker = await ScriptedWorker("w1", gateway.fleet).start(join_timeout_s=20)
                 errors = await strangers
         await worker.die()
     assert memory[1] - memory[0] < MOST_STRANGE_BYTES

@@ -29,7 +29,7 @@ async def _submit(house: Running, prompt: str) -> str:
 
 async def test_of_eight_requests_the_poisonous_one_fails_and_seven_complete() -> None:
     async with running_gateway() as house, running_workers() as start:
-        running = await start(replace(CONFIG, gateway=house.address))
+        running = await start(replace(CONFIG, gateway=house.fleet_address))
         await eventually(lambda: _served(house))
         innocent = [await _submit(house, "slow") for _ in range(7)]
         await eventually(lambda: sum(attempt.steps_done > 0 for attempt in running.worker.attempts) == 7)

@@ -27,6 +27,7 @@ from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet
 from bottega.v1.generation_pb2 import Provenance
 from tests.memory_storehouse import Shelf, at_once, memory_storehouse
+from tests.unit import sample_nets
 from tests.unit.sample_jobs import FakeTime, sample_job
 
 Answer = worker_pb2.RunAttemptResponse | BottegaError
@@ -112,7 +113,7 @@ class Shop:
         clock = self.time.clock()
         self.registry = CollectorRegistry()
         metrics = GatewayMetrics(self.registry)
-        self.fleet = Fleet(lease_s=1.5, model_grace_s=30, max_members=256, clock=clock)
+        self.fleet = Fleet(lease_s=1.5, model_grace_s=30, bounds=sample_nets.bounds(256), clock=clock)
         self.placement = Placement(fleet=self.fleet, clock=clock)
         self.storehouse = memory_storehouse(clock, self.shelf)
         self.log = JobLog(storehouse=self.storehouse, clock=clock)
@@ -159,8 +160,8 @@ class Shop:
         """A worker joins and reports turns whose time doubles with their rows. seconds: of one row."""
         model = image_pb2.Model(name="m", model_hash="hash of m", vae_scale_factor=4)
         address = f"127.0.0.1:{len(self.clients) + 1}"
-        kind = fleet_pb2.SERVICE_KIND_WORKER
-        member = self.fleet.join(fleet_pb2.Registration(kind=kind, name=name, address=address, models=[model]))
+        said = fleet_pb2.Registration(kind=fleet_pb2.SERVICE_KIND_WORKER, name=name, address=address, models=[model])
+        member = self.fleet.join(sample_nets.again(said))
         self.report(member, seconds=seconds)
         return member
 

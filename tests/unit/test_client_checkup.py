@@ -137,18 +137,19 @@ def test_pickled_weights_are_refused(model: Path) -> None:
 def test_a_free_port_is_an_invitation_and_a_taken_one_a_failure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        (finding,) = check_gateway(address)
+        (finding,) = check_gateway(address, address)
         assert finding.level is Level.FAIL
         assert f"process {os.getpid()}" in finding.what
-    (finding,) = check_gateway(address)
+    (finding,) = check_gateway(address, address)
     assert finding.level is Level.WARN
     assert "bottega up" in finding.todo
 
 
-def test_the_port_of_the_metrics_must_be_free_as_well() -> None:
+@pytest.mark.parametrize(("offset", "whose"), [(1, "metrics"), (2, "fleet")])
+def test_the_ports_of_metrics_and_fleet_must_be_free_as_well(offset: int, whose: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        (finding,) = check_gateway(f"127.0.0.1:{port - 1}")
+        (finding,) = check_gateway(f"127.0.0.1:{port - offset}", "127.0.0.1:1")
     assert finding.level is Level.FAIL
-    assert f"port {port}, for the gateway's metrics, is taken" in finding.what
+    assert f"port {port}, for the gateway's {whose}, is taken" in finding.what
     assert f"process {os.getpid()}" in finding.what

@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
 
+from bottega.client.address import default_fleet_address
 from bottega.client.suite.leftovers import end_leftovers
 from bottega.client.suite.output import ServiceLog, fields_of, lines_of
 from bottega.client.suite.plan import PortTaken, SuiteWish, plan_suite
@@ -41,12 +43,13 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
     assert all(service.environment["OMP_WAIT_POLICY"] == "PASSIVE" for service in plan.services)
     gateway = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())
     worker = yaml.safe_load((tmp_path / "config" / "worker-1.yaml").read_text())
-    assert gateway["server"]["listen"] == worker["gateway"] == plan.address
+    assert (gateway["server"]["listen"], gateway["fleet"]["listen"]) == (plan.address, plan.fleet_address)
+    assert worker["gateway"] == plan.fleet_address
     assert worker["name"] == "worker-1"
     assert worker["engine"]["model"] == str(Path("some/folder").resolve())
     loras = yaml.safe_load((tmp_path / "config" / "loras.yaml").read_text())
     assert (loras["bases"], loras["loras"]) == ({"folder": str(Path("some/folder").resolve())}, {})
-    assert (loras["gateway"], loras["folder"]) == (plan.address, str(tmp_path / "loras"))
+    assert (loras["gateway"], loras["folder"]) == (plan.fleet_address, str(tmp_path / "loras"))
     assert (worker["engine"]["dtype"], worker["engine"]["threads"]) == ("bfloat16", plan.threads)
 
 
@@ -59,7 +62,7 @@ def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path:
     plan = plan_suite(SuiteWish(controlnet_servers=2, port=0, dtype="bfloat16"), state)
     assert [service.name for service in plan.services][2:] == ["worker-0", "controlnet-0", "controlnet-1"]
     first, second = (yaml.safe_load((state.config / f"controlnet-{n}.yaml").read_text()) for n in (0, 1))
-    assert first["gateway"] == plan.address
+    assert first["gateway"] == plan.fleet_address
     assert first["engine"]["dtype"] == "bfloat16"
     assert set(first["controlnets"]) == {"edges", "layout"}
     assert first["root"] == second["root"] == str(state.controlnets)
@@ -101,9 +104,11 @@ def test_any_free_port_will_do_for_the_metrics_where_any_will_do_for_the_gateway
 
     monkeypatch.setattr(socket, "create_server", create_server)
     plan = plan_suite(SuiteWish(port=0), held(tmp_path))
-    assert asked == [0, 0]
-    server = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())["server"]
-    assert server["listen"] == plan.address != server["metrics_listen"]
+    assert asked == [0, 0, 0]
+    config = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())
+    ports = (config["server"]["listen"], config["fleet"]["listen"], config["server"]["metrics_listen"])
+    assert ports[:2] == (plan.address, plan.fleet_address)
+    assert len(set(ports)) == 3
 
 
 def test_only_one_instance_holds_a_state_folder(tmp_path: Path) -> None:
@@ -124,6 +129,33 @@ def test_the_address_is_only_that_of_an_instance_that_runs(tmp_path: Path) -> No
         assert state.running_address() == "127.0.0.1:8470"
     assert state.running_address() is None
     assert state.read() == record(Child(name="gateway", pid=1, started_s=2.0))
+
+
+def test_the_fleet_is_listed_where_one_says_else_where_the_suite_that_runs_here_has_it_else_beside_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BOTTEGA_STATE", str(tmp_path))
+    monkeypatch.delenv("BOTTEGA_FLEET", raising=False)
+    assert default_fleet_address("127.0.0.1:8470") == "127.0.0.1:8472"
+    assert default_fleet_address("drawing.example:443") == "drawing.example:8472"
+    assert default_fleet_address("[::1]:8470") == "[::1]:8472"
+    state = StateFolder(tmp_path)
+    with state.hold():
+        state.write(replace(record(), fleet_address="127.0.0.1:5555"))
+        assert default_fleet_address("127.0.0.1:8470") == "127.0.0.1:5555"
+        assert default_fleet_address("127.0.0.1:9000") == "127.0.0.1:8472", "that is another suite"
+        monkeypatch.setenv("BOTTEGA_FLEET", "fleet.example:1")
+        assert default_fleet_address("127.0.0.1:8470") == "fleet.example:1"
+    monkeypatch.delenv("BOTTEGA_FLEET")
+    assert default_fleet_address("127.0.0.1:8470") == "127.0.0.1:8472"
+
+
+def test_a_record_of_an_older_suite_is_read(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path)
+    with state.hold():
+        older = {"pid": 1, "address": "127.0.0.1:8470", "ready": True, "children": []}
+        (tmp_path / "suite.json").write_text(json.dumps(older))
+        assert state.running_address() == "127.0.0.1:8470"
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}', "not json"])

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker
+from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.members import Member
 from bottega.v1 import fleet_pb2, image_pb2
+from tests.unit.sample_nets import bounds, instance
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Watcher:
 
 def _fleet() -> tuple[Fleet, Watcher]:
     watcher = Watcher()
-    fleet = Fleet(lease_s=1.5, model_grace_s=30, max_members=4, clock=watcher.clock())
+    fleet = Fleet(lease_s=1.5, model_grace_s=30, bounds=bounds(4), clock=watcher.clock())
     fleet.observer = watcher
     return fleet, watcher
 
@@ -47,6 +48,7 @@ def _worker(name: str = "w1", model: str = "m", port: int = 1, **facts: Any) -> 
         name=name,
         address=f"127.0.0.1:{port}",
         models=[image_pb2.Model(name=model, **facts)],
+        instance=instance(name, f"127.0.0.1:{port}"),
     )
 
 
@@ -96,23 +98,55 @@ def test_a_newcomer_of_a_name_that_is_in_use_is_refused_and_told_by_whom() -> No
     assert (fleet.workers("m"), older.stream, watcher.told) == ([older], 1, ["joined w1"])
 
 
-@pytest.mark.parametrize("gone", ["left", "silent", "started again"])
-def test_a_newcomer_replaces_the_older_one_of_its_name_that_has_gone(gone: str) -> None:
+@pytest.mark.parametrize("gone", ["left", "silent"])
+def test_another_process_of_a_name_gets_in_when_the_lease_of_the_older_one_has_passed(gone: str) -> None:
     fleet, watcher = _fleet()
     older = fleet.join(_worker(port=1))
     older_stream = older.stream
     if gone == "left":
         fleet.leave(older, older_stream)
-    if gone == "silent":
-        watcher.now += fleet.lease_s
+    watcher.now += fleet.lease_s - 0.1
+    with pytest.raises(Unavailable if gone == "left" else InvalidRequest) as caught:
+        fleet.join(_worker(port=2))
+    assert caught.value.retry_after_s is not None
+    assert "lost w1" not in watcher.told, "it may come back, with its attempts"
+    watcher.now += caught.value.retry_after_s
     watcher.told.clear()
-    # At the same address there cannot be two.
-    newer = fleet.join(_worker(port=1, max_pixels=4096) if gone == "started again" else _worker(port=2))
+    newer = fleet.join(_worker(port=2))
     assert newer is not older
     assert watcher.told == ["lost w1", "joined w1"]
     assert not older.connected
     fleet.leave(older, older_stream)
     assert fleet.workers("m") == [newer]
+
+
+@pytest.mark.parametrize("change", ["another instance", "another address", "other models"])
+def test_who_comes_under_a_members_name_takes_nothing_from_it_not_even_at_its_address(change: str) -> None:
+    fleet, watcher = _fleet()
+    member = fleet.join(_worker(port=1))
+    stranger = _worker(port=1)
+    if change == "another instance":
+        stranger.instance = "f" * 32
+    elif change == "another address":
+        stranger.address = "127.0.0.1:9"
+    else:
+        stranger.models[0].max_pixels = 4096
+    for gone in (False, True):
+        if gone:
+            fleet.leave(member, member.stream)
+        for _ in range(50):
+            with pytest.raises((InvalidRequest, Unavailable)):
+                fleet.join(stranger)
+    assert "lost w1" not in watcher.told
+    assert fleet.join(_worker(port=1)) is member
+
+
+def test_the_instance_of_a_member_is_kept_where_nobody_lists_it() -> None:
+    fleet, _ = _fleet()
+    member = fleet.join(_worker())
+    assert member.instance
+    assert not member.registration.instance
+    assert member.instance not in repr(member.registration)
 
 
 def test_the_end_of_a_replaced_stream_changes_nothing() -> None:
@@ -264,9 +298,10 @@ def test_a_worker_with_another_model_under_a_name_that_is_served_is_refused() ->
 
 
 def test_a_lone_worker_may_come_back_with_another_model() -> None:
-    fleet, _ = _fleet()
+    fleet, watcher = _fleet()
     fleet.join(_worker("w1", model_hash="aa"))
-    fleet.join(_worker("w1", model_hash="bb"))
+    watcher.now += fleet.lease_s
+    fleet.join(_worker("w1", model_hash="bb", port=2))
     assert [model.model_hash for model in fleet.models()] == ["bb"]
 
 

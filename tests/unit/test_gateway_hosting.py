@@ -10,7 +10,7 @@ from bottega.gateway.members import Member
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet
 from tests.unit.sample_jobs import FakeTime
-from tests.unit.sample_nets import BASE, LOADED, ON_DISK, load, net, server, worker
+from tests.unit.sample_nets import BASE, LOADED, ON_DISK, again, bounds, load, net, server, worker
 
 MODEL = image_pb2.Model(name="m", base=BASE)
 
@@ -20,7 +20,7 @@ class House:
 
     def __init__(self) -> None:
         self.time = FakeTime()
-        self.fleet = Fleet(lease_s=1.5, model_grace_s=30, max_members=6, clock=self.time.clock())
+        self.fleet = Fleet(lease_s=1.5, model_grace_s=30, bounds=bounds(6), clock=self.time.clock())
         self.worker = self.fleet.join(worker())
 
     def server(self, *nets: HostedControlNet, name: str = "s1") -> Member:
@@ -96,7 +96,7 @@ def test_one_is_waited_for_within_the_grace_and_unavailable_afterwards(house: Ho
 def test_a_server_that_is_back_hosts_again_with_its_first_report(house: House) -> None:
     member = house.server(net("edges"))
     house.fleet.leave(member, member.stream)
-    assert house.fleet.join(member.registration) is member
+    assert house.fleet.join(again(member.registration)) is member
     assert house.hosts() == []
     house.fleet.report(member, load(net("edges")))
     assert house.hosts() == ["s1"]
@@ -125,7 +125,9 @@ def test_a_workers_own_serve_the_jobs_of_its_model_only(house: House) -> None:
 
 
 def test_other_kinds_of_services_host_no_controlnets(house: House) -> None:
-    store = fleet_pb2.Registration(kind=fleet_pb2.SERVICE_KIND_LORAS, name="l", address="127.0.0.1:9")
+    store = fleet_pb2.Registration(
+        kind=fleet_pb2.SERVICE_KIND_LORAS, name="l", address="127.0.0.1:9", instance="a store of LoRAs"
+    )
     house.fleet.report(house.fleet.join(store), load(net("edges")))
     assert house.hosts() == []
 
@@ -190,9 +192,9 @@ def test_a_fleet_that_is_full_takes_no_newcomer_but_those_who_come_back(house: H
     house.fleet.leave(members[0], members[0].stream)
     with pytest.raises(FleetFull):
         house.server(name="s9")  # it may come back within its lease
-    assert house.fleet.join(members[0].registration).connected
+    assert house.fleet.join(again(members[0].registration)).connected
     house.fleet.leave(members[1], members[1].stream)
-    assert house.fleet.join(server("s1", port=999)).connected, "one of the same name replaces it"
     house.time.now += 2
+    assert house.fleet.join(server("s1", port=999)).connected, "one of the same name replaces it"
     house.fleet.expire()
     assert house.server(name="s9").connected

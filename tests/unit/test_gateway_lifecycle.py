@@ -88,7 +88,10 @@ class Process:
     def registration(self) -> fleet_pb2.Registration:
         model = image_pb2.Model(name="m", vae_scale_factor=4)
         kind = fleet_pb2.SERVICE_KIND_WORKER
-        return fleet_pb2.Registration(kind=kind, name=self.name, address=self.address, models=[model])
+        instance = sample_nets.instance(self.name, self.address)
+        return fleet_pb2.Registration(
+            kind=kind, name=self.name, address=self.address, models=[model], instance=instance
+        )
 
     def load(self) -> fleet_pb2.Load:
         times = [fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=n, seconds=1 + n / 100) for n in (1, 2)]
@@ -194,8 +197,9 @@ class Wire(Shop):
         if process.member is None or not process.member.connected:
             try:
                 process.member = self.fleet.join(process.registration())
-            except InvalidRequest:
-                assert self.member(process.name).registration.address != process.address
+            except (InvalidRequest, Unavailable):
+                holder = self.fleet._members[fleet_pb2.SERVICE_KIND_WORKER, process.name]
+                assert holder.registration.address != process.address
                 return
         self.fleet.report(process.member, process.load())
 

@@ -25,6 +25,7 @@ REGISTRATION: dict[str, tuple[list[Any], list[Any]]] = {
     "address": (["a:1", "x" * 254 + ":1", "[::1]:65535"], ["", "a:0", "a:65536", "x" * 255 + ":1", "unix:/run/x"]),
     "version": (["", "x" * 128], ["x" * 129]),
     "device": (["", "x" * 128], ["x" * 129]),
+    "instance": (["x" * 16, "x" * 64], ["", "x" * 15, "x" * 65]),
     "models": ([[], [Model(name=f"m{n}") for n in range(256)]], [[Model(name=f"m{n}") for n in range(257)]]),
 }
 MODELS: dict[str, tuple[list[Any], list[Any]]] = {
@@ -66,7 +67,7 @@ def _cases(bounds: dict[str, tuple[list[Any], list[Any]]], side: int) -> list[tu
 
 
 def _of_registration(**facts: Any) -> list[str]:
-    whole = {"kind": SERVICE_KIND_WORKER, "name": "w", "address": "a:1", **facts}
+    whole = {"kind": SERVICE_KIND_WORKER, "name": "w", "address": "a:1", "instance": "x" * 32, **facts}
     return [violation.field for violation in check_registration(Registration(**whole))]
 
 

@@ -1,13 +1,33 @@
-"""Where the gateway is, unless somebody says otherwise."""
+"""Where the gateway is, and where its fleet is listed, unless somebody says otherwise."""
 
 from __future__ import annotations
 
 import os
 
+from bottega.client.suite.state import StateFolder
+from bottega.state_folder import state_folder
+
 ADDRESS_VARIABLE = "BOTTEGA_ADDRESS"
+FLEET_VARIABLE = "BOTTEGA_FLEET"
 DEFAULT_PORT = 8470
+DEFAULT_FLEET_PORT = 8472
 
 
 def default_address() -> str:
     """host:port from the environment, else the gateway's own default on this machine."""
     return os.environ.get(ADDRESS_VARIABLE) or f"127.0.0.1:{DEFAULT_PORT}"
+
+
+def default_fleet_address(address: str) -> str:
+    """host:port of the fleet listener of the gateway at `address`.
+
+    From the environment, else as the suite that runs here has it, else the gateway's own default on its machine.
+    """
+    said = os.environ.get(FLEET_VARIABLE)
+    if said:
+        return said
+    record = StateFolder(state_folder()).running()
+    if record is not None and record.address == address and record.fleet_address:
+        return record.fleet_address
+    host, colon, _ = address.rpartition(":")
+    return f"{host if colon else address}:{DEFAULT_FLEET_PORT}"

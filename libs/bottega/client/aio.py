@@ -42,7 +42,7 @@ from bottega.client.retry import Deadline, OutOfTime, RetryPolicy
 from bottega.client.watching import watch
 from bottega.errors import BottegaError, DeadlinePassed, InternalError
 from bottega.v1 import image_pb2
-from bottega.v1.fleet_pb2 import ListMembersRequest, ListMembersResponse
+from bottega.v1.fleet_pb2 import ListMembersResponse
 from bottega.v1.image_pb2 import Model
 from bottega.v1.lora_pb2 import StoredLora
 
@@ -51,6 +51,9 @@ class AsyncClient:
     """A connection to a gateway.
 
     address: host:port; $BOTTEGA_ADDRESS or 127.0.0.1:8470 when absent.
+    fleet_address: host:port where the gateway lists its services, which fleet() and what is about ControlNets and LoRAs
+        as such needs, and no drawing; $BOTTEGA_FLEET when absent, else that of the suite that runs here, else port 8472
+        of the gateway's machine.
     timeout_s: deadline of every picture that is given none; above 0.
     retry: how to go on while the gateway is UNAVAILABLE, or serves as many calls as it can; nothing else is retried.
 
@@ -59,9 +62,19 @@ class AsyncClient:
     """
 
     def __init__(
-        self, address: str | None = None, *, timeout_s: float = 600.0, retry: RetryPolicy | None = None
+        self,
+        address: str | None = None,
+        *,
+        fleet_address: str | None = None,
+        timeout_s: float = 600.0,
+        retry: RetryPolicy | None = None,
     ) -> None:
-        self._connection = Connection(address or default_address(), timeout_s=timeout_s, retry=retry or RetryPolicy())
+        self._connection = Connection(
+            address or default_address(),
+            fleet_address=fleet_address or None,
+            timeout_s=timeout_s,
+            retry=retry or RetryPolicy(),
+        )
         self._farewells = Farewells(self._connection.images)
 
     @property
@@ -231,7 +244,7 @@ class AsyncClient:
 
     async def fleet(self) -> ListMembersResponse:
         """The services that have joined and how busy they are, as the contract describes them."""
-        return await self._connection.ask(self._connection.fleet.ListMembers, ListMembersRequest())
+        return await self._connection.fleet()
 
     async def controlnets(self) -> tuple[ServedControlNet, ...]:
         """The ControlNets that are served now, by name, and who has them."""

@@ -33,11 +33,15 @@ CarrierT_co = TypeVar("CarrierT_co", bound="EventCarrier", covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Whom a call is for, how long it may take in all, and how it goes on when it is interrupted."""
+    """Whom a call is for, how long it may take in all, and how it goes on when it is interrupted.
+
+    fleet: whether that is the gateway's fleet listener.
+    """
 
     address: str
     deadline: Deadline
     retry: RetryPolicy
+    fleet: bool = False
 
     def backoff(self) -> Backoff:
         """The waits between the tries of one call."""
@@ -156,9 +160,18 @@ def _worth_another_try(error: grpc.RpcError, terms: Terms, *, accepted: bool = F
         raise failure from error
     if not answered:
         # Here, too, gRPC's own words stay in the chain of causes.
-        failure = Unavailable(f"no gateway answers at {terms.address}; start one (bottega up), or set BOTTEGA_ADDRESS")
+        failure = _unanswered(terms)
         failure.__cause__ = error
     return failure
+
+
+def _unanswered(terms: Terms) -> Unavailable:
+    if terms.fleet:
+        return Unavailable(
+            f"no gateway lists its fleet at {terms.address}; set BOTTEGA_FLEET to its fleet.listen, on its machine",
+            metadata={"listener": "fleet"},
+        )
+    return Unavailable(f"no gateway answers at {terms.address}; start one (bottega up), or set BOTTEGA_ADDRESS")
 
 
 def _ends_job(failure: BottegaError, *, accepted: bool) -> bool:

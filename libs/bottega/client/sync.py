@@ -32,11 +32,16 @@ class Client:
     """
 
     def __init__(
-        self, address: str | None = None, *, timeout_s: float = 600.0, retry: RetryPolicy | None = None
+        self,
+        address: str | None = None,
+        *,
+        fleet_address: str | None = None,
+        timeout_s: float = 600.0,
+        retry: RetryPolicy | None = None,
     ) -> None:
         self._loop = LoopThread()
         try:
-            self._client = self._loop.run(_open(address, timeout_s, retry))
+            self._client = self._loop.run(_open(address, fleet_address, timeout_s, retry))
         except BaseException:
             self._loop.stop()
             raise
@@ -287,9 +292,11 @@ class Job:
         return self._loop.run(self._job.cancel())
 
 
-async def _open(address: str | None, timeout_s: float, retry: RetryPolicy | None) -> AsyncClient:
+async def _open(
+    address: str | None, fleet_address: str | None, timeout_s: float, retry: RetryPolicy | None
+) -> AsyncClient:
     # A channel belongs to the loop that it is made in.
-    return AsyncClient(address, timeout_s=timeout_s, retry=retry)
+    return AsyncClient(address, fleet_address=fleet_address, timeout_s=timeout_s, retry=retry)
 
 
 def _close(client: AsyncClient, loop: LoopThread) -> None:

@@ -105,7 +105,7 @@ async def _run(life: Life, *, stop_with_stdin: bool) -> None:
             if is_warm:
                 await server.set_serving(True)
                 manager.ready()
-                _log.info("serving", extra={"address": server.address, "metrics": server.metrics_address})
+                _log.info("serving", extra=server.addresses)
                 await stopping.wait()
             _log.info("draining")
             manager.stopping()

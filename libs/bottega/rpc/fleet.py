@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
-from bottega.errors import BottegaError, JobCancelled, Unavailable
+from bottega.errors import BottegaError, JobCancelled, MethodNotServed, Unavailable
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
@@ -29,8 +30,16 @@ _MAX_BACK_OFF_S = 1.0
 _REFUSED_BACK_OFF_S = 5.0
 # A refusal is logged when it is another one, and again after this time.
 _REPEAT_LOG_S = 60.0
+_INSTANCE_BYTES = 16
 
 _log = logging.getLogger(__name__)
+
+
+def _with_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registration:
+    """What tells this process from any other that comes under its name: nobody can guess it."""
+    whole = fleet_pb2.Registration(instance=secrets.token_hex(_INSTANCE_BYTES))
+    whole.MergeFrom(registration)
+    return whole
 
 
 def _ignore(_: object) -> None:
@@ -40,7 +49,8 @@ def _ignore(_: object) -> None:
 class FleetMembership:
     """Joins the fleet, reports load on change and twice a second, rejoins with back-off when cut off.
 
-    gateway: its host:port. registration: who joins; sent first on every stream.
+    gateway: host:port of its fleet listener. registration: who joins; sent first on every stream, with an instance of
+    its own where it has none.
     load: called in the event loop for every report; must be quick.
     on_backlog: called in the event loop with the number of requests that wait for this service.
     on_lora_stores: called in the event loop, as a worker's, with the LoRA stores that there are, again and again.
@@ -56,7 +66,7 @@ class FleetMembership:
         on_lora_stores: Callable[[Sequence[LoraStore]], None] = _ignore,
     ) -> None:
         self._gateway = gateway
-        self._registration = registration
+        self._registration = _with_instance(registration)
         self._load = load
         self._on_backlog = on_backlog
         self._on_lora_stores = on_lora_stores
@@ -64,6 +74,7 @@ class FleetMembership:
         self._task: asyncio.Task[None] | None = None
         self._refusal: str | None = None
         self._refusal_logged_at = 0.0
+        self._retry_after_s: float | None = None
         self.joined = asyncio.Event()
         self.backlog = 0
 
@@ -92,12 +103,16 @@ class FleetMembership:
                 was_joined = await self._join_once(fleet_pb2_grpc.FleetServiceStub(channel))
                 most_s = _MAX_BACK_OFF_S if self._refusal is None else _REFUSED_BACK_OFF_S
                 back_off_s = _FIRST_BACK_OFF_S if was_joined else min(2 * back_off_s, most_s)
-                await asyncio.sleep(back_off_s * random.uniform(0.5, 1.0))
+                wait_s = back_off_s * random.uniform(0.5, 1.0)
+                if self._retry_after_s is not None:  # said by the gateway, which knows what is waited for
+                    wait_s = min(self._retry_after_s, _REFUSED_BACK_OFF_S) + _COALESCE_S * random.random()
+                await asyncio.sleep(wait_s)
         finally:
             await channel.close()
 
     async def _join_once(self, fleet: fleet_pb2_grpc.FleetServiceAsyncStub) -> bool:
         """Stays until the stream ends; whether the gateway had answered on it."""
+        self._retry_after_s = None
         call = fleet.Join(self._reports())
         try:
             async for response in call:
@@ -111,7 +126,9 @@ class FleetMembership:
         return was_joined
 
     def _failed(self, error: BottegaError) -> None:
-        facts = {"gateway": self._gateway, "reason": error.reason_name, "text": error.message}
+        self._retry_after_s = error.retry_after_s
+        text = self._not_the_fleet() if isinstance(error, MethodNotServed) else error.message
+        facts = {"gateway": self._gateway, "reason": error.reason_name, "text": text}
         if isinstance(error, Unavailable | JobCancelled):
             self._refusal = None
             _log.log(logging.WARNING if self.joined.is_set() else logging.DEBUG, "fleet cannot be reached", extra=facts)
@@ -121,6 +138,12 @@ class FleetMembership:
             _log.warning("the fleet refuses this service", extra=facts)
             self._refusal_logged_at = now
         self._refusal = error.message
+
+    def _not_the_fleet(self) -> str:
+        return (
+            f"{self._gateway} does not serve the fleet: it is the gateway's public port, or no gateway. Set `gateway`"
+            " in this service's configuration to the address of the gateway's fleet.listen, 127.0.0.1:8472 by default"
+        )
 
     def _heard(self, response: fleet_pb2.JoinResponse) -> None:
         if not self.joined.is_set():

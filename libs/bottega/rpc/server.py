@@ -24,7 +24,7 @@ from bottega.rpc.answers import AnswerBudget
 from bottega.rpc.boundary import CallBoundary
 from bottega.rpc.budget import RequestBudget
 from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES
-from bottega.rpc.metrics import MetricsEndpoint
+from bottega.rpc.metrics import CallMetrics, MetricsEndpoint
 
 # Time for whoever watches health to turn away, before anything is refused.
 _DRAIN_PAUSE_S = 0.2
@@ -42,10 +42,10 @@ Step = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """What every service may be told about its server.
+class ListenerConfig:
+    """What a service may be told about one port of it.
 
-    listen, metrics_listen: host:port; port 0 is any free one. drain_grace_s: for calls to end after SIGTERM.
+    listen: host:port; port 0 is any free one.
     default_deadline_s: of calls whose caller set none. max_message_mib: of one message.
     max_requests_mib: of all requests that are coming in or are not dealt with yet; the service grows by up to six
         times that, for what it makes of them and what the C library keeps. Beside it there is as much for callers
@@ -63,15 +63,12 @@ class ServerConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     listen: str = "127.0.0.1:0"
-    metrics_listen: str = "127.0.0.1:0"
-    drain_grace_s: Annotated[float, Field(gt=0)] = 20.0
     max_message_mib: Annotated[int, Field(ge=1, le=1024)] = MAX_MESSAGE_MIB
     max_requests_mib: Annotated[int, Field(ge=1)] = 128
     max_calls: Annotated[int, Field(ge=1)] = 2048
     max_answers_mib: Annotated[int, Field(ge=1)] = 64
     answer_wait_s: Annotated[float, Field(gt=0)] = 30.0
     default_deadline_s: Annotated[float, Field(gt=0)] = 600.0
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
         if self.max_requests_mib < self.max_message_mib:
@@ -79,20 +76,31 @@ class ServerConfig:
             raise ValueError(f"max_requests_mib is {self.max_requests_mib}; {needed}")
 
 
-class Server:
-    """One gRPC server. Made in a running event loop; add servicers to `grpc`, then `start`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig(ListenerConfig):
+    """What every service may be told about its server: its own port, the one of its metrics, and its end.
 
-    name: of the service, for people. `registry` is where its own metrics belong.
+    metrics_listen: host:port; port 0 is any free one. drain_grace_s: for calls to end after SIGTERM.
     """
 
-    def __init__(self, name: str, config: ServerConfig) -> None:
-        self.name = name
-        self.config = config
+    metrics_listen: str = "127.0.0.1:0"
+    drain_grace_s: Annotated[float, Field(gt=0)] = 20.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Listener:
+    """One port: a gRPC server with health, reflection and budgets of its own. Add servicers to `grpc`, then `start`.
+
+    Made in a running event loop. name: its key in the service's configuration; the service's own has none.
+    """
+
+    def __init__(self, config: ListenerConfig, metrics: CallMetrics, *, name: str = "") -> None:
+        self.listener_name = name
         self.address = ""
-        self._metrics = MetricsEndpoint(config.metrics_listen)
+        self._listen = config.listen
         answers = AnswerBudget(max_bytes=config.max_answers_mib << 20, wait_s=config.answer_wait_s)
         self._boundary = CallBoundary(
-            self._metrics.calls,
+            metrics,
             config.default_deadline_s,
             requests=_budget(config),
             streamed=_budget(config),
@@ -107,6 +115,59 @@ class Server:
             maximum_concurrent_rpcs=_MOST_CALLS * config.max_calls,
         )
 
+    def add_services(self, names: Sequence[str]) -> None:
+        """Names the services (full names, as DESCRIPTOR has them) for health and reflection. Before start."""
+        self._services.extend(names)
+
+    async def start(self) -> None:
+        """Listens; health says NOT_SERVING until `set_serving`. Raises Unavailable when a port is taken."""
+        host, _ = split(self._listen)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        own = [health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection([*self._services, *own], self.grpc)
+        await self.set_serving(False)
+        port = self._bind()
+        await self.grpc.start()
+        self.address = f"{host}:{port}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """Says by grpc.health.v1 whether new work is welcome."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", *self._services):
+            await self._health.set(service, status)
+
+    async def wait_idle(self) -> None:
+        """Returns when no call is being served, gRPC's own aside."""
+        await self._boundary.calls.wait_idle()
+
+    async def stop(self) -> None:
+        """Ends now; calls in flight are cancelled. Harmless when it has ended."""
+        await self.grpc.stop(_STOP_GRACE_S)
+        self._boundary.calls.refusals.sum_up()
+
+    def _bind(self) -> int:
+        """The port. The only place where one is bound, and so where credentials will be said."""
+        try:
+            return self.grpc.add_insecure_port(self._listen)
+        except RuntimeError:
+            key = ".".join(filter(None, [self.listener_name, "listen"]))
+            raise Unavailable(f"{key} {self._listen} cannot be used: is another instance running?") from None
+
+
+class Server(Listener):
+    """The server of one service: its own listener, others beside it, metrics, and a graceful end of them all.
+
+    Made in a running event loop; add servicers to `grpc`, then `start`. name: of the service, for people. `registry` is
+    where its own metrics belong.
+    """
+
+    def __init__(self, name: str, config: ServerConfig) -> None:
+        self.name = name
+        self.config = config
+        self._metrics = MetricsEndpoint(config.metrics_listen)
+        super().__init__(config, self._metrics.calls)
+        self._beside: list[Listener] = []
+
     @property
     def registry(self) -> CollectorRegistry:
         """Where the service registers its own metrics."""
@@ -117,30 +178,30 @@ class Server:
         """host:port of `/metrics`, once started."""
         return self._metrics.address
 
-    def add_services(self, names: Sequence[str]) -> None:
-        """Names the services (full names, as DESCRIPTOR has them) for health and reflection. Before start."""
-        self._services.extend(names)
+    @property
+    def addresses(self) -> dict[str, str]:
+        """host:port of everything that it listens on, once started, by what it is."""
+        beside = {listener.listener_name: listener.address for listener in self._beside}
+        return {"address": self.address, "metrics": self.metrics_address, **beside}
+
+    def beside(self, config: ListenerConfig, *, name: str) -> Listener:
+        """Another port, which starts, serves, drains and ends together with this server. Before start."""
+        listener = Listener(config, self._metrics.calls, name=name)
+        self._beside.append(listener)
+        return listener
 
     async def start(self) -> None:
-        """Listens; health says NOT_SERVING until `set_serving`. Raises Unavailable when a port is taken."""
-        host, _ = split(self.config.listen)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        own = [health.SERVICE_NAME, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection([*self._services, *own], self.grpc)
-        await self.set_serving(False)
-        try:
-            port = self.grpc.add_insecure_port(self.config.listen)
-        except RuntimeError:
-            raise Unavailable(f"listen {self.config.listen} cannot be used: is another instance running?") from None
+        """Listens everywhere; see Listener."""
+        for listener in self._beside:
+            await listener.start()
+        await super().start()
         self._metrics.start()
-        await self.grpc.start()
-        self.address = f"{host}:{port}"
 
     async def set_serving(self, serving: bool) -> None:
-        """Says by grpc.health.v1 whether new work is welcome."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for service in ("", *self._services):
-            await self._health.set(service, status)
+        """Says by grpc.health.v1, on every port, whether new work is welcome."""
+        for listener in self._beside:
+            await listener.set_serving(serving)
+        await super().set_serving(serving)
 
     async def drain(self, finish: Step | None = None) -> None:
         """Ends gracefully: health down, a pause, `finish`, then what is still in flight, all within the grace.
@@ -154,19 +215,18 @@ class Server:
             async with asyncio.timeout(self.config.drain_grace_s):
                 if finish is not None:
                     await finish()
-                await self._boundary.calls.wait_idle()
+                await asyncio.gather(self.wait_idle(), *(listener.wait_idle() for listener in self._beside))
         except TimeoutError:
             _log.warning("drain took longer than its grace", extra={"grace_s": self.config.drain_grace_s})
         await self.stop()
 
     async def stop(self) -> None:
-        """Ends now; calls in flight are cancelled. Harmless when it has ended."""
-        await self.grpc.stop(_STOP_GRACE_S)
-        self._boundary.calls.refusals.sum_up()
+        """Ends now, on every port; calls in flight are cancelled. Harmless when it has ended."""
+        await asyncio.gather(super().stop(), *(listener.stop() for listener in self._beside))
         await asyncio.to_thread(self._metrics.stop)
 
 
-def _budget(config: ServerConfig) -> RequestBudget:
+def _budget(config: ListenerConfig) -> RequestBudget:
     return RequestBudget(
         max_bytes=config.max_requests_mib << 20,
         message_bytes=config.max_message_mib << 20,
@@ -174,17 +234,19 @@ def _budget(config: ServerConfig) -> RequestBudget:
     )
 
 
-def _options(config: ServerConfig) -> list[tuple[str, int]]:
+def _options(config: ListenerConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", (config.max_message_mib << 20) + _TOLD_BYTES),
-        ("grpc.max_send_message_length", config.max_message_mib << 20),
+        # What is listed may be longer than what is asked.
+        ("grpc.max_send_message_length", max(config.max_message_mib, MAX_MESSAGE_MIB) << 20),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         # Of a message that nobody reads yet, 64 KiB are taken in; with the probe it would be some MiB of every call.
         ("grpc.http2.bdp_probe", 0),
         # A second instance on the same port is an error, not a silent sharing of it.
         ("grpc.so_reuseport", 0),
-        # Clients ping every 30 s; the server tolerates that, and pings as well.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        # Clients ping every 30 s; the server tolerates that, where gRPC's own bound is 5 minutes, and pings as well.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),

@@ -58,7 +58,7 @@ class ControlNetConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: Annotated[str, Field(max_length=128)] = ""
-    gateway: str = "127.0.0.1:8470"
+    gateway: str = "127.0.0.1:8472"
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     controlnets: dict[str, str] = field(default_factory=dict)

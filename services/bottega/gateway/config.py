@@ -9,10 +9,12 @@ from pydantic import ConfigDict, Field
 
 from bottega.config import STRICT
 from bottega.gateway.jobs import MOST_ATTEMPTS
-from bottega.rpc.server import ServerConfig
+from bottega.gateway.join_limits import MAX_NAMELESS
+from bottega.rpc.server import ListenerConfig, ServerConfig
 
 DEFAULT_ADDRESS = "127.0.0.1:8470"
 DEFAULT_METRICS_ADDRESS = "127.0.0.1:8471"
+DEFAULT_FLEET_ADDRESS = "127.0.0.1:8472"
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -27,9 +29,28 @@ class GatewayServerConfig(ServerConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig(ListenerConfig):
+    """The port where services join: for the suite's own machines, and not for those who want pictures.
+
+    max_message_mib: the longest registration, and the longest load, are well below one.
+    max_members_per_peer: services that may be in the fleet at once from one host.
+    joins_per_s: of one host, of services that are no members; max_members_per_peer of them may come together.
+    joins_per_s_by_name: of one name, and over one connection; eight times as many may come together.
+    """
+
+    listen: str = DEFAULT_FLEET_ADDRESS
+    max_message_mib: Annotated[int, Field(ge=2, le=1024)] = 2
+    max_calls: AtLeastOne = 1024
+    max_members_per_peer: AtLeastOne = 160
+    joins_per_s: Seconds = 16.0
+    joins_per_s_by_name: Seconds = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
     """Everything about one gateway.
 
+    fleet: the listener where services join, and are listed.
     max_queued, max_queued_bytes: bounds on the jobs that wait for a worker, in number and in request bytes.
     state: folder of its jobs and images, which nobody else may use; empty is "gateway" in $BOTTEGA_STATE, else in
         bottega in $XDG_STATE_HOME, else in ~/.local/state/bottega.
@@ -54,6 +75,7 @@ class GatewayConfig:
     name: Annotated[str, Field(min_length=1, max_length=128)] = "gateway"
     state: str = ""
     server: GatewayServerConfig = field(default_factory=GatewayServerConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
     max_queued: AtLeastOne = 256
     max_queued_bytes: AtLeastOne = 512 << 20
     max_jobs: AtLeastOne = 10_000
@@ -72,6 +94,12 @@ class GatewayConfig:
     max_image_pixels: AtLeastOne = 4096 * 4096
 
     def __post_init__(self) -> None:
+        # Members, as many that come back, and those that have not said yet who they are.
+        needed = 2 * self.max_members + MAX_NAMELESS
+        if self.fleet.max_calls < needed:
+            raise ValueError(
+                f"fleet.max_calls is {self.fleet.max_calls}; at least twice max_members and {MAX_NAMELESS}: {needed}"
+            )
         if self.max_result_bytes > self.results_bytes:
             raise ValueError(
                 f"max_result_bytes is {self.max_result_bytes}; at most results_bytes, which is {self.results_bytes}"

@@ -13,19 +13,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bottega import rules
-from bottega.errors import Draining, FleetFull, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Violation
+from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable, Violation
 from bottega.gateway.clock import Clock
 from bottega.gateway.hosting import Hosting
+from bottega.gateway.join_limits import JoinBounds, JoinLimits
 from bottega.gateway.lora_sets import lora_set
 from bottega.gateway.members import FleetObserver, Member
 from bottega.gateway.registrations import MAX_MODELS, check_load, check_registration
 from bottega.planning import StepTimes
+from bottega.rpc.peers import host_of
 from bottega.v1 import fleet_pb2, image_pb2
 
 # A worker of the miniature restarts in about 7 s where cores are busy, as measured; half of that is a fair guess.
 _RETRY_AFTER_S = 3.0
 # Between two jobs, or sessions, that a service does not take: one report of its load.
 _REST_S = 0.5
+# After a lease, when whoever waits for its name should come again.
+_AFTER_LEASE_S = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -41,13 +45,13 @@ class _Seen:
 class Fleet:
     """The registry.
 
-    lease_s: silence after which a member is lost. max_members: of all kinds. closed: set when nobody may join any more.
+    lease_s: silence after which a member is lost. closed: set when nobody may join any more.
     lora_stores: that are here, by name; workers are told when others are.
     """
 
-    def __init__(self, *, lease_s: float, model_grace_s: float, max_members: int, clock: Clock) -> None:
+    def __init__(self, *, lease_s: float, model_grace_s: float, bounds: JoinBounds, clock: Clock) -> None:
         self.lease_s = lease_s
-        self._max_members = max_members
+        self._limits = JoinLimits(bounds, clock)
         self._model_grace_s = model_grace_s
         self._clock = clock
         self._members: dict[tuple[int, str], Member] = {}
@@ -58,36 +62,37 @@ class Fleet:
         self.closed = asyncio.Event()
         self.observer: FleetObserver | None = None
 
-    def join(self, registration: fleet_pb2.Registration) -> Member:
-        """A newcomer; it replaces an older member of its name that has gone, or that was at its address.
+    def join(self, registration: fleet_pb2.Registration, *, peer: str = "") -> Member:
+        """A newcomer, or a member whose process has connected again: then its stream takes over and nothing is lost.
 
-        Raises InvalidRequest, also when the name is in use, ModelMismatch, FleetFull, Draining.
+        peer: its connection, as gRPC names it. Raises InvalidRequest, also when the name is in use; Unavailable when
+        its last member may still come back; FleetFull and QueueFull with a time to come again; ModelMismatch; Draining.
         """
         rules.refuse(list(check_registration(registration)))
         if self.closed.is_set():
             raise Draining("the gateway is stopping")
-        now = self._clock.monotonic()
-        key = (registration.kind, registration.name)
+        now, host, instance = self._clock.monotonic(), host_of(peer), registration.instance
+        key, said = (registration.kind, registration.name), _without_instance(registration)
         member = self._members.get(key)
-        if member is not None:
-            self._check_name(registration, member, now)
-        elif len(self._members) >= self._max_members:
-            raise FleetFull(
-                f"the fleet has {self._max_members} members, and max_members of the gateway allows no more",
-                metadata={"max_members": str(self._max_members)},
-            )
-        self._check_models(registration, [other for other in self._members.values() if other is not member])
-        if member is not None and member.registration == registration:
-            member.connected, member.heard_at = True, now
-            member.stream += 1
-            member.wake.set()
-            member.wake = asyncio.Event()
+        if member is not None and member.is_instance(instance):
+            self._reconnect(member, said, host, now)
         else:
+            known = self._limits.known(key, instance)
+            if not known:
+                self._limits.check_rate(peer=peer, host=host, name=said.name)
+            if member is not None:
+                self._check_name(member, now)
+            others = [other for other in self._members.values() if other is not member]
+            if not known:
+                self._limits.check_room(host, (other.host for other in others))
+            self._check_models(said, others)
             if member is not None:
                 self._lose(member)
-            member = self._members[key] = Member(registration=registration, joined_at=now, heard_at=now)
+            member = self._members[key] = Member(
+                registration=said, joined_at=now, heard_at=now, instance=instance, host=host
+            )
         self._see(member, now)
-        _log.info("member joined", extra={"member": member.name, "address": registration.address})
+        _log.info("member joined", extra={"member": member.name, "address": said.address})
         if self.observer:
             self.observer.member_joined(member)
         return member
@@ -197,12 +202,37 @@ class Fleet:
         seen = self._seen.get(model)
         return seen.model.base if seen else ""
 
-    def _check_name(self, registration: fleet_pb2.Registration, member: Member, now: float) -> None:
-        """Two services of one name would push each other out for ever, and lose each other's attempts."""
-        elsewhere = member.registration.address != registration.address
-        if elsewhere and member.connected and member.heard_at > now - self.lease_s:
-            rule = f"{registration.name} is in use by a service at {member.registration.address}; choose another name"
-            raise InvalidRequest(f"name: {rule}", violations=[Violation(field="registration.name", description=rule)])
+    def _reconnect(self, member: Member, said: fleet_pb2.Registration, host: str, now: float) -> None:
+        if member.registration != said:
+            rule = "an instance that has joined must say the same when it connects again"
+            raise InvalidRequest(
+                f"registration: {rule}", violations=[Violation(field="registration", description=rule)]
+            )
+        member.connected, member.heard_at, member.host = True, now, host
+        member.stream += 1
+        member.wake.set()
+        member.wake = asyncio.Event()
+
+    def _check_name(self, member: Member, now: float) -> None:
+        """Whoever comes under the name of another process waits until that one is known to be dead.
+
+        Else two services of one name would push each other out for ever, and anybody could end a member's attempts.
+        """
+        left_s = member.heard_at + self.lease_s - now
+        if left_s <= 0:
+            return
+        retry_s = left_s + _AFTER_LEASE_S
+        if not member.connected:
+            raise Unavailable(
+                f"{member.name} was here until a moment ago, as another process; its lease ends in {left_s:.1f} s",
+                retry_after_s=retry_s,
+            )
+        rule = f"{member.name} is in use by a service at {member.registration.address}; choose another name"
+        raise InvalidRequest(
+            f"name: {rule}",
+            violations=[Violation(field="registration.name", description=rule)],
+            retry_after_s=retry_s,
+        )
 
     def _check_models(self, registration: fleet_pb2.Registration, others: Iterable[Member]) -> None:
         """A job may go to any worker of its model, and go on at any other: so they all must serve the same."""
@@ -227,7 +257,9 @@ class Fleet:
         return whole
 
     def _lose(self, member: Member) -> None:
-        del self._members[member.registration.kind, member.name]
+        key = (member.registration.kind, member.name)
+        del self._members[key]
+        self._limits.remember(key, member.instance, stayed_s=member.heard_at - member.joined_at)
         if member.connected:
             self._see(member, member.heard_at)
         member.connected = False
@@ -252,6 +284,13 @@ class Fleet:
         for member in self._members.values():
             if member.is_worker:
                 member.wake.set()
+
+
+def _without_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registration:
+    said = fleet_pb2.Registration()
+    said.CopyFrom(registration)
+    said.ClearField("instance")
+    return said
 
 
 def _together(models: list[image_pb2.Model]) -> image_pb2.Model:

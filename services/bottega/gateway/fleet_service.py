@@ -9,13 +9,17 @@ from typing import Any
 import grpc
 import psutil
 
-from bottega.errors import DeadlinePassed, Draining, InvalidRequest, Violation
+from bottega.errors import DeadlinePassed, Draining, InvalidRequest, MethodNotServed, Violation
 from bottega.gateway.clock import Clock
+from bottega.gateway.config import DEFAULT_FLEET_ADDRESS
 from bottega.gateway.fleet import Fleet
+from bottega.gateway.join_limits import PendingJoins
 from bottega.gateway.loras import where
 from bottega.gateway.members import Member
 from bottega.gateway.queueing import JobQueue
 from bottega.process.memory import resident_bytes
+from bottega.rpc.budget import full
+from bottega.rpc.peers import host_of
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -34,10 +38,15 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self._this = this
         self._clock = clock
         self._began = clock.monotonic()
+        self._pending = PendingJoins()
 
     async def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
         """See the contract."""
-        member = self._fleet.join(_registration(await self._first(request_iterator)))
+        peer = context.peer()
+        with self._pending.one(host_of(peer)) as crowded_out:
+            first = await self._first(request_iterator, crowded_out)
+        member = self._fleet.join(_registration(first), peer=peer)
+        del first
         stream, wake = member.stream, member.wake
         listening = asyncio.create_task(self._listen(request_iterator, member, stream))
         try:
@@ -74,12 +83,16 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     def _lora_stores(self, member: Member) -> list[worker_pb2.LoraStore]:
         return where(self._fleet.lora_stores) if member.is_worker else []
 
-    async def _first(self, requests: _Requests) -> fleet_pb2.JoinRequest | None:
-        """The first message, or None at the end of the stream. Raises DeadlinePassed, Draining."""
+    async def _first(self, requests: _Requests, crowded_out: asyncio.Future[None]) -> fleet_pb2.JoinRequest | None:
+        """The first message, or None at the end of the stream. Raises DeadlinePassed, Draining, QueueFull."""
         reading = asyncio.ensure_future(anext(aiter(requests), None))
         closing = asyncio.create_task(self._fleet.closed.wait())
         try:
-            await asyncio.wait((reading, closing), timeout=self._fleet.lease_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (reading, closing, crowded_out),
+                timeout=self._fleet.lease_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if reading.done():
                 return reading.result()
         finally:
@@ -88,6 +101,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             await asyncio.gather(reading, closing, return_exceptions=True)
         if self._fleet.closed.is_set():
             raise Draining("the gateway is stopping")
+        if crowded_out.done():
+            raise full("others join as well, and this stream has not said yet who does", limit="joins")
         raise DeadlinePassed(f"no registration came within {self._fleet.lease_s:g} s")
 
     async def _listen(self, requests: _Requests, member: Member, stream: int) -> None:
@@ -102,6 +117,28 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         finally:
             self._fleet.leave(member, stream)
             wake.set()
+
+
+class FleetElsewhere(fleet_pb2_grpc.FleetServiceServicer):
+    """What the public port says to a service, or a client, that looks for the fleet there."""
+
+    def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        """Refused."""
+        raise _elsewhere()
+
+    async def ListMembers(
+        self, request: fleet_pb2.ListMembersRequest, context: _Context
+    ) -> fleet_pb2.ListMembersResponse:
+        """Refused."""
+        raise _elsewhere()
+
+
+def _elsewhere() -> MethodNotServed:
+    return MethodNotServed(
+        "the fleet is not served on this port of the gateway, but on another one: fleet.listen of its configuration,"
+        f" {DEFAULT_FLEET_ADDRESS} unless that says otherwise",
+        metadata={"listener": "fleet"},
+    )
 
 
 def _registration(first: fleet_pb2.JoinRequest | None) -> fleet_pb2.Registration:

@@ -16,11 +16,12 @@ from bottega.gateway.config import GatewayConfig
 from bottega.gateway.controlnet_client import GrpcControlNetClient
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Fleet
-from bottega.gateway.fleet_service import FleetService
+from bottega.gateway.fleet_service import FleetElsewhere, FleetService
 from bottega.gateway.foreman import Foreman
 from bottega.gateway.intake import Intake
 from bottega.gateway.job_log import JobLog
 from bottega.gateway.job_store import SqliteJobStore
+from bottega.gateway.join_limits import JoinBounds
 from bottega.gateway.lora_client import GrpcLoraClient
 from bottega.gateway.loras import LoraDesk
 from bottega.gateway.metrics import GatewayMetrics
@@ -53,12 +54,18 @@ class Gateway:
         self._changed = asyncio.Event()
         self._telling: asyncio.Task[None] | None = None
         self.server = Server("gateway", config.server)
+        self.fleet_listener = self.server.beside(config.fleet, name="fleet")
         self._this = fleet_pb2.Registration(kind=fleet_pb2.SERVICE_KIND_GATEWAY, name=config.name, version=version())
         metrics = GatewayMetrics(self.server.registry)
         fleet = Fleet(
             lease_s=config.lease_s,
             model_grace_s=config.model_grace_s,
-            max_members=config.max_members,
+            bounds=JoinBounds(
+                max_members=config.max_members,
+                max_members_per_peer=config.fleet.max_members_per_peer,
+                joins_per_s=config.fleet.joins_per_s,
+                joins_per_s_by_name=config.fleet.joins_per_s_by_name,
+            ),
             clock=clock,
         )
         placement = Placement(fleet=fleet, clock=clock)
@@ -110,14 +117,11 @@ class Gateway:
             default_deadline_s=config.server.default_deadline_s,
         )
         image_pb2_grpc.add_ImageServiceServicer_to_server(images, self.server.grpc)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetElsewhere(), self.server.grpc)
+        self.server.add_services([image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name])
         members = FleetService(fleet=fleet, queue=queue, this=self._this, clock=clock)
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.server.grpc)
-        self.server.add_services(
-            [
-                image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name,
-                fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name,
-            ]
-        )
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.fleet_listener.grpc)
+        self.fleet_listener.add_services([fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name])
 
     async def warm_up(self) -> None:
         """Starts what the gateway needs; its health says SERVING afterwards, whether or not workers are here.

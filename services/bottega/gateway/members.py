@@ -6,6 +6,7 @@ Knows no other member, no jobs and no calls.
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -23,6 +24,7 @@ class Member:
     loras are digests of those that it has at hand, patched is the set in its weights.
     name: unique in the fleet. is_worker: it draws pictures. is_controlnet_server: it runs ControlNets for workers.
     is_lora_store: workers fetch LoRAs from it.
+    instance: what its process alone knows, and the gateway never shows. host: where its newest stream comes from.
     stream: counts its Join streams; only the newest one speaks for it.
     rests_until: on the monotonic clock; until then it gets nothing new, of jobs or of ControlNets' sessions.
     wake: set when that stream has something to say or shall end; every stream has one of its own.
@@ -31,6 +33,8 @@ class Member:
     registration: fleet_pb2.Registration
     joined_at: float
     heard_at: float
+    instance: str = ""
+    host: str = ""
     load: fleet_pb2.Load = field(default_factory=fleet_pb2.Load)
     steps_left: dict[str, int] = field(default_factory=dict)
     times: StepTimes = field(default_factory=StepTimes)
@@ -63,6 +67,10 @@ class Member:
     def serves(self, model: str) -> bool:
         """Whether it is a worker of that model."""
         return model in self._served
+
+    def is_instance(self, instance: str) -> bool:
+        """Whether it is this very process."""
+        return hmac.compare_digest(self.instance.encode(), instance.encode())
 
     def tell_backlog(self, backlog: int) -> None:
         """Lets its stream say how many jobs wait for it, if that is news."""

@@ -27,6 +27,8 @@ MAX_LORAS = 256
 
 _MAX_CHARACTERS = 128
 _MAX_ADDRESS_CHARACTERS = 256
+# Of what nobody shall guess.
+_INSTANCE_CHARACTERS = (16, 64)
 # A worker takes a few dozen attempts at once, and measures a few sizes of pictures at a few widths of groups.
 _MAX_ENTRIES = 4096
 # A name or an address of a host; no path, no scheme.
@@ -45,6 +47,9 @@ def check_registration(registration: fleet_pb2.Registration) -> Iterator[Violati
     for name in ("version", "device"):
         if len(getattr(registration, name)) > _MAX_CHARACTERS:
             yield _violation(name, f"must be at most {_MAX_CHARACTERS} characters")
+    if not _INSTANCE_CHARACTERS[0] <= len(registration.instance) <= _INSTANCE_CHARACTERS[1]:
+        least, most = _INSTANCE_CHARACTERS
+        yield _violation("instance", f"must be {least} to {most} characters")
     yield from _models(registration)
 
 

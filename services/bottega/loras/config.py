@@ -80,7 +80,7 @@ class LoraConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: Annotated[str, Field(max_length=128)] = ""
-    gateway: str = "127.0.0.1:8470"
+    gateway: str = "127.0.0.1:8472"
     server: ServerConfig = field(default_factory=ServerConfig)
     links: LinksConfig = field(default_factory=LinksConfig)
     imports: ImportConfig = field(default_factory=ImportConfig)

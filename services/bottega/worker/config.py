@@ -92,7 +92,7 @@ class WorkerConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: str = ""
-    gateway: str = "127.0.0.1:8470"
+    gateway: str = "127.0.0.1:8472"
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     codec_processes: AtLeastOne = 1

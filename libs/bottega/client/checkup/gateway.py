@@ -25,8 +25,8 @@ _MOST_NAMES = 8
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
-def check_gateway(address: str) -> Iterator[Finding]:
-    """The gateway at host:port, and its fleet."""
+def check_gateway(address: str, fleet_address: str) -> Iterator[Finding]:
+    """The gateway at host:port, and its fleet, which it lists at another one."""
     try:
         status = _health(address)
     except grpc.RpcError:
@@ -37,7 +37,7 @@ def check_gateway(address: str) -> Iterator[Finding]:
         yield fail(f"the gateway at {address} says {name}", "It starts or stops; bottega logs gateway says more.")
         return
     yield ok(f"the gateway at {address} serves")
-    yield from _check_fleet(address)
+    yield from _check_fleet(fleet_address)
 
 
 def _health(address: str) -> int:
@@ -47,11 +47,18 @@ def _health(address: str) -> int:
     return int(answer.status)
 
 
-def _check_fleet(address: str) -> Iterator[Finding]:
+def _check_fleet(fleet_address: str) -> Iterator[Finding]:
     try:
-        fleet = asyncio.run(_fleet(address))
+        fleet = asyncio.run(_fleet(fleet_address))
     except BottegaError as error:
-        yield fail(f"the gateway does not list its fleet: {error.message}", "bottega logs gateway says more.")
+        at_fault = error.metadata.get("listener") == "fleet"
+        todo = (
+            "Is that fleet.listen of its configuration? (--fleet-address, BOTTEGA_FLEET) Elsewhere it is on loopback."
+        )
+        yield fail(
+            f"the gateway does not list its fleet: {error.message}",
+            todo if at_fault else "bottega logs gateway says more.",
+        )
         return
     workers = [member for member in fleet.members if member.registration.kind == fleet_pb2.SERVICE_KIND_WORKER]
     models = sorted({model.name for worker in workers for model in worker.registration.models})
@@ -85,8 +92,9 @@ def _more(names: Sequence[str]) -> str:
     return f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
 
 
-async def _fleet(address: str) -> fleet_pb2.ListMembersResponse:
-    async with AsyncClient(address, timeout_s=_ANSWER_S, retry=RetryPolicy(patience_s=0.0)) as client:
+async def _fleet(fleet_address: str) -> fleet_pb2.ListMembersResponse:
+    no_patience = RetryPolicy(patience_s=0.0)
+    async with AsyncClient(fleet_address=fleet_address, timeout_s=_ANSWER_S, retry=no_patience) as client:
         return await client.fleet()
 
 
@@ -97,11 +105,15 @@ def _check_ports(address: str) -> Iterator[Finding]:
             f"no gateway answers at {address}", "Is it running, and is the address right? (--address, BOTTEGA_ADDRESS)"
         )
         return
-    own, metrics = int(port), int(port) + 1  # as plan_suite has them
-    taken = [*_check_free(own, "the gateway"), *_check_free(metrics, "the gateway's metrics")]
+    own, metrics, fleet = int(port), int(port) + 1, int(port) + 2  # as plan_suite has them
+    taken = [
+        *_check_free(own, "the gateway"),
+        *_check_free(metrics, "the gateway's metrics"),
+        *_check_free(fleet, "the gateway's fleet"),
+    ]
     yield from taken
     if not taken:
-        yield warn(f"no gateway runs; ports {own} and {metrics} are free for one", "Start one with: bottega up")
+        yield warn(f"no gateway runs; ports {own} to {fleet} are free for one", "Start one with: bottega up")
 
 
 def _check_free(port: int, whose: str) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ _REACH_S = 5.0
 DEFAULT_TIMEOUT_S = 600.0
 
 _KEY = "bottega.address"
+_FLEET_KEY = "bottega.fleet_address"
 _LATE_KEY = "bottega.when_late"
 
 
@@ -29,6 +30,19 @@ def address_option(command: CommandT) -> CommandT:
         metavar="HOST:PORT",
         callback=_chosen,
         help="Gateway to ask; default: the suite that runs here, else 127.0.0.1:8470.",
+    )(command)
+
+
+def fleet_option(command: CommandT) -> CommandT:
+    """Adds --fleet-address, for commands that ask who has joined; `connect` knows it."""
+    return click.option(
+        "--fleet-address",
+        envvar="BOTTEGA_FLEET",
+        show_envvar=True,
+        metavar="HOST:PORT",
+        expose_value=False,
+        callback=_noted_fleet,
+        help="Where the gateway lists its services; default: the suite that runs here, else port 8472 of --address.",
     )(command)
 
 
@@ -50,12 +64,19 @@ def connect(address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Client:
     from bottega.client.retry import RetryPolicy
     from bottega.client.sync import Client
 
-    return Client(address, timeout_s=timeout_s, retry=RetryPolicy(reach_s=_REACH_S))
+    fleet_address = asked_fleet_address(click.get_current_context())
+    return Client(address, fleet_address=fleet_address, timeout_s=timeout_s, retry=RetryPolicy(reach_s=_REACH_S))
 
 
 def asked_address(ctx: click.Context) -> str:
     """The address that the command was given, for what is said about its errors."""
     return str(ctx.meta.get(_KEY, ""))
+
+
+def asked_fleet_address(ctx: click.Context) -> str | None:
+    """Where the command was told to ask for the fleet, if it was."""
+    said: str | None = ctx.meta.get(_FLEET_KEY)
+    return said
 
 
 def advise_when_late(ctx: click.Context, advice: str) -> None:
@@ -71,6 +92,10 @@ def advice_when_late(ctx: click.Context) -> str:
 def _noted(ctx: click.Context, _: click.Parameter, value: float) -> float:
     advise_when_late(ctx, "Allow more time with --timeout SECONDS.")
     return value
+
+
+def _noted_fleet(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
+    ctx.meta[_FLEET_KEY] = value or None
 
 
 def _chosen(ctx: click.Context, _: click.Parameter, value: str | None) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.connection import address_option, connect, fleet_option
 from bottega.client.cli.terminal import note, say
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ _SCENES = 4
 @click.option("--steps", type=click.IntRange(2, 200), help="Of each picture; default: the model's. Take your fewest.")
 @click.option("--model", help="To measure with; default: the only one that is served.")
 @address_option
+@fleet_option
 def command(
     *, name: str, images: Sequence[Path], prompt: str, steps: int | None, model: str | None, address: str
 ) -> None:

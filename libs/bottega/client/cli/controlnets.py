@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.connection import address_option, connect, fleet_option
 from bottega.client.cli.controlnet_profile import command as profile_command
 from bottega.client.cli.terminal import fail, new_table, note, print_table, say
 
@@ -43,6 +43,7 @@ def command() -> None:
 
 @command.command("list")
 @address_option
+@fleet_option
 def list_command(*, address: str) -> None:
     """List the ControlNets that are served now."""
     with connect(address) as client:
@@ -60,6 +61,7 @@ def list_command(*, address: str) -> None:
 @command.command("where")
 @click.argument("name")
 @address_option
+@fleet_option
 def where(*, name: str, address: str) -> None:
     """Say who has the ControlNet NAME, and whether it is loaded there."""
     with connect(address) as client:
@@ -86,6 +88,7 @@ def where(*, name: str, address: str) -> None:
 @click.option("--server", metavar="NAME", help="Only this server, as bottega fleet lists it; default: all of them.")
 @click.option("--revision", metavar="NAME", help="Of what comes from the hub; default: its newest.")
 @address_option
+@fleet_option
 def add(*, name: str, folder: str, server: str | None, revision: str | None, address: str) -> None:
     """Have ControlNet servers host one more, as NAME.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option
+from bottega.client.cli.connection import address_option, asked_fleet_address, fleet_option
 from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import say
 
@@ -23,6 +23,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "red"}
 @click.option("--model", default="miniature", show_default=True, help="Model to look at: miniature, or a folder.")
 @state_option
 @address_option
+@fleet_option
 def command(*, model: str, state: StateFolder, address: str) -> None:
     """Look for what keeps the suite from running.
 
@@ -31,7 +32,7 @@ def command(*, model: str, state: StateFolder, address: str) -> None:
     from bottega.client.checkup.finding import Level
 
     levels = set()
-    for finding in _findings(model, state, address):
+    for finding in _findings(model, state, address, _fleet_address(address)):
         levels.add(finding.level)
         say(f"{click.style(f'{finding.level:<4}', fg=_COLOURS[finding.level])}  {finding.what}")
         if finding.todo:
@@ -39,7 +40,13 @@ def command(*, model: str, state: StateFolder, address: str) -> None:
     raise SystemExit(1 if Level.FAIL in levels else 0)
 
 
-def _findings(model: str, state: StateFolder, address: str) -> Iterator[Finding]:
+def _fleet_address(address: str) -> str:
+    from bottega.client.address import default_fleet_address
+
+    return asked_fleet_address(click.get_current_context()) or default_fleet_address(address)
+
+
+def _findings(model: str, state: StateFolder, address: str, fleet_address: str) -> Iterator[Finding]:
     from bottega.client.checkup import gateway, machine
     from bottega.client.checkup.model import check_model
 
@@ -48,4 +55,4 @@ def _findings(model: str, state: StateFolder, address: str) -> Iterator[Finding]
     yield from machine.check_cores(len(os.sched_getaffinity(0)), os.environ.get("OMP_WAIT_POLICY", ""))
     yield from machine.check_disk(state.root.resolve())
     yield from check_model(model)
-    yield from gateway.check_gateway(address)
+    yield from gateway.check_gateway(address, fleet_address)

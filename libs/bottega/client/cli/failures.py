@@ -25,6 +25,12 @@ _OF_A_DRAWING = frozenset({"spec", "--control", "lora", *GenerationSpec.DESCRIPT
 # What a LoRA store says of itself: what helps with the gateway's does not help here.
 _OF_A_STORE = (errors.StorageUnavailable, errors.DataLoss, errors.TooLarge)
 
+# The gateway's listener for services cannot be reached, or what was asked is another one of its ports.
+_ABOUT_THE_FLEET = (
+    "Say where it is: --fleet-address HOST:PORT or BOTTEGA_FLEET.\n"
+    "Unless it was configured otherwise, only the gateway's own machine reaches it, at port 8472."
+)
+
 # For those whose message says what happened. The nearest class of an error counts.
 _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
     {
@@ -63,10 +69,21 @@ def explained(error: BottegaError, address: str, *, when_late: str = "") -> tupl
     """
     if isinstance(error, errors.DeadlineUnmeetable | OutOfTime):
         return error.message, when_late or _TOO_BUSY
+    return _of_a_part(error) or _of_the_gateway(error, address)
+
+
+def _of_a_part(error: BottegaError) -> tuple[str, str] | None:
+    """What helps where the error is about one part of the suite; its metadata says which."""
+    if error.metadata.get("listener") == "fleet":
+        return error.message, _ABOUT_THE_FLEET
     if error.metadata.get("service") == "loras" and isinstance(error, _OF_A_STORE):
         return error.message, _about_lora_store(error)
     if isinstance(error, errors.DataLoss | errors.NotFinite) and (names := error.metadata.get("loras")):
         return error.message, _about_loras(error, names)
+    return None
+
+
+def _of_the_gateway(error: BottegaError, address: str) -> tuple[str, str]:
     if isinstance(error, errors.TooLarge) and error.metadata.get("limit") == LIMIT:
         return error.message, _SMALLER_IMAGES if error.metadata.get("images") != "0" else "Ask for less at once."
     for kind in type(error).__mro__:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.connection import address_option, connect, fleet_option
 from bottega.client.cli.terminal import new_table, print_table, stderr_console
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ _MOST_NAMES = 6
 
 @click.command("fleet")
 @address_option
+@fleet_option
 @click.option("--once", is_flag=True, help="Print the table once instead of keeping it up to date.")
 def command(address: str, once: bool) -> None:
     """Show the services and their load, live."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.connection import address_option, connect, fleet_option
 from bottega.client.cli.terminal import note, say
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _MINIATURE = "miniature"
 @click.option("--scale", type=float, default=1.0, show_default=True, help="Take the strongest that you draw with.")
 @click.option("--model", help="To measure with; default: the one that NAME was made for.")
 @address_option
+@fleet_option
 def command(
     *, name: str, prompts: tuple[str, ...], steps: tuple[int, ...], scale: float, model: str | None, address: str
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.connection import address_option, connect, fleet_option
 from bottega.client.cli.lora_profile import command as profile_command
 from bottega.client.cli.terminal import fail, new_table, note, print_table, say
 
@@ -50,6 +50,7 @@ def command() -> None:
 
 @command.command("list")
 @address_option
+@fleet_option
 def list_command(*, address: str) -> None:
     """List the LoRAs that the suite has."""
     with connect(address) as client:
@@ -67,6 +68,7 @@ def list_command(*, address: str) -> None:
 @command.command("show")
 @click.argument("name")
 @address_option
+@fleet_option
 def show(*, name: str, address: str) -> None:
     """Say all that is known of the LoRA NAME."""
     with connect(address) as client:
@@ -83,6 +85,7 @@ def show(*, name: str, address: str) -> None:
 @click.option("--base", metavar="MODEL", help="The model that it was made for; default: the store's only one.")
 @click.option("--trigger", "trigger_words", multiple=True, metavar="WORDS", help="That call its style; repeatable.")
 @address_option
+@fleet_option
 def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...], address: str) -> None:
     """Bring a LoRA, and call it NAME.
 
@@ -108,6 +111,7 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
 @command.command("remove")
 @click.argument("name")
 @address_option
+@fleet_option
 def remove(*, name: str, address: str) -> None:
     """Forget the LoRA NAME.
 
@@ -121,6 +125,7 @@ def remove(*, name: str, address: str) -> None:
 @command.command("pin")
 @click.argument("name")
 @address_option
+@fleet_option
 def pin(*, name: str, address: str) -> None:
     """Keep the LoRA NAME in its store's memory, whatever else is used."""
     with connect(address) as client:
@@ -139,6 +144,7 @@ def pin(*, name: str, address: str) -> None:
 @command.command("unpin")
 @click.argument("name")
 @address_option
+@fleet_option
 def unpin(*, name: str, address: str) -> None:
     """Let the LoRA NAME go from its store's memory when others need the room."""
     with connect(address) as client:

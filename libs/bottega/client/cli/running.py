@@ -26,7 +26,7 @@ def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> No
     """Runs until SIGINT, SIGTERM or SIGHUP; a second one does not wait. Raises DoesNotStart."""
     with closing(ServiceLog(state.logs, "suite")) as log:
         supervisor = Supervisor(plan, state, SuiteLines(log, quiet=in_background))
-        asyncio.run(_run(supervisor, lambda seconds: say_ready(plan.address, seconds, state)))
+        asyncio.run(_run(supervisor, lambda seconds: say_ready(plan.address, plan.fleet_address, seconds, state)))
 
 
 class SuiteLines:
@@ -57,11 +57,13 @@ class SuiteLines:
         self._log.write(json.dumps({"time": moment, "level": level, "service": "suite", "event": event, **facts}))
 
 
-def say_ready(address: str, seconds: float, state: StateFolder) -> None:
+def say_ready(address: str, fleet_address: str, seconds: float, state: StateFolder) -> None:
     """The moment to draw something."""
     found = state.root == state_folder() or address == f"127.0.0.1:{DEFAULT_PORT}"
     say(f"Ready after {seconds:.1f} s. Draw something:")
     say(f'  {"" if found else f"BOTTEGA_ADDRESS={address} "}bottega generate "{FIRST_PROMPT}" -o star.png')
+    if not found:
+        say(f"Commands that ask for its services, such as bottega fleet, need BOTTEGA_FLEET={fleet_address} as well.")
 
 
 async def _run(supervisor: Supervisor, on_ready: Callable[[float], None]) -> None:

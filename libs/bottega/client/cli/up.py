@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 @click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of each worker; default: the cores, divided.")
 @click.option(
-    "--port", type=click.IntRange(0, 65534), default=8470, show_default=True, help="Of the gateway; 0 takes a free one."
+    "--port",
+    type=click.IntRange(0, 65533),
+    default=8470,
+    show_default=True,
+    help="Of the gateway, which takes the next two as well; 0 takes free ones.",
 )
 @state_option
 @click.option("-d", "--detach", is_flag=True, help="Return when everything is ready; bottega stop ends it.")
@@ -101,7 +105,7 @@ def _detached(wish: SuiteWish, state: StateFolder) -> None:
         note(error.message)  # it has said already what to do
         raise SystemExit(1) from None
     say(f"Bottega runs in the background as process {began.pid}; logs in {state.logs}; bottega stop ends it.")
-    say_ready(began.address, began.seconds, state)
+    say_ready(began.address, began.fleet_address, began.seconds, state)
 
 
 def _refuse(state: StateFolder) -> None:

@@ -33,6 +33,7 @@ class Background:
 
     pid: int
     address: str
+    fleet_address: str
     seconds: float
 
 
@@ -60,7 +61,12 @@ def start_in_background(wish: SuiteWish, state: StateFolder) -> Background:
     except BaseException:
         process.terminate()
         raise
-    return Background(pid=record.pid, address=record.address, seconds=time.monotonic() - began_s)
+    return Background(
+        pid=record.pid,
+        address=record.address,
+        fleet_address=record.fleet_address,
+        seconds=time.monotonic() - began_s,
+    )
 
 
 def stop_instance(state: StateFolder) -> bool:

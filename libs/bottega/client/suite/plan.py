@@ -38,7 +38,7 @@ class SuiteWish:
     that are added.
     model: "miniature" or a folder in Diffusers' layout. The LoRA store has those in its folder `loras`.
     threads: of each worker; 0 divides the cores over the workers. ControlNet servers share them as one more worker.
-    port: of the gateway; the next one is for its metrics. 0 takes two that are free.
+    port: of the gateway; the next one is for its metrics, the one after that for the fleet. 0 takes any three.
     """
 
     workers: int = 1
@@ -64,9 +64,13 @@ class ServicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuitePlan:
-    """The processes of a suite, the gateway first. workers, controlnet_servers: how many of them join it."""
+    """The processes of a suite, the gateway first. workers, controlnet_servers: how many of them join it.
+
+    address: of the gateway, for those who want pictures. fleet_address: of its listener for services.
+    """
 
     address: str
+    fleet_address: str
     workers: int
     controlnet_servers: int
     threads: int
@@ -75,18 +79,20 @@ class SuitePlan:
 
 def plan_suite(wish: SuiteWish, state: StateFolder) -> SuitePlan:
     """Writes every service's configuration to the state folder and says how to start them."""
-    port, metrics_port = _ports(wish.port)
-    address = f"127.0.0.1:{port}"
+    port, metrics_port, fleet_port = _ports(wish.port)
+    address, fleet = f"127.0.0.1:{port}", f"127.0.0.1:{fleet_port}"
     cores = len(os.sched_getaffinity(0))
     threads = wish.threads or max(1, cores // wish.workers)
     beside = wish.threads or max(1, cores // (wish.workers + 1) // max(1, wish.controlnet_servers))
     server = {"listen": address, "metrics_listen": f"127.0.0.1:{metrics_port}", "drain_grace_s": _DRAIN_GRACE_S}
-    gateway = _service(GATEWAY, "bottega.gateway", {"server": server, "state": str(state.gateway)}, state.config)
-    loras = _service(LORAS, "bottega.loras", _store(wish, address, state), state.config)
-    workers = [_worker(f"worker-{n}", wish, address, threads, state) for n in range(wish.workers)]
-    nets = [_controlnet(f"controlnet-{n}", wish, address, beside, state) for n in range(wish.controlnet_servers)]
+    values = {"server": server, "fleet": {"listen": fleet}, "state": str(state.gateway)}
+    gateway = _service(GATEWAY, "bottega.gateway", values, state.config)
+    loras = _service(LORAS, "bottega.loras", _store(wish, fleet, state), state.config)
+    workers = [_worker(f"worker-{n}", wish, fleet, threads, state) for n in range(wish.workers)]
+    nets = [_controlnet(f"controlnet-{n}", wish, fleet, beside, state) for n in range(wish.controlnet_servers)]
     return SuitePlan(
         address=address,
+        fleet_address=fleet,
         workers=wish.workers,
         controlnet_servers=wish.controlnet_servers,
         threads=threads,
@@ -159,17 +165,18 @@ def _service(name: str, module: str, values: Mapping[str, object], config: Path)
     )
 
 
-def _ports(port: int) -> tuple[int, int]:
-    """The gateway's port and the one of its metrics: `port` and the one after it, or any two if it is 0.
+def _ports(port: int) -> tuple[int, int, int]:
+    """The gateway's port, the one of its metrics and the fleet's: `port` and the two after it, or any three if it is 0.
 
-    Both are free now. Raises PortTaken.
+    All are free now. Raises PortTaken.
     """
     try:
         with (
             socket.create_server(("127.0.0.1", port)) as first,
             # Whoever takes any port may well be given the neighbour of one that somebody else has.
             socket.create_server(("127.0.0.1", port and port + 1)) as second,
+            socket.create_server(("127.0.0.1", port and port + 2)) as third,
         ):
-            return first.getsockname()[1], second.getsockname()[1]
+            return first.getsockname()[1], second.getsockname()[1], third.getsockname()[1]
     except OSError as error:
-        raise PortTaken(f"port {port} or the one after it cannot be used: {error.strerror}") from None
+        raise PortTaken(f"port {port} or one of the two after it cannot be used: {error.strerror}") from None

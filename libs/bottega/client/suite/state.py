@@ -33,13 +33,15 @@ class Child:
 class Record:
     """What a running instance says about itself.
 
-    ready: every service has served since the start.
+    address: host:port of its gateway. ready: every service has served since the start. fleet_address: where its gateway
+    lists the fleet.
     """
 
     pid: int
     address: str
     ready: bool
     children: tuple[Child, ...]
+    fleet_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +103,13 @@ class StateFolder:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
+    def running(self) -> Record | None:
+        """The instance that runs from here; None when none does."""
+        return self.read() if self.is_held() else None
+
     def running_address(self) -> str | None:
         """host:port of the gateway of the instance that runs from here; None when none does."""
-        record = self.read() if self.is_held() else None
+        record = self.running()
         return record.address if record else None
 
     def forget(self) -> None:

@@ -56,18 +56,26 @@ class Supervisor:
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         written, ready = None, False
-        async with AsyncClient(self._plan.address, retry=RetryPolicy(patience_s=0.0)) as client:
+        async with self._client() as client:
             while True:
                 if not ready and await self._all_joined(client):
                     ready = True
                     on_ready()
                 record = Record(
-                    pid=os.getpid(), address=self._plan.address, ready=ready, children=tuple(self._children())
+                    pid=os.getpid(),
+                    address=self._plan.address,
+                    fleet_address=self._plan.fleet_address,
+                    ready=ready,
+                    children=tuple(self._children()),
                 )
                 if record != written:
                     self._state.write(record)
                     written = record
                 await asyncio.sleep(_LOOK_S)
+
+    def _client(self) -> AsyncClient:
+        address, fleet_address = self._plan.address, self._plan.fleet_address
+        return AsyncClient(address, fleet_address=fleet_address, retry=RetryPolicy(patience_s=0.0))
 
     async def _all_joined(self, client: AsyncClient) -> bool:
         if not all(keeper.serving.is_set() for keeper in self._keepers):
