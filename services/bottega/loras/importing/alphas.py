@@ -19,7 +19,8 @@ from pydantic import Field, TypeAdapter
 
 from bottega.errors import BadLora
 from bottega.lora.canonical import COMPONENTS
-from bottega.loras.importing.patterns import ModulePattern, module_patterns, plain
+from bottega.loras.importing.patterns import ModulePattern, module_patterns
+from bottega.plain_text import plain
 
 # Of Diffusers' metadata.
 _METADATA = "lora_adapter_metadata"

@@ -1,8 +1,8 @@
 """Which modules a key of PEFT's alpha_pattern names. PEFT takes any regular expression; a stranger's is never run here.
 
-What is taken is a module's name, and around it what PEFT and its documentation write: `^` and `.*` before it, `$` behind
-it, escaped characters in it. It matches as in PEFT, where a dot that is not escaped stands for any character. Source:
-PEFT's `get_pattern_key`, which looks for (.*\\.)?(KEY)$, and `re.escape`, by which it writes names as keys.
+What is taken is a module's name, and around it what PEFT and its documentation write: `^` and `.*` before it, `$`
+behind it, escaped characters in it. It matches as in PEFT, where a dot that is not escaped stands for any character.
+Source: PEFT's `get_pattern_key`, which looks for (.*\\.)?(KEY)$, and `re.escape`, by which it writes names as keys.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from bottega.errors import BadLora
+from bottega.plain_text import plain
 
 # Diffusers writes a key for each module whose alpha is not the most frequent one; SDXL's UNet has some 800 modules.
 MAX_PATTERNS = 2048
@@ -64,12 +65,6 @@ def module_pattern(key: str) -> ModulePattern:
         whole=bool(taken["begin"]) and not anywhere,
         anywhere=anywhere,
     )
-
-
-def plain(text: str, most: int) -> str:
-    """A stranger's words for a message: at most so many characters, none of which controls a terminal."""
-    shown = text[:most].encode("unicode_escape").decode()
-    return f"{shown}..." if len(text) > most else shown
 
 
 def module_patterns(keys: Iterable[str]) -> tuple[ModulePattern, ...]:
