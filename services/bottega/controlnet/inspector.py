@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 MODULE = "bottega.controlnet.inspecting"
 
 # An interpreter that imports torch and Diffusers takes 4 s; this is for a machine that is busy with everything else.
-_START_S = 120.0
+_START_S = 60.0
 # Of one look; the process itself bounds its time of a processor.
 _DEADLINE_S = 60.0
 _STOP_S = 2.0
