@@ -15,6 +15,7 @@ BottegaError
 ├── ImageNotFound           NOT_FOUND
 ├── RequestIdReused         ALREADY_EXISTS
 ├── LoraExists              ALREADY_EXISTS
+├── ControlNetExists        ALREADY_EXISTS
 ├── FieldNotServed          UNIMPLEMENTED
 ├── MethodNotServed         UNIMPLEMENTED
 ├── JobNotFinished          FAILED_PRECONDITION
@@ -189,6 +190,13 @@ class ControlNetNotFound(BottegaError):
 
     code = Code.NOT_FOUND
     reason = error_pb2.ERROR_REASON_CONTROLNET_NOT_FOUND
+
+
+class ControlNetExists(BottegaError):
+    """The server's configuration has a ControlNet of that name, which nobody may replace."""
+
+    code = Code.ALREADY_EXISTS
+    reason = error_pb2.ERROR_REASON_CONTROLNET_EXISTS
 
 
 class JobNotFound(BottegaError):

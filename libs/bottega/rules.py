@@ -29,6 +29,8 @@ MAX_ADAPTERS = 8
 MAX_PROFILES = 16
 MAX_IMAGES = 8
 MAX_STEPS = 200
+# In a ControlNet's folder, with those in it; a hub's repository of one has some tens.
+MAX_CONTROLNET_FILES = 10_000
 MAX_SIDE = 1 << 14
 MAX_GUIDANCE_SCALE = 50
 # Seeds of all images stay exactly representable in a JSON number.

@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 
 OK = grpc.StatusCode.OK
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
+ALREADY_EXISTS = grpc.StatusCode.ALREADY_EXISTS
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
 UNSERVED = grpc.StatusCode.UNIMPLEMENTED
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE

@@ -9,10 +9,14 @@ from google.protobuf.message import Message
 
 from bottega.v1 import controlnet_pb2
 from bottega.v1.controlnet_pb2 import ResidualProfile
-from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, Case, case_of, shown
+from tests.fuzz.case import ALREADY_EXISTS, INF, INVALID, NAN, NOT_FOUND, Case, case_of, shown
+from tests.hostile_controlnets import FOLDERS
 
 NET = "edges"
 """A ControlNet that the server hosts, and its folder below the root."""
+
+ROOT_PREFIX = "bottega-fuzz-root-"
+"""How the name of the root begins. Beside NET it has the folders of hostile_controlnets."""
 
 # Values of a field that are taken, and that are not.
 _PROFILES: tuple[tuple[str, tuple[Any, ...], tuple[Any, ...]], ...] = (
@@ -79,6 +83,10 @@ def _folders() -> Iterator[Case]:
         yield case_of("AddControlNet", f"name {shown(name)}", added(name=name), INVALID, "name")
     for folder in ("", "/", "..", f"{NET}/../..", "/etc", "nobody", "\0", "x" * 4096, "x" * 4097, "~", "$HOME"):
         yield case_of("AddControlNet", f"folder {shown(folder)}", added(folder=folder), INVALID, "folder")
+    configured = added(name=NET, folder=NET)
+    yield case_of("AddControlNet", "a name of the configuration", configured, ALREADY_EXISTS)
+    for wrong, folder in FOLDERS.items():
+        yield case_of("AddControlNet", f"a folder with {wrong}", added(folder=folder), INVALID, "folder")
     yield case_of("AddControlNet", "nothing at all", added(name="", folder=""), INVALID, "name", "folder")
 
 

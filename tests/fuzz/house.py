@@ -10,9 +10,12 @@ Knows how they are set up and how much memory they have; sends nothing.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import psutil
@@ -22,9 +25,10 @@ from bottega.miniature import WEIGHTS
 from bottega.rpc.channel import channel_options
 from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, lora_pb2_grpc
 from tests.fuzz.calls import MESSAGE_MIB, Caller
-from tests.fuzz.controlnets import NET
+from tests.fuzz.controlnets import NET, ROOT_PREFIX
 from tests.fuzz.hosting import HOSTED, hosting
 from tests.fuzz.lora_store import ROOT, registered
+from tests.hostile_controlnets import hostile_folders
 from tests.running import SMALL_ENGINE, Service, Services, gateway_config, wait_until, worker_config
 
 # Small bounds are full after the first requests: what grows later is a leak.
@@ -37,13 +41,12 @@ _GATEWAY: Mapping[str, object] = {
     "fleet": {**_FLEET, "joins_per_s": 10_000, "joins_per_s_by_name": 10_000},
 }
 _ENGINE = {**SMALL_ENGINE, "max_pixels": 128 * 128}
-_NETS: dict[str, object] = {
+_NETS: Mapping[str, object] = {
     "name": "alone",
     "gateway": "",
     "server": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"},
     "engine": {"threads": 1, "budget_bytes": 8 << 20},  # of 3.2 MiB each
     "controlnets": {NET: str(WEIGHTS / "controlnets" / NET)},
-    "root": str(WEIGHTS / "controlnets"),
 }
 _STORE: dict[str, object] = {
     "name": "store",
@@ -108,11 +111,21 @@ class House:
 @contextmanager
 def running_house(services: Services) -> Iterator[House]:
     """Starts all; the worker has joined."""
+    with tempfile.TemporaryDirectory(prefix=ROOT_PREFIX) as folder:
+        root = Path(folder).resolve()
+        shutil.copytree(WEIGHTS / "controlnets" / NET, root / NET)
+        hostile_folders(root)
+        with _house(services, root) as house:
+            yield house
+
+
+@contextmanager
+def _house(services: Services, root: Path) -> Iterator[House]:
     gateway = services.start("bottega.gateway", gateway_config(**_GATEWAY), name="gateway")
     worker = services.start(
         "bottega.worker", worker_config(gateway.fleet, name="fuzzed", engine=_ENGINE), name="worker"
     )
-    nets = services.start("bottega.controlnet", _NETS, name="nets")
+    nets = services.start("bottega.controlnet", {**_NETS, "root": str(root)}, name="nets")
     store = services.start("bottega.loras", _STORE, name="store")
     options = channel_options(MESSAGE_MIB)
     with (

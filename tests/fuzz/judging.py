@@ -12,6 +12,7 @@ import grpc
 from bottega.miniature import WEIGHTS
 from tests.fuzz.calls import Outcome
 from tests.fuzz.case import Case
+from tests.fuzz.controlnets import ROOT_PREFIX
 
 _S = grpc.StatusCode
 
@@ -26,14 +27,15 @@ _ALSO = {
     "Join": {_S.FAILED_PRECONDITION, _S.UNAVAILABLE},
     # UNIMPLEMENTED: the worker runs no ControlNets.
     "RunAttempt": {_S.FAILED_PRECONDITION, _S.CANCELLED, _S.ABORTED, _S.UNIMPLEMENTED, _S.UNAVAILABLE},
-    "AddControlNet": {_S.FAILED_PRECONDITION},
+    # ALREADY_EXISTS: the one that is configured.
+    "AddControlNet": {_S.FAILED_PRECONDITION, _S.ALREADY_EXISTS},
     # Another LoRA of that name; one that somebody has asked for a moment ago.
     "UploadLora": {_S.ALREADY_EXISTS},
     "RegisterLora": {_S.ALREADY_EXISTS},
     "DeleteLora": {_S.FAILED_PRECONDITION},
 }
 # The folders themselves; what lies in them is nobody's business.
-_ROOTS = re.compile(re.escape(str(WEIGHTS)) + r"(?:/loras|/controlnets)?(?!/)")
+_ROOTS = re.compile(re.escape(str(WEIGHTS)) + rf"(?:/loras|/controlnets)?(?!/)|/[^\s:]*/{ROOT_PREFIX}\w+(?![/\w])")
 _IMPORTS = frozenset({"UploadLora", "RegisterLora"})
 _BELOW_ROOT = frozenset({"AddControlNet", "RegisterLora"})
 # Paths, addresses of hosts and of memory, and what libraries of ours say.

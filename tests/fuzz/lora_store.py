@@ -5,6 +5,7 @@ past. Sends nothing.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,7 +103,17 @@ def _uploads() -> Iterator[Case]:
     ]
     for field, facts in wrong:
         yield _upload(f"{field} {shown(facts[field])}", [pb.UploadLoraRequest(head=_head(**facts)), whole], field)
+    # Of the last one, .4 KB, regular expressions as PEFT runs them would take hours.
+    for key in ("(", "(a+)+$", "to_q|to_k", "x" * 513, "(.*.*.*)*x" * 40):
+        config = json.dumps({"alpha_pattern": {key: 1}}).encode()
+        yield _upload(f"alpha_pattern {shown(key)}", [pb.UploadLoraRequest(head=_head(adapter_config=config)), whole])
+    for name, text in {"nested deep": b"[" * 100_000, "a flood of keys": _many_keys()}.items():
+        yield _upload(f"a configuration {name}", [pb.UploadLoraRequest(head=_head(adapter_config=text)), whole])
     yield from _parts(whole)
+
+
+def _many_keys() -> bytes:
+    return json.dumps({"alpha_pattern": {f"a{number}": 1 for number in range(50_000)}}).encode()
 
 
 def _parts(whole: pb.UploadLoraRequest) -> Iterator[Case]:

@@ -29,6 +29,8 @@ from tests.stock import Pixels
 SERVER = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "drain_grace_s": 5.0}
 # A picture takes a second; a server that dies on the way costs some more, and the machine may be busy.
 DRAW_S = 60.0
+# The first one that is added waits for a process that looks at it, which imports torch.
+ADD_S = 60.0
 # Two beats of an engine.
 _BEAT_S = 0.25
 
@@ -77,7 +79,7 @@ class ControlNetServer:
     def add(self, name: str, folder: str) -> controlnet_pb2.HostedControlNet:
         """AddControlNet."""
         request = controlnet_pb2.AddControlNetRequest(name=name, folder=folder)
-        return self._stub.AddControlNet(request, timeout=10).controlnet
+        return self._stub.AddControlNet(request, timeout=ADD_S).controlnet
 
     def set_profile(
         self, name: str, digest: str, profile: controlnet_pb2.ResidualProfile

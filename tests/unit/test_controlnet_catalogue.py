@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bottega import rules
 from bottega.controlnet.catalogue import Catalogue
-from bottega.errors import ConfigError, InvalidRequest, StorageUnavailable
+from bottega.errors import ConfigError, ControlNetExists, InvalidRequest, StorageUnavailable
 
 
 @pytest.fixture
@@ -81,3 +82,50 @@ def test_what_cannot_be_written_is_not_remembered(root: Path, tmp_path: Path) ->
     with pytest.raises(StorageUnavailable, match="cannot be written"):
         mine.add("edges", root / "edges")
     assert mine.folders == {}
+
+
+def test_a_name_of_the_configuration_cannot_be_added_also_after_a_restart(root: Path, tmp_path: Path) -> None:
+    before = catalogue(root, tmp_path)
+    before.add("edges", before.checked("edges", "edges"))
+    for _ in range(2):
+        mine = catalogue(root, tmp_path, edges="/somewhere")
+        with pytest.raises(ControlNetExists, match="configuration has a ControlNet edges"):
+            mine.checked("edges", "deep/depth")
+        assert mine.folders["edges"] == Path("/somewhere")
+        assert mine.root_of("edges") is None
+        mine.add("depth", mine.checked("depth", "deep/depth"))
+    # What was added is remembered for when the configuration has the name no more.
+    after = catalogue(root, tmp_path)
+    assert after.folders == {"edges": root / "edges", "depth": root / "deep" / "depth"}
+    assert after.root_of("edges") == root
+
+
+@pytest.mark.parametrize("file", ["config.json", "weights.safetensors", "deep/other.safetensors"])
+def test_a_file_of_a_folder_that_is_a_link_out_of_the_root_is_refused(root: Path, tmp_path: Path, file: str) -> None:
+    (root / "edges" / "deep").mkdir()
+    (tmp_path / "outside" / "secret").touch()
+    (root / "edges" / file).symlink_to(tmp_path / "outside" / "secret")
+    with pytest.raises(InvalidRequest, match=f"{Path(file).name} must be below .*, links followed") as refusal:
+        catalogue(root, tmp_path).checked("edges", "edges")
+    assert [violation.field for violation in refusal.value.violations] == ["folder"]
+
+
+def test_a_snapshot_of_the_hub_is_taken_where_its_blobs_are_below_the_root(root: Path, tmp_path: Path) -> None:
+    repo = root / "models--owner--name"
+    snapshot = repo / "snapshots" / "1"
+    for folder in (repo / "blobs", snapshot):
+        folder.mkdir(parents=True)
+    for blob, name in (("ab", "config.json"), ("cd", "diffusion_pytorch_model.safetensors")):
+        (repo / "blobs" / blob).touch()
+        (snapshot / name).symlink_to(Path("../../blobs") / blob)
+    assert catalogue(root, tmp_path).checked("net", str(snapshot)) == snapshot
+    with pytest.raises(InvalidRequest, match="links followed"):
+        catalogue(snapshot, tmp_path).checked("net", ".")
+
+
+def test_a_folder_of_very_many_files_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "MAX_CONTROLNET_FILES", 3)
+    for number in range(4):
+        (root / "edges" / str(number)).touch()
+    with pytest.raises(InvalidRequest, match="over 3 files"):
+        catalogue(root, tmp_path).checked("edges", "edges")

@@ -13,6 +13,7 @@ from bottega.controlnet import server as server_module
 from bottega.controlnet.catalogue import Catalogue
 from bottega.controlnet.config import ControlNetConfig, EngineConfig
 from bottega.controlnet.engine_front import EngineFront
+from bottega.controlnet.inspector import Inspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.profiles import Profiles
 from bottega.controlnet.server import ControlNetServer
@@ -32,7 +33,7 @@ class Engine(EngineFront):
         self.drains = 0
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def host(self, name: str, folder: Path) -> HostedControlNet:
+    async def host(self, name: str, folder: Path, root: Path | None = None) -> HostedControlNet:
         """See EngineFront."""
         self.asked.append(name)
         while not self.lives.is_set():
@@ -168,6 +169,7 @@ def _server(engine: Engine, folder: Path, set_serving: Callable[[bool], Awaitabl
         catalogue=Catalogue(folder / "catalogue.json", root=None, fixed=config.controlnets),
         profiles=Profiles(folder / "profiles.json"),
         engine=engine,
+        inspector=Inspector(),
         metrics=ControlNetMetrics(CollectorRegistry()),
         address=lambda: "a:1",
         set_serving=set_serving,

@@ -387,7 +387,7 @@ def test_what_is_strong_and_still_a_number_is_taken(base: Base, tmp_path: Path, 
         (b'{"peft_type": "LOHA"}', "LOHA"),
         (b'{"use_dora": true}', "DoRA"),
         (b'{"init_lora_weights": "pissa_niter_4"}', "pissa"),
-        (b'{"alpha_pattern": {"(": 1}}', "regular expression"),
+        (b'{"alpha_pattern": {"(": 1}}', "alpha_pattern '(' is not taken"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_refused(base: Base, tmp_path: Path, config: bytes, says: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,15 +139,22 @@ def digest(folder: Path) -> str:
     return files_digest(folder, [index, *(path for part in parts for path in part.rglob("*"))])
 
 
-def files_digest(folder: Path, paths: Iterable[Path]) -> str:
-    """SHA-256 over the names and contents of those files in the folder that weights or configurations are in, hex."""
+def files_digest(folder: Path, paths: Iterable[Path], *, hashed: Callable[[Path], str] | None = None) -> str:
+    """SHA-256 over the names and contents of those files in the folder that weights or configurations are in, hex.
+
+    hashed: of a file's content, SHA-256 as hex; without it all of the file is read, wherever links lead.
+    """
     total = hashlib.sha256()
     for path in sorted(paths):
         if path.suffix in {".json", ".safetensors", ".txt"}:
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
+            content = (hashed or _sha256)(path)
             total.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
     return total.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _defaults(folder: Path, size: int, config: dict[str, Any]) -> Defaults:

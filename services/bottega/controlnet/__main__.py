@@ -11,6 +11,7 @@ from dataclasses import replace
 from bottega.controlnet.catalogue import Catalogue
 from bottega.controlnet.config import ControlNetConfig, EngineConfig
 from bottega.controlnet.engine_front import EngineFront
+from bottega.controlnet.inspector import Inspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.profiles import Profiles
 from bottega.controlnet.server import ControlNetServer, open_catalogue
@@ -45,6 +46,7 @@ async def _life(settings: ControlNetConfig, catalogue: Catalogue, profiles: Prof
             catalogue=catalogue,
             profiles=profiles,
             engine=engine,
+            inspector=Inspector(),
             metrics=ControlNetMetrics(server.registry),
             address=lambda: server.address,
             set_serving=server.set_serving,

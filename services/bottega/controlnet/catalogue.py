@@ -11,7 +11,8 @@ from pathlib import Path
 
 from bottega import rules
 from bottega.controlnet.record import read_record, unusable, write_record
-from bottega.errors import ConfigError, InvalidRequest, TooLarge, Violation
+from bottega.errors import ConfigError, ControlNetExists, InvalidRequest, TooLarge, Violation
+from bottega.storage.below import check_below, listed, resolved_below
 
 _log = logging.getLogger(__name__)
 
@@ -37,17 +38,26 @@ class Catalogue:
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The folder of each, by name."""
-        return {**self._fixed, **{name: Path(folder) for name, folder in self._added.items()}}
+        """The folder of each, by name. Those of the configuration stay what they are, whatever was added."""
+        return {**{name: Path(folder) for name, folder in self._added.items()}, **self._fixed}
+
+    def root_of(self, name: str) -> Path | None:
+        """Below which all files of this one must be, links followed; None for one of the configuration."""
+        return None if name in self._fixed else self.root
 
     def checked(self, name: str, folder: str) -> Path:
-        """The folder that a caller may add under this name. Raises InvalidRequest, TooLarge when there are too many."""
+        """The folder that a caller may add under this name.
+
+        Raises InvalidRequest, ControlNetExists for a name of the configuration, TooLarge when there are too many.
+        """
         violations = []
         if not rules.is_adapter_name(name):
             violations.append(Violation(field="name", description="cannot be the name of a ControlNet"))
         if not 0 < len(folder) <= _MAX_PATH_CHARACTERS or "\0" in folder:
             violations.append(Violation(field="folder", description="must be the path of a folder"))
         rules.refuse(violations)
+        if name in self._fixed:
+            raise ControlNetExists(f"the server's configuration has a ControlNet {name}; add it under another name")
         if name not in self.folders and len(self.folders) >= _MOST:
             raise TooLarge(
                 f"the server hosts {_MOST} ControlNets, as many as it may", metadata={"limit": "controlnets"}
@@ -64,16 +74,17 @@ class Catalogue:
         if self.root is None:
             raise _refused("this server lets nobody add ControlNets: its configuration has no root")
         try:
-            path = (self.root / folder).resolve()
+            path = resolved_below(Path(folder), self.root)
             there = path.is_dir()
         except OSError as error:  # as a name that is too long for the disk
-            raise _refused(f"cannot be looked at: {error.strerror}") from None
-        except RuntimeError:  # Path.resolve's word for it
-            raise _refused("cannot be looked at: its links lead in circles") from None
-        if not path.is_relative_to(self.root):
-            raise _refused(f"must be below {self.root}, links followed")
+            raise _refused(error.strerror or "cannot be looked at") from None
         if not there:
             raise _refused("is no folder on the server's machine")
+        try:
+            read = listed(path, ".safetensors", most=rules.MAX_CONTROLNET_FILES, deep=True)
+            check_below([path / "config.json", *read], self.root)
+        except OSError as error:
+            raise _refused(f"{error.filename} {error.strerror}") from None
         return path
 
     def _read(self) -> dict[str, str]:
@@ -81,6 +92,11 @@ class Catalogue:
         for name, folder in read_record(self._file).items():
             if not isinstance(folder, str):
                 raise unusable(self._file, "it is no object of names and folders")
+            if name in self._fixed:  # remembered all the same: the configuration may lose it again
+                kept[name] = folder
+                facts = {"controlnet": name, "folder": folder}
+                _log.warning("an added ControlNet is not hosted: the configuration has its name", extra=facts)
+                continue
             try:
                 kept[name] = str(self._checked_again(name, folder))
             except InvalidRequest as error:

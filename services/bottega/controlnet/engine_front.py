@@ -53,10 +53,13 @@ class EngineFront(process.EngineFront[pb.ControlNetEngineCommand, pb.ControlNetE
         """Has no sessions opened any more. Raises Unavailable when there is no engine."""
         self.send(pb.ControlNetEngineCommand(drain=pb.ControlNetEngineDrain()))
 
-    async def host(self, name: str, folder: Path) -> HostedControlNet:
-        """Hosts a ControlNet. Raises ControlNetUnusable, Unavailable when there is no engine."""
+    async def host(self, name: str, folder: Path, root: Path | None = None) -> HostedControlNet:
+        """Hosts a ControlNet. root: outside of which no file of it may be; None: wherever they are.
+
+        Raises InvalidRequest, ControlNetUnusable, Unavailable when there is no engine.
+        """
         number = next(self._numbers)
-        host = pb.ControlNetEngineHost(request=number, name=name, folder=str(folder))
+        host = pb.ControlNetEngineHost(request=number, name=name, folder=str(folder), root=str(root or ""))
         answer = await self._ask(number, pb.ControlNetEngineCommand(host=host), _HOST_S)
         assert isinstance(answer, pb.ControlNetEngineHosted)
         return answer.controlnet

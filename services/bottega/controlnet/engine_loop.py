@@ -89,7 +89,8 @@ class EngineProcess:
     def _host(self, command: pb.ControlNetEngineHost) -> None:
         hosted = pb.ControlNetEngineHosted(request=command.request)
         try:
-            hosted.controlnet.CopyFrom(self._hosts.add(command.name, Path(command.folder)))
+            root = Path(command.root) if command.root else None
+            hosted.controlnet.CopyFrom(self._hosts.add(command.name, Path(command.folder), root))
         except Exception as error:  # noqa: BLE001 - the boundary of a command: a wrong one is not the others'
             hosted.error.CopyFrom(to_job_error(named(error)))
         self._say(pb.ControlNetEngineEvent(hosted=hosted))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -62,14 +62,19 @@ class Hosts:
         self._lock = threading.Lock()
         self.shelf = ControlNetShelf(self._sources, budget_bytes=budget_bytes, device=device, load=self._load)
 
-    def add(self, name: str, folder: Path) -> HostedControlNet:
-        """Hosts what is in the folder under that name, from now on. Raises ControlNetUnusable."""
+    def add(self, name: str, folder: Path, root: Path | None = None) -> HostedControlNet:
+        """Hosts what is in the folder under that name, from now on. root: outside of which no file of it may be.
+
+        Raises InvalidRequest, ControlNetUnusable.
+        """
+        found = find_controlnet(name, folder, base=None, dtype=self._dtype, root=root)
         try:
-            found_digest = controlnet_digest(folder)
-        except OSError as error:
-            raise ControlNetUnusable(f"ControlNet {name} cannot be read: {folder}: {error.strerror}") from None
+            found_digest = controlnet_digest(folder, root)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            raise ControlNetUnusable(f"ControlNet {name} cannot be read: {why}") from None
         version = f"{name}@{found_digest[:_VERSION_CHARACTERS]}"
-        source = find_controlnet(version, folder, base=None, dtype=self._dtype)
+        source = replace(found, name=version)
         with self._lock:
             before = self._hosts.get(name)
             if before is not None and before.source.name != version:

@@ -15,6 +15,7 @@ from pathlib import Path
 from bottega.controlnet.catalogue import Catalogue
 from bottega.controlnet.config import ControlNetConfig
 from bottega.controlnet.engine_front import EngineFront
+from bottega.controlnet.inspector import Inspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.profiles import Profiles
 from bottega.errors import BottegaError, ControlNetNotFound, Draining, InternalError, Unavailable
@@ -46,6 +47,7 @@ class ControlNetServer:
         catalogue: Catalogue,
         profiles: Profiles,
         engine: EngineFront,
+        inspector: Inspector,
         metrics: ControlNetMetrics,
         address: Callable[[], str],
         set_serving: Callable[[bool], Awaitable[None]],
@@ -57,6 +59,7 @@ class ControlNetServer:
         self._catalogue = catalogue
         self._profiles = profiles
         self._engine = engine
+        self._inspector = inspector
         self._metrics = metrics
         self._address = address
         self._set_serving = set_serving
@@ -100,11 +103,11 @@ class ControlNetServer:
     async def add(self, name: str, folder: str) -> HostedControlNet:
         """Hosts one more and remembers it.
 
-        Raises InvalidRequest, TooLarge, ControlNetUnusable, StorageUnavailable, Unavailable.
+        Raises InvalidRequest, ControlNetExists, TooLarge, ControlNetUnusable, StorageUnavailable, Unavailable.
         """
         async with self._adding:
             path = await asyncio.to_thread(self._catalogue.checked, name, folder)
-            hosted = await self._engine.host(name, path)
+            hosted = await self._host(name, path)
             await asyncio.to_thread(self._catalogue.add, name, path)
         self._hosts_now(hosted)
         _log.info("a ControlNet is hosted", extra={"controlnet": name, "folder": str(path)})
@@ -148,6 +151,7 @@ class ControlNetServer:
         for task in [*self._tasks, *([self._hosting] if self._hosting else [])]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._inspector.stop()
         await self._engine.stop()
 
     async def engine_ready(self, ready: ControlNetEngineReady) -> None:
@@ -189,7 +193,7 @@ class ControlNetServer:
         """Has a new engine host what the catalogue says, then joins the fleet."""
         for name, folder in self._catalogue.folders.items():
             try:
-                self._hosts_now(await self._engine.host(name, folder))
+                self._hosts_now(await self._host(name, folder))
             except BottegaError as error:
                 facts = {"controlnet": name, "folder": str(folder), "text": error.message}
                 _log.error("a ControlNet cannot be hosted", extra=facts)
@@ -200,6 +204,13 @@ class ControlNetServer:
         if self._config.gateway and self._membership is None:
             self._membership = self._join()
             self._membership.start()
+
+    async def _host(self, name: str, folder: Path) -> HostedControlNet:
+        """Has it hosted; what a caller has added is looked at first, where that hurts nobody."""
+        root = self._catalogue.root_of(name)
+        if root is not None:
+            await self._inspector.inspect(name, folder, root)
+        return await self._engine.host(name, folder, root)
 
     def _join(self) -> FleetMembership:
         registration = fleet_pb2.Registration(
@@ -240,7 +251,8 @@ class ControlNetServer:
     async def _measure(self) -> None:
         while True:
             try:
-                self._memory_bytes = resident_bytes([os.getpid(), *([self._engine.pid] if self._engine.pid else [])])
+                children = [pid for pid in (self._engine.pid, self._inspector.pid) if pid]
+                self._memory_bytes = resident_bytes([os.getpid(), *children])
             except Exception:  # noqa: BLE001 - the boundary of the task: without it the figure stays as it is for ever
                 _log.exception("memory could not be measured")
             await asyncio.sleep(_MEMORY_INTERVAL_S)

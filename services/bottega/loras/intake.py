@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from bottega.loras.importing.importer import Import, Importer, ImportSource
 from bottega.loras.metrics import LoraMetrics
 from bottega.loras.receiving import Upload, check_upload, receive
 from bottega.loras.records import LoraRecord
+from bottega.storage.below import check_below, resolved_below
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +103,7 @@ class Intake:
         rules.refuse(violations)
         with self._counted():
             source, size_bytes = await asyncio.to_thread(self._below_root, path)
-            return await self._import(brought, [ImportSource(path=source)], size_bytes)
+            return await self._import(brought, [ImportSource(path=source, root=self._root)], size_bytes)
 
     async def bring(self, brought: Brought, path: Path) -> LoraRecord:
         """Takes in what the store's own configuration names, wherever it is. Raises as `upload` does."""
@@ -188,13 +190,9 @@ class Intake:
         """The path with its links followed, and the bytes of what would be read of it."""
         if self._root is None:
             raise _refused("this store lets nobody register paths: its configuration has no imports.root")
-        source = (self._root / path).resolve()
-        if not source.is_relative_to(self._root):
-            raise _refused(f"must be below {self._root}, links followed")
         with _reading():
-            strangers = [file for file in _imported(source) if not file.resolve().is_relative_to(self._root)]
-        if strangers:
-            raise _refused(f"{strangers[0].name} must be below {self._root}, links followed")
+            source = resolved_below(Path(path), self._root)
+            check_below(_imported(source), self._root)
         return source, self._measured(source)
 
     def _measured(self, source: Path) -> int:
@@ -224,6 +222,8 @@ def _reading() -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EXDEV:
+            raise _refused(f"{error.filename} {error.strerror}" if error.filename else str(error.strerror)) from error
         raise _refused(f"the store cannot read it: {error.strerror}") from error
 
 

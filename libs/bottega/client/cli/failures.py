@@ -39,6 +39,7 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
         errors.LoraUnusable: "bottega loras lists which model each is for; bottega models what is served.",
         errors.ControlNetNotFound: "bottega controlnets lists what is served.",
         errors.ControlNetUnusable: "bottega controlnets lists which model each is for; bottega models what is served.",
+        errors.ControlNetExists: "Add it under another name; bottega controlnets lists those that are taken.",
         errors.JobNotFound: "bottega jobs lists those that are remembered.",
         errors.ImageNotFound: "bottega generate with the same seed draws the same picture again.",
         errors.JobNotFinished: "bottega jobs watch ID follows it.",

@@ -3,13 +3,14 @@
 What a server's engine and a worker on its own both use. Knows rows and conditions; knows no wire and no links.
 """
 
+from bottega.diffusion.controlnets.folder import controlnet_digest
 from bottega.diffusion.controlnets.group import ControlRow, run_group, write_residuals
 from bottega.diffusion.controlnets.layout import ControlLayout, base_layout, read_base_layout
 from bottega.diffusion.controlnets.local import LocalControlNets
 from bottega.diffusion.controlnets.network import (
     ControlNet,
     ControlNetSource,
-    controlnet_digest,
+    check_weights,
     find_controlnet,
     load_controlnet,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "Hold",
     "LocalControlNets",
     "base_layout",
+    "check_weights",
     "controlnet_digest",
     "find_controlnet",
     "load_controlnet",

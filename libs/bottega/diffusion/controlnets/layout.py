@@ -13,9 +13,8 @@ from itertools import groupby, repeat
 from pathlib import Path
 from typing import Any
 
-# SDXL's original size, crop and target size: what time_ids are.
-_TIME_IDS = 6
-_ADDED = "text_time"
+from bottega.diffusion.controlnets.configuration import TEXT_TIME, TIME_IDS, NetworkConfig
+
 # By the contract.
 _MAX_BASE_CHARACTERS = 128
 
@@ -73,16 +72,16 @@ def read_base_layout(folder: Path) -> ControlLayout:
     return base_layout(unet, 2 ** (len(vae["block_out_channels"]) - 1))
 
 
-def controlnet_layout(config: Mapping[str, Any]) -> ControlLayout:
-    """Of a ControlNet, from its configuration."""
+def controlnet_layout(config: NetworkConfig) -> ControlLayout:
+    """Of a ControlNet, from its configuration, all of whose numbers have been checked."""
     # The embedding of the control image halves it between each two of its widths.
-    return _layout(config, 2 ** (len(config["conditioning_embedding_out_channels"]) - 1))
+    return _layout(config.fields, 2 ** (len(config.conditioning_embedding_out_channels) - 1))
 
 
 def _layout(config: Mapping[str, Any], latent_scale: int) -> ControlLayout:
     pooled = 0
-    if config.get("addition_embed_type") == _ADDED:
-        pooled = config["projection_class_embeddings_input_dim"] - _TIME_IDS * config["addition_time_embed_dim"]
+    if config.get("addition_embed_type") == TEXT_TIME:
+        pooled = config["projection_class_embeddings_input_dim"] - TIME_IDS * config["addition_time_embed_dim"]
     return ControlLayout(
         latent_channels=config["in_channels"],
         context_width=config["cross_attention_dim"],

@@ -1,30 +1,31 @@
 """A ControlNet: found in a folder in Diffusers' layout, checked, measured before it is loaded, loaded, run.
 
-Only safetensors are opened. Knows no sessions and nobody's budget.
+Only safetensors are opened. A stranger may have written the folder: nothing is built from its configuration before its
+numbers have been checked, and no weights are read before they are those that it builds. Knows no sessions and nobody's
+budget.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import ControlNetModel
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from bottega.diffusion.backbone import Inputs
+from bottega.diffusion.controlnets.configuration import NetworkConfig, read_fields, read_network_config
+from bottega.diffusion.controlnets.folder import WeightsFile, opened_weights, read_config, weights_bytes
 from bottega.diffusion.controlnets.layout import ControlLayout, controlnet_layout
-from bottega.diffusion.model import files_digest
 from bottega.diffusion.pulse import beat_in
-from bottega.errors import ControlNetUnusable
+from bottega.errors import ControlNetUnusable, InvalidRequest
+from bottega.plain_text import plain
 
-_WEIGHTS = "diffusion_pytorch_model"
-# Bytes of a config.json; real ones have two thousand.
-_MAX_CONFIG_BYTES = 1 << 20
+_SHOWN_CHARACTERS = 60
+_LISTED = 3
 # What a served ControlNet says of these, by what it would mean otherwise.
 _FIXED: dict[str, tuple[object, str]] = {
     "_class_name": ("ControlNetModel", "another kind of network"),
@@ -38,10 +39,14 @@ _DEFAULTS: dict[str, object] = {"conditioning_channels": 3, "global_pool_conditi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlNetSource:
-    """A ControlNet on the disk that fits the base model. size_bytes: of its weights once loaded."""
+    """A ControlNet on the disk that fits the base model. size_bytes: of its weights once loaded.
+
+    root: outside of which no file of it may be, links followed; None: its operator put it there, wherever it is.
+    """
 
     name: str
     folder: Path
+    root: Path | None
     dtype: torch.dtype
     size_bytes: int
     layout: ControlLayout
@@ -101,31 +106,31 @@ class ControlNet:
         return [*skips, middle]
 
 
-def find_controlnet(name: str, folder: Path, *, base: ControlLayout | None, dtype: torch.dtype) -> ControlNetSource:
+def find_controlnet(
+    name: str, folder: Path, *, base: ControlLayout | None, dtype: torch.dtype, root: Path | None = None
+) -> ControlNetSource:
     """Reads configuration and headers, no weights. base: what it must fit; None where that is not known yet.
 
-    Raises ControlNetUnusable, naming what, where it is no ControlNet that can be served or does not fit the base.
+    root: see ControlNetSource. Raises InvalidRequest naming what of its configuration is out of bounds, and
+    ControlNetUnusable, naming what, where it is no ControlNet that can be served or does not fit the base.
     """
-    config = _config(name, folder)
-    for key, (wanted, otherwise) in _FIXED.items():
-        if (value := config.get(key, _DEFAULTS.get(key))) != wanted:
-            raise ControlNetUnusable(f"ControlNet {name} cannot be served: {otherwise} ({key} is {value!r})")
-    try:
+    with _naming(name, "used"):
+        config = _config(name, folder, root)
         layout = controlnet_layout(config)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ControlNetUnusable(
-            f"ControlNet {name} cannot be used: {folder / 'config.json'} is not a ControlNet's: {error!r}"
-        ) from error
-    if base is not None and (misfits := list(layout.misfits(base))):
-        raise ControlNetUnusable(f"ControlNet {name} does not fit the model: {'; '.join(misfits)}")
-    return ControlNetSource(
-        name=name, folder=folder, dtype=dtype, size_bytes=_size_bytes(name, folder, dtype), layout=layout
-    )
+        if base is not None and (misfits := list(layout.misfits(base))):
+            raise ControlNetUnusable(f"ControlNet {name} does not fit the model: {'; '.join(misfits)}")
+        with opened_weights(folder, root) as files:
+            size_bytes = weights_bytes(files, dtype)
+    return ControlNetSource(name=name, folder=folder, root=root, dtype=dtype, size_bytes=size_bytes, layout=layout)
 
 
-def controlnet_digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of a ControlNet's files, hex. Raises OSError where they cannot be read."""
-    return files_digest(folder, [folder / "config.json", *folder.rglob("*.safetensors")])
+def check_weights(source: ControlNetSource) -> None:
+    """Compares names and shapes of what its configuration builds with its files' headers; reads no weights.
+
+    Raises ControlNetUnusable saying what differs, InvalidRequest as find_controlnet.
+    """
+    with _naming(source.name, "used"), opened_weights(source.folder, source.root) as files:
+        _check_same(_built(_config(source.name, source.folder, source.root)), files)
 
 
 def load_controlnet(source: ControlNetSource, device: torch.device) -> ControlNet:
@@ -134,66 +139,86 @@ def load_controlnet(source: ControlNetSource, device: torch.device) -> ControlNe
     Raises ControlNetUnusable where the files are not what they were, or not whole.
     """
     # Not from_pretrained: for another element type than float32 it sets the default one of the whole process while
-    # it loads, and other threads' tensors would come out in it. The meta device is this thread's alone.
+    # it loads, and other threads' tensors would come out in it.
     try:
-        with torch.device("meta"):
-            network = ControlNetModel.from_config(_config(source.name, source.folder))
-        # A copy in memory: mapped weights would change with the file.
-        state = {
-            key: tensor.to(device, source.dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
-            for key, tensor in _tensors(source.name, source.folder)
-        }
-        network.load_state_dict(state, strict=True, assign=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise ControlNetUnusable(f"ControlNet {source.name} cannot be loaded: {error}") from error
+        with _naming(source.name, "loaded"), opened_weights(source.folder, source.root) as files:
+            config = _config(source.name, source.folder, source.root)
+            if (controlnet_layout(config), weights_bytes(files, source.dtype)) != (source.layout, source.size_bytes):
+                raise ValueError("its files have changed since it was found; add it again")
+            network = _built(config)
+            _check_same(network, files)
+            state = {
+                entry.name: each.tensor(entry).to(device, source.dtype)
+                for each in files
+                for entry in each.header.tensors
+            }
+            network.load_state_dict(state, strict=True, assign=True)
+    except InvalidRequest as error:
+        raise ControlNetUnusable(error.message) from None
     return ControlNet(source, network.eval())
 
 
-def _config(name: str, folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+def _config(name: str, folder: Path, root: Path | None) -> NetworkConfig:
+    """Its configuration, checked. Raises InvalidRequest, ControlNetUnusable for a kind that is not served."""
+    text = read_config(folder, root)
     try:
-        with path.open("rb") as file:
-            config = json.loads(file.read(_MAX_CONFIG_BYTES))
-    except (OSError, ValueError) as error:
-        raise ControlNetUnusable(f"ControlNet {name} cannot be used: {path}: {error}") from error
-    if not isinstance(config, dict):
-        raise ControlNetUnusable(f"ControlNet {name} cannot be used: {path} is no configuration")
-    return config
+        _check_kind(name, read_fields(text))
+        return read_network_config(text)
+    except InvalidRequest as error:
+        message = f"ControlNet {name} cannot be used: {error.message}"
+        raise InvalidRequest(message, violations=error.violations) from None
 
 
-def _size_bytes(name: str, folder: Path, dtype: torch.dtype) -> int:
-    """Of all weights in the element type that they are loaded in, from the files' headers."""
-    total = 0
-    for path in _weights(name, folder):
-        try:
-            with safe_open(path, "pt") as file:
-                for key in file.keys():  # noqa: SIM118 - it is no mapping
-                    count = 1
-                    for extent in file.get_slice(key).get_shape():
-                        count *= extent
-                    total += count * dtype.itemsize
-        except (OSError, SafetensorError) as error:
-            raise ControlNetUnusable(f"ControlNet {name} cannot be used: {path}: {error}") from error
-    return total
+def _check_kind(name: str, fields: Mapping[str, object]) -> None:
+    for key, (wanted, otherwise) in _FIXED.items():
+        if (value := fields.get(key, _DEFAULTS.get(key))) != wanted:
+            said = plain(repr(value), _SHOWN_CHARACTERS)
+            raise ControlNetUnusable(f"ControlNet {name} cannot be served: {otherwise} ({key} is {said})")
 
 
-def _tensors(name: str, folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for path in _weights(name, folder):
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
-                yield key, file.get_tensor(key)
+def _built(config: NetworkConfig) -> ControlNetModel:
+    """The network without its weights, for which no memory is taken. The meta device is this thread's alone."""
+    with torch.device("meta"):
+        return ControlNetModel.from_config(config.fields)
 
 
-def _weights(name: str, folder: Path) -> list[Path]:
-    """One file, or all of the parts that a large one was split into."""
-    whole = folder / f"{_WEIGHTS}.safetensors"
-    if whole.is_file():
-        return [whole]
-    parts = sorted(folder.glob(f"{_WEIGHTS}-*-of-*.safetensors"))
-    if not parts:
-        raise ControlNetUnusable(
-            f"ControlNet {name} cannot be used: {folder} has no {whole.name}; weights are read as safetensors only"
-        )
-    return parts
+def _check_same(network: ControlNetModel, files: Sequence[WeightsFile]) -> None:
+    """Raises ValueError where the files have other tensors than the network, or others' shapes."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    entries = [entry for each in files for entry in each.header.tensors]
+    found = {entry.name: entry.shape for entry in entries}
+    if len(found) < len(entries):
+        raise ValueError("two of its files have a tensor of the same name")
+    wrong = [*_misshapen(wanted, found)]
+    if wrong:
+        more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
+        raise ValueError(f"its weights are not those of its config.json: {'; '.join(wrong[:_LISTED])}{more}")
+
+
+def _misshapen(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for name in sorted(wanted.keys() - found.keys()):
+        yield f"{name} is not there"
+    for name, shape in found.items():
+        if name not in wanted:
+            yield f"nothing takes {plain(name, _SHOWN_CHARACTERS)}"
+        elif shape != wanted[name]:
+            yield f"{name} is {list(shape)} and should be {list(wanted[name])}"
+
+
+@contextmanager
+def _naming(name: str, what: str) -> Iterator[None]:
+    """What fails in the block is the fault of this ControlNet's files."""
+    try:
+        yield
+    except OSError as error:
+        raise ControlNetUnusable(f"ControlNet {name} cannot be {what}: {_of_file(error)}") from error
+    except (ValueError, RuntimeError, ArithmeticError, TypeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ControlNetUnusable(f"ControlNet {name} cannot be {what}: {error}") from error
+
+
+def _of_file(error: OSError) -> str:
+    """Without the folder, which is nobody's business but its operator's; its server's log names it."""
+    where = f"{Path(error.filename).name}: " if isinstance(error.filename, str) else ""
+    return f"{where}{error.strerror or 'the disk fails'}"

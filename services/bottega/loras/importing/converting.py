@@ -19,6 +19,7 @@ from bottega.loras.importing.arrays import MAX_F32, check_product, fitted, folde
 from bottega.loras.importing.base import Base, BaseModule
 from bottega.loras.importing.naming import Format, Name, Part, format_of, module_of, refuse_other_methods, taken_apart
 from bottega.loras.importing.source import Source
+from bottega.storage.below import open_below
 
 # Of the names in a refusal, which travels in a status.
 _LISTED = 8
@@ -52,7 +53,7 @@ def convert(sources: Iterable[Source], *, base: Base) -> Converted:
         found: dict[str, _Found] = {}
         headers = []
         for source in sources:
-            file = stack.enter_context(source.path.open("rb"))
+            file = stack.enter_context(open_below(source.path, source.root))
             headers.append(read_header(file))
             _collect(file, headers[-1], source, base=base, found=found)
         if not found:

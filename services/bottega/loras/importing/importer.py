@@ -29,9 +29,13 @@ _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_TH
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportSource:
-    """A file or folder. adapter_config, component: of a file, PEFT's configuration and what it is for, if known."""
+    """A file or folder. adapter_config, component: of a file, PEFT's configuration and what it is for, if known.
+
+    root: resolved; outside of which no file is opened, links followed; None: wherever they are.
+    """
 
     path: Path
+    root: Path | None = None
     adapter_config: bytes = b""
     component: str = ""
 
@@ -105,7 +109,12 @@ class Importer:
     async def _exchange(self, child: Child, job: Import) -> bytes | None:
         call = LoraImportCall(base=str(job.base), output=str(job.output))
         for source in job.sources:
-            call.sources.add(path=str(source.path), adapter_config=source.adapter_config, component=source.component)
+            call.sources.add(
+                path=str(source.path),
+                adapter_config=source.adapter_config,
+                component=source.component,
+                root=str(source.root or ""),
+            )
         try:
             await child.channel.send(call.SerializeToString())
             return await child.channel.recv()

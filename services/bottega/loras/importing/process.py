@@ -35,7 +35,12 @@ def _answer(call: LoraImportCall) -> LoraImportAnswer:
         files = [
             file
             for each in call.sources
-            for file in sources(Path(each.path), each.adapter_config, each.component or None)
+            for file in sources(
+                Path(each.path),
+                each.adapter_config,
+                each.component or None,
+                root=Path(each.root) if each.root else None,
+            )
         ]
         converted = convert(files, base=read_base(Path(call.base)))
         return _written(converted, Path(call.output))

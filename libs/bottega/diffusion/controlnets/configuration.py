@@ -1,0 +1,176 @@
+"""A ControlNet's config.json as a stranger may have written it: every number bounded before anything is made of it.
+
+Knows the fields of Diffusers' ControlNetModel that are served; knows no weights and no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic
+import pydantic_core
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from bottega.errors import InvalidRequest, Violation
+from bottega.plain_text import plain
+
+FILE = "config.json"
+# Real ones have two thousand.
+MAX_CONFIG_BYTES = 64 << 10
+# SDXL's original size, crop and target size: what time_ids are.
+TIME_IDS = 6
+TEXT_TIME = "text_time"
+# Of transformers, all together: SDXL's have 34. Each is dozens of objects before it is a byte of weights.
+_MOST_BLOCKS = 256
+_MOST_VIOLATIONS = 8
+_SHOWN_CHARACTERS = 60
+
+# Bounds are several times what SDXL's have.
+_Channels = Annotated[int, Field(ge=1, le=8192)]
+_Width = Annotated[int, Field(ge=1, le=65_536)]
+_Layers = Annotated[int, Field(ge=1, le=16)]
+_Depth = Annotated[int, Field(ge=0, le=64)]
+_Heads = Annotated[int, Field(ge=1, le=1024)]
+_Groups = Annotated[int, Field(ge=1, le=1024)]
+_Factor = Annotated[float, Field(ge=-1000, le=1000)]
+_Epsilon = Annotated[float, Field(ge=0, le=1)]
+_DownBlock = Literal["CrossAttnDownBlock2D", "DownBlock2D"]
+# What there is one of for each level of the encoder; Stable Diffusion's have four, SDXL's three.
+_Levels = Field(min_length=1, max_length=8)
+_LayerDepths = Annotated[tuple[_Depth, ...], Field(min_length=1, max_length=16)]
+_Depths = Annotated[tuple[_Depth | _LayerDepths, ...], _Levels]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkConfig:
+    """What ControlNetModel is built from, by its own names and with its own defaults. Other fields of a config.json are
+    passed over: nothing is built from them."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    in_channels: Annotated[int, Field(ge=1, le=256)]
+    block_out_channels: Annotated[tuple[_Channels, ...], _Levels]
+    down_block_types: Annotated[tuple[_DownBlock, ...], _Levels]
+    layers_per_block: _Layers
+    cross_attention_dim: _Width
+    conditioning_embedding_out_channels: Annotated[tuple[_Channels, ...], Field(min_length=2, max_length=8)]
+    conditioning_channels: Literal[3] = 3
+    mid_block_type: Literal["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"] = "UNetMidBlock2DCrossAttn"
+    transformer_layers_per_block: _Depth | _Depths = 1
+    attention_head_dim: _Heads | Annotated[tuple[_Heads, ...], _Levels] = 8
+    num_attention_heads: _Heads | Annotated[tuple[_Heads, ...], _Levels] | None = None
+    only_cross_attention: bool | Annotated[tuple[bool, ...], _Levels] = False
+    use_linear_projection: bool = False
+    upcast_attention: bool = False
+    addition_embed_type: Literal["text_time"] | None = None
+    addition_time_embed_dim: _Channels | None = None
+    projection_class_embeddings_input_dim: _Width | None = None
+    resnet_time_scale_shift: Literal["default", "scale_shift"] = "default"
+    act_fn: Literal["gelu", "mish", "relu", "silu", "swish"] = "silu"
+    norm_num_groups: _Groups = 32
+    norm_eps: _Epsilon = 1e-5
+    mid_block_scale_factor: _Factor = 1.0
+    downsample_padding: Annotated[int, Field(ge=0, le=1)] = 1
+    flip_sin_to_cos: bool = True
+    freq_shift: Annotated[int, Field(ge=0, le=1)] = 0
+    controlnet_conditioning_channel_order: Literal["rgb", "bgr"] = "rgb"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """For ControlNetModel."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def pooled_width(self) -> int:
+        """Of the pooled prompt embeddings; 0 where the conditions are not SDXL's."""
+        if self.addition_embed_type != TEXT_TIME:
+            return 0
+        return (self.projection_class_embeddings_input_dim or 0) - TIME_IDS * (self.addition_time_embed_dim or 0)
+
+
+def read_fields(text: bytes) -> Mapping[str, object]:
+    """All fields as they stand there. Raises InvalidRequest for what is no JSON object."""
+    if len(text) > MAX_CONFIG_BYTES:
+        raise _refused([("", f"has over {MAX_CONFIG_BYTES} bytes")])
+    try:
+        fields = pydantic_core.from_json(text, allow_inf_nan=False)  # bounds how deep it may be nested
+    except ValueError as error:
+        raise _refused([("", f"is no JSON: {plain(str(error), _SHOWN_CHARACTERS)}")]) from None
+    if not isinstance(fields, dict):
+        raise _refused([("", "is no configuration")])
+    return fields
+
+
+def read_network_config(text: bytes) -> NetworkConfig:
+    """What a config.json builds. Raises InvalidRequest naming every field that is out of its bounds."""
+    try:
+        config = _CONFIG.validate_json(text)
+    except pydantic.ValidationError as error:
+        raise _refused(_deepest(error)) from None
+    if broken := list(_broken(config)):
+        raise _refused(broken)
+    return config
+
+
+def _broken(config: NetworkConfig) -> Iterator[tuple[str, str]]:
+    """Rules between fields, each with the field that it blames."""
+    levels = len(config.block_out_channels)
+    for name in _BY_LEVEL:
+        value = getattr(config, name)
+        if isinstance(value, tuple) and len(value) != levels:
+            yield name, f"must have {levels} entries, as block_out_channels has, not {len(value)}"
+    if (blocks := _blocks(config)) > _MOST_BLOCKS:
+        yield "transformer_layers_per_block", f"must come to at most {_MOST_BLOCKS} in all layers, not {blocks}"
+    for name in ("addition_time_embed_dim", "projection_class_embeddings_input_dim"):
+        if config.addition_embed_type == TEXT_TIME and getattr(config, name) is None:
+            yield name, f"must be there with addition_embed_type {TEXT_TIME}"
+    for name in ("attention_head_dim", "num_attention_heads"):
+        heads = getattr(config, name)
+        each = heads if isinstance(heads, tuple) else (heads or 1,) * levels
+        if any(most < count for count, most in zip(each, config.block_out_channels, strict=False)):
+            yield name, "must be at most the channels of its level"
+    if config.pooled_width < 0:
+        yield "projection_class_embeddings_input_dim", f"must be at least {TIME_IDS} times addition_time_embed_dim"
+
+
+def _blocks(config: NetworkConfig) -> int:
+    """Of transformers. An upper bound: levels without attention have none, and the middle has one layer."""
+    depths = config.transformer_layers_per_block
+    each = depths if isinstance(depths, tuple) else (depths,) * len(config.block_out_channels)
+    per_level = [sum(depth) if isinstance(depth, tuple) else depth * config.layers_per_block for depth in each]
+    return sum(per_level) + per_level[-1]
+
+
+def _deepest(error: pydantic.ValidationError) -> Iterator[tuple[str, str]]:
+    """Of each field that is wrong, what is wrong deepest in it: of a union's kinds the one that was meant."""
+    found: dict[str, Any] = {}
+    for each in error.errors(include_url=False, include_context=False):
+        name = str(each["loc"][0]) if each["loc"] else ""
+        if name not in found or len(each["loc"]) > len(found[name]["loc"]):
+            found[name] = each
+    for name, each in found.items():
+        at = "".join(f"[{part}]" for part in each["loc"][1:] if isinstance(part, int))
+        rule = each["msg"][:1].lower() + each["msg"][1:].replace("Input should", "must")
+        value = each["input"]
+        told = f", not {plain(repr(value), _SHOWN_CHARACTERS)}" if isinstance(value, str | int | float | None) else ""
+        yield f"{name}{at}", rule.replace("input should", "must") + told
+
+
+def _refused(broken: Iterable[tuple[str, str]]) -> InvalidRequest:
+    """The error of a request that names the folder, in which this file lies."""
+    texts = [f"{FILE}: {f'{name}: ' if name else ''}{rule}" for name, rule in broken]
+    violations = [Violation(field="folder", description=text) for text in texts[:_MOST_VIOLATIONS]]
+    more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
+    return InvalidRequest(texts[0] + more, violations=violations)
+
+
+_BY_LEVEL = (
+    "down_block_types",
+    "transformer_layers_per_block",
+    "attention_head_dim",
+    "num_attention_heads",
+    "only_cross_attention",
+)
+_CONFIG = TypeAdapter(NetworkConfig)
