@@ -11,9 +11,10 @@ import grpc
 import pytest
 
 from bottega import errors
-from bottega.rpc import logs, refusals
+from bottega.rpc import logs
 from bottega.rpc.calls import REQUEST_ID_KEY
 from bottega.rpc.status import from_rpc_error
+from bottega.sampled_log import TOLD_PER_SECOND
 from bottega.v1 import image_pb2
 from tests.service.scripted_images import NAME, Served, failure, scripted_images, stub
 
@@ -36,7 +37,7 @@ async def test_a_crowd_that_is_refused_is_a_few_lines_in_the_log_and_its_number(
     await _until(lambda: _refusals(caplog) == crowd + 1)
     lines = _told(caplog, "call refused"), _told(caplog, "more calls refused")
     # In at most three of the seconds that the log counts by.
-    assert len(lines[0]) <= 3 * refusals.TOLD_PER_SECOND + 1
+    assert len(lines[0]) <= 3 * TOLD_PER_SECOND + 1
     assert 1 <= len(lines[1]) <= 3
     for line in lines[1]:
         assert (line.__dict__["method"], line.__dict__["reason"]) == (f"/{NAME}/GetJob", "JOB_NOT_FOUND")
