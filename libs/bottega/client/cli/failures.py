@@ -41,6 +41,7 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
         errors.NoWorker: "bottega fleet shows who has joined; bottega logs says why a worker has not.",
         errors.NoLora: "bottega fleet shows whether a LoRA store has joined; bottega logs loras why one has not.",
         errors.NoControlNet: "bottega controlnets says who hosts what; bottega logs why a server is not there.",
+        errors.LinksFull: "Try again in a moment; bottega logs says who asks for so many links.",
         errors.Draining: "Try again in a moment.",
         errors.WorkerLost: "Try again; if it happens every time, bottega logs -n 50 says why.",
         errors.ReaderStalled: "Try again; it was stopped for long, or what reads its output was.",
