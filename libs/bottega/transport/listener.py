@@ -29,6 +29,7 @@ from bottega.errors import (
 from bottega.transport import registry
 from bottega.transport.binding import Doors, bind_tcp, bind_unix
 from bottega.transport.counters import Counters
+from bottega.transport.credentials import links_group
 from bottega.transport.deadline import Deadline
 from bottega.transport.door import Door
 from bottega.transport.hello import Direction, Hello, Verdict
@@ -86,7 +87,7 @@ class Listener:
         self._process = f"{process_identity()}/{secrets.token_hex(8)}"
         self._memfd: MemfdEndpoint | None = None
         self._tcp: TcpEndpoint | None = None
-        self._door = Door(self, self._bind())
+        self._door = Door(self, self._bind(), group=links_group() if doors.unix_path else None)
         self._door.start()
         registry.add(self._process, self)
 
@@ -277,7 +278,7 @@ class Listener:
         sockets: list[tuple[Backend, socket.socket]] = []
         try:
             if self._doors.unix_path is not None and not sharing_works():
-                sockets.append((Backend.MEMFD, bind_unix(self._doors.unix_path, self._doors.unix_mode)))
+                sockets.append((Backend.MEMFD, bind_unix(self._doors.unix_path)))
                 self._memfd = MemfdEndpoint(path=str(self._doors.unix_path), host=host_identity())
             if self._doors.tcp is not None:
                 sockets.append((Backend.TCP, bind_tcp(*self._doors.tcp)))

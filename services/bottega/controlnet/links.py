@@ -15,8 +15,6 @@ from bottega.transport import Counters, Doors, Limits, Listener, ServedLinks, Tc
 # Taken only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=8, slot_bytes=128 << 20)
 _TOKEN_S = 10.0
-# Workers may be other users: the socket's folder decides who finds it, and an offer's token who gets in.
-_SOCKET_MODE = 0o666
 
 
 class Links(ServedLinks[WorkerLink]):
@@ -54,4 +52,4 @@ def _endpoint(address: str) -> TcpEndpoint:
 def _doors(config: EngineConfig) -> Doors:
     tcp = split(config.links_listen) if config.links_listen else None
     unix_path = Path(config.links_socket) if config.links_socket else None
-    return Doors(tcp=tcp, unix_path=unix_path, unix_mode=_SOCKET_MODE)
+    return Doors(tcp=tcp, unix_path=unix_path)
