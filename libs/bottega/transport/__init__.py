@@ -73,7 +73,7 @@ from bottega.transport.offer_wire import offer_from_wire, offer_to_wire
 from bottega.transport.receiving import Incoming
 from bottega.transport.seam import Backend
 from bottega.transport.sending import Outgoing
-from bottega.transport.serving import MESSAGE_S, ServedLink, ServedLinks, send
+from bottega.transport.serving import MESSAGE_S, TOKEN_S, LinkLines, ServedLink, ServedLinks, send
 from bottega.transport.socket_folder import own_socket
 from bottega.transport.vigil import Vigil
 
@@ -101,6 +101,8 @@ __all__ = [
     "ServedLink",
     "send",
     "MESSAGE_S",
+    "TOKEN_S",
+    "LinkLines",
     "Vigil",
     "link_boundary",
     "offer_to_wire",

@@ -10,11 +10,10 @@ from bottega.controlnet.forwards import Forwards
 from bottega.controlnet.hosts import Hosts
 from bottega.controlnet.worker_link import WorkerLink
 from bottega.rpc.address import split
-from bottega.transport import Counters, Doors, Limits, Listener, ServedLinks, TcpEndpoint
+from bottega.transport import TOKEN_S, Counters, Doors, Limits, Listener, ServedLinks, TcpEndpoint
 
 # Taken only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=8, slot_bytes=128 << 20)
-_TOKEN_S = 10.0
 
 
 class Links(ServedLinks[WorkerLink]):
@@ -22,7 +21,7 @@ class Links(ServedLinks[WorkerLink]):
 
     def __init__(self, config: EngineConfig, *, hosts: Hosts, forwards: Forwards) -> None:
         self.counters = Counters()
-        listener = Listener(_doors(config), limits=_LIMITS, counters=self.counters, token_s=_TOKEN_S)
+        listener = Listener(_doors(config), limits=_LIMITS, counters=self.counters, token_s=TOKEN_S)
         super().__init__(
             listener,
             service="the ControlNet server",

@@ -8,11 +8,10 @@ from bottega.loras.config import LinksConfig
 from bottega.loras.tiers import Tiers
 from bottega.loras.worker_link import WorkerLink
 from bottega.rpc.address import split
-from bottega.transport import Counters, Doors, Limits, Listener, ServedLinks, TcpEndpoint, own_socket
+from bottega.transport import TOKEN_S, Counters, Doors, Limits, Listener, ServedLinks, TcpEndpoint, own_socket
 
 # What workers say is short; what they are sent, their own limits bound.
 _LIMITS = Limits(slots=8, slot_bytes=1 << 20)
-_TOKEN_S = 10.0
 _SERVICE = "the LoRA store"
 
 
@@ -21,7 +20,7 @@ class Links(ServedLinks[WorkerLink]):
 
     def __init__(self, config: LinksConfig, *, tiers: Tiers) -> None:
         self.counters = Counters()
-        listener = Listener(_doors(config), limits=_LIMITS, counters=self.counters, token_s=_TOKEN_S)
+        listener = Listener(_doors(config), limits=_LIMITS, counters=self.counters, token_s=TOKEN_S)
         super().__init__(
             listener,
             service=_SERVICE,
