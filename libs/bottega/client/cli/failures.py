@@ -25,6 +25,12 @@ _OF_A_DRAWING = frozenset({"spec", "--control", "lora", *GenerationSpec.DESCRIPT
 # What a LoRA store says of itself: what helps with the gateway's does not help here.
 _OF_A_STORE = (errors.StorageUnavailable, errors.DataLoss, errors.TooLarge)
 
+# By the limit that TooLarge names, where it is none of a picture's.
+_NO_PICTURE = {
+    "budget_bytes": "Ask for fewer ControlNets at once, or raise engine.budget_bytes of the servers that host them.",
+    "controlnets": "Host it on another ControlNet server.",
+}
+
 # For those whose message says what happened. The nearest class of an error counts.
 _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
     {
@@ -68,8 +74,8 @@ def explained(error: BottegaError, address: str, *, when_late: str = "") -> tupl
         return error.message, _about_lora_store(error)
     if isinstance(error, errors.DataLoss | errors.NotFinite) and (names := error.metadata.get("loras")):
         return error.message, _about_loras(error, names)
-    if isinstance(error, errors.TooLarge) and error.metadata.get("limit") == LIMIT:
-        return error.message, _SMALLER_IMAGES if error.metadata.get("images") != "0" else "Ask for less at once."
+    if isinstance(error, errors.TooLarge) and (todo := _about_limit(error)):
+        return error.message, todo
     for kind in type(error).__mro__:
         if kind in _TODO:
             return error.message, _TODO[kind]
@@ -110,6 +116,14 @@ def _about_lora_store(error: BottegaError) -> str:
     if isinstance(error, errors.StorageUnavailable):
         return _about_storage(error, "LoRA store")
     return "bottega logs loras -n 50 says what is damaged." if isinstance(error, errors.DataLoss) else ""
+
+
+def _about_limit(error: errors.TooLarge) -> str:
+    """Of limits that are none of a picture's; else nothing."""
+    limit = error.metadata.get("limit", "")
+    if limit == LIMIT:
+        return _SMALLER_IMAGES if error.metadata.get("images") != "0" else "Ask for less at once."
+    return _NO_PICTURE.get(limit, "")
 
 
 def _about_storage(error: errors.StorageUnavailable, whose: str) -> str:
