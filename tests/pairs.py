@@ -70,7 +70,7 @@ class FollowerThread:
                 raise self.refusal
             if self._following is None:
                 raise Unavailable("the follower is away")
-            asked.set_result(PeerOffer(offer=self._following.offer("leader", link_id), worker=self.name))
+            asked.set_result(PeerOffer(offer=self._following.offer("leader", link_id, caller=""), worker=self.name))
         except BottegaError as error:
             asked.set_exception(error)
         return asked

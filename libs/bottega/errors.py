@@ -33,6 +33,7 @@ BottegaError
 │   ├── NoWorker            UNAVAILABLE          retry later
 │   ├── NoControlNet        UNAVAILABLE          nobody has it at hand; retry later
 │   ├── NoLora              UNAVAILABLE          the store cannot be reached, or is too slow; retry later
+│   ├── LinksFull           UNAVAILABLE          no room for another tensor link now; retry soon or elsewhere
 │   ├── Draining            UNAVAILABLE          retry now, elsewhere or soon
 │   ├── WorkerLost          UNAVAILABLE
 │   ├── ReaderStalled       UNAVAILABLE          the caller did not read its answers; retry now
@@ -322,6 +323,15 @@ class NoControlNet(Unavailable):
     """
 
     reason = error_pb2.ERROR_REASON_NO_CONTROLNET
+
+
+class LinksFull(Unavailable):
+    """A service has as many tensor links as it serves, or as many offers of them wait to be taken up.
+
+    metadata["limit"] says which: "links" or "offers".
+    """
+
+    reason = error_pb2.ERROR_REASON_LINKS_FULL
 
 
 class Draining(Unavailable):

@@ -68,7 +68,7 @@ def _way(folder: Path, **options: Any) -> Iterator[Way]:
     folder.mkdir()
     with shelf(folder, **options) as store, taker() as worker:
         # Has the link opened, and threads and buffers made.
-        worker.fetch(store.put(canonical_file(SMALL)), store.links.offer("w", ""))
+        worker.fetch(store.put(canonical_file(SMALL)), store.links.offer("w", "", caller=""))
         yield Way(store=store, worker=worker)
 
 

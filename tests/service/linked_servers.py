@@ -68,7 +68,7 @@ class LinkedServer:
 
     def offer(self, link_id: str) -> Offer:
         """As the server's front hands it on, to another process."""
-        return replace(self.links.offer("tester", link_id), process=ELSEWHERE)
+        return replace(self.links.offer("tester", link_id, caller=""), process=ELSEWHERE)
 
     def close(self) -> None:
         """Takes no links and computes nothing any more."""

@@ -20,8 +20,9 @@ from bottega.diffusion.model import Model
 from bottega.diffusion.row import Row
 from bottega.diffusion.samplers import SamplerKind
 from bottega.diffusion.spec import DrawingSpec
-from bottega.errors import ModelMismatch, NoControlNet
+from bottega.errors import LinksFull, ModelMismatch, NoControlNet
 from bottega.transport import Counters
+from bottega.transport.waiting import MAX_OFFERS_OF_ONE
 from bottega.worker.peer import Peer
 from tests.controlnets import control_image, control_spec, random_controlnet, save, shelf_of, stock_options
 from tests.drawing import Drawing, Easel, load
@@ -182,6 +183,18 @@ def test_rows_of_a_follower_that_hangs_are_computed_here_and_its_late_answer_cha
     wait_until(lambda: peer.free, WAIT_S, "the late answer")
     again = easel.draw(Order(key="b", spec=PLAIN))
     assert_close(again.latents[0], stock.reference(PLAIN).latent)
+
+
+def test_offers_that_no_leader_takes_up_are_bounded_and_the_leader_finds_a_place(follower: FollowerThread) -> None:
+    left = [follower.ask_peer("", "") for _ in range(MAX_OFFERS_OF_ONE + 20)]
+    refused = [asked.exception() for asked in left if asked.exception() is not None]
+    assert refused
+    assert {type(error) for error in refused} == {LinksFull}
+    peer = led(follower)
+    try:
+        wait_until(lambda: peer.free, WAIT_S, "the pair")
+    finally:
+        peer.stop()
 
 
 def test_a_refused_pair_is_told_once_and_tried_again(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
 import pytest
 
 from bottega import errors
-from bottega.rpc import logs, refusals
+from bottega.rpc import logs
 from bottega.rpc.calls import REQUEST_ID_KEY
 from bottega.rpc.status import from_rpc_error
+from bottega.sampled_log import TOLD_PER_SECOND
 from bottega.v1 import image_pb2
 from tests.service.scripted_images import NAME, Served, failure, scripted_images, stub
 
@@ -36,7 +39,7 @@ async def test_a_crowd_that_is_refused_is_a_few_lines_in_the_log_and_its_number(
     await _until(lambda: _refusals(caplog) == crowd + 1)
     lines = _told(caplog, "call refused"), _told(caplog, "more calls refused")
     # In at most three of the seconds that the log counts by.
-    assert len(lines[0]) <= 3 * refusals.TOLD_PER_SECOND + 1
+    assert len(lines[0]) <= 3 * TOLD_PER_SECOND + 1
     assert 1 <= len(lines[1]) <= 3
     for line in lines[1]:
         assert (line.__dict__["method"], line.__dict__["reason"]) == (f"/{NAME}/GetJob", "JOB_NOT_FOUND")
@@ -68,6 +71,43 @@ async def test_a_server_that_stops_says_first_how_many_more_it_refused(caplog: p
     assert _refusals(caplog) == 20
 
 
+async def test_a_fault_that_a_crowd_repeats_is_a_few_lines_too(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    crowd = 60
+
+    async def fail() -> None:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub(served[2]).GetJob(image_pb2.GetJobRequest(job_id="break"))
+
+    await asyncio.gather(*(fail() for _ in range(crowd)))
+    event = "call failed unexpectedly"
+    more = f"more times: {event}"
+    await _until(lambda: len(_told(caplog, event)) + _counted(_told(caplog, more)) == crowd)
+    assert len(_told(caplog, event)) <= 3 * TOLD_PER_SECOND
+    assert all(line.exc_info and line.levelno == logging.ERROR for line in _told(caplog, event))
+
+
+async def test_who_leaves_in_the_middle_of_asking_for_metrics_leaves_no_traceback(
+    served: Served, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    host, port = served[0].metrics_address.split(":")
+
+    def ask() -> None:
+        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+            stranger.sendall(b"GET /metr")
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it resets, when it goes
+
+    for _ in range(30):
+        await asyncio.to_thread(ask)
+    event = "a request for metrics was broken off"
+    await _until(lambda: len(_told(caplog, "more requests for metrics were broken off")) > 0)
+    assert len(_told(caplog, event)) <= 3 * TOLD_PER_SECOND
+    assert "Traceback" not in capfd.readouterr().err
+
+
 async def _refused(channel: grpc.aio.Channel, request_id: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError):
         await stub(channel).GetJob(image_pb2.GetJobRequest(job_id="refuse"), metadata=((REQUEST_ID_KEY, request_id),))
@@ -77,11 +117,13 @@ def _told(caplog: pytest.LogCaptureFixture, event: str) -> list[logging.LogRecor
     return [line for line in caplog.records if line.message == event]
 
 
+def _counted(lines: Sequence[logging.LogRecord]) -> int:
+    return sum(int(line.__dict__["calls"]) for line in lines)
+
+
 def _refusals(caplog: pytest.LogCaptureFixture) -> int:
     """Of which the log knows."""
-    return len(_told(caplog, "call refused")) + sum(
-        int(line.__dict__["calls"]) for line in _told(caplog, "more calls refused")
-    )
+    return len(_told(caplog, "call refused")) + _counted(_told(caplog, "more calls refused"))
 
 
 async def test_one_call_too_many_hears_when_to_come_back_and_the_others_end() -> None:

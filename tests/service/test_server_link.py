@@ -14,8 +14,9 @@ import torch
 from bottega.diffusion.control_messages import Entry, Kind, Step, number_message, residuals_layout
 from bottega.diffusion.controls import ControlServer
 from bottega.diffusion.row import Half
-from bottega.errors import LinkClosed, PeerDead, Unavailable
+from bottega.errors import LinkClosed, LinksFull, PeerDead, Unavailable
 from bottega.transport import Counters, Deadline, Doors, Listener, Offer, TcpEndpoint
+from bottega.worker.controlnets import server_link
 from bottega.worker.controlnets.news import News
 from bottega.worker.controlnets.reply import Reply
 from bottega.worker.controlnets.server_link import LinkSettings, ServerLink
@@ -65,6 +66,51 @@ def test_a_link_on_which_too_much_waits_is_lost_and_leaves_nothing(listener: Lis
     offers.offer.set_result(replace(offer, process=ELSEWHERE))
     with listener.accept(offer, Deadline.after(WAIT_S)) as far, pytest.raises(LinkClosed):
         far.recv(Deadline.after(WAIT_S))
+    wait_until(lambda: not threads_of_links(), WAIT_S, "the threads of the link to end")
+
+
+class Crowded(Slowly):
+    """Has no place at first, nor is its first offer to be had any more."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self.full = LinksFull("full", retry_after_s=0.1)
+        self._listener = listener
+        self.made: list[Offer] = []
+        self.asked = 0
+
+    def ask(self, address: str, link_id: str) -> Future[Offer]:
+        """See Offers."""
+        self.asked += 1
+        answer = Future[Offer]()
+        if self.asked <= 2:
+            answer.set_exception(self.full)
+            return answer
+        self.made.append(self._listener.offer())
+        gone = replace(self.made[-1], token=bytes(32))  # what a given up one is to the listener
+        answer.set_result(replace(gone if self.asked == 3 else self.made[-1], process=ELSEWHERE))
+        return answer
+
+
+def test_a_server_that_is_full_is_asked_again_until_it_has_a_place(listener: Listener) -> None:
+    offers = Crowded(listener)
+    link = begun(offers)
+    wait_until(lambda: len(offers.made) == 2 or link.lost is not None, WAIT_S, "another offer")
+    with listener.accept(offers.made[1], Deadline.after(WAIT_S)):
+        assert link.lost is None
+        assert offers.asked == 4
+    wait_until(lambda: not threads_of_links(), WAIT_S, "the threads of the link to end")
+
+
+def test_a_server_that_stays_full_is_lost_in_time_with_its_reason(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_link, "_CONNECT_S", 0.5)
+    offers = Slowly()
+    offers.offer.set_exception(LinksFull("full", retry_after_s=0.1))
+    link = begun(offers)
+    wait_until(lambda: link.lost is not None, WAIT_S, "the link to be lost")
+    assert isinstance(link.lost, LinksFull)
     wait_until(lambda: not threads_of_links(), WAIT_S, "the threads of the link to end")
 
 

@@ -47,7 +47,7 @@ def test_a_worker_of_this_host_looks_at_the_stores_memory_and_has_no_copy(tmp_pa
     small, large = canonical_file(SMALL, seed=1), canonical_file(LARGE, seed=1)
     with shelf(tmp_path) as store:
         digest = store.put(small)
-        first = worker.fetch(digest, store.links.offer("w", ""))  # has threads and buffers made
+        first = worker.fetch(digest, store.links.offer("w", "", caller=""))  # has threads and buffers made
         assert first["layers"] == layers_digest(small)
         digest = store.put(large)
         got = worker.fetch(digest)
@@ -65,7 +65,7 @@ def test_a_worker_of_this_host_looks_at_the_stores_memory_and_has_no_copy(tmp_pa
 def test_a_worker_elsewhere_is_sent_bytes(tmp_path: Path, worker: Taker) -> None:
     large = canonical_file(LARGE, seed=2)
     with shelf(tmp_path, unix=False) as store:
-        got = worker.fetch(store.put(large), store.links.offer("w", ""))
+        got = worker.fetch(store.put(large), store.links.offer("w", "", caller=""))
         assert got["layers"] == layers_digest(large)
         assert got["own_bytes"] > 0.99 * len(large)
         assert got["shared_bytes"] < _FEW_BYTES
@@ -76,7 +76,7 @@ def test_a_worker_elsewhere_is_sent_bytes(tmp_path: Path, worker: Taker) -> None
 def test_what_finds_no_room_in_memory_is_sent_from_the_disk_in_bytes(tmp_path: Path, worker: Taker) -> None:
     small = canonical_file(SMALL, seed=3)
     with shelf(tmp_path, budget_bytes=1) as store:
-        got = worker.fetch(store.put(small), store.links.offer("w", ""))
+        got = worker.fetch(store.put(small), store.links.offer("w", "", caller=""))
         assert got["layers"] == layers_digest(small)
         assert store.links.counters.snapshot().sent.file_bytes == 0
 
@@ -86,7 +86,7 @@ def test_a_worker_keeps_what_its_store_lets_go_and_leaves(tmp_path: Path, worker
     before = open_descriptors()
     with shelf(tmp_path) as store:
         digest = store.put(small)
-        worker.fetch(digest, store.links.offer("w", ""))
+        worker.fetch(digest, store.links.offer("w", "", caller=""))
         store.tiers.forget(digest)
         (tmp_path / digest).write_bytes(b"")
         assert store.tiers.used_bytes == 0
@@ -102,7 +102,7 @@ def test_workers_killed_while_they_fetch_leave_no_descriptor_in_the_store(tmp_pa
         descriptors = []
         for number in range(12):
             sent = store.links.counters.snapshot().sent.file_bytes
-            pid = others.start(f"fetch:{digest}", store.links.offer("w", ""), Backend.MEMFD)
+            pid = others.start(f"fetch:{digest}", store.links.offer("w", "", caller=""), Backend.MEMFD)
             # Up to what its credit allows waits in its socket, unread.
             _until(lambda: store.links.counters.snapshot().sent.file_bytes > sent)  # noqa: B023 - called at once
             os.kill(pid, 9)

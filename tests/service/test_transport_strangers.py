@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import AuthFailed, ConfigError, DeadlineExceeded, LinkClosed, PeerDead, TooLarge
+from bottega.errors import AuthFailed, Code, ConfigError, DeadlineExceeded, LinkClosed, LinksFull, PeerDead
+from bottega.sampled_log import TOLD_PER_SECOND
 from bottega.transport import (
     Backend,
     Deadline,
@@ -29,12 +31,13 @@ from bottega.transport import (
 from bottega.transport import hello as greeting
 from bottega.transport.door import MAX_STRANGERS, STRANGER_S
 from bottega.transport.hello import CHALLENGE_BYTES, HELLO_BYTES, Direction, Verdict
-from bottega.transport.listener import MAX_OFFERS
+from bottega.transport.waiting import MAX_OFFERS, MAX_OFFERS_OF_ONE, SAFE_S
 from tests.service.transport_backends import LAYOUT, content, listening, open_descriptors, opened, patience, read, write
 
 WAYS = (Backend.MEMFD, Backend.TCP)
 # Workers that come back to one server at once.
 _CROWD = 100
+_STRANGERS = 400
 
 
 @pytest.fixture
@@ -116,6 +119,26 @@ def test_a_recorded_greeting_opens_nothing(listener: Listener, way: Backend) -> 
         with _dial(offer, way) as third:
             third.sendall(hello)
             assert third.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)[4] == Verdict.REFUSED
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_crowd_of_strangers_is_a_few_lines_in_the_log_and_its_number(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, way: Backend
+) -> None:
+    caplog.set_level(logging.INFO)
+    with listening(tmp_path) as listener:
+        offer = listener.offer()
+        began = time.monotonic()
+        for _ in range(_STRANGERS):
+            with _dial(offer, way) as stranger:
+                stranger.sendall(b"\0" * HELLO_BYTES)
+                assert _hears_nothing_more(stranger)
+        seconds = time.monotonic() - began
+    told = [line for line in caplog.records if line.message == "a stranger at a link's door was turned away"]
+    more = [line for line in caplog.records if line.message == "more strangers at a link's door were turned away"]
+    assert len(told) <= TOLD_PER_SECOND * (seconds + 2)
+    assert len(told) + sum(line.__dict__["strangers"] for line in more) == _STRANGERS
+    assert {line.__dict__["backend"] for line in told + more} == {way}
 
 
 def test_a_listener_that_does_not_know_the_token_is_found_out(tmp_path: Path) -> None:
@@ -258,16 +281,47 @@ def test_a_taken_port_is_a_config_error_and_leaves_nothing(tmp_path: Path) -> No
         pass
 
 
-def test_offers_are_bounded_and_end_with_their_listener(listener: Listener) -> None:
-    offers = [listener.offer() for _ in range(MAX_OFFERS)]
-    with pytest.raises(TooLarge):
-        listener.offer()
-    listener.offer(offers[0].link_id)  # the next epoch of one takes no more room
+def test_offers_are_bounded_by_caller_and_end_with_their_listener(listener: Listener) -> None:
+    offers = [listener.offer(caller="near") for _ in range(MAX_OFFERS_OF_ONE)]
+    with pytest.raises(LinksFull) as full:
+        listener.offer(caller="near")
+    assert full.value.metadata == {"limit": "offers"}
+    assert full.value.retry_after_s
+    assert full.value.code == Code.UNAVAILABLE
+    listener.offer(offers[0].link_id, caller="near")  # the next epoch of one takes no more room
+    listener.offer(caller="far")  # and others are not in each other's way
     listener.close()
     with pytest.raises(LinkClosed):
         listener.accept(offers[1], patience())
     with pytest.raises(LinkClosed):
         listener.offer()
+
+
+def test_those_that_nobody_takes_up_make_room_for_the_next_of_their_caller(tmp_path: Path) -> None:
+    with listening(tmp_path, token_s=60) as listener:
+        patient = listener.offer(caller="far")
+        left = [listener.offer(caller="near") for _ in range(MAX_OFFERS_OF_ONE)]
+        time.sleep(SAFE_S)
+        newest = listener.offer(caller="near")
+        with pytest.raises(AuthFailed):  # the oldest of them is gone, at once and not after its time
+            listener.accept(left[0], patience())
+        for offer in (left[1], newest, patient):
+            with connect(offer, patience(), ways=(Backend.MEMFD,)), listener.accept(offer, patience()):
+                pass
+
+
+def test_all_callers_together_are_bounded_at_the_cost_of_whoever_has_most(tmp_path: Path) -> None:
+    with listening(tmp_path, token_s=60) as listener:
+        many = [listener.offer(caller="many") for _ in range(MAX_OFFERS_OF_ONE)]
+        others = [listener.offer(caller=f"caller {number}") for number in range(MAX_OFFERS - MAX_OFFERS_OF_ONE)]
+        with pytest.raises(LinksFull):
+            listener.offer(caller="another")
+        time.sleep(SAFE_S)
+        listener.offer(caller="another")
+        with pytest.raises(AuthFailed):
+            listener.accept(many[0], patience())
+        with connect(others[0], patience(), ways=(Backend.MEMFD,)), listener.accept(others[0], patience()):
+            pass
 
 
 def test_half_a_visit_is_cleaned_up_when_its_offer_expires(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class _Worker:
 
     def link_to(self, store: Shelf) -> None:
         """As another process of this host would be."""
-        self.offers.brought.put(replace(store.links.offer("w", ""), process="elsewhere"))
+        self.offers.brought.put(replace(store.links.offer("w", "", caller=""), process="elsewhere"))
 
     def begin(self, digest: str) -> LoraHandle:
         return self.source.begin(LoraRef(name="ink", digest=digest, stores=(_STORE,)))

@@ -10,6 +10,7 @@ from bottega.client.size import check_size
 from bottega.errors import (
     BottegaError,
     DataLoss,
+    LinksFull,
     MethodNotServed,
     NoLora,
     NotFinite,
@@ -59,6 +60,27 @@ def test_what_a_lora_store_says_is_not_taken_for_the_gateways(error: BottegaErro
     assert message == error.message
     assert said.startswith(todo)
     assert "gateway" not in said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LinksFull("as many links", metadata={"limit": "links"}, retry_after_s=1.0),
+        TooLarge("edges, depth take 9 bytes together", metadata={"limit": "budget_bytes"}),
+        TooLarge("the server hosts 256", metadata={"limit": "controlnets"}),
+    ],
+    ids=["links", "budget", "hosted"],
+)
+def test_nobody_is_told_to_ask_for_a_smaller_picture_where_no_picture_is_too_large(error: BottegaError) -> None:
+    message, said = explained(error, "127.0.0.1:1")
+    assert message == error.message
+    assert said
+    assert "picture" not in said
+
+
+def test_a_picture_that_is_too_large_is_made_smaller() -> None:
+    error = TooLarge("4096x4096 are 16777216 pixels", metadata={"limit": "max_pixels"})
+    assert explained(error, "127.0.0.1:1")[1].startswith("Ask for a smaller picture")
 
 
 def test_a_lora_that_is_damaged_is_brought_again() -> None:

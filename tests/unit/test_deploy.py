@@ -19,6 +19,7 @@ from bottega.loras.config import LoraConfig
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES
 from bottega.rpc.server import ServerConfig
+from bottega.transport.credentials import GROUP_VARIABLE
 from bottega.worker.config import WorkerConfig
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -156,9 +157,14 @@ def test_what_computes_does_not_spin_and_downloads_nothing(unit: str) -> None:
         ("bottega-loras.service", "bottega-loras"),
     ],
 )
-def test_workers_of_the_machine_may_reach_the_socket_of_a_services_links(unit: str, folder: str) -> None:
+def test_services_of_the_machine_reach_the_socket_of_a_services_links_by_their_group_and_nobody_else_does(
+    unit: str, folder: str
+) -> None:
     assert setting(unit, "RuntimeDirectory") == folder
-    assert int(setting(unit, "RuntimeDirectoryMode"), 8) & 0o005 == 0o005, "each is a user of its own"
+    assert int(setting(unit, "RuntimeDirectoryMode"), 8) == 0o750, "each is a user of its own"
+    text = (DEPLOY / "systemd" / unit).read_text()
+    assert f"\nEnvironment={GROUP_VARIABLE}={setting(unit, 'Group')}\n" in text
+    assert f"groupadd --system {setting(unit, 'Group')}" in (DEPLOY / "README.md").read_text()
 
 
 def test_the_controlnet_servers_configuration_hosts_the_embedded_models_own(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Knows no methods, nor what is asked or answered.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,8 +23,6 @@ from bottega.rpc.status import to_grpc_status
 REQUEST_ID_KEY = "x-request-id"
 
 MAX_REQUEST_ID_CHARACTERS = 128
-
-_log = logging.getLogger(__name__)
 
 # How a write fails when the caller has gone, and how a method of gRPC's own ends itself.
 _OF_GRPC = (grpc.aio.InternalError, grpc.aio.AbortError)
@@ -146,9 +143,9 @@ def _told(method: str, error: Exception, refusals: RefusalLog) -> BottegaError:
     """What the caller is told. It is logged here, once, and forgets where it was raised."""
     told = error if isinstance(error, BottegaError) else _plain_internal()
     if told is not error:
-        _log.error("call failed unexpectedly", exc_info=error, extra={"method": method})
+        refusals.fault(method, error, expected=False)
     elif isinstance(error, InternalError):
-        _log.error("call failed", exc_info=error, extra={"method": method})
+        refusals.fault(method, error, expected=True)
     else:
         refusals.tell(method, told.reason_name, told.message)
     link: BaseException | None = error

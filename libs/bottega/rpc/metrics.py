@@ -5,6 +5,8 @@ A registry of its own for every server, so that several may live in one process.
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 from collections.abc import Callable
 from socketserver import ThreadingMixIn
@@ -22,9 +24,16 @@ from prometheus_client import (
 
 from bottega.errors import Unavailable
 from bottega.rpc.address import split
+from bottega.sampled_log import SampledLog
+
+_log = logging.getLogger(__name__)
 
 # From a health check to the longest drawing that anybody waits for.
 _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+_broken = SampledLog(
+    _log, "a request for metrics was broken off", more="more requests for metrics were broken off", counted="requests"
+)
 
 # How long stopping may take; prometheus_client's own server takes half a second.
 _POLL_S = 0.05
@@ -89,6 +98,10 @@ class MetricsEndpoint:
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Else everybody who leaves in the middle of a request would be a traceback on stderr."""
+        _broken.tell({"why": type(sys.exception()).__name__})
 
 
 class _Silent(WSGIRequestHandler):

@@ -1,47 +1,41 @@
-"""Refused calls in the log: the first of a kind one by one, the rest of a second as a number.
+"""Refused calls in the log: the first of a kind one by one, the rest of a second as a number. See sampled_log.
 
-A crowd that is refused would else write so many lines that journald drops some of the service's, errors among them:
-it takes 10,000 in 30 s. It knows no calls, and a kind is a method and a reason, of which there are only so many.
+It knows no calls, and a kind is a method and a reason, of which there are only so many.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections import Counter
-from contextvars import Context
 
-# Of a kind, in a second: with two dozen kinds at once it stays below half of what journald takes.
-TOLD_PER_SECOND = 5
-
-_SECOND_S = 1.0
+from bottega.sampled_log import SampledLog
 
 _log = logging.getLogger(__name__)
 
 
 class RefusalLog:
-    """`tell` it every refusal, in the event loop; `sum_up` at the end, else it does so itself."""
+    """`tell` it every refusal; `sum_up` at the end, else it does so itself."""
 
     def __init__(self) -> None:
-        self._calls: Counter[tuple[str, str]] = Counter()  # of this second
-        self._timer: asyncio.TimerHandle | None = None
+        self._refused = SampledLog(_log, "call refused", more="more calls refused", counted="calls")
+        self._unexpected = _faults("call failed unexpectedly")
+        self._failed = _faults("call failed")
 
     def tell(self, method: str, reason: str, text: str) -> None:
         """A call was refused. The line has what is bound for that call."""
-        if self._timer is None:
-            # What it will write belongs to no call, and so must not have the fields of this one.
-            self._timer = asyncio.get_running_loop().call_later(_SECOND_S, self.sum_up, context=Context())
-        self._calls[method, reason] += 1
-        if self._calls[method, reason] <= TOLD_PER_SECOND:
-            _log.info("call refused", extra={"method": method, "reason": reason, "text": text})
+        self._refused.tell({"method": method, "reason": reason}, {"text": text})
+
+    def fault(self, method: str, error: Exception, *, expected: bool) -> None:
+        """A call failed by a fault of ours, which whoever found it can repeat as often as they like.
+
+        expected: whether it is an error that was raised on purpose.
+        """
+        (self._failed if expected else self._unexpected).tell({"method": method}, error=error)
 
     def sum_up(self) -> None:
         """Says how many more there were since the last time, a line for each kind. Harmless when there were none."""
-        calls, self._calls = self._calls, Counter()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        for (method, reason), count in calls.items():
-            if count > TOLD_PER_SECOND:
-                facts = {"method": method, "reason": reason, "calls": count - TOLD_PER_SECOND}
-                _log.info("more calls refused", extra=facts)
+        for lines in (self._refused, self._unexpected, self._failed):
+            lines.sum_up()
+
+
+def _faults(event: str) -> SampledLog:
+    return SampledLog(_log, event, more=f"more times: {event}", counted="calls", level=logging.ERROR)

@@ -26,6 +26,8 @@ What holds for every backend, and is tested for all by one suite (tests/service/
 - A link dies alone and for one cause, nothing is sent twice, and what it brought stays valid memory while it is
   referred to.
 - After the hello bytes are neither encrypted nor signed: TCP is for networks that are trusted.
+- Within a host links are for processes of one user and root, or of a group that shares them (credentials.py), and both
+  ends look: no socket of another user is listened on, connected to or answered, whatever it knows.
 
 What the seam (seam.py) promises to backends of devices, which will stand beside memfd.py and tcp.py, not in this
 core:
@@ -55,10 +57,11 @@ core:
   joins `connect`'s ways before memfd, and says why when it does not pass.
 """
 
-from bottega.transport.binding import Doors, own_socket
+from bottega.transport.binding import Doors
 from bottega.transport.boundary import link_boundary
 from bottega.transport.connecting import connect
 from bottega.transport.counters import Counters, Flow, Snapshot
+from bottega.transport.credentials import links_group
 from bottega.transport.deadline import Deadline
 from bottega.transport.files import SealedFile
 from bottega.transport.layout import DType, Layout, TensorSpec
@@ -70,7 +73,8 @@ from bottega.transport.offer_wire import offer_from_wire, offer_to_wire
 from bottega.transport.receiving import Incoming
 from bottega.transport.seam import Backend
 from bottega.transport.sending import Outgoing
-from bottega.transport.serving import MESSAGE_S, ServedLink, ServedLinks, send
+from bottega.transport.serving import MESSAGE_S, TOKEN_S, LinkLines, ServedLink, ServedLinks, send
+from bottega.transport.socket_folder import own_socket
 from bottega.transport.vigil import Vigil
 
 __all__ = [
@@ -78,6 +82,7 @@ __all__ = [
     "Listener",
     "Doors",
     "own_socket",
+    "links_group",
     "connect",
     "Deadline",
     "Limits",
@@ -96,6 +101,8 @@ __all__ = [
     "ServedLink",
     "send",
     "MESSAGE_S",
+    "TOKEN_S",
+    "LinkLines",
     "Vigil",
     "link_boundary",
     "offer_to_wire",

@@ -9,9 +9,10 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from bottega.errors import AuthFailed, DeadlineExceeded, LinkError, PeerDead, StaleEpoch
+from bottega.errors import AuthFailed, ConfigError, DeadlineExceeded, LinkError, PeerDead, StaleEpoch
 from bottega.transport import registry
 from bottega.transport.counters import Counters
+from bottega.transport.credentials import links_group, not_trusted
 from bottega.transport.deadline import Deadline
 from bottega.transport.hello import (
     CHALLENGE_BYTES,
@@ -152,10 +153,20 @@ def _unix(path: str, deadline: Deadline) -> socket.socket:
     try:
         _limit(connection, deadline)
         connection.connect(path)
+        # Whoever may write in its folder could have put another socket there.
+        if why := not_trusted(connection, _group()):
+            raise AuthFailed(f"what listens there is not to be trusted: {why}")
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _group() -> int | None:
+    try:
+        return links_group()
+    except ConfigError as error:
+        raise AuthFailed(error.message) from None
 
 
 def _tcp(address: tuple[str, int], deadline: Deadline) -> socket.socket:

@@ -17,6 +17,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from bottega.errors import BadFrame
+from bottega.sampled_log import SampledLog
+from bottega.transport.credentials import not_trusted
 from bottega.transport.hello import HELLO_BYTES, PROOF_BYTES, Hello, Verdict, challenge, read_hello, refusal
 from bottega.transport.seam import Backend
 
@@ -42,11 +44,27 @@ class Host(Protocol):
 
 
 class Door:
-    """Listening sockets and the thread that serves them."""
+    """Listening sockets and the thread that serves them. group: see links_group."""
 
-    def __init__(self, host: Host, sockets: Sequence[tuple[Backend, socket.socket]]) -> None:
+    def __init__(
+        self, host: Host, sockets: Sequence[tuple[Backend, socket.socket]], *, group: int | None = None
+    ) -> None:
         self._host = host
         self._sockets = sockets
+        self._group = group
+        self._turned_away = SampledLog(
+            _log,
+            "a stranger at a link's door was turned away",
+            more="more strangers at a link's door were turned away",
+            counted="strangers",
+        )
+        self._not_taken = SampledLog(
+            _log,
+            "a link's connection cannot be taken",
+            more="more of a link's connections could not be taken",
+            counted="connections",
+            level=logging.WARNING,
+        )
         self._selector = selectors.DefaultSelector()
         self._strangers: dict[socket.socket, _Stranger] = {}
         self._bell, self._rope = socket.socketpair()
@@ -71,6 +89,8 @@ class Door:
         for closing in (self._bell, self._rope, *(listening for _, listening in self._sockets)):
             closing.close()
         self._selector.close()
+        self._turned_away.sum_up()
+        self._not_taken.sum_up()
 
     def _serve(self) -> None:
         while self._open:
@@ -91,8 +111,13 @@ class Door:
         except BlockingIOError:
             return  # who came has left again
         except OSError as error:
-            _log.warning("a link's connection cannot be taken", extra={"why": error.strerror})
+            self._not_taken.tell({"why": error.strerror or "unknown"})
             time.sleep(_FULL_PAUSE_S)
+            return
+        # Whom the folder and the socket's mode let through; what a link shares is for nobody else.
+        if backend == Backend.MEMFD and (why := not_trusted(connection, self._group)):
+            self._turned_away.tell({"backend": backend}, {"why": why})
+            connection.close()
             return
         connection.setblocking(False)
         if len(self._strangers) >= MAX_STRANGERS:
@@ -104,7 +129,7 @@ class Door:
         try:
             proven = stranger.listen()
         except (BadFrame, OSError) as error:
-            _log.info("a stranger at a link's door was turned away", extra={"why": str(error)})
+            self._turned_away.tell({"backend": stranger.backend}, {"why": str(error)})
             self._forget(stranger).close()
             return
         if proven is not None:
@@ -137,7 +162,7 @@ class _Stranger:
         self.connection = connection
         self.until = time.monotonic() + STRANGER_S
         self._host = host
-        self._backend = backend
+        self.backend = backend
         self._bytes = b""
         self._hello: Hello | None = None
         self._wanted = b""
@@ -157,7 +182,7 @@ class _Stranger:
 
     def _greeted(self, encoded: bytes) -> None:
         hello = read_hello(encoded)
-        if hello.backend != self._backend:
+        if hello.backend != self.backend:
             raise BadFrame("its greeting is for another kind of connection")
         token = self._host.token_for(hello)
         if isinstance(token, Verdict):

@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -23,12 +22,12 @@ from bottega.errors import (
     InvalidRequest,
     LinkClosed,
     StaleEpoch,
-    TooLarge,
     Violation,
 )
 from bottega.transport import registry
 from bottega.transport.binding import Doors, bind_tcp, bind_unix
 from bottega.transport.counters import Counters
+from bottega.transport.credentials import links_group
 from bottega.transport.deadline import Deadline
 from bottega.transport.door import Door
 from bottega.transport.hello import Direction, Hello, Verdict
@@ -41,23 +40,10 @@ from bottega.transport.memory import sharing_works
 from bottega.transport.offer import TOKEN_BYTES, Answer, MemfdEndpoint, Offer, TcpEndpoint, is_link_id, new_link_id
 from bottega.transport.seam import Backend
 from bottega.transport.tcp import TcpInlet, TcpOutlet, tune
+from bottega.transport.waiting import WaitingOffer, WaitingOffers
 
-# Of offers that nobody has taken up yet.
-MAX_OFFERS = 256
 # Of links whose newest epoch is remembered; what is forgotten can only be refused.
 _MAX_REMEMBERED = 4096
-
-
-@dataclass(slots=True)
-class _Pending:
-    """An offer that was made."""
-
-    offer: Offer
-    until: float
-    # Proven connections by direction, with what the connecting end takes in.
-    connections: dict[Direction, socket.socket] = field(default_factory=dict)
-    hello: Hello | None = None
-    local: Link | None = None
 
 
 class Listener:
@@ -72,21 +58,23 @@ class Listener:
         token_s: float = 30.0,
         lease_s: float = LEASE_S,
     ) -> None:
-        """token_s: for how long an offer may be taken up. Raises ConfigError when an address cannot be bound."""
+        """token_s: for how long an offer may be taken up, at the longest (waiting.py).
+
+        Raises ConfigError when an address cannot be bound, or the unix socket's folder is in others' hands.
+        """
         self._doors = doors
         self._limits = limits or Limits()
         self._counters = counters
-        self._token_s = token_s
         self._lease_s = lease_s
-        self._changed = threading.Condition()
-        self._pending: dict[str, _Pending] = {}
+        self._lock = threading.RLock()
+        self._waiting = WaitingOffers(self._lock, token_s=token_s)
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._links: weakref.WeakValueDictionary[str, Link] = weakref.WeakValueDictionary()
         self._closed = False
         self._process = f"{process_identity()}/{secrets.token_hex(8)}"
         self._memfd: MemfdEndpoint | None = None
         self._tcp: TcpEndpoint | None = None
-        self._door = Door(self, self._bind())
+        self._door = Door(self, self._bind(), group=links_group() if doors.unix_path else None)
         self._door.start()
         registry.add(self._process, self)
 
@@ -96,29 +84,28 @@ class Listener:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def offer(self, link_id: str | None = None) -> Offer:
+    def offer(self, link_id: str | None = None, *, caller: str = "") -> Offer:
         """An offer for one other process, to be used once. With the link_id of an earlier one it is of the next epoch:
         the link that there was ends with StaleEpoch.
 
-        Raises TooLarge when too many offers wait, InvalidRequest for what is no link_id.
+        caller: host of whoever asks for it; each may have only so many that it has not taken up.
+        Raises LinksFull when too many offers wait, InvalidRequest for what is no link_id.
         """
         link_id = link_id or new_link_id()
         if not is_link_id(link_id):
             violation = Violation(field="link_id", description=f"{link_id!r} is no name of a link")
             raise InvalidRequest(f"link_id: {violation.description}", violations=[violation])
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise LinkClosed("this process takes no links any more")
-            self._expire()
+            self._waiting.drop(link_id)
+            self._waiting.make_room(caller)
             epoch = self._epochs.pop(link_id, 0) + 1
             self._epochs[link_id] = epoch
             while len(self._epochs) > _MAX_REMEMBERED:
                 self._epochs.popitem(last=False)
-            self._drop(self._pending.pop(link_id, None))
-            if len(self._pending) >= MAX_OFFERS:
-                raise TooLarge(f"{MAX_OFFERS} offers of links wait to be taken up", metadata={"limit": "offers"})
             offer = self._new_offer(link_id, epoch)
-            self._pending[link_id] = _Pending(offer=offer, until=time.monotonic() + self._token_s)
+            self._waiting.add(offer, caller)
             older = self._links.pop(link_id, None)
         if older is not None:
             older.end(StaleEpoch("the link was opened anew here; this one is of an older epoch"))
@@ -127,77 +114,73 @@ class Listener:
     def accept(self, offer: Offer, deadline: Deadline) -> Link:
         """The link, when the other end has connected.
 
-        Raises DeadlineExceeded, after which one may wait again; AuthFailed when the offer has expired; StaleEpoch when
-        there is a newer one.
+        Raises DeadlineExceeded, after which one may wait again; AuthFailed when the offer has expired, or was given up
+        for others; StaleEpoch when there is a newer one.
         """
-        with self._changed:
+        with self._lock:
             while True:
-                link = self._taken_up(offer)
+                waiting = self._still_waiting(offer)
+                link = self._taken_up(waiting)
                 if link is not None:
                     self._links[offer.link_id] = link
                     return link
-                left_s = min(deadline.left_s(), max(self._pending[offer.link_id].until - time.monotonic(), 0.0))
-                if not self._changed.wait(left_s) and deadline.left_s() == 0:
+                left_s = min(deadline.left_s(), max(waiting.until - time.monotonic(), 0.0))
+                if not waiting.changed.wait(left_s) and deadline.left_s() == 0:
                     raise DeadlineExceeded("nobody took up the offer of a link in time")
 
     def close(self) -> None:
         """Takes no links any more; those that there are live on."""
         registry.remove(self._process)
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
-            for pending in self._pending.values():
-                self._drop(pending)
-            self._pending.clear()
-            self._changed.notify_all()
+            self._waiting.clear()
         self._door.stop()
         if self._memfd is not None:
             Path(self._memfd.path).unlink(missing_ok=True)
 
     def token_for(self, hello: Hello) -> bytes | Verdict:
         """The token that this claim has to prove, or why it is not taken."""
-        with self._changed:
-            self._expire()
+        with self._lock:
             if hello.epoch < self._epochs.get(hello.link_id, 0):
                 return Verdict.STALE
-            pending = self._pending.get(hello.link_id)
-            if pending is None or pending.offer.epoch != hello.epoch or hello.direction in pending.connections:
+            waiting = self._waiting.get(hello.link_id)
+            if waiting is None or waiting.offer.epoch != hello.epoch or hello.direction in waiting.connections:
                 return Verdict.REFUSED
-            return pending.offer.token
+            return waiting.offer.token
 
     def enter(self, hello: Hello, connection: socket.socket) -> bool:
         """Takes a connection whose proof was right; False when the offer is used up meanwhile."""
-        with self._changed:
-            if isinstance(self.token_for(hello), Verdict) or self._closed:
+        with self._lock:
+            waiting = self._waiting.get(hello.link_id)
+            if waiting is None or isinstance(self.token_for(hello), Verdict) or self._closed:
                 return False
-            pending = self._pending[hello.link_id]
             try:
                 if hello.backend == Backend.TCP:
                     tune(connection)
                 connection.send(bytes([Verdict.WELCOME]))
             except OSError:
                 return False
-            pending.connections[hello.direction] = connection
-            pending.hello = hello
-            self._changed.notify_all()
+            waiting.connections[hello.direction] = connection
+            waiting.hello = hello
+            waiting.changed.notify_all()
             return True
 
     def enter_local(self, offer: Offer, limits: Limits, counters: Counters, lease_s: float) -> Link:
         """The connecting end of a link within this process. Raises AuthFailed, StaleEpoch."""
-        with self._changed:
-            self._expire()
+        with self._lock:
             if offer.epoch < self._epochs.get(offer.link_id, 0):
                 raise StaleEpoch("the link has been opened anew since this offer was made; ask for a new one")
-            pending = self._pending.get(offer.link_id)
-            known = pending is not None and hmac.compare_digest(pending.offer.token, offer.token)
-            if pending is None or not known or pending.local or pending.connections:
+            waiting = self._waiting.get(offer.link_id)
+            known = waiting is not None and hmac.compare_digest(waiting.offer.token, offer.token)
+            if waiting is None or not known or waiting.local or waiting.connections:
                 raise AuthFailed("the listener does not take the offer: it was used or has expired; ask for a new one")
             forth, back = LocalDirection(), LocalDirection()
             reason = "both ends are in one process"
             terms = self._terms(offer, Answer(backend=Backend.PROCESS, reason=reason), limits)
-            pending.local = Link(terms, LocalOutlet(back), LocalInlet(forth))
-            self._changed.notify_all()
+            waiting.local = Link(terms, LocalOutlet(back), LocalInlet(forth))
+            waiting.changed.notify_all()
         theirs = Terms(
             link_id=offer.link_id,
             epoch=offer.epoch,
@@ -209,29 +192,31 @@ class Listener:
         )
         return Link(theirs, LocalOutlet(forth), LocalInlet(back))
 
-    def _taken_up(self, offer: Offer) -> Link | None:
-        """The link if both directions are there; under the lock."""
+    def _still_waiting(self, offer: Offer) -> WaitingOffer:
         if self._closed:
             raise LinkClosed("this process takes no links any more")
         if offer.epoch < self._epochs.get(offer.link_id, 0):
             raise StaleEpoch("there is a newer offer for this link")
-        self._expire()
-        pending = self._pending.get(offer.link_id)
-        if pending is None:
-            raise AuthFailed(f"nobody took up the offer of a link within its {self._token_s:g} s")
-        if pending.local is not None:
-            del self._pending[offer.link_id]
-            return pending.local
-        if len(pending.connections) < len(Direction) or pending.hello is None:
-            return None
-        del self._pending[offer.link_id]
-        return self._link(pending, pending.hello)
+        waiting = self._waiting.get(offer.link_id)
+        if waiting is None:
+            raise AuthFailed(
+                f"nobody took up the offer of a link within {self._waiting.token_s:g} s, or before others came"
+            )
+        return waiting
 
-    def _link(self, pending: _Pending, hello: Hello) -> Link:
-        sending = pending.connections[Direction.LISTENER_SENDS]
-        receiving = pending.connections[Direction.CONNECTOR_SENDS]
+    def _taken_up(self, waiting: WaitingOffer) -> Link | None:
+        """The link if both directions are there; under the lock."""
+        if waiting.local is not None:
+            return self._waiting.take(waiting.offer.link_id).local
+        if len(waiting.connections) < len(Direction) or waiting.hello is None:
+            return None
+        return self._link(self._waiting.take(waiting.offer.link_id), waiting.hello)
+
+    def _link(self, waiting: WaitingOffer, hello: Hello) -> Link:
+        sending = waiting.connections[Direction.LISTENER_SENDS]
+        receiving = waiting.connections[Direction.CONNECTOR_SENDS]
         answer = Answer(backend=hello.backend, reason=f"the other end came by {hello.backend}")
-        terms = self._terms(pending.offer, answer, hello.limits)
+        terms = self._terms(waiting.offer, answer, hello.limits)
         if hello.backend == Backend.MEMFD:
             return Link(terms, MemfdOutlet(sending), MemfdInlet(receiving, self._limits))
         return Link(terms, TcpOutlet(sending), TcpInlet(receiving))
@@ -258,26 +243,11 @@ class Listener:
             tcp=self._tcp,
         )
 
-    def _expire(self) -> None:
-        now = time.monotonic()
-        for link_id in [link_id for link_id, pending in self._pending.items() if pending.until <= now]:
-            self._drop(self._pending.pop(link_id))
-
-    def _drop(self, pending: _Pending | None) -> None:
-        """Gives up what came of an offer, and wakes whoever waits for it."""
-        if pending is None:
-            return
-        for connection in pending.connections.values():
-            connection.close()
-        if pending.local is not None:
-            pending.local.close()
-        self._changed.notify_all()
-
     def _bind(self) -> list[tuple[Backend, socket.socket]]:
         sockets: list[tuple[Backend, socket.socket]] = []
         try:
             if self._doors.unix_path is not None and not sharing_works():
-                sockets.append((Backend.MEMFD, bind_unix(self._doors.unix_path, self._doors.unix_mode)))
+                sockets.append((Backend.MEMFD, bind_unix(self._doors.unix_path)))
                 self._memfd = MemfdEndpoint(path=str(self._doors.unix_path), host=host_identity())
             if self._doors.tcp is not None:
                 sockets.append((Backend.TCP, bind_tcp(*self._doors.tcp)))

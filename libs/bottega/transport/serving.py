@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
-from bottega.errors import Draining, LinkClosed, LinkError, TooLarge
+from bottega.errors import Draining, LinkClosed, LinkError, LinksFull
+from bottega.sampled_log import SampledLog
 from bottega.transport.boundary import link_boundary
 from bottega.transport.buffers import Buffer
 from bottega.transport.deadline import Deadline
@@ -29,12 +31,16 @@ _log = logging.getLogger(__name__)
 
 # A message whose beginning is here must come to its end, and an answer must be taken.
 MESSAGE_S = 20.0
-# A worker takes up an offer at once, or not at all.
-_ACCEPT_S = 10.0
+# A worker takes up an offer at once, or not at all: for a Listener's token_s.
+TOKEN_S = 5.0
+# The listener ends the wait.
+_ACCEPT_S = 2 * TOKEN_S
 # A worker says something every few seconds (vigil.py), or is gone.
 _SILENCE_S = 30.0
-# Of workers: each has one link.
+# Of workers: each has one link. Offers that nobody has taken up yet are no links; the listener bounds those.
 _MOST_LINKS = 256
+# One worker's link may end at any moment; those who were refused together shall not come back together.
+_RETRY_S = (0.5, 1.5)
 _CLOSED = None
 
 
@@ -46,6 +52,28 @@ class Message(Protocol):
 
     @property
     def buffers(self) -> Sequence[Buffer]: ...
+
+
+class LinkLines:
+    """What the log says of links: anybody who may ask for offers can have as many of these lines as they like.
+
+    linked, ended: what the lines say.
+    """
+
+    def __init__(self, log: logging.Logger, *, linked: str, ended: str) -> None:
+        self.not_taken_up = SampledLog(
+            log, "an offer of a link was not taken up", more="more offers of links were not taken up", counted="offers"
+        )
+        self.linked = SampledLog(log, linked, more="more links were opened", counted="links")
+        self.ended = SampledLog(log, ended, more="more links have ended", counted="links")
+
+    def sum_up(self) -> None:
+        """See SampledLog."""
+        for lines in (self.not_taken_up, self.linked, self.ended):
+            lines.sum_up()
+
+
+_LINES = LinkLines(_log, linked="a worker is linked", ended="a worker's link has ended")
 
 
 class ServedLink(ABC):
@@ -70,6 +98,11 @@ class ServedLink(ABC):
         self._ended = False
         self.answers: queue.SimpleQueue[Callable[[Link], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._live, name=f"link-{offer.link_id[:8]}", daemon=True)
+
+    @property
+    def linked(self) -> bool:
+        """Whether the offer was taken up."""
+        return self._link is not None
 
     def start(self) -> None:
         """Serves it in the background."""
@@ -112,12 +145,12 @@ class ServedLink(ABC):
         try:
             link = self._link = self._listener.accept(self._offer, Deadline.after(_ACCEPT_S))
         except LinkError as error:
-            _log.info("an offer of a link was not taken up", extra={**facts, "text": error.message})
+            _LINES.not_taken_up.tell(details={**facts, "text": error.message})
             self._on_end(self)
             return
         if self._cause is not None:
             link.end(self._cause)
-        _log.info("a worker is linked", extra={**facts, "backend": link.answer.backend})
+        _LINES.linked.tell(details={**facts, "backend": link.answer.backend})
         answering = threading.Thread(target=self._answer, args=(link,), name="answers", daemon=True)
         answering.start()
         with self._boundary(link):
@@ -130,7 +163,7 @@ class ServedLink(ABC):
         link.close()
         cause = link.cause
         facts |= {"cause": type(cause).__name__, "text": cause.message if cause else ""}
-        _log.info("a worker's link has ended", extra=facts)
+        _LINES.ended.tell(details=facts)
         self._on_end(self)
 
     def _receive(self, link: Link) -> None:
@@ -172,6 +205,7 @@ class ServedLinks(Generic[Served]):
         self._service = service
         self._serve = serve
         self._advertised = advertised
+        # With offers that nobody has taken up yet.
         self._links: set[Served] = set()
         self._lock = threading.Lock()
 
@@ -179,18 +213,22 @@ class ServedLinks(Generic[Served]):
     def open(self) -> list[Served]:
         """Those that there are."""
         with self._lock:
-            return list(self._links)
+            return [link for link in self._links if link.linked]
 
-    def offer(self, worker: str, link_id: str) -> Offer:
-        """An offer for a worker. link_id: of the link that it replaces, or empty.
+    def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
+        """An offer for a worker. link_id: of the link that it replaces, or empty. caller: host of whoever asks.
 
-        Raises Draining, TooLarge, InvalidRequest for what is no name of a link.
+        Raises Draining, LinksFull, InvalidRequest for what is no name of a link.
         """
         if self.draining:
             raise Draining(f"{self._service} is stopping")
-        if len(self._links) >= _MOST_LINKS:
-            raise TooLarge(f"{_MOST_LINKS} workers are linked, as many as may be", metadata={"limit": "links"})
-        offer = self._listener.offer(link_id or None)
+        if len(self.open) >= _MOST_LINKS:
+            raise LinksFull(
+                f"{_MOST_LINKS} workers are linked with {self._service}, as many as may be",
+                metadata={"limit": "links"},
+                retry_after_s=random.uniform(*_RETRY_S),
+            )
+        offer = self._listener.offer(link_id or None, caller=caller)
         link = self._serve(offer, worker, self._forget)
         with self._lock:
             self._links.add(link)
@@ -204,8 +242,11 @@ class ServedLinks(Generic[Served]):
     def close(self) -> None:
         """Takes no links any more, and ends those that there are. It may wait for what is being sent to end."""
         self._listener.close()
-        for link in self.open:
+        with self._lock:
+            links = list(self._links)
+        for link in links:
             link.close(LinkClosed(f"{self._service} is stopping"))
+        _LINES.sum_up()
 
     def _forget(self, link: ServedLink) -> None:
         with self._lock:

@@ -25,8 +25,9 @@ class EngineConfig:
     whatever runs beside them; 0 is off.
     links_listen: host:port on which links of workers of other hosts come in; port 0 is any free one, empty is none.
     links_advertised: host:port that workers are told instead, where a relay or an address translation is between.
-    links_socket: path of the unix socket for those of this host, in a folder that they can see; empty is one in the
-    folder that systemd makes for the unit, else in one for this user's temporary files; null is none.
+    links_socket: path of the unix socket for those of this host, in a folder that nobody else can write to; empty is
+    one in the folder that systemd makes for the unit, else in a private one of this user; null is none. It is for this
+    user, and for the group that BOTTEGA_LINKS_GROUP in the environment names.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -64,10 +64,13 @@ class EngineFront(process.EngineFront[pb.ControlNetEngineCommand, pb.ControlNetE
         assert isinstance(answer, pb.ControlNetEngineHosted)
         return answer.controlnet
 
-    async def offer(self, worker: str, link_id: str) -> LinkOffer:
-        """Offers a worker a link. Raises what the engine refuses it with, Unavailable when there is no engine."""
+    async def offer(self, worker: str, link_id: str, *, caller: str) -> LinkOffer:
+        """Offers a worker a link. caller: host of whoever asks.
+
+        Raises what the engine refuses it with, Unavailable when there is no engine.
+        """
         number = next(self._numbers)
-        offer = pb.ControlNetEngineOffer(request=number, worker=worker, link_id=link_id)
+        offer = pb.ControlNetEngineOffer(request=number, worker=worker, link_id=link_id, caller=caller)
         answer = await self._ask(number, pb.ControlNetEngineCommand(offer=offer), _OFFER_S)
         assert isinstance(answer, pb.ControlNetEngineOffered)
         return answer.offer

@@ -98,7 +98,8 @@ class EngineProcess:
     def _offer(self, command: pb.ControlNetEngineOffer) -> None:
         offered = pb.ControlNetEngineOffered(request=command.request)
         try:
-            offered.offer.CopyFrom(offer_to_wire(self._links.offer(command.worker, command.link_id)))
+            offer = self._links.offer(command.worker, command.link_id, caller=command.caller)
+            offered.offer.CopyFrom(offer_to_wire(offer))
         except BottegaError as error:
             offered.error.CopyFrom(to_job_error(error))
         self._say(pb.ControlNetEngineEvent(offered=offered))

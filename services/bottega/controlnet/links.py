@@ -10,13 +10,10 @@ from bottega.controlnet.forwards import Forwards
 from bottega.controlnet.hosts import Hosts
 from bottega.controlnet.worker_link import WorkerLink
 from bottega.rpc.address import split
-from bottega.transport import Counters, Doors, Limits, Listener, ServedLinks, TcpEndpoint
+from bottega.transport import TOKEN_S, Counters, Doors, Limits, Listener, ServedLinks, TcpEndpoint
 
 # Taken only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=8, slot_bytes=128 << 20)
-_TOKEN_S = 10.0
-# Workers may be other users: the socket's folder decides who finds it, and an offer's token who gets in.
-_SOCKET_MODE = 0o666
 
 
 class Links(ServedLinks[WorkerLink]):
@@ -24,7 +21,7 @@ class Links(ServedLinks[WorkerLink]):
 
     def __init__(self, config: EngineConfig, *, hosts: Hosts, forwards: Forwards) -> None:
         self.counters = Counters()
-        listener = Listener(_doors(config), limits=_LIMITS, counters=self.counters, token_s=_TOKEN_S)
+        listener = Listener(_doors(config), limits=_LIMITS, counters=self.counters, token_s=TOKEN_S)
         super().__init__(
             listener,
             service="the ControlNet server",
@@ -54,4 +51,4 @@ def _endpoint(address: str) -> TcpEndpoint:
 def _doors(config: EngineConfig) -> Doors:
     tcp = split(config.links_listen) if config.links_listen else None
     unix_path = Path(config.links_socket) if config.links_socket else None
-    return Doors(tcp=tcp, unix_path=unix_path, unix_mode=_SOCKET_MODE)
+    return Doors(tcp=tcp, unix_path=unix_path)

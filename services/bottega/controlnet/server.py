@@ -86,11 +86,14 @@ class ControlNetServer:
         self._tasks = [asyncio.create_task(self._engine.watch(self)), asyncio.create_task(self._measure())]
         await self._first_hosting
 
-    async def offer(self, worker: str, link_id: str) -> LinkOffer:
-        """A link's offer for a worker. Raises Draining, Unavailable, and what the engine refuses it with."""
+    async def offer(self, worker: str, link_id: str, *, caller: str) -> LinkOffer:
+        """A link's offer for a worker. caller: host of whoever asks.
+
+        Raises Draining, Unavailable, and what the engine refuses it with.
+        """
         if self._draining:
             raise Draining("the ControlNet server is stopping")
-        return await self._engine.offer(worker, link_id)
+        return await self._engine.offer(worker, link_id, caller=caller)
 
     def prefetch(self, names: list[str]) -> list[str]:
         """Has those of the names loaded that it hosts, and says which. Raises Unavailable when there is no engine."""

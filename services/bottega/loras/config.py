@@ -21,8 +21,9 @@ class LinksConfig:
 
     listen: host:port for those of other hosts; port 0 is any free one, empty is none. advertised: host:port that
     workers are told instead, where a relay or an address translation is between. socket: path of the unix socket for
-    those of this host, in a folder that they can see; empty is one in the folder that systemd makes for the unit, else
-    in one for this user's temporary files; null is none. bytes_per_s: that each link may take; 0 is all, and only then
+    those of this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for the
+    unit, else in a private one of this user; null is none; it is for this user, and for the group that
+    BOTTEGA_LINKS_GROUP in the environment names. bytes_per_s: that each link may take; 0 is all, and only then
     do workers of this host share the store's memory instead of being sent bytes.
     """
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 from bottega.loras.config import LinksConfig
 from bottega.loras.tiers import Tiers
 from bottega.loras.worker_link import WorkerLink
 from bottega.rpc.address import split
-from bottega.transport import Counters, Doors, Limits, Listener, ServedLinks, TcpEndpoint
+from bottega.transport import TOKEN_S, Counters, Doors, Limits, Listener, ServedLinks, TcpEndpoint, own_socket
 
 # What workers say is short; what they are sent, their own limits bound.
 _LIMITS = Limits(slots=8, slot_bytes=1 << 20)
-_TOKEN_S = 10.0
-# Workers may be other users: the socket's folder decides who finds it, and an offer's token who gets in.
-_SOCKET_MODE = 0o666
-# The folder that systemd makes for a unit's sockets, which other units can see.
-_RUNTIME_VARIABLE = "RUNTIME_DIRECTORY"
 _SERVICE = "the LoRA store"
 
 
@@ -27,7 +20,7 @@ class Links(ServedLinks[WorkerLink]):
 
     def __init__(self, config: LinksConfig, *, tiers: Tiers) -> None:
         self.counters = Counters()
-        listener = Listener(_doors(config), limits=_LIMITS, counters=self.counters, token_s=_TOKEN_S)
+        listener = Listener(_doors(config), limits=_LIMITS, counters=self.counters, token_s=TOKEN_S)
         super().__init__(
             listener,
             service=_SERVICE,
@@ -51,14 +44,10 @@ def _endpoint(address: str) -> TcpEndpoint:
 
 def _doors(config: LinksConfig) -> Doors:
     tcp = split(config.listen) if config.listen else None
-    return Doors(tcp=tcp, unix_path=_socket(config.socket), unix_mode=_SOCKET_MODE)
+    return Doors(tcp=tcp, unix_path=_socket(config.socket))
 
 
 def _socket(configured: str | None) -> Path | None:
-    if configured is None or configured:
-        return Path(configured) if configured else None
-    if given := os.environ.get(_RUNTIME_VARIABLE, "").partition(":")[0]:
-        return Path(given) / "links.sock"
-    folder = Path(tempfile.gettempdir()) / f"bottega-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder / f"loras-{os.getpid()}.sock"
+    if configured == "":
+        return own_socket("loras")
+    return Path(configured) if configured is not None else None

@@ -13,6 +13,7 @@ from bottega.loras.intake import Brought
 from bottega.loras.receiving import Upload, UploadPart
 from bottega.loras.records import LoraRecord
 from bottega.loras.store import LoraStore
+from bottega.rpc.caller import caller_host
 from bottega.transport import offer_to_wire
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
@@ -96,12 +97,13 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         record = await self._store.set_bounds(request.name, request.digest, bounds)
         return pb.SetLoraProfileResponse(lora=self._stored(record))
 
-    async def OpenLoraLink(self, request: pb.OpenLoraLinkRequest, _context: _Context) -> pb.OpenLoraLinkResponse:
+    async def OpenLoraLink(self, request: pb.OpenLoraLinkRequest, context: _Context) -> pb.OpenLoraLinkResponse:
         """OpenLoraLink."""
         if len(request.worker) > _MAX_WORKER_CHARACTERS:
             rule = f"must be at most {_MAX_WORKER_CHARACTERS} characters"
             rules.refuse([Violation(field="worker", description=rule)])
-        return pb.OpenLoraLinkResponse(offer=offer_to_wire(self._store.offer(request.worker, request.link_id)))
+        offer = self._store.offer(request.worker, request.link_id, caller=caller_host(context.peer()))
+        return pb.OpenLoraLinkResponse(offer=offer_to_wire(offer))
 
     def _stored(self, record: LoraRecord) -> pb.StoredLora:
         return pb.StoredLora(

@@ -168,11 +168,11 @@ class LoraStore:
         """Records its profile. Raises LoraNotFound."""
         return await self._catalogue.set_bounds(name, digest, bounds)
 
-    def offer(self, worker: str, link_id: str) -> Offer:
-        """A link's offer for a worker. Raises Draining, TooLarge, InvalidRequest."""
+    def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
+        """A link's offer for a worker. caller: host of whoever asks. Raises Draining, LinksFull, InvalidRequest."""
         if self._draining:
             raise Draining("the LoRA store is stopping")
-        return self._links.offer(worker, link_id)
+        return self._links.offer(worker, link_id, caller=caller)
 
     def load(self) -> fleet_pb2.Load:
         """How busy it is."""

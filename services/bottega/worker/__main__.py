@@ -12,7 +12,7 @@ from bottega.codec import CodecPool
 from bottega.process.memory import IMAGE_AT_WORK_BYTES
 from bottega.rpc.boot import Life, boot
 from bottega.rpc.server import Server
-from bottega.transport import own_socket
+from bottega.transport import links_group, own_socket
 from bottega.worker.config import EngineConfig, WorkerConfig
 from bottega.worker.engine_front import EngineFront
 from bottega.worker.metrics import WorkerMetrics
@@ -67,6 +67,7 @@ async def _life(settings: WorkerConfig) -> AsyncIterator[Life]:
 
 def _with_socket(engine: EngineConfig) -> EngineConfig:
     """With the path of a unix socket for the peer, where none is configured: the same for every engine process."""
+    links_group()  # one that is not there is told at the start, and not at the first link
     if not engine.peer or engine.links_socket != "":
         return engine
     return replace(engine, links_socket=str(own_socket("worker")))

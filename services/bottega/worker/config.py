@@ -35,8 +35,9 @@ class EngineConfig:
     requests while it has none of its own. Not together with fixed_rows, under which fewer rows take no less time.
     peer_silence_s: after which a peer that says nothing is taken for dead. links_listen: host:port on which the link of
     a peer of another host comes in; port 0 is any free one, empty is none. links_socket: path of the unix socket for
-    one of this host, in a folder that it can see; empty is one in the folder that systemd makes for the unit, else in
-    one for this user's temporary files; null is none.
+    one of this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for the
+    unit, else in a private one of this user; null is none. It is for this user, and for the group that
+    BOTTEGA_LINKS_GROUP in the environment names.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -45,10 +45,13 @@ class EngineFront(process.EngineFront[EngineCommand, EngineEvent, EngineReady]):
         """See process.EngineFront."""
         return event.ready if event.HasField("ready") else None
 
-    async def offer(self, worker: str, link_id: str) -> LinkOffer:
-        """Offers the peer a link. Raises what the engine refuses it with, Unavailable when there is no engine."""
+    async def offer(self, worker: str, link_id: str, *, caller: str) -> LinkOffer:
+        """Offers the peer a link. caller: host of whoever asks.
+
+        Raises what the engine refuses it with, Unavailable when there is no engine.
+        """
         number = next(self._numbers)
-        offer = EnginePeerOffer(request=number, worker=worker, link_id=link_id)
+        offer = EnginePeerOffer(request=number, worker=worker, link_id=link_id, caller=caller)
         self.send(EngineCommand(peer_offer=offer))
         offered: asyncio.Future[LinkOffer] = asyncio.get_running_loop().create_future()
         self._asked[number] = offered

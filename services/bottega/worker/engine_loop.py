@@ -119,7 +119,8 @@ class EngineProcess:
         try:
             if self._following is None:
                 raise Unavailable("the engine has no peer")
-            offered.offer.CopyFrom(offer_to_wire(self._following.offer(command.worker, command.link_id)))
+            offer = self._following.offer(command.worker, command.link_id, caller=command.caller)
+            offered.offer.CopyFrom(offer_to_wire(offer))
         except BottegaError as error:
             offered.error.CopyFrom(to_job_error(error))
         self._say(EngineEvent(peer_offered=offered))

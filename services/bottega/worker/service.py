@@ -14,6 +14,7 @@ import grpc
 
 from bottega.process import copied
 from bottega.rpc import logs
+from bottega.rpc.caller import caller_host
 from bottega.rpc.status import to_job_error
 from bottega.rules import refuse
 from bottega.v1 import worker_pb2
@@ -100,11 +101,12 @@ class WorkerService:
         return worker_pb2.PreviewAttemptResponse(known=self._worker.preview(checked_key(request.attempt)))
 
     async def open_peer_link(
-        self, request: worker_pb2.OpenPeerLinkRequest, _context: _Context
+        self, request: worker_pb2.OpenPeerLinkRequest, context: _Context
     ) -> worker_pb2.OpenPeerLinkResponse:
         """OpenPeerLink."""
         refuse(list(check_peer_link(request)))
-        offer = await self._worker.offer_peer_link(request.worker, request.terms, request.link_id)
+        caller = caller_host(context.peer())
+        offer = await self._worker.offer_peer_link(request.worker, request.terms, request.link_id, caller=caller)
         return worker_pb2.OpenPeerLinkResponse(offer=offer, worker=self._worker.name)
 
     async def _started(self, raw: bytes) -> Attempt:

@@ -23,9 +23,6 @@ from bottega.worker.link_desk import LinkDesk
 from bottega.worker.loras import LinkedLoras, LoraLinkSettings
 from bottega.worker.peer import Following, Peer, PeerSettings
 
-# A peer may be another user: the socket's folder decides who finds it, and an offer's token who gets in.
-_SOCKET_MODE = 0o666
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Studio:
@@ -49,7 +46,6 @@ class Studio:
         doors = Doors(
             tcp=split(config.links_listen) if config.links_listen else None,
             unix_path=Path(config.links_socket) if config.links_socket else None,
-            unix_mode=_SOCKET_MODE,
         )
         return Following(doors, guests=self.engine.guests, counters=self.controlnets.counters, post=post)
 

@@ -135,11 +135,13 @@ class Worker:
             commission.show()
         return self.attempts.find(key) is not None
 
-    async def offer_peer_link(self, worker: str, terms: worker_pb2.PeerTerms, link_id: str) -> LinkOffer:
-        """A link's offer for the other worker of the pair.
+    async def offer_peer_link(
+        self, worker: str, terms: worker_pb2.PeerTerms, link_id: str, *, caller: str
+    ) -> LinkOffer:
+        """A link's offer for the other worker of the pair. caller: host of whoever asks.
 
         Raises ModelMismatch where the two have different models; Unavailable where this one has no peer, has no engine
-        yet or follows another worker.
+        yet or follows another worker; LinksFull.
         """
         if not self._config.engine.peer or worker == self.name:
             why = "names itself as its peer" if worker == self.name else f"has no peer; engine.peer must name {worker}"
@@ -154,7 +156,7 @@ class Worker:
                 "engine.peer out of their configurations",
                 metadata={worker: terms.model_hash, self.name: ours.model_hash},
             )
-        return await self._engine.offer(worker, link_id)
+        return await self._engine.offer(worker, link_id, caller=caller)
 
     def load(self) -> fleet_pb2.Load:
         """How busy the worker is."""

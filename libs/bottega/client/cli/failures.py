@@ -30,6 +30,11 @@ _ABOUT_THE_FLEET = (
     "Say where it is: --fleet-address HOST:PORT or BOTTEGA_FLEET.\n"
     "Unless it was configured otherwise, only the gateway's own machine reaches it, at port 8472."
 )
+# By the limit that TooLarge names, where it is none of a picture's.
+_NO_PICTURE = {
+    "budget_bytes": "Ask for fewer ControlNets at once, or raise engine.budget_bytes of the servers that host them.",
+    "controlnets": "Host it on another ControlNet server.",
+}
 
 # For those whose message says what happened. The nearest class of an error counts.
 _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
@@ -48,6 +53,7 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
         errors.NoWorker: "bottega fleet shows who has joined; bottega logs says why a worker has not.",
         errors.NoLora: "bottega fleet shows whether a LoRA store has joined; bottega logs loras why one has not.",
         errors.NoControlNet: "bottega controlnets says who hosts what; bottega logs why a server is not there.",
+        errors.LinksFull: "Try again in a moment; bottega logs says who asks for so many links.",
         errors.Draining: "Try again in a moment.",
         errors.WorkerLost: "Try again; if it happens every time, bottega logs -n 50 says why.",
         errors.ReaderStalled: "Try again; it was stopped for long, or what reads its output was.",
@@ -85,8 +91,8 @@ def _of_a_part(error: BottegaError) -> tuple[str, str] | None:
 
 
 def _of_the_gateway(error: BottegaError, address: str) -> tuple[str, str]:
-    if isinstance(error, errors.TooLarge) and error.metadata.get("limit") == LIMIT:
-        return error.message, _SMALLER_IMAGES if error.metadata.get("images") != "0" else "Ask for less at once."
+    if isinstance(error, errors.TooLarge) and (todo := _about_limit(error)):
+        return error.message, todo
     for kind in type(error).__mro__:
         if kind in _TODO:
             return error.message, _TODO[kind]
@@ -127,6 +133,14 @@ def _about_lora_store(error: BottegaError) -> str:
     if isinstance(error, errors.StorageUnavailable):
         return _about_storage(error, "LoRA store")
     return "bottega logs loras -n 50 says what is damaged." if isinstance(error, errors.DataLoss) else ""
+
+
+def _about_limit(error: errors.TooLarge) -> str:
+    """Of limits that are none of a picture's; else nothing."""
+    limit = error.metadata.get("limit", "")
+    if limit == LIMIT:
+        return _SMALLER_IMAGES if error.metadata.get("images") != "0" else "Ask for less at once."
+    return _NO_PICTURE.get(limit, "")
 
 
 def _about_storage(error: errors.StorageUnavailable, whose: str) -> str:

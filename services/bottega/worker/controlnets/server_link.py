@@ -31,11 +31,13 @@ from bottega.diffusion.control_messages import (
 from bottega.diffusion.controls import ControlServer
 from bottega.diffusion.tensor_messages import Message, tensor_of
 from bottega.errors import (
+    AuthFailed,
     BottegaError,
     DeadlineExceeded,
     LayoutMismatch,
     LeaseExpired,
     LinkClosed,
+    LinksFull,
     NoSharedMemory,
     PeerDead,
     TooLarge,
@@ -51,6 +53,8 @@ _log = logging.getLogger(__name__)
 
 # Of offer and connection; a server that lives takes milliseconds.
 _CONNECT_S = 5.0
+# Until a new offer is asked for in the place of one that was not taken, where the server does not say when.
+_AGAIN_S = 0.5
 # Messages that wait to be sent; each request has a few.
 _MOST_WAITING = 1024
 _CLOSED = None
@@ -210,13 +214,23 @@ class ServerLink:
             sending.join()  # ends: the link is dead, and so is every wait in it
 
     def _open(self, before: str) -> Link:
-        deadline = Deadline.after(_CONNECT_S)
-        offer = self._offers.ask(self.server.address, before).result(_CONNECT_S)
-        link = connect(offer, deadline, limits=self._settings.limits, counters=self._counters)
+        link = self._connected(before, Deadline.after(_CONNECT_S))
         self.link_id = link.link_id
         facts = {"server": self.server.name, "backend": link.answer.backend, "why": link.answer.reason}
         _log.info("linked to a ControlNet server", extra=facts)
         return link
+
+    def _connected(self, before: str, deadline: Deadline) -> Link:
+        """A server that is full of links, or of offers, is asked again while there is time: places come free."""
+        while True:
+            try:
+                offer = self._offers.ask(self.server.address, before).result(deadline.left_s())
+                return connect(offer, deadline, limits=self._settings.limits, counters=self._counters)
+            except (LinksFull, AuthFailed) as error:  # the offer may have been given up for others' before it was used
+                wait_s = error.retry_after_s or _AGAIN_S
+                if self.lost is not None or deadline.left_s() <= wait_s:
+                    raise
+                time.sleep(wait_s)
 
     def _lose(self, error: BottegaError) -> None:
         if self.lost is None:

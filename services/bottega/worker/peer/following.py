@@ -23,13 +23,23 @@ from bottega.diffusion.pair_messages import (
     read_step,
 )
 from bottega.errors import BottegaError, LinkError, PeerDead, Unavailable
-from bottega.transport import Counters, Deadline, Doors, Incoming, Limits, Listener, Offer, link_boundary
+from bottega.sampled_log import SampledLog
+from bottega.transport import (
+    TOKEN_S,
+    Counters,
+    Deadline,
+    Doors,
+    Incoming,
+    Limits,
+    LinkLines,
+    Listener,
+    Offer,
+    link_boundary,
+)
 from bottega.worker.peer.talk import Talk
 
 _log = logging.getLogger(__name__)
 
-# A worker takes up an offer at once, or not at all.
-_ACCEPT_S = 10.0
 # A leader says something every second.
 _SILENCE_S = 30.0
 # A message whose beginning is here must come to its end.
@@ -38,7 +48,14 @@ _MESSAGE_S = 5.0
 _MOST_GUESTS = 256
 # Taken only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=4, slot_bytes=128 << 20)
-_REFUSED = "rows of a job of the peer cannot be computed here"
+_LINES = LinkLines(_log, linked="the peer leads", ended="the peer leads no more")
+_REFUSED = SampledLog(
+    _log,
+    "rows of a job of the peer cannot be computed here",
+    more="rows of more jobs of the peer cannot be computed here",
+    counted="jobs",
+    level=logging.WARNING,
+)
 
 
 class Following:
@@ -52,7 +69,7 @@ class Following:
     ) -> None:
         self._guests = guests
         self._post = post
-        self._listener = Listener(doors, limits=_LIMITS, counters=counters, token_s=_ACCEPT_S)
+        self._listener = Listener(doors, limits=_LIMITS, counters=counters, token_s=TOKEN_S)
         self._lock = threading.Lock()
         self._leader = ""  # name of the worker that is linked, or about to be
         self._talk: Talk | None = None
@@ -63,13 +80,16 @@ class Following:
         """Whether somebody leads."""
         return self._talk is not None
 
-    def offer(self, worker: str, link_id: str) -> Offer:
-        """An offer for the worker that leads. Raises Unavailable where another one does, InvalidRequest."""
+    def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
+        """An offer for the worker that leads. caller: host of whoever asks.
+
+        Raises Unavailable where another one does, LinksFull, InvalidRequest.
+        """
         with self._lock:
             if self._leader not in ("", worker) and self._talk is not None:
                 raise Unavailable(f"this worker follows {self._leader} already, and {worker} asked to lead it, too")
             self._leader = worker
-        offer = self._listener.offer(link_id or None)
+        offer = self._listener.offer(link_id or None, caller=caller)
         threading.Thread(target=self._live, args=(offer, worker), name="leader", daemon=True).start()
         return offer
 
@@ -84,7 +104,7 @@ class Following:
         """Tells the leader of jobs whose rows can be computed now, or cannot any more. From the engine's thread."""
         for standing in self._guests.settled():
             if standing.error is not None:
-                _log.warning(_REFUSED, extra={"text": standing.error.message})
+                _REFUSED.tell(details={"text": standing.error.message})
             talk = self._talk
             if talk is not None:
                 talk.send(number_message(Kind.READY if standing.ready else Kind.REFUSED, standing.guest))
@@ -95,14 +115,15 @@ class Following:
         talk = self._talk
         if talk is not None:
             talk.link.end(PeerDead("the worker is stopping"))
+        _LINES.sum_up()
 
     def _live(self, offer: Offer, worker: str) -> None:
         try:
-            link = self._listener.accept(offer, Deadline.after(_ACCEPT_S))
+            link = self._listener.accept(offer, Deadline.after(2 * TOKEN_S))
         except LinkError as error:
-            _log.info("an offer of a link was not taken up", extra={"peer": worker, "text": error.message})
+            _LINES.not_taken_up.tell(details={"peer": worker, "text": error.message})
             return
-        _log.info("the peer leads", extra={"peer": worker, "backend": link.answer.backend})
+        _LINES.linked.tell(details={"peer": worker, "backend": link.answer.backend})
         with link:
             talk = Talk(link)
             self._begin(talk)
@@ -111,7 +132,7 @@ class Following:
             self._end(talk)
             cause = link.cause
             facts = {"peer": worker, "cause": type(cause).__name__, "text": cause.message if cause else ""}
-            _log.info("the peer leads no more", extra=facts)
+            _LINES.ended.tell(details=facts)
 
     def _begin(self, talk: Talk) -> None:
         with self._lock:
@@ -172,7 +193,7 @@ class Following:
             if talk is self._talk:
                 admit()
         except BottegaError as error:
-            _log.warning(_REFUSED, extra={"text": error.message})
+            _REFUSED.tell(details={"text": error.message})
             talk.send(number_message(Kind.REFUSED, number))
 
     def _compute(self, talk: Talk, step: GuestStep) -> None:
