@@ -11,7 +11,6 @@ from bottega.errors import BottegaError, FleetFull, InvalidRequest, QueueFull
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.join_limits import MAX_NAMELESS, JoinBounds, PendingJoins
 from bottega.gateway.members import Member
-from bottega.rpc.peers import host_of
 from bottega.v1 import fleet_pb2
 from tests.unit.sample_jobs import FakeTime
 from tests.unit.sample_nets import again, server
@@ -145,19 +144,3 @@ async def test_joins_that_do_not_say_who_joins_make_room_for_those_that_do() -> 
         task.cancel()
     await asyncio.gather(*waiting, *more, return_exceptions=True)
     assert not pending._waiting
-
-
-@pytest.mark.parametrize(
-    ("peer", "host"),
-    [
-        ("ipv4:10.0.0.1:5000", "10.0.0.1"),
-        ("ipv6:%5B::1%5D:5000", "::"),
-        ("ipv6:[2001:db8:1:2:3::4]:5", "2001:db8:1:2::"),
-        ("ipv6:%5B::ffff:10.0.0.1%5D:5", "10.0.0.1"),
-        ("ipv6:%5Bfe80::1%25eth0%5D:5", "fe80::"),
-        ("unix:/run/x", "unix"),
-        ("", ""),
-    ],
-)
-def test_the_host_of_a_peer(peer: str, host: str) -> None:
-    assert host_of(peer) == host

@@ -10,7 +10,10 @@ _IPV6_PREFIX = 64
 
 
 def host_of(peer: str) -> str:
-    """The host of a peer as gRPC names it, such as ipv4:10.0.0.1:5000; what is no address of a host is one host."""
+    """The host of a peer as gRPC names it, such as ipv4:10.0.0.1:5000; what is no address of a host is one host.
+
+    For bounds of what one caller may take up. Each address of loopback is a host of its own.
+    """
     kind, _, rest = unquote(peer).partition(":")
     host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
     try:

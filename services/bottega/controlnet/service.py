@@ -10,7 +10,7 @@ import grpc
 from bottega import rules
 from bottega.controlnet.server import ControlNetServer
 from bottega.errors import Violation
-from bottega.rpc.caller import caller_host
+from bottega.rpc.peers import host_of
 from bottega.v1 import controlnet_pb2 as pb
 from bottega.v1 import controlnet_pb2_grpc
 
@@ -34,7 +34,7 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
         if len(request.worker) > _MAX_WORKER_CHARACTERS:
             rule = f"must be at most {_MAX_WORKER_CHARACTERS} characters"
             rules.refuse([Violation(field="worker", description=rule)])
-        caller = caller_host(context.peer())
+        caller = host_of(context.peer())
         return pb.OpenLinkResponse(offer=await self._server.offer(request.worker, request.link_id, caller=caller))
 
     async def Prefetch(self, request: pb.PrefetchRequest, _context: _Context) -> pb.PrefetchResponse:

@@ -13,7 +13,7 @@ from bottega.loras.intake import Brought
 from bottega.loras.receiving import Upload, UploadPart
 from bottega.loras.records import LoraRecord
 from bottega.loras.store import LoraStore
-from bottega.rpc.caller import caller_host
+from bottega.rpc.peers import host_of
 from bottega.transport import offer_to_wire
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
@@ -102,7 +102,7 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         if len(request.worker) > _MAX_WORKER_CHARACTERS:
             rule = f"must be at most {_MAX_WORKER_CHARACTERS} characters"
             rules.refuse([Violation(field="worker", description=rule)])
-        offer = self._store.offer(request.worker, request.link_id, caller=caller_host(context.peer()))
+        offer = self._store.offer(request.worker, request.link_id, caller=host_of(context.peer()))
         return pb.OpenLoraLinkResponse(offer=offer_to_wire(offer))
 
     def _stored(self, record: LoraRecord) -> pb.StoredLora:

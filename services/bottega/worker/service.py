@@ -14,7 +14,7 @@ import grpc
 
 from bottega.process import copied
 from bottega.rpc import logs
-from bottega.rpc.caller import caller_host
+from bottega.rpc.peers import host_of
 from bottega.rpc.status import to_job_error
 from bottega.rules import refuse
 from bottega.v1 import worker_pb2
@@ -105,7 +105,7 @@ class WorkerService:
     ) -> worker_pb2.OpenPeerLinkResponse:
         """OpenPeerLink."""
         refuse(list(check_peer_link(request)))
-        caller = caller_host(context.peer())
+        caller = host_of(context.peer())
         offer = await self._worker.offer_peer_link(request.worker, request.terms, request.link_id, caller=caller)
         return worker_pb2.OpenPeerLinkResponse(offer=offer, worker=self._worker.name)
 
