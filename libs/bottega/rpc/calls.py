@@ -14,7 +14,8 @@ from typing import Any
 
 import grpc
 
-from bottega.errors import BottegaError, Code, InternalError
+from bottega.errors import BottegaError, Code, InternalError, TooManyOpenFiles
+from bottega.process import open_files
 from bottega.rpc import logs
 from bottega.rpc.answers import AnswerBudget, Answers
 from bottega.rpc.metrics import CallMetrics
@@ -144,8 +145,10 @@ def _request_id(context: Context) -> dict[str, str]:
 
 def _told(method: str, error: Exception, refusals: RefusalLog) -> BottegaError:
     """What the caller is told. It is logged here, once, and forgets where it was raised."""
-    told = error if isinstance(error, BottegaError) else _plain_internal()
-    if told is not error:
+    told = error if isinstance(error, BottegaError) else _of_library(error)
+    if isinstance(told, TooManyOpenFiles):
+        refusals.tell(method, told.reason_name, told.message)
+    elif told is not error:
         _log.error("call failed unexpectedly", exc_info=error, extra={"method": method})
     elif isinstance(error, InternalError):
         _log.error("call failed", exc_info=error, extra={"method": method})
@@ -158,5 +161,7 @@ def _told(method: str, error: Exception, refusals: RefusalLog) -> BottegaError:
     return told
 
 
-def _plain_internal() -> InternalError:
+def _of_library(error: Exception) -> BottegaError:
+    if isinstance(error, OSError) and open_files.is_cause(error):
+        return open_files.too_many(error)
     return InternalError("an internal fault; the service's log says more under the same request_id")

@@ -23,6 +23,7 @@ from bottega.diffusion.controlnets import (
     load_controlnet,
 )
 from bottega.errors import ControlNetNotFound, ControlNetUnusable
+from bottega.process import open_files
 from bottega.v1 import controlnet_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet, HostedState
 
@@ -63,9 +64,10 @@ class Hosts:
         self.shelf = ControlNetShelf(self._sources, budget_bytes=budget_bytes, device=device, load=self._load)
 
     def add(self, name: str, folder: Path) -> HostedControlNet:
-        """Hosts what is in the folder under that name, from now on. Raises ControlNetUnusable."""
+        """Hosts what is in the folder under that name, from now on. Raises ControlNetUnusable, TooManyOpenFiles."""
         try:
-            found_digest = controlnet_digest(folder)
+            with open_files.translated():
+                found_digest = controlnet_digest(folder)
         except OSError as error:
             raise ControlNetUnusable(f"ControlNet {name} cannot be read: {folder}: {error.strerror}") from None
         version = f"{name}@{found_digest[:_VERSION_CHARACTERS]}"

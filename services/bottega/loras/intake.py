@@ -22,6 +22,7 @@ from bottega.loras.importing.importer import Import, Importer, ImportSource
 from bottega.loras.metrics import LoraMetrics
 from bottega.loras.receiving import Upload, check_upload, receive
 from bottega.loras.records import LoraRecord
+from bottega.process import open_files
 
 _log = logging.getLogger(__name__)
 
@@ -222,7 +223,8 @@ def _imported(folder: Path) -> list[Path]:
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
     try:
-        yield
+        with open_files.translated():
+            yield
     except OSError as error:
         raise _refused(f"the store cannot read it: {error.strerror}") from error
 
