@@ -85,7 +85,7 @@ def _refusals(caplog: pytest.LogCaptureFixture) -> int:
 
 
 async def test_one_call_too_many_hears_when_to_come_back_and_the_others_end() -> None:
-    async with scripted_images(max_calls=2) as (_, servicer, channel):
+    async with scripted_images(max_calls=2, peer_share=1.0) as (_, servicer, channel):
         calls = [stub(channel).GetJob(image_pb2.GetJobRequest(job_id="wait")) for _ in range(2)]
         await asyncio.sleep(0.1)
         refused = from_rpc_error(await failure(channel, "one more"))

@@ -1,4 +1,4 @@
-"""How many calls a service serves at once, and how much of their requests: bounds that hold before anything is parsed.
+"""How much of its calls' requests a service takes in at once: a bound that holds before anything is parsed.
 
 A message that is still coming counts as the largest that it may be, because nobody knows better before it is here.
 Knows no gRPC.
@@ -52,26 +52,20 @@ class Share:
 
 
 class RequestBudget:
-    """max_bytes: of requests that are coming, or that somebody still holds. message_bytes: the most of one of them.
+    """max_bytes: of requests that are coming, or that somebody still holds. message_bytes: the most of one of them."""
 
-    max_calls: served at once, whatever they carry.
-    """
-
-    def __init__(self, *, max_bytes: int, message_bytes: int, max_calls: int) -> None:
+    def __init__(self, *, max_bytes: int, message_bytes: int) -> None:
         assert max_bytes >= message_bytes
         self._free_bytes = max_bytes
         self.message_bytes = message_bytes
-        self.max_calls = max_calls
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._coming: dict[asyncio.Timeout, float] = {}
 
-    async def share(self, *, calls: int) -> Share:
-        """Room for one message, first come first served. calls: that are served now, this one included.
+    async def share(self) -> Share:
+        """Room for one message, first come first served.
 
         Raises QueueFull, with the time after which to ask again, when there is none soon.
         """
-        if calls > self.max_calls:
-            raise full("as many calls are served as can be", limit="max_calls")
         if self._waiting or self._free_bytes < self.message_bytes:
             await self._turn()
         else:
