@@ -24,7 +24,7 @@ from bottega.rpc.answers import AnswerBudget, Answers
 from bottega.rpc.budget import RequestBudget, Share
 from bottega.rpc.calls import Calls, Context, Guard, Kinds
 from bottega.rpc.metrics import CallMetrics
-from bottega.rpc.places import Places
+from bottega.rpc.places import Peer, Places, peer_of
 
 # Of one message of a caller that streams them. A conversation of the fleet has small ones: the longest registration,
 # and the longest load, are well below a MiB. An upload has chunks of at most 4 MiB, and a head of little over 3 MiB.
@@ -195,7 +195,7 @@ class CallBoundary(grpc.aio.ServerInterceptor):
     async def _share(self, guard: Guard) -> Share:
         try:
             guard.take_place()
-            return await self._requests.share()
+            return await self._requests.share(guard.peer)
         except QueueFull:
             self._answers.hurry()
             raise
@@ -218,10 +218,11 @@ class CallBoundary(grpc.aio.ServerInterceptor):
 
         Reads by the context: gRPC's stream of requests, once begun, is a cycle of its own where it is not read out.
         """
-        raw = _within(intake.most_bytes, await _by_budget(intake, context))
+        peer = peer_of(context.peer())
+        raw = _within(intake.most_bytes, await _by_budget(intake, context, peer))
         while raw is not grpc.aio.EOF:
             yield await _parsed(raw, parse)
-            reading = _by_budget(intake, context) if intake.each else context.read()
+            reading = _by_budget(intake, context, peer) if intake.each else context.read()
             raw = _within(intake.most_bytes, await reading)
 
     def _deadline(self, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
@@ -246,8 +247,8 @@ def _small() -> RequestBudget:
     return RequestBudget(max_bytes=most_bytes, message_bytes=_OF_GRPC_BYTES)
 
 
-async def _by_budget(intake: _Intake, context: Context) -> Any:
-    with await intake.budget.share():
+async def _by_budget(intake: _Intake, context: Context, peer: Peer) -> Any:
+    with await intake.budget.share(peer):
         return await intake.budget.received(context.read)
 
 

@@ -7,13 +7,12 @@ Knows no gRPC.
 from __future__ import annotations
 
 import asyncio
-import random
-from collections import deque
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self, TypeVar
 
-from bottega.errors import QueueFull
+from bottega.rpc.places import Peer, full
+from bottega.rpc.turns import Turns
 
 ReadT = TypeVar("ReadT")
 
@@ -22,8 +21,6 @@ _COMING_S = 30.0
 _CONTENDED_S = 2.0
 # Longer than what is in the way may stay there.
 _WAIT_S = 3.0
-# Most requests are dealt with in less; and those who were refused together shall not come back together.
-_RETRY_S = (0.5, 1.5)
 
 
 class Share:
@@ -58,16 +55,16 @@ class RequestBudget:
         assert max_bytes >= message_bytes
         self._free_bytes = max_bytes
         self.message_bytes = message_bytes
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting = Turns()
         self._coming: dict[asyncio.Timeout, float] = {}
 
-    async def share(self) -> Share:
-        """Room for one message, first come first served.
+    async def share(self, peer: Peer) -> Share:
+        """Room for one message of a caller; those who wait for it have it in fair turns.
 
         Raises QueueFull, with the time after which to ask again, when there is none soon.
         """
         if self._waiting or self._free_bytes < self.message_bytes:
-            await self._turn()
+            await self._turn(peer)
         else:
             self._free_bytes -= self.message_bytes
         return Share(self, self.message_bytes)
@@ -91,11 +88,10 @@ class RequestBudget:
         self._free_bytes += size_bytes
         while self._waiting and self._free_bytes >= self.message_bytes:
             self._free_bytes -= self.message_bytes
-            self._waiting.popleft().set_result(None)
+            self._waiting.pop().set_result(None)
 
-    async def _turn(self) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+    async def _turn(self, peer: Peer) -> None:
+        turn = self._waiting.add(peer)
         self._hurry()
         try:
             await asyncio.wait([turn], timeout=_WAIT_S)
@@ -103,10 +99,10 @@ class RequestBudget:
             if turn.done():
                 self.give_back(self.message_bytes)
             else:
-                self._waiting.remove(turn)
+                self._waiting.remove(peer, turn)
             raise
         if not turn.done():
-            self._waiting.remove(turn)
+            self._waiting.remove(peer, turn)
             raise full("as many requests are taken in as there is memory for", limit="max_requests_mib")
 
     def _hurry(self) -> None:
@@ -116,8 +112,3 @@ class RequestBudget:
             ends = scope.when()
             if ends is not None and not scope.expired() and ends > began + _CONTENDED_S:
                 scope.reschedule(max(now, began + _CONTENDED_S))
-
-
-def full(message: str, *, limit: str) -> QueueFull:
-    """What a caller hears that comes when there is no room. limit: of ServerConfig, which says how much there is."""
-    return QueueFull(f"{message}; ask again", metadata={"limit": limit}, retry_after_s=random.uniform(*_RETRY_S))

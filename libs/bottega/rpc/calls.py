@@ -120,12 +120,13 @@ class Guard:
         self._began = time.perf_counter()
 
     async def __aenter__(self) -> Guard:
+        self.peer = peer_of(self._context.peer())
         self.answers = self._calls.enter(self._places, self._context)
         return self
 
     def take_place(self) -> None:
         """In the block, before anything is taken in. Raises QueueFull."""
-        self._place = self._places.take(peer_of(self._context.peer()))
+        self._place = self._places.take(self.peer)
         at_end(self._place.close)
 
     async def __aexit__(

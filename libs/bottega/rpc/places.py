@@ -7,16 +7,19 @@ have, so that there are always some for another host. Knows no gRPC, and no meth
 from __future__ import annotations
 
 import ipaddress
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from bottega.rpc.budget import full
+from bottega.errors import QueueFull
 
 # An IPv6 host has a network of its own, with as many addresses as it likes.
 _IPV6_HOST_BITS = 64
 # How a socket of both families writes IPv4.
 _IPV4_MAPPED = "::ffff:"
+# Most requests are dealt with in less; and those who were refused together shall not come back together.
+_RETRY_S = (0.5, 1.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,3 +141,8 @@ class Place:
 
 
 _NONE = Tally()
+
+
+def full(message: str, *, limit: str) -> QueueFull:
+    """What a caller hears that comes when there is no room. limit: of ServerConfig, which says how much there is."""
+    return QueueFull(f"{message}; ask again", metadata={"limit": limit}, retry_after_s=random.uniform(*_RETRY_S))
