@@ -37,10 +37,8 @@ _STOP_GRACE_S = 0.5
 # gRPC's bound on all calls, in times max_calls and max_streams: all that may be served, which are four kinds of short
 # calls and one of streams, and as many again of the most frequent, whose answers are not read out.
 _MOST_CALLS, _MOST_STREAMS = 5, 2
-# Of them on one connection, beyond which its client keeps them to itself: a part, but never so few that those who have
-# too many would not hear so.
-_PART_OF_CONNECTION = 4
-_LEAST_OF_CONNECTION = 1024
+# Calls that wait to be looked at, beyond which gRPC cuts off more and more of them; it would begin with 1,000.
+_MOST_PENDING = 16_384
 # For a connection to become one of HTTP/2, and for one without calls: clients connect again by themselves.
 _HANDSHAKE_MS = 10_000
 _IDLE_MS = 300_000
@@ -218,7 +216,10 @@ def _most_calls(config: ServerConfig) -> int:
 def _options(config: ServerConfig, *, max_connections: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_allowed_incoming_connections", max_connections),
-        ("grpc.max_concurrent_streams", max(_LEAST_OF_CONNECTION, _most_calls(config) // _PART_OF_CONNECTION)),
+        # Of calls that nobody has looked at yet: gRPC would cut off some of a burst of a thousand, without a word, and
+        # callers take that for a cancelled job.
+        ("grpc.server.max_pending_requests", _MOST_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_PENDING),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         # One with a call counts as used, however long there is no news.
         ("grpc.max_connection_idle_ms", _IDLE_MS),
