@@ -38,6 +38,7 @@ BottegaError
 │   ├── WorkerLost          UNAVAILABLE
 │   ├── ReaderStalled       UNAVAILABLE          the caller did not read its answers; retry now
 │   └── StorageUnavailable  UNAVAILABLE          the disk is full or cannot be written; retry later
+│       └── TooManyOpenFiles UNAVAILABLE         no file or socket can be opened; retry later
 ├── DataLoss                DATA_LOSS            what was stored is damaged
 ├── DeadlinePassed          DEADLINE_EXCEEDED
 ├── JobCancelled            CANCELLED
@@ -364,6 +365,16 @@ class StorageUnavailable(Unavailable):
     """
 
     reason = error_pb2.ERROR_REASON_STORAGE_UNAVAILABLE
+
+
+class TooManyOpenFiles(StorageUnavailable):
+    """The service, or its machine, has as many files and sockets open as it may; the message says what to raise.
+
+    Nothing is wrong with the disk, but nothing can be stored or read meanwhile either: whoever waits for a disk waits
+    for this as well. metadata["cause"] is EMFILE or ENFILE, metadata["limit"] that of the service.
+    """
+
+    reason = error_pb2.ERROR_REASON_TOO_MANY_OPEN_FILES
 
 
 class DataLoss(BottegaError):

@@ -22,6 +22,13 @@ def ask(channel: grpc.aio.Channel, method: str, job_id: str) -> Any:
     return call(image_pb2.GetJobRequest(job_id=job_id).SerializeToString())  # WatchJob's request has the same field
 
 
+async def _first(channel: grpc.aio.Channel) -> None:
+    """The first answer of a stream, which has found a place."""
+    call = stub(channel).WatchJob(image_pb2.WatchJobRequest())
+    assert await asyncio.wait_for(call.read(), 5) == image_pb2.WatchJobResponse()
+    call.cancel()
+
+
 async def _end_of(call: Any) -> errors.BottegaError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         _ = [answer async for answer in call]
@@ -31,14 +38,14 @@ async def _end_of(call: Any) -> errors.BottegaError:
 @pytest.mark.parametrize("size", ["small", "large"])
 async def test_who_does_not_read_gives_its_place_to_others_and_hears_why_when_it_reads(size: str) -> None:
     async with (
-        scripted_images(max_calls=2, answer_wait_s=0.3) as (server, _, channel),
+        scripted_images(max_streams=2, peer_share=1.0, answer_wait_s=0.3) as (server, _, channel),
         narrow_channel(server.address) as narrow,
     ):
         stalled = [ask(narrow, "WatchJob", size) for _ in range(2)]
         await asyncio.sleep(0.15)
-        assert type(from_rpc_error(await failure(channel, "refused"))) is errors.QueueFull
+        assert type(await _end_of(ask(channel, "WatchJob", "refused"))) is errors.QueueFull
         await asyncio.sleep(0.4)
-        await stub(channel).GetJob(image_pb2.GetJobRequest())
+        await _first(channel)
         assert not any(call.done() for call in stalled)
         for call in stalled:
             assert type(await asyncio.wait_for(_end_of(call), 5)) is errors.ReaderStalled
@@ -56,15 +63,15 @@ async def test_who_reads_may_wait_for_news_as_long_as_there_is_none() -> None:
 async def test_who_does_not_read_is_waited_for_less_when_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "_CONTENDED_S", 0.3)
     async with (
-        scripted_images(max_calls=1, answer_wait_s=60) as (server, _, channel),
+        scripted_images(max_streams=1, answer_wait_s=60) as (server, _, channel),
         narrow_channel(server.address) as narrow,
     ):
         stalled = ask(narrow, "WatchJob", "small")
         await asyncio.sleep(0.5)
         began = time.monotonic()
-        await failure(channel, "refused")
+        assert type(await _end_of(ask(channel, "WatchJob", "refused"))) is errors.QueueFull
         await asyncio.sleep(0.1)
-        await stub(channel).GetJob(image_pb2.GetJobRequest())
+        await _first(channel)
         assert time.monotonic() - began < 5
         stalled.cancel()
 

@@ -127,7 +127,7 @@ def _refusals(caplog: pytest.LogCaptureFixture) -> int:
 
 
 async def test_one_call_too_many_hears_when_to_come_back_and_the_others_end() -> None:
-    async with scripted_images(max_calls=2) as (_, servicer, channel):
+    async with scripted_images(max_calls=2, peer_share=1.0) as (_, servicer, channel):
         calls = [stub(channel).GetJob(image_pb2.GetJobRequest(job_id="wait")) for _ in range(2)]
         await asyncio.sleep(0.1)
         refused = from_rpc_error(await failure(channel, "one more"))
@@ -137,6 +137,20 @@ async def test_one_call_too_many_hears_when_to_come_back_and_the_others_end() ->
         servicer.release.set()
         await asyncio.gather(*calls)
         await stub(channel).GetJob(image_pb2.GetJobRequest())
+
+
+@pytest.mark.parametrize("crowd", [1_500, 4_000])
+async def test_each_of_a_crowd_that_comes_at_once_is_told_why_it_is_refused(crowd: int) -> None:
+    # gRPC itself would cut off what is beyond a thousand, as if somebody had cancelled it.
+    async with scripted_images(max_calls=1024, max_streams=1, peer_share=1.0) as (_, _, channel):
+        request = image_pb2.WatchJobRequest(job_id="wait")
+        watches = [stub(channel).WatchJob(request) for _ in range(crowd)]
+        firsts = await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
+        refused = [from_rpc_error(first) for first in firsts if isinstance(first, grpc.aio.AioRpcError)]
+        assert len(refused) == crowd - 1
+        assert {(type(error), error.metadata.get("limit")) for error in refused} == {(errors.QueueFull, "max_streams")}
+        for watch in watches:
+            watch.cancel()
 
 
 async def test_requests_that_do_not_come_hold_up_others_only_for_a_moment() -> None:

@@ -76,7 +76,7 @@ async def _joined(channel: grpc.aio.Channel) -> Any:
 
 
 async def test_the_fleet_has_its_place_where_others_find_none_and_takes_no_place_of_theirs() -> None:
-    async with _server(max_calls=2) as channel:
+    async with _server(max_calls=2, peer_share=1.0) as channel:
         ordered = [stub(channel).GetJob(image_pb2.GetJobRequest(job_id="wait")) for _ in range(2)]
         await asyncio.sleep(0.1)
         assert type(from_rpc_error(await failure(channel, "one more"))) is errors.QueueFull

@@ -16,6 +16,7 @@ import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping, Sequence
 
+from bottega.process import open_files
 from bottega.process.channel import MAX_FRAME_BYTES, AsyncChannel
 
 # A killed process is gone in milliseconds, unless it waits for a device; then its parent must not wait for it.
@@ -42,10 +43,13 @@ class Child:
 
         env: variables added to this process's own.
         limits: resource limits (resource.RLIMIT_...) to set on it before it is sent anything.
+        Raises TooManyOpenFiles, OSError.
         """
-        ours, theirs = open_pair()
+        with open_files.translated():
+            ours, theirs = open_pair()
         try:
-            process = await _spawn(module, arguments, theirs, env or {})
+            with open_files.translated():
+                process = await _spawn(module, arguments, theirs, env or {})
         except BaseException:
             ours.close()
             raise

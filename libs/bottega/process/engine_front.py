@@ -17,7 +17,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from bottega.errors import BottegaError, InternalError, Unavailable
+from bottega.errors import BottegaError, InternalError, TooManyOpenFiles, Unavailable
 from bottega.process.child import Child
 from bottega.process.copying import copied
 
@@ -135,6 +135,8 @@ class EngineFront(ABC, Generic[CommandT, EventT, ReadyT]):
                 await self.spawn()
         except OSError as error:
             return False, f"it cannot be started: {error.strerror}"
+        except TooManyOpenFiles as error:
+            return False, f"it cannot be started: {error.message}"
         child = self._child
         assert child is not None  # spawn made it
         event = await self._hear(child, self._patience.start_s)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 
 from bottega.errors import ReaderStalled
-from bottega.rpc.budget import full
+from bottega.rpc.places import full
 
 # Of an answer that needs no room in the budget; gRPC itself buffers 64 KiB of every call.
 SMALL_BYTES = 96 << 10

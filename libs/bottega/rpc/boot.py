@@ -19,6 +19,7 @@ from pathlib import Path
 
 from bottega.config import ConfigT, load
 from bottega.errors import BottegaError, ConfigError
+from bottega.process import open_files
 from bottega.process.memory import given_back_at_rest, keep_freed_memory, spare_the_collector
 from bottega.rpc import logs
 from bottega.rpc.notify import ServiceManager
@@ -67,6 +68,7 @@ def boot(
         late. 0: what was freed is given back whenever the service is at rest.
     """
     arguments = _arguments(name, kind, description)
+    open_files.raise_limit()  # before anything reads it; engine and codec processes inherit it
     try:
         life = life_of(load(kind, arguments.config))
         asyncio.run(_live(life, kept_bytes=kept_bytes, stop_with_stdin=arguments.stop_with_stdin))
@@ -95,6 +97,7 @@ async def _run(life: Life, *, stop_with_stdin: bool) -> None:
     """systemd, where it started the service, is told when it is warm, when it stops, and that it lives."""
     server = life.server
     logs.configure(server.name, server.config.log_level)
+    open_files.warn_if_low()
     stopping = _stop_signal(stop_with_stdin)
     manager = ServiceManager(os.environ)
     async with manager.told_alive():

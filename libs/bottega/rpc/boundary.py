@@ -22,8 +22,10 @@ from bottega.errors import DeadlinePassed, InvalidRequest, MethodNotServed, Queu
 from bottega.process import copied
 from bottega.rpc.answers import AnswerBudget, Answers
 from bottega.rpc.budget import RequestBudget, Share
-from bottega.rpc.calls import Calls, Context, Tally
+from bottega.rpc.calls import Calls, Context, Guard, Kinds
 from bottega.rpc.metrics import CallMetrics
+from bottega.rpc.peers import Peer, peer_of
+from bottega.rpc.places import Places
 
 # Of one message of a caller that streams them. A conversation of the fleet has small ones: the longest registration,
 # and the longest load, are well below a MiB. An upload has chunks of at most 4 MiB, and a head of little over 3 MiB.
@@ -49,7 +51,6 @@ class _Intake:
     each: they all come by the budget, and not the first alone.
     """
 
-    tally: Tally
     budget: RequestBudget
     most_bytes: int
     each: bool = False
@@ -62,7 +63,7 @@ class CallBoundary(grpc.aio.ServerInterceptor):
     that streams its answers holds nothing of a large request from its first answer on. streamed: the budget of first
     messages of callers that stream them, which are the suite's own and must get through when others cannot. Their later
     messages are refused by size when they are here, and are as many as the services let callers in. Of what gRPC's own
-    services are asked every message comes by a small budget of their own. answers: of all calls.
+    services are asked every message comes by a small budget of their own. answers: of all calls. kinds: their places.
     """
 
     def __init__(
@@ -73,15 +74,17 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         requests: RequestBudget,
         streamed: RequestBudget,
         answers: AnswerBudget,
+        kinds: Kinds,
     ) -> None:
         self._default_deadline_s = default_deadline_s
         self._requests = requests
         self._answers = answers
         self._wrapped: dict[str, _Handler] = {}
-        self.calls = calls = Calls(metrics, answers)
-        self._conversations = _Intake(tally=calls.streamed, budget=streamed, most_bytes=_CONVERSATION_BYTES)
-        self._uploads = _Intake(tally=calls.streamed, budget=streamed, most_bytes=_UPLOAD_BYTES)
-        self._grpcs = _Intake(tally=calls.of_grpc, budget=_small(requests), most_bytes=_OF_GRPC_BYTES, each=True)
+        self.calls = Calls(metrics, answers, kinds)
+        self._kinds = kinds
+        self._conversations = _Intake(budget=streamed, most_bytes=_CONVERSATION_BYTES)
+        self._uploads = _Intake(budget=streamed, most_bytes=_UPLOAD_BYTES)
+        self._grpcs = _Intake(budget=_small(), most_bytes=_OF_GRPC_BYTES, each=True)
         self._unknown = self._refusing()
 
     async def intercept_service(
@@ -110,10 +113,10 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         parse, pack = _translators(handler)
 
         async def call(_: _Raw, context: Context) -> bytes | None:
-            async with self.calls.guard(self.calls.asked_once, method, context) as answers, self._deadline(context):
-                with await self._share() as share:
+            async with self._guard(self._kinds.short, method, context) as guard, self._deadline(context):
+                with await self._share(guard) as share:
                     answer = await handler.unary_unary(await self._received(context, parse, share), context)
-                return answers.admit(_packed(answer, pack))
+                return guard.answers.admit(_packed(answer, pack))
             return None  # it was refused, and gRPC knows
 
         return _taking_streams(grpc.stream_unary_rpc_method_handler, call)
@@ -122,10 +125,10 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         parse, pack = _translators(handler)
 
         async def call(_: _Raw, context: Context) -> None:
-            async with self.calls.guard(self.calls.asked_once, method, context) as answers:
-                with await self._share() as share:
+            async with self._guard(self._kinds.streams, method, context) as guard:
+                with await self._share(guard) as share:
                     responses = handler.unary_stream(await self._received(context, parse, share), context)
-                    await _send_all(responses, pack, answers, context.write, share)
+                    await _send_all(responses, pack, guard.answers, context.write, share)
 
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
 
@@ -133,9 +136,10 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         parse, pack = _translators(handler)
 
         async def call(_: _Raw, context: Context) -> bytes | None:
-            async with self.calls.guard(self.calls.streamed, method, context) as answers, self._deadline(context):
+            async with self._guard(self._kinds.streamed, method, context) as guard, self._deadline(context):
+                guard.take_place()
                 requests = self._said(context, parse, self._uploads)
-                return answers.admit(_packed(await handler.stream_unary(requests, context), pack))
+                return guard.answers.admit(_packed(await handler.stream_unary(requests, context), pack))
             return None
 
         return _taking_streams(grpc.stream_unary_rpc_method_handler, call)
@@ -144,9 +148,10 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         parse, pack = _translators(handler)
 
         async def call(_: _Raw, context: Context) -> None:
-            async with self.calls.guard(self.calls.streamed, method, context) as answers:
+            async with self._guard(self._kinds.streamed, method, context) as guard:
+                guard.take_place()
                 requests = self._said(context, parse, self._conversations)
-                await _send_all(handler.stream_stream(requests, context), pack, answers, context.write)
+                await _send_all(handler.stream_stream(requests, context), pack, guard.answers, context.write)
 
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
 
@@ -154,26 +159,29 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         """What serves methods that nobody has, all of them as one: there is no end of their names."""
 
         async def call(_: _Raw, context: Context) -> None:
-            async with self.calls.guard(self.calls.asked_once, "unknown", context):
+            async with self._guard(self._kinds.short, "unknown", context):
                 raise MethodNotServed("the service has no such method")
 
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
 
     def _of_grpc(self, handler: _Handler, method: str) -> _Handler:
         """They answer as they will; only what they are asked is taken in here."""
-        parse, tally = handler.request_deserializer, self.calls.of_grpc
+        parse = handler.request_deserializer
 
         async def unary(_: _Raw, context: Context) -> object:
-            async with self.calls.guard(tally, method, context):
+            async with self._guard(self._kinds.of_grpc, method, context) as guard:
+                guard.take_place()
                 return await handler.unary_unary(await self._only(context, parse), context)
             return None
 
         async def watch(_: _Raw, context: Context) -> None:
-            async with self.calls.guard(tally, method, context):
+            async with self._guard(self._kinds.of_grpc_streams, method, context) as guard:
+                guard.take_place()
                 await handler.unary_stream(await self._only(context, parse), context)
 
         async def conversation(_: _Raw, context: Context) -> None:
-            async with self.calls.guard(tally, method, context):
+            async with self._guard(self._kinds.of_grpc_streams, method, context) as guard:
+                guard.take_place()
                 async for response in handler.stream_stream(self._said(context, parse, self._grpcs), context):
                     await context.write(response)
 
@@ -182,9 +190,13 @@ class CallBoundary(grpc.aio.ServerInterceptor):
         call = conversation if handler.request_streaming else watch
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call, handler.response_serializer)
 
-    async def _share(self) -> Share:
+    def _guard(self, places: Places, method: str, context: Context) -> Guard:
+        return self.calls.guard(places, method, context)
+
+    async def _share(self, guard: Guard) -> Share:
         try:
-            return await self._requests.share(calls=self.calls.asked_once.count)
+            guard.take_place()
+            return await self._requests.share(guard.peer)
         except QueueFull:
             self._answers.hurry()
             raise
@@ -207,10 +219,11 @@ class CallBoundary(grpc.aio.ServerInterceptor):
 
         Reads by the context: gRPC's stream of requests, once begun, is a cycle of its own where it is not read out.
         """
-        raw = _within(intake.most_bytes, await _by_budget(intake, context))
+        peer = peer_of(context.peer())
+        raw = _within(intake.most_bytes, await _by_budget(intake, context, peer))
         while raw is not grpc.aio.EOF:
             yield await _parsed(raw, parse)
-            reading = _by_budget(intake, context) if intake.each else context.read()
+            reading = _by_budget(intake, context, peer) if intake.each else context.read()
             raw = _within(intake.most_bytes, await reading)
 
     def _deadline(self, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
@@ -229,14 +242,14 @@ class CallBoundary(grpc.aio.ServerInterceptor):
             raise DeadlinePassed(why) from None
 
 
-def _small(requests: RequestBudget) -> RequestBudget:
+def _small() -> RequestBudget:
     """For gRPC's own services. Each message may come in as large as any, before it is refused."""
     most_bytes = _OF_GRPC_AT_ONCE * _OF_GRPC_BYTES
-    return RequestBudget(max_bytes=most_bytes, message_bytes=_OF_GRPC_BYTES, max_calls=requests.max_calls)
+    return RequestBudget(max_bytes=most_bytes, message_bytes=_OF_GRPC_BYTES)
 
 
-async def _by_budget(intake: _Intake, context: Context) -> Any:
-    with await intake.budget.share(calls=intake.tally.count):
+async def _by_budget(intake: _Intake, context: Context, peer: Peer) -> Any:
+    with await intake.budget.share(peer):
         return await intake.budget.received(context.read)
 
 

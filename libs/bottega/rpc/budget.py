@@ -1,4 +1,4 @@
-"""How many calls a service serves at once, and how much of their requests: bounds that hold before anything is parsed.
+"""How much of its calls' requests a service takes in at once: a bound that holds before anything is parsed.
 
 A message that is still coming counts as the largest that it may be, because nobody knows better before it is here.
 Knows no gRPC.
@@ -7,13 +7,13 @@ Knows no gRPC.
 from __future__ import annotations
 
 import asyncio
-import random
-from collections import deque
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self, TypeVar
 
-from bottega.errors import QueueFull
+from bottega.rpc.peers import Peer
+from bottega.rpc.places import full
+from bottega.rpc.turns import Turns
 
 ReadT = TypeVar("ReadT")
 
@@ -22,8 +22,6 @@ _COMING_S = 30.0
 _CONTENDED_S = 2.0
 # Longer than what is in the way may stay there.
 _WAIT_S = 3.0
-# Most requests are dealt with in less; and those who were refused together shall not come back together.
-_RETRY_S = (0.5, 1.5)
 
 
 class Share:
@@ -52,28 +50,22 @@ class Share:
 
 
 class RequestBudget:
-    """max_bytes: of requests that are coming, or that somebody still holds. message_bytes: the most of one of them.
+    """max_bytes: of requests that are coming, or that somebody still holds. message_bytes: the most of one of them."""
 
-    max_calls: served at once, whatever they carry.
-    """
-
-    def __init__(self, *, max_bytes: int, message_bytes: int, max_calls: int) -> None:
+    def __init__(self, *, max_bytes: int, message_bytes: int) -> None:
         assert max_bytes >= message_bytes
         self._free_bytes = max_bytes
         self.message_bytes = message_bytes
-        self.max_calls = max_calls
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting = Turns()
         self._coming: dict[asyncio.Timeout, float] = {}
 
-    async def share(self, *, calls: int) -> Share:
-        """Room for one message, first come first served. calls: that are served now, this one included.
+    async def share(self, peer: Peer) -> Share:
+        """Room for one message of a caller; those who wait for it have it in fair turns.
 
         Raises QueueFull, with the time after which to ask again, when there is none soon.
         """
-        if calls > self.max_calls:
-            raise full("as many calls are served as can be", limit="max_calls")
         if self._waiting or self._free_bytes < self.message_bytes:
-            await self._turn()
+            await self._turn(peer)
         else:
             self._free_bytes -= self.message_bytes
         return Share(self, self.message_bytes)
@@ -97,11 +89,10 @@ class RequestBudget:
         self._free_bytes += size_bytes
         while self._waiting and self._free_bytes >= self.message_bytes:
             self._free_bytes -= self.message_bytes
-            self._waiting.popleft().set_result(None)
+            self._waiting.pop().set_result(None)
 
-    async def _turn(self) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+    async def _turn(self, peer: Peer) -> None:
+        turn = self._waiting.add(peer)
         self._hurry()
         try:
             await asyncio.wait([turn], timeout=_WAIT_S)
@@ -109,10 +100,10 @@ class RequestBudget:
             if turn.done():
                 self.give_back(self.message_bytes)
             else:
-                self._waiting.remove(turn)
+                self._waiting.remove(peer, turn)
             raise
         if not turn.done():
-            self._waiting.remove(turn)
+            self._waiting.remove(peer, turn)
             raise full("as many requests are taken in as there is memory for", limit="max_requests_mib")
 
     def _hurry(self) -> None:
@@ -122,8 +113,3 @@ class RequestBudget:
             ends = scope.when()
             if ends is not None and not scope.expired() and ends > began + _CONTENDED_S:
                 scope.reschedule(max(now, began + _CONTENDED_S))
-
-
-def full(message: str, *, limit: str) -> QueueFull:
-    """What a caller hears that comes when there is no room. limit: of ServerConfig, which says how much there is."""
-    return QueueFull(f"{message}; ask again", metadata={"limit": limit}, retry_after_s=random.uniform(*_RETRY_S))

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import grpc
 
-from bottega.errors import BottegaError, Code, InternalError
+from bottega.errors import BottegaError, Code, InternalError, TooManyOpenFiles
+from bottega.process import open_files
 from bottega.rpc import logs
 from bottega.rpc.answers import AnswerBudget, Answers
 from bottega.rpc.metrics import CallMetrics
+from bottega.rpc.peers import peer_of
+from bottega.rpc.places import Place, Places
 from bottega.rpc.refusals import RefusalLog
 from bottega.rpc.status import to_grpc_status
 
@@ -30,27 +34,35 @@ _OF_GRPC = (grpc.aio.InternalError, grpc.aio.AbortError)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-@dataclass(slots=True)
-class Tally:
-    """Calls of one kind. active: being served. opened: those, and those whose answers were not read out."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinds:
+    """Places by kind of call, so that none takes the room of another.
 
-    active: int = 0
-    opened: int = 0
+    short: of one request and one answer. streams: of one request and answers as they come. streamed: callers that
+    stream their requests. of_grpc, of_grpc_streams: gRPC's own, which nobody waits for.
+    """
 
-    @property
-    def count(self) -> int:
-        """How many it may be said to be: of one that has ended gRPC has only some memory left, so it counts half."""
-        return max(self.active, self.opened // 2)
+    short: Places
+    streams: Places
+    streamed: Places
+    of_grpc: Places
+    of_grpc_streams: Places
+
+    def connections(self) -> frozenset[str]:
+        """Those that have calls, as places.Peer.connection."""
+        kinds = (self.short, self.streams, self.streamed, self.of_grpc, self.of_grpc_streams)
+        return frozenset(connection for places in kinds for connection in places.connections())
 
 
 class Calls:
-    """All calls. `asked_once` and `streamed`: by how they are asked; `of_grpc`: gRPC's own, which nobody waits for."""
+    """All calls."""
 
-    def __init__(self, metrics: CallMetrics, answers: AnswerBudget) -> None:
-        self.asked_once, self.streamed, self.of_grpc = Tally(), Tally(), Tally()
+    def __init__(self, metrics: CallMetrics, answers: AnswerBudget, kinds: Kinds) -> None:
+        self.kinds = kinds
         self.refusals = RefusalLog()
         self._metrics = metrics
         self._answers = answers
+        self._active = 0  # without gRPC's own
         self._idle = asyncio.Event()
         self._idle.set()
         metrics.watch_in_flight(lambda: self._active)
@@ -59,40 +71,34 @@ class Calls:
         """Returns when no call is being served, gRPC's own aside."""
         await self._idle.wait()
 
-    def guard(self, tally: Tally, method: str, context: Context) -> Guard:
+    def guard(self, places: Places, method: str, context: Context) -> Guard:
         """Around the serving of one call."""
-        return Guard(self, tally, method, context)
+        return Guard(self, places, method, context)
 
-    def enter(self, tally: Tally, context: Context) -> Answers:
+    def enter(self, places: Places, context: Context) -> Answers:
         """A call begins."""
         # Every call runs in a task of its own, so what is bound here is bound for this call only. It ends when gRPC has
         # sent all that was answered, or the caller has gone.
-        answers, task = Answers(self._answers), asyncio.current_task()
-        assert task is not None
-        task.add_done_callback(lambda _: self._close(tally, answers))
+        answers = Answers(self._answers)
+        at_end(answers.release)
         answers.bind()
         logs.bind(**_request_id(context))
-        tally.opened += 1
-        tally.active += 1
-        if self._active:
+        if not self._is_of_grpc(places):
+            self._active += 1
             self._idle.clear()
         return answers
 
-    def leave(self, tally: Tally, method: str, code: Code | None, seconds: float) -> None:
+    def leave(self, places: Places, method: str, code: Code | None, seconds: float) -> None:
         """It has ended, but for what its caller has not read. code: None is OK."""
-        tally.active -= 1
+        if self._is_of_grpc(places):
+            return
+        self._active -= 1
         if not self._active:
             self._idle.set()
-        if tally is not self.of_grpc:
-            self._metrics.observe(method, code.name if code else "OK", seconds)
+        self._metrics.observe(method, code.name if code else "OK", seconds)
 
-    @property
-    def _active(self) -> int:
-        return self.asked_once.active + self.streamed.active
-
-    def _close(self, tally: Tally, answers: Answers) -> None:
-        tally.opened -= 1
-        answers.release()
+    def _is_of_grpc(self, places: Places) -> bool:
+        return places in (self.kinds.of_grpc, self.kinds.of_grpc_streams)
 
 
 class Guard:
@@ -103,15 +109,23 @@ class Guard:
     collector comes by: so it ends here, without a traceback.
     """
 
-    def __init__(self, calls: Calls, tally: Tally, method: str, context: Context) -> None:
+    def __init__(self, calls: Calls, places: Places, method: str, context: Context) -> None:
         self._calls = calls
-        self._tally = tally
+        self._places = places
+        self._place: Place | None = None
         self._method = method
         self._context = context
         self._began = time.perf_counter()
 
-    async def __aenter__(self) -> Answers:
-        return self._calls.enter(self._tally, self._context)
+    async def __aenter__(self) -> Guard:
+        self.peer = peer_of(self._context.peer())
+        self.answers = self._calls.enter(self._places, self._context)
+        return self
+
+    def take_place(self) -> None:
+        """In the block, before anything is taken in. Raises QueueFull."""
+        self._place = self._places.take(self.peer)
+        at_end(self._place.close)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -122,7 +136,9 @@ class Guard:
         code = Code.CANCELLED if error is not None else None
         # Before the caller hears: one that does not read, does not hear either.
         seconds = time.perf_counter() - self._began
-        self._calls.leave(self._tally, self._method, ours.code if ours else code, seconds)
+        if self._place is not None:
+            self._place.leave()
+        self._calls.leave(self._places, self._method, ours.code if ours else code, seconds)
         if ours is None:
             return False
         try:
@@ -130,6 +146,13 @@ class Guard:
         except grpc.aio.AbortError as aborted:
             aborted.__traceback__ = aborted.__context__ = None
         return True
+
+
+def at_end(do: Callable[[], None]) -> None:
+    """Does it when the call that is served in this task is over, for its caller as well."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(lambda _: do())
 
 
 def _request_id(context: Context) -> dict[str, str]:
@@ -141,8 +164,10 @@ def _request_id(context: Context) -> dict[str, str]:
 
 def _told(method: str, error: Exception, refusals: RefusalLog) -> BottegaError:
     """What the caller is told. It is logged here, once, and forgets where it was raised."""
-    told = error if isinstance(error, BottegaError) else _plain_internal()
-    if told is not error:
+    told = error if isinstance(error, BottegaError) else _of_library(error)
+    if isinstance(told, TooManyOpenFiles):
+        refusals.tell(method, told.reason_name, told.message)
+    elif told is not error:
         refusals.fault(method, error, expected=False)
     elif isinstance(error, InternalError):
         refusals.fault(method, error, expected=True)
@@ -155,5 +180,7 @@ def _told(method: str, error: Exception, refusals: RefusalLog) -> BottegaError:
     return told
 
 
-def _plain_internal() -> InternalError:
+def _of_library(error: Exception) -> BottegaError:
+    if isinstance(error, OSError) and open_files.is_cause(error):
+        return open_files.too_many(error)
     return InternalError("an internal fault; the service's log says more under the same request_id")

@@ -5,12 +5,7 @@ A registry of its own for every server, so that several may live in one process.
 
 from __future__ import annotations
 
-import logging
-import sys
-import threading
 from collections.abc import Callable
-from socketserver import ThreadingMixIn
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,19 +19,10 @@ from prometheus_client import (
 
 from bottega.errors import Unavailable
 from bottega.rpc.address import split
-from bottega.sampled_log import SampledLog
-
-_log = logging.getLogger(__name__)
+from bottega.rpc.scrapes import ScrapeServer
 
 # From a health check to the longest drawing that anybody waits for.
 _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-
-_broken = SampledLog(
-    _log, "a request for metrics was broken off", more="more requests for metrics were broken off", counted="requests"
-)
-
-# How long stopping may take; prometheus_client's own server takes half a second.
-_POLL_S = 0.05
 
 
 class CallMetrics:
@@ -71,39 +57,20 @@ class MetricsEndpoint:
         self.calls = CallMetrics(self.registry)
         self.address = ""
         self._listen = listen
-        self._http: tuple[WSGIServer, threading.Thread] | None = None
+        self._http: ScrapeServer | None = None
 
     def start(self) -> None:
         """Starts to serve; `address` then says where. Raises Unavailable when the port is taken."""
         host, port = split(self._listen)
         try:
-            server = make_server(host, port, make_wsgi_app(self.registry), _Server, _Silent)
+            self._http = ScrapeServer(host, port, make_wsgi_app(self.registry))
         except OSError as error:
             raise Unavailable(f"metrics_listen {self._listen} cannot be used: {error.strerror}") from None
-        thread = threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="metrics", daemon=True)
-        thread.start()
-        self._http = (server, thread)
-        self.address = f"{host}:{server.server_port}"
+        self._http.start()
+        self.address = f"{host}:{self._http.port}"
 
     def stop(self) -> None:
-        """Stops to serve; blocks for up to 50 ms."""
-        if self._http is None:
-            return
-        server, thread = self._http
-        self._http = None
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Else everybody who leaves in the middle of a request would be a traceback on stderr."""
-        _broken.tell({"why": type(sys.exception()).__name__})
-
-
-class _Silent(WSGIRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are no news."""
+        """Stops to serve; blocks for a moment. Harmless when it has stopped."""
+        if self._http is not None:
+            http, self._http = self._http, None
+            http.stop()

@@ -6,6 +6,7 @@ It knows no service: they register their servicers on `Server.grpc`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -23,16 +24,24 @@ from bottega.rpc.address import split
 from bottega.rpc.answers import AnswerBudget
 from bottega.rpc.boundary import CallBoundary
 from bottega.rpc.budget import RequestBudget
+from bottega.rpc.calls import Kinds
 from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES
+from bottega.rpc.connections import ConnectionGuard, most_connections
 from bottega.rpc.metrics import CallMetrics, MetricsEndpoint
+from bottega.rpc.places import Places
 
 # Time for whoever watches health to turn away, before anything is refused.
 _DRAIN_PAUSE_S = 0.2
 # After the grace: for calls to end that were told to.
 _STOP_GRACE_S = 0.5
-# gRPC's bound on calls over that on each kind: those that are served and as many that are not read out, of those with
-# one request and of those that stream theirs; and health.
-_MOST_CALLS = 5
+# gRPC's bound on all calls, in times max_calls and max_streams: all that may be served, which are four kinds of short
+# calls and one of streams, and as many again of the most frequent, whose answers are not read out.
+_MOST_CALLS, _MOST_STREAMS = 5, 2
+# Calls that wait to be looked at, beyond which gRPC cuts off more and more of them; it would begin with 1,000.
+_MOST_PENDING = 16_384
+# For a connection to become one of HTTP/2, and for one without calls: clients connect again by themselves.
+_HANDSHAKE_MS = 10_000
+_IDLE_MS = 300_000
 # By which a message may be too large and is refused in our words; one that is larger is refused in gRPC's.
 _TOLD_BYTES = 1 << 20
 
@@ -50,9 +59,18 @@ class ListenerConfig:
     max_requests_mib: of all requests that are coming in or are not dealt with yet; the service grows by up to six
         times that, for what it makes of them and what the C library keeps. Beside it there is as much for callers
         that stream their requests: members of the fleet, which get in when others cannot, and uploads.
-    max_calls: served at once, of each of these two kinds; as many may have ended whose callers did not read, and each
-        of those takes up to a third of a MiB. Who comes when there is no room hears RESOURCE_EXHAUSTED, and when to
-        ask again.
+    max_calls: short calls, which are asked once and answered once, that are served at once, such as GetJob or
+        SubmitJob; as many of health and reflection, and of callers that stream their requests.
+    max_streams: calls that are asked once and answered as there is news, such as WatchJob or Generate, that are open
+        at once. They take no room of short calls. For each of both as many may have ended whose callers did not read,
+        and each of those takes up to a third of a MiB. Who comes when there is no room hears RESOURCE_EXHAUSTED, and
+        when to ask again.
+    peer_share: the part of each of these that one host may have, and of that again one connection, while no other
+        has any: 1,024 and 512 of 2,048 streams. Each has less when others have many, so that some are left for a host
+        that has none. A host with a gateway of its own before this one, or with hundreds of callers that wait, needs
+        more max_streams, or 1.0: then nobody is kept from having all.
+    max_connections: open at once; at most a third of the limit of open files. Where one host has more than peer_share
+        of them, those that carry no call are ended; so is every one without a call after some minutes.
     max_answers_mib: of large answers, such as images that travel with the news of them, that their callers have not
         read yet; the service grows by up to four times that. Beyond it images are only sent to those who ask for them.
     answer_wait_s: for a caller to read an answer of a stream, else its call ends UNAVAILABLE; 5 s are enough where
@@ -66,6 +84,9 @@ class ListenerConfig:
     max_message_mib: Annotated[int, Field(ge=1, le=1024)] = MAX_MESSAGE_MIB
     max_requests_mib: Annotated[int, Field(ge=1)] = 128
     max_calls: Annotated[int, Field(ge=1)] = 2048
+    max_streams: Annotated[int, Field(ge=1)] = 2048
+    peer_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    max_connections: Annotated[int, Field(ge=1)] = 4096
     max_answers_mib: Annotated[int, Field(ge=1)] = 64
     answer_wait_s: Annotated[float, Field(gt=0)] = 30.0
     default_deadline_s: Annotated[float, Field(gt=0)] = 600.0
@@ -99,20 +120,25 @@ class Listener:
         self.address = ""
         self._listen = config.listen
         answers = AnswerBudget(max_bytes=config.max_answers_mib << 20, wait_s=config.answer_wait_s)
+        kinds = _kinds(config)
         self._boundary = CallBoundary(
             metrics,
             config.default_deadline_s,
             requests=_budget(config),
             streamed=_budget(config),
             answers=answers,
+            kinds=kinds,
         )
+        most = most_connections(config.max_connections)
+        self._connections = ConnectionGuard(most=most, share=config.peer_share, busy=kinds.connections)
+        self._looking = contextlib.AsyncExitStack()
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
         # gRPC's own refusals say nothing of when to ask again: they are for what the boundary does not count.
         self.grpc = grpc.aio.server(
             interceptors=[self._boundary],
-            options=_options(config),
-            maximum_concurrent_rpcs=_MOST_CALLS * config.max_calls,
+            options=_options(config, max_connections=most),
+            maximum_concurrent_rpcs=_most_calls(config),
         )
 
     def add_services(self, names: Sequence[str]) -> None:
@@ -128,6 +154,7 @@ class Listener:
         await self.set_serving(False)
         port = self._bind()
         await self.grpc.start()
+        await self._looking.enter_async_context(self._connections.looking(port))
         self.address = f"{host}:{port}"
 
     async def set_serving(self, serving: bool) -> None:
@@ -142,6 +169,7 @@ class Listener:
 
     async def stop(self) -> None:
         """Ends now; calls in flight are cancelled. Harmless when it has ended."""
+        await self._looking.aclose()
         await self.grpc.stop(_STOP_GRACE_S)
         self._boundary.calls.refusals.sum_up()
 
@@ -230,12 +258,31 @@ def _budget(config: ListenerConfig) -> RequestBudget:
     return RequestBudget(
         max_bytes=config.max_requests_mib << 20,
         message_bytes=config.max_message_mib << 20,
-        max_calls=config.max_calls,
     )
 
 
-def _options(config: ListenerConfig) -> list[tuple[str, int]]:
+def _kinds(config: ListenerConfig) -> Kinds:
+    def calls() -> Places:
+        return Places(most=config.max_calls, share=config.peer_share, limit="max_calls")
+
+    streams = Places(most=config.max_streams, share=config.peer_share, limit="max_streams")
+    return Kinds(short=calls(), streams=streams, streamed=calls(), of_grpc=calls(), of_grpc_streams=calls())
+
+
+def _most_calls(config: ListenerConfig) -> int:
+    return _MOST_CALLS * config.max_calls + _MOST_STREAMS * config.max_streams
+
+
+def _options(config: ListenerConfig, *, max_connections: int) -> list[tuple[str, int]]:
     return [
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        # Of calls that nobody has looked at yet: gRPC would cut off some of a burst of a thousand, without a word, and
+        # callers take that for a cancelled job.
+        ("grpc.server.max_pending_requests", _MOST_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_PENDING),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        # One with a call counts as used, however long there is no news.
+        ("grpc.max_connection_idle_ms", _IDLE_MS),
         ("grpc.max_receive_message_length", (config.max_message_mib << 20) + _TOLD_BYTES),
         # What is listed may be longer than what is asked.
         ("grpc.max_send_message_length", max(config.max_message_mib, MAX_MESSAGE_MIB) << 20),

@@ -7,6 +7,7 @@ import errno
 from collections.abc import Iterator
 
 from bottega.errors import StorageUnavailable
+from bottega.process import open_files
 
 # Long enough for an operator, or a sweep, to have made room; short enough to notice it.
 RETRY_AFTER_S = 5.0
@@ -25,11 +26,14 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 def translated() -> Iterator[None]:
     """Turns every OSError of the block into StorageUnavailable; the OSError is its cause.
 
-    Every one: also an unexpected one means that the block's work was not done and may be done later.
+    Every one: also an unexpected one means that the block's work was not done and may be done later. Where too many
+    files are open it is TooManyOpenFiles, a kind of it that blames no disk.
     """
     try:
         yield
     except OSError as error:
+        if open_files.is_cause(error):
+            raise open_files.too_many(error) from error
         raise unavailable(_says(error.errno), cause=errno.errorcode.get(error.errno or 0, "EIO")) from error
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from bottega.errors import AuthFailed, ConfigError, DeadlineExceeded, LinkError, PeerDead, StaleEpoch
+from bottega.process import open_files
 from bottega.transport import registry
 from bottega.transport.counters import Counters
 from bottega.transport.credentials import links_group, not_trusted
@@ -199,7 +200,8 @@ def _seconds(deadline: Deadline) -> float:
 def _unreachable(error: OSError) -> LinkError:
     if isinstance(error, TimeoutError):
         return DeadlineExceeded("nobody answered in time")
-    return PeerDead(f"cannot be reached: {error.strerror or error}")
+    why = open_files.too_many(error).message if open_files.is_cause(error) else error.strerror or error
+    return PeerDead(f"cannot be reached: {why}")
 
 
 def _close(connections: list[socket.socket]) -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from bottega.errors import BadFrame, NoSharedMemory
+from bottega.process import open_files
 
 # <linux/fcntl.h>; Python's fcntl has all but the last.
 _F_SEAL_FUTURE_WRITE = 0x0010
@@ -125,6 +126,8 @@ def _no_memory(size_bytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         cause = errno.errorcode.get(error.errno or 0, "unknown")
+        if open_files.is_cause(error):
+            raise NoSharedMemory(open_files.too_many(error).message, metadata={"cause": cause}) from error
         message = f"no memory for a slot of {size_bytes} bytes ({cause}): free memory, or lower the link's slot_bytes"
         raise NoSharedMemory(message, metadata={"cause": cause}) from error
 

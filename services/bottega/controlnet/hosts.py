@@ -23,6 +23,7 @@ from bottega.diffusion.controlnets import (
     load_controlnet,
 )
 from bottega.errors import ControlNetNotFound, ControlNetUnusable
+from bottega.process import open_files
 from bottega.v1 import controlnet_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet, HostedState
 
@@ -65,11 +66,12 @@ class Hosts:
     def add(self, name: str, folder: Path, root: Path | None = None) -> HostedControlNet:
         """Hosts what is in the folder under that name, from now on. root: outside of which no file of it may be.
 
-        Raises InvalidRequest, ControlNetUnusable.
+        Raises InvalidRequest, ControlNetUnusable, TooManyOpenFiles.
         """
         found = find_controlnet(name, folder, base=None, dtype=self._dtype, root=root)
         try:
-            found_digest = controlnet_digest(folder, root)
+            with open_files.translated():
+                found_digest = controlnet_digest(folder, root)
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise ControlNetUnusable(f"ControlNet {name} cannot be read: {why}") from None

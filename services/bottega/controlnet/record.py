@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bottega.errors import ConfigError, StorageUnavailable
+from bottega.process import open_files
 from bottega.storage import folders
 
 
@@ -37,6 +38,8 @@ def write_record(file: Path, record: Mapping[str, object]) -> None:
         partial.replace(file)
         folders.sync(file.parent)
     except OSError as error:
+        if open_files.is_cause(error):
+            raise open_files.too_many(error) from None
         cause = errno.errorcode.get(error.errno or 0, "EIO")
         raise StorageUnavailable(f"{file} cannot be written: {error.strerror}", metadata={"cause": cause}) from None
 

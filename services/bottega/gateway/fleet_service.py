@@ -18,8 +18,8 @@ from bottega.gateway.loras import where
 from bottega.gateway.members import Member
 from bottega.gateway.queueing import JobQueue
 from bottega.process.memory import resident_bytes
-from bottega.rpc.budget import full
 from bottega.rpc.peers import host_of
+from bottega.rpc.places import full
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
 
 _Context = grpc.aio.ServicerContext[Any, Any]

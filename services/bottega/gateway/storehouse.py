@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from bottega.errors import BottegaError, DataLoss, StorageUnavailable
+from bottega.errors import BottegaError, DataLoss, StorageUnavailable, TooManyOpenFiles
 from bottega.gateway.clock import Clock
 from bottega.gateway.digests import digest
 from bottega.gateway.job_store import JobStore
@@ -123,7 +123,9 @@ class Storehouse:
             return  # more than the disk can take at once, which is no fault of it
         if self.trouble is None:
             facts = {"folder": str(self._folder), "text": error.message, **error.metadata}
-            _log.error("the disk cannot be used; no job is taken", extra=facts)
+            full = isinstance(error, TooManyOpenFiles)
+            what = "too many files and sockets are open" if full else "the disk cannot be used"
+            _log.error("%s; no job is taken", what, extra=facts)
         # What damage there is, and where, is for the log.
         told = (
             DataLoss("the store is damaged; its operator has to look after it")
@@ -210,7 +212,8 @@ class Storehouse:
             )
 
     def _recovered(self) -> None:
-        changed, self.trouble = self.trouble is not None, None
-        if changed:
-            _log.info("the disk can be used again")
+        before, self.trouble = self.trouble, None
+        if before is not None:
+            full = isinstance(before, TooManyOpenFiles)
+            _log.info("files can be opened again" if full else "the disk can be used again")
             self.on_change()

@@ -11,7 +11,6 @@ from bottega.loras.config import LoraConfig
 from bottega.loras.metrics import LoraMetrics
 from bottega.loras.service import SERVICE_NAME, LoraService
 from bottega.loras.store import LoraStore
-from bottega.process import open_files
 from bottega.rpc.boot import Life, boot
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
@@ -20,7 +19,6 @@ from bottega.v1 import lora_pb2_grpc
 
 def main() -> int:
     """Returns the exit status, see `boot`."""
-    open_files.raise_limit()  # a LoRA in memory holds one
     return boot("loras", LoraConfig, _life, description="Bottega's LoRA store")
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from bottega.errors import ConfigError, DataLoss, LoraExists, LoraNotFound, TooLarge
 from bottega.loras.records import LoraRecord
+from bottega.process import open_files
 from bottega.storage import StorageThread, faults, folders
 
 ResultT = TypeVar("ResultT")
@@ -173,6 +174,8 @@ class Catalogue:
             return error
         if code & 0xFF in _DAMAGED:
             return DataLoss("the catalogue of LoRAs is damaged; its operator has to look after it")
+        if why := open_files.exhausted():
+            return open_files.too_many(why)
         return faults.unavailable("the catalogue of LoRAs cannot be read or written now", cause=error.sqlite_errorname)
 
 

@@ -23,6 +23,7 @@ from bottega.loras.importing.importer import Import, Importer, ImportSource
 from bottega.loras.metrics import LoraMetrics
 from bottega.loras.receiving import Upload, check_upload, receive
 from bottega.loras.records import LoraRecord
+from bottega.process import open_files
 from bottega.storage.below import check_below, resolved_below
 
 _log = logging.getLogger(__name__)
@@ -220,7 +221,8 @@ def _imported(folder: Path) -> list[Path]:
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
     try:
-        yield
+        with open_files.translated():
+            yield
     except OSError as error:
         if error.errno == errno.EXDEV:
             raise _refused(f"{error.filename} {error.strerror}" if error.filename else str(error.strerror)) from error

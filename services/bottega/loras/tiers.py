@@ -24,6 +24,7 @@ from pathlib import Path
 from bottega.errors import BottegaError, LoraNotFound, StorageUnavailable
 from bottega.loras.loading import load
 from bottega.loras.residents import Resident, Residents
+from bottega.process import open_files
 from bottega.storage import faults
 from bottega.transport.files import new_file
 
@@ -273,6 +274,8 @@ class Tiers:
         except FileNotFoundError:
             raise LoraNotFound("the store has no LoRA of that digest", metadata={"loras": digest}) from None
         except OSError as error:
+            if open_files.is_cause(error):
+                raise open_files.too_many(error) from error
             raise StorageUnavailable(
                 f"the LoRA {digest[:12]} cannot be read: {error.strerror}", retry_after_s=faults.RETRY_AFTER_S
             ) from error

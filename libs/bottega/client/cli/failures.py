@@ -17,6 +17,7 @@ _TOO_BUSY = "Try again when less is waiting: bottega fleet shows what is."
 _SMALLER_IMAGES = "Make the input images smaller: they become as large as the picture anyway. JPEG is smaller than PNG."
 # Causes of StorageUnavailable, by how they begin. SQLite does not tell an output error on a full disk from others.
 _NO_ROOM = ("ENOSPC", "EDQUOT", "EFBIG", "SQLITE_FULL", "SQLITE_IOERR")
+_NO_DESCRIPTOR = ("EMFILE", "ENFILE")
 _FORBIDDEN = ("EROFS", "EACCES", "EPERM", "SQLITE_READONLY", "SQLITE_PERM")
 
 # As the gateway begins its names of them, the SDK, and --control.
@@ -150,6 +151,8 @@ def _about_storage(error: errors.StorageUnavailable, whose: str) -> str:
         return f"Make room on the {whose}'s disk; it goes on by itself then."
     if cause.startswith(_FORBIDDEN):
         return f"Let the {whose} write to its folder; it goes on by itself then."
+    if cause.startswith(_NO_DESCRIPTOR):
+        return f"The {whose} goes on by itself when connections end; bottega doctor says how to give it room for more."
     again_s = error.retry_after_s or 1
     return f"Try again in {again_s:.0f} s; if it stays so, bottega logs -n 50 says why."
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sqlite3
 
 from bottega.errors import BottegaError, DataLoss
+from bottega.process import open_files
 from bottega.storage import faults
 
 # Primary result codes, https://sqlite.org/rescode.html; extended ones carry them in their low byte.
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+# What it says where it needed one more file: its own, the log beside it, or what readers share.
+_OPENS_FILES = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
 _SAYS = {
     sqlite3.SQLITE_FULL: "the disk is full",
     sqlite3.SQLITE_READONLY: "the disk cannot be written",
@@ -23,13 +26,18 @@ _SAYS = {
 
 
 def typed(error: sqlite3.Error) -> BottegaError | None:
-    """DataLoss or StorageUnavailable, without a library's text; None for what only a fault of ours can cause."""
+    """DataLoss or StorageUnavailable, without a library's text; None for what only a fault of ours can cause.
+
+    SQLite does not say why it could not open a file: where no file can be opened at all, that is why.
+    """
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:
         return None
     if code & 0xFF in _DAMAGED:
         return damaged()
     says = _SAYS.get(code & 0xFF)
+    if says and code & 0xFF in _OPENS_FILES and (why := open_files.exhausted()):
+        return open_files.too_many(why)
     return faults.unavailable(says, cause=error.sqlite_errorname) if says else None
 
 
