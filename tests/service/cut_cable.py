@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 
 
 class Cable:
-    """Carries connections to host:port `target`. Use `laid`."""
+    """Carries connections to host:port `target`, which sees them come from `source`. Use `laid`."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, source: str) -> None:
+        self._source = source
         self._host, _, self._port = target.rpartition(":")
         self._ends: set[asyncio.StreamWriter] = set()
         self.address = ""
@@ -22,7 +23,9 @@ class Cable:
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, to its end."""
-        far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
+        far_reader, far_writer = await asyncio.open_connection(
+            self._host, int(self._port), local_addr=(self._source, 0)
+        )
         both = {writer, far_writer}
         self._ends |= both
         try:
@@ -34,9 +37,9 @@ class Cable:
 
 
 @contextlib.asynccontextmanager
-async def laid(target: str) -> AsyncIterator[Cable]:
-    """A cable to host:port, for as long as the block lasts."""
-    cable = Cable(target)
+async def laid(target: str, *, source: str = "127.0.0.1") -> AsyncIterator[Cable]:
+    """A cable to host:port, for as long as the block lasts. source: an address of this machine."""
+    cable = Cable(target, source)
     server = await asyncio.start_server(cable.carry, "127.0.0.1", 0)
     cable.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
