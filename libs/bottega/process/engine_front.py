@@ -197,6 +197,7 @@ class EngineFront(ABC, Generic[CommandT, EventT, ReadyT]):
         A timer alone is due as soon as a front goes on that was stopped, before it has read what the engine has said.
         """
         loop, until_s = asyncio.get_running_loop(), self._awake() + patience_s
+        looking: asyncio.TimerHandle
 
         def look() -> None:
             nonlocal looking

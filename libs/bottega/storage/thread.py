@@ -107,6 +107,7 @@ class StorageThread:
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[ResultT] = loop.create_future()
         self._enqueue(Work(do=do, size_bytes=size_bytes, outcome=outcome))
+        giving_up: asyncio.TimerHandle
 
         def give_up(due: float) -> None:
             nonlocal giving_up
