@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from bottega.errors import StorageUnavailable
 from bottega.gateway.clock import Clock
-from bottega.gateway.job_store import JobRecord, StoredPicture
+from bottega.gateway.job_store import End, JobRecord, StoredPicture
 from bottega.gateway.storehouse import Storehouse
 from bottega.storage import ContentStore, faults
 from bottega.v1.image_pb2 import JobState
@@ -91,18 +91,34 @@ class MemoryJobStore:
         return await self._change(job_id, lambda record: record.extended(deadline_wall))
 
     async def complete(
-        self, job_id: str, attempt: int, *, pictures: tuple[StoredPicture, ...], provenance: bytes, ended_wall: float
+        self,
+        job_id: str,
+        attempt: int,
+        *,
+        pictures: tuple[StoredPicture, ...],
+        provenance: bytes,
+        ended_wall: float,
+        ended_steady: float | None = None,
     ) -> bool:
+        end = End.at(ended_wall, ended_steady)
         return await self._change(
-            job_id,
-            lambda record: record.completed(attempt, pictures=pictures, provenance=provenance, ended_wall=ended_wall),
+            job_id, lambda record: record.completed(attempt, pictures=pictures, provenance=provenance, end=end)
         )
 
     async def fail(
-        self, job_id: str, attempt: int | None, *, error: bytes, state: JobState.ValueType, ended_wall: float
+        self,
+        job_id: str,
+        attempt: int | None,
+        *,
+        error: bytes,
+        state: JobState.ValueType,
+        ended_wall: float,
+        ended_steady: float | None = None,
+        spec: bytes | None = None,
     ) -> bool:
+        end = End.at(ended_wall, ended_steady)
         return await self._change(
-            job_id, lambda record: record.failed(attempt, error=error, state=state, ended_wall=ended_wall)
+            job_id, lambda record: record.failed(attempt, error=error, state=state, end=end, spec=spec)
         )
 
     async def get(self, job_id: str) -> JobRecord | None:
@@ -116,6 +132,15 @@ class MemoryJobStore:
     async def inputs(self, job_id: str) -> bytes:
         self._check()
         return self._shelf.inputs.get(job_id, b"")
+
+    async def last_end(self) -> End | None:
+        self._check()
+        ends = [
+            End(wall=record.ended_wall, steady=record.ended_steady)
+            for record in self._shelf.jobs.values()
+            if record.ended_wall is not None and record.ended_steady is not None
+        ]
+        return max(ends, key=lambda end: end.steady, default=None)
 
     async def live(self) -> list[JobRecord]:
         self._check()
@@ -144,19 +169,21 @@ class MemoryJobStore:
     async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
         self._check()
         jobs = self._shelf.jobs
-        ended = sorted(
-            (record for record in jobs.values() if not record.live), key=lambda r: (r.ended_wall, r.sequence)
-        )
-        forgotten = 0
-        for record in ended[:limit]:
-            size_bytes = sum(map(_size_bytes, jobs.values()))
-            if (record.ended_wall or 0.0) >= ended_before and len(jobs) <= max_jobs and size_bytes <= max_bytes:
-                break
-            del jobs[record.sequence]
-            if self._shelf.newest.get(record.request_id) == record.sequence:
-                del self._shelf.newest[record.request_id]
-            forgotten += 1
-        return forgotten
+        for forgotten in range(limit):
+            ended = sorted(
+                (record for record in jobs.values() if not record.live), key=lambda r: (r.ended_steady, r.sequence)
+            )
+            expired = [record for record in ended if (record.ended_steady or 0.0) < ended_before]
+            too_many, too_large = len(jobs) > max_jobs, sum(map(_size_bytes, jobs.values())) > max_bytes
+            if not expired and not (ended and (too_many or too_large)):
+                return forgotten
+            self._forget_one(expired[0] if expired else _dispensable(ended, by_bytes=not too_many))
+        return limit
+
+    def _forget_one(self, record: JobRecord) -> None:
+        del self._shelf.jobs[record.sequence]
+        if self._shelf.newest.get(record.request_id) == record.sequence:
+            del self._shelf.newest[record.request_id]
 
     async def probe(self) -> None:
         self._check_room()
@@ -243,6 +270,16 @@ def at_once(work: Coroutine[Any, Any, ResultT]) -> ResultT:
         result: ResultT = done.value
         return result
     raise AssertionError("it had to wait")
+
+
+def _dispensable(ended: list[JobRecord], *, by_bytes: bool) -> JobRecord:
+    """Which goes first where there are too many. ended: oldest end first."""
+    kind = [record for record in ended if not record.finished] or ended
+    held: dict[str, int] = {}
+    for record in kind:
+        held[record.peer] = held.get(record.peer, 0) + (_size_bytes(record) if by_bytes else 1)
+    peer = min(held, key=lambda peer: (-held[peer], peer))
+    return next(record for record in kind if record.peer == peer)
 
 
 def _size_bytes(record: JobRecord) -> int:

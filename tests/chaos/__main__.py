@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from load.bench.report import report
+from tests.chaos.cancels import flood_cancels
 from tests.chaos.controlnets import kill_controlnets
 from tests.chaos.gateways import fill_disks, kill_gateways
 from tests.chaos.loras import kill_lora_stores
@@ -23,7 +24,7 @@ from tests.chaos.restarts import roll
 from tests.chaos.scene import Scene
 from tests.chaos.strangers import join_strangers
 from tests.chaos.tally import Tally
-from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_workers, kill_workers
+from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_fronts, freeze_workers, kill_workers
 from tests.worker_pair import WorkerPair
 
 WORKERS = ("a", "b", "c")
@@ -37,6 +38,7 @@ PARTS: Mapping[str, Callable[[Scene, argparse.Namespace, random.Random], None]] 
     "kill-workers": lambda scene, options, rng: kill_workers(scene, times=options.kills, rng=rng),
     "freeze-workers": lambda scene, options, rng: freeze_workers(scene, times=options.freezes, rng=rng),
     "freeze-engines": lambda scene, options, rng: freeze_engines(scene, times=options.engine_freezes, rng=rng),
+    "freeze-fronts": lambda scene, options, rng: freeze_fronts(scene, times=options.front_freezes, rng=rng),
     "kill-controlnets": lambda scene, options, rng: kill_controlnets(
         scene, times=options.controlnet_kills, servers=CONTROLNET_SERVERS, rng=rng
     ),
@@ -46,6 +48,7 @@ PARTS: Mapping[str, Callable[[Scene, argparse.Namespace, random.Random], None]] 
     ),
     "full-disks": lambda scene, options, rng: fill_disks(scene, times=options.full_disks, rng=rng),
     "stranger-joins": lambda scene, options, rng: join_strangers(scene, times=options.stranger_rounds, rng=rng),
+    "cancel-flood": lambda scene, options, rng: flood_cancels(scene, jobs=options.cancels, rng=rng),
     "restarts": lambda scene, options, rng: roll(
         scene, cycles=options.cycles, workers=WORKERS[:2], servers=CONTROLNET_SERVERS[:2]
     ),
@@ -110,6 +113,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=40, help="of workers, inside a request")
     parser.add_argument("--freezes", type=int, default=10, help="of workers")
     parser.add_argument("--engine-freezes", type=int, default=5, help="of engines")
+    parser.add_argument("--front-freezes", type=int, default=5, help="of workers' fronts, without their engines")
     parser.add_argument("--controlnet-kills", type=int, default=48, help="of ControlNet servers, inside a session")
     parser.add_argument("--lora-kills", type=int, default=24, help="of the LoRA store, while a LoRA is loaded")
     parser.add_argument("--gateway-kills", type=int, default=60, help="around acknowledgement")
@@ -117,6 +121,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--stranger-rounds", type=int, default=5, help="of strangers that join as others, and in masses"
     )
+    parser.add_argument("--cancels", type=int, default=2500, help="jobs with long prompts, submitted and cancelled")
     parser.add_argument("--cycles", type=int, default=10, help="of the rolling restart")
     parser.add_argument("--peer-kills", type=int, default=20, help="of a worker that computes rows of another one")
     parser.add_argument("--seed", type=int, default=1, help="of what happens when")

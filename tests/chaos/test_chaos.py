@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.cancels import flood_cancels
 from tests.chaos.controlnets import kill_controlnets
 from tests.chaos.gateways import fill_disks, kill_gateways
 from tests.chaos.loras import kill_lora_stores
@@ -15,7 +16,7 @@ from tests.chaos.restarts import roll
 from tests.chaos.scene import Scene
 from tests.chaos.strangers import join_strangers
 from tests.chaos.tally import Tally
-from tests.chaos.workers import freeze_engines, freeze_workers, kill_workers
+from tests.chaos.workers import freeze_engines, freeze_fronts, freeze_workers, kill_workers
 
 # Two workers and more draw on all cores, and losses are to be noticed in time.
 pytestmark = pytest.mark.alone
@@ -53,6 +54,18 @@ def test_a_frozen_worker_is_out_in_time_and_leaves_the_same_picture(scene: Scene
 @pytest.mark.slow
 def test_a_frozen_engine_is_replaced_in_time_and_leaves_the_same_picture(scene: Scene) -> None:
     freeze_engines(scene, times=1, rng=RNG)
+    _well(scene)
+
+
+@pytest.mark.slow
+def test_a_frozen_front_kills_no_engine_and_leaves_the_same_picture(scene: Scene) -> None:
+    freeze_fronts(scene, times=1, rng=RNG)
+    _well(scene)
+
+
+@pytest.mark.slow
+def test_a_flood_of_cancelled_jobs_takes_nobodys_picture(scene: Scene) -> None:
+    flood_cancels(scene, jobs=2500, rng=RNG)
     _well(scene)
 
 

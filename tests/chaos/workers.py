@@ -1,4 +1,4 @@
-"""What is done to workers: killed, frozen, and their engines frozen, each inside a request at a random step."""
+"""What is done to workers, inside a request at a random step: killed, frozen, and their engines or fronts frozen."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ SEEDS = (1, 2, 3)
 MOST_REPEATED = STEPS // 10 + 1
 # Some pictures end before they are disturbed; more than half of the tries mean that something else is wrong.
 TRIES = 2
+FROZEN_FRONT_S = 2 * HANG_S
 
 
 def kill_workers(scene: Scene, *, times: int, rng: random.Random) -> None:
@@ -87,6 +88,34 @@ def freeze_engines(scene: Scene, *, times: int, rng: random.Random) -> None:
             scene.tally.most("frozen_engine_noticed_s", noticed_s)
             scene.tally.check("seconds until a frozen engine was replaced", noticed_s, HANG_S + NOTICED_S)
     scene.tally.reached("frozen_engines", times)
+
+
+def freeze_fronts(scene: Scene, *, times: int, rng: random.Random) -> None:
+    """SIGSTOP of the front alone, for longer than an engine may be silent: the picture is drawn elsewhere, and when the
+    front goes on, its engine lives and the worker draws again."""
+    landed = 0
+    for _ in range(TRIES * times):
+        if landed == times:
+            break
+        scene.wait_for_workers(2)
+        drawing, name = _caught(scene, rng)
+        process, engine = scene.worker(name).process, scene.engine_of(name)
+        began = time.monotonic()
+        process.send_signal(signal.SIGSTOP)
+        try:
+            picture = scene.check(drawing)
+            time.sleep(max(0.0, FROZEN_FRONT_S - (time.monotonic() - began)))
+        finally:
+            process.send_signal(signal.SIGCONT)
+        wait_until(lambda name=name: name in scene.joined(), JOIN_TIMEOUT_S, f"{name} to come back")  # type: ignore[misc]
+        time.sleep(HANG_S)  # what it could still hold against its engine, it would by then
+        if not engine.is_running() or scene.engine_of(name) != engine:
+            scene.tally.faults.append(f"{name} has killed its engine, which was well")
+        if picture is None:
+            return
+        if picture.provenance.attempts >= 2:
+            landed = scene.tally.count("frozen_fronts")
+    scene.tally.reached("frozen_fronts", times)
 
 
 def _caught(scene: Scene, rng: random.Random) -> tuple[Drawing, str]:

@@ -214,6 +214,14 @@ def test_a_gateway_that_restarted_may_have_no_worker_yet(gateway: ScriptedGatewa
         assert client.generate("a star").data == SMALL
 
 
+def test_a_long_time_without_news_uses_up_no_patience(gateway: ScriptedGateway, address: str) -> None:
+    quiet = threading.Event()
+    threading.Timer(0.6, quiet.set).start()
+    gateway.scripts = [[queued(), quiet, Unavailable("cut off")], [queued(), completed()]]
+    with Client(address, retry=RetryPolicy(patience_s=0.3, first_wait_s=0.01)) as client:
+        assert client.generate("a star").data == SMALL
+
+
 def test_a_job_that_ended_for_want_of_a_worker_stays_ended(gateway: ScriptedGateway, address: str) -> None:
     gateway.scripts = [[queued(), NoWorker("none for too long", retry_after_s=0.1)]]
     with Client(address, retry=HURRIED) as client, pytest.raises(NoWorker):

@@ -7,14 +7,20 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
 from bottega.errors import StorageUnavailable
-from bottega.gateway.job_store import JobRecord, JobStore, StoredPicture
+from bottega.gateway.job_store import End, JobRecord, JobStore, StoredPicture
 from bottega.v1 import image_pb2
-from bottega.v1.image_pb2 import JOB_STATE_CANCELLED, JOB_STATE_COMPLETED, JOB_STATE_FAILED, JOB_STATE_QUEUED
+from bottega.v1.image_pb2 import (
+    JOB_STATE_CANCELLED,
+    JOB_STATE_COMPLETED,
+    JOB_STATE_FAILED,
+    JOB_STATE_QUEUED,
+    JobState,
+)
 from tests.service.job_store_backends import BACKENDS, record
 
 PICTURES = (StoredPicture(digest="a" * 64, size_bytes=10), StoredPicture(digest="b" * 64, size_bytes=20))
@@ -184,6 +190,7 @@ async def test_a_completed_job_keeps_what_came_of_it_and_changes_no_more(store: 
         attempt=1,
         started_wall=101.0,
         ended_wall=120.0,
+        ended_steady=120.0,
         pictures=PICTURES,
         provenance=b"how",
     )
@@ -193,7 +200,7 @@ async def test_a_completed_job_keeps_what_came_of_it_and_changes_no_more(store: 
 async def test_a_job_that_failed_says_why(store: JobStore, state: image_pb2.JobState.ValueType) -> None:
     added = await store.add(record())
     assert await store.fail("j1", None, error=b"why", state=state, ended_wall=130.0)
-    assert await store.get("j1") == replace(added, state=state, error=b"why", ended_wall=130.0)
+    assert await store.get("j1") == replace(added, state=state, error=b"why", ended_wall=130.0, ended_steady=130.0)
     assert not await store.fail("j1", None, error=b"again", state=state, ended_wall=140.0)
 
 
@@ -331,6 +338,96 @@ async def test_what_is_remembered_is_bounded_in_number_and_bytes(store: JobStore
     await store.complete("j0", 1, pictures=PICTURES, provenance=bytes(30_000), ended_wall=20.0)
     assert await left(max_jobs=9, max_bytes=45_000) == ["j0"]
     assert await left(max_jobs=9, max_bytes=35_000) == [], "what came of a job counts too"
+
+
+async def _add_ended(store: JobStore, job_id: str, peer: str, ended_wall: float, *, how: JobState.ValueType) -> None:
+    await store.add(replace(record(job_id, request_id=f"r-{job_id}"), peer=peer))
+    if how == JOB_STATE_COMPLETED:
+        await store.begin(job_id, 1, started_wall=1.0)
+        await store.complete(job_id, 1, pictures=PICTURES, provenance=b"how", ended_wall=ended_wall)
+    else:
+        await store.fail(job_id, None, error=b"why", state=how, ended_wall=ended_wall)
+
+
+async def _left(store: JobStore, *, max_jobs: int = 1000, max_bytes: int = 1 << 30, limit: int = 3) -> list[str]:
+    while await store.forget(ended_before=0.0, max_jobs=max_jobs, max_bytes=max_bytes, limit=limit) == limit:
+        pass
+    return [found.job_id for found in reversed(await store.page(size=100))]
+
+
+async def test_completed_jobs_go_when_there_are_no_cancelled_and_failed_ones_left(store: JobStore) -> None:
+    ends = (JOB_STATE_COMPLETED, JOB_STATE_CANCELLED, JOB_STATE_COMPLETED, JOB_STATE_FAILED, JOB_STATE_CANCELLED)
+    for number, how in enumerate(ends):
+        await _add_ended(store, f"j{number}", "here", float(number), how=how)
+    assert await _left(store, max_jobs=4) == ["j0", "j2", "j3", "j4"]
+    assert await _left(store, max_jobs=2) == ["j0", "j2"]
+    for number in range(20):
+        await _add_ended(store, f"flood{number}", "here", 10.0 + number, how=JOB_STATE_CANCELLED)
+    assert await _left(store, max_jobs=3) == ["j0", "j2", "flood19"]
+    assert await _left(store, max_jobs=3, max_bytes=1500) == ["j0", "j2"]
+    found = await store.of_request("r-j0")
+    assert found is not None
+    assert found.pictures == PICTURES
+    assert await _left(store, max_jobs=1) == ["j2"]
+
+
+@pytest.mark.parametrize("how", [JOB_STATE_COMPLETED, JOB_STATE_FAILED])
+async def test_the_peer_that_has_the_most_loses_its_own(store: JobStore, how: JobState.ValueType) -> None:
+    for number in range(3):
+        await _add_ended(store, f"theirs{number}", "theirs", float(number), how=how)
+    for number in range(30):
+        await _add_ended(store, f"flood{number}", "flood", 10.0 + number, how=how)
+    theirs = [f"theirs{number}" for number in range(3)]
+    assert await _left(store, max_jobs=10) == [*theirs, *(f"flood{number}" for number in range(23, 30))]
+    assert await _left(store, max_jobs=6) == [*theirs, "flood27", "flood28", "flood29"]
+    assert await _left(store, max_jobs=4) == ["theirs1", "theirs2", "flood28", "flood29"], "then both alike"
+    for job_id in ("theirs0", "flood0"):
+        assert await store.of_request(f"r-{job_id}") is None
+
+
+async def test_the_peer_that_has_the_most_bytes_loses_its_own_where_these_are_too_many(store: JobStore) -> None:
+    for number in range(5):
+        await store.add(replace(record(f"large{number}", spec=bytes(20_000)), peer="large"))
+        await store.fail(f"large{number}", None, error=b"", state=JOB_STATE_FAILED, ended_wall=10.0 + number)
+    for number in range(10):
+        await _add_ended(store, f"small{number}", "small", float(number), how=JOB_STATE_FAILED)
+    small = [f"small{number}" for number in range(10)]
+    assert await _left(store, max_bytes=50_000) == ["large3", "large4", *small]
+
+
+async def test_a_later_store_knows_what_each_peer_has(store: JobStore, another: Opener) -> None:
+    for number in range(6):
+        await _add_ended(store, f"j{number}", "ab"[number > 1], float(number), how=JOB_STATE_COMPLETED)
+    found = await store.get("j5")
+    assert found is not None
+    assert found.peer == "b"
+    await store.close()
+    assert await _left(await another(), max_jobs=4) == ["j0", "j1", "j4", "j5"]
+
+
+async def test_what_is_kept_of_the_spec_of_a_cancelled_job_is_said_with_its_end(store: JobStore) -> None:
+    await store.add(record("j1", spec=bytes(10_000)), inputs=bytes(10_000))
+    await store.fail("j1", None, error=b"", state=JOB_STATE_CANCELLED, ended_wall=1.0, spec=b"brief")
+    found = await store.get("j1")
+    assert found is not None
+    assert (found.spec, found.state) == (b"brief", JOB_STATE_CANCELLED)
+    assert not await store.fail("j1", None, error=b"", state=JOB_STATE_CANCELLED, ended_wall=2.0, spec=b"other")
+    assert await _left(store, max_bytes=1000) == ["j1"], "what has gone counts no more"
+
+
+async def test_jobs_are_forgotten_by_the_steady_time_of_their_end(store: JobStore, another: Opener) -> None:
+    assert await store.last_end() is None
+    for number, (wall, steady) in enumerate([(100.0, 100.0), (20.0, 105.0), (900.0, 110.0)]):
+        await store.add(record(f"j{number}"))
+        error: dict[str, Any] = {"error": b"", "state": JOB_STATE_FAILED}
+        await store.fail(f"j{number}", None, ended_wall=wall, ended_steady=steady, **error)
+    assert await store.last_end() == End(wall=900.0, steady=110.0) == await (await another()).last_end()
+    assert await store.forget(ended_before=101.0, max_jobs=9, max_bytes=1 << 30, limit=9) == 1
+    assert await _left(store) == ["j1", "j2"]
+    found = await store.get("j1")
+    assert found is not None
+    assert (found.ended_wall, found.ended_steady) == (20.0, 105.0)
+    assert await _left(store, max_jobs=1) == ["j2"]
 
 
 async def test_every_life_has_a_larger_generation(another: Opener) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import logging
 import random
 import shutil
@@ -19,12 +20,15 @@ import pytest
 
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
 from bottega.gateway.job_store import JobRecord, SqliteJobStore
+from bottega.gateway.job_store.sqlite_rows import COLUMNS
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED, JOB_STATE_FAILED
 from tests import full_disk
 from tests.service.job_store_backends import record
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
+# Written by version 3: live jobs, ended ones of each kind, one that ended under a clock far ahead, and a damaged one.
+EARLIER = Path(__file__).with_name("jobs_version_3.sqlite.gz")
 
 
 @contextlib.asynccontextmanager
@@ -334,6 +338,59 @@ async def test_one_damaged_job_does_not_stop_the_others(tmp_path: Path, caplog: 
         assert (await store.add(record("new"))).sequence > jobs[-1].sequence
     told = [line.__dict__["sequence"] for line in caplog.records if line.levelname == "ERROR"]
     assert sorted(told) == [jobs[30].sequence, jobs[40].sequence], "of each once"
+
+
+async def test_a_file_of_the_version_before_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    path.write_bytes(gzip.decompress(EARLIER.read_bytes()))
+    async with _open(path) as store:
+        assert store.generation == 2
+        assert [found.job_id for found in await store.live()] == ["queued", "running"]
+        assert await store.inputs("queued") == b"inputs"
+        completed = await store.of_request("r-completed")
+        assert completed is not None
+        assert (completed.job_id, completed.provenance, completed.loras_step) == ("completed", b"how", 4)
+        assert (completed.peer, completed.ended_wall, completed.ended_steady) == ("", 120.0, 120.0)
+        later = await store.get("later")
+        assert later is not None
+        assert later.ended_steady is not None
+        assert abs(later.ended_steady - time.time()) < 60, "it ended under a clock that was ahead"
+        with pytest.raises(DataLoss):
+            await store.get("damaged")
+        assert await store.begin("running", 2, started_wall=1.0)
+        assert await store.complete("running", 2, pictures=(), provenance=b"", ended_wall=130.0)
+        added = await store.add(replace(record("new"), peer="10.0.0.7"))
+    async with _open(path) as store:
+        assert await store.get("new") == added
+        assert await store.forget(ended_before=0.0, max_jobs=4, max_bytes=1 << 30, limit=9) == 4
+        assert {found.job_id for found in await store.page(size=9)} == {"queued", "completed", "running", "new"}
+        assert await store.forget(ended_before=0.0, max_jobs=3, max_bytes=1 << 30, limit=9) == 1
+        assert await store.get("completed") is None
+
+
+async def test_an_upgrade_that_a_full_disk_stops_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    path.write_bytes(gzip.decompress(EARLIER.read_bytes()))
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        names = ", ".join(name for name in COLUMNS if name not in ("job_id", "spec", "peer", "ended_steady"))
+        for number in range(100):  # more than there is room for below
+            copy = (
+                f"INSERT INTO jobs (job_id, spec, {names}) SELECT ?, zeroblob(2000), {names} FROM jobs WHERE job_id = ?"
+            )
+            connection.execute(copy, (f"copy{number}", "completed"))
+    store = SqliteJobStore(path)
+    try:
+        # Enough for what readers share, 32 KiB, and not for all that is written.
+        with full_disk.files_at_most(64_000), pytest.raises(StorageUnavailable):
+            await store.open()
+        with pytest.raises(StorageUnavailable):
+            await store.get("completed")
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            assert connection.execute("PRAGMA user_version").fetchall() == [(3,)]
+        await store.open()
+        assert await store.get("completed") is not None
+    finally:
+        await store.close()
 
 
 async def test_the_file_of_a_later_version_or_of_somebody_else_is_left_alone(tmp_path: Path) -> None:

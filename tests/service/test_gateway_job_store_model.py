@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -41,11 +42,13 @@ JOB_IDS = st.sampled_from(NAMES)
 REQUEST_IDS = st.sampled_from(["r0", "r1", ""])
 # From the newest attempt: mostly the one that counts, or would be next.
 STEPS = st.sampled_from([0, 0, 1, 1, -1])
+PEERS = st.sampled_from(["p0", "p1"])
 TIMES = st.sampled_from([10.0, 20.5, 30.0])
 BYTES = st.binary(max_size=40)
 SAME = (
     "job_id",
     "request_id",
+    "peer",
     "spec",
     "created_wall",
     "state",
@@ -71,6 +74,7 @@ class Known:
     inputs: bytes
     created_wall: float
     order: int
+    peer: str = ""
     state: JobState.ValueType = JOB_STATE_QUEUED
     attempt: int = 0
     deaths: int = 0
@@ -136,12 +140,21 @@ class Machine(RuleBasedStateMachine):
         spec=BYTES,
         inputs=BYTES,
         created_wall=TIMES,
+        peer=PEERS,
     )
     def add(
-        self, which: int, job_id: str, request_id: str, replaces: str, spec: bytes, inputs: bytes, created_wall: float
+        self,
+        which: int,
+        job_id: str,
+        request_id: str,
+        replaces: str,
+        spec: bytes,
+        inputs: bytes,
+        created_wall: float,
+        peer: str,
     ) -> None:
         new = record(job_id, request_id=request_id, spec=spec or b"s", created_wall=created_wall)
-        self._add(which, new, inputs, replaces)
+        self._add(which, replace(new, peer=peer), inputs, replaces)
 
     def _add(self, which: int, new: JobRecord, inputs: bytes, replaces: str) -> None:
         job_id, request_id = new.job_id, new.request_id
@@ -153,9 +166,8 @@ class Machine(RuleBasedStateMachine):
                 holder = None
         if holder is None:
             self.added += 1
-            holder = Known(
-                job_id, request_id, new.spec, inputs, new.created_wall, self.added, deadline_wall=new.deadline_wall
-            )
+            holder = Known(job_id, request_id, new.spec, inputs, new.created_wall, self.added, new.peer)
+            holder.deadline_wall = new.deadline_wall
             self.known[job_id] = holder
             if request_id:
                 self.requests[request_id] = job_id
@@ -237,15 +249,25 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), ended_before=TIMES, max_jobs=st.integers(0, 4), limit=st.integers(1, 2))
     def forget(self, which: int, ended_before: float, max_jobs: int, limit: int) -> None:
-        ended = [(job.ended_wall, job.order, job) for job in self.known.values() if job.ended_wall is not None]
-        too_many, gone = len(self.known) - max_jobs, 0
-        for ended_wall, _, job in sorted(ended, key=lambda entry: entry[:2])[:limit]:
-            if ended_wall < ended_before or gone < too_many:
-                gone += 1
-                del self.known[job.job_id]
-                self.requests = {key: job_id for key, job_id in self.requests.items() if job_id != job.job_id}
+        gone = 0
+        while gone < limit and (job := self._goes_next(ended_before, max_jobs)) is not None:
+            gone += 1
+            del self.known[job.job_id]
+            self.requests = {key: job_id for key, job_id in self.requests.items() if job_id != job.job_id}
         call = self.stores[which].forget(ended_before=ended_before, max_jobs=max_jobs, max_bytes=1 << 40, limit=limit)
         assert self.runner.run(call) == gone
+
+    def _goes_next(self, ended_before: float, max_jobs: int) -> Known | None:
+        ended = [job for job in self.known.values() if job.ended_wall is not None]
+        ended.sort(key=lambda job: (job.ended_wall, job.order))
+        if ended and (ended[0].ended_wall or 0.0) < ended_before:
+            return ended[0]
+        if len(self.known) <= max_jobs or not ended:
+            return None
+        kind = [job for job in ended if job.state != JOB_STATE_COMPLETED] or ended
+        held = Counter(job.peer for job in kind)
+        loses = min(held, key=lambda peer: (-held[peer], peer))
+        return next(job for job in kind if job.peer == loses)
 
     @rule(
         which=st.integers(0, 1),

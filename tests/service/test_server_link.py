@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 from bottega.diffusion.control_messages import Entry, Kind, Step, number_message, residuals_layout
 from bottega.diffusion.controls import ControlServer
 from bottega.diffusion.row import Half
-from bottega.errors import LinkClosed, LinksFull, PeerDead, Unavailable
+from bottega.errors import DeadlineExceeded, LinkClosed, LinksFull, PeerDead, Unavailable
 from bottega.transport import Counters, Deadline, Doors, Listener, Offer, TcpEndpoint
 from bottega.worker.controlnets import server_link
 from bottega.worker.controlnets.news import News
@@ -142,6 +143,26 @@ def test_answers_hold_slots_from_the_asking_until_they_are_refused() -> None:
     assert seen == [*[True] * len(replies), False, True]
     offers.offer.set_exception(Unavailable("no offers"))
     link.end()
+
+
+def test_a_server_is_not_given_up_for_the_time_in_which_the_worker_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(server_link, "time", SimpleNamespace(monotonic=lambda: now))
+    server = ControlServer(name="s", address="s")
+    link = ServerLink(server, offers=Slowly(), news=News(), settings=LinkSettings(stall_s=20.0), counters=Counters())
+    link.ask(step(link.number()), Reply(residuals_layout(1, ((4, 8, 8),), torch.float32), 1))
+
+    def look_for(seconds: float) -> None:
+        nonlocal now
+        for _ in range(int(seconds / 0.25)):
+            now += 0.25
+            link._check_pulse()
+
+    look_for(10.0)
+    now += 3600.0
+    look_for(19.0)
+    with pytest.raises(DeadlineExceeded, match="computed nothing"):
+        look_for(2.0)
 
 
 def step(number: int) -> Step:

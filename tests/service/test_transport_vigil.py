@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from bottega.errors import DeadlineExceeded, LinkClosed, PeerDead
-from bottega.transport import Backend, DType, Layout, Link, TensorSpec, Vigil
+from bottega.transport import Backend, Deadline, DType, Incoming, Layout, Link, TensorSpec, Vigil
 from tests.service.transport_backends import LAYOUT, content, linked, patience
 
 SILENCE_S = 1.0
@@ -41,6 +42,37 @@ def test_a_peer_that_answers_is_never_given_up(ends: tuple[Link, Link]) -> None:
     until_s = time.monotonic() + 2 * SILENCE_S
     while time.monotonic() < until_s:
         vigil.next().release()
+
+
+class StoppedOnce:
+    """A link whose process is stopped in its first wait, for so long that a silent peer would have been given up."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._stopped = False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._link, name)
+
+    def recv(self, deadline: Deadline) -> Incoming:
+        if not self._stopped:
+            self._stopped = True
+            time.sleep(2 * SILENCE_S)
+        return self._link.recv(deadline)
+
+
+def test_a_peer_is_not_given_up_for_the_time_in_which_this_process_was_stopped(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    asked = 0
+
+    def ping() -> None:
+        nonlocal asked
+        asked += 1
+        near.send(WORD, [bytearray(1)], patience())
+
+    vigil = Vigil(cast("Link", StoppedOnce(far)), peer="the sender", silence_s=SILENCE_S, ping=ping)
+    vigil.next().release()
+    assert asked == 1, "it was asked before it was given up"
 
 
 def test_a_message_may_take_as_long_as_bytes_come(ends: tuple[Link, Link]) -> None:

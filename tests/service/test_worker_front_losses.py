@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -43,6 +44,25 @@ async def test_a_lost_engine_fails_what_it_held_and_is_replaced(start: Start, pr
     await eventually(lambda: running.engine.pid not in {None, before})
     await eventually(running.is_serving)
     assert kinds(await running.events(request(number=2)))[-1] == "completed"
+
+
+async def test_a_front_that_was_stopped_itself_kills_no_engine_that_lives(start: Start) -> None:
+    running = await start()
+    before = running.engine.pid
+    order = request("slow")
+    order.spec.num_inference_steps = 200  # 4 s
+    following = asyncio.create_task(running.events(order))
+    await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
+    _be_stopped(CONFIG.stall_s + CONFIG.hang_s)
+    assert kinds(await following)[-1] == "completed"
+    _be_stopped(2 * CONFIG.hang_s)
+    await asyncio.sleep(2 * CONFIG.hang_s)
+    assert running.engine.pid == before
+
+
+def _be_stopped(seconds: float) -> None:
+    """As SIGSTOP does to a front: it hears nothing, while its engine goes on."""
+    time.sleep(seconds)
 
 
 async def test_while_there_is_no_engine_health_says_so(start: Start) -> None:

@@ -283,6 +283,41 @@ async def test_a_restart_gives_no_job_more_attempts_than_there_are_numbers(lost:
     await shop.foreman.stop()
 
 
+async def test_a_gateway_that_was_stopped_itself_waits_for_the_workers_of_its_jobs_once_more() -> None:
+    shop = Shop(hold_s=0.1)
+    shop.worker()
+    job = shop.submit()
+    assert job.state == image_pb2.JOB_STATE_RUNNING
+    await shop.foreman.stop()
+    shop.open()
+    (held,) = shop.log.live()
+    time.sleep(0.8)  # noqa: ASYNC251 - as SIGSTOP does: no worker could come meanwhile
+    await asyncio.sleep(0.05)
+    assert held.state == image_pb2.JOB_STATE_RUNNING, "it is held"
+    async with asyncio.timeout(5):
+        while held.state == image_pb2.JOB_STATE_RUNNING:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    assert held.state == image_pb2.JOB_STATE_QUEUED
+    await shop.foreman.stop()
+
+
+async def test_a_gateway_that_was_stopped_between_two_looks_ends_no_lease(shop: Shop) -> None:
+    looks: list[None] = []
+
+    async def stopped_in_it() -> None:
+        looks.append(None)
+        if len(looks) == 1:
+            shop.time.now += 60  # wherever in the look that happens
+
+    shop.worker()
+    shop.foreman._rounds._look_after_queue = stopped_in_it  # type: ignore[method-assign]
+    shop.foreman.start()
+    async with asyncio.timeout(5):
+        while len(looks) < 2:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    assert [member.name for member in shop.fleet.members()] == ["w1"]
+
+
 async def test_a_poisonous_job_fails_alone_and_none_of_its_neighbours(shop: Shop) -> None:
     """A worker that dies whenever the poison has come to its fourth step."""
     worker = shop.worker(seconds=0.1)

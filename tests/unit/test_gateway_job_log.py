@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import DataLoss, InternalError, InvalidRequest, JobNotFound, StorageUnavailable
+from bottega.errors import DataLoss, InternalError, InvalidRequest, JobNotFound, NoWorker, StorageUnavailable
 from bottega.gateway.job_log import Filter, JobLog
 from bottega.gateway.job_store import JobRecord, SqliteJobStore
 from bottega.gateway.job_values import Picture
@@ -20,6 +20,7 @@ from bottega.gateway.storehouse import Storehouse
 from bottega.storage import ContentStore, faults
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.image_pb2 import JOB_STATE_CANCELLED
 from tests.unit.sample_jobs import FakeTime, sample_job
 
 PICTURES = (Picture(digest="a" * 64, size_bytes=3),)
@@ -87,12 +88,13 @@ class Life:
             images=ContentStore(folder / "images", budget_bytes=1 << 20, ttl_s=60),
             max_jobs=100,
             jobs_bytes=1 << 20,
-            jobs_ttl_s=60,
+            jobs_ttl_s=3600,
             waiting_bytes=1 << 20,
             clock=time.clock(),
         )
         log = JobLog(storehouse=storehouse, clock=time.clock())
         await storehouse.open()
+        storehouse.start()
         return cls(time=time, store=store, storehouse=storehouse, log=log, restored=await log.restore())
 
     async def end(self) -> None:
@@ -298,3 +300,83 @@ async def test_the_same_request_at_once_gives_one_job(life: Life) -> None:
     added = await asyncio.gather(*(life.log.add(job) for job in jobs))
     assert len({id(job) for job in added}) == 1
     assert len((await life.log.page(Filter(), size=9, token=""))[0]) == 1
+
+
+async def _swept(life: Life) -> None:
+    """Returns when what was to be forgotten is."""
+    await asyncio.sleep(1.2)  # it sweeps every second
+
+
+@pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0])
+async def test_a_clock_that_is_set_back_or_forward_for_a_while_forgets_no_job(
+    life: Life, time: FakeTime, wrong_s: float
+) -> None:
+    before = await life.ended("before")
+    time.wrong_s = wrong_s
+    meanwhile = await life.ended("meanwhile")
+    await _swept(life)
+    time.wrong_s = 0.0
+    await _swept(life)
+    for job in (before, meanwhile):
+        assert (await life.log.get(job.job_id)).state == JOB_STATE_CANCELLED
+        assert await life.log.of_request(job.request_id) is not None
+    time.now += 3601
+    await _swept(life)
+    with pytest.raises(JobNotFound):
+        await life.log.get(meanwhile.job_id)
+
+
+@pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0])
+async def test_a_job_that_ended_under_a_wrong_clock_is_remembered_as_long_over_a_restart(
+    tmp_path: Path, time: FakeTime, wrong_s: float
+) -> None:
+    life = await Life.begin(tmp_path, time)
+    before = await life.ended("before")
+    time.wrong_s, time.now = wrong_s, time.now + 1000
+    meanwhile = await life.ended("meanwhile")
+    await life.end()
+    later = await Life.begin(tmp_path, time)
+    time.wrong_s, time.now = 0.0, time.now + 2601  # 3601 s after the first, 2601 s after the second
+    await _swept(later)
+    with pytest.raises(JobNotFound):
+        await later.log.get(before.job_id)
+    assert (await later.log.get(meanwhile.job_id)).job_id == meanwhile.job_id
+    await later.end()
+
+
+async def test_a_restart_under_a_clock_that_was_set_back_forgets_nothing_early_and_nothing_late(
+    tmp_path: Path, time: FakeTime
+) -> None:
+    life = await Life.begin(tmp_path, time)
+    job = await life.ended("r")
+    await life.end()
+    time.wrong_s = -7200.0
+    later = await Life.begin(tmp_path, time)
+    time.wrong_s, time.now = 0.0, time.now + 3500
+    await _swept(later)
+    assert (await later.log.get(job.job_id)).job_id == job.job_id
+    time.now += 101
+    await _swept(later)
+    with pytest.raises(JobNotFound):
+        await later.log.get(job.job_id)
+    await later.end()
+
+
+async def test_of_a_cancelled_job_only_the_beginnings_of_its_texts_are_kept(life: Life, time: FakeTime) -> None:
+    jobs = []
+    for end in ("cancelled", "failed"):
+        job = sample_job(time, request_id=end)
+        job.bare.prompt, job.bare.negative_prompt_2 = "star " * 3000, "short"
+        assert await life.log.add(job) is job
+        job.cancel() if end == "cancelled" else job.fail(NoWorker("none"))
+        await life.log.end(job)
+        jobs.append(job)
+    cancelled, failed = [await life.log.get(job.job_id) for job in jobs]
+    assert cancelled.bare.prompt == ("star " * 3000)[:200] + "…"
+    assert cancelled.bare == jobs[0].bare, "whoever follows it is told the same"
+    assert (cancelled.bare.negative_prompt_2, cancelled.bare.num_inference_steps) == ("short", 10)
+    assert cancelled.fingerprint == jobs[0].fingerprint
+    assert failed.bare.prompt == "star " * 3000, "it may be drawn again"
+    record = await life.store.get(cancelled.job_id)
+    assert record is not None
+    assert len(record.spec) < 500

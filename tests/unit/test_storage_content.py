@@ -20,17 +20,24 @@ MIB = 1 << 20
 
 
 class FakeClock:
+    """`now` passes; the clock on the wall shows what it was set to."""
+
     now = 1e9
+    wrong_s = 0.0
 
     def __call__(self) -> float:
+        return self.now + self.wrong_s
+
+    def monotonic(self) -> float:
         return self.now
 
 
 @contextlib.asynccontextmanager
 async def _store(
-    folder: Path, *, budget_bytes: int = 64 * MIB, ttl_s: float = 60, clock: Callable[[], float] | None = None
+    folder: Path, *, budget_bytes: int = 64 * MIB, ttl_s: float = 60, clock: FakeClock | None = None
 ) -> AsyncIterator[ContentStore]:
-    store = ContentStore(folder, budget_bytes=budget_bytes, ttl_s=ttl_s, clock=clock or FakeClock())
+    clock = clock or FakeClock()
+    store = ContentStore(folder, budget_bytes=budget_bytes, ttl_s=ttl_s, clock=clock, monotonic=clock.monotonic)
     await store.open()
     try:
         yield store
@@ -361,15 +368,62 @@ async def test_a_time_from_the_future_does_not_keep_an_image_for_ever(tmp_path: 
 async def test_a_clock_that_was_ahead_keeps_nothing_that_was_put_under_it_or_later(tmp_path: Path) -> None:
     clock = FakeClock()
     async with _store(tmp_path, clock=clock, ttl_s=60) as store:
-        clock.now += 1e6
+        clock.wrong_s = 1e6
         await store.put(*_picture(1))
-        clock.now -= 1e6
+        clock.wrong_s = 0.0
         await store.put(*_picture(2))
         await _swept(store)
         assert len(store) == 2
         clock.now += 61
         await _swept(store)
         assert (len(store), _everything(tmp_path)) == (0, set())
+
+
+@pytest.mark.parametrize("wrong_s", [-7200.0, -30.0, 30.0, 7200.0])
+async def test_a_clock_that_is_set_back_or_forward_for_a_while_takes_no_picture(tmp_path: Path, wrong_s: float) -> None:
+    clock, before, meanwhile = FakeClock(), _picture(1)[0], _picture(2)[0]
+    async with _store(tmp_path, clock=clock) as store:
+        await store.put(*_picture(1))
+        clock.now, clock.wrong_s = clock.now + 5, wrong_s
+        await store.put(*_picture(2))
+        for moment in ("while the clock is wrong", "when it is right again"):
+            await _swept(store)
+            for digest in (before, meanwhile):
+                assert store.holds(digest), moment
+                assert await store.get(digest) is not None, moment
+            clock.now, clock.wrong_s = clock.now + 5, 0.0
+        clock.now += 46  # 61 s after the first, 56 after the second
+        assert [await store.get(digest) is not None for digest in (before, meanwhile)] == [False, True]
+        await _swept(store)
+        assert _everything(tmp_path) == {meanwhile}
+
+
+@pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0])
+async def test_a_picture_that_was_put_under_a_wrong_clock_outlives_a_restart(tmp_path: Path, wrong_s: float) -> None:
+    clock = FakeClock()
+    async with _store(tmp_path, clock=clock) as store:
+        clock.wrong_s = wrong_s
+        await store.put(*_picture(1))
+    clock.wrong_s = 0.0
+    for _ in range(2):
+        async with _store(tmp_path, clock=clock) as store:
+            assert store.holds(_picture(1)[0])
+            assert await store.get(_picture(1)[0]) is not None
+    async with _store(tmp_path, clock=clock) as store:
+        clock.now += 61
+        assert await store.get(_picture(1)[0]) is None
+
+
+async def test_a_restart_under_a_clock_that_was_set_back_takes_no_picture_now_or_later(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with _store(tmp_path, clock=clock) as store:
+        await store.put(*_picture(1))
+    clock.wrong_s = -7200.0
+    async with _store(tmp_path, clock=clock) as store:
+        assert store.holds(_picture(1)[0])
+        clock.wrong_s = 0.0
+        await _swept(store)
+        assert await store.get(_picture(1)[0]) is not None
 
 
 async def test_what_it_holds_is_known_without_a_look_at_the_disk(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -45,6 +46,22 @@ async def test_a_disk_that_hangs_holds_up_nobody_for_ever_and_no_more_than_the_b
     await asyncio.to_thread(ours.join, 5)
     assert not ours.is_alive()
     assert not dropped, "nobody waits for it any more"
+
+
+async def test_a_process_that_was_stopped_does_not_blame_the_disk() -> None:
+    thread, hangs, gate = StorageThread("stopped", wait_s=0.1), threading.Event(), threading.Event()
+
+    def hang() -> bool:
+        hangs.set()
+        return gate.wait()
+
+    working = asyncio.create_task(thread.run(hang))
+    while not hangs.is_set():  # noqa: ASYNC110 - another thread sets it
+        await asyncio.sleep(0)
+    time.sleep(1.5)  # noqa: ASYNC251 - as SIGSTOP does: nothing of this process goes on
+    asyncio.get_running_loop().call_later(0.1, gate.set)  # the thread goes on a little later than the loop
+    assert await working
+    await thread.close()
 
 
 async def test_close_finishes_what_waits_and_ends_the_thread() -> None:

@@ -107,6 +107,8 @@ async def follow(
             failure = _worth_another_try(error, terms, accepted=accepted)
         finally:
             call.cancel()
+        if accepted:
+            backoff.heard()  # it was well until now, however long nothing happened that was worth a word
         wait_s = backoff.wait_s(failure)
         yield Interrupted(error=failure, wait_s=wait_s)
         await asyncio.sleep(wait_s)

@@ -2,21 +2,23 @@
 
 The engine owns a device; a crash, a hang or a flood of memory there costs what it held and nothing else. Every word
 of the engine is a sign of life; after `hang_s` without one it is killed, and so is one that lives on and makes no
-turn for `stall_s` while it has work. A new one is started with a growing pause. This module does not know what is said.
+turn for `stall_s` while it has work. Time in which this side was stopped itself, and heard nothing for that reason, is
+not held against the engine. A new one is started with a growing pause. This module does not know what is said.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from bottega.clocks import AwakeClock
 from bottega.errors import BottegaError, InternalError, TooManyOpenFiles, Unavailable
 from bottega.process.child import Child
 from bottega.process.copying import copied
@@ -29,6 +31,9 @@ _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TRANSFORMERS_VERBOSITY": "error"}
 # The engine reads its pipe between two turns; this many commands waiting means that it has stopped to.
 _MAX_COMMANDS = 1024
 _STOP_GRACE_S = 2.0
+# How often an engine's silence is looked at, and at least so many times before it is given up.
+_LOOK_S = 0.5
+_LEAST_LOOKS = 5
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 10.0
 
@@ -73,6 +78,7 @@ class EngineFront(ABC, Generic[CommandT, EventT, ReadyT]):
         self._module = module
         self._arguments = arguments
         self._patience = patience
+        self._awake = AwakeClock(min(_LOOK_S, patience.hang_s / _LEAST_LOOKS))
         self._child: Child | None = None
         self._commands: asyncio.Queue[_Command] | None = None
 
@@ -157,12 +163,12 @@ class EngineFront(ABC, Generic[CommandT, EventT, ReadyT]):
 
     async def _listen(self, child: Child, listener: Listener[ReadyT, EventT]) -> str:
         """Passes on what the engine says until it is gone; why it is."""
-        turns, moved_s = -1, time.monotonic()
+        turns, moved_s = -1, self._awake()
         while not isinstance(event := await self._hear(child, self._patience.hang_s), str):
             now = self.turns(event)
             if now is None or now != turns:
-                turns, moved_s = -1 if now is None else now, time.monotonic()
-            if time.monotonic() - moved_s > self._patience.stall_s:
+                turns, moved_s = -1 if now is None else now, self._awake()
+            if self._awake() - moved_s > self._patience.stall_s:
                 child.kill()
                 return f"it made no step for {self._patience.stall_s:g} s"
             await _told(listener.engine_said(event))
@@ -171,8 +177,9 @@ class EngineFront(ABC, Generic[CommandT, EventT, ReadyT]):
     async def _hear(self, child: Child, patience_s: float) -> EventT | str:
         """The next event, or why there is none."""
         try:
-            async with asyncio.timeout(patience_s):
-                frame = await child.channel.recv()
+            async with asyncio.timeout(None) as limit:
+                with self._watched(limit, patience_s):
+                    frame = await child.channel.recv()
         except TimeoutError:
             child.kill()
             return f"it said nothing for {patience_s:g} s"
@@ -184,6 +191,29 @@ class EngineFront(ABC, Generic[CommandT, EventT, ReadyT]):
             return await copied(len(frame), lambda: self.read(frame))
         except DecodeError:
             return "it said what is no event"
+
+    @contextlib.contextmanager
+    def _watched(self, limit: asyncio.Timeout, patience_s: float) -> Iterator[None]:
+        """Lets `limit` pass after so many seconds of the block in which this process was awake.
+
+        A timer alone is due as soon as a front goes on that was stopped, before it has read what the engine has said.
+        """
+        loop, until_s = asyncio.get_running_loop(), self._awake() + patience_s
+        looking: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal looking
+            left_s = until_s - self._awake()
+            if left_s > 0:
+                looking = loop.call_later(min(left_s, self._awake.every_s), look)
+            else:
+                limit.reschedule(loop.time())
+
+        looking = loop.call_later(min(patience_s, self._awake.every_s), look)
+        try:
+            yield
+        finally:
+            looking.cancel()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from bottega.clocks import SteadyClock
 from bottega.errors import DataLoss, TooLarge
 from bottega.storage import faults
 from bottega.storage.content_files import ContentFolder, check, damaged
@@ -33,7 +34,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """trusted: written, or checked, since the start, and not seen damaged. damaged: seen so."""
+    """time: on the store's steady clock. trusted: written, or checked, since the start, and not seen damaged. damaged:
+    seen so.
+    """
 
     size_bytes: int
     time: float
@@ -90,17 +93,25 @@ class ContentStore:
     Open it before anything else. Every method may raise StorageUnavailable, and works again when the disk does.
     One process at a time may have a folder open.
 
-    budget_bytes: of all images together. ttl_s: seconds since an image was last put. clock: Unix time in seconds.
+    budget_bytes: of all images together. ttl_s: seconds since an image was last put, whatever the machine's clock is
+    set to meanwhile; a time at which no store was open is what that clock says. clock: Unix time in seconds.
     """
 
     def __init__(
-        self, folder: Path, *, budget_bytes: int, ttl_s: float, clock: Callable[[], float] = time.time
+        self,
+        folder: Path,
+        *,
+        budget_bytes: int,
+        ttl_s: float,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._path = folder
         self._folder = ContentFolder(folder)
         self._ttl_s = ttl_s
         self._clock = clock
+        self._steady = SteadyClock(wall=clock, monotonic=monotonic)
         self._pinned: Counter[str] = Counter()
         # Oldest first. Only the writer changes it; the reader looks things up.
         self._entries: dict[str, _Entry] = {}
@@ -165,7 +176,7 @@ class ContentStore:
     def holds(self, digest: str) -> bool:
         """Whether the image is there and good, as far as is known without a look at the disk."""
         entry = self._entries.get(digest)
-        return entry is not None and not entry.damaged and entry.time + self._ttl_s > self._clock()
+        return entry is not None and not entry.damaged and entry.time + self._ttl_s > self._steady()
 
     async def probe(self) -> None:
         """Returns when something could be written, and was taken away again."""
@@ -178,11 +189,11 @@ class ContentStore:
     def _open(self) -> None:
         with faults.translated():
             scan = self._folder.open()
-        now = self._clock()
+        now, wall = self._steady(), self._clock()
         files = sorted(scan.files, key=lambda file: file.time)
         self._entries = {
-            # A clock that was wrong once must not keep a file for ever.
-            file.digest: _Entry(size_bytes=file.size_bytes, time=min(file.time, now), trusted=False)
+            # A clock that was wrong once must not keep a file for ever: a time to come is now.
+            file.digest: _Entry(size_bytes=file.size_bytes, time=now - max(0.0, wall - file.time), trusted=False)
             for file in files
         }
         self.size_bytes = sum(file.size_bytes for file in files)
@@ -194,12 +205,14 @@ class ContentStore:
     def _put(self, digest: str, data: bytes) -> None:
         self._check_opened()
         with faults.translated():
-            entry, now = self._entries.get(digest), self._clock()
+            entry, now = self._entries.get(digest), self._steady()
+            # What another process will read: too late a time keeps the file a little longer, too early a one loses it.
+            stamp = max(now, self._clock())
             if entry and self._folder.confirm(digest, size_bytes=len(data), thoroughly=not entry.trusted):
-                self._folder.renew(digest, time=now)
+                self._folder.renew(digest, time=stamp)
             else:
                 self._make_room(len(data))
-                self._folder.write(digest, data, time=now)
+                self._folder.write(digest, data, time=stamp)
         old = self._entries.pop(digest, None)
         self._entries[digest] = _Entry(size_bytes=len(data), time=now, trusted=True)
         self.size_bytes += len(data) - (old.size_bytes if old else 0)
@@ -207,7 +220,7 @@ class ContentStore:
     def _read(self, digest: str) -> ContentReader | None:
         self._check_opened()
         entry = self._entries.get(digest)
-        if entry is None or entry.time + self._ttl_s <= self._clock():
+        if entry is None or entry.time + self._ttl_s <= self._steady():
             return None
         with faults.translated():
             try:
@@ -233,13 +246,10 @@ class ContentStore:
     def _sweep(self) -> bool:
         self._check_opened()
         until = time.perf_counter() + _SLICE_S
-        now = self._clock()
-        oldest = now - self._ttl_s
+        oldest = self._steady() - self._ttl_s
         with faults.translated():
             while self._entries:
                 digest, entry = next(iter(self._entries.items()))
-                # One that was put under a clock ahead of time must not keep itself, and all behind it, until then.
-                entry.time = min(entry.time, now)
                 if entry.time > oldest and self.size_bytes <= self.budget_bytes:
                     return False
                 if time.perf_counter() > until:

@@ -19,6 +19,8 @@ ResultT = TypeVar("ResultT")
 
 # Of a disk that hangs; a healthy one takes milliseconds.
 _WAIT_S = 30.0
+# A wait that ends so much later than it was to says that this process was stopped itself.
+_LATE_S = 1.0
 # More than a service has calls at once: beyond it the disk is the bottleneck, and callers should hear so.
 _MAX_WAITING = 1024
 
@@ -105,7 +107,17 @@ class StorageThread:
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[ResultT] = loop.create_future()
         self._enqueue(Work(do=do, size_bytes=size_bytes, outcome=outcome))
-        giving_up = loop.call_later(self._wait_s, _give_up, outcome)
+        giving_up: asyncio.TimerHandle
+
+        def give_up(due: float) -> None:
+            nonlocal giving_up
+            if loop.time() - due > _LATE_S:  # this process was stopped, and the thread with it
+                giving_up = loop.call_at(loop.time() + _LATE_S, give_up, loop.time() + _LATE_S)
+            elif not outcome.done():
+                outcome.set_exception(unavailable("the disk does not answer", cause="ETIMEDOUT"))
+
+        due = loop.time() + self._wait_s
+        giving_up = loop.call_at(due, give_up, due)
         try:
             return await outcome
         finally:
@@ -154,11 +166,6 @@ class StorageThread:
         self._thread.join(self._wait_s)
         if self._thread.is_alive():
             raise unavailable("the disk does not answer", cause="ETIMEDOUT")
-
-
-def _give_up(outcome: asyncio.Future[Any]) -> None:
-    if not outcome.done():
-        outcome.set_exception(unavailable("the disk does not answer", cause="ETIMEDOUT"))
 
 
 def _tell(group: Sequence[Work]) -> None:

@@ -5,9 +5,9 @@ It knows no message: what asks and what answers, its user does.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+from bottega.clocks import AwakeClock
 from bottega.errors import DeadlineExceeded
 from bottega.transport.deadline import Deadline
 from bottega.transport.link import Link
@@ -22,7 +22,7 @@ _PING_S = 5.0
 
 
 class Vigil:
-    """One thread receives by it.
+    """One thread receives by it. Time in which this process was stopped itself is no silence of the peer's.
 
     peer: what errors call it. silence_s: after which it is taken for dead. ping: asks it whether it is there.
     check: called while nothing comes; raises why a peer that answers is given up all the same.
@@ -42,7 +42,8 @@ class Vigil:
         self._silence_s = silence_s
         self._ping = ping
         self._check = check
-        self._heard_s = self._pinged_s = time.monotonic()
+        self._awake = AwakeClock(_LOOK_S)
+        self._heard_s = self._pinged_s = self._awake()
 
     def next(self) -> Incoming:
         """The next message. Raises DeadlineExceeded when the peer has been silent for too long, or as `check` and
@@ -53,7 +54,7 @@ class Vigil:
             except DeadlineExceeded as error:
                 self._look(error)
             else:
-                self._heard_s = time.monotonic()
+                self._heard_s = self._awake()
                 return incoming
 
     def wait(self, incoming: Incoming, count: int) -> None:
@@ -67,8 +68,8 @@ class Vigil:
                 if incoming.filled == filled:
                     self._look(error)
                 else:
-                    self._heard_s = time.monotonic()
-        self._heard_s = time.monotonic()
+                    self._heard_s = self._awake()
+        self._heard_s = self._awake()
 
     def wait_all(self, incoming: Incoming) -> None:
         """Waits for all of it. Raises as `next` does."""
@@ -78,7 +79,7 @@ class Vigil:
         """Nothing has come for a moment."""
         if self._link.cause is not None:
             raise self._link.cause
-        now_s = time.monotonic()
+        now_s = self._awake()
         quiet_s = now_s - self._heard_s
         if quiet_s > self._silence_s:
             raise DeadlineExceeded(f"{self._peer} was silent for {quiet_s:.1f} s; it is stopped, or cut off") from error

@@ -19,6 +19,9 @@ from bottega.gateway.members import Member
 from bottega.gateway.queueing import JobQueue
 from bottega.v1 import image_pb2, worker_pb2
 
+# Later than this, the hold was over while this process was stopped itself, and no worker could come.
+_LATE_S = 0.5
+
 _log = logging.getLogger(__name__)
 
 
@@ -47,7 +50,7 @@ class Adoption:
         """Jobs that were running when the gateway ended, the oldest first."""
         self._held.update((job.job_id, job) for job in jobs)
         if self._held:
-            self._expiry = asyncio.get_running_loop().call_later(self._hold_s, self._expire)
+            self._expire_later()
 
     def holds(self, job: Job) -> bool:
         """Whether the job waits for its worker."""
@@ -121,7 +124,14 @@ class Adoption:
         """Whether the job was held, lined up again, and has not been begun since."""
         return job.open and job.state == image_pb2.JOB_STATE_QUEUED and self._late.get(job) == job.number
 
-    def _expire(self) -> None:
+    def _expire_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._expiry = loop.call_at(loop.time() + self._hold_s, self._expire, loop.time() + self._hold_s)
+
+    def _expire(self, due: float) -> None:
+        if asyncio.get_running_loop().time() - due > _LATE_S:
+            self._expire_later()
+            return
         held, self._held = list(self._held.values()), {}
         for job in reversed(held):
             if job.take_back(job.number):

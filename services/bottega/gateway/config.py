@@ -56,7 +56,7 @@ class GatewayConfig:
         bottega in $XDG_STATE_HOME, else in ~/.local/state/bottega.
     max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered after they ended; also the
         window in which a request_id attaches to its first run, over restarts too. More than max_jobs in jobs_ttl_s make
-        it shorter.
+        it shorter: for cancelled and failed jobs first, then for those of the host that has the most.
     hold_s: how long, after a restart, a job that was running waits for its worker to come back with it.
     results_bytes, results_ttl_s: bounds on finished images on the disk, which needs that room: 4 GiB are 2,400 of
         SDXL. What has gone is drawn again for its request_id, with the same seed.

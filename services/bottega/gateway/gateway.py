@@ -205,7 +205,11 @@ def _storehouse(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) ->
         folder=folder,
         jobs=jobs,
         images=ContentStore(
-            folder / "images", budget_bytes=config.results_bytes, ttl_s=config.results_ttl_s, clock=clock.wall
+            folder / "images",
+            budget_bytes=config.results_bytes,
+            ttl_s=config.results_ttl_s,
+            clock=clock.wall,
+            monotonic=clock.monotonic,
         ),
         max_jobs=config.max_jobs,
         jobs_bytes=config.jobs_bytes,

@@ -276,6 +276,7 @@ class Intake:
             request_id=order.request_id,
             log_id=order.log_id,
             ends_with_caller=order.caller_s is not None,
+            peer=order.peer,
             life=self._jobs.life,
             deadline=order.deadline(began),
             preview=order.preview,

@@ -24,6 +24,7 @@ from bottega.errors import (
     StorageUnavailable,
     Violation,
 )
+from bottega.gateway.brief_specs import brief
 from bottega.gateway.clock import Clock
 from bottega.gateway.job_records import (
     deadline_wall,
@@ -42,6 +43,7 @@ from bottega.gateway.storehouse import Storehouse
 from bottega.gateway.trails import Trails
 from bottega.storage import faults
 from bottega.v1 import image_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JobState
 
 # A gateway that starts has read its jobs in less; a caller that came too early need not hear of it.
@@ -174,7 +176,7 @@ class JobLog:
         decided = job.outcome
         assert decided is not None
         try:
-            outcome = await self._trails.written(job.job_id, lambda: self._write(job.job_id, job.number, decided))
+            outcome = await self._trails.written(job.job_id, lambda: self._write(job, decided))
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody shall wait for ever
             # What is not durable has not happened, and this will never be.
             _log.exception("the end of a job could not be written", extra={"job_id": job.job_id})
@@ -277,9 +279,14 @@ class JobLog:
         if record.request_id:
             await self._recalled(record)
             return
-        error = error_of(JobCancelled("its caller was told that it could not be stored"))
         await self._store.fail(
-            job_id, None, error=error, state=image_pb2.JOB_STATE_CANCELLED, ended_wall=self._clock.wall()
+            job_id,
+            None,
+            error=error_of(JobCancelled("its caller was told that it could not be stored")),
+            state=image_pb2.JOB_STATE_CANCELLED,
+            ended_wall=self._clock.wall(),
+            ended_steady=self._storehouse.steady(),
+            spec=brief(GenerationSpec.FromString(record.spec)).SerializeToString(),
         )
 
     async def _brought_back(self, record: JobRecord) -> Job:
@@ -323,19 +330,27 @@ class JobLog:
             job.leave(self._storehouse.trouble or StorageUnavailable("the job cannot be followed now"))
         return job
 
-    async def _write(self, job_id: str, number: int, outcome: Outcome) -> Outcome:
+    async def _write(self, job: Job, outcome: Outcome) -> Outcome:
         """Writes an end; returns the one that holds, which another try may have written already."""
+        job_id, cancelled = job.job_id, outcome.state == image_pb2.JOB_STATE_CANCELLED
         if outcome.state == image_pb2.JOB_STATE_COMPLETED:
             wrote = await self._store.complete(
                 job_id,
-                number,
+                job.number,
                 pictures=pictures_of(outcome),
                 provenance=provenance_of(outcome),
                 ended_wall=outcome.ended_wall,
+                ended_steady=self._storehouse.steady(),
             )
         else:
             wrote = await self._store.fail(
-                job_id, None, error=error_of(outcome.error), state=outcome.state, ended_wall=outcome.ended_wall
+                job_id,
+                None,
+                error=error_of(outcome.error),
+                state=outcome.state,
+                ended_wall=outcome.ended_wall,
+                ended_steady=self._storehouse.steady(),
+                spec=brief(job.bare).SerializeToString() if cancelled else None,
             )
         if wrote:
             return outcome

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from bottega.errors import BottegaError, JobCancelled, WorkerLost
 from bottega.gateway import work
+from bottega.gateway.brief_specs import brief
 from bottega.gateway.clock import Clock
 from bottega.gateway.job_values import Checkpoint, Outcome, Picture, Preview, Standing
 from bottega.gateway.lora_sets import LoraSet, lora_set
@@ -37,7 +38,8 @@ _SAME_DEADLINE_S = 0.5
 class Job:
     """A job. Change it by its methods only; each says whether it changed anything.
 
-    spec: complete; its input images go when the job ends. bare: the same without input images.
+    spec: complete; its input images go when the job ends. bare: the same without input images. Once the job is
+    cancelled, both are brief. peer: host that it came from.
     fingerprint: of the spec as the caller sent it. shape: of the latent. deadline: on the monotonic clock.
     size_bytes: of the request. rows: that it puts into each turn.
     deaths: workers that died while they ran it alone. losses: those that died beside others, or were cut off.
@@ -62,6 +64,7 @@ class Job:
     request_id: str = ""
     log_id: str = ""
     ends_with_caller: bool = False
+    peer: str = ""
     deadline: float | None = None
     preview: bool = False
     validate_s: float = 0.0
@@ -323,6 +326,8 @@ class Job:
             return
         self.state, self.error, self.ended_wall = outcome.state, outcome.error, outcome.ended_wall
         self.pictures, self.provenance = outcome.pictures, outcome.provenance
+        if self.state == image_pb2.JOB_STATE_CANCELLED:
+            self.spec = self.bare = brief(self.bare)
         # Of steps that led to no picture nothing is left, nor is it remembered.
         self.steps_done = self.steps_total if self.state == image_pb2.JOB_STATE_COMPLETED else 0
         self.ended.set()

@@ -12,7 +12,7 @@ class Order:
     """What a caller asks for.
 
     spec: as it came. deadline_s: as it came: seconds from now after which nobody wants it; None is without bound.
-    caller_s: seconds until its caller goes, and the job with it; None for one that goes on without.
+    caller_s: seconds until its caller goes, and the job with it; None for one that goes on without. peer: its host.
     preview: whether previews are wanted. log_id: what the log calls the request where it has no request_id.
     """
 
@@ -20,6 +20,7 @@ class Order:
     request_id: str = ""
     deadline_s: float | None = None
     caller_s: float | None = None
+    peer: str = ""
     preview: bool = False
     log_id: str = ""
 

@@ -86,22 +86,26 @@ class Rounds:
             await asyncio.gather(self._ticking, return_exceptions=True)
 
     async def _tick(self) -> None:
+        looked_at = self._clock.monotonic()
         for tick in itertools.count(1):
-            due = self._clock.monotonic() + _TICK_S
             await asyncio.sleep(_TICK_S)
+            # Since the look before, and not only while it slept: this process may be stopped anywhere.
+            before, looked_at = looked_at, self._clock.monotonic()
             try:
-                await self._look_after(tick, late=self._clock.monotonic() - due > _LATE_S)
+                await self._look_after(tick, late_s=max(0.0, looked_at - before - _TICK_S))
             except Exception:  # noqa: BLE001 - the boundary of the task: without it no lease ends, and nobody gets a turn
                 _log.exception("the fleet and the queue could not be looked after")
                 self._faults.append(self._clock.monotonic())
                 await asyncio.sleep(_TICK_S * _TICKS_PER_SECOND)  # what fails every time is not logged every time
+                looked_at = self._clock.monotonic()
 
-    async def _look_after(self, tick: int, *, late: bool) -> None:
-        if late:
-            _log.warning("the event loop was late; leases are renewed")
+    async def _look_after(self, tick: int, *, late_s: float) -> None:
+        if late_s > _LATE_S:
+            _log.warning("the event loop was late; leases are renewed", extra={"late_s": round(late_s, 3)})
             self._fleet.forgive()
-        else:
-            self._fleet.expire()
+            self._patient_until += late_s
+            return  # whoever came meanwhile is heard before anybody is given up for want of them
+        self._fleet.expire()
         if tick % _TICKS_PER_SECOND == 0:
             await self._look_after_queue()
 

@@ -23,6 +23,7 @@ from bottega.gateway.watching import Ended, Event, Watch
 from bottega.gateway.wire import event_to_wire, image_to_wire, inline_bytes, job_to_wire, travels_inline
 from bottega.rpc import answers, logs
 from bottega.rpc.calls import MAX_REQUEST_ID_CHARACTERS
+from bottega.rpc.peers import host_of
 from bottega.storage import ContentReader, ContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc
 
@@ -71,6 +72,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             request_id=request.request_id,
             deadline_s=_deadline_s(request),
             caller_s=None if request.request_id else self._caller_s(context),
+            peer=host_of(context.peer()),
             preview=request.preview,
             log_id=_log_id(request.request_id),
         )
@@ -108,6 +110,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             spec=request.spec,
             request_id=request.request_id,
             deadline_s=_deadline_s(request),
+            peer=host_of(context.peer()),
             log_id=_log_id(request.request_id),
         )
         job, _ = await self._intake.accept(order)

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from bottega.clocks import SteadyClock
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable, TooManyOpenFiles
 from bottega.gateway.clock import Clock
 from bottega.gateway.digests import digest
@@ -47,7 +48,8 @@ class Storehouse:
 
     folder: of both, for the log. trouble: why nothing can be written now, as callers may hear it; None while all is
     well. on_change: called whenever that changes.
-    max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered.
+    max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered. steady: the time by which they are
+    forgotten, whatever the machine's clock is set to; an earlier life's goes on.
     waiting_bytes: of images that may wait in memory for a disk that cannot take them.
     """
 
@@ -73,7 +75,8 @@ class Storehouse:
         self._jobs_ttl_s = jobs_ttl_s
         # All that is being kept at once has room in the budget, so that no job's first image goes for another's last.
         self._room_bytes = min(waiting_bytes, images.budget_bytes)
-        self._clock = clock
+        self.steady = SteadyClock(wall=clock.wall, monotonic=clock.monotonic)
+        self._goes_on = False
         self._unwritten = 0
         self._keeping: asyncio.Task[None] | None = None
 
@@ -181,6 +184,11 @@ class Storehouse:
                 await self.jobs.open_to_read()
             raise
         await self.jobs.open()
+        if not self._goes_on:
+            last = await self.jobs.last_end()
+            if last is not None:
+                self.steady.go_on_from(last.steady, wall=last.wall)
+            self._goes_on = True
 
     async def _keep(self) -> None:
         while True:
@@ -204,7 +212,7 @@ class Storehouse:
     async def _sweep(self) -> None:
         while await self.images.sweep():
             pass
-        ended_before = self._clock.wall() - self._jobs_ttl_s
+        ended_before = self.steady() - self._jobs_ttl_s
         forgotten = _SWEEP_JOBS
         while forgotten == _SWEEP_JOBS:
             forgotten = await self.jobs.forget(

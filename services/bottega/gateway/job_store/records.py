@@ -25,15 +25,29 @@ class StoredPicture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """When a job ended. wall: Unix seconds, for people. steady: on the clock by which it is forgotten."""
+
+    wall: float
+    steady: float
+
+    @classmethod
+    def at(cls, wall: float, steady: float | None = None) -> End:
+        """steady: None where the two clocks say the same."""
+        return cls(wall=wall, steady=wall if steady is None else steady)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
     """One job.
 
-    ends_with_caller: no later life goes on with it. spec: GenerationSpec, complete but for its input images.
-    fingerprint: of the request as the caller sent it. shape: of the latent, height and width. image_digest,
-    size_bytes: of the input image, and of the request.
-    *_wall: Unix seconds. attempt: number of the newest one, 0 before the first. deaths: workers that died while
-    they ran this job alone. loras_step: at which an attempt put its LoRAs in, None before one did. provenance, error:
-    Provenance and JobError. sequence: place among all jobs, given by the store.
+    ends_with_caller: no later life goes on with it. peer: host that it came from; empty is not known.
+    spec: GenerationSpec, complete but for its input images. fingerprint: of the request as the caller sent it.
+    shape: of the latent, height and width. image_digest, size_bytes: of the input image, and of the request.
+    *_wall: Unix seconds. ended_steady: when it ended on the clock by which it is forgotten, which nobody sets.
+    attempt: number of the newest one, 0 before the first. deaths: workers that died while they ran this job alone.
+    loras_step: at which an attempt put its LoRAs in, None before one did. provenance, error: Provenance and JobError.
+    sequence: place among all jobs, given by the store.
 
     Each method gives the record after something happened, or None where that changes nothing.
     """
@@ -45,6 +59,7 @@ class JobRecord:
     request_id: str = ""
     log_id: str = ""
     ends_with_caller: bool = False
+    peer: str = ""
     shape: tuple[int, int] = (0, 0)
     image_digest: str = ""
     size_bytes: int = 0
@@ -52,6 +67,7 @@ class JobRecord:
     state: JobState.ValueType = image_pb2.JOB_STATE_QUEUED
     started_wall: float | None = None
     ended_wall: float | None = None
+    ended_steady: float | None = None
     attempt: int = 0
     deaths: int = 0
     loras_step: int | None = None
@@ -64,6 +80,11 @@ class JobRecord:
     def live(self) -> bool:
         """Whether it has not ended."""
         return self.state in _LIVE
+
+    @property
+    def finished(self) -> bool:
+        """Whether it completed: those are forgotten last."""
+        return self.state == image_pb2.JOB_STATE_COMPLETED
 
     def is_current(self, attempt: int) -> bool:
         """Whether `attempt` is the one that counts."""
@@ -97,25 +118,27 @@ class JobRecord:
         return replace(self, deadline_wall=deadline_wall) if self.live else None
 
     def completed(
-        self, attempt: int, *, pictures: tuple[StoredPicture, ...], provenance: bytes, ended_wall: float
+        self, attempt: int, *, pictures: tuple[StoredPicture, ...], provenance: bytes, end: End
     ) -> JobRecord | None:
         """The attempt brought all images. True of one attempt of a job, once."""
         if not self.is_current(attempt):
             return None
         state = image_pb2.JOB_STATE_COMPLETED
-        return replace(self, state=state, pictures=pictures, provenance=provenance, ended_wall=ended_wall)
+        ended = replace(self, state=state, ended_wall=end.wall, ended_steady=end.steady)
+        return replace(ended, pictures=pictures, provenance=provenance)
 
     def failed(
-        self, attempt: int | None, *, error: bytes, state: JobState.ValueType, ended_wall: float
+        self, attempt: int | None, *, error: bytes, state: JobState.ValueType, end: End, spec: bytes | None = None
     ) -> JobRecord | None:
         """It failed or was cancelled; with an attempt, only if that one counts.
 
-        state: JOB_STATE_FAILED or JOB_STATE_CANCELLED.
+        state: JOB_STATE_FAILED or JOB_STATE_CANCELLED. spec: what is kept of it; None is all.
         """
         assert state in _UNHAPPY
         if not self.live or (attempt is not None and not self.is_current(attempt)):
             return None
-        return replace(self, state=state, error=error, ended_wall=ended_wall)
+        ended = replace(self, state=state, ended_wall=end.wall, ended_steady=end.steady)
+        return replace(ended, error=error, spec=self.spec if spec is None else spec)
 
     def gives_way_to(self, other: JobRecord, *, replaces: str) -> bool:
         """Whether `other`, which comes with the same request_id, shall be drawn and is not the same again."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.gateway.job_store import sqlite_errors, sqlite_schema, sqlite_statements
 from bottega.gateway.job_store.group_commit import GroupCommit
-from bottega.gateway.job_store.records import JobRecord, StoredPicture
+from bottega.gateway.job_store.records import End, JobRecord, StoredPicture
 from bottega.gateway.job_store.sqlite_statements import Listing, Page
 from bottega.storage import StorageThread, faults
 from bottega.v1.image_pb2 import JobState
@@ -104,20 +104,36 @@ class SqliteJobStore:
         return await self._change(job_id, lambda record: record.extended(deadline_wall))
 
     async def complete(
-        self, job_id: str, attempt: int, *, pictures: tuple[StoredPicture, ...], provenance: bytes, ended_wall: float
+        self,
+        job_id: str,
+        attempt: int,
+        *,
+        pictures: tuple[StoredPicture, ...],
+        provenance: bytes,
+        ended_wall: float,
+        ended_steady: float | None = None,
     ) -> bool:
         """See JobStore."""
+        end = End.at(ended_wall, ended_steady)
         return await self._change(
-            job_id,
-            lambda record: record.completed(attempt, pictures=pictures, provenance=provenance, ended_wall=ended_wall),
+            job_id, lambda record: record.completed(attempt, pictures=pictures, provenance=provenance, end=end)
         )
 
     async def fail(
-        self, job_id: str, attempt: int | None, *, error: bytes, state: JobState.ValueType, ended_wall: float
+        self,
+        job_id: str,
+        attempt: int | None,
+        *,
+        error: bytes,
+        state: JobState.ValueType,
+        ended_wall: float,
+        ended_steady: float | None = None,
+        spec: bytes | None = None,
     ) -> bool:
         """See JobStore."""
+        end = End.at(ended_wall, ended_steady)
         return await self._change(
-            job_id, lambda record: record.failed(attempt, error=error, state=state, ended_wall=ended_wall)
+            job_id, lambda record: record.failed(attempt, error=error, state=state, end=end, spec=spec)
         )
 
     async def get(self, job_id: str) -> JobRecord | None:
@@ -131,6 +147,10 @@ class SqliteJobStore:
     async def inputs(self, job_id: str) -> bytes:
         """See JobStore."""
         return await self._find(lambda connection: sqlite_statements.inputs_of(connection, job_id)) or b""
+
+    async def last_end(self) -> End | None:
+        """See JobStore."""
+        return await self._find(sqlite_statements.last_end)
 
     async def live(self) -> list[JobRecord]:
         """See JobStore."""
@@ -212,10 +232,13 @@ class SqliteJobStore:
         with faults.translated():
             sqlite_schema.create_file(self._path)
         self._stop_reading()  # the file may be another one since the last look
+        version = sqlite_schema.VERSION
         try:
             self._reading = sqlite_schema.connect_to_read(self._path)
-            self._readable = sqlite_schema.check_owner(self._reading, self._path)
-            self._sound = self._is_sound(self._reading)
+            version = sqlite_schema.check_owner(self._reading, self._path)
+            # What an earlier version wrote is read when it is brought up to date, which `open` does.
+            self._readable = version == sqlite_schema.VERSION
+            self._sound = self._is_sound(self._reading, version)
         except sqlite3.Error as error:
             typed = self._typed(error)
             if not isinstance(typed, DataLoss):
@@ -223,7 +246,7 @@ class SqliteJobStore:
                 self._read_as_left()
                 raise (typed or error) from error
         if not self._sound:
-            self._readable = True
+            self._readable = version == sqlite_schema.VERSION
             raise DataLoss(
                 f"{self._path} is damaged. Restore it from a backup, or move it and the files beside it that begin "
                 "with its name away: the jobs in it are lost then, and a new one is made"
@@ -236,16 +259,17 @@ class SqliteJobStore:
         """
         try:
             self._reading = sqlite_schema.connect_as_left(self._path)
-            self._readable = sqlite_schema.check_owner(self._reading, self._path) and self._is_sound(self._reading)
+            version = sqlite_schema.check_owner(self._reading, self._path)
+            self._readable = version == sqlite_schema.VERSION and self._is_sound(self._reading, version)
         except (sqlite3.Error, OSError, StorageUnavailable):
             self._stop_reading()  # why it cannot be opened is told already
 
-    def _is_sound(self, connection: sqlite3.Connection) -> bool:
+    def _is_sound(self, connection: sqlite3.Connection, version: int) -> bool:
         """Whether the file is whole. It is looked at again when it has changed: a start may try twice a second."""
         with faults.translated():
             state = sqlite_schema.state_of(self._path)
         if state != self._sound_state:
-            self._sound_state = state if sqlite_schema.is_sound(connection) else None
+            self._sound_state = state if sqlite_schema.is_sound(connection, version) else None
         return self._sound_state is not None
 
     def _connect(self) -> sqlite3.Connection:

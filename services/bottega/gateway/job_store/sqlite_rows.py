@@ -38,6 +38,8 @@ COLUMNS = (
     "pictures",
     "provenance",
     "error",
+    "peer",
+    "ended_steady",
     "checksum",
 )
 """In the order of `to_row`; `from_row` expects `sequence` before them."""
@@ -66,6 +68,8 @@ def to_row(record: JobRecord) -> tuple[Value, ...]:
         json.dumps([[picture.digest, picture.size_bytes] for picture in record.pictures]),
         record.provenance,
         record.error,
+        record.peer,
+        _real(record.ended_steady),
     )
     return (*values, checksum(values))
 
@@ -77,12 +81,13 @@ def from_row(row: Sequence[Any]) -> JobRecord:
         raise _damaged_row(sequence)
     job_id, request_id, log_id, ends_with_caller, fingerprint, state, spec, height, width = values[:9]
     image_digest, size_bytes, created, started, ended, deadline, attempt, deaths = values[9:17]
-    loras_step, pictures, provenance, error = values[17:]
+    loras_step, pictures, provenance, error, peer, ended_steady = values[17:]
     return JobRecord(
         job_id=job_id,
         request_id=request_id,
         log_id=log_id,
         ends_with_caller=bool(ends_with_caller),
+        peer=peer,
         fingerprint=fingerprint,
         state=state,
         spec=spec,
@@ -92,6 +97,7 @@ def from_row(row: Sequence[Any]) -> JobRecord:
         created_wall=created,
         started_wall=started,
         ended_wall=ended,
+        ended_steady=ended_steady,
         deadline_wall=deadline,
         attempt=attempt,
         deaths=deaths,

@@ -13,6 +13,7 @@ import urllib.parse
 from pathlib import Path
 
 from bottega.errors import ConfigError
+from bottega.gateway.job_store import sqlite_upgrades
 from bottega.storage import folders
 
 FileState = tuple[tuple[int, int, int], ...]
@@ -20,7 +21,9 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": what PRAGMA application_id says of a file of ours.
 APPLICATION_ID = 0x42747467
-VERSION = 3
+VERSION = 4
+# What an earlier version wrote is brought up to date; older ones than these are not known.
+_UPGRADABLE = 3
 
 # Another process's group commit takes milliseconds, and a checkpoint some tens of them.
 _BUSY_TIMEOUT_S = 5.0
@@ -33,6 +36,7 @@ _CHECK_S = 1.0
 
 # kept_bytes: what remembering an ended job takes, with a guess for the short columns and indexes.
 # request_ids: the newest job of each. inputs: of live jobs only, apart so that a change of a job does not rewrite them.
+# This is version 3, to which sqlite_upgrades adds the rest: so a new file and one that was upgraded are the same.
 _TABLES = (
     """
     CREATE TABLE jobs (
@@ -89,7 +93,7 @@ _TABLES = (
     "CREATE TABLE generation (number INTEGER NOT NULL) STRICT",
     "INSERT INTO generation VALUES (0)",
     f"PRAGMA application_id = {APPLICATION_ID}",
-    f"PRAGMA user_version = {VERSION}",
+    f"PRAGMA user_version = {_UPGRADABLE}",
 )
 
 
@@ -137,22 +141,27 @@ def state_of(path: Path) -> FileState:
     return tuple((part.st_ino, part.st_size, part.st_mtime_ns) for part in parts)
 
 
-def check_owner(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the file has our tables; False for an empty one. Raises ConfigError for somebody else's."""
+def check_owner(connection: sqlite3.Connection, path: Path) -> int:
+    """The version of our tables that the file has; 0 for an empty one. Raises ConfigError for somebody else's, and for
+    a version that can neither be used nor upgraded.
+    """
     ((application_id,),) = connection.execute("PRAGMA application_id")
     ((version,),) = connection.execute("PRAGMA user_version")
     ((tables,),) = connection.execute("SELECT count(*) FROM sqlite_schema")
     if not tables:
-        return False
+        return 0
     if application_id != APPLICATION_ID:
         raise ConfigError(f"{path} is a database, but not a job store of Bottega; configure another path")
-    if version != VERSION:
+    if version not in (VERSION, _UPGRADABLE):
         raise ConfigError(f"{path} was written by another version of Bottega (schema {version}); run that one")
-    return True
+    return int(version)
 
 
-def is_sound(connection: sqlite3.Connection) -> bool:
-    """Whether the file is whole, tables and indexes, as far as a look of a second tells. Raises sqlite3.Error."""
+def is_sound(connection: sqlite3.Connection, version: int) -> bool:
+    """Whether the file is whole, tables and indexes, as far as a look of a second tells. Raises sqlite3.Error.
+
+    version: of its tables, as `check_owner` says.
+    """
     timer = threading.Timer(_CHECK_S, connection.interrupt)
     timer.start()
     try:
@@ -164,13 +173,19 @@ def is_sound(connection: sqlite3.Connection) -> bool:
     finally:
         timer.cancel()
         timer.join()
-    return found == [("ok",)] and _schema(connection) in (_expected_schema(), [])
+    return found == [("ok",)] and _schema(connection) == _expected_schema(version)
 
 
 def adopt(connection: sqlite3.Connection, path: Path) -> int:
-    """Creates the tables where there are none, and begins a new life: its generation. Within a transaction."""
-    if not check_owner(connection, path):
+    """Creates the tables where there are none, or brings them up to date, and begins a new life: its generation.
+
+    Within a transaction.
+    """
+    version = check_owner(connection, path)
+    if not version:
         _create(connection)
+    if version != VERSION:
+        sqlite_upgrades.remember_peers(connection)
     ((generation,),) = connection.execute("UPDATE generation SET number = number + 1 RETURNING number").fetchall()
     return int(generation)
 
@@ -180,9 +195,12 @@ def _create(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-def _expected_schema() -> list[tuple[str, str]]:
+def _expected_schema(version: int) -> list[tuple[str, str]]:
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
-        _create(connection)
+        if version:
+            _create(connection)
+        if version == VERSION:
+            sqlite_upgrades.remember_peers(connection)
         return _schema(connection)
 
 

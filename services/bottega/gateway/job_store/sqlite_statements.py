@@ -11,13 +11,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bottega.errors import DataLoss
-from bottega.gateway.job_store.records import JobRecord
+from bottega.gateway.job_store.records import End, JobRecord
 from bottega.gateway.job_store.sqlite_rows import COLUMNS, Value, checksum, from_row, intact, to_row
 from bottega.v1.image_pb2 import JobState
 
 _ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *COLUMNS))
 _INSERT = (
     f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (job_id) DO NOTHING"
+)
+_EXPIRED = (
+    "SELECT sequence, request_id FROM jobs WHERE ended_steady IS NOT NULL AND ended_steady < ? "
+    "ORDER BY ended_steady, sequence LIMIT ?"
+)
+_OLDEST = (
+    "SELECT sequence, request_id FROM jobs WHERE finished = ? AND peer = ? AND ended_steady IS NOT NULL "
+    "ORDER BY ended_steady, sequence LIMIT 1"
 )
 _UPDATE = f"UPDATE jobs SET ({', '.join(COLUMNS)}) = ({', '.join('?' * len(COLUMNS))}) WHERE sequence = ?"
 
@@ -102,6 +110,15 @@ def inputs_of(connection: sqlite3.Connection, job_id: str) -> bytes | None:
     return intact(*rows[0]) if rows else None
 
 
+def last_end(connection: sqlite3.Connection) -> End | None:
+    """See JobStore.last_end. A few, for some may be damaged."""
+    query = f"SELECT {_ALL} FROM jobs WHERE ended_steady IS NOT NULL ORDER BY ended_steady DESC, sequence DESC LIMIT 16"
+    for record in _listing(connection.execute(query).fetchall()).records:
+        if record.ended_wall is not None and record.ended_steady is not None:
+            return End(wall=record.ended_wall, steady=record.ended_steady)
+    return None
+
+
 def live(connection: sqlite3.Connection) -> Listing:
     """See JobStore.live."""
     query = f"SELECT {_ALL} FROM jobs WHERE ended_wall IS NULL ORDER BY jobs.sequence"
@@ -123,24 +140,43 @@ def page(connection: sqlite3.Connection, asked: Page) -> Listing:
 
 def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
     """See JobStore.forget."""
-    ((jobs, size_bytes),) = connection.execute("SELECT jobs, bytes FROM totals").fetchall()
-    query = (
-        "SELECT sequence, request_id, ended_wall, kept_bytes FROM jobs "
-        "WHERE ended_wall IS NOT NULL ORDER BY ended_wall, sequence LIMIT ?"
-    )
-    forgotten = 0
-    for sequence, request_id, ended_wall, kept_bytes in connection.execute(query, (limit,)).fetchall():
-        if ended_wall >= ended_before and jobs <= max_jobs and size_bytes <= max_bytes:
+    expired = connection.execute(_EXPIRED, (ended_before, limit)).fetchall()
+    for job in expired:
+        _forget_one(connection, *job)
+    forgotten = len(expired)
+    while forgotten < limit:
+        ((jobs, size_bytes),) = connection.execute("SELECT jobs, bytes FROM totals").fetchall()
+        if jobs <= max_jobs and size_bytes <= max_bytes:
             break
-        connection.execute("DELETE FROM request_ids WHERE request_id = ? AND sequence = ?", (request_id, sequence))
-        connection.execute("DELETE FROM jobs WHERE sequence = ?", (sequence,))
-        jobs, size_bytes, forgotten = jobs - 1, size_bytes - kept_bytes, forgotten + 1
+        job = _dispensable(connection, "jobs" if jobs > max_jobs else "bytes")
+        if job is None:
+            break  # the others live
+        _forget_one(connection, *job)
+        forgotten += 1
     return forgotten
 
 
 def probe(connection: sqlite3.Connection) -> None:
     """See JobStore.probe: a page is written though nothing changes."""
     connection.execute("UPDATE generation SET number = number")
+
+
+def _dispensable(connection: sqlite3.Connection, by: str) -> tuple[int, str] | None:
+    """Which ended job goes first where there are too many. by: of what a peer has the most, "jobs" or "bytes"."""
+    most = f"SELECT peer FROM holders WHERE finished = ? ORDER BY {by} DESC, peer LIMIT 1"
+    for finished in (False, True):
+        while holder := connection.execute(most, (finished,)).fetchone():
+            found: tuple[int, str] | None = connection.execute(_OLDEST, (finished, *holder)).fetchone()
+            if found is not None:
+                return found
+            # The count is wrong, which only damage can do; it must not keep everything for ever.
+            connection.execute("DELETE FROM holders WHERE finished = ? AND peer = ?", (finished, *holder))
+    return None
+
+
+def _forget_one(connection: sqlite3.Connection, sequence: int, request_id: str) -> None:
+    connection.execute("DELETE FROM request_ids WHERE request_id = ? AND sequence = ?", (request_id, sequence))
+    connection.execute("DELETE FROM jobs WHERE sequence = ?", (sequence,))
 
 
 def _known(connection: sqlite3.Connection, record: JobRecord, replaces: str) -> JobRecord | None:

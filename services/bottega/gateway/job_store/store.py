@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from bottega.gateway.job_store.records import JobRecord, StoredPicture
+from bottega.gateway.job_store.records import End, JobRecord, StoredPicture
 from bottega.v1.image_pb2 import JobState
 
 
@@ -81,15 +81,36 @@ class JobStore(Protocol):
         ...
 
     async def complete(
-        self, job_id: str, attempt: int, *, pictures: tuple[StoredPicture, ...], provenance: bytes, ended_wall: float
+        self,
+        job_id: str,
+        attempt: int,
+        *,
+        pictures: tuple[StoredPicture, ...],
+        provenance: bytes,
+        ended_wall: float,
+        ended_steady: float | None = None,
     ) -> bool:
-        """The attempt brought all images, which are durable already. The inputs go."""
+        """The attempt brought all images, which are durable already. The inputs go.
+
+        ended_steady: the same moment on the clock of `forget`; None where that says the same.
+        """
         ...
 
     async def fail(
-        self, job_id: str, attempt: int | None, *, error: bytes, state: JobState.ValueType, ended_wall: float
+        self,
+        job_id: str,
+        attempt: int | None,
+        *,
+        error: bytes,
+        state: JobState.ValueType,
+        ended_wall: float,
+        ended_steady: float | None = None,
+        spec: bytes | None = None,
     ) -> bool:
-        """The job failed or was cancelled; with an attempt, only if that one counts. The inputs go."""
+        """The job failed or was cancelled; with an attempt, only if that one counts. The inputs go.
+
+        ended_steady: as in `complete`. spec: what is kept of its spec from now on; None is all.
+        """
         ...
 
     async def get(self, job_id: str) -> JobRecord | None:
@@ -102,6 +123,10 @@ class JobStore(Protocol):
 
     async def inputs(self, job_id: str) -> bytes:
         """What was given with a live job; empty when that was nothing, or it has ended."""
+        ...
+
+    async def last_end(self) -> End | None:
+        """When the job ended that ended last by the clock of `forget`: an earlier process was there then. Or None."""
         ...
 
     async def live(self) -> list[JobRecord]:
@@ -122,10 +147,13 @@ class JobStore(Protocol):
         ...
 
     async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
-        """Forgets up to `limit` jobs, those that ended first, and returns how many; call again while that is `limit`.
+        """Forgets up to `limit` jobs and returns how many; call again while that is `limit`.
 
-        Forgotten are ended jobs that ended before that time, and as many more as it takes until at most max_jobs are
-        remembered, live ones included, with specs and results of at most max_bytes.
+        Forgotten are jobs that ended before that time, those that ended first before others; and as many more ended
+        ones as it takes until at most max_jobs are remembered, live ones included, with specs and results of at most
+        max_bytes. Of these cancelled and failed ones go first, and completed ones when there are no others; always the
+        oldest end of the peer that has the most of the kind, in number while there are too many, else in bytes (of two
+        peers with as much the first by name). So whoever makes many forgets its own.
         """
         ...
 

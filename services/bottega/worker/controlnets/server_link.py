@@ -60,6 +60,9 @@ _MOST_WAITING = 1024
 _CLOSED = None
 # For an end to be told; whoever does not hear it notices that the link is gone.
 _END_S = 0.5
+# A vigil looks at a quiet link several times a second. One look that is later than this says that this process itself
+# was stopped: what the server has said meanwhile is read now.
+_LATE_S = 1.0
 
 
 class Offers(Protocol):
@@ -127,7 +130,7 @@ class ServerLink:
         self._outbox: queue.Queue[_Sending | None] = queue.Queue(_MOST_WAITING)
         self._outstanding: list[Reply] = []
         self._pulse = 0
-        self._pulse_s = 0.0
+        self._pulse_s = self._checked_s = 0.0
         self._link: Link | None = None
         self._thread: threading.Thread | None = None
 
@@ -341,7 +344,11 @@ class ServerLink:
 
     def _check_pulse(self) -> None:
         """Raises DeadlineExceeded when the server answers pings, and computes nothing of what it was asked for."""
-        still_s = time.monotonic() - self._pulse_s
+        now_s = time.monotonic()
+        late, self._checked_s = now_s - self._checked_s > _LATE_S, now_s
+        if late:
+            self._pulse_s = now_s  # this process was stopped itself, and heard nothing of what the server said
+        still_s = now_s - self._pulse_s
         if self._replies and still_s > self._settings.stall_s:
             raise DeadlineExceeded(
                 f"ControlNet server {self.server.name} owes an answer and has computed nothing for {still_s:.1f} s"

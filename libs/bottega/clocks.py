@@ -1,0 +1,60 @@
+"""Clocks for those who judge others by time: one that nobody can set, one that stands still while this process does.
+
+Knows nobody who reads them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+# A look that comes so many times later than it was to says that this process was stopped, and not just busy.
+_LATE = 2.0
+
+
+class SteadyClock:
+    """Unix time that goes on evenly, whatever the machine's clock is set to meanwhile: for how old something is.
+
+    wall, monotonic: in seconds. It begins at what `wall` says, or where an earlier process was (`go_on_from`).
+    """
+
+    def __init__(
+        self, *, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._wall = wall
+        self._monotonic = monotonic
+        self._ahead_s = wall() - monotonic()
+
+    def __call__(self) -> float:
+        """The time now. It never goes back."""
+        return self._monotonic() + self._ahead_s
+
+    def go_on_from(self, steady: float, *, wall: float) -> None:
+        """Goes on from a moment of an earlier process, when the two clocks said this.
+
+        What has passed since is what the machine's clock says, and nothing where that was set back.
+        """
+        self._ahead_s = steady + max(0.0, self._wall() - wall) - self._monotonic()
+
+
+class AwakeClock:
+    """Seconds in which this process could have heard something, for whoever gives others up for their silence.
+
+    While the process itself is stopped (SIGSTOP, a suspended machine, an event loop that is blocked) others may speak,
+    and it does not hear them: such a time counts as one look. One reader at a time.
+
+    every_s: how often it is read, or more often. A small part of the silence that is judged by it.
+    """
+
+    def __init__(self, every_s: float, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.every_s = every_s
+        self._monotonic = monotonic
+        self._read_at = monotonic()
+        self._seconds = 0.0
+
+    def __call__(self) -> float:
+        """Seconds so far."""
+        now = self._monotonic()
+        passed_s, self._read_at = now - self._read_at, now
+        self._seconds += passed_s if passed_s <= _LATE * self.every_s else self.every_s
+        return self._seconds
