@@ -126,8 +126,9 @@ def _decoded(image: Image.Image) -> Image.Image:
 
 
 def _check_exif(image: Image.Image) -> None:
-    """Of a PNG that has it as text, which its structure does not tell: two digits a byte, and perhaps deflated."""
-    size = len(image.info.get("exif", b"")) or len(image.info.get("Raw profile type exif", "")) // 2
+    """Of a PNG that has it as text, which its structure does not tell: as it is, or as two digits a byte, deflated."""
+    plain = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
+    size = len(plain) or len(image.info.get("Raw profile type exif", "")) // 2
     if size > MAX_EXIF_BYTES:
         raise BadImage(f"the image has {size} bytes of EXIF; at most {MAX_EXIF_BYTES} are taken")
 

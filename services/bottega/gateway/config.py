@@ -67,7 +67,7 @@ class GatewayConfig:
     model_grace_s: Seconds = 30.0
     max_members: AtLeastOne = 256
     max_attempts: Annotated[int, Field(ge=1, le=MOST_ATTEMPTS)] = 8
-    codec_processes: AtLeastOne = 1
+    codec_processes: AtLeastOne = 2
     max_image_bytes: AtLeastOne = 8 << 20
     max_image_pixels: AtLeastOne = 4096 * 4096
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.errors import BadLora, InternalError, QueueFull, Unavailable
-from bottega.process import Child
+from bottega.process import Child, confinement
 from bottega.storage import faults
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 
@@ -77,7 +77,9 @@ class Importer:
         return answer
 
     async def _serve(self, job: Import) -> LoraImportAnswer:
-        child = await Child.start("bottega.loras.importing.process", env=_ENVIRONMENT, limits=self._limits(job))
+        child = await Child.start(
+            "bottega.loras.importing.process", env=_ENVIRONMENT, limits=self._limits(job), confined="writes"
+        )
         try:
             await self._started(child)
             async with asyncio.timeout(self._deadline_s):
@@ -101,6 +103,7 @@ class Importer:
         if ready is None:
             child.kill()
             raise InternalError("an import process did not start")
+        confinement.tell(child.pid)
 
     async def _exchange(self, child: Child, job: Import) -> bytes | None:
         call = LoraImportCall(base=str(job.base), output=str(job.output))
