@@ -46,7 +46,7 @@ async def running(**settings: Any) -> AsyncIterator[CodecPool]:
 
 @contextlib.asynccontextmanager
 async def stopped_at_work(pool: CodecPool) -> AsyncIterator[None]:
-    """In the block, every process of the pool stands still as soon as it has worked for longer than it takes to start."""
+    """In the block, every process of the pool stands still once it has worked for longer than it takes to start."""
 
     def stop(pid: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -122,7 +122,7 @@ async def test_a_process_killed_while_idle_costs_no_call(pool: CodecPool) -> Non
 
 
 async def test_a_process_that_stands_still_is_replaced_and_its_call_is_served_by_another() -> None:
-    async with running(processes=1, deadline_s=1) as pool:
+    async with running(processes=1, deadline_s=2) as pool:
         before = pool.pids
         os.kill(before[0], signal.SIGSTOP)
         waiting = [asyncio.create_task(pool.inspect(png(3, side))) for side in (3, 4)]
@@ -142,6 +142,7 @@ async def test_an_image_that_no_process_gets_to_in_time_is_unavailable_and_not_b
     assert [record.why for record in replaced] == ["took too long"] * 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.alone
 async def test_an_image_that_keeps_its_process_busy_beyond_the_deadline_is_bad(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

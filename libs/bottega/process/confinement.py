@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
-_FILTERED = "2"
 _told: set[tuple[str, ...]] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """no_network: it has a network namespace of its own. filtered: the kernel filters its system calls.
-    no_new_privileges: no program that it starts has more rights than it has."""
+    """no_network: it has a network namespace of its own. filtered: it has a filter of system calls that this process
+    has not. no_new_privileges: no program that it starts has more rights than it has."""
 
     no_network: bool
     filtered: bool
@@ -24,38 +22,47 @@ class Confinement:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """For people."""
+        """For people. The filter lets nobody make sockets, which is as good as having no network."""
         parts = {
-            "a network of its own": self.no_network,
+            "a network of its own": self.no_network or self.filtered,
             "a system-call filter": self.filtered,
             "no new privileges": self.no_new_privileges,
         }
         return tuple(part for part, there in parts.items() if not there)
 
 
-def found(pid: int) -> Confinement:
-    """Of a process; nothing of one that is gone, or on a system without /proc."""
-    process = Path("/proc") / str(pid)
+def found(pid: int) -> Confinement | None:
+    """Of a process; None where that cannot be known: it is gone, or the system has no /proc."""
+    process, this = Path("/proc") / str(pid), Path("/proc/self")
     try:
-        lines = (process / "status").read_text().splitlines()
-        network = (process / "ns/net").readlink() != Path("/proc/self/ns/net").readlink()
+        network = (process / "ns/net").readlink() != (this / "ns/net").readlink()
+        theirs, ours = _status(process), _status(this)
     except OSError:
-        return Confinement(no_network=False, filtered=False, no_new_privileges=False)
-    status = dict(line.partition(":")[::2] for line in lines)
+        return None
     return Confinement(
         no_network=network,
-        filtered=status.get("Seccomp", "").strip() == _FILTERED,
-        no_new_privileges=status.get("NoNewPrivs", "").strip() == "1",
+        filtered=_filters(theirs) > _filters(ours),
+        no_new_privileges=theirs.get("NoNewPrivs") == "1",
     )
 
 
 def tell(pid: int) -> None:
     """Logs, once in the life of this service, what a confined child lacks. Call it when the child is ready."""
-    missing = found(pid).missing
-    if missing and missing not in _told and os.path.exists(f"/proc/{pid}"):  # noqa: PTH110 - no path of a file
-        _told.add(missing)
-        _log.info(
-            "processes that open strangers' files run without %s here: the kernel refuses it, or the extra 'sandbox' "
-            "is not installed",
-            " and ".join(missing),
-        )
+    known = found(pid)
+    if known is None or not known.missing or known.missing in _told:
+        return
+    _told.add(known.missing)
+    _log.info(
+        "processes that open strangers' files lack %s: the kernel refuses it, or the extra 'sandbox' is not installed",
+        " and ".join(known.missing),
+    )
+
+
+def _status(process: Path) -> dict[str, str]:
+    lines = (line.partition(":") for line in (process / "status").read_text().splitlines())
+    return {name: value.strip() for name, _, value in lines}
+
+
+def _filters(status: dict[str, str]) -> int:
+    """How many are in force; kernels before 5.9 say only whether there are any. Services may have one from systemd."""
+    return int(status.get("Seccomp_filters") or status.get("Seccomp") == "2")
