@@ -14,12 +14,11 @@ import signal
 import time
 from collections.abc import Callable
 
-import psutil
-
 from bottega.codec.calls import Call, CallQueue
 from bottega.codec.limits import ADDRESS_SPACE_BYTES
 from bottega.errors import BottegaError, InternalError, Unavailable
 from bottega.process import Child, confinement, copied
+from bottega.process.processor_time import ProcessorTime
 from bottega.v1 import codec_pb2
 
 _log = logging.getLogger(__name__)
@@ -30,8 +29,6 @@ _STOP_S = 2.0
 _LIMITS = {resource.RLIMIT_AS: ADDRESS_SPACE_BYTES, resource.RLIMIT_CORE: 0}
 # Of a call that is lost by no fault of its own.
 _ATTEMPTS = 2
-# Of a deadline that has passed, spent as processor time: less, and the process stood still.
-_BUSY_SHARE = 0.5
 
 
 class Seat:
@@ -106,16 +103,16 @@ class Seat:
     async def _exchange(self, call: Call, frame: bytes) -> bytes:
         """The answer to a frame. Raises `call.blame` where the image is to blame, _LostError where it may not be."""
         child = await self.fill()
-        spent_s = _processor_s(child.pid)
+        spent = ProcessorTime(child.pid)
         try:
             async with asyncio.timeout(self._deadline_s):
                 await child.channel.send(frame)
                 answer = await child.channel.recv()
         except TimeoutError:
-            spent_s = _processor_s(child.pid) - spent_s
+            late = self._late(call, spent)
             child.kill()
-            await self._replace(child, "took too long", spent_s)
-            raise self._late(call, spent_s) from None
+            await self._replace(child, "took too long")
+            raise late from None
         except Unavailable:
             answer = None
         if answer is None:
@@ -123,16 +120,15 @@ class Seat:
             raise _death(call, child.exit_code)
         return answer
 
-    def _late(self, call: Call, spent_s: float) -> Exception:
-        if spent_s >= _BUSY_SHARE * self._deadline_s:
+    def _late(self, call: Call, spent: ProcessorTime) -> Exception:
+        if not spent.stood_still(self._deadline_s):
             return call.blame(f"the image took more than {self._deadline_s:g} s to decode or encode")
         stood_still = f"no codec process was done with the image within {self._deadline_s:g} s; the machine may be busy"
         return _LostError(Unavailable(stood_still, retry_after_s=1.0))
 
-    async def _replace(self, child: Child, why: str, spent_s: float | None = None) -> None:
+    async def _replace(self, child: Child, why: str) -> None:
         await self.empty()  # of a process that died by itself, killing it would hide how
-        facts = {"pid": child.pid, "why": why, "exit_code": child.exit_code, "processor_s": spent_s}
-        _log.warning("codec process replaced", extra=facts)
+        _log.warning("codec process replaced", extra={"pid": child.pid, "why": why, "exit_code": child.exit_code})
 
 
 class _LostError(Exception):
@@ -148,12 +144,3 @@ def _death(call: Call, exit_code: int | None) -> Exception:
         return call.blame("the image needs more processor time than decoding or encoding one may take")
     # A process may have died since its last call: that is not this call's fault, so it gets a second one.
     return _LostError(call.blame("the image made its decoder or encoder fail"))
-
-
-def _processor_s(pid: int) -> float:
-    """Processor seconds that a process has used in its life; 0 when it is gone."""
-    try:
-        used = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(used.user + used.system)

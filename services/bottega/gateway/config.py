@@ -46,7 +46,8 @@ class GatewayConfig:
     max_members: services that may be in the fleet at once, of all kinds.
     max_attempts: workers that are cut off with one job, or die with it and others, before it fails; one that is
         stopping or full is none of them. Two that die with it alone make it poison, whatever is said here.
-    codec_processes, max_image_bytes, max_image_pixels: for input images.
+    codec_processes, max_image_bytes, max_image_pixels: for input images. Of several processes (17 MiB each at rest) one
+        looks at small images only, so that large ones hold up nobody else.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
