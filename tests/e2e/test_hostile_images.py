@@ -90,9 +90,9 @@ def test_hostile_images_beside_ordinary_requests_delay_them_little(
     good = hostile.saved(PIL.Image.effect_noise((64, 64), 90).convert("RGB"))
     sent_s(images, good)
     alone_s = [sent_s(images, good) for _ in range(REQUESTS)]
-    if kind == "refused":
-        specs, expected = [spec_of(make()) for make in REFUSED.values()], {BadImage}
-    else:  # a mask is served by nobody here, which is said when both images have been looked at
+    expected: set[type[BaseException]] = {BadImage}
+    specs = [spec_of(make()) for make in REFUSED.values()]
+    if kind == "large":  # a mask is served by nobody here, which is said when both images have been looked at
         specs = [spec_of(make(), make()) for make in LARGE.values()]
         expected = {FieldNotServed, QueueFull}
     with flood(images, specs) as told:

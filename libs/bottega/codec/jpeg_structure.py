@@ -34,12 +34,17 @@ _NEVER = frozenset({0xC8, 0xD8, 0xDE, 0xDF, *range(0xF0, 0xFE)})
 # With a length. Below C0 and D0 to D7 (restarts, any number of which may be among the pixels) are no segments.
 _MARKER = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]")
 _EXIF = b"Exif\0\0"
+# Of a segment, all that is looked at.
+_HEAD_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Segment:
+    """head: the first bytes of its body, whose bytes are `size` in all."""
+
     marker: int
-    body: bytes
+    head: bytes
+    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +74,13 @@ def check(data: bytes) -> None:
             frame = _frame(segment)
         elif segment.marker == _SOS:
             scans += 1
-            components = segment.body[0] if segment.body else 0
+            components = segment.head[0] if segment.head else 0
             visits += components * frame.pixels
             _check_work(scans, visits)
             if not frame.progressive and components == frame.components:
                 return  # libjpeg reads no further
-        elif segment.marker == _APP1 and segment.body.startswith(_EXIF):
-            exif_bytes += len(segment.body)
+        elif segment.marker == _APP1 and segment.head.startswith(_EXIF):
+            exif_bytes += segment.size
             _check_exif(exif_bytes)
 
 
@@ -101,16 +106,16 @@ def _segments(data: bytes) -> Iterator[_Segment]:
             return
         at = start + max(2, int.from_bytes(data[start : start + 2], "big"))
         header = header and marker != _SOS
-        yield _Segment(marker=marker, body=data[start + 2 : at])
+        yield _Segment(marker=marker, head=data[start + 2 : min(at, start + 2 + _HEAD_BYTES)], size=at - start - 2)
     raise BadImage(f"the image has more than {MAX_JPEG_SEGMENTS} JPEG segments; at most {MAX_JPEG_SEGMENTS} are taken")
 
 
 def _frame(segment: _Segment) -> _Frame:
-    body = segment.body.ljust(6, b"\0")
-    height, width = int.from_bytes(body[1:3], "big"), int.from_bytes(body[3:5], "big")
+    head = segment.head.ljust(6, b"\0")
+    height, width = int.from_bytes(head[1:3], "big"), int.from_bytes(head[3:5], "big")
     if width * height > MAX_IMAGE_PIXELS:
         raise BadImage(f"the image is {width}x{height}; at most {MAX_IMAGE_PIXELS} pixels are taken")
-    return _Frame(pixels=width * height, components=body[5], progressive=segment.marker == _PROGRESSIVE)
+    return _Frame(pixels=width * height, components=head[5], progressive=segment.marker == _PROGRESSIVE)
 
 
 def _check_work(scans: int, visits: int) -> None:

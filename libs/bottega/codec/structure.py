@@ -5,11 +5,24 @@ It goes once over the file at most, and over its pixels never. What is broken in
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from bottega.codec import jpeg_structure, png_structure, webp_structure
 from bottega.codec.limits import LARGE_PIXELS
 from bottega.errors import BadImage
 
-_KINDS = (jpeg_structure, png_structure, webp_structure)
+
+class _Kind(Protocol):
+    """What the module of a kind of file has."""
+
+    SIGNATURE: bytes
+
+    def check(self, data: bytes) -> None: ...
+
+    def claimed_pixels(self, data: bytes) -> int: ...
+
+
+_KINDS: tuple[_Kind, ...] = (jpeg_structure, png_structure, webp_structure)
 
 
 def check(data: bytes) -> None:
