@@ -35,7 +35,7 @@ def check(data: bytes) -> None:
 def is_large(data: bytes) -> bool:
     """Whether decoding may take long, by the header alone; a file that `check` refuses takes no time.
 
-    Takes less than a millisecond. A progressive JPEG counts four times: its pixels are visited by every scan.
+    Takes some milliseconds at most. A progressive JPEG counts four times: its pixels are visited by every scan.
     """
     for kind in _KINDS:
         if data.startswith(kind.SIGNATURE):
