@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from bottega.codec import limits
+from tests import hostile_images as hostile
+
 _SIDE = 64
 # What the gateway takes by default.
 _MOST_BYTES = 8 << 20
@@ -33,7 +36,10 @@ def good_images() -> Mapping[str, bytes]:
         "one pixel": saved(Image.new("RGB", (1, 1))),
         "palette with alpha": saved(picture.convert("P"), transparency=0),
         "cmyk": saved(picture.convert("CMYK"), "JPEG"),
-        "a thin line": saved(Image.new("1", (16_384, 1))),
+        "a thin line": saved(Image.new("1", (limits.MAX_IMAGE_SIDE, 1))),
+        "progressive jpeg": saved(picture, "JPEG", progressive=True),
+        "as many scans as may be": hostile.scans(limits.MAX_JPEG_SCANS, side=_SIDE),
+        "as many texts as may be": hostile.png_with(hostile.chunk(b"tEXt", b"a\0b") * limits.MAX_PNG_TEXTS),
     }
 
 
@@ -58,6 +64,7 @@ def bad_images() -> Mapping[str, bytes]:
         "pixels missing": png_of_size(100, 100),
         "one row too many": saved(Image.new("1", (4096, 4097))),
         "text bomb": _text_bomb(),
+        **_hostile_images(),
         "animated png": saved(frames[0], "PNG", save_all=True, append_images=frames[1:]),
         "animated webp": saved(frames[0], "WEBP", save_all=True, append_images=frames[1:]),
         "gif": saved(frames[0], "GIF"),
@@ -97,6 +104,22 @@ def png_of_size(width: int, height: int) -> bytes:
 
 def _picture() -> Image.Image:
     return Image.frombytes("RGB", (_SIDE, _SIDE), random.Random(3).randbytes(_SIDE * _SIDE * 3))
+
+
+def _hostile_images() -> Mapping[str, bytes]:
+    """One more than is taken of what costs a decoder time each: small files, and all but the first quick to decode."""
+    return {
+        "scans of the largest size": hostile.scans(3000, refine=True),
+        "one scan too many": hostile.scans(limits.MAX_JPEG_SCANS + 1, side=_SIDE),
+        "one segment too many": hostile.segments(limits.MAX_JPEG_SEGMENTS),
+        "one stray byte too many": hostile.jpeg_with(bytes(limits.MAX_JPEG_STRAY_BYTES + 1)),
+        "arithmetic codes": hostile.arithmetic(),
+        "one text too many": hostile.compressed_texts(limits.MAX_PNG_TEXTS + 1),
+        "two colour profiles": hostile.colour_profiles(2),
+        "one chunk too many": hostile.chunks(limits.MAX_PNG_CHUNKS),
+        "one webp chunk too many": hostile.webp_with(limits.MAX_WEBP_CHUNKS),
+        "one pixel too long": saved(Image.new("1", (limits.MAX_IMAGE_SIDE + 1, 1))),
+    }
 
 
 def _text_bomb() -> bytes:

@@ -3,28 +3,71 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import io
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 import psutil
 import pytest
 from PIL import Image
 
 from bottega.codec import CodecPool, ImageSize, Pixels
-from bottega.errors import BadImage, InternalError, QueueFull, Unavailable
-from bottega.v1 import generation_pb2
+from bottega.errors import BadImage, Code, InternalError, QueueFull, Unavailable
+from bottega.process import Channel, open_pair
+from bottega.v1 import codec_pb2, generation_pb2
+from tests import hostile_images as hostile
 
 PNG = generation_pb2.IMAGE_FORMAT_PNG
+# Processor seconds: a process starts with .2, and then decodes the image of the test for a second and more.
+AT_WORK_S = 0.5
 
 
 def png(width: int, height: int) -> bytes:
     out = io.BytesIO()
     Image.new("RGB", (width, height), "teal").save(out, "PNG")
     return out.getvalue()
+
+
+@contextlib.asynccontextmanager
+async def running(**settings: Any) -> AsyncIterator[CodecPool]:
+    pool = CodecPool(**settings)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.stop()
+
+
+@contextlib.asynccontextmanager
+async def stopped_at_work(pool: CodecPool) -> AsyncIterator[None]:
+    """In the block, every process of the pool stands still once it has worked for longer than it takes to start."""
+
+    def stop(pid: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            used = process.cpu_times()
+            if used.user + used.system > AT_WORK_S and process.status() != psutil.STATUS_STOPPED:
+                process.send_signal(signal.SIGSTOP)
+
+    async def stop_all() -> None:
+        while True:
+            for pid in pool.pids:
+                stop(pid)
+            await asyncio.sleep(0.005)
+
+    stopping = asyncio.create_task(stop_all())
+    try:
+        yield
+    finally:
+        stopping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await stopping
 
 
 @pytest.fixture
@@ -78,20 +121,98 @@ async def test_a_process_killed_while_idle_costs_no_call(pool: CodecPool) -> Non
     assert pool.pids != before
 
 
-async def test_a_hung_process_is_replaced_and_only_its_call_fails() -> None:
-    pool = CodecPool(processes=1, deadline_s=0.5)
-    await pool.start()
-    before = pool.pids
-    os.kill(before[0], signal.SIGSTOP)
-    hung = asyncio.create_task(pool.inspect(png(3, 3)))
+async def test_a_process_that_stands_still_is_replaced_and_its_call_is_served_by_another() -> None:
+    async with running(processes=1, deadline_s=2) as pool:
+        before = pool.pids
+        os.kill(before[0], signal.SIGSTOP)
+        waiting = [asyncio.create_task(pool.inspect(png(3, side))) for side in (3, 4)]
+        assert await asyncio.gather(*waiting) == [ImageSize(width=3, height=side) for side in (3, 4)]
+        assert pool.pids != before
+        assert not psutil.pid_exists(before[0])
+
+
+async def test_an_image_that_no_process_gets_to_in_time_is_unavailable_and_not_bad(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running(processes=1, deadline_s=3) as pool, stopped_at_work(pool):
+        with pytest.raises(Unavailable, match="no codec process was done with the image within 3 s") as raised:
+            await pool.decode(hostile.png_of(4096, 4096), 4096, 4096)
+        assert raised.value.code is Code.UNAVAILABLE
+    replaced = [record for record in caplog.records if record.getMessage() == "codec process replaced"]
+    assert [record.why for record in replaced] == ["took too long"] * 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.alone
+async def test_an_image_that_keeps_its_process_busy_beyond_the_deadline_is_bad(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running(processes=1, deadline_s=0.4) as pool:
+        with pytest.raises(BadImage, match=r"more than 0\.4 s"):
+            await pool.decode(hostile.png_of(4096, 4096), 4096, 4096)
+        assert await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
+    assert len(caplog.records) == 1, "it is not tried again"
+
+
+async def test_an_image_that_reaches_the_limit_of_processor_time_is_bad_and_not_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running(processes=1) as pool:
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        call = asyncio.create_task(pool.inspect(png(3, 3)))
+        await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGPROF)  # as the limit does
+        os.kill(pid, signal.SIGCONT)
+        with pytest.raises(BadImage, match="more processor time"):
+            await call
+        assert await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
+    assert len(caplog.records) == 1, "it is not tried again"
+
+
+def test_decoding_has_a_limit_of_processor_time_that_ends_the_process() -> None:
+    ours, theirs = open_pair()
+    script = "import bottega.codec.process as process; process.DECODE_CPU_S = 0.2; process.main()"
+    command = [sys.executable, "-c", script, "--fd", str(theirs.fileno())]
+    with ours, subprocess.Popen(command, pass_fds=(theirs.fileno(),)) as process:
+        theirs.close()
+        channel = Channel(ours)
+        assert channel.recv() is not None
+        decode = codec_pb2.CodecDecode(image=hostile.png_of(4096, 4096), width=8, height=8)
+        channel.send(codec_pb2.CodecCall(decode=decode).SerializeToString())
+        assert channel.recv() is None
+        assert process.wait(10) == -signal.SIGPROF
+
+
+async def test_large_images_leave_a_process_to_small_ones() -> None:
+    async with running(processes=2, max_waiting=8) as pool:
+        large = hostile.png_of(2064, 2048)
+        pids = pool.pids
+        for pid in pids[1:]:
+            os.kill(pid, signal.SIGSTOP)
+        calls: list[asyncio.Task[ImageSize]] = []
+        while len(calls) < 5:  # one is served, four wait
+            calls.append(asyncio.create_task(pool.inspect(large)))
+            await asyncio.sleep(0.05)
+        with pytest.raises(QueueFull):
+            await pool.inspect(large)
+        for _ in range(20):
+            assert await asyncio.wait_for(pool.inspect(png(3, 3)), 5) == ImageSize(width=3, height=3)
+        assert not any(call.done() for call in calls)
+        for pid in pids[1:]:
+            os.kill(pid, signal.SIGCONT)
+        assert await asyncio.gather(*calls) == [ImageSize(width=2064, height=2048)] * 5
+        assert pool.pids == pids
+
+
+async def test_who_does_not_wait_any_more_keeps_no_room(pool: CodecPool) -> None:
+    busy = await _busy(pool, 5)
+    for call in busy[1:]:
+        call.cancel()
+    await asyncio.gather(*busy[1:], return_exceptions=True)
+    again = [asyncio.create_task(pool.inspect(png(3, 3))) for _ in range(4)]
     await asyncio.sleep(0.05)
-    waiting = asyncio.create_task(pool.inspect(png(4, 4)))
-    with pytest.raises(BadImage, match=r"0\.5 s"):
-        await hung
-    assert await waiting == ImageSize(width=4, height=4)
-    assert pool.pids != before
-    assert not psutil.pid_exists(before[0])
-    await pool.stop()
+    await _go_on(pool, busy[:1])
+    assert await asyncio.gather(*again) == [ImageSize(width=3, height=3)] * 4
 
 
 async def test_a_call_that_kills_every_process_fails_alone(pool: CodecPool) -> None:

@@ -17,6 +17,7 @@ from bottega.client.options import options_from, spec_from
 from bottega.errors import InvalidRequest
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, Techniques
+from tests import hostile_images as hostile
 
 FULL: GenerationOptions = {
     "model": "miniature",
@@ -218,3 +219,13 @@ def test_a_picture_opens_in_pillow_and_shows_itself_in_notebooks(tmp_path: Path)
     data = png(tmp_path / "star.png", {}).read_bytes()
     assert picture(data).pil().size == (8, 8)
     assert picture(data)._repr_mimebundle_() == {"image/png": data}
+
+
+def test_parameters_are_read_of_no_file_that_would_be_long_to_decode(tmp_path: Path) -> None:
+    path = tmp_path / "hostile.png"
+    path.write_bytes(hostile.compressed_texts(7900))
+    with pytest.raises(InvalidRequest, match=r"hostile\.png cannot be read: the image has 7900 PNG texts; at most 128"):
+        parameters_of(path)
+    path.write_bytes(png(path, {}).read_bytes().ljust(64 * 2**20 + 1, b"\0"))
+    with pytest.raises(InvalidRequest, match="67108864 bytes"):
+        parameters_of(path)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 from google.protobuf import json_format
 
 from bottega.client.options import GenerationOptions, options_from
-from bottega.errors import InvalidRequest
+from bottega.errors import BadImage, InvalidRequest
 from bottega.v1.generation_pb2 import GenerationSpec
 
 TEXT_KEYWORD = "bottega"
@@ -16,6 +17,8 @@ TEXT_KEYWORD = "bottega"
 
 # Far above any prompt, far below what would hurt: the text of a stranger's file is read whole.
 _LONGEST_TEXT = 256 * 1024
+# The largest picture that the codec takes has 48 MiB of pixels.
+_LARGEST_FILE_BYTES = 64 * 2**20
 
 
 def parameters_of(path: str | os.PathLike[str]) -> tuple[str, GenerationOptions]:
@@ -32,12 +35,27 @@ def parameters_of(path: str | os.PathLike[str]) -> tuple[str, GenerationOptions]
     return spec.prompt, options_from(spec)
 
 
+def _check(path: str | os.PathLike[str], file: BinaryIO) -> None:
+    """Of a stranger's file too: whatever takes a decoder long is refused before it is decoded."""
+    from bottega.codec import structure
+
+    data = file.read(_LARGEST_FILE_BYTES)
+    if file.read(1):
+        raise InvalidRequest(f"{path} has more than {_LARGEST_FILE_BYTES} bytes; no picture of Bottega's does")
+    file.seek(0)
+    try:
+        structure.check(data)
+    except BadImage as error:
+        raise InvalidRequest(f"{path} cannot be read: {error.message}") from None
+
+
 def _text(path: str | os.PathLike[str]) -> str:
     import PIL
     import PIL.Image
 
     with Path(path).open("rb") as file:
         try:
+            _check(path, file)
             with PIL.Image.open(file, formats=["PNG"]) as image:
                 image.load()  # the text may stand behind the pixels
                 text = image.info.get(TEXT_KEYWORD)

@@ -13,7 +13,15 @@ from collections.abc import Mapping
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
-from bottega.codec.limits import FORMATS, FORMATS_FOR_PEOPLE, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
+from bottega.codec import structure
+from bottega.codec.limits import (
+    FORMATS,
+    FORMATS_FOR_PEOPLE,
+    MAX_EXIF_BYTES,
+    MAX_IMAGE_BYTES,
+    MAX_IMAGE_PIXELS,
+    MAX_IMAGE_SIDE,
+)
 from bottega.codec.pixels import ImageSize, Pixels
 from bottega.errors import BadImage
 from bottega.v1 import generation_pb2
@@ -40,9 +48,12 @@ def decode(data: bytes, width: int, height: int) -> Pixels:
     Raises BadImage.
     """
     image = _load(data)
-    if width and height:
-        image = image.resize((width, height), Image.Resampling.LANCZOS)
-    return Pixels(width=image.width, height=image.height, data=image.tobytes())
+    try:
+        if width and height:
+            image = image.resize((width, height), Image.Resampling.LANCZOS)
+        return Pixels(width=image.width, height=image.height, data=image.tobytes())
+    except MemoryError:
+        raise _too_much_memory() from None
 
 
 def encode(pixels: Pixels, image_format: ImageFormat.ValueType, quality: int, text: Mapping[str, str]) -> bytes:
@@ -68,6 +79,7 @@ def _load(data: bytes) -> Image.Image:
     """The image, decoded, turned and RGB."""
     if len(data) > MAX_IMAGE_BYTES:
         raise BadImage(f"the image has {len(data)} bytes; at most {MAX_IMAGE_BYTES} are taken")
+    structure.check(data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image = _open(data)
@@ -82,6 +94,8 @@ def _open(data: bytes) -> Image.Image:
         raise _too_many_pixels() from None
     except UnidentifiedImageError:
         raise BadImage(f"the bytes are no {FORMATS_FOR_PEOPLE} image") from None
+    except MemoryError:
+        raise _too_much_memory() from None
     except Exception:  # noqa: BLE001 - Pillow's plugins raise whatever they meet in a broken file
         raise _broken() from None
 
@@ -90,6 +104,8 @@ def _check(image: Image.Image) -> None:
     """What the header tells, before the pixels are touched."""
     if image.width * image.height > MAX_IMAGE_PIXELS:
         raise _too_many_pixels(image.width, image.height)
+    if max(image.size) > MAX_IMAGE_SIDE:
+        raise BadImage(f"the image is {image.width}x{image.height}; at most {MAX_IMAGE_SIDE} pixels a side are taken")
     if image.format in {"PNG", "WEBP"} and getattr(image, "is_animated", False):
         raise BadImage("the image is animated; send a single picture")
 
@@ -97,11 +113,24 @@ def _check(image: Image.Image) -> None:
 def _decoded(image: Image.Image) -> Image.Image:
     try:
         image.load()
+        _check_exif(image)
         if image.mode.startswith("I;16") or image.mode == "I":
             image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
         return ImageOps.exif_transpose(image).convert("RGB")
+    except BadImage:
+        raise
+    except MemoryError:
+        raise _too_much_memory() from None
     except Exception:  # noqa: BLE001 - see _open
         raise _broken() from None
+
+
+def _check_exif(image: Image.Image) -> None:
+    """Of a PNG that has it as text, which its structure does not tell: as it is, or as two digits a byte, deflated."""
+    plain = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
+    size = len(plain) or len(image.info.get("Raw profile type exif", "")) // 2
+    if size > MAX_EXIF_BYTES:
+        raise BadImage(f"the image has {size} bytes of EXIF; at most {MAX_EXIF_BYTES} are taken")
 
 
 def _png_text(text: Mapping[str, str]) -> PngInfo:
@@ -115,6 +144,10 @@ def _png_text(text: Mapping[str, str]) -> PngInfo:
 def _too_many_pixels(width: int = 0, height: int = 0) -> BadImage:
     size = f"is {width}x{height}" if width else "is too large"
     return BadImage(f"the image {size}; at most {MAX_IMAGE_PIXELS} pixels are taken")
+
+
+def _too_much_memory() -> BadImage:
+    return BadImage("the image needs more memory than its decoder may have")
 
 
 def _broken() -> BadImage:

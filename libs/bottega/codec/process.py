@@ -12,7 +12,7 @@ import signal
 import time
 
 from bottega.codec import images
-from bottega.codec.limits import CPU_S
+from bottega.codec.limits import DECODE_CPU_S, ENCODE_CPU_S
 from bottega.codec.pixels import Pixels
 from bottega.errors import BadImage
 from bottega.process import Channel
@@ -32,11 +32,13 @@ def main() -> None:
 def _answer(frame: bytes) -> codec_pb2.CodecAnswer:
     began_s = time.monotonic()
     call = codec_pb2.CodecCall.FromString(frame)
-    signal.setitimer(signal.ITIMER_PROF, CPU_S)  # SIGPROF ends the process
+    signal.setitimer(signal.ITIMER_PROF, ENCODE_CPU_S if call.HasField("encode") else DECODE_CPU_S)  # SIGPROF ends it
     try:
         answer = _done(call)
     except BadImage as refusal:
         answer = codec_pb2.CodecAnswer(refusal=refusal.message)
+    except MemoryError:
+        answer = codec_pb2.CodecAnswer(refusal="the image needs more memory than its decoder or encoder may have")
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     answer.id = call.id

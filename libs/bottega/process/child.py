@@ -15,12 +15,17 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from bottega.process import open_files
 from bottega.process.channel import MAX_FRAME_BYTES, AsyncChannel
 
 # A killed process is gone in milliseconds, unless it waits for a device; then its parent must not wait for it.
 _REAP_S = 10.0
+# What Python itself may need to start: where it is, and where libraries are. Everything else may be a secret.
+_NEEDED = ("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
+_WRAPPER = "bottega.process.confined"
+_CONFINED: Mapping[str | None, Sequence[str]] = {None: (), "reads": (_WRAPPER,), "writes": (_WRAPPER, "--writes")}
 
 
 class Child:
@@ -38,18 +43,23 @@ class Child:
         env: Mapping[str, str] | None = None,
         limits: Mapping[int, int] | None = None,
         max_frame_bytes: int = MAX_FRAME_BYTES,
+        confined: Literal["reads", "writes"] | None = None,
     ) -> Child:
         """Starts `python -m MODULE --fd N ARGUMENTS`.
 
-        env: variables added to this process's own.
+        env: variables added to this process's own; to none, of one that is confined.
         limits: resource limits (resource.RLIMIT_...) to set on it before it is sent anything.
+        confined: as far as the machine allows it has no network, and may do nothing but read files, or write them too
+            (see confined.py). For whatever opens strangers' files.
         Raises TooManyOpenFiles, OSError.
         """
         with open_files.translated():
             ours, theirs = open_pair()
+        command = [sys.executable, "-m", *_CONFINED[confined], module, "--fd", str(theirs.fileno()), *arguments]
+        inherited = {name: value for name, value in os.environ.items() if not confined or name in _NEEDED}
         try:
             with open_files.translated():
-                process = await _spawn(module, arguments, theirs, env or {})
+                process = await _spawn(command, theirs, {**inherited, **(env or {})})
         except BaseException:
             ours.close()
             raise
@@ -102,18 +112,9 @@ def open_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
-async def _spawn(module: str, arguments: Sequence[str], end: socket.socket, env: Mapping[str, str]) -> Process:
+async def _spawn(command: Sequence[str], end: socket.socket, env: Mapping[str, str]) -> Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        module,
-        "--fd",
-        str(end.fileno()),
-        *arguments,
-        stdin=DEVNULL,
-        env={**os.environ, **env},
-        pass_fds=(end.fileno(),),
-        start_new_session=True,
+        *command, stdin=DEVNULL, env=env, pass_fds=(end.fileno(),), start_new_session=True
     )
 
 

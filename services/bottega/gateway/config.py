@@ -67,7 +67,8 @@ class GatewayConfig:
     max_members: services that may be in the fleet at once, of all kinds.
     max_attempts: workers that are cut off with one job, or die with it and others, before it fails; one that is
         stopping or full is none of them. Two that die with it alone make it poison, whatever is said here.
-    codec_processes, max_image_bytes, max_image_pixels: for input images.
+    codec_processes, max_image_bytes, max_image_pixels: for input images. Of several processes (17 MiB each at rest) one
+        looks at small images only, so that large ones hold up nobody else.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -89,7 +90,7 @@ class GatewayConfig:
     model_grace_s: Seconds = 30.0
     max_members: AtLeastOne = 256
     max_attempts: Annotated[int, Field(ge=1, le=MOST_ATTEMPTS)] = 8
-    codec_processes: AtLeastOne = 1
+    codec_processes: AtLeastOne = 2
     max_image_bytes: AtLeastOne = 8 << 20
     max_image_pixels: AtLeastOne = 4096 * 4096
 

@@ -96,7 +96,7 @@ class WorkerConfig:
     gateway: str = "127.0.0.1:8472"
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    codec_processes: AtLeastOne = 1
+    codec_processes: AtLeastOne = 2
     codec_deadline_s: Seconds = 20.0
     start_s: Seconds = 600.0
     hang_s: Seconds = 30.0

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.errors import BadLora, InternalError, QueueFull, Unavailable
-from bottega.process import Child
+from bottega.process import Child, confinement
+from bottega.process.processor_time import ProcessorTime
 from bottega.storage import faults
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 
@@ -63,7 +64,7 @@ class Importer:
         """Writes the canonical form to job.output.
 
         Raises BadLora where the source is refused, or its import beyond the limits; StorageUnavailable where the disk
-        fails; QueueFull when too many wait.
+        fails; QueueFull when too many wait; Unavailable where its process stood still.
         """
         if self._waiting >= _MAX_WAITING:
             raise QueueFull("too many LoRAs wait to be imported", retry_after_s=1.0)
@@ -81,13 +82,20 @@ class Importer:
         return answer
 
     async def _serve(self, job: Import) -> LoraImportAnswer:
-        child = await Child.start("bottega.loras.importing.process", env=_ENVIRONMENT, limits=self._limits(job))
+        child = await Child.start(
+            "bottega.loras.importing.process", env=_ENVIRONMENT, limits=self._limits(job), confined="writes"
+        )
         try:
             await self._started(child)
+            spent = ProcessorTime(child.pid)
             async with asyncio.timeout(self._deadline_s):
                 answered = await self._exchange(child, job)
         except TimeoutError:
+            stood_still = spent.stood_still(self._deadline_s)
             child.kill()
+            if stood_still:
+                late = f"the import was not done within {self._deadline_s:g} s; the store's machine may be busy"
+                raise Unavailable(late, retry_after_s=1.0) from None
             raise BadLora(f"the file's import took more than {self._deadline_s:g} s") from None
         finally:
             code = await child.stop(_STOP_S)
@@ -105,6 +113,7 @@ class Importer:
         if ready is None:
             child.kill()
             raise InternalError("an import process did not start")
+        confinement.tell(child.pid)
 
     async def _exchange(self, child: Child, job: Import) -> bytes | None:
         call = LoraImportCall(base=str(job.base), output=str(job.output))

@@ -1,0 +1,99 @@
+"""The system calls that a process which opens strangers' files may make: those of reading, computing and answering.
+
+Everything else fails with "operation not permitted", among it new sockets, new programs, and signals to others. It is
+libseccomp's work, through its own Python module (`seccomp`, which distributions bring) or one with the same interface
+(`pyseccomp`, of the extra `sandbox`). Where neither can be imported there is no filter.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+from typing import Any
+
+_LIBRARIES = ("seccomp", "pyseccomp")
+
+_MEMORY = ("brk", "madvise", "mlock", "mmap", "mprotect", "mremap", "munmap", "munlock", "membarrier")
+_THREADS = ("futex", "rseq", "sched_getaffinity", "sched_yield", "set_robust_list", "set_tid_address", "arch_prctl")
+_SIGNALS = ("rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "rt_sigtimedwait", "sigaltstack", "restart_syscall")
+_CLOCKS = (
+    "clock_getres",
+    "clock_gettime",
+    "clock_nanosleep",
+    "getitimer",
+    "gettimeofday",
+    "nanosleep",
+    "setitimer",
+    "time",
+)
+_SELF = ("exit", "exit_group", "getcwd", "getegid", "geteuid", "getgid", "getpid", "getppid", "getrandom", "getresgid")
+_SELF_TOO = ("getresuid", "getrlimit", "getrusage", "gettid", "getuid", "sysinfo", "times", "umask", "uname")
+# Of files that are open, and of the socket that this process was given.
+_OPEN_FILES = ("close", "close_range", "dup", "dup2", "dup3", "fadvise64", "fcntl", "fstat", "fstatfs", "getdents64")
+_OPEN_FILES_TOO = ("lseek", "pread64", "preadv", "pwrite64", "read", "readv", "write", "writev")
+_THE_SOCKET = ("getpeername", "getsockname", "getsockopt", "poll", "ppoll", "pselect6", "recvfrom", "recvmsg", "select")
+_THE_SOCKET_TOO = ("sendmsg", "sendto", "setsockopt", "shutdown")
+# Python looks for modules, also long after its start.
+_PATHS = ("access", "faccessat", "faccessat2", "lstat", "newfstatat", "readlink", "readlinkat", "stat", "statx")
+_ALLOWED = (
+    *(*_MEMORY, *_THREADS, *_SIGNALS, *_CLOCKS, *_SELF, *_SELF_TOO),
+    *(*_OPEN_FILES, *_OPEN_FILES_TOO, *_THE_SOCKET, *_THE_SOCKET_TOO, *_PATHS),
+)
+_WRITING = ("fallocate", "fdatasync", "fsync", "ftruncate")
+
+# <linux/sched.h>: a thread, not a process.
+_CLONE_THREAD = 0x00010000
+# <asm-generic/ioctls.h>: is it a terminal, and flags of a descriptor. Others can type into one.
+_TCGETS, _FIONBIO, _FIONREAD, _FIONCLEX, _FIOCLEX = 0x5401, 0x5421, 0x541B, 0x5450, 0x5451
+
+
+def restrict(*, writes: bool) -> bool:
+    """Of this process with all its threads, for good. writes: to files. False where there is nothing to do it with."""
+    library = _library()
+    if library is None:
+        return False
+    try:
+        _filter(library, writes).load()
+    except (OSError, ValueError):  # the kernel has no filters, or libseccomp is too old for the rules
+        return False
+    return True
+
+
+def _library() -> Any:
+    for name in _LIBRARIES:
+        try:
+            return importlib.import_module(name)
+        except (ImportError, OSError, RuntimeError):  # pyseccomp is there and libseccomp is not
+            continue
+    return None
+
+
+def _filter(library: Any, writes: bool) -> Any:
+    found = library.SyscallFilter(library.ERRNO(errno.EPERM))
+    for name in (*_ALLOWED, *(_WRITING if writes else ())):
+        _allow(library, found, name)
+    _allow(library, found, "clone", library.Arg(0, library.MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD))
+    # Its flags are in memory, where no filter looks: the C library takes clone instead.
+    found.add_rule(library.ERRNO(errno.ENOSYS), "clone3")
+    # Threads of this process only: abort() needs it.
+    _allow(library, found, "tgkill", library.Arg(0, library.EQ, os.getpid()))
+    _allow(library, found, "prlimit64", library.Arg(2, library.EQ, 0))  # asks, and sets nothing
+    for request in (_TCGETS, _FIONBIO, _FIONREAD, _FIONCLEX, _FIOCLEX):
+        _allow(library, found, "ioctl", library.Arg(1, library.EQ, request))
+    for name, flags in (("open", 1), ("openat", 2)):
+        if writes:
+            _allow(library, found, name)
+        else:
+            _allow(library, found, name, library.Arg(flags, library.MASKED_EQ, _WRITE_FLAGS, os.O_RDONLY))
+    return found
+
+
+_WRITE_FLAGS = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+def _allow(library: Any, found: Any, name: str, *arguments: Any) -> None:
+    try:
+        found.add_rule(library.ALLOW, name, *arguments)
+    except (OSError, ValueError):  # no call of this architecture
+        return
