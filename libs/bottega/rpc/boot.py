@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -71,7 +70,7 @@ def boot(
         life = life_of(load(kind, arguments.config))
         asyncio.run(_live(life, kept_bytes=kept_bytes, stop_with_stdin=arguments.stop_with_stdin))
     except BottegaError as error:
-        print(f"bottega.{name}: {error.message}", file=sys.stderr)
+        logs.last_words(f"bottega.{name}: {error.message}")
         return _CONFIG_UNUSABLE if isinstance(error, ConfigError) else _FAILED
     return 0
 

@@ -6,7 +6,7 @@ A registry of its own for every server, so that several may live in one process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -19,8 +19,11 @@ from prometheus_client import (
     ProcessCollector,
     make_wsgi_app,
 )
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from bottega.errors import Unavailable
+from bottega.rpc import logs
 from bottega.rpc.address import split
 
 # From a health check to the longest drawing that anybody waits for.
@@ -57,6 +60,7 @@ class MetricsEndpoint:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
+        self.registry.register(_DroppedLines())
         self.calls = CallMetrics(self.registry)
         self.address = ""
         self._listen = listen
@@ -83,6 +87,15 @@ class MetricsEndpoint:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _DroppedLines(Collector):
+    """Read when somebody scrapes: whoever drops lines has no time for more than a sum."""
+
+    def collect(self) -> Iterable[Metric]:
+        """See prometheus_client."""
+        said = "Log lines that this process dropped because nobody read its stderr."
+        yield CounterMetricFamily("bottega_log_lines_dropped", said, value=logs.dropped_lines())
 
 
 class _Server(ThreadingMixIn, WSGIServer):
