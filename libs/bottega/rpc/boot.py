@@ -22,6 +22,7 @@ from bottega.process.memory import given_back_at_rest, keep_freed_memory, spare_
 from bottega.rpc import logs
 from bottega.rpc.notify import ServiceManager
 from bottega.rpc.server import Server, Step
+from bottega.state_folder import keep_files_private
 
 # Started again without a change of its configuration it would fail again: the units of systemd name this status.
 _CONFIG_UNUSABLE = 2
@@ -66,6 +67,7 @@ def boot(
         late. 0: what was freed is given back whenever the service is at rest.
     """
     arguments = _arguments(name, kind, description)
+    keep_files_private()
     try:
         life = life_of(load(kind, arguments.config))
         asyncio.run(_live(life, kept_bytes=kept_bytes, stop_with_stdin=arguments.stop_with_stdin))

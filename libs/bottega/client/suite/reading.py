@@ -76,7 +76,7 @@ def _timed(folder: Path, service: str, count: int) -> list[tuple[str, str]]:
     lines: deque[str] = deque(maxlen=count)
     for path in (folder / f"{service}.log.1", folder / f"{service}.log"):
         if path.exists():
-            with path.open(encoding="utf-8", errors="replace") as file:
+            with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
                 lines.extend(line.rstrip("\n") for line in file)
     moments = [str(fields_of(line).get("time", "")) for line in lines]
     moment = next((found for found in moments if found), "")
