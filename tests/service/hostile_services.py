@@ -6,6 +6,7 @@ Answers are made from the contract's descriptors, so that a new field or method 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -131,11 +132,17 @@ def _value(field: FieldDescriptor, manner: Manner) -> object:
         case FieldDescriptor.CPPTYPE_DOUBLE | FieldDescriptor.CPPTYPE_FLOAT:
             return manner.number
         case FieldDescriptor.CPPTYPE_INT32:
-            return int(max(min(manner.number, 2**31 - 1), -(2**31)))
+            return _whole(manner.number, -(2**31), 2**31 - 1)
         case FieldDescriptor.CPPTYPE_UINT64:
-            return int(max(min(manner.number, 2**64 - 1), 0))
+            return _whole(manner.number, 0, 2**64 - 1)
         case _:
-            return int(max(min(manner.number, 2**63 - 1), -(2**63)))
+            return _whole(manner.number, -(2**63), 2**63 - 1)
+
+
+def _whole(number: float, low: int, high: int) -> int:
+    if math.isnan(number):
+        return 0
+    return min(max(int(number), low), high)
 
 
 def _make_usable(message: Message, address: str, *, last: bool) -> None:

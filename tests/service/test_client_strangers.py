@@ -1,7 +1,8 @@
-"""Every command of `bottega` among strangers: whatever services say, it is shown as plain text, and never a traceback."""
+"""Every command of `bottega` among strangers: what services say is shown as plain text, and never a traceback."""
 
 from __future__ import annotations
 
+import math
 import os
 import pty
 import select
@@ -19,8 +20,10 @@ from click.testing import CliRunner, Result
 
 from bottega import errors
 from bottega.client.cli import main
-from bottega.errors import BottegaError, Violation
+from bottega.errors import BottegaError, QueueFull, Violation
+from tests.service import scripted_gateway
 from tests.service.hostile_services import FORGED, HIDDEN, HOSTILE, Manner, serving
+from tests.service.scripted_gateway import ScriptedGateway, completed, progress
 
 # They ask no service: tests of their own show what they say.
 LOCAL = {"up", "stop", "logs"}
@@ -74,7 +77,7 @@ def run(name: str, address: str) -> Result:
 
 def is_plain(result: Result) -> None:
     assert not isinstance(result.exception, Exception), repr(result.exception)
-    assert "Traceback" not in result.output
+    assert "Traceback" not in result.output, result.output
     assert not HIDDEN & set(result.output), repr(result.output)
     hidden = {letter for letter in result.output if unicodedata.category(letter) in ("Cc", "Cf", "Zl", "Zp")} - {"\n"}
     assert not hidden
@@ -87,10 +90,11 @@ def is_plain(result: Result) -> None:
     [
         Manner(),
         Manner(known=False),
-        Manner(number=float("nan") if False else 1e300),
+        Manner(number=1e300),
         Manner(number=-1e300),
+        Manner(number=math.nan),
     ],
-    ids=["words", "later enumerations", "large numbers", "small numbers"],
+    ids=["words", "later enumerations", "large numbers", "small numbers", "no numbers"],
 )
 def test_every_command_shows_what_services_say_as_plain_text(manner: Manner, own_folder: Path) -> None:
     with serving(manner) as address:
@@ -137,10 +141,19 @@ def test_every_command_shows_refusals_as_plain_text(error: Callable[[], BottegaE
             assert result.exit_code != 0
 
 
-@pytest.mark.parametrize("name", ["generate", "jobs watch", "fleet"])
+@pytest.mark.parametrize("name", ["generate", "fleet"])
 def test_what_moves_on_a_terminal_is_plain_too(name: str) -> None:
     with serving(Manner(number=1)) as address:
-        shown = on_terminal([*arguments_of(name), "--address", address], end=b"kind")
+        shown_is_plain(on_terminal([*arguments_of(name), "--address", address], end=b"kind"))
+
+
+def test_what_a_progress_bar_says_of_an_interruption_is_plain_too() -> None:
+    full = QueueFull(HOSTILE, metadata={"limit": "max_calls"}, retry_after_s=0.5)
+    with scripted_gateway.serving(ScriptedGateway(scripts=[[full], [progress(3), completed()]])) as address:
+        shown_is_plain(on_terminal(["jobs", "watch", "job-1", "--address", address], end=b"completed"))
+
+
+def shown_is_plain(shown: str) -> None:
     for hidden in ("\x1b]0;", "\x1b[2J", "\x9b", "\u202e", "\u2066", "\u200b", "\x07", "\x00", "\x08", "\u2028"):
         assert hidden not in shown
     assert "[/b]" in shown
@@ -185,8 +198,8 @@ def test_a_wrong_command_line_is_repeated_as_plain_text() -> None:
         ["logs", HOSTILE],
         ["loras", "add", "ink", HOSTILE],
     ):
-        arguments = [argument.replace("\x00", "") for argument in arguments]  # which no command line can have
-        result = CliRunner().invoke(main, arguments)
+        # Which no command line can have.
+        result = CliRunner().invoke(main, [argument.replace("\x00", "") for argument in arguments])
         assert result.exit_code in (1, 2), (arguments, result.output)
         assert not (HIDDEN - {"\t"}) & set(result.output), repr(result.output)
 

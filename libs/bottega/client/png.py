@@ -53,9 +53,7 @@ def _spec(path: str | os.PathLike[str]) -> GenerationSpec:
         json_format.Parse(_text(path), spec)
     except json_format.ParseError as error:
         why = str(error)
-    except RecursionError:
-        why = "they are nested too deeply"
-    except (TypeError, ValueError) as error:  # what the parser does not expect of a field
+    except (RecursionError, TypeError, ValueError) as error:  # what the parser does not expect
         why = f"{type(error).__name__}: {error}"
     else:
         return spec

@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from bottega.client.cli.terminal import note, stderr_console, text_column
 from bottega.client.events import Completed, Event, Interrupted, Progress, Queued
 from bottega.errors import InternalError, Unavailable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _Show = Callable[[Event], None]
 
