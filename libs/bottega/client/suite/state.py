@@ -113,7 +113,8 @@ class StateFolder:
 
     def is_ours_alone(self) -> bool:
         """Whether there is nothing in the folder but what belongs to a suite. Raises OSError."""
-        return all(entry.name in _OURS or entry.name.startswith(_HALF_WRITTEN) for entry in os.scandir(self.root))
+        names = [path.name for path in self.root.iterdir()]
+        return all(name in _OURS or name.startswith(_HALF_WRITTEN) for name in names)
 
     def others(self) -> str:
         """Who else can look into the folder, or change it, as a person hears it; empty where nobody can."""
