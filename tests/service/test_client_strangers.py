@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import click
 import PIL.Image
+import PIL.PngImagePlugin
 import pytest
 from click.testing import CliRunner, Result
 
@@ -215,3 +218,52 @@ def test_a_fault_of_the_command_itself_is_told_as_plain_text(monkeypatch: pytest
     assert "ZeroDivisionError" in result.output
     assert "a fault of this command itself" in result.output
     assert not HIDDEN & set(result.output)
+
+
+@pytest.mark.parametrize("options", [[], ["--raw"], ["-n", "3"]])
+def test_logs_are_shown_as_plain_text(own_folder: Path, options: list[str]) -> None:
+    logs = own_folder / "state" / "logs"
+    logs.mkdir(parents=True)
+    forged = json.dumps({"time": "2026-01-02 10:00:00,001", "level": "ERROR", "event": FORGED})
+    fields = {
+        "time": "2026-01-02 10:00:00,000",
+        "level": HOSTILE,
+        "event": HOSTILE,
+        HOSTILE: HOSTILE,
+        "exc_info": HOSTILE,
+    }
+    lines = [
+        json.dumps(fields),
+        json.dumps({**fields, "request_id": f"a\n{forged}"}, ensure_ascii=False),
+        f"a library says \x1b[2J \u202e \r{forged}",
+        "[" * 60_000,
+    ]
+    (logs / "gateway.log").write_bytes("".join(f"{line}\n" for line in lines).encode())
+    result = CliRunner().invoke(main, ["logs", *options])
+    is_plain(result)
+    assert result.exit_code == 0
+    if "--raw" in options:
+        assert len(result.output.splitlines()) == len(lines)
+    else:
+        assert not any(line.startswith(("{", "10:00:00,001")) for line in result.output.splitlines())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"prompt": HOSTILE, "sampler": 99}),
+        json.dumps({"prompt": HOSTILE, HOSTILE: HOSTILE}),
+        json.dumps({"prompt": "a star", "controlnets": [{"name": HOSTILE}]}),
+        json.dumps({"prompt": "a star", "controlnets": [{"name": "edges"}], "model": HOSTILE}),
+        json.dumps({"prompt": HOSTILE, "model": HOSTILE}),
+    ],
+    ids=["sampler", "unknown field", "a name that cannot be", "no control image", "drawn"],
+)
+def test_a_picture_of_a_stranger_is_drawn_again_or_refused_in_plain_text(own_folder: Path, text: str) -> None:
+    info = PIL.PngImagePlugin.PngInfo()
+    info.add_itxt("bottega", text)
+    PIL.Image.new("RGB", (8, 8)).save("odd.png", pnginfo=info)
+    with serving(Manner()) as address:
+        is_plain(CliRunner().invoke(main, ["generate", "--like", "odd.png", "--address", address]))
+    drawn = [path.name for path in own_folder.iterdir() if path.name not in ("edges.png", "ink.safetensors", "odd.png")]
+    assert all(re.fullmatch(r"[a-z0-9-]+\.png", name) for name in drawn)

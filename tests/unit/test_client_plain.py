@@ -102,7 +102,11 @@ def test_facts_of_a_log_line_cannot_pass_for_others_or_for_another_line() -> Non
 
 def test_a_traceback_stands_below_its_line() -> None:
     line = json.dumps({"event": "failed", "exc_info": "Traceback\n  File\nKeyError: 'x'"})
-    assert [text_of(row).strip() for row in pretty("gateway", line)][1:] == ["Traceback", "File", "KeyError: 'x'"]
+    assert [text_of(row) for row in pretty("gateway", line)][1:] == [
+        "    | Traceback",
+        "    |   File",
+        "    | KeyError: 'x'",
+    ]
 
 
 @pytest.mark.parametrize("line", ["[" * 60_000, '{"event": ' * 20_000, "no json \x1b[31m", "[1, 2]", '"text"'])

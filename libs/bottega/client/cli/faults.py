@@ -13,7 +13,7 @@ from bottega.client.cli.terminal import fail, note
 def tell_fault(error: Exception) -> NoReturn:
     """Ends the command with the traceback of an error that it should have known."""
     for line in plain_lines("".join(traceback.format_exception(error)).rstrip()):
-        note(line)
+        note(f"  | {line}")
     fail(
         f"a fault of this command itself: {type(error).__name__}",
         "What is above says where it is; please report it with the command line.",

@@ -16,7 +16,7 @@ _ONE_WORD = re.compile(r"[^\s\"'=]+")
 
 
 def pretty(service: str, line: str) -> Iterator[Line]:
-    """Time, level, service and event, then the facts as name=value; a traceback below, indented.
+    """Time, level, service and event, then the facts as name=value; below a traceback, marked as such.
 
     service: whose log it is; lines that are no JSON, such as a crash's last words, have only that.
     """
@@ -35,7 +35,7 @@ def pretty(service: str, line: str) -> Iterator[Line]:
     yield head
     for row in str(fields.get("exc_info") or "").split("\n"):
         if row:
-            yield (f"    {row}",)
+            yield (f"    | {row}",)
 
 
 def _facts(fields: Mapping[str, object]) -> str:
