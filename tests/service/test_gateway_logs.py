@@ -140,3 +140,38 @@ async def test_a_request_id_that_is_refused_does_not_flood_the_log(
     refused = await _until_logged(gateway, "call refused", "x" * 128)
     assert refused["reason"] == "INVALID_REQUEST"
     assert not any("x" * 129 in str(line) for line in gateway.events())
+
+
+FORGED = '{"time": "2026-01-01 00:00:00,000", "level": "ERROR", "event": "the disk is lost"}'
+
+
+@pytest.mark.parametrize(
+    "request_id",
+    ["a\n" + FORGED, "a\r" + FORGED, "a\x1b[2J", "a\u202eb", "a\u2028b", "a b=c", "\x00", "é"],
+)
+async def test_a_request_id_that_breaks_the_rules_is_in_no_line(
+    gateway: Service, images: image_pb2_grpc.ImageServiceAsyncStub, request_id: str
+) -> None:
+    seen = len(gateway.events())
+    with pytest.raises(grpc.aio.AioRpcError):
+        await images.SubmitJob(image_pb2.SubmitJobRequest(request_id=request_id), timeout=5)
+    refusals: list[dict[str, Any]] = []
+    async with asyncio.timeout(5):
+        while not refusals:
+            await asyncio.sleep(0.02)
+            # Beyond some in a second, they are told as a number.
+            refusals = [line for line in gateway.events()[seen:] if "refused" in line["event"]]
+    assert not any("request_id" in line for line in refusals)
+    whole = gateway.log.read_bytes()
+    assert not {byte for byte in whole if byte < 0x20 or byte > 0x7E} - {0x0A}, "every line is JSON of ASCII"
+
+
+async def test_the_id_of_the_metadata_is_checked_as_well(
+    gateway: Service, images: image_pb2_grpc.ImageServiceAsyncStub
+) -> None:
+    seen = len(gateway.events())
+    for trace in ("two words", "one/word:1"):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await images.GetJob(image_pb2.GetJobRequest(job_id="none"), timeout=5, metadata=(("x-request-id", trace),))
+    await _until_logged(gateway, "call refused", "one/word:1")
+    assert not any("words" in str(line) for line in gateway.events()[seen:])

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
+import resource
+import struct
+import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +16,13 @@ import PIL.Image
 import PIL.PngImagePlugin
 import pytest
 from google.protobuf import json_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bottega.client import ControlNet, GenerationOptions, Lora, Picture, parameters_of
 from bottega.client.options import options_from, spec_from
-from bottega.errors import InvalidRequest
+from bottega.client.picture import format_of
+from bottega.errors import InternalError, InvalidRequest
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, Techniques
 from tests import hostile_images as hostile
@@ -229,3 +237,107 @@ def test_parameters_are_read_of_no_file_that_would_be_long_to_decode(tmp_path: P
     path.write_bytes(png(path, {}).read_bytes().ljust(64 * 2**20 + 1, b"\0"))
     with pytest.raises(InvalidRequest, match="67108864 bytes"):
         parameters_of(path)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def raw_png(*chunks: bytes, width: int = 8, height: int = 8) -> bytes:
+    """A picture with these chunks behind its pixels, which it may lack."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    pixels = zlib.compress(bytes(9 * 8))
+    signature = b"\x89PNG\r\n\x1a\n"
+    return signature + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + b"".join(chunks) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"prompt": "a star", "sampler": 99}', "sampler: 99 is none that this version knows (euler, euler_ancestral"),
+        ('{"prompt": "a star", "sampler": "SAMPLER_OF_TOMORROW"}', "SAMPLER_OF_TOMORROW"),
+        ('{"fidelity": -7}', "fidelity: -7"),
+        ('{"format": 2147483647}', "format: 2147483647"),
+        ('{"num_inference_steps": 100000}', "num_inference_steps must be 1 to 200; got 100000"),
+        ('{"num_inference_steps": "many"}', "num_inference_steps"),
+        ('{"num_inference_steps": 2.5}', "2.5"),
+        ('{"seed": -1}', "seed"),
+        ('{"seed": 1e400}', "seed"),
+        ('{"seed": "18446744073709551615"}', "seed must be 0 to 9007199254740984; got 18446744073709551615"),
+        (f'{{"seed": {"9" * 5000}}}', "integer string conversion"),
+        ('{"guidance_scale": NaN}', "NaN"),
+        ('{"guidance_scale": "NaN"}', "guidance_scale must be 0 to 50; got nan"),
+        ('{"guidance_scale": "Infinity"}', "guidance_scale must be 0 to 50; got inf"),
+        ('{"strength": 0}', "strength must be above 0 and at most 1; got 0.0"),
+        ('{"prompt": 7}', "prompt"),
+        ('{"prompt": "\\ud800"}', "prompt"),
+        (f'{{"prompt": "{"x" * 20_000}"}}', "prompt is over 16384 bytes"),
+        ('{"loras": [{"name": "../up"}]}', "loras[0].name must be the name of a LoRA"),
+        ('{"loras": [{"name": "ink", "scale": "NaN"}]}', "loras[0].scale must be a finite number"),
+        ('{"loras": 7}', "loras"),
+        ('{"controlnets": [{"name": "a b"}]}', "controlnets[0].name"),
+        ('{"controlnets": {"name": "edges"}}', "controlnets"),
+        ('{"width": 0, "height": 99999}', "width must be 1 to 16384; got 0; height must be 1 to 16384; got 99999"),
+        ('{"what": 1}', "what"),
+        ('{"mask_image": "aGVsbG8="}', "mask_image"),
+        ("[7]", "cannot read"),
+        ("null", "cannot read"),
+        ("7", "cannot read"),
+        ("", "cannot read"),
+        ("[" * 100_000, "recursion"),
+        ('{"techniques": ' * 5_000, "recursion"),
+    ],
+)
+def test_parameters_that_cannot_be_are_refused_by_file_and_value(tmp_path: Path, text: str, said: str) -> None:
+    path = png(tmp_path / "odd.png", {"bottega": text})
+    with pytest.raises(InvalidRequest) as refused:
+        parameters_of(path)
+    assert str(path) in refused.value.message
+    assert said in refused.value.message
+    assert len(refused.value.message) < 1000
+    assert not refused.value.violations, "which would be shown without the file"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        raw_png(width=20_000, height=20_000),
+        raw_png(width=60_000, height=60_000),
+        raw_png(width=9_000, height=9_000),
+        raw_png(chunk(b"zTXt", b"bottega\0\0" + zlib.compress(bytes(64 << 20)))),
+        raw_png(chunk(b"iTXt", b"bottega\0\1\0\0\0" + zlib.compress(bytes(64 << 20)))),
+        raw_png(*[chunk(b"zTXt", b"k%d\0\0" % n + zlib.compress(bytes(1 << 20))) for n in range(80)]),
+        raw_png(chunk(b"tEXt", b"bottega\0" + b"x" * (300 << 10))),
+        raw_png(chunk(b"iTXt", b"bottega")),
+        raw_png(chunk(b"zTXt", b"bottega\0\7x")),
+        raw_png(chunk(b"tRNS", b"")),
+        raw_png()[:-20],
+        raw_png()[:20],
+    ],
+    ids=lambda data: f"{len(data)} bytes",
+)
+def test_a_png_of_any_kind_is_refused_within_bounds(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "odd.png"
+    path.write_bytes(data)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidRequest, match=r"odd\.png"):
+        parameters_of(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 400 << 10
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_damaged_png_is_refused_and_never_a_fault(data: st.DataObject) -> None:
+    whole = bytearray(raw_png(chunk(b"tEXt", b'bottega\0{"prompt": "a star", "seed": 7}')))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(8, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "odd.png"
+        path.write_bytes(whole)
+        with contextlib.suppress(InvalidRequest):
+            parameters_of(path)
+
+
+def test_a_format_that_only_a_later_gateway_knows_is_said_to_be_so() -> None:
+    with pytest.raises(InternalError, match="99, which this version does not know"):
+        format_of(99)  # type: ignore[arg-type]

@@ -134,6 +134,8 @@ class AsyncClient:
         )
         async with aclosing(stream) as events:
             async for event in events:
+                if isinstance(event, Completed) and not event.images:
+                    raise InternalError("the gateway says that the job is completed, and has no picture of it")
                 if isinstance(event, Completed):
                     return event.images
         raise InternalError("the stream of events ended without a last one")

@@ -27,11 +27,16 @@ class JobState(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    UNKNOWN = "unknown"  # of a gateway that is newer than this client; not to be asked for
 
     @property
     def ended(self) -> bool:
         """Whether nothing will change any more."""
-        return self not in (JobState.QUEUED, JobState.RUNNING)
+        return self in (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
+
+
+_ASKED_FOR = tuple(state for state in JobState if state is not JobState.UNKNOWN)
+_FIRST, _LAST = datetime(2, 1, 1, tzinfo=UTC), datetime(9998, 12, 31, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,7 @@ def status_from(job: image_pb2.Job) -> JobStatus:
     return JobStatus(
         job_id=job.job_id,
         request_id=job.request_id,
-        state=JobState(_name(job.state)),
+        state=_state(job.state),
         spec=job.spec,
         created=_time(job.create_time),
         started=_time(job.start_time) if job.HasField("start_time") else None,
@@ -106,15 +111,21 @@ def page_request(
 
 
 def _put_state(request: image_pb2.ListJobsRequest, state: object) -> Iterator[Violation]:
-    if isinstance(state, str) and state in set(JobState):  # by its value, as equality has it
+    if isinstance(state, str) and state in _ASKED_FOR:  # by its value, as equality has it
         request.states.append(image_pb2.JobState.Value(f"JOB_STATE_{JobState(state).name}"))
     else:
-        yield Violation(field="states", description=f"must be of {', '.join(JobState)}; got {shown(state)}")
+        yield Violation(field="states", description=f"must be of {', '.join(_ASKED_FOR)}; got {shown(state)}")
 
 
-def _name(state: image_pb2.JobState.ValueType) -> str:
-    return image_pb2.JobState.Name(state).removeprefix("JOB_STATE_").lower()
+def _state(state: image_pb2.JobState.ValueType) -> JobState:
+    known = state in image_pb2.JobState.values()
+    name = image_pb2.JobState.Name(state).removeprefix("JOB_STATE_").lower() if known else ""
+    return JobState(name) if name in set(JobState) else JobState.UNKNOWN
 
 
 def _time(stamp: Timestamp) -> datetime:
-    return stamp.ToDatetime(tzinfo=UTC)
+    """Within what every time zone can say: a gateway may tell anything."""
+    try:
+        return min(max(stamp.ToDatetime(tzinfo=UTC), _FIRST), _LAST)
+    except (OverflowError, ValueError):
+        return _LAST if stamp.seconds > 0 else _FIRST

@@ -12,7 +12,7 @@ from typing import Protocol
 from bottega.client.lora import Lora
 from bottega.client.messages import items_of, shown
 from bottega.client.picture import Picture
-from bottega.errors import LoraUnusable, Violation
+from bottega.errors import InternalError, LoraUnusable, Violation
 from bottega.planning import latest_step
 from bottega.rules import refuse
 from bottega.v1.generation_pb2 import LoraUse
@@ -98,8 +98,10 @@ def _check_prompts(prompts: object) -> Iterator[Violation]:
 
 
 def _use(picture: Picture, name: str) -> LoraUse:
-    """Raises LoraUnusable where nothing was measured."""
-    (use,) = picture.provenance.loras
+    """Raises LoraUnusable where nothing was measured, InternalError where it is not the one that was asked for."""
+    if len(picture.provenance.loras) != 1:
+        raise InternalError(f"the picture's provenance does not say what became of {name} alone")
+    use = picture.provenance.loras[0]
     if not use.similarities:
         raise LoraUnusable(
             f"worker {picture.provenance.worker} did not measure {name}: is it of an earlier version?",

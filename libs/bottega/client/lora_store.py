@@ -15,7 +15,7 @@ import grpc
 
 from bottega import rules
 from bottega.client.messages import filled, shown
-from bottega.errors import BottegaError, LoraNotFound, NoLora, Violation
+from bottega.errors import BottegaError, InternalError, LoraNotFound, NoLora, Violation
 from bottega.lora.canonical import COMPONENTS
 from bottega.rpc.channel import channel_options, open_channel
 from bottega.rpc.status import from_rpc_error, was_answered
@@ -27,6 +27,7 @@ from bottega.v1.lora_pb2 import StoredLora
 _ADD_S = 600.0
 _ASK_S = 20.0
 _PAGE = 500
+_MOST_PAGES = 200
 _CHUNK_BYTES = 1 << 20
 _PEFT_CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
@@ -206,10 +207,15 @@ async def _pages(store: Registration) -> AsyncIterator[lora_pb2.ListLorasRespons
     async with _asked(store) as stub:
         page = await stub.ListLoras(lora_pb2.ListLorasRequest(page_size=_PAGE), timeout=_ASK_S)
         yield page
-        while token := page.next_page_token:
+        for _ in range(_MOST_PAGES):
+            if not (token := page.next_page_token):
+                return
             request = lora_pb2.ListLorasRequest(page_size=_PAGE, page_token=token)
             page = await stub.ListLoras(request, timeout=_ASK_S)
             yield page
+    raise InternalError(
+        f"LoRA store {store.name} lists more than {_MOST_PAGES * _PAGE} LoRAs, or does not come to an end"
+    )
 
 
 @asynccontextmanager

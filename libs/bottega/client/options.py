@@ -115,19 +115,26 @@ def spec_from(prompt: str, options: GenerationOptions, *, num_images: int = 1) -
 def options_from(spec: GenerationSpec) -> GenerationOptions:
     """The keyword arguments that make `spec`, without its prompt, number of images, source and control images.
 
-    Raises InvalidRequest when the spec uses something that no keyword argument says.
+    Raises InvalidRequest when the spec uses something that no keyword argument says, such as a later version's sampler.
     """
     said = {field.name: value for field, value in spec.ListFields() if field.name not in _LEFT_OUT}
     said |= {field.name: value for field, value in spec.techniques.ListFields()}
     if beyond := sorted(said.keys() - set(_OPTIONS)):
         raise InvalidRequest(f"the client has no argument for {', '.join(beyond)}")
     for name in said.keys() & _NAMED.keys():
-        said[name] = next(key for key, number in _NAMED[name].items() if number == said[name])
+        said[name] = _name_of(name, said[name])
     if spec.controlnets:
         said["controlnets"] = tuple(map(controlnet_from, spec.controlnets))
     if spec.loras:
         said["lora"] = tuple(map(lora_from, spec.loras))
     return cast("GenerationOptions", said)
+
+
+def _name_of(argument: str, number: int) -> str:
+    for name, known in _NAMED[argument].items():
+        if known == number:
+            return str(name)
+    raise InvalidRequest(f"{argument}: {number} is none that this version knows ({', '.join(_NAMED[argument])} are)")
 
 
 def _add(spec: GenerationSpec, name: str, value: object) -> Iterator[Violation]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from bottega.client.files import write_whole
+from bottega.errors import InternalError
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import ImageFormat, Provenance
 
@@ -82,7 +83,9 @@ class Picture:
 
 
 def format_of(number: ImageFormat.ValueType) -> Format:
-    """The name of what the contract numbers."""
+    """The name of what the contract numbers. Raises InternalError for a format of a later version."""
+    if number not in _NAMES:
+        raise InternalError(f"the picture's format has the number {number}, which this version does not know")
     return _NAMES[number]
 
 

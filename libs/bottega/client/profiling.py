@@ -13,7 +13,7 @@ from bottega.client.control import ControlNet, ImageSource
 from bottega.client.hosting import ResidualProfile, controlnet_server
 from bottega.client.messages import filled, items_of
 from bottega.client.picture import Picture
-from bottega.errors import ControlNetNotFound, InvalidRequest, ModelNotFound, NoControlNet, Violation
+from bottega.errors import ControlNetNotFound, InternalError, InvalidRequest, ModelNotFound, NoControlNet, Violation
 from bottega.v1 import controlnet_pb2, fleet_pb2
 from bottega.v1.generation_pb2 import ControlNetUse
 from bottega.v1.image_pb2 import Model
@@ -77,7 +77,9 @@ async def measure(
         picture = await draw(
             case.prompt, seed=seed, model=model, num_inference_steps=num_inference_steps, controlnets=[net]
         )
-        (use,) = picture.provenance.controlnets
+        if len(picture.provenance.controlnets) != 1:
+            raise InternalError(f"the picture's provenance does not say what became of {name} alone")
+        use = picture.provenance.controlnets[0]
         if not use.HasField("similarity"):
             raise _broken("num_inference_steps", "two steps are needed, to compare them")
         found.append((use, picture))

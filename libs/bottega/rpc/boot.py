@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from bottega.process.memory import given_back_at_rest, keep_freed_memory, spare_
 from bottega.rpc import logs
 from bottega.rpc.notify import ServiceManager
 from bottega.rpc.server import Server, Step
+from bottega.state_folder import keep_files_private
 
 # Started again without a change of its configuration it would fail again: the units of systemd name this status.
 _CONFIG_UNUSABLE = 2
@@ -69,11 +69,12 @@ def boot(
     """
     arguments = _arguments(name, kind, description)
     open_files.raise_limit()  # before anything reads it; engine and codec processes inherit it
+    keep_files_private()
     try:
         life = life_of(load(kind, arguments.config))
         asyncio.run(_live(life, kept_bytes=kept_bytes, stop_with_stdin=arguments.stop_with_stdin))
     except BottegaError as error:
-        print(f"bottega.{name}: {error.message}", file=sys.stderr)
+        logs.last_words(f"bottega.{name}: {error.message}")
         return _CONFIG_UNUSABLE if isinstance(error, ConfigError) else _FAILED
     return 0
 

@@ -26,7 +26,6 @@ from bottega.rpc.status import to_grpc_status
 
 REQUEST_ID_KEY = "x-request-id"
 
-MAX_REQUEST_ID_CHARACTERS = 128
 
 # How a write fails when the caller has gone, and how a method of gRPC's own ends itself.
 _OF_GRPC = (grpc.aio.InternalError, grpc.aio.AbortError)
@@ -158,7 +157,8 @@ def at_end(do: Callable[[], None]) -> None:
 def _request_id(context: Context) -> dict[str, str]:
     for key, value in context.invocation_metadata() or ():
         if key == REQUEST_ID_KEY:
-            return {"request_id": str(value)[:MAX_REQUEST_ID_CHARACTERS]}
+            found = logs.request_id_from(str(value))
+            return {"request_id": found} if found else {}
     return {}
 
 

@@ -5,7 +5,7 @@ A registry of its own for every server, so that several may live in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,8 +16,11 @@ from prometheus_client import (
     ProcessCollector,
     make_wsgi_app,
 )
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from bottega.errors import Unavailable
+from bottega.rpc import logs
 from bottega.rpc.address import split
 from bottega.rpc.scrapes import ScrapeServer
 
@@ -54,6 +57,7 @@ class MetricsEndpoint:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
+        self.registry.register(_DroppedLines())
         self.calls = CallMetrics(self.registry)
         self.address = ""
         self._listen = listen
@@ -74,3 +78,12 @@ class MetricsEndpoint:
         if self._http is not None:
             http, self._http = self._http, None
             http.stop()
+
+
+class _DroppedLines(Collector):
+    """Read when somebody scrapes: whoever drops lines has no time for more than a sum."""
+
+    def collect(self) -> Iterable[Metric]:
+        """See prometheus_client."""
+        said = "Log lines that this process dropped because nobody read its stderr."
+        yield CounterMetricFamily("bottega_log_lines_dropped", said, value=logs.dropped_lines())

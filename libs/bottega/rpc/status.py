@@ -6,6 +6,7 @@ It does not know who raises or who asks.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
@@ -52,13 +53,17 @@ def from_rpc_error(error: grpc.RpcError) -> BottegaError:
     failure = cast(_Failure, error)
     code = Code(failure.code().value[0])
     status = _status_of(failure)
-    if status is None:
+    try:
+        unpacked = _unpacked(status) if status is not None else None
+    except message.DecodeError:  # what claims to be our details, and is not
+        unpacked = None
+    if status is None or unpacked is None:
         return _of_grpc(code, failure.details() or "")
-    info, bad_request, retry = _unpacked(status)
+    info, bad_request, retry = unpacked
     return _class_for(info.reason if info.domain == errors.DOMAIN else "", code)(
         status.message,
         metadata=dict(info.metadata),
-        retry_after_s=retry.retry_delay.ToTimedelta().total_seconds() if retry else None,
+        retry_after_s=_wait_s(retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9) if retry else None,
         violations=[Violation(field=v.field, description=v.description) for v in bad_request.field_violations],
     )
 
@@ -88,7 +93,7 @@ def from_job_error(job_error: JobError) -> BottegaError:
     return _class_for(reason, code)(
         job_error.message,
         metadata=dict(job_error.metadata),
-        retry_after_s=job_error.retry_after_s if job_error.HasField("retry_after_s") else None,
+        retry_after_s=_wait_s(job_error.retry_after_s) if job_error.HasField("retry_after_s") else None,
         violations=[Violation(field=v.field, description=v.description) for v in job_error.violations],
     )
 
@@ -150,6 +155,11 @@ def _status_of(failure: _Failure) -> status_pb2.Status | None:
             except message.DecodeError:
                 return None
     return None
+
+
+def _wait_s(seconds: float) -> float | None:
+    """What may be waited: a service that is not ours may say anything."""
+    return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
 def _unpacked(

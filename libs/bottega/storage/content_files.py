@@ -59,7 +59,7 @@ class ContentFolder:
         What is there can be read on a disk that cannot be written: there what was interrupted stays. Raises
         BlockingIOError when another process has it.
         """
-        folders.make(self._path)
+        folders.make_own(self._path)
         if self._lock is None:
             self._lock = _locked(self._path)
         folders.make(self._path / _INCOMING)

@@ -33,4 +33,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # threads may be waiting in the pipe and in links
+    status = main()
+    logs.flush()
+    os._exit(status)  # threads may be waiting in the pipe and in links

@@ -22,7 +22,6 @@ from bottega.gateway.orders import Order
 from bottega.gateway.watching import Ended, Event, Watch
 from bottega.gateway.wire import event_to_wire, image_to_wire, inline_bytes, job_to_wire, travels_inline
 from bottega.rpc import answers, logs
-from bottega.rpc.calls import MAX_REQUEST_ID_CHARACTERS
 from bottega.rpc.peers import host_of
 from bottega.storage import ContentReader, ContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc
@@ -200,8 +199,8 @@ def _chunk_bytes() -> int:
 
 def _log_id(request_id: str) -> str:
     """What the log calls the request: its request_id, which no rule has seen yet, else that of the call's metadata."""
-    if request_id:
-        logs.bind(request_id=request_id[:MAX_REQUEST_ID_CHARACTERS])
+    if found := logs.request_id_from(request_id):
+        logs.bind(request_id=found)
     return logs.bound().get("request_id", "")
 
 

@@ -135,7 +135,7 @@ class Catalogue:
 
     def _open(self) -> None:
         with faults.translated():
-            folders.make(self._path.parent)
+            folders.make_own(self._path.parent)
             if not self._path.exists():
                 os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(self._path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)

@@ -31,4 +31,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # a thread may be waiting in the pipe
+    status = main()
+    logs.flush()
+    os._exit(status)  # a thread may be waiting in the pipe

@@ -111,7 +111,8 @@ class WorkerService:
 
     async def _started(self, raw: bytes) -> Attempt:
         order = await copied(len(raw), lambda: order_from(raw))
-        logs.bind(job_id=order.key.job_id, request_id=order.request_id)
+        ids = {"job_id": order.key.job_id, "request_id": order.request_id}
+        logs.bind(**{name: logs.request_id_from(text) for name, text in ids.items()})
         return self._worker.run(order)
 
 

@@ -33,7 +33,8 @@ def check_gateway(address: str, fleet_address: str) -> Iterator[Finding]:
         yield from _check_ports(address)
         return
     if status != health_pb2.HealthCheckResponse.SERVING:
-        name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+        known = health_pb2.HealthCheckResponse.ServingStatus.values()
+        name = health_pb2.HealthCheckResponse.ServingStatus.Name(status) if status in known else f"status {status}"
         yield fail(f"the gateway at {address} says {name}", "It starts or stops; bottega logs gateway says more.")
         return
     yield ok(f"the gateway at {address} serves")

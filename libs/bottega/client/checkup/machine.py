@@ -61,7 +61,7 @@ def check_cores(cores: int, wait_policy: str) -> Iterator[Finding]:
 
 def check_disk(folder: Path) -> Iterator[Finding]:
     """The state folder, or where it would be made."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110 - Path.exists raises where nobody may look
     if not os.access(there, os.W_OK):
         yield fail(f"the state folder {folder} cannot be written to", "Name another: --state FOLDER or BOTTEGA_STATE.")
         return

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
+
+from bottega.client.cli.plain import plain_lines
 
 # In the order in which a newcomer needs them; each module has the click command as `command`.
 _COMMANDS = ("up", "stop", "generate", "jobs", "models", "controlnets", "loras", "fleet", "logs", "doctor")
@@ -24,17 +28,41 @@ class _Commands(click.Group):
         command: click.Command = importlib.import_module(f"bottega.client.cli.{cmd_name}").command
         return command
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        with _plain_usage():
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
         from bottega.client.cli.connection import advice_when_late, asked_address
         from bottega.client.cli.failures import exit_status, explained
+        from bottega.client.cli.faults import log_plainly, tell_fault
         from bottega.client.cli.terminal import fail
         from bottega.errors import BottegaError
 
+        log_plainly()
         try:
-            return super().invoke(ctx)
+            with _plain_usage():
+                return super().invoke(ctx)
         except BottegaError as error:
             told = explained(error, asked_address(ctx), when_late=advice_when_late(ctx))
             fail(*told, status=exit_status(error))
+        except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
+            raise  # click knows what to do
+        except Exception as error:  # noqa: BLE001 - Python would print its text as it is
+            tell_fault(error)
+
+
+@contextmanager
+def _plain_usage() -> Iterator[None]:
+    """What click says of a wrong command line, without what could steer a terminal: files may be called anything."""
+    try:
+        yield
+    except click.exceptions.NoArgsIsHelpError:
+        raise
+    except click.UsageError as error:
+        raise click.UsageError("\n".join(plain_lines(error.format_message())), ctx=error.ctx) from error
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

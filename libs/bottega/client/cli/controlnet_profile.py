@@ -77,9 +77,7 @@ def _report(name: str, measured: MeasuredProfile) -> None:
     steps = profile.num_inference_steps
     say(f"{name}: {profile.similarity:.4f} from step to step, of {steps}; {servers} will remember it")
     if profile.similarity >= LEAST_SIMILARITY:
-        note(
-            f"Requests of {steps} steps and more that allow approximations (no seed, or --fidelity balanced) may use\n"
-            "residuals one step old, where they would have to wait for them. Their provenance says when they did."
-        )
+        note(f"Requests of {steps} steps and more that allow approximations (no seed, or --fidelity balanced) may use")
+        note("residuals one step old, where they would have to wait for them. Their provenance says when they did.")
     else:
         note(f"Below {LEAST_SIMILARITY:g}: every step goes on waiting for its own residuals.")

@@ -148,8 +148,8 @@ def _fail_for(name: str, added: Sequence[AddedControlNet]) -> None:
 
     failures = [(one.server, one.error) for one in added if one.error is not None]
     if failures:
-        lines = [f"{server}: {error.message}" for server, error in failures]
-        fail(f"{name} is not hosted everywhere", "\n".join(lines), status=exit_status(failures[0][1]))
+        lines = [(f"{server}: {error.message}",) for server, error in failures]
+        fail(f"{name} is not hosted everywhere", lines, status=exit_status(failures[0][1]))
 
 
 def _size(size_bytes: int) -> str:

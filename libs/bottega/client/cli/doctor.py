@@ -10,7 +10,7 @@ import click
 
 from bottega.client.cli.connection import address_option, asked_fleet_address, fleet_option
 from bottega.client.cli.state_option import state_option
-from bottega.client.cli.terminal import say
+from bottega.client.cli.terminal import Styled, say
 
 if TYPE_CHECKING:
     from bottega.client.checkup.finding import Finding
@@ -34,7 +34,7 @@ def command(*, model: str, state: StateFolder, address: str) -> None:
     levels = set()
     for finding in _findings(model, state, address, _fleet_address(address)):
         levels.add(finding.level)
-        say(f"{click.style(f'{finding.level:<4}', fg=_COLOURS[finding.level])}  {finding.what}")
+        say(Styled(text=f"{finding.level:<4}", colour=_COLOURS[finding.level]), f"  {finding.what}")
         if finding.todo:
             say(f"      {finding.todo}")
     raise SystemExit(1 if Level.FAIL in levels else 0)

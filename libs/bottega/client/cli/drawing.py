@@ -5,16 +5,20 @@ Knows the SDK's events, not what was asked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from bottega.client.cli.terminal import note, stderr_console
+from bottega.client.cli.terminal import note, stderr_console, text_column
 from bottega.client.events import Completed, Event, Interrupted, Progress, Queued
 from bottega.errors import InternalError, Unavailable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _Show = Callable[[Event], None]
 
@@ -45,7 +49,7 @@ def _showing() -> Iterator[_Show]:
         yield _Lines().show
         return
     with _bar(console) as bar:
-        task = bar.add_task("asking the gateway", total=None, steps="")
+        task = bar.add_task("", total=None, happens="asking the gateway", steps="")
         yield lambda event: _move(bar, task, event)
 
 
@@ -55,7 +59,8 @@ def described(event: Queued | Interrupted) -> str:
         reached = type(event.error) is not Unavailable
         return f"{event.error.message if reached else 'the gateway does not answer'}; trying again"
     before = f"{event.place} before it" if event.place else "next"
-    estimate = "" if event.estimate_s is None else f", about {max(1, round(event.estimate_s))} s"
+    known = event.estimate_s is not None and math.isfinite(event.estimate_s)
+    estimate = "" if event.estimate_s is None or not known else f", about {max(1, round(event.estimate_s))} s"
     return f"queued, {before}{estimate}"
 
 
@@ -84,9 +89,9 @@ class _Lines:
 def _bar(console: Console) -> Bar:
     return Bar(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        text_column("happens"),
         BarColumn(bar_width=32),
-        TextColumn("{task.fields[steps]}"),
+        text_column("steps"),
         TimeElapsedColumn(),
         console=console,
         transient=True,
@@ -95,7 +100,7 @@ def _bar(console: Console) -> Bar:
 
 def _move(bar: Bar, task: TaskID, event: Event) -> None:
     if isinstance(event, Queued | Interrupted):
-        bar.update(task, description=described(event))
+        bar.update(task, happens=described(event))
     elif isinstance(event, Progress):
         steps = f"{event.steps_done}/{event.steps_total}"
-        bar.update(task, description="drawing", total=event.steps_total, completed=event.steps_done, steps=steps)
+        bar.update(task, happens="drawing", total=event.steps_total, completed=event.steps_done, steps=steps)

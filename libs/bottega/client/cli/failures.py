@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from bottega import errors
+from bottega.client.cli.plain import plain
 from bottega.client.retry import OutOfTime
 from bottega.client.size import LIMIT
 from bottega.client.suite.plan import PortTaken
+from bottega.client.suite.state import StateFolderUnusable
 from bottega.errors import BottegaError
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -64,6 +66,7 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
         errors.DeadlinePassed: "bottega generate begins another one; --timeout SECONDS gives it more time.",
         errors.FleetFull: "Stop a service that is not needed, or raise max_members in the gateway's configuration.",
         errors.TooLarge: "Ask for a smaller picture or for fewer at once.",
+        StateFolderUnusable: "Name another one: --state FOLDER or BOTTEGA_STATE.",
         PortTaken: "bottega doctor says by whom; another one: bottega up --port PORT (0: any).",
     }
 )
@@ -126,7 +129,7 @@ def exit_status(error: BottegaError) -> int:
 def _about_loras(error: BottegaError, names: str) -> str:
     """Of LoRAs that a job has, and that are damaged or too strong. names: joined by commas; one where it is damaged."""
     if isinstance(error, errors.DataLoss):
-        return f"Bring it again as it was, which replaces it: bottega loras add {names} FILE"
+        return f"Bring it again as it was, which replaces it: bottega loras add {plain(names)} FILE"
     return "Try scales nearer to 0 (--lora NAME:SCALE), or each LoRA by itself, or none of them."
 
 
@@ -161,7 +164,7 @@ def _refused(error: errors.InvalidRequest) -> tuple[str, str]:
     if not error.violations:
         return error.message, ""
     drawing = any(_head(item.field) in _OF_A_DRAWING for item in error.violations)
-    fields = [f"{item.field.removeprefix('spec.')}: {item.description}" for item in error.violations]
+    fields = [plain(f"{item.field.removeprefix('spec.')}: {item.description}") for item in error.violations]
     return "this cannot be drawn" if drawing else "this cannot be asked", "\n".join(fields)
 
 

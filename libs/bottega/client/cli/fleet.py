@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from bottega.client.cli.connection import address_option, connect, fleet_option
-from bottega.client.cli.terminal import new_table, print_table, stderr_console
+from bottega.client.cli.terminal import PlainTable, new_table, print_table, stderr_console
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from bottega.v1.fleet_pb2 import ListMembersResponse, Load, Member
 
 _LOOK_S = 0.5
@@ -33,22 +31,21 @@ def command(address: str, once: bool) -> None:
         if once or not console.is_terminal:
             print_table(fleet_table(client.fleet()))
             return
-        with Live(fleet_table(client.fleet()), console=console, auto_refresh=False) as live:
+        with Live(fleet_table(client.fleet()).table, console=console, auto_refresh=False) as live:
             try:
                 while True:
                     time.sleep(_LOOK_S)
-                    live.update(fleet_table(client.fleet()), refresh=True)
+                    live.update(fleet_table(client.fleet()).table, refresh=True)
             except KeyboardInterrupt:
                 return
 
 
-def fleet_table(fleet: ListMembersResponse) -> Table:
+def fleet_table(fleet: ListMembersResponse) -> PlainTable:
     """One row a service; the gateway's queue stands below."""
     table = new_table("service", "kind", "address", "serves", "device", ">running", ">steps", ">memory", ">since")
     for member in fleet.members:
         table.add_row(*_row(member))
-    table.caption = f"{fleet.queued} waiting in the queue"
-    table.caption_justify = "left"
+    table.add_caption(f"{fleet.queued} waiting in the queue")
     return table
 
 
@@ -70,7 +67,10 @@ def _row(member: Member) -> tuple[str, ...]:
 def _kind(member: Member) -> str:
     from bottega.v1.fleet_pb2 import ServiceKind
 
-    return ServiceKind.Name(member.registration.kind).removeprefix("SERVICE_KIND_").lower()
+    kind = member.registration.kind
+    if kind not in ServiceKind.values():
+        return f"kind {kind}"  # of a later version
+    return ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower()
 
 
 def _controlnets(load: Load) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import click
 
 from bottega.client.cli.connection import DEFAULT_TIMEOUT_S, address_option, advise_when_late, connect
 from bottega.client.cli.parameters import drawing_options
+from bottega.client.cli.plain import shortened
 from bottega.client.cli.terminal import fail, note, say
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _STAGES = (
 )
 _SHORTEST_S = 0.0005
 # Of a prompt that was cut: enough to see where.
-_CUT_LETTERS = 100
+_CUT_COLUMNS = 100
 
 _WHEN_LATE = "Allow more time with --timeout SECONDS, ask for fewer steps, or wait for nothing with --detach."
 _WHEN_LATE_DETACHED = "Allow more time with --timeout SECONDS, or all that it takes: leave --timeout out."
@@ -154,8 +154,9 @@ def _draw(
 def _say_detached(job_id: str, output: Path | None) -> None:
     """The id alone as the result, for scripts; what to do with it beside."""
     say(job_id)
-    note(f"bottega jobs watch {job_id}    follows it")
-    note(f"bottega jobs get {job_id}{f' -o {shlex.quote(str(output))}' if output else ''} --wait    has its picture")
+    name = shlex.quote(job_id)
+    note(f"bottega jobs watch {name}    follows it")
+    note(f"bottega jobs get {name}{f' -o {shlex.quote(str(output))}' if output else ''} --wait    has its picture")
 
 
 def _write_previews(target: Path, progress: Progress, num_images: int) -> None:
@@ -177,7 +178,7 @@ def _report(completed: Completed, output: Output, elapsed_s: float) -> None:
     for use in completed.provenance.loras:
         say(f"LoRA {use.name}: scale {use.scale:g}, in from step {use.from_step}, there after {use.load_s:.3f} s")
     for cut in completed.provenance.truncations:
-        lost = textwrap.shorten(cut.text, _CUT_LETTERS, placeholder=" ...")
+        lost = shortened(cut.text, _CUT_COLUMNS)
         note(f"{cut.field} was too long for the model; without effect: {lost}")
 
 

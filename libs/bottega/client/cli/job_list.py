@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import re
 import shlex
-import textwrap
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import click
 
 from bottega.client.cli.connection import address_option, connect
-from bottega.client.cli.terminal import new_table, note, print_table
+from bottega.client.cli.plain import shortened
+from bottega.client.cli.terminal import PlainTable, new_table, note, print_table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from bottega.client.jobs import JobStatus
 
 _STATES = ("queued", "running", "completed", "failed", "cancelled")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _AGO = re.compile(r"(\d{1,6})([smhd])")
 # Of a prompt: enough to know it again.
-_PROMPT_LETTERS = 60
+_PROMPT_COLUMNS = 60
 # A page may have no jobs and not be the last one: so many are turned for a person who waits.
 _MOST_PAGES = 100
 
@@ -77,12 +75,11 @@ def list_command(
     elif not page.next_page_token:
         note("There are no such jobs." if states or since or until or page_token else "There are no jobs yet.")
     if page.next_page_token:
-        note(f"More: {_again(states, since, until, number)} --page {page.next_page_token}")
+        note(f"More: {_again(states, since, until, number)} --page {shlex.quote(page.next_page_token)}")
 
 
-def _table(jobs: tuple[JobStatus, ...]) -> Table:
-    table = new_table("job", "state", ">steps", "accepted", ">took", "prompt")
-    table.columns[-1].no_wrap = False  # so that a narrow terminal cuts no id
+def _table(jobs: tuple[JobStatus, ...]) -> PlainTable:
+    table = new_table("job", "state", ">steps", "accepted", ">took", "prompt", wraps_last=True)  # and cuts no id
     for job in jobs:
         table.add_row(*_row(job))
     return table
@@ -95,7 +92,7 @@ def _row(job: JobStatus) -> tuple[str, ...]:
         f"{job.steps_done}/{job.steps_total}" if job.steps_total else "",
         f"{job.created.astimezone():%Y-%m-%d %H:%M:%S}",
         _took(job),
-        textwrap.shorten(job.spec.prompt, _PROMPT_LETTERS, placeholder=" ..."),
+        shortened(job.spec.prompt, _PROMPT_COLUMNS),
     )
 
 

@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
 
-import click
-
+from bottega.client.cli.terminal import Line, Styled
 from bottega.client.suite.output import fields_of
 
 _COLOURS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 _USUAL = ("time", "level", "service", "event", "logger", "exc_info")
+# What stands by itself as a value; else a stranger's text could look like several facts.
+_ONE_WORD = re.compile(r"[^\s\"'=]+")
 
 
-def pretty(service: str, line: str) -> str:
-    """Time, level, service and event, then the facts as name=value; a traceback below, indented.
+def pretty(service: str, line: str) -> Iterator[Line]:
+    """Time, level, service and event, then the facts as name=value; below a traceback, marked as such.
 
     service: whose log it is; lines that are no JSON, such as a crash's last words, have only that.
     """
     fields = fields_of(line)
     level = str(fields.get("level", ""))
-    moment = click.style(f"{str(fields.get('time', ''))[11:]:<12}", dim=True)
-    head = f"{moment} {click.style(f'{level:<7}', fg=_COLOURS.get(level))} {service:<9}"
-    parts = [head, str(fields.get("event", "")), click.style(_facts(fields), dim=True)]
-    trace = str(fields.get("exc_info") or "")
-    below = "".join(f"\n    {row}" for row in trace.splitlines())
-    return " ".join(part for part in parts if click.unstyle(part)) + below
+    head: list[str | Styled] = [
+        Styled(text=f"{str(fields.get('time', ''))[11:]:<12}", dim=True),
+        " ",
+        Styled(text=f"{level:<7}", colour=_COLOURS.get(level)),
+        f" {service:<9}",
+    ]
+    if event := str(fields.get("event", "")):
+        head.append(f" {event}")
+    if facts := _facts(fields):
+        head += [" ", Styled(text=facts, dim=True)]
+    yield head
+    for row in str(fields.get("exc_info") or "").split("\n"):
+        if row:
+            yield (f"    | {row}",)
 
 
 def _facts(fields: Mapping[str, object]) -> str:
-    return " ".join(f"{name}={value}" for name, value in fields.items() if name not in _USUAL and value is not None)
+    return " ".join(
+        f"{name}={_value(value)}" for name, value in fields.items() if name not in _USUAL and value is not None
+    )
+
+
+def _value(value: object) -> str:
+    text = str(value)
+    return text if _ONE_WORD.fullmatch(text) else json.dumps(text, ensure_ascii=False)

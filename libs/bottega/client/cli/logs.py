@@ -34,9 +34,15 @@ def command(*, service: str | None, following: bool, count: int, raw: bool, stat
         fail(f"there is no log of {service}", f"There are: {', '.join(known)}", status=2)
     services = [service] if service else known
     for name, line in last_lines(state.logs, services, count):
-        say(line if raw else pretty(name, line))
+        _show(name, line, raw=raw)
     try:
         for name, line in follow(state.logs, services) if following else ():
-            say(line if raw else pretty(name, line))
+            _show(name, line, raw=raw)
     except KeyboardInterrupt:
         return
+
+
+def _show(service: str, line: str, *, raw: bool) -> None:
+    """raw: JSON is plain text as it is, and lines that are none are made so."""
+    for row in [(line,)] if raw else pretty(service, line):
+        say(*row)

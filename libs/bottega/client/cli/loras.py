@@ -203,9 +203,16 @@ def _facts(lora: StoredLora) -> list[tuple[str, str]]:
         ("trigger words", ", ".join(lora.trigger_words) or "none"),
         ("may be late until", bounds or "not measured; a fifth of the steps"),
         ("in the store's memory", _where(lora)),
-        ("added", datetime.fromtimestamp(lora.added_s, UTC).strftime("%Y-%m-%d %H:%M UTC")),
+        ("added", _moment(lora.added_s)),
         ("hash", lora.digest[:_HASH_LETTERS]),
     ]
+
+
+def _moment(unix_s: float) -> str:
+    try:
+        return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (OverflowError, OSError, ValueError):
+        return "at no time that there is"
 
 
 def _where(lora: StoredLora) -> str:

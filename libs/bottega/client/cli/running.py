@@ -80,7 +80,8 @@ def _on_signal(stop: asyncio.Event, supervisor: Supervisor) -> Callable[[], None
         if stop.is_set():
             supervisor.hurry()
             return
-        say("\nStopping; Ctrl-C once more does not wait for what runs.")
+        say()
+        say("Stopping; Ctrl-C once more does not wait for what runs.")
         stop.set()
 
     return stop_or_hurry

@@ -1,63 +1,136 @@
-"""How the command speaks: results on stdout, everything else on stderr. Knows neither services nor pictures."""
+"""How the command speaks: results on stdout, everything else on stderr. Knows neither services nor pictures.
+
+Nothing else here writes to a terminal. Whatever it is given is shown as plain text, one line each, however it came: no
+markup is read, and nothing of it steers the terminal. Colours are given beside the text, by `Styled`.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from bottega.client.cli.plain import plain
+
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.console import Console, RenderableType
+    from rich.progress import ProgressColumn
+
+# Of a cell of a table: what no terminal has room for need not be looked at.
+_LONGEST_CELL = 400
 
 
-def say(text: str = "") -> None:
-    """A result."""
-    click.echo(_printable(text))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Styled:
+    """A piece of a line with a look of its own. colour: by click's names."""
+
+    text: str
+    colour: str | None = None
+    bold: bool = False
+    dim: bool = False
 
 
-def note(text: str = "") -> None:
-    """Something worth knowing on the way."""
-    click.echo(_printable(text), err=True)
+Line = Sequence[str | Styled]
 
 
-def fail(what: str, todo: str = "", *, status: int = 1) -> NoReturn:
-    """Says what happened and what to do about it, and ends the command."""
-    note(f"{click.style('error:', fg='red', bold=True)} {what}")
-    for line in todo.splitlines():
-        note(f"  {line}")
+def say(*pieces: str | Styled) -> None:
+    """A result: one line."""
+    click.echo(_line(pieces))
+
+
+def note(*pieces: str | Styled) -> None:
+    """Something worth knowing on the way: one line."""
+    click.echo(_line(pieces), err=True)
+
+
+def fail(what: str, todo: str | Sequence[Line] = "", *, status: int = 1) -> NoReturn:
+    """Says what happened and what to do about it, and ends the command.
+
+    todo: lines, or text that may have several: what comes from strangers goes through plain() before it is put into it.
+    """
+    note(Styled(text="error:", colour="red", bold=True), f" {what}")
+    lines = [(line,) for line in todo.split("\n") if todo] if isinstance(todo, str) else todo
+    for line in lines:
+        note("  ", *line)
     sys.exit(status)
+
+
+class PlainTable:
+    """See new_table. table: for what shows it again and again."""
+
+    def __init__(self, *columns: str, wraps_last: bool) -> None:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        self.table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_header=any(columns))
+        for column in columns:
+            justify = "right" if column.startswith(">") else "left"
+            self.table.add_column(column.removeprefix(">"), justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        self.table.columns[-1].no_wrap = not wraps_last
+
+    def add_row(self, *cells: str) -> None:
+        """One line, or more."""
+        from rich.text import Text
+
+        self.table.add_row(*(Text(plain(cell[:_LONGEST_CELL])) for cell in cells))
+
+    def add_caption(self, text: str) -> None:
+        """A line below it."""
+        from rich.text import Text
+
+        self.table.caption = Text(plain(text))
+        self.table.caption_justify = "left"
+
+
+def new_table(*columns: str, wraps_last: bool = False) -> PlainTable:
+    """A table in the command's one look; columns that begin with > are numbers. Without any name it has no head.
+
+    wraps_last: the last column takes more than one line where there is no room, so that no other one is cut.
+    """
+    return PlainTable(*columns, wraps_last=wraps_last)
+
+
+def print_table(table: PlainTable) -> None:
+    """A table as a result; never cut where there is no terminal to fit it into."""
+    console = new_console()
+    if not console.is_terminal:
+        console = new_console(width=200)
+    console.print(table.table)
+
+
+def new_console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """A console that reads no markup, no emoji codes and no numbers in what it is given."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
 
 
 def stderr_console() -> Console:
     """A console for what moves, such as progress bars."""
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False)
+    return new_console(stderr=True)
 
 
-def new_table(*columns: str) -> Table:
-    """A table in the command's one look; columns that begin with > are numbers. Without any name it has no head."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+def text_column(key: str) -> ProgressColumn:
+    """Of a progress bar: the field of its tasks that has this name, as plain text."""
+    from rich.progress import ProgressColumn, Task
+    from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_header=any(columns))
-    for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
-    return table
+    class _PlainColumn(ProgressColumn):
+        def render(self, task: Task) -> RenderableType:
+            """See rich."""
+            return Text(plain(str(task.fields[key])), no_wrap=True, overflow="ellipsis")
 
-
-def print_table(table: Table) -> None:
-    """A table as a result; never cut where there is no terminal to fit it into."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=200)
-    console.print(table)
+    return _PlainColumn()
 
 
-def _printable(text: str) -> str:
-    """Names of files and arguments may be bytes that are no Unicode, which not every terminal's encoding can carry."""
-    return text.encode(errors="backslashreplace").decode()
+def _line(pieces: Line) -> str:
+    return "".join(_piece(piece) for piece in pieces)
+
+
+def _piece(piece: str | Styled) -> str:
+    if isinstance(piece, str):
+        return plain(piece)
+    return click.style(plain(piece.text), fg=piece.colour, bold=piece.bold or None, dim=piece.dim or None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from bottega.client.cli.logline import pretty
+from bottega.client.cli.plain import plain_lines
 from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import fail, note, say
 
@@ -55,12 +57,15 @@ def command(*, state: StateFolder, detach: bool, in_background: bool, **wished: 
             _detached(SuiteWish(**wished), state)
         else:
             _foreground(SuiteWish(**wished), state, in_background=in_background)
-    except AlreadyHeld:
-        _refuse(state)
+    except AlreadyHeld as held:
+        _refuse(state, held.holders)
     except DoesNotStart as error:
         fail(
             error.message,
-            "\n".join([*(pretty(error.name, line) for line in error.last_lines), "bottega doctor looks for causes."]),
+            [
+                *(row for line in error.last_lines for row in pretty(error.name, line)),
+                ("bottega doctor looks for causes.",),
+            ],
         )
     except OSError as error:
         fail(
@@ -88,6 +93,8 @@ def _foreground(wish: SuiteWish, state: StateFolder, *, in_background: bool) -> 
         for name in end_leftovers(state.read()):
             note(f"{name} was still running from an instance that was killed; ended it")
         plan = plan_suite(wish, state)
+        if others := state.others():
+            note(f"The state folder {state.root} {others}.")
         say(f"Bottega: {_described(plan, wish)}; logs in {state.logs}")
         if not in_background:
             say("Ctrl-C stops it.")
@@ -102,14 +109,29 @@ def _detached(wish: SuiteWish, state: StateFolder) -> None:
     try:
         began = start_in_background(wish, state)
     except DidNotStart as error:
-        note(error.message)  # it has said already what to do
+        for line in plain_lines(error.message):  # it has said already what to do
+            note(line)
         raise SystemExit(1) from None
     say(f"Bottega runs in the background as process {began.pid}; logs in {state.logs}; bottega stop ends it.")
     say_ready(began.address, began.fleet_address, began.seconds, state)
 
 
-def _refuse(state: StateFolder) -> None:
+def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:
+    """holders: of the lock. Who can open it, can hold it, and need not be a suite."""
+    import psutil
+
     record = state.read()
+    for pid in holders:
+        try:
+            process = psutil.Process(pid)
+            uid, user, name = process.uids().real, process.username(), process.name()
+        except psutil.Error:
+            continue
+        if uid != os.geteuid() and (record is None or record.pid != pid):
+            fail(
+                f"the lock of the state folder {state.root} is held by process {pid} ({name}) of {user}",
+                "No suite of yours runs from there. End that process, or name another folder: --state FOLDER.",
+            )
     who = f"as process {record.pid}, at {record.address}" if record else "and is just starting"
     fail(
         f"a suite already runs from {state.root} {who}",

@@ -13,6 +13,7 @@ from pathlib import Path
 from bottega.client.suite.plan import SuiteWish
 from bottega.client.suite.state import AlreadyHeld, Record, StateFolder
 from bottega.errors import BottegaError, Code, DeadlinePassed
+from bottega.state_folder import private_files
 
 # A large model on a slow disk; a service that dies is given up long before.
 _START_S = 900.0
@@ -40,15 +41,15 @@ class Background:
 def start_in_background(wish: SuiteWish, state: StateFolder) -> Background:
     """Starts an instance and waits until it is ready.
 
-    Raises AlreadyHeld; DidNotStart with what it said; DeadlinePassed when it is still not ready.
+    Raises AlreadyHeld, StateFolderUnusable; DidNotStart with what it said; DeadlinePassed when it is still not ready.
     """
     if state.is_held():
-        raise AlreadyHeld
-    state.logs.mkdir(parents=True, exist_ok=True)
+        raise AlreadyHeld(state.holders())
+    state.make()
     said = state.logs / "up.out"
     options = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(wish).items()]
     began_s = time.monotonic()
-    with said.open("wb") as output:
+    with private_files(), said.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "bottega.client.cli", "up", "--in-background", f"--state={state.root}", *options],
             stdin=subprocess.DEVNULL,

@@ -79,6 +79,6 @@ def fields_of(line: str) -> Mapping[str, object]:
     """The fields of a JSON log line; a line that is none, such as a traceback, is its own event."""
     try:
         fields = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # anybody's words may be on stderr
         fields = None
     return fields if isinstance(fields, dict) else {"event": line}

@@ -10,13 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bottega.client.suite.output import fields_of
+from bottega.client.suite.state import StateFolderUnusable
 
 _LOOK_S = 0.2
 
 
 def services_with_logs(folder: Path) -> list[str]:
-    """Names of the services that have a log in `folder`."""
-    return sorted(path.stem for path in folder.glob("*.log"))
+    """Names of the services that have a log in `folder`. Raises StateFolderUnusable where nobody may look."""
+    try:
+        return sorted(path.stem for path in folder.iterdir() if path.suffix == ".log")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StateFolderUnusable(f"the logs in {folder} cannot be read: {error.strerror}") from None
 
 
 def last_lines(folder: Path, services: list[str], count: int) -> list[tuple[str, str]]:
@@ -76,7 +82,7 @@ def _timed(folder: Path, service: str, count: int) -> list[tuple[str, str]]:
     lines: deque[str] = deque(maxlen=count)
     for path in (folder / f"{service}.log.1", folder / f"{service}.log"):
         if path.exists():
-            with path.open(encoding="utf-8", errors="replace") as file:
+            with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
                 lines.extend(line.rstrip("\n") for line in file)
     moments = [str(fields_of(line).get("time", "")) for line in lines]
     moment = next((found for found in moments if found), "")

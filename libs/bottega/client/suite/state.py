@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +14,28 @@ from pathlib import Path
 from typing import IO
 
 from bottega.client.files import write_whole
+from bottega.errors import BottegaError, Code
+from bottega.state_folder import make_missing, make_private, owner_of, private_files
 
 _INSTANT_S = 0.05
+_LOCKS = Path("/proc/locks")
+# What an instance and its services make in the folder: where there is more, the folder is not theirs alone.
+_OURS = frozenset({"config", "controlnet", "controlnets", "gateway", "logs", "loras", "suite.json", "suite.lock"})
+_HALF_WRITTEN = ".suite.json."
 
 
 class AlreadyHeld(Exception):
-    """Another instance runs from the state folder."""
+    """Another instance runs from the state folder. holders: the processes that have its lock, where that is known."""
+
+    def __init__(self, holders: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.holders = holders
+
+
+class StateFolderUnusable(BottegaError):
+    """The state folder is another user's, or cannot be opened or written."""
+
+    code = Code.FAILED_PRECONDITION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +90,43 @@ class StateFolder:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Makes the folder this process's own while the context lasts. Raises AlreadyHeld, or OSError."""
-        for folder in (self.root, self.logs, self.config, self.controlnets):
-            folder.mkdir(parents=True, exist_ok=True)
-        with self._lock.open("a") as lock:
-            _lock_alone(lock)
-            yield
+        """Makes the folder this process's own while the context lasts, and nobody else's to look into.
+
+        All files that this process and its services make are private meanwhile. Raises AlreadyHeld,
+        StateFolderUnusable.
+        """
+        with private_files():
+            self.make()
+            with self._opened() as lock:
+                self._lock_alone(lock)
+                yield
+
+    def make(self) -> None:
+        """Makes the folders where they are not there, and takes other users' rights to them. Raises as `hold`."""
+        try:
+            make_missing(self.root)
+            self._check_owner()
+            if self.is_ours_alone():
+                make_private(self.root)
+            for folder in (self.logs, self.config, self.controlnets):
+                make_private(folder)
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    def is_ours_alone(self) -> bool:
+        """Whether there is nothing in the folder but what belongs to a suite. Raises OSError."""
+        names = [path.name for path in self.root.iterdir()]
+        return all(name in _OURS or name.startswith(_HALF_WRITTEN) for name in names)
+
+    def others(self) -> str:
+        """Who else can look into the folder, or change it, as a person hears it; empty where nobody can."""
+        status = self.root.stat()
+        if status.st_uid != os.geteuid():
+            return f"belongs to {owner_of(self.root)}, who can read and change what is in it"
+        return "is open to other users" if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
 
     def is_held(self) -> bool:
-        """Whether an instance runs from here."""
+        """Whether an instance runs from here. Raises StateFolderUnusable where that cannot be seen."""
         try:
             with self._lock.open("r") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -88,7 +134,21 @@ class StateFolder:
             return False
         except BlockingIOError:
             return True
+        except OSError as error:
+            raise self._unusable(error) from None
         return False
+
+    def holders(self) -> tuple[int, ...]:
+        """Processes that have the lock, as far as the kernel tells: not on every file system, nor across containers."""
+        try:
+            status = self._lock.stat()
+            lines = _LOCKS.read_text(encoding="ascii").splitlines()
+        except OSError:
+            return ()
+        file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        # Such as "4: FLOCK  ADVISORY  WRITE 1274 fd:01:131090 0 EOF"; with an arrow, of who waits for one.
+        locks = [line.split() for line in lines if "->" not in line]
+        return tuple(int(lock[4]) for lock in locks if lock[1] == "FLOCK" and lock[5] == file and int(lock[4]) > 0)
 
     def write(self, record: Record) -> None:
         """Replaces the record."""
@@ -100,7 +160,7 @@ class StateFolder:
             values = json.loads(self._record.read_bytes())
             children = tuple(Child(**child) for child in values.pop("children"))
             return Record(children=children, **values)
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
     def running(self) -> Record | None:
@@ -108,8 +168,11 @@ class StateFolder:
         return self.read() if self.is_held() else None
 
     def running_address(self) -> str | None:
-        """host:port of the gateway of the instance that runs from here; None when none does."""
-        record = self.running()
+        """host:port of the gateway of the instance that runs from here; None when none does, or nobody can see it."""
+        try:
+            record = self.running()
+        except StateFolderUnusable:
+            return None
         return record.address if record else None
 
     def forget(self) -> None:
@@ -124,15 +187,34 @@ class StateFolder:
     def _record(self) -> Path:
         return self.root / "suite.json"
 
-
-def _lock_alone(file: IO[str]) -> None:
-    # Whoever asks is_held() holds a shared lock for an instant: that is no instance.
-    for last in (False, False, False, True):
+    def _opened(self) -> IO[str]:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if last:
-                raise AlreadyHeld from None
-            time.sleep(_INSTANT_S)
-        else:
-            return
+            lock = self._lock.open("a")
+            if os.fstat(lock.fileno()).st_uid == os.geteuid():
+                os.fchmod(lock.fileno(), stat.S_IRUSR | stat.S_IWUSR)  # whoever can read it, can hold it
+        except OSError as error:
+            raise self._unusable(error) from None
+        return lock
+
+    def _lock_alone(self, file: IO[str]) -> None:
+        # Whoever asks is_held() holds a shared lock for an instant: that is no instance.
+        for last in (False, False, False, True):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if last:
+                    raise AlreadyHeld(self.holders()) from None
+                time.sleep(_INSTANT_S)
+            else:
+                return
+
+    def _check_owner(self) -> None:
+        """Whose folder it is can read all that is written there, and start what he likes by its configuration."""
+        owner = self.root.stat().st_uid
+        if os.geteuid() != 0 and owner not in (0, os.geteuid()):
+            raise StateFolderUnusable(f"the state folder {self.root} belongs to {owner_of(self.root)}, not to you")
+
+    def _unusable(self, error: OSError) -> StateFolderUnusable:
+        owner = owner_of(self.root) if isinstance(error, PermissionError) else ""
+        whose = f" ({owner} owns it, or what it is to be made in)" if owner else ""
+        return StateFolderUnusable(f"the state folder {self.root} cannot be used: {error.strerror}{whose}")

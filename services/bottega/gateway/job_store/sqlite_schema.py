@@ -101,7 +101,7 @@ def create_file(path: Path) -> None:
     """An empty file for its owner alone, where there is none: prompts are in it. Raises OSError."""
     if path.exists():
         return
-    folders.make(path.parent)
+    folders.make_own(path.parent)
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
