@@ -14,7 +14,16 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from bottega import rules
-from bottega.errors import BottegaError, ConfigError, DataLoss, Draining, LoraInUse, LoraNotFound, TooLarge
+from bottega.errors import (
+    BottegaError,
+    ConfigError,
+    DataLoss,
+    Draining,
+    LoraInUse,
+    LoraNotFound,
+    TooLarge,
+    Unavailable,
+)
 from bottega.loras.catalogue import Catalogue
 from bottega.loras.config import LoraConfig, OwnLora
 from bottega.loras.files import LoraFiles
@@ -29,6 +38,8 @@ from bottega.process import open_files
 from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet import FleetMembership
 from bottega.rpc.link_counts import link_counts
+from bottega.storage import faults, folders
+from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.transport import Offer
 from bottega.v1 import fleet_pb2
 
@@ -58,6 +69,8 @@ class LoraStore:
         self._config = config
         self._address = address
         self._version = importlib.metadata.version("bottega-services")
+        self._folder = folder
+        self._lock = ProcessLock(folder)
         self._catalogue = Catalogue(folder / "catalogue.db")
         self._files = LoraFiles(folder / "files", budget_bytes=config.disk_bytes)
         self._most_in_memory = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
@@ -89,8 +102,9 @@ class LoraStore:
     async def start(self) -> None:
         """Opens catalogue and files, brings its own LoRAs, loads what is pinned, and joins the fleet.
 
-        Raises what they do.
+        Raises what they do, and Unavailable where another process has the folder.
         """
+        await asyncio.to_thread(self._hold_folder)
         await self._catalogue.open()
         digests = await self._catalogue.digests()
         lost = await asyncio.to_thread(self._files.open, digests)
@@ -196,6 +210,15 @@ class LoraStore:
         await asyncio.to_thread(self._links.close)
         await asyncio.to_thread(self._tiers.close)
         await self._catalogue.close()
+        self._lock.release()
+
+    def _hold_folder(self) -> None:
+        with faults.translated():
+            folders.make(self._folder)
+            try:
+                self._lock.take()
+            except HeldElsewhere as held:
+                raise Unavailable(f"{held} (key folder)") from None
 
     async def _bring_own(self, lost: Collection[str]) -> None:
         """Takes in the LoRAs of its own that it does not have. lost: digests without a file."""
