@@ -1,4 +1,4 @@
-"""A lock on a folder or a file that one process at a time has, and which process that is. Knows nothing of what is in it.
+"""A lock on a folder or a file that one process at a time has, and which process that is. Reads nothing of it.
 
 It is the system's: whoever dies lets it go, and nobody has to clear it away.
 """

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sqlite3
 
 from bottega.errors import BottegaError, DataLoss
-from bottega.storage import faults
+from bottega.storage import faults, sqlite_files
 
-# Primary result codes, https://sqlite.org/rescode.html; extended ones carry them in their low byte.
-_DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+# By primary result codes, https://sqlite.org/rescode.html; extended ones carry them in their low byte.
 _SAYS = {
     sqlite3.SQLITE_FULL: "the disk is full",
     sqlite3.SQLITE_READONLY: "the disk cannot be written",
@@ -27,7 +26,7 @@ def typed(error: sqlite3.Error) -> BottegaError | None:
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:
         return None
-    if code & 0xFF in _DAMAGED:
+    if sqlite_files.says_damage(error):
         return damaged()
     says = _SAYS.get(code & 0xFF)
     return faults.unavailable(says, cause=error.sqlite_errorname) if says else None
