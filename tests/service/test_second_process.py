@@ -74,11 +74,9 @@ def test_a_second_lora_store_refuses_to_start_and_leaves_uploads_under_way_alone
     store = services.start("bottega.loras", config, name="store")
     with _uploading(store, lora_file(tmp_path, rank=32).read_bytes(), folder):
         ended = _second(tmp_path, "bottega.loras", config)
-        assert (ended.returncode, _last_line(ended)) == (
-            1,
-            f"bottega.loras: {folder} is in use by process {store.process.pid}: stop that one first, or configure "
-            "another place (key folder)",
-        )
+        held = f"{folder} is in use by process {store.process.pid}"
+        todo = "stop that one first, or configure another place (key folder)"
+        assert (ended.returncode, _last_line(ended)) == (1, f"bottega.loras: {held}: {todo}")
     store.kill()
     services.start("bottega.loras", config, name="next")
 
@@ -94,8 +92,6 @@ def test_a_second_controlnet_server_refuses_to_start_on_the_file_of_another_one(
         services.start("bottega.controlnet", {**config, "catalogue": str(tmp_path / "others.json")}, name="second")
         return
     ended = _second(tmp_path, "bottega.controlnet", config)
-    assert (ended.returncode, _last_line(ended)) == (
-        1,
-        f"bottega.controlnet: {tmp_path / 'nets.json'} is in use by process {first.process.pid}: stop that one first, "
-        "or configure another place (key catalogue)",
-    )
+    held = f"{tmp_path / 'nets.json'} is in use by process {first.process.pid}"
+    todo = "stop that one first, or configure another place (key catalogue)"
+    assert (ended.returncode, _last_line(ended)) == (1, f"bottega.controlnet: {held}: {todo}")
