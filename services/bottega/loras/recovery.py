@@ -25,6 +25,8 @@ from bottega.storage import faults
 
 _log = logging.getLogger(__name__)
 
+# After a look at all files, for so many times as long as it took nobody has the store look again.
+_REST = 10
 # Of a digest, in the name of a LoRA whose own is not known.
 _NAME_DIGITS = 12
 
@@ -47,13 +49,19 @@ class Recovery:
         self._catalogue = catalogue
         self._files = files
         self._keeping = keeping
+        # Of what reads whole files, one at a time: whoever asks a hundred times does not take the store's threads.
+        self._restoring = asyncio.Lock()
+        self._look_again_at = 0.0
 
     async def sort_out(self) -> SortedOut:
         """Puts into quarantine what the catalogue does not know, says so in the log, and what is lost. Raises
         StorageUnavailable, DataLoss."""
+        began = time.monotonic()
         async with self._keeping:
             records = await self._catalogue.all()
             found = await asyncio.to_thread(self._files.sort_out, records)
+        ended = time.monotonic()
+        self._look_again_at = ended + _REST * (ended - began)
         quarantine = self._files.quarantine
         if found.moved:
             what = f"{found.moved} files that the catalogue of LoRAs does not know were put into quarantine"
@@ -65,8 +73,9 @@ class Recovery:
         return found
 
     async def page(self, *, size: int, after: str) -> list[Quarantined]:
-        """Up to `size` of what is in quarantine after that id, by id; the first page looks for more of it before."""
-        if not after:
+        """Up to `size` of what is in quarantine after that id, by id; for the first page the store looks at its files,
+        unless it did so just now."""
+        if not after and time.monotonic() >= self._look_again_at:
             await self.sort_out()
         with faults.translated():
             return await asyncio.to_thread(self._files.quarantine.page, size=size, after=after)
@@ -78,18 +87,14 @@ class Recovery:
         for weights that are damaged or gone, BadLora for such as do not fit the base, StorageUnavailable.
         """
         rules.refuse(list(self._check(id, name, base)))
-        async with self._keeping:
+        async with self._restoring:
             found = await asyncio.to_thread(self._find, id)
             lora = await asyncio.to_thread(self._read, found)
             if not base and found.record is None:
                 base = await asyncio.to_thread(self._only_base, lora)
             elif base and (found.record is None or base != found.record.base):
                 await asyncio.to_thread(self._check_fits, lora, base)
-            bringing = asyncio.create_task(self._bring(found, _record(found, lora, name=name, base=base)))
-            try:
-                record = await asyncio.shield(bringing)
-            finally:
-                await asyncio.wait([bringing])  # a caller that goes meanwhile leaves nothing half done
+            record = await self._brought(found, _record(found, lora, name=name, base=base))
         facts = {"lora": record.name, "digest": record.digest, "base": record.base}
         _log.info("a LoRA is back from quarantine", extra=facts)
         return Restored(record=record, unknown=tuple(_unknown(found, name)))
@@ -97,11 +102,19 @@ class Recovery:
     async def discard(self, id: str) -> int:
         """Deletes it for good; how many bytes became free. Raises InvalidRequest, LoraNotFound, StorageUnavailable."""
         rules.refuse(list(self._check(id, "", "")))
-        async with self._keeping:
+        async with self._restoring, self._keeping:
             with faults.translated():
                 freed_bytes = await asyncio.to_thread(self._files.quarantine.discard, id)
         _log.warning("a LoRA in quarantine is deleted", extra={"id": id, "bytes": freed_bytes})
         return freed_bytes
+
+    async def _brought(self, found: Quarantined, record: LoraRecord) -> LoraRecord:
+        async with self._keeping:
+            bringing = asyncio.create_task(self._bring(found, record))
+            try:
+                return await asyncio.shield(bringing)
+            finally:
+                await asyncio.wait([bringing])  # a caller that goes meanwhile leaves nothing half done
 
     async def _bring(self, found: Quarantined, record: LoraRecord) -> LoraRecord:
         # First: a row without its weights finds them in quarantine at the next start, weights without a row nobody.
