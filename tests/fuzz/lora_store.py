@@ -48,6 +48,12 @@ def valid(method: str, digest: str) -> list[Message]:
         case "SetLoraProfile":
             bounds = [pb.LoraBound(num_inference_steps=30, max_step=6)]
             return [pb.SetLoraProfileRequest(name="ink", digest=digest, bounds=bounds)]
+        case "ListQuarantine":
+            return [pb.ListQuarantineRequest(), pb.ListQuarantineRequest(page_size=9, page_token=digest)]
+        case "RestoreLora":
+            return [pb.RestoreLoraRequest(id=digest, name="ink", base="miniature"), pb.RestoreLoraRequest(id=digest)]
+        case "DiscardLora":
+            return [pb.DiscardLoraRequest(id=f"{digest}.{'0' * 16}")]
         case "OpenLoraLink":
             return [pb.OpenLoraLinkRequest(worker="w"), pb.OpenLoraLinkRequest(worker="w", link_id="0" * 32)]
         case _:
@@ -64,6 +70,7 @@ def lora_store_corpus(digest: str) -> Iterator[Case]:
     yield from _digests()
     yield from _profiles(digest)
     yield from _links()
+    yield from _quarantine()
     yield case_of("DeleteLora", "one that is there", pb.DeleteLoraRequest(name="ink"))
 
 
@@ -216,6 +223,30 @@ def _links() -> Iterator[Case]:
     for link_id in ("x", "../up", "x" * (1 << 20), "\0"):
         request = pb.OpenLoraLinkRequest(worker="fuzz", link_id=link_id)
         yield case_of("OpenLoraLink", f"link_id {shown(link_id)}", request, INVALID, "link_id")
+
+
+def _quarantine() -> Iterator[Case]:
+    for size in (0, 1, 1000):
+        yield case_of("ListQuarantine", f"pages of {size}", pb.ListQuarantineRequest(page_size=size))
+    for size in (-1, 1001, 2**31 - 1, -(2**31)):
+        request = pb.ListQuarantineRequest(page_size=size)
+        yield case_of("ListQuarantine", f"pages of {size}", request, INVALID, "page_size")
+    for length, fields in ((200, []), (201, ["page_token"])):
+        request = pb.ListQuarantineRequest(page_token="x" * length)
+        yield case_of("ListQuarantine", f"page_token of {length}", request, INVALID if fields else OK, *fields)
+    nobody = "a" * 64
+    whole = pb.RestoreLoraRequest(id=nobody, name="x" * 200, base="miniature")
+    yield case_of("RestoreLora", "nobody, and all that may be said of it", whole, NOT_FOUND)
+    yield case_of("DiscardLora", "nobody", pb.DiscardLoraRequest(id=f"{nobody}.{'0' * 16}"), NOT_FOUND)
+    for id in (*_BAD_DIGESTS, "../../etc/passwd", f"{nobody}.", f"{nobody}.{'0' * 15}", f"{nobody}.{'G' * 16}"):
+        yield case_of("RestoreLora", f"id {shown(id)}", pb.RestoreLoraRequest(id=id), INVALID, "id")
+        yield case_of("DiscardLora", f"id {shown(id)}", pb.DiscardLoraRequest(id=id), INVALID, "id")
+    for name in _BAD_NAMES[1:]:
+        renamed = pb.RestoreLoraRequest(id=nobody, name=name)
+        yield case_of("RestoreLora", f"name {shown(name)}", renamed, INVALID, "name")
+    for base in ("nobody", "x" * (1 << 20)):
+        rebased = pb.RestoreLoraRequest(id=nobody, base=base)
+        yield case_of("RestoreLora", f"base {shown(base)}", rebased, INVALID, "base")
 
 
 def _upload(name: str, messages: list[pb.UploadLoraRequest], *fields: str) -> Case:

@@ -35,7 +35,8 @@ async def test_a_full_disk_is_said_and_nothing_of_what_was_brought_stays(tmp_pat
             ballast = await asyncio.to_thread(fill, disk)
             error = await refused(store.stub.UploadLora(upload_requests("a", data), timeout=PATIENCE_S))
             assert isinstance(error, StorageUnavailable)
-            assert error.message == "the disk is full"
+            assert error.message.startswith("the disk is full: ")
+            assert error.metadata["cause"] == "ENOSPC"
             ballast.unlink()
             lora = await store.upload("a", lora_file(tmp_path, rank=rank))
             with await store.link() as link:
@@ -131,7 +132,7 @@ async def test_a_caller_that_goes_at_the_last_moment_leaves_no_file_without_a_na
         async with asyncio.timeout(PATIENCE_S):
             while not await store.store.page(size=1, after="", base=""):  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.01)
-    assert len(list((tmp_path / "store" / "files").glob("??/*"))) == 1
+    assert len(list((tmp_path / "store" / "files").glob("??/*.safetensors"))) == 1
 
 
 async def test_an_import_that_finds_the_disk_full_does_not_blame_the_file(tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ async def test_an_import_that_finds_the_disk_full_does_not_blame_the_file(tmp_pa
 async def test_a_damaged_file_is_replaced_by_bringing_it_again(tmp_path: Path) -> None:
     async with running(tmp_path / "store") as store:
         lora = await store.upload("a", lora_file(tmp_path))
-        (path,) = (tmp_path / "store" / "files").glob("??/*")
+        (path,) = (tmp_path / "store" / "files").glob("??/*.safetensors")
         whole = path.read_bytes()
         path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         with await store.link() as link:

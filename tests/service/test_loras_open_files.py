@@ -32,9 +32,10 @@ _SERVER = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
 
 async def _fill(folder: Path) -> list[str]:
     """Brings LoRAs as an importer leaves them; their digests, in the order of their names."""
-    files, catalogue = LoraFiles(folder / "files", budget_bytes=1 << 30), Catalogue(folder / "catalogue.db")
+    files = LoraFiles(folder / "files", quarantine=folder / "quarantine", budget_bytes=1 << 30, min_free_bytes=0)
+    catalogue = Catalogue(folder / "catalogue.db")
     await catalogue.open()
-    files.open([])
+    files.open()
     digests = []
     for number in range(_COUNT):
         spool = files.spool()

@@ -103,7 +103,7 @@ async def test_the_same_lora_again_changes_nothing_and_another_of_its_name_is_re
         assert again == first
         other = upload_requests("a", lora_file(tmp_path, seed=1).read_bytes())
         assert isinstance(await refused(store.stub.UploadLora(other, timeout=PATIENCE_S)), LoraExists)
-    assert len(list((tmp_path / "store" / "files").glob("??/*"))) == 1
+    assert len(list((tmp_path / "store" / "files").glob("??/*.safetensors"))) == 1
 
 
 async def test_the_same_lora_again_with_other_trigger_words_gets_those_and_keeps_the_rest(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ async def test_a_lora_that_was_asked_for_a_moment_ago_is_not_removed(tmp_path: P
         await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S)
         error = await refused(store.stub.GetLora(pb.GetLoraRequest(name="a"), timeout=PATIENCE_S))
         assert isinstance(error, LoraNotFound)
-    assert not list((tmp_path / "store" / "files").glob("??/*"))
+    assert not list((tmp_path / "store" / "files").glob("??/*.safetensors"))
 
 
 async def test_what_is_only_kept_is_neither_loaded_nor_removed(tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ async def test_a_digest_that_is_not_there_is_refused_and_the_link_lives(tmp_path
 async def test_a_file_that_was_damaged_on_the_disk_is_not_sent(tmp_path: Path) -> None:
     async with running(tmp_path / "store") as store:
         lora = await store.upload("a", lora_file(tmp_path))
-        (path,) = (tmp_path / "store" / "files").glob("??/*")
+        (path,) = (tmp_path / "store" / "files").glob("??/*.safetensors")
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)

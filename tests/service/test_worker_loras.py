@@ -290,14 +290,14 @@ async def test_who_read_a_damaged_text_part_hears_so_though_another_store_sends_
 
 
 def _unet_bytes(store: Path) -> int:
-    (path,) = (store / "files").glob("??/*")
+    (path,) = (store / "files").glob("??/*.safetensors")
     with path.open("rb") as file:
         return canonical.read(file).unet_bytes
 
 
 def _damage(store: Path, *, behind_bytes: int = 0) -> None:
     """Changes a bit of the last byte, or of the last of so many first ones."""
-    (path,) = (store / "files").glob("??/*")
+    (path,) = (store / "files").glob("??/*.safetensors")
     data = bytearray(path.read_bytes())
     data[(behind_bytes or len(data)) - 1] ^= 1
     path.write_bytes(data)

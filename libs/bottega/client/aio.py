@@ -33,6 +33,7 @@ from bottega.client.hosting import (
 from bottega.client.jobs import JobPage, JobState, page_request, status_from
 from bottega.client.late import Heard, late
 from bottega.client.lora_profiling import LoraBoundMeasured, measure_lora
+from bottega.client.lora_quarantine import Quarantine, discard, number_of, quarantines, restore
 from bottega.client.lora_store import LoraStores
 from bottega.client.messages import filled
 from bottega.client.options import GenerationOptions, spec_from
@@ -44,7 +45,7 @@ from bottega.errors import BottegaError, DeadlinePassed, InternalError
 from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import ListMembersResponse
 from bottega.v1.image_pb2 import Model
-from bottega.v1.lora_pb2 import StoredLora
+from bottega.v1.lora_pb2 import RestoreLoraResponse, StoredLora
 
 
 class AsyncClient:
@@ -322,6 +323,25 @@ class AsyncClient:
         bounds = {measured.num_inference_steps: measured.max_step}
         await (await self._lora_stores()).note_bounds(name, measured.digest, bounds)
         return measured
+
+    async def lora_quarantines(self) -> tuple[Quarantine, ...]:
+        """Files of each LoRA store that its catalogue does not know; the store looks for them first."""
+        return await quarantines(await self._lora_stores())
+
+    async def loras_in_quarantine(self) -> int:
+        """How many LoRAs are there, as far as their stores know without looking for more."""
+        return await number_of(await self._lora_stores())
+
+    async def restore_lora(self, id: str, *, name: str = "", base: str = "") -> RestoreLoraResponse:
+        """Brings a LoRA back from quarantine; the answer says what of it could not be known.
+
+        name, base: empty is what is known of it, else a name made of its digest, and the one base that it fits.
+        """
+        return await restore(await self._lora_stores(), id, name=name, base=base)
+
+    async def discard_lora(self, id: str) -> int:
+        """Deletes a LoRA from quarantine, for good; bytes that became free."""
+        return await discard(await self._lora_stores(), id)
 
     async def _lora_stores(self) -> LoraStores:
         return LoraStores(await self.fleet())

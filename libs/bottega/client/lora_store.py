@@ -87,7 +87,7 @@ class LoraStores:
     async def all(self) -> tuple[StoredLora, ...]:
         """All LoRAs, by name. Raises NoLora where there is no store, or one does not answer."""
         found: dict[str, StoredLora] = {}
-        for store in self._here():
+        for store in self.here():
             async for page in _pages(store):
                 for lora in page.loras:
                     found.setdefault(lora.name, lora)
@@ -112,20 +112,20 @@ class LoraStores:
         request = filled(lora_pb2.RegisterLoraRequest(), name=name, path=path, trigger_words=trigger_words)
         place, base = await self._place(name, base)
         filled(request, base=base)
-        async with _asked(place) as store:
+        async with asked(place) as store:
             return (await store.RegisterLora(request, timeout=_ADD_S)).lora
 
     async def remove(self, name: str) -> None:
         """Raises LoraNotFound, LoraInUse."""
         place, _ = await self._find(name)
-        async with _asked(place) as store:
+        async with asked(place) as store:
             await store.DeleteLora(lora_pb2.DeleteLoraRequest(name=name), timeout=_ASK_S)
 
     async def pin(self, name: str, pinned: bool) -> StoredLora:
         """Keeps it in memory, or no longer. Raises LoraNotFound."""
         request = filled(lora_pb2.PinLoraRequest(), name=name, pinned=pinned)
         place, _ = await self._find(name)
-        async with _asked(place) as store:
+        async with asked(place) as store:
             return (await store.PinLora(request, timeout=_ASK_S)).lora
 
     async def note_bounds(self, name: str, digest: str, bounds: Mapping[int, int]) -> StoredLora:
@@ -138,16 +138,16 @@ class LoraStores:
         request = lora_pb2.SetLoraProfileRequest(name=name, digest=digest)
         for steps, step in sorted(merged.items()):
             request.bounds.add(num_inference_steps=steps, max_step=step)
-        async with _asked(place) as store:
+        async with asked(place) as store:
             return (await store.SetLoraProfile(request, timeout=_ASK_S)).lora
 
     async def _find(self, name: str) -> tuple[Registration, StoredLora]:
         """The store that has it, and what it has. Raises LoraNotFound, NoLora where one that may have it is silent."""
         request = filled(lora_pb2.GetLoraRequest(), name=name)
         failure: BottegaError = LoraNotFound(f"no such LoRA: {name}", metadata={"loras": name})
-        for store in self._here():
+        for store in self.here():
             try:
-                async with _asked(store) as stub:
+                async with asked(store) as stub:
                     return store, (await stub.GetLora(request, timeout=_ASK_S)).lora
             except LoraNotFound:
                 continue
@@ -157,7 +157,7 @@ class LoraStores:
 
     async def _place(self, name: str, base: str | None) -> tuple[Registration, str]:
         """Where one of that name belongs, and its base: where the name is already, else where the base is known."""
-        bases = {store.name: await _bases(store) for store in self._here()}
+        bases = {store.name: await _bases(store) for store in self.here()}
         known = sorted({each for of in bases.values() for each in of})
         if base is None and len(known) != 1:
             rule = f"say which one: {', '.join(known) or 'the store has none'}"
@@ -168,7 +168,8 @@ class LoraStores:
                 return (await self._find(name))[0], base
         return next((store for store in self._stores if base in bases[store.name]), self._stores[0]), base
 
-    def _here(self) -> Sequence[Registration]:
+    def here(self) -> Sequence[Registration]:
+        """The stores. Raises NoLora where there is none."""
         if not self._stores:
             raise NoLora("no LoRA store has joined; bottega fleet shows who has")
         return self._stores
@@ -199,12 +200,12 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 async def _bases(store: Registration) -> Sequence[str]:
-    async with _asked(store) as stub:
+    async with asked(store) as stub:
         return (await stub.ListLoras(lora_pb2.ListLorasRequest(page_size=1), timeout=_ASK_S)).bases
 
 
 async def _pages(store: Registration) -> AsyncIterator[lora_pb2.ListLorasResponse]:
-    async with _asked(store) as stub:
+    async with asked(store) as stub:
         page = await stub.ListLoras(lora_pb2.ListLorasRequest(page_size=_PAGE), timeout=_ASK_S)
         yield page
         for _ in range(_MOST_PAGES):
@@ -219,7 +220,7 @@ async def _pages(store: Registration) -> AsyncIterator[lora_pb2.ListLorasRespons
 
 
 @asynccontextmanager
-async def _asked(store: Registration) -> AsyncIterator[lora_pb2_grpc.LoraServiceAsyncStub]:
+async def asked(store: Registration) -> AsyncIterator[lora_pb2_grpc.LoraServiceAsyncStub]:
     """Calls to one store. Raises as `_typed`."""
     async with open_channel(store.address) as channel:
         with _typed(store):

@@ -16,13 +16,14 @@ from bottega.client.hosting import AddedControlNet, ServedControlNet
 from bottega.client.jobs import JobPage, JobState, JobStatus
 from bottega.client.loop_thread import LoopThread
 from bottega.client.lora_profiling import LoraBoundMeasured
+from bottega.client.lora_quarantine import Quarantine
 from bottega.client.options import GenerationOptions
 from bottega.client.picture import Picture
 from bottega.client.profiling import MeasuredProfile, ProfileCase
 from bottega.client.retry import RetryPolicy
 from bottega.v1.fleet_pb2 import ListMembersResponse
 from bottega.v1.image_pb2 import Model
-from bottega.v1.lora_pb2 import StoredLora
+from bottega.v1.lora_pb2 import RestoreLoraResponse, StoredLora
 
 
 class Client:
@@ -201,6 +202,22 @@ class Client:
     def pin_lora(self, name: str, pinned: bool = True) -> StoredLora:
         """Keeps a LoRA in the store's memory, or no longer. Its state says whether it is there yet."""
         return self._loop.run(self._client.pin_lora(name, pinned))
+
+    def lora_quarantines(self) -> tuple[Quarantine, ...]:
+        """Files of each LoRA store that its catalogue does not know."""
+        return self._loop.run(self._client.lora_quarantines())
+
+    def loras_in_quarantine(self) -> int:
+        """How many LoRAs are there, as far as their stores know without looking for more."""
+        return self._loop.run(self._client.loras_in_quarantine())
+
+    def restore_lora(self, id: str, *, name: str = "", base: str = "") -> RestoreLoraResponse:
+        """Brings a LoRA back from quarantine; the answer says what of it could not be known."""
+        return self._loop.run(self._client.restore_lora(id, name=name, base=base))
+
+    def discard_lora(self, id: str) -> int:
+        """Deletes a LoRA from quarantine, for good; bytes that became free."""
+        return self._loop.run(self._client.discard_lora(id))
 
     def profile_lora(
         self,

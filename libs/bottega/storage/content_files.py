@@ -9,7 +9,6 @@ Its methods block and raise OSError. It knows no budget, no time to live and no 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from bottega.errors import DataLoss
 from bottega.storage import faults, folders
+from bottega.storage.process_lock import ProcessLock
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
@@ -51,7 +51,7 @@ class ContentFolder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock: int | None = None
+        self._lock = ProcessLock(path)
 
     def open(self) -> Scan:
         """Creates the folder or takes it over: removes what was interrupted, and says what is there.
@@ -60,8 +60,7 @@ class ContentFolder:
         BlockingIOError when another process has it.
         """
         folders.make_own(self._path)
-        if self._lock is None:
-            self._lock = _locked(self._path)
+        self._lock.take()
         folders.make(self._path / _INCOMING)
         for left in (self._path / _INCOMING).iterdir():
             _clear(left)
@@ -69,9 +68,7 @@ class ContentFolder:
 
     def close(self) -> None:
         """Lets another process have the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.release()
 
     def write(self, digest: str, data: bytes, *, time: float) -> None:
         """The file is complete and on the disk when this returns; after an error there is none."""
@@ -161,16 +158,6 @@ def check(descriptor: int, digest: str) -> None:
 def damaged(digest: str) -> DataLoss:
     """The error for a file that does not hold what its name says."""
     return DataLoss(f"the stored image {digest} is damaged", metadata={"digest": digest})
-
-
-def _locked(folder: Path) -> int:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _scan_shard(folder: os.DirEntry[str], files: list[StoredFile], foreign: list[str]) -> None:

@@ -14,12 +14,13 @@ from bottega.controlnet.engine_front import EngineFront
 from bottega.controlnet.inspector import Inspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.profiles import Profiles
-from bottega.controlnet.server import ControlNetServer, open_catalogue
+from bottega.controlnet.server import ControlNetServer, hold_catalogue, open_catalogue
 from bottega.controlnet.service import SERVICE_NAME, ControlNetService
 from bottega.process import Patience
 from bottega.rpc.boot import Life, boot
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
+from bottega.storage.process_lock import ProcessLock
 from bottega.transport import own_socket
 from bottega.v1 import controlnet_pb2_grpc
 
@@ -31,11 +32,14 @@ def main() -> int:
 
 def _life_of(settings: ControlNetConfig) -> AbstractAsyncContextManager[Life]:
     # Its files are read here, where there is no event loop yet.
-    return _life(settings, *open_catalogue(settings, state_folder()))
+    lock = hold_catalogue(settings, state_folder())
+    return _life(settings, lock, *open_catalogue(settings, state_folder()))
 
 
 @contextlib.asynccontextmanager
-async def _life(settings: ControlNetConfig, catalogue: Catalogue, profiles: Profiles) -> AsyncIterator[Life]:
+async def _life(
+    settings: ControlNetConfig, lock: ProcessLock, catalogue: Catalogue, profiles: Profiles
+) -> AsyncIterator[Life]:
     patience = Patience(start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
     engine = EngineFront(_with_socket(settings.engine), patience=patience)
     try:
@@ -56,6 +60,7 @@ async def _life(settings: ControlNetConfig, catalogue: Catalogue, profiles: Prof
         yield Life(server=server, warm_up=controlnets.start, finish=controlnets.drain, shut_down=controlnets.stop)
     finally:
         await engine.stop()
+        lock.release()
 
 
 def _with_socket(engine: EngineConfig) -> EngineConfig:

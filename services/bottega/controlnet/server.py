@@ -22,6 +22,8 @@ from bottega.errors import BottegaError, ControlNetNotFound, Draining, InternalE
 from bottega.miniature import WEIGHTS
 from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet import FleetMembership
+from bottega.storage import faults, folders
+from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.v1 import fleet_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
 from bottega.v1.controlnet_pb2 import HostedControlNet, ResidualProfile
@@ -261,9 +263,33 @@ class ControlNetServer:
             await asyncio.sleep(_MEMORY_INTERVAL_S)
 
 
+def hold_catalogue(config: ControlNetConfig, state_folder: Path) -> ProcessLock:
+    """Makes the file that remembers what was added, and the profiles beside it, this process's own: of two servers that
+    write the same one, each would forget what the other was told.
+
+    Raises Unavailable naming the file and the other process, StorageUnavailable.
+    """
+    file = _catalogue_file(config, state_folder)
+    lock = ProcessLock(file.with_suffix(".lock"), of=file)
+    with faults.translated():
+        try:
+            folders.make(file.parent)
+            lock.take()
+        except HeldElsewhere as held:
+            raise Unavailable(f"{held} (key catalogue)") from None
+        except OSError as error:
+            if error.errno not in faults.FORBIDDEN:  # where nothing can be written, nobody overwrites anything
+                raise
+    return lock
+
+
 def open_catalogue(config: ControlNetConfig, state_folder: Path) -> tuple[Catalogue, Profiles]:
     """The catalogue that the configuration means, and the profiles beside it. Raises ConfigError."""
-    file = Path(config.catalogue) if config.catalogue else state_folder / "controlnets.json"
+    file = _catalogue_file(config, state_folder)
     fixed = {name: _EMBEDDED.get(folder, folder) for name, folder in config.controlnets.items()}
     catalogue = Catalogue(file, root=Path(config.root) if config.root else None, fixed=fixed)
     return catalogue, Profiles(file.with_suffix(".profiles.json"))
+
+
+def _catalogue_file(config: ControlNetConfig, state_folder: Path) -> Path:
+    return Path(config.catalogue) if config.catalogue else state_folder / "controlnets.json"

@@ -40,8 +40,10 @@ class ImportConfig:
     """How strangers' files are taken in.
 
     root: below it are the files and folders that callers may register; empty is none. max_bytes: of one file, or of a
-    folder's files. upload_s: in which an upload's bytes have to come. at_once: imports that run. deadline_s, cpu_s: of
-    one import, whose memory its file's size bounds.
+    folder's files. upload_s: in which an upload's bytes have to come. idle_s: in which the next 256 KiB of them
+    have to, else it is ended. uploads, upload_bytes: that may be unfinished at once, and what they announced together;
+    one host may have half of each. at_once: imports that run. deadline_s, cpu_s: of one import, whose memory its file's
+    size bounds.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -49,9 +51,16 @@ class ImportConfig:
     root: str = ""
     max_bytes: AtLeastOne = 4 << 30
     upload_s: Seconds = 600.0
+    idle_s: Seconds = 30.0
+    uploads: AtLeastOne = 16
+    upload_bytes: AtLeastOne = 16 << 30
     at_once: AtLeastOne = 2
     deadline_s: Seconds = 300.0
     cpu_s: AtLeastOne = 120
+
+    def __post_init__(self) -> None:
+        if self.upload_bytes < self.max_bytes:
+            raise ValueError(f"upload_bytes is {self.upload_bytes}; at least max_bytes, which is {self.max_bytes}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +83,9 @@ class LoraConfig:
     the folder of each base model in Diffusers' layout; "miniature" is the embedded one. loras: by name, those that it
     has from every start: one that was removed is back at the next, and one that has the name already stays.
     budget_bytes: of LoRAs in memory, where there are at most half as many as the process may have files open; what is
-    used longest ago goes first. disk_bytes: of those on the disk. loads_at_once: from the disk into memory.
+    used longest ago goes first. disk_bytes: of those on the disk, with what is in quarantine and what unfinished
+    uploads have announced. min_free_bytes: of the disk, that uploads and imports leave to others; of one smaller than
+    20 times that, a twentieth. loads_at_once: from the disk into memory.
     lease_s: for how long a LoRA that a job needs is not deleted; gateways say every 3 s which they need.
     """
 
@@ -90,5 +101,6 @@ class LoraConfig:
     loras: dict[str, OwnLora] = field(default_factory=dict)
     budget_bytes: AtLeastOne = 4 << 30
     disk_bytes: AtLeastOne = 256 << 30
+    min_free_bytes: NotNegative = 1 << 30
     loads_at_once: AtLeastOne = 4
     lease_s: Seconds = 10.0

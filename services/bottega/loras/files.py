@@ -1,57 +1,103 @@
-"""The store's files: canonical LoRAs by digest, and what is on its way to become one. Knows no catalogue.
+"""The store's files: canonical LoRAs by digest, each with descriptions, and what is on its way to become one.
 
-Its calls may wait for the disk. Half a file never has a digest's name.
+    files/incoming/                            being written; whatever is there at the start was interrupted
+    files/ab/<digest>.safetensors              weights, whole
+    files/ab/<digest>.<16 digits>.json         what the catalogue says of a name that has them
+    quarantine/                                both of what the catalogue does not know
+
+Its calls may wait for the disk. Half a file never has a digest's name, and nothing that was whole is deleted without a
+word of somebody who may. Knows the catalogue's records, not the catalogue. Of its calls that change what is kept, one
+at a time is under way.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from bottega.errors import TooLarge
+from bottega.errors import StorageUnavailable, TooLarge
 from bottega.lora import canonical
 from bottega.lora.canonical import Canonical
+from bottega.loras import descriptions
+from bottega.loras.quarantine import WEIGHTS, Quarantine
+from bottega.loras.records import LoraRecord
+from bottega.loras.room import Room
 from bottega.storage import faults, folders
 
-_SUFFIX = ".safetensors"
 _DIGEST = re.compile("[0-9a-f]{64}")
 _PIECE_BYTES = 4 << 20
+_FOREIGN_NAMES_IN_LOG = 5
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SortedOut:
+    """lost: digests without weights. moved: files that went into quarantine just now, and their bytes."""
+
+    lost: tuple[str, ...]
+    moved: int
+    moved_bytes: int
 
 
 class LoraFiles:
-    """budget_bytes: of all together. Every method may raise StorageUnavailable."""
+    """folder, quarantine: of one disk. budget_bytes: of all files together, those in quarantine and those on their way
+    included. min_free_bytes: of the disk, see Room. Every method may raise StorageUnavailable."""
 
-    def __init__(self, folder: Path, *, budget_bytes: int) -> None:
+    def __init__(self, folder: Path, *, quarantine: Path, budget_bytes: int, min_free_bytes: int) -> None:
         self._folder = folder
         self._incoming = folder / "incoming"
         self._budget_bytes = budget_bytes
         self._used_bytes = 0
+        self.quarantine = Quarantine(quarantine, in_place=self._size_in_place)
+        self.room = Room(
+            folder, budget_bytes=budget_bytes, min_free_bytes=min_free_bytes, kept_bytes=lambda: self._kept_bytes
+        )
 
     @property
     def used_bytes(self) -> int:
         """Of all LoRAs."""
         return self._used_bytes
 
-    def open(self, wanted: Collection[str]) -> list[str]:
-        """Takes over the folder and removes what no digest wants; returns those of `wanted` that are not there."""
+    def open(self) -> None:
+        """Takes over the folder, and removes what was interrupted on its way."""
         with faults.translated():
             folders.make(self._incoming)
             for left in self._incoming.iterdir():
                 left.unlink()
-            there = {path.stem: path for path in self._folder.glob(f"??/*{_SUFFIX}")}
-            for digest in there.keys() - set(wanted):
-                there.pop(digest).unlink()
-            self._used_bytes = sum(path.stat().st_size for path in there.values())
-        return sorted(set(wanted) - there.keys())
+            self.quarantine.open()
+
+    def sort_out(self, records: Collection[LoraRecord]) -> SortedOut:
+        """Moves what none of these wants into quarantine, and weights that one of them wants back out of it; writes
+        the descriptions that are not there. records: all that the catalogue has."""
+        wanted = {record.digest for record in records}
+        stems = {descriptions.stem_of(record.digest, record.name) for record in records}
+        with faults.translated():
+            weights, described = self._scan()
+            strangers = [weights.pop(digest) for digest in weights.keys() - wanted]
+            unknown = [described.pop(stem) for stem in described.keys() - stems]
+            moved_bytes = self._confine(strangers, unknown)
+            self._used_bytes = sum(path.stat().st_size for path in weights.values())
+            for digest in wanted - weights.keys():
+                if self.quarantine.has_weights(digest):
+                    self._bring_back(digest)
+                    weights[digest] = self.path(digest)
+        for record in records:
+            if descriptions.stem_of(record.digest, record.name) not in described:
+                self.describe(record)
+        lost = tuple(sorted(wanted - weights.keys()))
+        return SortedOut(lost=lost, moved=len(strangers) + len(unknown), moved_bytes=moved_bytes)
 
     def path(self, digest: str) -> Path:
         """Where the LoRA of a digest is, if it is there. A digest that is none of ours has no path elsewhere."""
         assert _DIGEST.fullmatch(digest), "digests are checked before"
-        return self._folder / digest[:2] / f"{digest}{_SUFFIX}"
+        return self._folder / digest[:2] / f"{digest}{WEIGHTS}"
 
     def has(self, digest: str) -> bool:
         """Whether the LoRA of a digest is there."""
@@ -77,24 +123,52 @@ class LoraFiles:
             while piece := file.read(_PIECE_BYTES):
                 hashed.update(piece)
         digest = hashed.hexdigest()
-        target = self.path(digest)
         with faults.translated():
-            before_bytes = target.stat().st_size if target.exists() else 0
-            if self._used_bytes - before_bytes + lora.file_bytes > self._budget_bytes:
+            before_bytes = self._size_in_place(digest) or 0
+            if self._kept_bytes - before_bytes + lora.file_bytes > self._budget_bytes:
                 raise TooLarge(
                     f"the store's files would take more than its disk_bytes, {self._budget_bytes}; remove some",
                     metadata={"limit": "disk_bytes"},
                 )
-            folders.make(target.parent)
-            spool.replace(target)
-            folders.sync(target.parent)
+            self._put_in_place(spool, digest)
         self._used_bytes += lora.file_bytes - before_bytes
         return digest, lora
 
+    def bring_back(self, digest: str) -> None:
+        """Moves weights out of quarantine, into their place, where they are in it."""
+        with faults.translated():
+            if self.quarantine.has_weights(digest):
+                self._bring_back(digest)
+
+    def describe(self, record: LoraRecord) -> None:
+        """Writes what the catalogue says of a LoRA beside its weights. A disk that does not take it is told of in the
+        log: the catalogue has it, and the next start writes it."""
+        folder = self.path(record.digest).parent
+        try:
+            with faults.translated():
+                folders.make(folder)
+                descriptions.write(folder, record, partial=self.spool())
+        except StorageUnavailable as error:
+            facts = {"lora": record.name, "text": error.message}
+            _log.warning("the description of a LoRA could not be written beside its file", extra=facts)
+
+    def undescribe(self, digest: str, name: str) -> None:
+        """Removes what `describe` wrote. Harmless where it is not."""
+        with faults.translated():
+            path = self.path(digest).parent / f"{descriptions.stem_of(digest, name)}{descriptions.SUFFIX}"
+            if path.exists():
+                path.unlink()
+                folders.sync(path.parent)
+
     def remove(self, digest: str) -> None:
-        """Removes a LoRA. Harmless where it is not."""
+        """Removes weights. Harmless where they are not.
+
+        Those that a description speaks of stay: the catalogue does not know all that it should.
+        """
         path = self.path(digest)
         with faults.translated():
+            if self.quarantine.describes(digest) or any(path.parent.glob(f"{digest}.*{descriptions.SUFFIX}")):
+                return
             try:
                 size_bytes = path.stat().st_size
                 path.unlink()
@@ -102,3 +176,59 @@ class LoraFiles:
                 return
             folders.sync(path.parent)
         self._used_bytes -= size_bytes
+
+    @property
+    def _kept_bytes(self) -> int:
+        return self._used_bytes + self.quarantine.used_bytes
+
+    def _scan(self) -> tuple[dict[str, Path], dict[str, Path]]:
+        """Weights by digest, and descriptions by stem."""
+        weights: dict[str, Path] = {}
+        described: dict[str, Path] = {}
+        foreign: list[str] = []
+        for path in self._folder.glob("??/*"):
+            if path.suffix == WEIGHTS and _DIGEST.fullmatch(path.stem):
+                weights[path.stem] = path
+            elif path.suffix == descriptions.SUFFIX and descriptions.digest_of(path.stem):
+                described[path.stem] = path
+            else:
+                foreign.append(path.name)
+        if foreign:
+            facts = {"folder": str(self._folder), "names": foreign[:_FOREIGN_NAMES_IN_LOG]}
+            _log.warning("left alone what is no LoRA's file", extra=facts)
+        return weights, described
+
+    def _confine(self, weights: Collection[Path], described: Collection[Path]) -> int:
+        """Moves these into quarantine, descriptions first. The bytes of the weights."""
+        moved_bytes = sum(path.stat().st_size for path in weights)
+        for path in described:
+            self.quarantine.take_description(path)
+        for path in weights:
+            self.quarantine.take_weights(path)
+        if weights or described:
+            self.quarantine.sync()
+        for folder in _folders_of(weights, described):
+            folders.sync(folder)
+        return moved_bytes
+
+    def _bring_back(self, digest: str) -> None:
+        before_bytes = self._size_in_place(digest) or 0
+        self._put_in_place(self.quarantine.weights(digest), digest)
+        self.quarantine.gave_back(digest)
+        self._used_bytes += (self._size_in_place(digest) or 0) - before_bytes
+
+    def _put_in_place(self, path: Path, digest: str) -> None:
+        target = self.path(digest)
+        folders.make(target.parent)
+        path.replace(target)
+        folders.sync(target.parent)
+
+    def _size_in_place(self, digest: str) -> int | None:
+        try:
+            return self.path(digest).stat().st_size
+        except FileNotFoundError:
+            return None
+
+
+def _folders_of(*paths: Collection[Path]) -> Iterator[Path]:
+    yield from {path.parent for each in paths for path in each}

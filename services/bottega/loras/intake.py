@@ -15,14 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega import rules
-from bottega.errors import BottegaError, InvalidRequest, QueueFull, TooLarge, Violation
+from bottega.errors import BottegaError, InvalidRequest, TooLarge, Violation
 from bottega.lora.canonical import COMPONENTS
 from bottega.loras.catalogue import Catalogue
+from bottega.loras.config import ImportConfig
 from bottega.loras.files import LoraFiles
 from bottega.loras.importing.importer import Import, Importer, ImportSource
 from bottega.loras.metrics import LoraMetrics
 from bottega.loras.receiving import Upload, check_upload, receive
 from bottega.loras.records import LoraRecord
+from bottega.loras.room import Reservation
+from bottega.loras.uploads import Uploads
 from bottega.process import open_files
 from bottega.storage.below import check_below, resolved_below
 
@@ -31,8 +34,9 @@ _log = logging.getLogger(__name__)
 _MOST_WORDS = 16
 _MAX_WORD_CHARACTERS = 200
 _MAX_PATH_CHARACTERS = 4096
-# Uploads that may be under way, each with files of its own on the disk.
-_MOST_UPLOADS = 16
+# A canonical file has the tensors of its source, and a header, which may be longer; folding makes convolutions larger.
+_MOST_HEADER_BYTES, _LEAST_HEADER_BYTES = 1 << 20, 4 << 10
+_FOLDED = 4
 # What of a folder may be read.
 _READ = ("*.safetensors", "adapter_config.json")
 _IMPORTED = (*_READ, *(f"{component}/{name}" for component in COMPONENTS for name in _READ))
@@ -49,52 +53,58 @@ class Brought:
 
 
 class Intake:
-    """bases: by name, the folders of base models. root: below it are the paths that may be registered. upload_s: in
-    which an upload's bytes have to come."""
+    """bases: by name, the folders of base models."""
 
     def __init__(
         self,
         *,
         bases: Mapping[str, Path],
-        root: Path | None,
-        max_bytes: int,
-        upload_s: float,
+        config: ImportConfig,
         files: LoraFiles,
         catalogue: Catalogue,
         importer: Importer,
         metrics: LoraMetrics,
     ) -> None:
         self._bases = bases
-        self._root = root.resolve() if root is not None else None
-        self._max_bytes = max_bytes
-        self._upload_s = upload_s
+        self._root = Path(config.root).resolve() if config.root else None
+        self._max_bytes = config.max_bytes
+        self._upload_s = config.upload_s
+        self._idle_s = config.idle_s
         self._files = files
         self._catalogue = catalogue
         self._importer = importer
         self._metrics = metrics
-        self._uploads = 0
+        self._uploads = Uploads(most=config.uploads, most_bytes=config.upload_bytes, max_bytes=config.max_bytes)
         # Of a digest's file and its row: between them nobody else may think that the file is nobody's.
         self.keeping = asyncio.Lock()
 
-    async def upload(self, brought: Brought, upload: Upload, chunks: AsyncIterator[bytes]) -> LoraRecord:
-        """Takes in what is sent. Raises InvalidRequest, BadLora, TooLarge, LoraExists, QueueFull,
-        StorageUnavailable."""
+    async def upload(
+        self, brought: Brought, upload: Upload, chunks: AsyncIterator[bytes], *, host: str = ""
+    ) -> LoraRecord:
+        """Takes in what is sent. host: that it comes from.
+
+        Raises InvalidRequest, BadLora, TooLarge, LoraExists, QueueFull, StorageUnavailable.
+        """
         rules.refuse([*self._check(brought), *check_upload(upload, max_bytes=self._max_bytes)])
-        if self._uploads >= _MOST_UPLOADS:
-            raise QueueFull("the store takes as many uploads as it can at once", retry_after_s=1.0)
-        self._uploads += 1
-        try:
-            with self._counted():
-                async with contextlib.AsyncExitStack() as stack:
-                    spools = [await stack.enter_async_context(self._spool()) for _ in upload.files]
-                    await receive(spools, upload, chunks, deadline_s=self._upload_s)
-                    sources = [
-                        ImportSource(path=spool, adapter_config=part.adapter_config, component=part.component)
-                        for spool, part in zip(spools, upload.files, strict=True)
-                    ]
-                    return await self._import(brought, sources, upload.size_bytes)
-        finally:
-            self._uploads -= 1
+        with self._counted(), self._uploads.admitted(host, upload.size_bytes):
+            async with contextlib.AsyncExitStack() as stack:
+                # As it comes and, beside that, as it is kept.
+                room = await stack.enter_async_context(self._room(upload.size_bytes + _kept_bytes(upload.size_bytes)))
+                spools = [await stack.enter_async_context(self._spool()) for _ in upload.files]
+                room.files.extend(spools)
+                await receive(
+                    spools,
+                    upload,
+                    chunks,
+                    deadline_s=self._upload_s,
+                    idle_s=self._idle_s,
+                    check_disk=self._files.room.check_disk,
+                )
+                sources = [
+                    ImportSource(path=spool, adapter_config=part.adapter_config, component=part.component)
+                    for spool, part in zip(spools, upload.files, strict=True)
+                ]
+                return await self._import(brought, sources, upload.size_bytes, room)
 
     async def register(self, brought: Brought, path: str) -> LoraRecord:
         """Takes in what is at a path below the root. Raises as `upload` does."""
@@ -104,7 +114,8 @@ class Intake:
         rules.refuse(violations)
         with self._counted():
             source, size_bytes = await asyncio.to_thread(self._below_root, path)
-            return await self._import(brought, [ImportSource(path=source, root=self._root)], size_bytes)
+            async with self._room(_kept_bytes(size_bytes)) as room:
+                return await self._import(brought, [ImportSource(path=source, root=self._root)], size_bytes, room)
 
     async def bring(self, brought: Brought, path: Path) -> LoraRecord:
         """Takes in what the store's own configuration names, wherever it is. Raises as `upload` does."""
@@ -112,14 +123,22 @@ class Intake:
         with self._counted():
             source = await asyncio.to_thread(path.resolve)
             size_bytes = await asyncio.to_thread(self._measured, source)
-            return await self._import(brought, [ImportSource(path=source)], size_bytes)
+            async with self._room(_kept_bytes(size_bytes)) as room:
+                return await self._import(brought, [ImportSource(path=source)], size_bytes, room)
 
-    async def _import(self, brought: Brought, sources: Sequence[ImportSource], size_bytes: int) -> LoraRecord:
+    async def _import(
+        self, brought: Brought, sources: Sequence[ImportSource], size_bytes: int, room: Reservation
+    ) -> LoraRecord:
         async with self._spool() as output:
-            base = self._bases[brought.base]
-            answer = await self._importer.run(
-                Import(sources=tuple(sources), size_bytes=size_bytes, base=base, output=output)
-            )
+            room.files.append(output)
+
+            async def take_room() -> int:
+                beside_bytes = room.size_bytes - _kept_bytes(size_bytes)
+                await asyncio.to_thread(self._files.room.grow, room, room.size_bytes + _FOLDED * size_bytes)
+                return room.size_bytes - beside_bytes
+
+            job = Import(sources=tuple(sources), size_bytes=size_bytes, base=self._bases[brought.base], output=output)
+            answer = await self._importer.run(job, take_room=take_room)
             async with self.keeping:
                 keep = asyncio.create_task(self._keep(brought, output, answer.format, answer.trigger_phrase))
                 try:
@@ -149,6 +168,17 @@ class Intake:
             if making.exception() is None:
                 await asyncio.to_thread(making.result().unlink, missing_ok=True)
 
+    @contextlib.asynccontextmanager
+    async def _room(self, size_bytes: int) -> AsyncIterator[Reservation]:
+        """Room on the disk for what is written in the block. Raises TooLarge, QueueFull, StorageUnavailable."""
+        taking = asyncio.create_task(asyncio.to_thread(self._files.room.take, size_bytes))
+        try:
+            yield await asyncio.shield(taking)
+        finally:
+            await asyncio.wait([taking])
+            if taking.exception() is None:
+                self._files.room.give_back(taking.result())
+
     async def _keep(self, brought: Brought, output: Path, kind: str, trigger: str) -> LoraRecord:
         digest, lora = await asyncio.to_thread(self._files.adopt, output)
         record = LoraRecord(
@@ -169,6 +199,7 @@ class Intake:
             if not await self._catalogue.names(digest):
                 await asyncio.to_thread(self._files.remove, digest)
             raise
+        await asyncio.to_thread(self._files.describe, kept)
         self._metrics.imported("added")
         facts = {"lora": kept.name, "digest": digest, "base": kept.base, "rank": kept.rank, "modules": kept.modules}
         _log.info("a LoRA is kept", extra=facts)
@@ -211,6 +242,11 @@ class Intake:
                 metadata={"limit": "max_bytes"},
             )
         return size_bytes
+
+
+def _kept_bytes(size_bytes: int) -> int:
+    """That the canonical form of so much takes, unless convolutions are folded."""
+    return size_bytes + min(_MOST_HEADER_BYTES, _LEAST_HEADER_BYTES + size_bytes)
 
 
 def _imported(folder: Path) -> list[Path]:

@@ -17,11 +17,13 @@ from bottega.v1.link_pb2 import LinkCounts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFigures:
-    """The store at one moment."""
+    """The store at one moment. disk_bytes: of LoRAs; beside them quarantined_bytes, and reserved_bytes: what comes."""
 
     counts: TierCounts
     memory_bytes: int
     disk_bytes: int
+    quarantined_bytes: int
+    reserved_bytes: int
     links: LinkCounts
 
 
@@ -70,4 +72,9 @@ class LoraMetrics(Collector):
             "Bytes of LoRAs in memory, shared by the workers of its host.",
             value=figures.memory_bytes,
         )
-        yield GaugeMetricFamily("bottega_lora_disk_bytes", "Bytes of LoRAs on the disk.", value=figures.disk_bytes)
+        for name, text, value in (
+            ("disk_bytes", "Bytes of LoRAs on the disk.", figures.disk_bytes),
+            ("quarantined_bytes", "Bytes on the disk that the catalogue does not know.", figures.quarantined_bytes),
+            ("reserved_bytes", "Bytes of the disk for uploads and imports under way.", figures.reserved_bytes),
+        ):
+            yield GaugeMetricFamily(f"bottega_lora_{name}", text, value=value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -16,8 +17,13 @@ from bottega.storage import faults
 
 _MAX_CONFIG_BYTES = 1 << 20
 _SHA256_CHARACTERS = 64
-# Between two messages of an upload; a caller that is there sends one in no time.
-_CHUNK_S = 60.0
+# What has to come of an upload in the time that it may lie idle: about a hundredth of a slow line's.
+_LEAST_BYTES = 256 << 10
+_IDLE_S = 30.0
+
+
+def _ignore() -> None:
+    """For those who need not look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,20 +81,55 @@ def _check_parts(upload: Upload) -> Iterator[Violation]:
         yield Violation(field="size_bytes", description="must be the sum of those of its parts")
 
 
-async def receive(paths: Sequence[Path], upload: Upload, chunks: AsyncIterator[bytes], *, deadline_s: float) -> None:
+class _Incoming:
+    """The chunks of an upload, as long as it does not lie idle: whoever sends nothing, empty chunks or single bytes
+    keeps its room on the disk from others."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], idle_s: float) -> None:
+        self._chunks = chunks
+        self._idle_s = idle_s
+        self._waited_s = 0.0
+        self._came_bytes = 0
+
+    async def next(self) -> bytes | None:
+        """None at the end. Raises InvalidRequest where too little came for too long; only time that is spent waiting
+        for the caller counts."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, self._idle_s - self._waited_s)):
+                chunk = await anext(self._chunks, None)
+        except TimeoutError:
+            raise _mismatch(f"{self._came_bytes} bytes in {self._idle_s:g} s and was ended: send it again") from None
+        self._waited_s += time.monotonic() - began
+        self._came_bytes += len(chunk or b"")
+        if self._came_bytes >= _LEAST_BYTES:
+            self._waited_s, self._came_bytes = 0.0, 0
+        return chunk
+
+
+async def receive(
+    paths: Sequence[Path],
+    upload: Upload,
+    chunks: AsyncIterator[bytes],
+    *,
+    deadline_s: float,
+    idle_s: float = _IDLE_S,
+    check_disk: Callable[[], None] = _ignore,
+) -> None:
     """Writes an upload's bytes in time, each of its files to one of the paths.
 
-    Raises InvalidRequest, BadLora for others than were announced, StorageUnavailable.
+    idle_s: in which the next 256 KiB, or the rest, have to come. check_disk: called before each write; raises what
+    keeps the upload from going on. Raises InvalidRequest, BadLora for others than were announced, StorageUnavailable.
     """
     try:
         async with asyncio.timeout(deadline_s):
-            await _received(paths, upload, chunks)
+            await _received(paths, upload, _Incoming(chunks, idle_s), check_disk)
     except TimeoutError:
         late = f"fewer than the {upload.size_bytes} bytes that were announced in {deadline_s:g} s"
         raise _mismatch(f"{late}: use a faster network, or raise imports.upload_s at the store") from None
 
 
-async def _received(paths: Sequence[Path], upload: Upload, chunks: AsyncIterator[bytes]) -> None:
+async def _received(paths: Sequence[Path], upload: Upload, chunks: _Incoming, check_disk: Callable[[], None]) -> None:
     hashed = hashlib.sha256()
     done = 0
     rest = b""
@@ -96,11 +137,11 @@ async def _received(paths: Sequence[Path], upload: Upload, chunks: AsyncIterator
         left = part.size_bytes
         async with _opened(path) as file:
             while left:
-                piece = rest or await _next(chunks)
+                piece = rest or await chunks.next()
                 if piece is None:
                     raise _mismatch(f"{done} of the {upload.size_bytes} bytes that were announced")
                 piece, rest = piece[:left], piece[left:]
-                await asyncio.to_thread(_write, file, hashed, piece)
+                await asyncio.to_thread(_write, file, hashed, piece, check_disk)
                 left -= len(piece)
                 done += len(piece)
     if rest or await _goes_on(chunks):
@@ -109,20 +150,12 @@ async def _received(paths: Sequence[Path], upload: Upload, chunks: AsyncIterator
         raise BadLora(f"the bytes that came have the SHA-256 {hashed.hexdigest()}, not {upload.sha256}: send it again")
 
 
-async def _goes_on(chunks: AsyncIterator[bytes]) -> bool:
+async def _goes_on(chunks: _Incoming) -> bool:
     """Whether a byte comes before the end."""
-    while (chunk := await _next(chunks)) is not None:
+    while (chunk := await chunks.next()) is not None:
         if chunk:
             return True
     return False
-
-
-async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
-    try:
-        async with asyncio.timeout(_CHUNK_S):
-            return await anext(chunks, None)
-    except TimeoutError:
-        raise _mismatch(f"nothing more for {_CHUNK_S:g} s") from None
 
 
 @contextlib.asynccontextmanager
@@ -149,7 +182,8 @@ def _close(file: BinaryIO) -> None:
         file.close()
 
 
-def _write(file: BinaryIO, hashed: hashlib._Hash, chunk: bytes) -> None:
+def _write(file: BinaryIO, hashed: hashlib._Hash, chunk: bytes, check_disk: Callable[[], None]) -> None:
+    check_disk()
     with faults.translated():
         file.write(chunk)
     hashed.update(chunk)

@@ -10,6 +10,7 @@ import grpc
 from bottega import rules
 from bottega.errors import InvalidRequest, Violation
 from bottega.loras.intake import Brought
+from bottega.loras.quarantine import Quarantined
 from bottega.loras.receiving import Upload, UploadPart
 from bottega.loras.records import LoraRecord
 from bottega.loras.store import LoraStore
@@ -39,7 +40,7 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         self._store = store
 
     async def UploadLora(
-        self, requests: AsyncIterator[pb.UploadLoraRequest], _context: _Context
+        self, requests: AsyncIterator[pb.UploadLoraRequest], context: _Context
     ) -> pb.UploadLoraResponse:
         """UploadLora."""
         first = await anext(requests, pb.UploadLoraRequest())
@@ -47,7 +48,8 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
             rules.refuse([Violation(field="head", description="must be the first message")])
         head = first.head
         brought = Brought(name=head.name, base=head.base, trigger_words=tuple(head.trigger_words))
-        record = await self._store.intake.upload(brought, _upload(head), _chunks(requests))
+        host = host_of(context.peer())
+        record = await self._store.intake.upload(brought, _upload(head), _chunks(requests), host=host)
         return pb.UploadLoraResponse(lora=self._stored(record))
 
     async def RegisterLora(self, request: pb.RegisterLoraRequest, _context: _Context) -> pb.RegisterLoraResponse:
@@ -65,6 +67,8 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
             loras=[self._stored(record) for record in shown],
             next_page_token=shown[-1].name if len(records) > size else "",
             bases=sorted(self._store.bases),
+            quarantined=len(self._store.quarantine),
+            quarantined_bytes=self._store.quarantine.used_bytes,
         )
 
     async def GetLora(self, request: pb.GetLoraRequest, _context: _Context) -> pb.GetLoraResponse:
@@ -105,6 +109,27 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         offer = self._store.offer(request.worker, request.link_id, caller=host_of(context.peer()))
         return pb.OpenLoraLinkResponse(offer=offer_to_wire(offer))
 
+    async def ListQuarantine(self, request: pb.ListQuarantineRequest, _context: _Context) -> pb.ListQuarantineResponse:
+        """ListQuarantine."""
+        rules.refuse(list(_check_page(request)))
+        size = request.page_size or _DEFAULT_PAGE
+        found = await self._store.quarantined(size=size + 1, after=request.page_token)
+        shown = found[:size]
+        return pb.ListQuarantineResponse(
+            loras=[_quarantined(each) for each in shown],
+            next_page_token=shown[-1].id if len(found) > size else "",
+            folder=str(self._store.quarantine.folder),
+        )
+
+    async def RestoreLora(self, request: pb.RestoreLoraRequest, _context: _Context) -> pb.RestoreLoraResponse:
+        """RestoreLora."""
+        restored = await self._store.restore(request.id, name=request.name, base=request.base)
+        return pb.RestoreLoraResponse(lora=self._stored(restored.record), unknown=restored.unknown)
+
+    async def DiscardLora(self, request: pb.DiscardLoraRequest, _context: _Context) -> pb.DiscardLoraResponse:
+        """DiscardLora."""
+        return pb.DiscardLoraResponse(freed_bytes=await self._store.discard(request.id))
+
     def _stored(self, record: LoraRecord) -> pb.StoredLora:
         return pb.StoredLora(
             name=record.name,
@@ -121,6 +146,17 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
             added_s=record.added_s,
             state=_STATES[self._store.state(record)],
         )
+
+
+def _quarantined(found: Quarantined) -> pb.QuarantinedLora:
+    return pb.QuarantinedLora(
+        id=found.id,
+        digest=found.digest,
+        name=found.record.name if found.record else "",
+        base=found.record.base if found.record else "",
+        size_bytes=found.size_bytes,
+        since_s=found.since_s,
+    )
 
 
 def _upload(head: pb.UploadLoraHead) -> Upload:
@@ -146,11 +182,11 @@ def _check_name(name: str) -> None:
         rules.refuse([Violation(field="name", description=f"must be {rules.ADAPTER_NAMES}")])
 
 
-def _check_page(request: pb.ListLorasRequest) -> Iterator[Violation]:
+def _check_page(request: pb.ListLorasRequest | pb.ListQuarantineRequest) -> Iterator[Violation]:
     if not 0 <= request.page_size <= _MAX_PAGE:
         yield Violation(field="page_size", description=f"must be 0 to {_MAX_PAGE}")
     for field in ("page_token", "base"):
-        if len(getattr(request, field)) > _MAX_NAME_CHARACTERS:
+        if len(getattr(request, field, "")) > _MAX_NAME_CHARACTERS:
             yield Violation(field=field, description=f"must be at most {_MAX_NAME_CHARACTERS} characters")
 
 

@@ -11,10 +11,20 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bottega import rules
-from bottega.errors import BottegaError, ConfigError, DataLoss, Draining, LoraInUse, LoraNotFound, TooLarge
+from bottega.errors import (
+    BottegaError,
+    ConfigError,
+    DataLoss,
+    Draining,
+    LoraInUse,
+    LoraNotFound,
+    TooLarge,
+    Unavailable,
+)
 from bottega.loras.catalogue import Catalogue
 from bottega.loras.config import LoraConfig, OwnLora
 from bottega.loras.files import LoraFiles
@@ -22,13 +32,17 @@ from bottega.loras.importing.importer import Importer
 from bottega.loras.intake import Brought, Intake
 from bottega.loras.links import Links
 from bottega.loras.metrics import LoraMetrics, StoreFigures
+from bottega.loras.quarantine import Quarantine, Quarantined
 from bottega.loras.records import LoraRecord
+from bottega.loras.recovery import Recovery, Restored
 from bottega.loras.tiers import Tiers
 from bottega.miniature import WEIGHTS
 from bottega.process import open_files
 from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet import FleetMembership
 from bottega.rpc.link_counts import link_counts
+from bottega.storage import faults, folders
+from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.transport import Offer
 from bottega.v1 import fleet_pb2
 
@@ -58,8 +72,15 @@ class LoraStore:
         self._config = config
         self._address = address
         self._version = importlib.metadata.version("bottega-services")
+        self._folder = folder
+        self._lock = ProcessLock(folder)
         self._catalogue = Catalogue(folder / "catalogue.db")
-        self._files = LoraFiles(folder / "files", budget_bytes=config.disk_bytes)
+        self._files = LoraFiles(
+            folder / "files",
+            quarantine=folder / "quarantine",
+            budget_bytes=config.disk_bytes,
+            min_free_bytes=config.min_free_bytes,
+        )
         self._most_in_memory = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
         self._tiers = Tiers(
             self._files.path,
@@ -71,13 +92,14 @@ class LoraStore:
         imports = config.imports
         self.intake = Intake(
             bases=self.bases,
-            root=Path(imports.root) if imports.root else None,
-            max_bytes=imports.max_bytes,
-            upload_s=imports.upload_s,
+            config=imports,
             files=self._files,
             catalogue=self._catalogue,
             importer=Importer(at_once=imports.at_once, deadline_s=imports.deadline_s, cpu_s=imports.cpu_s),
             metrics=metrics,
+        )
+        self._recovery = Recovery(
+            bases=self.bases, catalogue=self._catalogue, files=self._files, keeping=self.intake.keeping
         )
         self._leases: dict[str, float] = {}
         self._membership: FleetMembership | None = None
@@ -89,20 +111,23 @@ class LoraStore:
     async def start(self) -> None:
         """Opens catalogue and files, brings its own LoRAs, loads what is pinned, and joins the fleet.
 
-        Raises what they do.
+        Raises what they do, and Unavailable where another process has the folder.
         """
+        await asyncio.to_thread(self._hold_folder)
         await self._catalogue.open()
-        digests = await self._catalogue.digests()
-        lost = await asyncio.to_thread(self._files.open, digests)
-        for digest in lost:
-            names = await self._catalogue.names(digest)
-            _log.error("the file of a LoRA is gone; bring it again", extra={"loras": names, "digest": digest})
+        await asyncio.to_thread(self._files.open)
+        lost = (await self._recovery.sort_out()).lost
         await self._bring_own(lost)
         await self._pin()
         self._measuring = asyncio.create_task(self._measure())
         if self._config.gateway:
             self._membership = self._join()
             self._membership.start()
+
+    @property
+    def quarantine(self) -> Quarantine:
+        """Files that the catalogue does not know."""
+        return self._files.quarantine
 
     def state(self, record: LoraRecord) -> bool | None:
         """Whether it is in memory; False while it is on its way there, None where it is not."""
@@ -130,9 +155,11 @@ class LoraStore:
                     retry_after_s=wait_s,
                 )
             only_name = await self._catalogue.names(record.digest) == [name]
+            # First: a name that is forgotten must not come back from its description.
+            await asyncio.to_thread(self._files.undescribe, record.digest, name)
             if only_name:
                 self._tiers.forget(record.digest)
-                # First: on a full disk that makes the room which forgetting the name needs.
+                # Before the row: on a full disk that makes the room which forgetting the name needs.
                 await asyncio.to_thread(self._files.remove, record.digest)
             await self._catalogue.remove(name)
             if not only_name and record.pinned:
@@ -160,13 +187,39 @@ class LoraStore:
         async with self.intake.keeping:  # of two at once, the second one sees the first
             if pinned:
                 await self._check_pinnable(await self._catalogue.get(name))
-            record = await self._catalogue.pin(name, pinned)
+            record = await self._catalogue.change(name, lambda there: replace(there, pinned=pinned))
             await self._pin()
+            await asyncio.to_thread(self._files.describe, record)
         return record
 
     async def set_bounds(self, name: str, digest: str, bounds: tuple[tuple[int, int], ...]) -> LoraRecord:
-        """Records its profile. Raises LoraNotFound."""
-        return await self._catalogue.set_bounds(name, digest, bounds)
+        """Records its profile. Raises LoraNotFound, also where the name has other weights now."""
+
+        def measured(there: LoraRecord) -> LoraRecord:
+            if there.digest != digest:
+                said = f"{name} has other weights now than those that were measured"
+                raise LoraNotFound(said, metadata={"loras": name})
+            return replace(there, bounds=tuple(sorted(bounds)))
+
+        async with self.intake.keeping:
+            record = await self._catalogue.change(name, measured)
+            await asyncio.to_thread(self._files.describe, record)
+        return record
+
+    async def quarantined(self, *, size: int, after: str) -> list[Quarantined]:
+        """See Recovery.page."""
+        return await self._recovery.page(size=size, after=after)
+
+    async def restore(self, id: str, *, name: str, base: str) -> Restored:
+        """See Recovery."""
+        restored = await self._recovery.restore(id, name=name, base=base)
+        if restored.record.pinned:
+            await self._pin()
+        return restored
+
+    async def discard(self, id: str) -> int:
+        """See Recovery."""
+        return await self._recovery.discard(id)
 
     def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
         """A link's offer for a worker. caller: host of whoever asks. Raises Draining, LinksFull, InvalidRequest."""
@@ -196,6 +249,15 @@ class LoraStore:
         await asyncio.to_thread(self._links.close)
         await asyncio.to_thread(self._tiers.close)
         await self._catalogue.close()
+        self._lock.release()
+
+    def _hold_folder(self) -> None:
+        with faults.translated():
+            folders.make(self._folder)
+            try:
+                self._lock.take()
+            except HeldElsewhere as held:
+                raise Unavailable(f"{held} (key folder)") from None
 
     async def _bring_own(self, lost: Collection[str]) -> None:
         """Takes in the LoRAs of its own that it does not have. lost: digests without a file."""
@@ -267,6 +329,8 @@ class LoraStore:
             counts=self._tiers.counts,
             memory_bytes=self._tiers.used_bytes,
             disk_bytes=self._files.used_bytes,
+            quarantined_bytes=self._files.quarantine.used_bytes,
+            reserved_bytes=self._files.room.reserved_bytes,
             links=link_counts(self._links.counters, open_links=len(self._links.open)),
         )
 

@@ -12,6 +12,8 @@ import click
 
 from bottega.client.cli.connection import address_option, connect, fleet_option
 from bottega.client.cli.lora_profile import command as profile_command
+from bottega.client.cli.lora_quarantine import discard_command, quarantine_command, rebuild_command
+from bottega.client.cli.sizes import shown_size
 from bottega.client.cli.terminal import fail, new_table, note, print_table, say
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class _Loras(click.Group):
 
 @click.group("loras", cls=_Loras)
 def command() -> None:
-    """Look after LoRAs: list, show, add, remove, pin, unpin, profile.
+    """Look after LoRAs: list, show, add, remove, pin, unpin, profile, quarantine, rebuild, discard.
 
     \b
       bottega loras                                 those that the suite has, and for which base models
@@ -44,6 +46,8 @@ def command() -> None:
       bottega loras show outline                    all that is known of one
       bottega loras pin outline                     keeps it in the store's memory
       bottega loras profile outline                 measures how late it may come into a picture
+      bottega loras quarantine                      files that the store's catalogue does not know
+      bottega loras rebuild                         brings them back into it; `discard` deletes them
       bottega generate "a red star" --lora outline:0.8
     """
 
@@ -55,12 +59,15 @@ def list_command(*, address: str) -> None:
     """List the LoRAs that the suite has."""
     with connect(address) as client:
         loras = client.loras()
+        quarantined = client.loras_in_quarantine()
+    if quarantined:
+        note(f"{quarantined} more in quarantine, unknown to the catalogue: bottega loras quarantine lists them.")
     if not loras:
         note("There are no LoRAs yet: bottega loras add NAME FILE.")
         return
     table = new_table("lora", "base", ">rank", ">size", "pinned", "trigger words")
     for lora in loras:
-        facts = (str(lora.rank), _size(lora.size_bytes), "yes" if lora.pinned else "")
+        facts = (str(lora.rank), shown_size(lora.size_bytes), "yes" if lora.pinned else "")
         table.add_row(lora.name, lora.base, *facts, ", ".join(lora.trigger_words))
     print_table(table)
 
@@ -102,7 +109,7 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
         else:
             lora = _registered(client, name, path, base=base, trigger_words=trigger_words)
     modules = f"{lora.modules} module{'s' if lora.modules > 1 else ''} of rank {lora.rank}"
-    say(f"{lora.name} is there for {lora.base}: {modules}, {_size(lora.size_bytes)}")
+    say(f"{lora.name} is there for {lora.base}: {modules}, {shown_size(lora.size_bytes)}")
     if before is not None and before != list(lora.trigger_words):
         was = ", ".join(before) or "none"
         say(f"It was there already; its trigger words are now: {', '.join(lora.trigger_words)} (before: {was})")
@@ -132,7 +139,7 @@ def pin(*, name: str, address: str) -> None:
         pinned = client.pin_lora(name)
         lora = _loaded(client, pinned)
     if lora.state == _IN_MEMORY:
-        say(f"{name} is pinned: {_size(lora.size_bytes)} of its store's memory are its own")
+        say(f"{name} is pinned: {shown_size(lora.size_bytes)} of its store's memory are its own")
     elif lora.state == _LOADING:
         say(f"{name} is pinned, and its store is still loading it")
     elif pinned.state == _LOADING:
@@ -152,7 +159,8 @@ def unpin(*, name: str, address: str) -> None:
     say(f"{name} is pinned no more")
 
 
-command.add_command(profile_command)
+for each in (profile_command, quarantine_command, rebuild_command, discard_command):
+    command.add_command(each)
 
 
 def _loaded(client: Client, lora: StoredLora) -> StoredLora:
@@ -198,7 +206,7 @@ def _facts(lora: StoredLora) -> list[tuple[str, str]]:
         ("base", lora.base),
         ("rank", str(lora.rank)),
         ("modules", str(lora.modules)),
-        ("size", f"{_size(lora.size_bytes)}, of them text encoders {_size(lora.text_bytes)}"),
+        ("size", f"{shown_size(lora.size_bytes)}, of them text encoders {shown_size(lora.text_bytes)}"),
         ("format", lora.format),
         ("trigger words", ", ".join(lora.trigger_words) or "none"),
         ("may be late until", bounds or "not measured; a fifth of the steps"),
@@ -220,9 +228,3 @@ def _where(lora: StoredLora) -> str:
     if here is None:
         return "not now, and stays there once it is" if lora.pinned else "no"
     return f"{here}, and stays there" if lora.pinned else here
-
-
-def _size(size_bytes: int) -> str:
-    if size_bytes < 1 << 20:
-        return f"{size_bytes / 2**10:.1f} KiB"
-    return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 10 << 20 else f"{size_bytes / 2**20:.2f} MiB"

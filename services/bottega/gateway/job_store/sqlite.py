@@ -18,7 +18,7 @@ from bottega.gateway.job_store import sqlite_errors, sqlite_schema, sqlite_state
 from bottega.gateway.job_store.group_commit import GroupCommit
 from bottega.gateway.job_store.records import End, JobRecord, StoredPicture
 from bottega.gateway.job_store.sqlite_statements import Listing, Page
-from bottega.storage import StorageThread, faults
+from bottega.storage import StorageThread, faults, sqlite_files
 from bottega.v1.image_pb2 import JobState
 
 ResultT = TypeVar("ResultT")
@@ -230,7 +230,7 @@ class SqliteJobStore:
     def _inspect(self) -> None:
         """Looks whether the file is ours and sound, before anything is written to it."""
         with faults.translated():
-            sqlite_schema.create_file(self._path)
+            sqlite_files.create_file(self._path)
         self._stop_reading()  # the file may be another one since the last look
         version = sqlite_schema.VERSION
         try:

@@ -6,12 +6,11 @@ import sqlite3
 
 from bottega.errors import BottegaError, DataLoss
 from bottega.process import open_files
-from bottega.storage import faults
+from bottega.storage import faults, sqlite_files
 
-# Primary result codes, https://sqlite.org/rescode.html; extended ones carry them in their low byte.
-_DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 # What it says where it needed one more file: its own, the log beside it, or what readers share.
 _OPENS_FILES = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
+# By primary result codes, https://sqlite.org/rescode.html; extended ones carry them in their low byte.
 _SAYS = {
     sqlite3.SQLITE_FULL: "the disk is full",
     sqlite3.SQLITE_READONLY: "the disk cannot be written",
@@ -33,7 +32,7 @@ def typed(error: sqlite3.Error) -> BottegaError | None:
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:
         return None
-    if code & 0xFF in _DAMAGED:
+    if sqlite_files.says_damage(error):
         return damaged()
     says = _SAYS.get(code & 0xFF)
     if says and code & 0xFF in _OPENS_FILES and (why := open_files.exhausted()):

@@ -6,15 +6,13 @@ SQLite's own format has none: a flipped bit in a page may read as another prompt
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 from bottega.errors import DataLoss
 from bottega.gateway.job_store.records import JobRecord, StoredPicture
 from bottega.gateway.job_store.sqlite_errors import damaged
-
-Value = str | bytes | int | float | None
+from bottega.storage.checksums import Value, checksum
 
 COLUMNS = (
     "job_id",
@@ -107,15 +105,6 @@ def from_row(row: Sequence[Any]) -> JobRecord:
         error=error,
         sequence=sequence,
     )
-
-
-def checksum(values: Sequence[Value]) -> int:
-    """CRC-32 over values and their kinds: it guards against accidents, not against people."""
-    found = 0
-    for value in values:
-        raw = value if isinstance(value, bytes) else repr(value).encode()
-        found = zlib.crc32(raw, zlib.crc32(b"%d" % len(raw), found))
-    return found
 
 
 def intact(data: bytes, expected: int, sequence: int) -> bytes:

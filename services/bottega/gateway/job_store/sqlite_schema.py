@@ -6,15 +6,13 @@ Knows no job beyond its columns.
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
-import threading
 import urllib.parse
 from pathlib import Path
 
 from bottega.errors import ConfigError
 from bottega.gateway.job_store import sqlite_upgrades
-from bottega.storage import folders
+from bottega.storage import sqlite_files
 
 FileState = tuple[tuple[int, int, int], ...]
 """Of a file and the log beside it: inode, size, time of the last change in ns."""
@@ -25,14 +23,10 @@ VERSION = 4
 # What an earlier version wrote is brought up to date; older ones than these are not known.
 _UPGRADABLE = 3
 
-# Another process's group commit takes milliseconds, and a checkpoint some tens of them.
-_BUSY_TIMEOUT_S = 5.0
 # Pages of 4 KiB after which a commit copies the log into the file: 4 MiB, which takes about 10 ms.
 _CHECKPOINT_PAGES = 1000
 # What large inputs may leave of the log's file after a checkpoint.
 _LOG_BYTES = 64 << 20
-# A gateway should be ready again within 3 s; 50,000 jobs are checked in .3 s.
-_CHECK_S = 1.0
 
 # kept_bytes: what remembering an ended job takes, with a guess for the short columns and indexes.
 # request_ids: the newest job of each. inputs: of live jobs only, apart so that a change of a job does not rewrite them.
@@ -97,20 +91,12 @@ _TABLES = (
 )
 
 
-def create_file(path: Path) -> None:
-    """An empty file for its owner alone, where there is none: prompts are in it. Raises OSError."""
-    if path.exists():
-        return
-    folders.make_own(path.parent)
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-
-
 def connect_to_write(path: Path) -> sqlite3.Connection:
     """A connection whose commits are on the disk when they return; transactions are begun explicitly.
 
     One thread at a time may use it. Raises sqlite3.Error.
     """
-    return _connect(
+    return sqlite_files.connect(
         path,
         "PRAGMA journal_mode = WAL",
         "PRAGMA synchronous = FULL",
@@ -121,7 +107,7 @@ def connect_to_write(path: Path) -> sqlite3.Connection:
 
 def connect_to_read(path: Path) -> sqlite3.Connection:
     """A connection that changes nothing, so that it may look at any file. Otherwise as `connect_to_write`."""
-    return _connect(path, "PRAGMA query_only = ON")
+    return sqlite_files.connect(path, "PRAGMA query_only = ON")
 
 
 def connect_as_left(path: Path) -> sqlite3.Connection:
@@ -129,15 +115,15 @@ def connect_as_left(path: Path) -> sqlite3.Connection:
 
     Raises FileExistsError where a log is beside the file, without which it is not what was written; sqlite3.Error.
     """
-    log = _log_of(path)
+    log = sqlite_files.log_of(path)
     if log.exists() and log.stat().st_size:
         raise FileExistsError(f"{log} is part of the file")
-    return _connect(f"file:{urllib.parse.quote(str(path))}?immutable=1")
+    return sqlite_files.connect(f"file:{urllib.parse.quote(str(path))}?immutable=1")
 
 
 def state_of(path: Path) -> FileState:
     """Changes when the file, or the log beside it, does. Raises OSError."""
-    parts = [part.stat() for part in (path, _log_of(path)) if part.exists()]
+    parts = [part.stat() for part in (path, sqlite_files.log_of(path)) if part.exists()]
     return tuple((part.st_ino, part.st_size, part.st_mtime_ns) for part in parts)
 
 
@@ -158,22 +144,11 @@ def check_owner(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def is_sound(connection: sqlite3.Connection, version: int) -> bool:
-    """Whether the file is whole, tables and indexes, as far as a look of a second tells. Raises sqlite3.Error.
+    """Whether the file is whole, as far as a look of a second tells, and has our tables. Raises sqlite3.Error.
 
     version: of its tables, as `check_owner` says.
     """
-    timer = threading.Timer(_CHECK_S, connection.interrupt)
-    timer.start()
-    try:
-        found = connection.execute("PRAGMA integrity_check(1)").fetchall()
-    except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
-            raise
-        found = [("ok",)]
-    finally:
-        timer.cancel()
-        timer.join()
-    return found == [("ok",)] and _schema(connection) == _expected_schema(version)
+    return sqlite_files.is_whole(connection) and sqlite_files.schema_of(connection) == _expected_schema(version)
 
 
 def adopt(connection: sqlite3.Connection, path: Path) -> int:
@@ -201,28 +176,4 @@ def _expected_schema(version: int) -> list[tuple[str, str]]:
             _create(connection)
         if version == VERSION:
             sqlite_upgrades.remember_peers(connection)
-        return _schema(connection)
-
-
-def _schema(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    return connection.execute("SELECT name, sql FROM sqlite_schema ORDER BY name").fetchall()
-
-
-def _log_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}-wal")
-
-
-def _connect(path: Path | str, *pragmas: str) -> sqlite3.Connection:
-    """path: or a URI."""
-    connection = sqlite3.connect(
-        path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=isinstance(path, str)
-    )
-    # Damaged text must reach the checksum that notices it.
-    connection.text_factory = lambda raw: str(raw, "utf-8", "replace")
-    try:
-        for pragma in ("PRAGMA trusted_schema = OFF", "PRAGMA cell_size_check = ON", *pragmas):
-            connection.execute(pragma)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        return sqlite_files.schema_of(connection)

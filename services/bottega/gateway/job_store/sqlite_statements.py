@@ -12,7 +12,8 @@ from typing import Any
 
 from bottega.errors import DataLoss
 from bottega.gateway.job_store.records import End, JobRecord
-from bottega.gateway.job_store.sqlite_rows import COLUMNS, Value, checksum, from_row, intact, to_row
+from bottega.gateway.job_store.sqlite_rows import COLUMNS, from_row, intact, to_row
+from bottega.storage.checksums import Value, checksum
 from bottega.v1.image_pb2 import JobState
 
 _ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *COLUMNS))

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import resource
+import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,18 +62,19 @@ class Importer:
         self._room = asyncio.Semaphore(at_once)
         self._waiting = 0
 
-    async def run(self, job: Import) -> LoraImportAnswer:
+    async def run(self, job: Import, *, take_room: Callable[[], Awaitable[int]] | None = None) -> LoraImportAnswer:
         """Writes the canonical form to job.output.
 
+        take_room: asked when its turn has come, how many bytes that may have.
         Raises BadLora where the source is refused, or its import beyond the limits; StorageUnavailable where the disk
-        fails; QueueFull when too many wait; Unavailable where its process stood still.
+        fails; QueueFull when too many wait; Unavailable where its process stood still; and what take_room raises.
         """
         if self._waiting >= _MAX_WAITING:
             raise QueueFull("too many LoRAs wait to be imported", retry_after_s=1.0)
         self._waiting += 1
         try:
             async with self._room:
-                answer = await self._serve(job)
+                answer = await self._serve(job, await take_room() if take_room is not None else sys.maxsize)
         finally:
             self._waiting -= 1
         if answer.refusal:
@@ -81,10 +84,9 @@ class Importer:
                 raise OSError(answer.errno, os.strerror(answer.errno))
         return answer
 
-    async def _serve(self, job: Import) -> LoraImportAnswer:
-        child = await Child.start(
-            "bottega.loras.importing.process", env=_ENVIRONMENT, limits=self._limits(job), confined="writes"
-        )
+    async def _serve(self, job: Import, output_bytes: int) -> LoraImportAnswer:
+        limits = self._limits(job, output_bytes)
+        child = await Child.start("bottega.loras.importing.process", env=_ENVIRONMENT, limits=limits, confined="writes")
         try:
             await self._started(child)
             spent = ProcessorTime(child.pid)
@@ -130,12 +132,12 @@ class Importer:
         except Unavailable:
             return None
 
-    def _limits(self, job: Import) -> dict[int, int]:
+    def _limits(self, job: Import, output_bytes: int) -> dict[int, int]:
         memory = _ADDRESS_SPACE_BYTES + _COPIES * job.size_bytes
         # A canonical file has the tensors of its source; folding can make a convolution of nine times the bytes.
         return {
             resource.RLIMIT_AS: memory,
             resource.RLIMIT_CPU: self._cpu_s,
-            resource.RLIMIT_FSIZE: memory,
+            resource.RLIMIT_FSIZE: min(memory, output_bytes),
             resource.RLIMIT_CORE: 0,
         }

@@ -1,0 +1,142 @@
+"""`bottega loras quarantine`, `rebuild` and `discard`: for the operator of a store that has files it does not know."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import click
+
+from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.sizes import shown_size
+from bottega.client.cli.terminal import fail, new_table, note, print_table, say
+
+if TYPE_CHECKING:
+    from bottega.client.sync import Client
+    from bottega.v1.lora_pb2 import QuarantinedLora
+
+# Of an id, in a list: enough to tell one from the others, and to choose it by.
+_ID_LETTERS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    store: str
+    lora: QuarantinedLora
+
+    @property
+    def called(self) -> str:
+        """For people."""
+        return self.lora.name or self.lora.id[:_ID_LETTERS]
+
+
+@click.command("quarantine")
+@address_option
+def quarantine_command(*, address: str) -> None:
+    """List LoRAs whose files a store has, and its catalogue does not know.
+
+    The store moves such files into quarantine when it starts, and deletes none. They count into its disk_bytes.
+    """
+    with connect(address) as client:
+        stores = client.lora_quarantines()
+    table = new_table("lora", "base", ">size", "since", "id", "store")
+    for store in stores:
+        for lora in store.loras:
+            since = datetime.fromtimestamp(lora.since_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+            size = shown_size(lora.size_bytes) if lora.HasField("size_bytes") else "weights are gone"
+            known = (lora.name or "not known", lora.base or "not known")
+            table.add_row(*known, size, since, lora.id[:_ID_LETTERS], store.store)
+    if not any(store.loras for store in stores):
+        note("Nothing is in quarantine.")
+        return
+    print_table(table)
+    for store in stores:
+        if store.loras:
+            note(f"Store {store.store} has them in {store.folder} on its machine.")
+    note("bottega loras rebuild brings them back, all or some; bottega loras discard deletes them for good.")
+
+
+@click.command("rebuild")
+@click.argument("which", nargs=-1)
+@click.option("--name", help="Call it so from now on; for one WHICH.")
+@click.option("--base", metavar="MODEL", help="The model that it was made for; default: what is known, or fits alone.")
+@address_option
+def rebuild_command(*, which: tuple[str, ...], name: str | None, base: str | None, address: str) -> None:
+    """Bring LoRAs back into their store's catalogue, from their files in quarantine.
+
+    WHICH are names, or ids as `bottega loras quarantine` lists them; without any, all are brought back. Every file is
+    read and checked first; one that is damaged stays where it is.
+    """
+    with connect(address) as client:
+        found = _chosen(client, which)
+        if not found:
+            note("Nothing is in quarantine: the catalogue knows every file.")
+            return
+        if name and len(found) > 1:
+            raise click.UsageError(f"--name is for one LoRA, and these are {len(found)}")
+        left = [each for each in found if not _restored(client, each, name=name or "", base=base or "")]
+    if len(found) > 1 or left:
+        back = len(found) - len(left)
+        rest = "; the others stay in quarantine" if left else ""
+        say(f"{back} of {len(found)} {'is' if back == 1 else 'are'} back{rest}")
+    sys.exit(1 if left else 0)
+
+
+@click.command("discard")
+@click.argument("which", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="Delete all that is in quarantine.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@address_option
+def discard_command(*, which: tuple[str, ...], everything: bool, yes: bool, address: str) -> None:
+    """Delete LoRAs from quarantine, for good.
+
+    WHICH are names, or ids as `bottega loras quarantine` lists them.
+    """
+    if bool(which) == everything:
+        raise click.UsageError("say which, or --all")
+    with connect(address) as client:
+        found = _chosen(client, which)
+        if not found:
+            note("Nothing is in quarantine.")
+            return
+        listed = ", ".join(each.called for each in found)
+        if not yes:
+            note(f"{len(found)} will be deleted for good: {listed}")
+            click.confirm("Delete?", abort=True, err=True)
+        freed_bytes = sum(client.discard_lora(each.lora.id) for each in found)
+    say(f"{len(found)} deleted, {shown_size(freed_bytes)} free")
+
+
+def _restored(client: Client, found: _Found, *, name: str, base: str) -> bool:
+    """Whether it is back; says so, or why it is not."""
+    from bottega.errors import BottegaError
+
+    try:
+        answer = client.restore_lora(found.lora.id, name=name, base=base)
+    except BottegaError as error:
+        note(f"{found.called} is not back: {error.message}")
+        return False
+    say(f"{answer.lora.name} is back for {answer.lora.base}")
+    if answer.unknown:
+        note(f"  not known from its files: {', '.join(answer.unknown)}")
+    return True
+
+
+def _chosen(client: Client, which: Sequence[str]) -> list[_Found]:
+    """Those that were asked for, each once; without any asked for, all. Ends the command where one is not there."""
+    there = [_Found(store=store.store, lora=lora) for store in client.lora_quarantines() for lora in store.loras]
+    if not which:
+        return there
+    chosen: dict[str, _Found] = {}
+    for text in dict.fromkeys(which):
+        matching = [each for each in there if text == each.lora.name or each.lora.id.startswith(text)]
+        if not matching:
+            fail(f"nothing in quarantine is called {text}", "bottega loras quarantine lists what there is.")
+        if len({each.lora.id for each in matching}) > 1:
+            ids = ", ".join(each.lora.id for each in matching)
+            fail(f"{text} may be any of {len(matching)}", f"Say which by its id: {ids}")
+        chosen[matching[0].lora.id] = matching[0]
+    return list(chosen.values())

@@ -1,0 +1,87 @@
+"""SQLite files as every store of ours has them: made for their owner alone, opened without trust, looked over, and kept
+aside where they are damaged. Knows no table.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from pathlib import Path
+
+from bottega.storage import folders
+
+# Another process's commit takes milliseconds, and a checkpoint some tens of them.
+_BUSY_TIMEOUT_S = 5.0
+# A service should be ready again within 3 s; 50,000 rows are checked in .3 s.
+_CHECK_S = 1.0
+# Primary result codes, https://sqlite.org/rescode.html; extended ones carry them in their low byte.
+_DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+
+
+def create_file(path: Path) -> None:
+    """An empty file for its owner alone, where there is none. Raises OSError."""
+    if path.exists():
+        return
+    folders.make_own(path.parent)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+
+def connect(path: Path | str, *pragmas: str) -> sqlite3.Connection:
+    """A connection for one thread at a time; transactions are begun explicitly. path: or a URI.
+
+    Raises sqlite3.Error.
+    """
+    connection = sqlite3.connect(
+        path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=isinstance(path, str)
+    )
+    # Damaged text must reach the checksum that notices it.
+    connection.text_factory = lambda raw: str(raw, "utf-8", "replace")
+    try:
+        for pragma in ("PRAGMA trusted_schema = OFF", "PRAGMA cell_size_check = ON", *pragmas):
+            connection.execute(pragma)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def is_whole(connection: sqlite3.Connection) -> bool:
+    """Whether tables and indexes are, as far as a look of a second tells. Raises sqlite3.Error."""
+    timer = threading.Timer(_CHECK_S, connection.interrupt)
+    timer.start()
+    try:
+        found = connection.execute("PRAGMA integrity_check(1)").fetchall()
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
+            raise
+        found = [("ok",)]
+    finally:
+        timer.cancel()
+        timer.join()
+    return found == [("ok",)]
+
+
+def schema_of(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+    """Its tables, indexes and triggers by name. Raises sqlite3.Error."""
+    return connection.execute("SELECT name, sql FROM sqlite_schema ORDER BY name").fetchall()
+
+
+def says_damage(error: sqlite3.Error) -> bool:
+    """Whether it is about what is in the file."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in _DAMAGED
+
+
+def log_of(path: Path) -> Path:
+    """The log beside a file, which is part of it."""
+    return path.with_name(f"{path.name}-wal")
+
+
+def put_aside(path: Path, aside: Path) -> None:
+    """Gives a file another name, with what lies beside it, so that the first name is free. Raises OSError."""
+    for end in ("-wal", "-shm", ""):
+        part = path.with_name(path.name + end)
+        if part.exists():
+            part.rename(aside.with_name(aside.name + end))
+    folders.sync(path.parent)

@@ -1,0 +1,91 @@
+"""What is known of a LoRA as a row with a checksum of itself, so that damage is seen and never answered with.
+
+The same values stand in the catalogue and in the description beside a LoRA's file. Knows no statement and no file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from bottega.errors import DataLoss
+from bottega.loras.records import LoraRecord
+from bottega.storage.checksums import Value, checksum
+
+COLUMNS = (
+    "name",
+    "digest",
+    "base",
+    "rank",
+    "modules",
+    "size_bytes",
+    "text_bytes",
+    "trigger_words",
+    "format",
+    "bounds",
+    "pinned",
+    "added_s",
+    "checksum",
+)
+"""In the order of `to_row` and `from_row`."""
+
+# What no checksum is: of a row that could not be read when checksums came.
+NEVER = -1
+
+
+def to_row(record: LoraRecord) -> tuple[Value, ...]:
+    """The values of COLUMNS."""
+    values: tuple[Value, ...] = (
+        record.name,
+        record.digest,
+        record.base,
+        record.rank,
+        record.modules,
+        record.size_bytes,
+        record.text_bytes,
+        json.dumps(record.trigger_words),
+        record.format,
+        json.dumps(record.bounds),
+        int(record.pinned),
+        float(record.added_s),
+    )
+    return (*values, checksum(values))
+
+
+def from_row(row: Sequence[Any]) -> LoraRecord:
+    """The record of the values of COLUMNS. Raises DataLoss when they are not what was written."""
+    *values, expected = row
+    if len(row) != len(COLUMNS) or checksum(values) != expected:
+        raise damaged_row(str(row[0]))
+    return unchecked(values)
+
+
+def unchecked(values: Sequence[Any]) -> LoraRecord:
+    """The record of values without a checksum. Raises DataLoss when they cannot be one."""
+    name, digest, base, rank, modules, size_bytes, text_bytes, words, kind, bounds, pinned, added_s = values
+    try:
+        return LoraRecord(
+            name=str(name),
+            digest=str(digest),
+            base=str(base),
+            rank=int(rank),
+            modules=int(modules),
+            size_bytes=int(size_bytes),
+            text_bytes=int(text_bytes),
+            trigger_words=tuple(json.loads(str(words))),
+            format=str(kind),
+            bounds=tuple((int(steps), int(bound)) for steps, bound in json.loads(str(bounds))),
+            pinned=bool(pinned),
+            added_s=float(added_s),
+        )
+    except (ValueError, TypeError) as error:
+        raise damaged_row(str(name)) from error
+
+
+def damaged_row(name: str) -> DataLoss:
+    """The error for a LoRA whose row does not read as it was written."""
+    return DataLoss(
+        f"what the catalogue says of {name} is damaged; `bottega loras rebuild` brings it back from its file",
+        metadata={"loras": name},
+    )
