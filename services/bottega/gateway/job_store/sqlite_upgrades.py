@@ -5,7 +5,8 @@ from __future__ import annotations
 import sqlite3
 import time
 
-from bottega.gateway.job_store.sqlite_rows import COLUMNS, checksum
+from bottega.gateway.job_store.sqlite_rows import COLUMNS
+from bottega.storage.checksums import checksum
 from bottega.v1 import image_pb2
 
 # Rows that are in memory at once, each with a spec of up to 300 KiB.
