@@ -24,6 +24,7 @@ from bottega.errors import (
     LoraInUse,
     LoraNotFound,
     TooLarge,
+    Unavailable,
 )
 from bottega.loras import store as store_module
 from bottega.loras.config import ImportConfig, LinksConfig, OwnLora
@@ -447,7 +448,7 @@ async def test_what_is_too_large_for_the_disk_is_refused(tmp_path: Path) -> None
     assert not [path for path in (tmp_path / "store" / "files").rglob("*") if path.is_file()]
 
 
-async def test_an_import_that_needs_too_much_time_or_memory_is_ended_and_the_store_goes_on(
+async def test_an_import_that_needs_too_much_memory_or_is_not_done_in_time_is_ended_and_the_store_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bottega.loras.importing.importer._ADDRESS_SPACE_BYTES", 40 << 20)
@@ -461,7 +462,7 @@ async def test_an_import_that_needs_too_much_time_or_memory_is_ended_and_the_sto
     async with running(tmp_path / "store", config(imports=ImportConfig(deadline_s=0.001))) as store:
         requests = upload_requests("b", lora_file(tmp_path, seed=2).read_bytes())
         error = await refused(store.stub.UploadLora(requests, timeout=60))
-        assert isinstance(error, BadLora)
+        assert type(error) is Unavailable, "in so short a time it cannot have worked: the file is not to blame"
         assert "0.001 s" in error.message
     assert set(_children()) == before
 

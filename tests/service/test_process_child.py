@@ -16,6 +16,7 @@ import pytest
 
 from bottega.errors import Unavailable
 from bottega.process import Child
+from bottega.process.processor_time import ProcessorTime
 
 ECHO = """
 import argparse, os, resource, signal, sys, time
@@ -104,3 +105,18 @@ def test_a_child_exits_when_its_parent_is_killed(path: str) -> None:
         parent.kill()
     gone, _alive = psutil.wait_procs([child], timeout=5)
     assert gone == [child]
+
+
+@pytest.mark.parametrize(
+    ("script", "stood_still"), [("while True: pass", False), ("import time; time.sleep(60)", True)]
+)
+def test_a_process_that_works_is_told_from_one_that_stands_still(script: str, *, stood_still: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        spent = ProcessorTime(process.pid)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and spent.spent_s() < 0.5 and not stood_still:
+            time.sleep(0.01)
+        assert spent.stood_still(0.9) is stood_still
+        process.kill()
+        process.wait(5)
+    assert spent.stood_still(0.9), "nothing is known of one that is gone"

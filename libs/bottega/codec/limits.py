@@ -40,8 +40,8 @@ MAX_EXIF_BYTES = 2**20
 # Address space of one codec process: the interpreter (about .2 GiB), the largest image encoded, decoded
 # with four channels and turned, and its frame, twice.
 ADDRESS_SPACE_BYTES = 1 * 2**30
-# CPU seconds of decoding and resizing one image. The worst that passes the bounds above took 1.3 s on two shared
-# x86-64 cores (a lossy WebP of 16 megapixels); the rest is for slower machines.
+# CPU seconds of decoding and resizing one image. The worst that passes the bounds above took 1.1 s on two shared
+# x86-64 cores (an interlaced PNG of 16 megapixels with 16 bits a channel); the rest is for slower machines.
 DECODE_CPU_S = 5
 # CPU seconds of encoding one of our own pictures: 16 megapixels of lossless WebP take 16. Its caller's deadline ends
 # what takes too long for it; this holds without a caller too.
