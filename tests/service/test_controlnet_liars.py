@@ -47,6 +47,7 @@ SOON_S = 20.0
 
 @pytest.fixture(autouse=True)
 def _lines(caplog: pytest.LogCaptureFixture) -> None:
+    serving.LINES.sum_up()  # the log has a few of each second, and each test ends a link
     caplog.set_level(logging.INFO, "bottega")
 
 

@@ -73,7 +73,7 @@ class LinkLines:
             lines.sum_up()
 
 
-_LINES = LinkLines(_log, linked="a worker is linked", ended="a worker's link has ended")
+LINES = LinkLines(_log, linked="a worker is linked", ended="a worker's link has ended")
 
 
 class ServedLink(ABC):
@@ -145,12 +145,12 @@ class ServedLink(ABC):
         try:
             link = self._link = self._listener.accept(self._offer, Deadline.after(_ACCEPT_S))
         except LinkError as error:
-            _LINES.not_taken_up.tell(details={**facts, "text": error.message})
+            LINES.not_taken_up.tell(details={**facts, "text": error.message})
             self._on_end(self)
             return
         if self._cause is not None:
             link.end(self._cause)
-        _LINES.linked.tell(details={**facts, "backend": link.answer.backend})
+        LINES.linked.tell({"backend": link.answer.backend}, facts)
         answering = threading.Thread(target=self._answer, args=(link,), name="answers", daemon=True)
         answering.start()
         with self._boundary(link):
@@ -162,8 +162,8 @@ class ServedLink(ABC):
         self.end()
         link.close()
         cause = link.cause
-        facts |= {"cause": type(cause).__name__, "text": cause.message if cause else ""}
-        _LINES.ended.tell(details=facts)
+        facts |= {"text": cause.message if cause else ""}
+        LINES.ended.tell({"cause": type(cause).__name__}, facts)
         self._on_end(self)
 
     def _receive(self, link: Link) -> None:
@@ -246,7 +246,7 @@ class ServedLinks(Generic[Served]):
             links = list(self._links)
         for link in links:
             link.close(LinkClosed(f"{self._service} is stopping"))
-        _LINES.sum_up()
+        LINES.sum_up()
 
     def _forget(self, link: ServedLink) -> None:
         with self._lock:

@@ -123,7 +123,7 @@ class Following:
         except LinkError as error:
             _LINES.not_taken_up.tell(details={"peer": worker, "text": error.message})
             return
-        _LINES.linked.tell(details={"peer": worker, "backend": link.answer.backend})
+        _LINES.linked.tell({"backend": link.answer.backend}, {"peer": worker})
         with link:
             talk = Talk(link)
             self._begin(talk)
@@ -131,8 +131,8 @@ class Following:
                 self._receive(talk)
             self._end(talk)
             cause = link.cause
-            facts = {"peer": worker, "cause": type(cause).__name__, "text": cause.message if cause else ""}
-            _LINES.ended.tell(details=facts)
+            facts = {"peer": worker, "text": cause.message if cause else ""}
+            _LINES.ended.tell({"cause": type(cause).__name__}, facts)
 
     def _begin(self, talk: Talk) -> None:
         with self._lock:
