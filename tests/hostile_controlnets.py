@@ -53,7 +53,7 @@ NO_JSON: Mapping[str, bytes] = {
     "cut": b'{"in_channels": ',
     "no object": b"[]",
     "no UTF-8": b'{"\xff": 1}',
-    "a number of ten thousand digits": b'{"in_channels": ' + b"9" * 1_000 + b"}",
+    "a number of ten thousand digits": b'{"_class_name": "ControlNetModel", "in_channels": ' + b"9" * 10_000 + b"}",
 }
 
 

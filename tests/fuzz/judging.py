@@ -39,7 +39,7 @@ _ALSO = {
 }
 # The folders themselves; what lies in them is nobody's business.
 _ROOTS = re.compile(re.escape(str(WEIGHTS)) + rf"(?:/loras|/controlnets)?(?!/)|/[^\s:]*/{ROOT_PREFIX}\w+(?![/\w])")
-_IMPORTS = frozenset({"UploadLora", "RegisterLora"})
+_SAFETENSORS = frozenset({"AddControlNet", "UploadLora", "RegisterLora"})
 _BELOW_ROOT = frozenset({"AddControlNet", "RegisterLora"})
 # Paths, addresses of hosts and of memory, and what libraries of ours say.
 _GIVEN_AWAY = re.compile(
@@ -55,12 +55,12 @@ def fault(method: str, raw: tuple[bytes, ...], outcome: Outcome) -> str:
     """What is wrong with the answer; empty when nothing is.
 
     Methods for who runs the server say below which folder, of weights, ControlNets or LoRAs, others are taken.
-    What a LoRA must be to be taken in is a file of safetensors.
+    What a LoRA or a ControlNet must be to be taken in is a file of safetensors.
     """
     if outcome.code not in _ALWAYS | _ALSO.get(method, set()) and not _own_deadline(method, outcome):
         return f"{outcome.code.name}: {outcome.text[:300]}"
     text = _ROOTS.sub("", outcome.text) if method in _BELOW_ROOT else outcome.text
-    if method in _IMPORTS:
+    if method in _SAFETENSORS:
         text = text.replace("safetensors", "")
     for match in _GIVEN_AWAY.finditer(text):
         # A caller's own words are no secret to it.

@@ -241,13 +241,16 @@ async def test_a_folder_below_the_root_is_registered_and_nothing_beside_it(tmp_p
     lora_file(root)
     lora_file(outside)
     (root / "link").symlink_to(outside)
+    (root / "circle").symlink_to(root / "circle")
+    (root / "linked").mkdir()
+    (root / "linked" / "a.safetensors").symlink_to(next(outside.iterdir()))
     async with running(tmp_path / "store", config(imports=ImportConfig(root=str(root)))) as store:
 
         def register(path: str) -> object:
             request = pb.RegisterLoraRequest(name="a", base="miniature", path=path)
             return store.stub.RegisterLora(request, timeout=PATIENCE_S)
 
-        for path in ("../outside", "link", str(outside), "absent", "", "a\0b"):
+        for path in ("../outside", "link", "linked", "circle", "x" * 4096, str(outside), "absent", "", "a\0b"):
             assert isinstance(await refused(register(path)), InvalidRequest), path
         response = await register(".")  # type: ignore[misc]
         assert response.lora.modules == 1

@@ -421,6 +421,19 @@ def test_pickled_weights_are_never_opened(base: Base, tmp_path: Path) -> None:
         convert(sources(tmp_path / "adapter_model.bin"), base=base)
 
 
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_link_that_took_a_files_place_after_it_was_checked_is_not_read(base: Base, tmp_path: Path, file: str) -> None:
+    folder = (tmp_path / "root" / "lora").resolve()
+    peft({("unet", _Q): Part(rank=2, alpha=1.0)}, folder)
+    folder, root = folder / "unet", folder.parent
+    assert convert(sources(folder, root=root), base=base).modules
+    (folder / file).rename(tmp_path / file)
+    (folder / file).symlink_to(tmp_path / file)
+    with pytest.raises(OSError, match=r"must be below .*, links followed"):
+        convert(sources(folder, root=root), base=base)
+    assert convert(sources(folder), base=base).modules  # what its operator put there may be links
+
+
 def test_a_trigger_phrase_of_the_file_is_told(base: Base, tmp_path: Path) -> None:
     tensors, _ = kohya({("unet", _Q): Part(rank=2)})
     path = save(tensors, tmp_path / "a.safetensors", {"modelspec.trigger_phrase": " in ink "})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,8 @@ def test_a_link_out_of_the_root_is_refused_before_and_when_it_is_opened(root: Pa
         case _:
             (root / "second").symlink_to(tmp_path / "secret")
             path.symlink_to(root / "second")
-    for refuse in (lambda: check_below([path], root), lambda: open_below(path, root).close()):
+    ways: tuple[Callable[[], object], ...] = (lambda: check_below([path], root), lambda: open_below(path, root))
+    for refuse in ways:
         with pytest.raises(OSError, match="links followed") as refused:
             refuse()
         assert refused.value.errno == errno.EXDEV
