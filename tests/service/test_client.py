@@ -406,7 +406,7 @@ async def test_a_job_with_an_id_of_the_callers_own_goes_on_when_the_caller_leave
 def test_jobs_are_submitted_looked_at_listed_and_cancelled(gateway: ScriptedGateway, address: str) -> None:
     gateway.failures = [Unavailable("once")]
     since = datetime(2026, 1, 1, tzinfo=UTC)
-    with Client(address, retry=HURRIED) as client:
+    with Client(address, fleet_address=address, retry=HURRIED) as client:
         assert client.submit("a star", seed=1).id == "job-1"
         found = client.job("job-1").status()
         assert (found.state, found.state.ended, found.image_count) == (JobState.COMPLETED, True, 1)

@@ -55,7 +55,9 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str, address: str = "") -> Result:
-    return CliRunner().invoke(main, [*arguments, *(["--address", address] if address else [])])
+    # The scripted gateway serves its fleet at the same port.
+    said = [*arguments, *(["--address", address] if address else [])]
+    return CliRunner().invoke(main, said, env={"BOTTEGA_FLEET": address or None})
 
 
 def test_a_picture_is_drawn_and_said_where_it_is(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
@@ -388,6 +390,13 @@ def test_errors_say_what_happened_and_what_to_do(
     for word in words:
         assert word in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_fleet_that_cannot_be_reached_is_said_with_where_to_look(address: str) -> None:
+    result = run("fleet", "--once", "--fleet-address", "127.0.0.1:1", address=address)
+    assert result.exit_code == 1
+    assert "no gateway lists its fleet at 127.0.0.1:1" in result.stderr
+    assert "--fleet-address HOST:PORT or BOTTEGA_FLEET" in result.stderr
 
 
 def test_a_missing_gateway_is_said_with_the_command_that_starts_one() -> None:

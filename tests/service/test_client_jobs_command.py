@@ -57,7 +57,9 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str, address: str = "") -> Result:
-    return CliRunner().invoke(main, [*arguments, *(["--address", address] if address else [])])
+    # The scripted gateway serves its fleet at the same port.
+    said = [*arguments, *(["--address", address] if address else [])]
+    return CliRunner().invoke(main, said, env={"BOTTEGA_FLEET": address or None})
 
 
 def running(done: int = 12) -> image_pb2.Job:
@@ -312,6 +314,7 @@ def test_a_wrong_command_line_ends_with_status_2(gateway: ScriptedGateway, addre
         (["jobs", "list", "--page", NO_UNICODE], "page_token"),
         (["models", "--address", NO_UNICODE], "address"),
         (["fleet", "--address", NO_UNICODE], "address"),
+        (["fleet", "--fleet-address", NO_UNICODE], "fleet_address"),
         (["controlnets", "add", NO_UNICODE, "folder"], "name"),
         (["controlnets", "add", "edges", NO_UNICODE], "folder"),
         (["loras", "add", NO_UNICODE, "/dev/null"], "name"),

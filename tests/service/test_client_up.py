@@ -69,6 +69,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 def bottega(up: Up, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "BOTTEGA_STATE": str(up.state.root)}
     environment.pop("BOTTEGA_ADDRESS", None)
+    environment.pop("BOTTEGA_FLEET", None)
     return subprocess.run(
         [*BOTTEGA, *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=cwd, env=environment
     )

@@ -204,10 +204,13 @@ async def test_a_full_fleet_takes_no_newcomer_and_says_why() -> None:
     async with running_gateway(max_members=2) as house:
         await house.worker()
         await house.controlnets("s1", hosted("edges"))
-        registration = fleet_pb2.Registration(kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name="s2", address="127.0.0.1:1")
+        registration = fleet_pb2.Registration(
+            kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name="s2", address="127.0.0.1:1", instance="x" * 16
+        )
         error = await refusal(lambda: house.fleet.Join(iter([fleet_pb2.JoinRequest(registration=registration)])))
         assert isinstance(error, errors.FleetFull)
         assert error.metadata == {"max_members": "2"}
+        assert error.retry_after_s
         assert controlnet_pb2.HOSTED_STATE_LOADED in {net.state for _, net in _hosts(house)}
 
 

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2
 
 from bottega import errors
 from bottega.gateway import rounds
-from bottega.gateway.config import GatewayConfig, GatewayServerConfig
+from bottega.gateway.config import FleetConfig, GatewayConfig, GatewayServerConfig
 from bottega.gateway.gateway import Gateway
 from bottega.storage import ContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc, worker_pb2
@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 
 def _address() -> str:
-    """One that is free now: a later life listens where the earlier one did."""
+    """One that is free now: a later life listens where the earlier one did, and workers find it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
@@ -94,7 +94,7 @@ async def test_a_request_id_is_remembered_for_as_long_as_its_job(tmp_path: Path)
 
 async def test_a_stopping_gateway_leaves_what_it_cannot_finish_to_a_later_life(tmp_path: Path) -> None:
     address = _address()
-    async with running_gateway(state=str(tmp_path), listen=address, drain_grace_s=0.5) as house:
+    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, drain_grace_s=0.5) as house:
         worker = await house.worker()
         worker.script.hold_at = 5
         runs = house.generate("order-1", prompt="a star")
@@ -107,7 +107,7 @@ async def test_a_stopping_gateway_leaves_what_it_cannot_finish_to_a_later_life(t
         for call in (runs, waits):
             assert isinstance(await refusal(lambda call=call: call), errors.Draining)  # type: ignore[misc]
     worker.script.release.set()
-    async with running_gateway(state=str(tmp_path), listen=address) as house:
+    async with running_gateway(state=str(tmp_path), fleet={"listen": address}) as house:
         house.workers.append(worker)
         done = await house.draw("order-1", prompt="a star")
         assert done.provenance.attempts == 1
@@ -118,7 +118,7 @@ async def test_a_stopping_gateway_leaves_what_it_cannot_finish_to_a_later_life(t
 
 async def test_an_adopted_attempt_brings_its_checkpoint_along(tmp_path: Path) -> None:
     address = _address()
-    async with running_gateway(state=str(tmp_path), listen=address, drain_grace_s=0.2) as house:
+    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, drain_grace_s=0.2) as house:
         worker = await house.worker()
         worker.script.hold_at = 20
         job = await house.submit(prompt="a star")
@@ -129,7 +129,7 @@ async def test_an_adopted_attempt_brings_its_checkpoint_along(tmp_path: Path) ->
         await asyncio.sleep(0.2)  # it crosses the wire
         house.workers.clear()
         await house.gateway.server.drain(house.gateway.finish)
-    async with running_gateway(state=str(tmp_path), listen=address) as house:
+    async with running_gateway(state=str(tmp_path), fleet={"listen": address}) as house:
         async with asyncio.timeout(5):
             while len(worker.requests) < 2:  # noqa: ASYNC110 - until it is adopted
                 await asyncio.sleep(0.01)
@@ -161,7 +161,7 @@ async def test_what_nobody_claims_after_a_restart_lines_up_again_before_the_othe
 
 async def test_a_worker_that_is_back_after_the_hold_goes_on_with_what_it_has(tmp_path: Path) -> None:
     address = _address()
-    async with running_gateway(state=str(tmp_path), listen=address, drain_grace_s=0.2) as house:
+    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, drain_grace_s=0.2) as house:
         worker = await house.worker()
         worker.script.hold_at = 20
         job = await house.submit(prompt="a star")
@@ -169,7 +169,7 @@ async def test_a_worker_that_is_back_after_the_hold_goes_on_with_what_it_has(tmp
         await worker.leave()
         house.workers.clear()
         await house.gateway.server.drain(house.gateway.finish)
-    async with running_gateway(state=str(tmp_path), listen=address, hold_s=0.2) as house:
+    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, hold_s=0.2) as house:
         house.workers.append(worker)
         await _in_state(house, job.job_id, image_pb2.JOB_STATE_QUEUED)
         assert worker.membership is not None
@@ -213,8 +213,8 @@ def _as_at_a_crash(house: Running) -> None:
 
 async def test_who_gave_no_request_id_is_drawn_nothing_after_a_crash(tmp_path: Path) -> None:
     address = _address()
-    async with running_gateway(state=str(tmp_path), listen=address, drain_grace_s=0.2) as house:
-        worker = ScriptedWorker("w1", address)
+    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, drain_grace_s=0.2) as house:
+        worker = ScriptedWorker("w1", house.fleet_address)
         worker.script.hold_at = 5
         await worker.start()
         calls = [house.generate(prompt="nobody's"), house.generate("order-1", prompt="somebody's")]
@@ -224,7 +224,7 @@ async def test_who_gave_no_request_id_is_drawn_nothing_after_a_crash(tmp_path: P
         _as_at_a_crash(house)
         await house.gateway.server.drain(house.gateway.finish)
     try:
-        async with running_gateway(state=str(tmp_path), listen=address) as house:
+        async with running_gateway(state=str(tmp_path), fleet={"listen": address}) as house:
             ended = await house.ended(nobodys)
             assert (ended.state, ended.error.reason) == (image_pb2.JOB_STATE_CANCELLED, errors.JobCancelled.reason)
             assert ended.error.message == "its only caller went with the gateway that had the call"
@@ -388,13 +388,13 @@ async def test_who_asks_before_a_store_could_be_opened_hears_why(tmp_path: Path)
 
 async def test_a_cancel_that_is_refused_while_it_starts_on_a_full_disk_has_not_happened(tmp_path: Path) -> None:
     with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
-        state, address = disk / "state", _address()
+        state, address, fleet = disk / "state", _address(), _address()
         async with running_gateway(state=str(tmp_path / "killed")) as house:
             await (await house.worker()).die()
             job_id = (await house.submit("order-1", prompt="a star")).job_id
             shutil.copytree(tmp_path / "killed", state)  # as it is left by one that is killed
         ballast = full_disk.fill(disk)
-        async with _starting(state, address) as starting:
+        async with _starting(state, address, fleet) as starting:
             cancel = image_pb2.CancelJobRequest(job_id=job_id)
             error = await refusal(lambda: starting.images.CancelJob(cancel, timeout=10))
             assert isinstance(error, errors.StorageUnavailable)
@@ -402,7 +402,7 @@ async def test_a_cancel_that_is_refused_while_it_starts_on_a_full_disk_has_not_h
             ballast.unlink()
             await _serves(starting.channel, True)
             await asyncio.sleep(0.7)  # what waited for the disk has been tried again
-            worker = await ScriptedWorker("w2", address).start()
+            worker = await ScriptedWorker("w2", fleet).start()
             try:
                 for request_id in ("order-1", "order-2"):
                     request = image_pb2.GenerateRequest(request_id=request_id, spec=GenerationSpec(prompt="a star"))
@@ -506,8 +506,8 @@ class Starting:
 
 
 @contextlib.asynccontextmanager
-async def _starting(state: Path, address: str) -> AsyncIterator[Starting]:
-    life = asyncio.create_task(_live(state, address))
+async def _starting(state: Path, address: str, fleet: str = "127.0.0.1:0") -> AsyncIterator[Starting]:
+    life = asyncio.create_task(_live(state, address, fleet))
     try:
         async with grpc.aio.insecure_channel(address) as channel:
             await channel.channel_ready()
@@ -519,9 +519,11 @@ async def _starting(state: Path, address: str) -> AsyncIterator[Starting]:
         await asyncio.gather(life, return_exceptions=True)
 
 
-async def _live(state: Path, address: str) -> None:
+async def _live(state: Path, address: str, fleet: str) -> None:
     server = GatewayServerConfig(listen=address, metrics_listen="127.0.0.1:0")
-    gateway = Gateway(GatewayConfig(server=server, codec_processes=0, state=str(state)))
+    gateway = Gateway(
+        GatewayConfig(server=server, fleet=FleetConfig(listen=fleet), codec_processes=0, state=str(state))
+    )
     try:
         await gateway.server.start()
         await gateway.warm_up()

@@ -72,8 +72,8 @@ async def _names(house: Running) -> set[str]:
 async def _services(address: str) -> set[str]:
     async with open_channel(address) as channel:
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]), timeout=5)]  # type: ignore[attr-defined]
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]  # typed for blocking ones
+        answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]), timeout=5)]
     return {service.name for service in answers[0].list_services_response.service}
 
 
@@ -215,9 +215,7 @@ async def test_joins_that_say_nothing_keep_no_worker_out(house: Running) -> None
             fleet = await stack.enter_async_context(_fleet(house))
             silent.update(asyncio.create_task(stay_silent(fleet)) for _ in range(75))
         await asyncio.sleep(0.5)
-        worker = await house.worker(
-            "w1",
-        )
+        worker = await house.worker("w1")
         assert (await house.draw("meanwhile", prompt="a star")).images
         assert worker.membership is not None
         for task in silent:

@@ -29,6 +29,23 @@ class ScriptedFleet(fleet_pb2_grpc.FleetServiceServicer):
             await self.reports.put(request)
 
 
+class FullFleet(ScriptedFleet):
+    """Refuses the first six joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[fleet_pb2.Registration] = []
+
+    async def Join(
+        self, requests: AsyncIterator[fleet_pb2.JoinRequest], context: object
+    ) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        self.seen.append((await anext(aiter(requests))).registration)
+        if len(self.seen) <= 6:
+            raise errors.FleetFull("no room", retry_after_s=0.2)
+        yield fleet_pb2.JoinResponse()
+        await asyncio.sleep(60)
+
+
 async def _fleet(listen: str) -> tuple[Server, ScriptedFleet]:
     server = Server("fleet", ServerConfig(listen=listen))
     servicer = ScriptedFleet()  # type: ignore[abstract]
@@ -66,6 +83,30 @@ async def test_a_member_registers_reports_and_rejoins_after_the_gateway_came_bac
     finally:
         await member.stop()
         await server.stop()
+
+
+async def test_a_member_that_is_refused_comes_again_when_the_gateway_says() -> None:
+    server = Server("fleet", ServerConfig(listen="127.0.0.1:0"))
+    fleet = FullFleet()  # type: ignore[abstract]
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server.grpc)
+    await server.start()
+    member = FleetMembership(server.address, fleet_pb2.Registration(name="w1"), load=fleet_pb2.Load)
+    member.start()
+    try:
+        await asyncio.wait_for(member.joined.wait(), 4)  # its own back-off would take 6 s or more
+        (instance,) = {registration.instance for registration in fleet.seen}
+        assert len(instance) >= 16
+        assert len(fleet.seen) == 7
+    finally:
+        await member.stop()
+        await server.stop()
+
+
+async def test_every_process_that_joins_is_an_instance_of_its_own() -> None:
+    registration = fleet_pb2.Registration(name="w1")
+    members = [FleetMembership("127.0.0.1:1", registration, load=fleet_pb2.Load) for _ in range(2)]
+    assert len({member._registration.instance for member in members}) == 2
+    assert not registration.instance
 
 
 async def test_bytes_that_are_no_request_end_a_stream_of_requests_typed() -> None:

@@ -6,13 +6,21 @@ import pytest
 
 from bottega.config import parse
 from bottega.errors import ConfigError
-from bottega.gateway.config import DEFAULT_ADDRESS, GatewayConfig
+from bottega.gateway.config import DEFAULT_ADDRESS, DEFAULT_FLEET_ADDRESS, GatewayConfig
 
 
 def test_the_gateway_is_where_everybody_looks_for_it_whatever_else_is_said_of_its_server() -> None:
     assert parse(GatewayConfig, {}, source="test").server.listen == DEFAULT_ADDRESS
     said = parse(GatewayConfig, {"server": {"drain_grace_s": 2.0}, "lease_s": 1.0}, source="test")
     assert (said.server.listen, said.server.drain_grace_s, said.lease_s) == (DEFAULT_ADDRESS, 2.0, 1.0)
+
+
+def test_the_fleets_listener_has_its_own_place_on_loopback_and_room_for_every_member() -> None:
+    assert parse(GatewayConfig, {}, source="test").fleet.listen == DEFAULT_FLEET_ADDRESS == "127.0.0.1:8472"
+    with pytest.raises(ConfigError) as caught:
+        parse(GatewayConfig, {"max_members": 500}, source="test")
+    assert "fleet.max_calls is 1024; at least" in caught.value.message
+    parse(GatewayConfig, {"max_members": 500, "fleet": {"max_calls": 1048}}, source="test")
 
 
 def test_a_job_that_may_have_more_bytes_than_are_kept_refuses_to_start() -> None:

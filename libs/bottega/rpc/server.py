@@ -220,9 +220,9 @@ class Server(Listener):
 
     async def start(self) -> None:
         """Listens everywhere; see Listener."""
+        await super().start()
         for listener in self._beside:
             await listener.start()
-        await super().start()
         self._metrics.start()
 
     async def set_serving(self, serving: bool) -> None:

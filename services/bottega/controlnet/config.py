@@ -47,9 +47,10 @@ class EngineConfig:
 class ControlNetConfig:
     """What a ControlNet server may be told.
 
-    name: unique in the fleet; empty is "controlnet-" and the process's id. gateway: its host:port; empty joins no
-    fleet. controlnets: by name, the folders of ControlNets that it hosts, in Diffusers' layout; miniature/edges and
-    miniature/layout are the embedded model's own. root: below it are the folders that callers may add; empty is none.
+    name: unique in the fleet; empty is "controlnet-" and the process's id. gateway: its fleet.listen, host:port;
+    empty joins no fleet. controlnets: by name, the folders of ControlNets that it hosts, in Diffusers' layout;
+    miniature/edges and miniature/layout are the embedded model's own.
+    root: below it are the folders that callers may add; empty is none.
     catalogue: the file that remembers those; empty is controlnets.json in the folder for Bottega's state. What was
     measured of ControlNets is remembered beside it, in controlnets.profiles.json. One server at a time may use it.
     start_s: that the engine may take to start. hang_s: without a word of the engine, and stall_s: without a forward

@@ -78,7 +78,8 @@ class OwnLora:
 class LoraConfig:
     """What a LoRA store may be told.
 
-    name: unique in the fleet; empty is "loras-" and the process's id. gateway: its host:port; empty joins no fleet.
+    name: unique in the fleet; empty is "loras-" and the process's id. gateway: its fleet.listen, host:port; empty
+    joins no fleet.
     folder: of catalogue and files; empty is loras in the folder for Bottega's state. bases: by the name of the model,
     the folder of each base model in Diffusers' layout; "miniature" is the embedded one. loras: by name, those that it
     has from every start: one that was removed is back at the next, and one that has the name already stays.

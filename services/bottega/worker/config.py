@@ -82,8 +82,8 @@ class EngineConfig:
 class WorkerConfig:
     """What a worker may be told.
 
-    name: unique in the fleet; empty is "worker-", the host's name and the process's id. gateway: its host:port; empty
-    joins no fleet.
+    name: unique in the fleet; empty is "worker-", the host's name and the process's id. gateway: its
+    fleet.listen, host:port; empty joins no fleet.
     start_s: that the engine may take to load its model. hang_s: without a word of the engine, and stall_s: without a
     step though it has work, after which it is taken for hung and replaced; stall_s must be above the longest turn of
     the largest picture, and the longest encoding and decoding. result_grace_s and result_bytes: for how long, and how
