@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.controlnets import kill_controlnets
+from tests.chaos.floods import flood_connections, flood_streams
 from tests.chaos.gateways import fill_disks, kill_gateways
 from tests.chaos.loras import kill_lora_stores
 from tests.chaos.restarts import roll
@@ -73,6 +74,16 @@ def test_a_gateway_killed_around_acknowledgement_loses_nothing(scene: Scene) -> 
 
 def test_a_full_disk_loses_nothing_and_heals(scene: Scene) -> None:
     fill_disks(scene, times=1, rng=RNG)
+    _well(scene)
+
+
+def test_idle_connections_by_the_thousand_cost_others_nothing(scene: Scene) -> None:
+    flood_connections(scene, times=1, rng=RNG)
+    _well(scene)
+
+
+def test_streams_by_the_thousand_cost_others_nothing(scene: Scene) -> None:
+    flood_streams(scene, times=1, rng=RNG)
     _well(scene)
 
 

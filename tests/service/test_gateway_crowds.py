@@ -75,7 +75,11 @@ def levels(gateway: Service) -> set[str]:
 async def test_a_gateway_that_a_shell_gave_few_files_goes_on_beside_a_thousand_idle_connections(
     services: Services,
 ) -> None:
-    gateway = start(services, soft=1024, hard=psutil.Process().rlimit(psutil.RLIMIT_NOFILE)[1])
+    hard = psutil.Process().rlimit(psutil.RLIMIT_NOFILE)[1]
+    gateway = start(services, soft=1024, hard=hard)
+    process = psutil.Process(gateway.process.pid)
+    for each in (process, *process.children()):  # what it starts has the limit from it
+        assert each.rlimit(psutil.RLIMIT_NOFILE)[0] > IDLE
     async with working(gateway):
         with connections(gateway.address, IDLE):
             for _ in range(3):
