@@ -61,7 +61,7 @@ def stub(channel: grpc.aio.Channel) -> image_pb2_grpc.ImageServiceAsyncStub:
 async def draw(address: str) -> None:
     """Draws one picture as a new caller does, who tries again for a moment."""
     async with AsyncClient(address, timeout_s=PATIENCE_S) as client:
-        assert await client.generate("a star", num_inference_steps=4)
+        assert (await client.generate("a star", num_inference_steps=4)).data
 
 
 def logged(gateway: Service, *, level: str = "") -> list[str]:
