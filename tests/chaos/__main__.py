@@ -17,6 +17,7 @@ from pathlib import Path
 from load.bench.report import report
 from tests.chaos.cancels import flood_cancels
 from tests.chaos.controlnets import kill_controlnets
+from tests.chaos.floods import flood_connections, flood_streams
 from tests.chaos.gateways import fill_disks, kill_gateways
 from tests.chaos.loras import kill_lora_stores
 from tests.chaos.peers import ENGINE, kill_peers
@@ -49,6 +50,8 @@ PARTS: Mapping[str, Callable[[Scene, argparse.Namespace, random.Random], None]] 
     "full-disks": lambda scene, options, rng: fill_disks(scene, times=options.full_disks, rng=rng),
     "stranger-joins": lambda scene, options, rng: join_strangers(scene, times=options.stranger_rounds, rng=rng),
     "cancel-flood": lambda scene, options, rng: flood_cancels(scene, jobs=options.cancels, rng=rng),
+    "idle-connections": lambda scene, options, rng: flood_connections(scene, times=options.floods, rng=rng),
+    "watch-streams": lambda scene, options, rng: flood_streams(scene, times=options.floods, rng=rng),
     "restarts": lambda scene, options, rng: roll(
         scene, cycles=options.cycles, workers=WORKERS[:2], servers=CONTROLNET_SERVERS[:2]
     ),
@@ -122,6 +125,7 @@ def _options() -> argparse.Namespace:
         "--stranger-rounds", type=int, default=5, help="of strangers that join as others, and in masses"
     )
     parser.add_argument("--cancels", type=int, default=2500, help="jobs with long prompts, submitted and cancelled")
+    parser.add_argument("--floods", type=int, default=5, help="of idle connections, and as many of streams that wait")
     parser.add_argument("--cycles", type=int, default=10, help="of the rolling restart")
     parser.add_argument("--peer-kills", type=int, default=20, help="of a worker that computes rows of another one")
     parser.add_argument("--seed", type=int, default=1, help="of what happens when")

@@ -10,6 +10,7 @@ import pytest
 
 from tests.chaos.cancels import flood_cancels
 from tests.chaos.controlnets import kill_controlnets
+from tests.chaos.floods import flood_connections, flood_streams
 from tests.chaos.gateways import fill_disks, kill_gateways
 from tests.chaos.loras import kill_lora_stores
 from tests.chaos.restarts import roll
@@ -92,6 +93,16 @@ def test_strangers_that_join_cost_no_picture_and_keep_no_worker_out(scene: Scene
 
 def test_a_full_disk_loses_nothing_and_heals(scene: Scene) -> None:
     fill_disks(scene, times=1, rng=RNG)
+    _well(scene)
+
+
+def test_idle_connections_by_the_thousand_cost_others_nothing(scene: Scene) -> None:
+    flood_connections(scene, times=1, rng=RNG)
+    _well(scene)
+
+
+def test_streams_by_the_thousand_cost_others_nothing(scene: Scene) -> None:
+    flood_streams(scene, times=1, rng=RNG)
     _well(scene)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -38,6 +39,8 @@ class ScriptedImages(image_pb2_grpc.ImageServiceServicer):
                 raise errors.JobNotFound("no such job", metadata={"job_id": "refuse"})
             case "break":
                 raise ZeroDivisionError("secret text of a library")
+            case "no descriptor":
+                raise OSError(errno.EMFILE, "Too many open files")
             case "hang":
                 await asyncio.sleep(60)
             case "wait":

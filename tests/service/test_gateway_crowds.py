@@ -61,7 +61,7 @@ def stub(channel: grpc.aio.Channel) -> image_pb2_grpc.ImageServiceAsyncStub:
 async def draw(address: str) -> None:
     """Draws one picture as a new caller does, who tries again for a moment."""
     async with AsyncClient(address, timeout_s=PATIENCE_S) as client:
-        assert await client.generate("a star", num_inference_steps=4)
+        assert (await client.generate("a star", num_inference_steps=4)).data
 
 
 def logged(gateway: Service, *, level: str = "") -> list[str]:
@@ -75,7 +75,11 @@ def levels(gateway: Service) -> set[str]:
 async def test_a_gateway_that_a_shell_gave_few_files_goes_on_beside_a_thousand_idle_connections(
     services: Services,
 ) -> None:
-    gateway = start(services, soft=1024, hard=psutil.Process().rlimit(psutil.RLIMIT_NOFILE)[1])
+    hard = psutil.Process().rlimit(psutil.RLIMIT_NOFILE)[1]
+    gateway = start(services, soft=1024, hard=hard)
+    process = psutil.Process(gateway.process.pid)
+    for each in (process, *process.children()):  # what it starts has the limit from it
+        assert each.rlimit(psutil.RLIMIT_NOFILE)[0] > IDLE
     async with working(gateway):
         with connections(gateway.address, IDLE):
             for _ in range(3):

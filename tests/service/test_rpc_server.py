@@ -86,6 +86,16 @@ async def test_an_unexpected_fault_is_a_plain_internal_and_logged_once(
     assert faults[0].levelno == logging.ERROR
 
 
+async def test_a_service_without_descriptors_says_so_whatever_it_was_doing(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    error = from_rpc_error(await failure(served[2], "no descriptor"))
+    assert type(error) is errors.TooManyOpenFiles
+    assert "LimitNOFILE" in error.message
+    assert [line.__dict__["reason"] for line in caplog.records if line.message == "call refused"] == [error.reason_name]
+
+
 async def test_a_unary_call_without_a_deadline_gets_the_default(served: Served) -> None:
     failed = await asyncio.wait_for(failure(served[2], "hang"), 5)
     assert type(from_rpc_error(failed)) is errors.DeadlinePassed

@@ -13,7 +13,14 @@ import pytest
 
 from bottega.client.checkup.finding import Level
 from bottega.client.checkup.gateway import check_gateway
-from bottega.client.checkup.machine import check_cores, check_disk, check_packages, check_python, pinned_versions
+from bottega.client.checkup.machine import (
+    check_cores,
+    check_disk,
+    check_open_files,
+    check_packages,
+    check_python,
+    pinned_versions,
+)
 from bottega.client.checkup.model import check_model
 from bottega.miniature import WEIGHTS
 
@@ -54,6 +61,13 @@ def test_pins_come_from_the_checkout() -> None:
 def test_an_active_wait_policy_is_warned_of() -> None:
     assert [finding.level for finding in check_cores(2, "ACTIVE")] == [Level.WARN, Level.OK]
     assert [finding.level for finding in check_cores(2, "passive")] == [Level.OK]
+
+
+def test_a_machine_that_lets_a_process_open_few_files_is_told_what_to_raise() -> None:
+    (finding,) = check_open_files(1024)
+    assert finding.level is Level.WARN
+    assert "LimitNOFILE" in finding.todo
+    assert [finding.level for limit in (65_536, -1) for finding in check_open_files(limit)] == [Level.OK, Level.OK]
 
 
 def test_the_disk_of_a_state_folder_that_is_not_there_yet_is_looked_at(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from bottega.v1.image_pb2 import SubmitJobRequest
         ("SQLITE_IOERR_WRITE", "Make room"),
         ("SQLITE_READONLY_DBMOVED", "Let the gateway write"),
         ("EROFS", "Let the gateway write"),
+        ("EMFILE", "The gateway goes on by itself when connections end"),
         (faults.BUSY, "Try again in 5 s; if it stays so, bottega logs"),
     ],
 )

@@ -18,6 +18,7 @@ from bottega.gateway.config import GatewayConfig
 from bottega.loras.config import LoraConfig
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES
+from bottega.process import open_files
 from bottega.rpc.server import ServerConfig
 from bottega.transport.credentials import GROUP_VARIABLE
 from bottega.worker.config import WorkerConfig
@@ -91,6 +92,11 @@ def test_a_drain_is_given_the_time_that_it_may_take(unit: str) -> None:
 @pytest.mark.parametrize("unit", SERVICES)
 def test_a_service_whose_child_takes_too_much_memory_goes_on(unit: str) -> None:
     assert setting(unit, "OOMPolicy") == "continue", "else systemd ends the service with its engine or codec process"
+
+
+@pytest.mark.parametrize("unit", SERVICES)
+def test_a_service_may_have_as_many_files_and_sockets_open_as_it_asks_for(unit: str) -> None:
+    assert int(setting(unit, "LimitNOFILE")) >= open_files.ENOUGH
 
 
 def test_a_worker_is_given_the_time_to_load_its_model() -> None:

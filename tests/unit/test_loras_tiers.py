@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import DataLoss, LoraNotFound, StorageUnavailable
+from bottega.errors import DataLoss, LoraNotFound, StorageUnavailable, TooManyOpenFiles
 from bottega.loras.tiers import Loan, Tier, Tiers
 from bottega.transport.files import received_file
 from tests.running import wait_until
@@ -292,7 +292,7 @@ def test_without_a_descriptor_left_it_is_said_and_nothing_stays_lent(shelf: _She
         error = asked.exception(_WAIT_S)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert isinstance(error, StorageUnavailable)
+    assert isinstance(error, TooManyOpenFiles)
     assert "open files" in error.message
     assert shelf.tiers.lent(a) == 0
     assert shelf.use(a) is Tier.LOADED

@@ -87,7 +87,7 @@ def too_many(error: OSError) -> TooManyOpenFiles:
     """What callers and the log are told. error: one for which is_cause holds."""
     cause = errno.errorcode[error.errno or errno.EMFILE]
     if error.errno == errno.ENFILE:
-        what = "the machine has as many files and sockets open as its kernel allows; raise fs.file-max (sysctl)"
+        what = "too many open files: the machine has as many as its kernel allows; raise fs.file-max (sysctl)"
     else:
-        what = f"the service has as many files and sockets open as it may, {limit()}; {TODO}"
+        what = f"too many open files: the service has as many files and sockets open as it may, {limit()}; {TODO}"
     return TooManyOpenFiles(what, metadata={"cause": cause, "limit": str(limit())}, retry_after_s=_RETRY_AFTER_S)

@@ -17,7 +17,7 @@ from bottega.rpc.peers import Peer
 _RETRY_S = (0.5, 1.5)
 
 
-def room(*, free: int, held: int, share: float) -> float:
+def room(*, free: float, held: int, share: float) -> float:
     """How many more places a peer may take that holds `held`, while `free` are free; not more than 0 when none.
 
     share: in (0, 1]; alone a peer may have that part of all. The room of each falls with what is free, so that whoever

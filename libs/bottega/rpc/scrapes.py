@@ -95,7 +95,7 @@ class _Request(WSGIRequestHandler):
 
     def setup(self) -> None:
         """Instead of opening files on a socket."""
-        self.rfile, self.wfile = io.BufferedReader(io.BytesIO(self._head)), self._answer  # type: ignore[arg-type]
+        self.rfile, self.wfile = io.BufferedReader(io.BytesIO(self._head)), self._answer
 
     def finish(self) -> None:
         """There is nothing to close."""

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from bottega.client.checkup.finding import Finding, fail, ok, warn
+from bottega.process.open_files import ENOUGH, LITTLE
 
 _OURS = ("bottega-protos", "bottega-libs", "bottega-services")
 _WORKERS = ("accelerate", "diffusers", "safetensors", "torch", "transformers")
@@ -73,6 +74,17 @@ def check_disk(folder: Path) -> Iterator[Finding]:
         yield warn(what, "Make room before the disk is full.")
     else:
         yield ok(what)
+
+
+def check_open_files(hard: int) -> Iterator[Finding]:
+    """hard: limit of open files and sockets, to which every service raises its own; negative where there is none."""
+    if 0 <= hard < LITTLE:
+        yield warn(
+            f"a process may have at most {hard} files and sockets open: services take fewer connections",
+            f"Raise it to {ENOUGH}: LimitNOFILE in a unit of systemd, nofile in /etc/security/limits.conf.",
+        )
+    else:
+        yield ok(f"a process may have {'any number of' if hard < 0 else hard} files and sockets open")
 
 
 def installed_versions() -> dict[str, str]:

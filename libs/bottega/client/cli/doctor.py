@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "red"}
 def command(*, model: str, state: StateFolder, address: str) -> None:
     """Look for what keeps the suite from running.
 
-    Checks Python, packages, disk, model and gateway; ends with status 1 when something fails.
+    Checks Python, packages, limits, disk, model and gateway; ends with status 1 when something fails.
     """
     from bottega.client.checkup.finding import Level
 
@@ -53,6 +54,7 @@ def _findings(model: str, state: StateFolder, address: str, fleet_address: str) 
     yield from machine.check_python()
     yield from machine.check_packages(machine.installed_versions(), machine.pinned_versions())
     yield from machine.check_cores(len(os.sched_getaffinity(0)), os.environ.get("OMP_WAIT_POLICY", ""))
+    yield from machine.check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     yield from machine.check_disk(state.root.resolve())
     yield from check_model(model)
     yield from gateway.check_gateway(address, fleet_address)

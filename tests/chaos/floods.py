@@ -1,0 +1,113 @@
+"""What is done to the gateway by callers who want nothing of it: idle connections, half requests, streams that wait.
+
+Everybody else must get the same pictures meanwhile, and short calls their answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import grpc
+
+from bottega.errors import QueueFull
+from bottega.rpc.channel import channel_options
+from bottega.rpc.status import from_rpc_error
+from bottega.v1.image_pb2 import WatchJobRequest
+from bottega.v1.image_pb2_grpc import ImageServiceStub
+from tests.chaos.scene import Scene
+from tests.crowds import alive, connections
+
+SEEDS = (31, 32, 33)
+STEPS = 30
+# Over the 1,024 files that a shell lets a process open.
+IDLE = 1_150
+HALF_REQUESTS = 300
+HALF = b"GET /metrics HTTP/1.1\r\nHost: x\r\n"
+# Over all streams that a service has open at once.
+STREAMS = 2_100
+# A quarter of max_streams, for one connection, where others have none.
+ADMITTED = 512
+# Of a short call, on busy cores.
+SHORT_CALL_S = 5.0
+
+
+def flood_connections(scene: Scene, *, times: int, rng: random.Random) -> None:
+    """Thousands of connections without a call, to both ports of the gateway, while pictures are drawn."""
+    _look_first(scene)
+    for _ in range(times):
+        with (
+            connections(scene.address, IDLE) as idle,
+            connections(scene.gateway.metrics, HALF_REQUESTS, says=HALF),
+        ):
+            _draw_meanwhile(scene, rng)
+            _scrape(scene)
+            scene.tally.most("idle_connections", alive(idle))
+        _draw_meanwhile(scene, rng)
+        scene.tally.count("floods")
+    scene.tally.reached("floods", times)
+    scene.tally.reached("idle_connections", IDLE)
+
+
+def flood_streams(scene: Scene, *, times: int, rng: random.Random) -> None:
+    """One caller watches a job by the thousand, while others draw, and ask how their jobs stand."""
+    _look_first(scene)
+    for _ in range(times):
+        drawing = scene.draw(seed=SEEDS[0], steps=STEPS)
+        status = drawing.wait_for_step(1)
+        if status is not None:
+            with _watched(scene, status.job_id):
+                _draw_meanwhile(scene, rng)
+            scene.tally.count("floods")
+        scene.check(drawing)
+    scene.tally.reached("floods", times / 2)
+    scene.tally.reached("refused_streams", STREAMS - ADMITTED)
+
+
+def _look_first(scene: Scene) -> None:
+    for seed in SEEDS:
+        scene.undisturbed(seed, STEPS)
+
+
+def _draw_meanwhile(scene: Scene, rng: random.Random) -> None:
+    drawings = [scene.draw(seed=seed, steps=STEPS) for seed in rng.sample(SEEDS, 2)]
+    while not all(drawing.over for drawing in drawings):
+        began = time.monotonic()
+        scene.client.list_jobs(page_size=5)
+        scene.joined()
+        scene.tally.most("short_calls_s", time.monotonic() - began)
+        time.sleep(0.05)
+    scene.tally.check("seconds of two short calls", scene.tally.figures.get("short_calls_s", 0.0), SHORT_CALL_S)
+    for drawing in drawings:
+        if scene.check(drawing) is not None:
+            scene.tally.count("pictures")
+
+
+def _scrape(scene: Scene) -> None:
+    with urllib.request.urlopen(f"http://{scene.gateway.metrics}/metrics", timeout=SHORT_CALL_S) as answer:
+        if b"bottega_rpc_in_flight" not in answer.read():
+            scene.tally.faults.append("a scrape has no metrics")
+
+
+@contextlib.contextmanager
+def _watched(scene: Scene, job_id: str) -> Iterator[None]:
+    """One connection asks for so many streams; those that are refused must hear why, and when to come back."""
+    with grpc.insecure_channel(scene.address, options=channel_options()) as channel:
+        watches = [ImageServiceStub(channel).WatchJob(WatchJobRequest(job_id=job_id)) for _ in range(STREAMS)]
+        for watch in watches:
+            try:
+                next(watch, None)
+            except grpc.RpcError as error:
+                _count_refusal(scene, error)
+        yield
+
+
+def _count_refusal(scene: Scene, error: grpc.RpcError) -> None:
+    refused = from_rpc_error(error)
+    if isinstance(refused, QueueFull) and refused.retry_after_s:
+        scene.tally.count("refused_streams")
+    else:
+        scene.tally.faults.append(f"a watcher was told {type(refused).__name__}: {refused.message}")
