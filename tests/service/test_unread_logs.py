@@ -155,6 +155,19 @@ def test_an_engine_that_ends_at_once_leaves_its_last_lines() -> None:
     assert [json.loads(line)["event"] for line in text.splitlines()] == [f"line {n}" for n in range(200)]
 
 
+def test_a_crash_leaves_all_of_its_traceback() -> None:
+    code = (
+        "from bottega.rpc import logs; logs.configure('engine', 'info')\n"
+        "def deep(n):\n    if n == 0:\n        raise KeyError('a\\nb')\n    deep(n - 1) if n % 2 else deep(n - 1)\n"
+        "deep(400)"
+    )
+    status, text = _ended_unread(code, read_after_s=0.6)
+    assert status == 1
+    (line,) = [json.loads(each) for each in text.splitlines()]
+    assert (line["level"], line["event"]) == ("CRITICAL", "ended by what nobody expected")
+    assert line["exc_info"].endswith(r"KeyError: 'a\nb'")
+
+
 def test_what_writes_to_stderr_by_itself_does_not_wait_either() -> None:
     """C libraries and child processes have the descriptor, and no queue."""
     code = (
