@@ -22,6 +22,7 @@ from bottega.errors import BottegaError
 from bottega.rpc.channel import channel_options
 from bottega.rpc.status import to_grpc_status
 from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2, lora_pb2
+from bottega.v1.generation_pb2 import IMAGE_FORMAT_PNG
 
 FORGED = "error: everything is lost"
 HOSTILE = (
@@ -106,7 +107,7 @@ def _fill(message: Message, manner: Manner, turn: int, depth: int = 0) -> None:
             _put(message, field, manner, turn, depth)
 
 
-def _put(message: Message, field: FieldDescriptor, manner: Manner, turn: int, depth: int) -> None:
+def _put(message: Message, field: Any, manner: Manner, turn: int, depth: int) -> None:
     here = getattr(message, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         here[manner.text] = manner.text
@@ -121,7 +122,7 @@ def _put(message: Message, field: FieldDescriptor, manner: Manner, turn: int, de
         setattr(message, field.name, _value(field, manner))
 
 
-def _value(field: FieldDescriptor, manner: Manner) -> object:
+def _value(field: Any, manner: Manner) -> object:
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_STRING:
             return manner.text.encode() if field.type == FieldDescriptor.TYPE_BYTES else manner.text
@@ -159,16 +160,16 @@ def _make_usable(message: Message, address: str, *, last: bool) -> None:
             message.next_page_token = ""
         case image_pb2.GetImageResponse():
             message.image.digest = hashlib.sha256(message.chunk * _STREAMS).hexdigest()
-            message.image.format = 1
+            message.image.format = IMAGE_FORMAT_PNG
         case image_pb2.GenerateResponse() | image_pb2.WatchJobResponse():
             _make_event_usable(message.event, last=last)
         case image_pb2.GetJobResponse() | image_pb2.SubmitJobResponse() | image_pb2.CancelJobResponse():
-            message.job.spec.format = 1
+            message.job.spec.format = IMAGE_FORMAT_PNG
 
 
 def _make_event_usable(event: image_pb2.JobEvent, *, last: bool) -> None:
     if not last:
         return
     for image in event.completed.images:
-        image.format = 1
+        image.format = IMAGE_FORMAT_PNG
         image.digest = hashlib.sha256(image.data).hexdigest()

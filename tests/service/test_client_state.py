@@ -21,6 +21,7 @@ from bottega.client.suite.output import ServiceLog
 from bottega.client.suite.state import AlreadyHeld, Record, StateFolder, StateFolderUnusable
 from bottega.state_folder import make_private, owner_of
 from bottega.storage import folders
+from tests.running import Services, gateway_config
 
 NOBODY = 65534
 two_users = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
@@ -237,3 +238,14 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
         StateFolder(tmp_path / "file" / "state").hold(),
     ):
         pass
+
+
+def test_a_service_keeps_its_files_for_its_owner_whoever_starts_it(tmp_path: Path) -> None:
+    earlier = tmp_path / "gateway.state" / "gateway"
+    earlier.mkdir(mode=0o755, parents=True)
+    with Services(tmp_path) as services:
+        services.start("bottega.gateway", gateway_config(), name="gateway")
+        kept = [earlier, *earlier.rglob("*")]
+        assert {"jobs.sqlite", "images"} <= {path.name for path in kept}
+        assert {mode(path) for path in kept if path.is_dir()} == {0o700}
+        assert {mode(path) for path in kept if path.is_file()} == {0o600}

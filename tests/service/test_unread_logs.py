@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,7 +84,7 @@ async def _say_much(address: str) -> None:
 
 
 def _lines(gateway: Unread, until: str) -> list[dict[str, Any]]:
-    lines = []
+    lines: list[dict[str, Any]] = []
     while not lines or lines[-1]["event"] != until:
         lines.append(json.loads(gateway.stderr.readline()))
     return lines
@@ -129,3 +130,59 @@ def test_the_last_words_of_a_service_that_fails_are_there(tmp_path: Path) -> Non
     )
     assert ended.returncode == 1
     assert b"bottega.gateway: listen nowhere.invalid:1 cannot be used" in ended.stderr.splitlines()[-1]
+
+
+def _ended_unread(code: str, *, read_after_s: float) -> tuple[int, bytes]:
+    """Status and stderr of a program whose stderr is a pipe of one page that is read late."""
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    with subprocess.Popen([sys.executable, "-c", code], stderr=write_end) as process, os.fdopen(read_end, "rb") as said:
+        os.close(write_end)
+        time.sleep(read_after_s)
+        text = said.read()
+        return process.wait(10), text
+
+
+def test_an_engine_that_ends_at_once_leaves_its_last_lines() -> None:
+    """As engines do, without Python's help."""
+    code = (
+        "import logging, os; from bottega.rpc import logs; logs.configure('engine', 'info')\n"
+        "for n in range(200): logging.info('line %d', n, extra={'text': 'x' * 100})\n"
+        "logs.flush(); os._exit(7)"
+    )
+    status, text = _ended_unread(code, read_after_s=0.6)
+    assert status == 7
+    assert [json.loads(line)["event"] for line in text.splitlines()] == [f"line {n}" for n in range(200)]
+
+
+def test_a_crash_leaves_all_of_its_traceback() -> None:
+    code = (
+        "from bottega.rpc import logs; logs.configure('engine', 'info')\n"
+        "def deep(n):\n    if n == 0:\n        raise KeyError('a\\nb')\n    deep(n - 1) if n % 2 else deep(n - 1)\n"
+        "deep(400)"
+    )
+    status, text = _ended_unread(code, read_after_s=0.6)
+    assert status == 1
+    (line,) = [json.loads(each) for each in text.splitlines()]
+    assert (line["level"], line["event"]) == ("CRITICAL", "ended by what nobody expected")
+    assert line["exc_info"].endswith(r"KeyError: 'a\nb'")
+
+
+def test_what_writes_to_stderr_by_itself_does_not_wait_either() -> None:
+    """C libraries and child processes have the descriptor, and no queue."""
+    code = (
+        "import os, subprocess, warnings; from bottega.rpc import logs; logs.configure('engine', 'info')\n"
+        "subprocess.run(['/bin/sh', '-c', 'head -c 300000 /dev/zero >&2'], timeout=20)\n"
+        "warnings.warn('one of a library')\n"
+        "os.write(1, b'done')"
+    )
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=write_end, timeout=30, check=False
+        )
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+    assert (ended.returncode, ended.stdout) == (0, b"done")

@@ -95,7 +95,7 @@ def test_facts_of_a_log_line_cannot_pass_for_others_or_for_another_line() -> Non
         "worker": "w2",
     }
     (line,) = [text_of(row) for row in pretty("gateway", json.dumps(fields))]
-    assert line.startswith("10:00:00,000 INFO    gateway   job accepted ")
+    assert line.startswith("10:00:00,000 INFO    gateway      job accepted ")
     assert r'request_id="a\n10:00:00,001 ERROR gateway the disk is lost"' in line
     assert line.endswith(r'text="x level=ERROR worker=\"w1\"" worker=w2')
 

@@ -13,6 +13,7 @@ import stat
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
+from types import TracebackType
 
 from pythonjsonlogger.json import JsonFormatter
 
@@ -46,6 +47,7 @@ def configure(service: str, level: str) -> None:
     _handler.addFilter(_add_bound_fields)
     logging.basicConfig(handlers=[_handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
+    sys.excepthook = _tell_crash
 
 
 def bind(**fields: str) -> None:
@@ -114,6 +116,14 @@ class _PipeHandler(logging.Handler):
             }
         )
         return f"{self.format(record)}\n".encode()
+
+
+def _tell_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What ends the process is a line as well: a long traceback, written in pieces, could outrun a slow reader."""
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    logging.getLogger(__name__).critical("ended by what nobody expected", exc_info=(kind, error, trace))
 
 
 def _own_stderr() -> int:

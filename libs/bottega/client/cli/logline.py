@@ -26,7 +26,7 @@ def pretty(service: str, line: str) -> Iterator[Line]:
         Styled(text=f"{str(fields.get('time', ''))[11:]:<12}", dim=True),
         " ",
         Styled(text=f"{level:<7}", colour=_COLOURS.get(level)),
-        f" {service:<9}",
+        f" {service:<12}",
     ]
     if event := str(fields.get("event", "")):
         head.append(f" {event}")
