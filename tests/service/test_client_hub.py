@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.full_disk import fill, small_disk
 from tests.service.running_gateway import Running, running_gateway
 from tests.service.scripted_controlnet import hosted
 
@@ -189,3 +190,15 @@ async def test_a_server_of_another_machine_or_without_a_root_takes_none_from_the
 def _entry(name: str) -> dict[str, object]:
     data = FILES[name]
     return {"type": "file", "oid": hashlib.sha1(data).hexdigest(), "size": len(data), "path": name}
+
+
+async def test_a_disk_that_is_full_is_not_taken_for_a_hub_that_is_not_there(
+    house: Running, hub: Hub, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=64 << 10) as disk:
+        house.servers[0].root = str(disk)
+        fill(disk)
+        status, said = await add(house, "depth", "hub:somebody/depth", HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path))
+    assert (status, "is full" in said, "Make room there" in said) == (1, True, True), said
+    assert "was not reached" not in said
+    assert house.servers[0].added == []

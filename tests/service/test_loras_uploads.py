@@ -62,7 +62,7 @@ async def _unfinished(store: Running, size_bytes: int) -> AsyncIterator[Any]:
 
 
 def _incoming(store: Running) -> list[Path]:
-    return sorted((store.store.quarantine.folder.parent / "files" / "incoming").iterdir())
+    return sorted((store.store.recovery.quarantine.folder.parent / "files" / "incoming").iterdir())
 
 
 async def _nothing_is_left(store: Running) -> None:

@@ -5,6 +5,7 @@ Knows the hub's client, which comes with Diffusers; knows no servers.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -16,6 +17,9 @@ _FILES = [
     "diffusion_pytorch_model.safetensors",
     "diffusion_pytorch_model-*-of-*.safetensors",
 ]
+
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class HubFailure(BottegaError):
@@ -67,6 +71,11 @@ def fetch(repo: str, revision: str | None, root: Path) -> Path:
 
 
 def _unreachable(repo: str, error: Exception) -> HubFailure:
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return HubFailure(
+            f"{repo} cannot be brought: the disk of {error.filename or 'the folder'} is full",
+            todo="Make room there, and try again: what has come stays, and is not downloaded again.",
+        )
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
     if offline:
         return HubFailure(

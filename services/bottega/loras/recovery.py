@@ -19,7 +19,7 @@ from bottega.lora.canonical import Canonical, Module
 from bottega.loras.catalogue import Catalogue
 from bottega.loras.files import LoraFiles, SortedOut
 from bottega.loras.importing.base import Base, read_base
-from bottega.loras.quarantine import Quarantined, is_id, is_intact
+from bottega.loras.quarantine import Quarantine, Quarantined, is_id, is_intact
 from bottega.loras.records import LoraRecord
 from bottega.storage import faults
 
@@ -53,6 +53,11 @@ class Recovery:
         self._restoring = asyncio.Lock()
         self._look_again_at = 0.0
 
+    @property
+    def quarantine(self) -> Quarantine:
+        """Files that the catalogue does not know."""
+        return self._files.quarantine
+
     async def sort_out(self) -> SortedOut:
         """Puts into quarantine what the catalogue does not know, says so in the log, and what is lost. Raises
         StorageUnavailable, DataLoss."""
@@ -62,7 +67,7 @@ class Recovery:
             found = await asyncio.to_thread(self._files.sort_out, records)
         ended = time.monotonic()
         self._look_again_at = ended + _REST * (ended - began)
-        quarantine = self._files.quarantine
+        quarantine = self.quarantine
         if found.moved:
             what = f"{found.moved} files that the catalogue of LoRAs does not know were put into quarantine"
             facts = {"bytes": found.moved_bytes, "folder": str(quarantine.folder), "in_quarantine": len(quarantine)}

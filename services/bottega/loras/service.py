@@ -67,8 +67,8 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
             loras=[self._stored(record) for record in shown],
             next_page_token=shown[-1].name if len(records) > size else "",
             bases=sorted(self._store.bases),
-            quarantined=len(self._store.quarantine),
-            quarantined_bytes=self._store.quarantine.used_bytes,
+            quarantined=len(self._store.recovery.quarantine),
+            quarantined_bytes=self._store.recovery.quarantine.used_bytes,
         )
 
     async def GetLora(self, request: pb.GetLoraRequest, _context: _Context) -> pb.GetLoraResponse:
@@ -113,12 +113,12 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         """ListQuarantine."""
         rules.refuse(list(_check_page(request)))
         size = request.page_size or _DEFAULT_PAGE
-        found = await self._store.quarantined(size=size + 1, after=request.page_token)
+        found = await self._store.recovery.page(size=size + 1, after=request.page_token)
         shown = found[:size]
         return pb.ListQuarantineResponse(
             loras=[_quarantined(each) for each in shown],
             next_page_token=shown[-1].id if len(found) > size else "",
-            folder=str(self._store.quarantine.folder),
+            folder=str(self._store.recovery.quarantine.folder),
         )
 
     async def RestoreLora(self, request: pb.RestoreLoraRequest, _context: _Context) -> pb.RestoreLoraResponse:
@@ -128,7 +128,7 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
 
     async def DiscardLora(self, request: pb.DiscardLoraRequest, _context: _Context) -> pb.DiscardLoraResponse:
         """DiscardLora."""
-        return pb.DiscardLoraResponse(freed_bytes=await self._store.discard(request.id))
+        return pb.DiscardLoraResponse(freed_bytes=await self._store.recovery.discard(request.id))
 
     def _stored(self, record: LoraRecord) -> pb.StoredLora:
         return pb.StoredLora(

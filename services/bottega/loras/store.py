@@ -32,7 +32,6 @@ from bottega.loras.importing.importer import Importer
 from bottega.loras.intake import Brought, Intake
 from bottega.loras.links import Links
 from bottega.loras.metrics import LoraMetrics, StoreFigures
-from bottega.loras.quarantine import Quarantine, Quarantined
 from bottega.loras.records import LoraRecord
 from bottega.loras.recovery import Recovery, Restored
 from bottega.loras.tiers import Tiers
@@ -98,7 +97,7 @@ class LoraStore:
             importer=Importer(at_once=imports.at_once, deadline_s=imports.deadline_s, cpu_s=imports.cpu_s),
             metrics=metrics,
         )
-        self._recovery = Recovery(
+        self.recovery = Recovery(
             bases=self.bases, catalogue=self._catalogue, files=self._files, keeping=self.intake.keeping
         )
         self._leases: dict[str, float] = {}
@@ -116,18 +115,13 @@ class LoraStore:
         await asyncio.to_thread(self._hold_folder)
         await self._catalogue.open()
         await asyncio.to_thread(self._files.open)
-        lost = (await self._recovery.sort_out()).lost
+        lost = (await self.recovery.sort_out()).lost
         await self._bring_own(lost)
         await self._pin()
         self._measuring = asyncio.create_task(self._measure())
         if self._config.gateway:
             self._membership = self._join()
             self._membership.start()
-
-    @property
-    def quarantine(self) -> Quarantine:
-        """Files that the catalogue does not know."""
-        return self._files.quarantine
 
     def state(self, record: LoraRecord) -> bool | None:
         """Whether it is in memory; False while it is on its way there, None where it is not."""
@@ -188,8 +182,8 @@ class LoraStore:
             if pinned:
                 await self._check_pinnable(await self._catalogue.get(name))
             record = await self._catalogue.change(name, lambda there: replace(there, pinned=pinned))
-            await self._pin()
             await asyncio.to_thread(self._files.describe, record)
+            await self._pin()  # last, so that the answer says that it is being loaded
         return record
 
     async def set_bounds(self, name: str, digest: str, bounds: tuple[tuple[int, int], ...]) -> LoraRecord:
@@ -206,20 +200,12 @@ class LoraStore:
             await asyncio.to_thread(self._files.describe, record)
         return record
 
-    async def quarantined(self, *, size: int, after: str) -> list[Quarantined]:
-        """See Recovery.page."""
-        return await self._recovery.page(size=size, after=after)
-
     async def restore(self, id: str, *, name: str, base: str) -> Restored:
-        """See Recovery."""
-        restored = await self._recovery.restore(id, name=name, base=base)
+        """See Recovery; what was pinned is loaded again."""
+        restored = await self.recovery.restore(id, name=name, base=base)
         if restored.record.pinned:
             await self._pin()
         return restored
-
-    async def discard(self, id: str) -> int:
-        """See Recovery."""
-        return await self._recovery.discard(id)
 
     def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
         """A link's offer for a worker. caller: host of whoever asks. Raises Draining, LinksFull, InvalidRequest."""

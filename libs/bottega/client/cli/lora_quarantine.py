@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bottega.client.sync import Client
     from bottega.v1.lora_pb2 import QuarantinedLora
 
-# Of an id, in a list: enough to tell one from the others, and to choose it by.
+# Of an id, in a list: enough to tell one from the others, and the least to choose it by.
 _ID_LETTERS = 12
 
 
@@ -112,12 +112,16 @@ def discard_command(*, which: tuple[str, ...], everything: bool, yes: bool, addr
 
 def _restored(client: Client, found: _Found, *, name: str, base: str) -> bool:
     """Whether it is back; says so, or why it is not."""
-    from bottega.errors import BottegaError
+    from bottega.errors import BottegaError, InvalidRequest, LoraExists
 
     try:
         answer = client.restore_lora(found.lora.id, name=name, base=base)
     except BottegaError as error:
         note(f"{found.called} is not back: {error.message}")
+        if isinstance(error, InvalidRequest) and any(item.field == "base" for item in error.violations):
+            note(f"  bottega loras rebuild {found.lora.id[:_ID_LETTERS]} --base MODEL")
+        if isinstance(error, LoraExists):
+            note(f"  bottega loras rebuild {found.lora.id[:_ID_LETTERS]} --name NAME gives it another one.")
         return False
     say(f"{answer.lora.name} is back for {answer.lora.base}")
     if answer.unknown:
@@ -132,7 +136,9 @@ def _chosen(client: Client, which: Sequence[str]) -> list[_Found]:
         return there
     chosen: dict[str, _Found] = {}
     for text in dict.fromkeys(which):
-        matching = [each for each in there if text == each.lora.name or each.lora.id.startswith(text)]
+        matching = [each for each in there if text in (each.lora.name, each.lora.id)]
+        if not matching and len(text) >= _ID_LETTERS:
+            matching = [each for each in there if each.lora.id.startswith(text)]
         if not matching:
             fail(f"nothing in quarantine is called {text}", "bottega loras quarantine lists what there is.")
         if len({each.lora.id for each in matching}) > 1:
