@@ -37,11 +37,13 @@ def _steps_done(client: Client) -> list[int]:
 def test_four_pictures_are_the_same_when_their_gateway_is_killed(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    server = {"listen": address, "metrics_listen": "127.0.0.1:0"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        fleet = f"127.0.0.1:{free.getsockname()[1]}"
+    config = gateway_config(server={"listen": address, "metrics_listen": "127.0.0.1:0"}, fleet={"listen": fleet})
     engine = {**ENGINE, "fixed_rows": FIXED_ROWS}
     with Services(tmp_path) as services:
-        gateway = services.start("bottega.gateway", gateway_config(server=server), name="gateway")
-        services.start("bottega.worker", worker_config(address, name="w1", engine=engine))
+        gateway = services.start("bottega.gateway", config, name="gateway")
+        services.start("bottega.worker", worker_config(fleet, name="w1", engine=engine))
         with Client(address) as client:
             wait_until(lambda: bool(client.models()), 10.0, "the worker to join")
             threads, undisturbed = _draw_all(address)
@@ -50,7 +52,7 @@ def test_four_pictures_are_the_same_when_their_gateway_is_killed(tmp_path: Path)
             threads, pictures = _draw_all(address)
             wait_until(lambda: max(_steps_done(client)) in range(10, STEPS), 20.0, "them to be drawn")
             gateway.kill()
-            services.start("bottega.gateway", gateway_config(server=server), name="gateway")
+            services.start("bottega.gateway", config, name="gateway")
             for thread in threads:
                 thread.join(60)
         for prompt in PROMPTS:

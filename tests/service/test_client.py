@@ -523,7 +523,8 @@ WRONG_CALLS: dict[str, Callable[[Any], object]] = {
 def test_what_cannot_be_sent_is_refused_by_its_name_and_nothing_is_sent(
     gateway: ScriptedGateway, address: str, argument: str
 ) -> None:
-    with Client(address, retry=HURRIED) as client, pytest.raises(InvalidRequest) as caught:
+    client = Client(address, fleet_address=address, retry=HURRIED)
+    with client, pytest.raises(InvalidRequest) as caught:
         WRONG_CALLS[argument](client)
     (violation,) = caught.value.violations
     assert violation.field == argument.partition(" ")[0]

@@ -28,9 +28,8 @@ async def house() -> AsyncIterator[Running]:
 
 async def _run(house: Running, *arguments: str) -> Result:
     """As in a terminal: in a thread, since the gateway lives in this one."""
-    return await asyncio.to_thread(
-        CliRunner().invoke, main, [*arguments, "--address", house.address, "--fleet-address", house.fleet_address]
-    )
+    said, env = [*arguments, "--address", house.address], {"BOTTEGA_FLEET": house.fleet_address}
+    return await asyncio.to_thread(lambda: CliRunner().invoke(main, said, env=env))
 
 
 async def _served(house: Running) -> tuple[ServedControlNet, ...]:

@@ -184,11 +184,11 @@ def test_the_services_take_their_configurations() -> None:
     gateway = load(GatewayConfig, DEPLOY / "config" / "gateway.yaml")
     assert gateway == GatewayConfig(), "the file shows the defaults"
     worker = load(WorkerConfig, DEPLOY / "config" / "workers" / "miniature.yaml")
-    assert (worker.name, worker.gateway) == ("miniature", gateway.server.listen)
+    assert (worker.name, worker.gateway) == ("miniature", gateway.fleet.listen)
     net = load(ControlNetConfig, DEPLOY / "config" / "controlnets" / "miniature.yaml")
-    assert (net.gateway, net.engine.dtype) == (gateway.server.listen, worker.engine.dtype)
+    assert (net.gateway, net.engine.dtype) == (gateway.fleet.listen, worker.engine.dtype)
     loras = load(LoraConfig, DEPLOY / "config" / "loras.yaml")
-    assert (loras.gateway, loras.bases) == (gateway.server.listen, LoraConfig().bases)
+    assert (loras.gateway, loras.bases) == (gateway.fleet.listen, LoraConfig().bases)
     assert {own.path: own.base for own in loras.loras.values()} == {f"miniature/{name}": "miniature" for name in STYLES}
     assert all((WEIGHTS / "loras" / name).is_dir() for name in STYLES)
     for unit, server in (

@@ -303,3 +303,8 @@ def test_a_table_from_a_wire_has_no_more_shapes_than_one_that_was_measured() -> 
     times = _times(*(((8, width), rows, 0.01 * rows) for width in range(1, 100) for rows in (1, 2)))
     assert len({shape for shape, _, _ in times.entries()}) == MAX_SHAPES
     assert times.seconds((8, 1), 2) == 0.02
+
+
+def test_turns_of_no_picture_are_left_out_of_what_came_over_a_wire() -> None:
+    entries = [((-1, 2**31 - 1), 2, 0.02), ((0, 16), 2, 0.02), ((-4, -4), 2, 0.02), ((16, 16), 2, 0.5)]
+    assert list(StepTimes.from_entries(entries).entries()) == [((16, 16), 2, 0.5)]

@@ -163,3 +163,8 @@ def test_a_choice_among_32_works_takes_well_below_a_millisecond() -> None:
         costs.append(time.thread_time() - began)
 
     assert min(costs) < 0.0005
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_where_turns_take_no_time_that_there_is_one_at_a_time_runs_still(seconds: float) -> None:
+    assert best_width([Work(rows=2, steps=20)] * 3, lambda rows: seconds, max_rows=16) >= 1

@@ -106,11 +106,12 @@ class StepTimes:
     ) -> StepTimes:
         """The same table on the other side of a wire. outdated: shapes and rows of those entries that are.
 
-        Left out are entries without rows or time, which say nothing, and shapes beyond MAX_SHAPES.
+        Left out are entries without rows, time or an area, which say nothing, and shapes beyond MAX_SHAPES.
         """
         times = cls()
         for shape, rows, seconds in entries:
-            if rows > 0 and seconds > 0 and (shape in times._means or len(times._means) < MAX_SHAPES):
+            says_something = rows > 0 and seconds > 0 and min(shape) > 0
+            if says_something and (shape in times._means or len(times._means) < MAX_SHAPES):
                 measured_at = -OUTDATED_TURNS if (shape, rows) in outdated else 0
                 mean = _Mean(seconds=seconds, turns=_SETTLED, measured_at=measured_at)
                 times._means.setdefault(shape, {})[rows] = mean

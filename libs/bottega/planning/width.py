@@ -69,4 +69,5 @@ def best_width(works: Sequence[Work], seconds: Callable[[int], float], *, max_ro
         sums.append(sum(completion_times(seen, cost, width)))
     best, alone = min(sums, default=0.0), sum(work.steps * cost(work.rows) for work in seen)
     bound = best + min(_TOLERANCE * best, _MOST_TOLERANCE * alone)
-    return max((width for width, total in enumerate(sums, start=1) if total <= bound), default=0)
+    # Where turns take no time that there is, such as NaN, nothing is within any bound: one at a time.
+    return max((width for width, total in enumerate(sums, start=1) if total <= bound), default=min(1, len(sums)))
