@@ -421,7 +421,7 @@ def test_logs_are_readable_and_raw_on_request(own_folder: Path) -> None:
     line = {"time": "2026-01-01 10:00:01,123", "level": "ERROR", "service": "worker", "event": "engine lost", "code": 1}
     (logs / "worker-0.log").write_text(json.dumps({**line, "exc_info": "Traceback\n  here"}) + "\n")
     result = run("logs", "worker-0")
-    assert result.stdout == "10:00:01,123 ERROR   worker-0  engine lost code=1\n    Traceback\n      here\n"
+    assert result.stdout == "10:00:01,123 ERROR   worker-0     engine lost code=1\n    | Traceback\n    |   here\n"
     assert json.loads(run("logs", "--raw").stdout)["code"] == 1
     assert run("logs", "gateway").exit_code == 2
 
