@@ -15,9 +15,10 @@ from typing import Any
 import grpc
 import pytest
 
-from bottega.errors import InvalidRequest, QueueFull, StorageUnavailable
+from bottega.errors import BottegaError, InvalidRequest, QueueFull, StorageUnavailable
 from bottega.loras.config import ImportConfig
 from bottega.loras.receiving import Upload, receive
+from bottega.rpc.status import from_rpc_error
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 from tests.full_disk import small_disk
@@ -27,7 +28,6 @@ from tests.service.running_loras import (
     Running,
     config,
     lora_file,
-    refused,
     running,
     upload_requests,
 )
@@ -71,16 +71,30 @@ async def _nothing_is_left(store: Running) -> None:
             await asyncio.sleep(0.02)
 
 
-async def _upload(store: Running, folder: Path, **head: Any) -> Any:
-    requests = upload_requests("a", lora_file(folder).read_bytes(), **head)
-    return store.stub.UploadLora(requests, timeout=PATIENCE_S)
+async def _refused(store: Running, said: Iterator[pb.UploadLoraRequest]) -> BottegaError:
+    """Why an upload is refused. By gRPC's blocking call, as in the SDK: that of asyncio may lose what a server says
+    that refuses before it has heard everything."""
+
+    def call() -> BottegaError:
+        with grpc.insecure_channel(store.server.address) as channel:
+            try:
+                lora_pb2_grpc.LoraServiceStub(channel).UploadLora(said, timeout=PATIENCE_S)
+            except grpc.RpcError as error:
+                return from_rpc_error(error)
+        raise AssertionError("the call was answered")
+
+    return await asyncio.to_thread(call)
+
+
+def _small(folder: Path, **head: Any) -> Iterator[pb.UploadLoraRequest]:
+    return upload_requests("a", lora_file(folder).read_bytes(), **head)
 
 
 async def test_what_an_upload_has_announced_counts_into_the_budget_until_it_ends(tmp_path: Path) -> None:
     settings = config(disk_bytes=10 << 20)
     async with running(tmp_path / "store", settings) as store:
         async with _unfinished(store, 4 << 20):
-            error = await refused(await _upload(store, tmp_path / ".", chunk_bytes=1 << 20, size_bytes=1 << 20))
+            error = await _refused(store, _small(tmp_path, size_bytes=1 << 20))
             assert isinstance(error, QueueFull)
             assert "uploads under way may take" in error.message
             assert error.retry_after_s
@@ -93,7 +107,7 @@ async def test_one_host_has_half_of_the_places_for_uploads(tmp_path: Path) -> No
     settings = config(imports=ImportConfig(uploads=4))
     async with running(tmp_path / "store", settings) as store:
         async with _unfinished(store, 100), _unfinished(store, 100):
-            error = await refused(await _upload(store, tmp_path))
+            error = await _refused(store, _small(tmp_path))
             assert isinstance(error, QueueFull)
             assert error.message.startswith("your host has 2 unfinished uploads of 200 bytes")
             assert error.retry_after_s
@@ -108,7 +122,7 @@ async def test_one_host_has_half_of_the_bytes_for_uploads(tmp_path: Path) -> Non
         _unfinished(store, 10_000),
         _unfinished(store, 9_000),
     ):
-        error = await refused(await _upload(store, tmp_path))
+        error = await _refused(store, _small(tmp_path))
         assert isinstance(error, QueueFull)
         assert "your host" in error.message
 
@@ -117,7 +131,7 @@ async def test_a_reserve_of_the_disk_stays_free_whatever_is_announced(tmp_path: 
     with small_disk(tmp_path / "disk", size_bytes=8 << 20) as disk:
         async with running(disk / "store", config(min_free_bytes=1 << 30)) as store:
             async with _unfinished(store, 3 << 20):
-                error = await refused(await _upload(store, tmp_path, size_bytes=1 << 20))
+                error = await _refused(store, _small(tmp_path, size_bytes=1 << 20))
                 assert isinstance(error, StorageUnavailable)
                 assert (error.metadata["cause"], bool(error.retry_after_s)) == ("ENOSPC", True)
                 assert "stay free (min_free_bytes)" in error.message
@@ -131,19 +145,20 @@ async def test_an_upload_ends_when_others_have_filled_the_disk_to_the_reserve(tm
     with small_disk(tmp_path / "disk", size_bytes=8 << 20) as disk:
         async with running(disk / "store", config(min_free_bytes=1 << 30)) as store:
 
-            async def said() -> AsyncIterator[pb.UploadLoraRequest]:
+            def said() -> Iterator[pb.UploadLoraRequest]:
                 head = pb.UploadLoraHead(
                     name="a", base="miniature", sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data)
                 )
                 yield pb.UploadLoraRequest(head=head)
                 yield pb.UploadLoraRequest(chunk=data[: 1 << 20])
-                async with asyncio.timeout(PATIENCE_S):
-                    while not any(path.stat().st_size >= 1 << 20 for path in _incoming(store)):  # noqa: ASYNC110
-                        await asyncio.sleep(0.01)
+                half = 1 << 20
+                wait_until(
+                    lambda: sum(p.stat().st_size for p in _incoming(store)) >= half, PATIENCE_S, "its first half"
+                )
                 (disk / "others").write_bytes(bytes(shutil.disk_usage(disk).free - (100 << 10)))
                 yield pb.UploadLoraRequest(chunk=data[1 << 20 :])
 
-            error = await refused(store.stub.UploadLora(said(), timeout=PATIENCE_S))
+            error = await _refused(store, said())
             assert isinstance(error, StorageUnavailable)
             assert "min_free_bytes" in error.message
             await _nothing_is_left(store)
@@ -154,14 +169,14 @@ async def test_an_upload_that_lies_idle_is_ended_and_its_file_goes(tmp_path: Pat
     settings = config(imports=ImportConfig(idle_s=_IDLE_S))
     async with running(tmp_path / "store", settings) as store:
 
-        async def said() -> AsyncIterator[pb.UploadLoraRequest]:
+        def said() -> Iterator[pb.UploadLoraRequest]:
             yield _announced("slow", 1 << 20)
-            while True:
-                await asyncio.sleep(_IDLE_S / 10)
+            for _ in range(200):
+                time.sleep(_IDLE_S / 10)
                 if chunk is not None:
                     yield pb.UploadLoraRequest(chunk=chunk)
 
-        error = await refused(store.stub.UploadLora(said(), timeout=PATIENCE_S))
+        error = await _refused(store, said())
         assert isinstance(error, InvalidRequest)
         assert f"bytes in {_IDLE_S} s" in error.message
         assert _incoming(store) == []

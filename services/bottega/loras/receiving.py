@@ -161,12 +161,16 @@ async def _goes_on(chunks: _Incoming) -> bool:
 @contextlib.asynccontextmanager
 async def _opened(path: Path) -> AsyncIterator[BinaryIO]:
     """A file to write; the disk has taken all of it once this ends well. Raises StorageUnavailable."""
-    file = await asyncio.to_thread(_open, path)
+    opening = asyncio.create_task(asyncio.to_thread(_open, path))
     try:
+        file = await asyncio.shield(opening)
         yield file
     except BaseException:
-        with contextlib.suppress(StorageUnavailable):  # what came first is what is said
-            await asyncio.to_thread(_close, file)
+        # A caller that goes while it is opened leaves it neither open nor there again after it was removed.
+        await asyncio.wait([opening])
+        if opening.exception() is None:
+            with contextlib.suppress(StorageUnavailable):  # what came first is what is said
+                await asyncio.to_thread(_close, opening.result())
         raise
     await asyncio.to_thread(_close, file)
 
