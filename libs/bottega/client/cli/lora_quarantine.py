@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.connection import address_option, connect, fleet_option
 from bottega.client.cli.sizes import shown_size
-from bottega.client.cli.terminal import fail, new_table, note, print_table, say
+from bottega.client.cli.terminal import confirm, fail, new_table, note, print_table, say
 
 if TYPE_CHECKING:
     from bottega.client.sync import Client
@@ -35,6 +35,7 @@ class _Found:
 
 @click.command("quarantine")
 @address_option
+@fleet_option
 def quarantine_command(*, address: str) -> None:
     """List LoRAs whose files a store has, and its catalogue does not know.
 
@@ -64,6 +65,7 @@ def quarantine_command(*, address: str) -> None:
 @click.option("--name", help="Call it so from now on; for one WHICH.")
 @click.option("--base", metavar="MODEL", help="The model that it was made for; default: what is known, or fits alone.")
 @address_option
+@fleet_option
 def rebuild_command(*, which: tuple[str, ...], name: str | None, base: str | None, address: str) -> None:
     """Bring LoRAs back into their store's catalogue, from their files in quarantine.
 
@@ -90,6 +92,7 @@ def rebuild_command(*, which: tuple[str, ...], name: str | None, base: str | Non
 @click.option("--all", "everything", is_flag=True, help="Delete all that is in quarantine.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @address_option
+@fleet_option
 def discard_command(*, which: tuple[str, ...], everything: bool, yes: bool, address: str) -> None:
     """Delete LoRAs from quarantine, for good.
 
@@ -105,7 +108,7 @@ def discard_command(*, which: tuple[str, ...], everything: bool, yes: bool, addr
         listed = ", ".join(each.called for each in found)
         if not yes:
             note(f"{len(found)} will be deleted for good: {listed}")
-            click.confirm("Delete?", abort=True, err=True)
+            confirm("Delete?")
         freed_bytes = sum(client.discard_lora(each.lora.id) for each in found)
     say(f"{len(found)} deleted, {shown_size(freed_bytes)} free")
 

@@ -58,6 +58,11 @@ def fail(what: str, todo: str | Sequence[Line] = "", *, status: int = 1) -> NoRe
     sys.exit(status)
 
 
+def confirm(question: str) -> None:
+    """Asks, and ends the command unless the answer is yes."""
+    click.confirm(_line((question,)), abort=True, err=True)
+
+
 class PlainTable:
     """See new_table. table: for what shows it again and again."""
 
