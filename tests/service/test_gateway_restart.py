@@ -217,10 +217,12 @@ async def test_who_gave_no_request_id_is_drawn_nothing_after_a_crash(tmp_path: P
         worker = ScriptedWorker("w1", house.fleet_address)
         worker.script.hold_at = 5
         await worker.start()
-        calls = [house.generate(prompt="nobody's"), house.generate("order-1", prompt="somebody's")]
-        nobodys, somebodys = [(await told(call)).job_id for call in calls]
+        calls = [house.generate(prompt="nobody's")]
+        nobodys = (await told(calls[0])).job_id
+        await asyncio.wait_for(worker.arrived.wait(), 5)  # that one is with the worker, and no other
+        calls.append(house.generate("order-1", prompt="somebody's"))
+        somebodys = (await told(calls[1])).job_id
         submitted = (await house.submit(prompt="anybody's")).job_id
-        await asyncio.wait_for(worker.arrived.wait(), 5)
         _as_at_a_crash(house)
         await house.gateway.server.drain(house.gateway.finish)
     try:

@@ -220,10 +220,10 @@ class Server(Listener):
 
     async def start(self) -> None:
         """Listens everywhere; see Listener."""
+        self._metrics.start()
         await super().start()
         for listener in self._beside:
             await listener.start()
-        self._metrics.start()
 
     async def set_serving(self, serving: bool) -> None:
         """Says by grpc.health.v1, on every port, whether new work is welcome."""

@@ -111,7 +111,7 @@ class Adoption:
             _log.info("attempt adopted", extra={"job_id": job.job_id, "request_id": job.log_id, "worker": job.worker})
             self._dispatcher.adopt(job, member)
             self._jobs.begun(job)
-        elif job is None or job.number != attempt.number:
+        elif job is None or not job.open or job.number != attempt.number:
             self._dispatcher.stop_attempt(member, attempt)
 
     def _may_take(self, job: Job, number: int) -> bool:
