@@ -162,21 +162,16 @@ async def _goes_on(chunks: _Incoming) -> bool:
 @contextlib.asynccontextmanager
 async def _opened(path: Path) -> AsyncIterator[BinaryIO]:
     """A file to write; the disk has taken all of it once this ends well. Raises StorageUnavailable."""
-    file: BinaryIO | None = None
-
-    async def open_it() -> BinaryIO:
-        nonlocal file
-        file = await asyncio.to_thread(_open, path)
-        return file
-
+    opened: list[BinaryIO] = []
     try:
-        yield await finished(open_it())
+        await finished(asyncio.to_thread(lambda: opened.append(_open(path))))
+        yield opened[0]
     except BaseException:
-        if file is not None:
+        for file in opened:
             with contextlib.suppress(StorageUnavailable):  # what came first is what is said
                 await finished(asyncio.to_thread(_close, file))
         raise
-    await finished(asyncio.to_thread(_close, file))
+    await finished(asyncio.to_thread(_close, opened[0]))
 
 
 def _open(path: Path) -> BinaryIO:
