@@ -189,7 +189,7 @@ async def test_a_lora_that_ends_in_the_middle_is_refused_and_others_come(tmp_pat
     async with running(tmp_path / "store", config(budget_bytes=1, links=links)) as store:
         cut = await store.upload("cut", lora_file(tmp_path, rank=64))
         good = await store.upload("good", lora_file(tmp_path, seed=1))
-        (path,) = (tmp_path / "store" / "files").glob(f"??/{cut.digest}*")
+        (path,) = (tmp_path / "store" / "files").glob(f"??/{cut.digest}.safetensors")
         worker.know(store)
         handle = worker.begin(cut)
         while not handle.text_ready:
@@ -244,8 +244,8 @@ async def test_weights_of_another_digest_are_data_loss_and_others_undisturbed(tm
         good = await store.upload("good", lora_file(tmp_path))
         bad = await store.upload("bad", lora_file(tmp_path, seed=1))
         files = tmp_path / "store" / "files"
-        (source,) = files.glob(f"??/{good.digest}*")
-        (target,) = files.glob(f"??/{bad.digest}*")
+        (source,) = files.glob(f"??/{good.digest}.safetensors")
+        (target,) = files.glob(f"??/{bad.digest}.safetensors")
         target.write_bytes(source.read_bytes())
         worker.know(store)
         handles = [worker.begin(bad), worker.begin(good)]

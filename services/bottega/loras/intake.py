@@ -11,6 +11,7 @@ import errno
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from bottega.loras.room import Reservation
 from bottega.loras.uploads import Uploads
 from bottega.process import open_files
 from bottega.storage.below import check_below, resolved_below
+from bottega.storage.finishing import finished, made
 
 _log = logging.getLogger(__name__)
 
@@ -140,12 +142,8 @@ class Intake:
             job = Import(sources=tuple(sources), size_bytes=size_bytes, base=self._bases[brought.base], output=output)
             answer = await self._importer.run(job, take_room=take_room)
             async with self.keeping:
-                keep = asyncio.create_task(self._keep(brought, output, answer.format, answer.trigger_phrase))
-                try:
-                    return await asyncio.shield(keep)
-                finally:
-                    # A caller that goes meanwhile leaves no file without its row: that would count until a restart.
-                    await asyncio.wait([keep])
+                # A caller that goes meanwhile leaves no file without its row: that would be put into quarantine.
+                return await finished(self._keep(brought, output, answer.format, answer.trigger_phrase))
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -156,28 +154,13 @@ class Intake:
             self._metrics.imported(error.reason_name.lower())
             raise
 
-    @contextlib.asynccontextmanager
-    async def _spool(self) -> AsyncIterator[Path]:
+    def _spool(self) -> AbstractAsyncContextManager[Path]:
         """A file of its own, which is gone afterwards, or has become a LoRA. Raises StorageUnavailable."""
-        making = asyncio.create_task(asyncio.to_thread(self._files.spool))
-        try:
-            yield await asyncio.shield(making)
-        finally:
-            # A caller that goes while it is made leaves nothing behind either.
-            await asyncio.wait([making])
-            if making.exception() is None:
-                await asyncio.to_thread(making.result().unlink, missing_ok=True)
+        return made(self._files.spool, lambda spool: spool.unlink(missing_ok=True))
 
-    @contextlib.asynccontextmanager
-    async def _room(self, size_bytes: int) -> AsyncIterator[Reservation]:
+    def _room(self, size_bytes: int) -> AbstractAsyncContextManager[Reservation]:
         """Room on the disk for what is written in the block. Raises TooLarge, QueueFull, StorageUnavailable."""
-        taking = asyncio.create_task(asyncio.to_thread(self._files.room.take, size_bytes))
-        try:
-            yield await asyncio.shield(taking)
-        finally:
-            await asyncio.wait([taking])
-            if taking.exception() is None:
-                self._files.room.give_back(taking.result())
+        return made(lambda: self._files.room.take(size_bytes), self._files.room.give_back)
 
     async def _keep(self, brought: Brought, output: Path, kind: str, trigger: str) -> LoraRecord:
         digest, lora = await asyncio.to_thread(self._files.adopt, output)

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from bottega.errors import BadLora, InvalidRequest, StorageUnavailable, Violation
 from bottega.lora.canonical import COMPONENTS
 from bottega.storage import faults
+from bottega.storage.finishing import finished
 
 _MAX_CONFIG_BYTES = 1 << 20
 _SHA256_CHARACTERS = 64
@@ -161,18 +162,16 @@ async def _goes_on(chunks: _Incoming) -> bool:
 @contextlib.asynccontextmanager
 async def _opened(path: Path) -> AsyncIterator[BinaryIO]:
     """A file to write; the disk has taken all of it once this ends well. Raises StorageUnavailable."""
-    opening = asyncio.create_task(asyncio.to_thread(_open, path))
+    opened: list[BinaryIO] = []
     try:
-        file = await asyncio.shield(opening)
-        yield file
+        await finished(asyncio.to_thread(lambda: opened.append(_open(path))))
+        yield opened[0]
     except BaseException:
-        # A caller that goes while it is opened leaves it neither open nor there again after it was removed.
-        await asyncio.wait([opening])
-        if opening.exception() is None:
+        for file in opened:
             with contextlib.suppress(StorageUnavailable):  # what came first is what is said
-                await asyncio.to_thread(_close, opening.result())
+                await finished(asyncio.to_thread(_close, file))
         raise
-    await asyncio.to_thread(_close, file)
+    await finished(asyncio.to_thread(_close, opened[0]))
 
 
 def _open(path: Path) -> BinaryIO:

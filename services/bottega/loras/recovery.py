@@ -22,6 +22,7 @@ from bottega.loras.importing.base import Base, read_base
 from bottega.loras.quarantine import Quarantine, Quarantined, is_id, is_intact
 from bottega.loras.records import LoraRecord
 from bottega.storage import faults
+from bottega.storage.finishing import finished
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Recovery:
         began = time.monotonic()
         async with self._keeping:
             records = await self._catalogue.all()
-            found = await asyncio.to_thread(self._files.sort_out, records)
+            found = await finished(asyncio.to_thread(self._files.sort_out, records))
         ended = time.monotonic()
         self._look_again_at = ended + _REST * (ended - began)
         quarantine = self.quarantine
@@ -99,7 +100,9 @@ class Recovery:
                 base = await asyncio.to_thread(self._only_base, lora)
             elif base and (found.record is None or base != found.record.base):
                 await asyncio.to_thread(self._check_fits, lora, base)
-            record = await self._brought(found, _record(found, lora, name=name, base=base))
+            async with self._keeping:
+                # A caller that goes meanwhile leaves nothing half done.
+                record = await finished(self._bring(found, _record(found, lora, name=name, base=base)))
         facts = {"lora": record.name, "digest": record.digest, "base": record.base}
         _log.info("a LoRA is back from quarantine", extra=facts)
         return Restored(record=record, unknown=tuple(_unknown(found, name)))
@@ -109,17 +112,9 @@ class Recovery:
         rules.refuse(list(self._check(id, "", "")))
         async with self._restoring, self._keeping:
             with faults.translated():
-                freed_bytes = await asyncio.to_thread(self._files.quarantine.discard, id)
+                freed_bytes = await finished(asyncio.to_thread(self._files.quarantine.discard, id))
         _log.warning("a LoRA in quarantine is deleted", extra={"id": id, "bytes": freed_bytes})
         return freed_bytes
-
-    async def _brought(self, found: Quarantined, record: LoraRecord) -> LoraRecord:
-        async with self._keeping:
-            bringing = asyncio.create_task(self._bring(found, record))
-            try:
-                return await asyncio.shield(bringing)
-            finally:
-                await asyncio.wait([bringing])  # a caller that goes meanwhile leaves nothing half done
 
     async def _bring(self, found: Quarantined, record: LoraRecord) -> LoraRecord:
         # First: a row without its weights finds them in quarantine at the next start, weights without a row nobody.
