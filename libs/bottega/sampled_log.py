@@ -56,12 +56,22 @@ class SampledLog:
             self._kinds[facts] += 1
             told = self._kinds[facts] <= TOLD_PER_SECOND
             if self._timer is None:
-                # A thread of its own has nothing bound: what it writes belongs to none of those it counts.
-                self._timer = threading.Timer(_SECOND_S, self.sum_up)
-                self._timer.daemon = True
-                self._timer.start()
+                self._timer = self._begun_timer()
         if told:
             self._log.log(self._level, self._event, exc_info=error, extra={**dict(facts), **(details or {})})
+
+    def _begun_timer(self) -> threading.Timer | None:
+        """A thread of its own has nothing bound: what it writes belongs to none of those it counts.
+
+        None where the machine has no thread left; the next line tries again.
+        """
+        timer = threading.Timer(_SECOND_S, self.sum_up)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError:
+            return None
+        return timer
 
     def sum_up(self) -> None:
         """Says how many more there were since the last time, a line for each kind. Harmless when there were none."""

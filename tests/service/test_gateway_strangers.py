@@ -77,7 +77,7 @@ async def _services(address: str) -> set[str]:
     return {service.name for service in answers[0].list_services_response.service}
 
 
-async def test_the_public_port_serves_no_fleet_and_says_where_it_is(house: Running) -> None:
+async def test_the_public_port_serves_no_fleet(house: Running) -> None:
     async with open_channel(house.address) as channel:
         fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
         for call in (
@@ -87,7 +87,6 @@ async def test_the_public_port_serves_no_fleet_and_says_where_it_is(house: Runni
         ):
             error = await refusal(call)
             assert type(error) is errors.MethodNotServed
-            assert "fleet.listen" in error.message
     assert await _names(house) == set()
 
 

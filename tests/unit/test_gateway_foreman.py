@@ -304,7 +304,7 @@ async def test_a_gateway_that_was_stopped_itself_waits_for_the_workers_of_its_jo
 async def test_a_gateway_that_was_stopped_between_two_looks_ends_no_lease(shop: Shop) -> None:
     looks: list[None] = []
 
-    async def stopped_in_it() -> None:
+    def stopped_in_it() -> None:
         looks.append(None)
         if len(looks) == 1:
             shop.time.now += 60  # wherever in the look that happens
@@ -316,6 +316,24 @@ async def test_a_gateway_that_was_stopped_between_two_looks_ends_no_lease(shop: 
         while len(looks) < 2:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.01)
     assert [member.name for member in shop.fleet.members()] == ["w1"]
+
+
+async def test_telling_a_long_queue_where_it_stands_keeps_no_silent_worker_in_the_fleet(shop: Shop) -> None:
+    entered = asyncio.Event()
+
+    async def without_end() -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    shop.worker()
+    shop.foreman._standings.tell_all = without_end  # type: ignore[method-assign]
+    shop.foreman.start()
+    await asyncio.wait_for(entered.wait(), 5)
+    async with asyncio.timeout(30):
+        while shop.fleet.members():
+            shop.time.now += 0.05
+            await asyncio.sleep(0.05)
+    await shop.foreman.stop()
 
 
 async def test_a_poisonous_job_fails_alone_and_none_of_its_neighbours(shop: Shop) -> None:

@@ -99,6 +99,32 @@ def test_a_flood_of_names_keeps_no_known_instance_from_coming_back() -> None:
         gate.join("w2", port=8)
 
 
+def test_a_host_that_joins_and_leaves_again_and_again_never_has_more_than_its_share() -> None:
+    gate = Gate()
+    share = BOUNDS.max_members_per_peer
+    for first in (0, share):
+        for number in range(first, first + share):
+            gate.time.now += 10 / BOUNDS.joins_per_s
+            gate.fleet.expire()
+            gate.join(f"s{number}", port=100 + number)
+    gate.fleet.forgive()
+    gate.flood(2 * share, lambda n: gate.join(f"s{n}", port=100 + n))  # all of them were members
+    assert len(gate.fleet.members()) <= share
+    assert gate.join("other", host="10.0.0.2").connected
+
+
+def test_a_host_that_floods_a_name_takes_nothing_from_that_name_at_another_host() -> None:
+    gate = Gate()
+    gate.flood(300, lambda n: gate.join("gpu-1", port=100 + n, host="10.0.9.9"))
+    gate.time.now += 2
+    gate.fleet.expire()
+    gate.flood(300, lambda n: gate.join("other", port=100 + n, host="10.0.9.9"))
+    gate.flood(300, lambda n: gate.join("gpu-1", port=500 + n, host="10.0.9.9"))
+    gate.time.now += 2
+    gate.fleet.expire()
+    assert gate.join("gpu-1", port=7).connected
+
+
 def test_a_stranger_with_a_known_name_is_no_known_instance() -> None:
     gate = Gate()
     worker = gate.join("w1", port=7)

@@ -131,13 +131,16 @@ class Guard:
     ) -> bool:
         del kind, trace
         refused = error if isinstance(error, Exception) and not isinstance(error, _OF_GRPC) else None
-        ours = _told(self._method, refused, self._calls.refusals) if refused else None
-        code = Code.CANCELLED if error is not None else None
         # Before the caller hears: one that does not read, does not hear either.
         seconds = time.perf_counter() - self._began
         if self._place is not None:
             self._place.leave()
-        self._calls.leave(self._places, self._method, ours.code if ours else code, seconds)
+        ours = None
+        try:
+            ours = _told(self._method, refused, self._calls.refusals) if refused else None
+        finally:
+            code = Code.CANCELLED if error is not None else None
+            self._calls.leave(self._places, self._method, ours.code if ours else code, seconds)
         if ours is None:
             return False
         try:

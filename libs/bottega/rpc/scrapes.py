@@ -69,7 +69,8 @@ class ScrapeServer:
             with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
                 async with asyncio.timeout(CONNECTION_S):
                     head = await reader.readuntil(_END_OF_HEAD)
-                    writer.write(answered(head, writer.get_extra_info("peername"), self._application))
+                    asked_by = writer.get_extra_info("peername") or ("", 0)  # nobody: whoever asked has gone
+                    writer.write(answered(head, asked_by, self._application))
                     await writer.drain()
                     writer.close()
                     await writer.wait_closed()

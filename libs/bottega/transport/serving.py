@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 from bottega.errors import Draining, LinkClosed, LinkError, LinksFull
 from bottega.sampled_log import SampledLog
@@ -39,6 +39,8 @@ _ACCEPT_S = 2 * TOKEN_S
 _SILENCE_S = 30.0
 # Of workers: each has one link. Offers that nobody has taken up yet are no links; the listener bounds those.
 _MOST_LINKS = 256
+# Most suites have all their workers on a few hosts; some links are left for another one.
+_MOST_LINKS_OF_HOST = 192
 # One worker's link may end at any moment; those who were refused together shall not come back together.
 _RETRY_S = (0.5, 1.5)
 _CLOSED = None
@@ -206,7 +208,7 @@ class ServedLinks(Generic[Served]):
         self._serve = serve
         self._advertised = advertised
         # With offers that nobody has taken up yet.
-        self._links: set[Served] = set()
+        self._links: dict[Served, str] = {}  # by host of whoever asked
         self._lock = threading.Lock()
 
     @property
@@ -222,18 +224,32 @@ class ServedLinks(Generic[Served]):
         """
         if self.draining:
             raise Draining(f"{self._service} is stopping")
-        if len(self.open) >= _MOST_LINKS:
-            raise LinksFull(
-                f"{_MOST_LINKS} workers are linked with {self._service}, as many as may be",
-                metadata={"limit": "links"},
-                retry_after_s=random.uniform(*_RETRY_S),
-            )
+        self._check_room(caller)
         offer = self._listener.offer(link_id or None, caller=caller)
         link = self._serve(offer, worker, self._forget)
         with self._lock:
-            self._links.add(link)
-        link.start()
+            self._links[link] = caller
+        try:
+            link.start()
+        except RuntimeError:  # no thread is left
+            self._forget(link)
+            raise
         return offer if self._advertised is None else replace(offer, tcp=self._advertised)
+
+    def _check_room(self, caller: str) -> None:
+        """Raises LinksFull. One host gets a part of all, so that some are left for another one."""
+        with self._lock:
+            callers = [whose for link, whose in self._links.items() if link.linked]
+        for count, most, whose in (
+            (len(callers), _MOST_LINKS, "workers"),
+            (callers.count(caller), _MOST_LINKS_OF_HOST, "workers of your host"),
+        ):
+            if count >= most:
+                raise LinksFull(
+                    f"{most} {whose} are linked with {self._service}, as many as may be",
+                    metadata={"limit": "links"},
+                    retry_after_s=random.uniform(*_RETRY_S),
+                )
 
     def drain(self) -> None:
         """No offers from now on."""
@@ -250,7 +266,7 @@ class ServedLinks(Generic[Served]):
 
     def _forget(self, link: ServedLink) -> None:
         with self._lock:
-            self._links.discard(link)
+            self._links.pop(cast(Served, link), None)
 
 
 def send(link: Link, message: Message, *, file: SealedFile | None = None) -> None:

@@ -83,8 +83,7 @@ class Fleet:
             if member is not None:
                 self._check_name(member, now)
             others = [other for other in self._members.values() if other is not member]
-            if not known:
-                self._limits.check_room(host, (other.host for other in others))
+            self._limits.check_room(host, (other.host for other in others), known=known)
             self._check_models(said, others)
             if member is not None:
                 self._lose(member)

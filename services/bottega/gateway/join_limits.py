@@ -1,7 +1,7 @@
 """How often services may join, and how many of one host: so that a stranger's joins leave room for others'.
 
-Knows names and hosts, no members and no wire. An instance that was a member is known for a while, and bound by none of
-these limits.
+Knows names and hosts, no members and no wire. An instance that was a member is known for a while: it may join as often
+as it likes, and also where the fleet is full, but not beyond what one host may have.
 """
 
 from __future__ import annotations
@@ -55,14 +55,16 @@ class JoinLimits:
     def check_rate(self, *, peer: str, host: str, name: str) -> None:
         """A service that is no member joins: peer is its connection. Raises QueueFull with the time to come again.
 
-        Whoever asks too often over one connection takes nothing from the others of its host.
+        Whoever asks too often over one connection takes nothing from the others of its host, and a host takes nothing
+        from the same name at another one.
         """
-        for rates, key, what in (
+        asked = (
             (self._connections, peer, "over one connection"),
-            (self._names, name, f"by the name {name}"),
+            (self._names, f"{host} {name}", f"by the name {name}"),
             (self._hosts, host, f"from {host}"),
-        ):
-            wait_s = rates.take(key)
+        )
+        for rates, key, what in asked:
+            wait_s = rates.wait_s(key)
             if wait_s:
                 limit = "joins_per_s" if rates is self._hosts else "joins_per_s_by_name"
                 raise QueueFull(
@@ -70,11 +72,14 @@ class JoinLimits:
                     metadata={"limit": f"fleet.{limit}"},
                     retry_after_s=wait_s,
                 )
+        for rates, key, _ in asked:  # only now: who is refused takes nothing
+            rates.take(key)
 
-    def check_room(self, host: str, hosts: Iterable[str]) -> None:
-        """hosts: of the members, one each. Raises FleetFull with the time to come again."""
+    def check_room(self, host: str, hosts: Iterable[str], *, known: bool) -> None:
+        """hosts: of the members, one each. known: whether it was a member before. Raises FleetFull with the time to
+        come again."""
         members = Counter(hosts)
-        if members.total() >= self._bounds.max_members:
+        if not known and members.total() >= self._bounds.max_members:
             raise _full("max_members", self._bounds.max_members, "the fleet")
         if members[host] >= self._bounds.max_members_per_peer:
             raise _full("fleet.max_members_per_peer", self._bounds.max_members_per_peer, f"of {host} the fleet")
@@ -123,16 +128,23 @@ class _Rates:
         self._clock = clock
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # and when that was
 
-    def take(self, key: str) -> float:
-        """Takes one; 0, or the seconds after which there is one."""
-        now = self._clock.monotonic()
-        left, at = self._left.pop(key, (self._burst, now))
-        left = min(self._burst, left + (now - at) * self._rate)
-        wait_s = 0.0 if left >= 1 else (1 - left) / self._rate
-        self._left[key] = (left if wait_s else left - 1, now)
+    def wait_s(self, key: str) -> float:
+        """Seconds until there is one; 0 where there is."""
+        left = self._now(key)
+        return 0.0 if left >= 1 else (1 - left) / self._rate
+
+    def take(self, key: str) -> None:
+        """Takes one that there is."""
+        left = self._now(key) - 1
+        self._left.pop(key, None)  # so that it is the newest
+        self._left[key] = (left, self._clock.monotonic())
         if len(self._left) > _MAX_COUNTED:
             self._left.popitem(last=False)
-        return wait_s
+
+    def _now(self, key: str) -> float:
+        now = self._clock.monotonic()
+        left, at = self._left.get(key, (self._burst, now))
+        return min(self._burst, left + (now - at) * self._rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

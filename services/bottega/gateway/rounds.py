@@ -63,6 +63,7 @@ class Rounds:
         self._patient_until = 0.0
         self._clock = clock
         self._ticking: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._faults: deque[float] = deque(maxlen=_MOST_FAULTS)
 
     @property
@@ -81,9 +82,9 @@ class Rounds:
 
     async def stop(self) -> None:
         """Ends. Harmless where it was not begun."""
-        if self._ticking is not None:
-            self._ticking.cancel()
-            await asyncio.gather(self._ticking, return_exceptions=True)
+        for task in filter(None, (self._ticking, self._telling)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _tick(self) -> None:
         looked_at = self._clock.monotonic()
@@ -92,14 +93,14 @@ class Rounds:
             # Since the look before, and not only while it slept: this process may be stopped anywhere.
             before, looked_at = looked_at, self._clock.monotonic()
             try:
-                await self._look_after(tick, late_s=max(0.0, looked_at - before - _TICK_S))
+                self._look_after(tick, late_s=max(0.0, looked_at - before - _TICK_S))
             except Exception:  # noqa: BLE001 - the boundary of the task: without it no lease ends, and nobody gets a turn
                 _log.exception("the fleet and the queue could not be looked after")
                 self._faults.append(self._clock.monotonic())
                 await asyncio.sleep(_TICK_S * _TICKS_PER_SECOND)  # what fails every time is not logged every time
                 looked_at = self._clock.monotonic()
 
-    async def _look_after(self, tick: int, *, late_s: float) -> None:
+    def _look_after(self, tick: int, *, late_s: float) -> None:
         if late_s > _LATE_S:
             _log.warning("the event loop was late; leases are renewed", extra={"late_s": round(late_s, 3)})
             self._fleet.forgive()
@@ -107,9 +108,9 @@ class Rounds:
             return  # whoever came meanwhile is heard before anybody is given up for want of them
         self._fleet.expire()
         if tick % _TICKS_PER_SECOND == 0:
-            await self._look_after_queue()
+            self._look_after_queue()
 
-    async def _look_after_queue(self) -> None:
+    def _look_after_queue(self) -> None:
         patient = self._clock.monotonic() < self._patient_until
         for model in self._queue.models():
             if patient or self._fleet.expected(model):
@@ -121,7 +122,16 @@ class Rounds:
             for job in list(self._queue.line(model)):
                 retry_after_s = self._queue.retry_after_s()
                 self._fail(job, NoWorker("no worker came back for the model", retry_after_s=retry_after_s))
-        await self._standings.tell_all()
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell_all())
+
+    async def _tell_all(self) -> None:
+        """Beside the ticks: a long queue takes a while, in which this process is not late to listen."""
+        try:
+            await self._standings.tell_all()
+        except Exception:  # noqa: BLE001 - the boundary of the task
+            _log.exception("those who wait could not be told where they stand")
+            self._faults.append(self._clock.monotonic())
 
     def _look_after_controlnets(self, model: str, *, patient: bool) -> None:
         line = self._queue.line(model)
