@@ -9,17 +9,18 @@ from pathlib import Path
 
 from bottega.client import Client
 from bottega.v1 import fleet_pb2
-from tests.running import Services, gateway_config, wait_until
+from tests.running import Service, Services, gateway_config, wait_until
 from tests.service.running_loras import lora_file
 
 _JOIN_S = 20.0
 _COMMAND_S = 60.0
 
 
-def _bottega(address: str, *said: str) -> subprocess.CompletedProcess[str]:
+def _bottega(gateway: Service, *said: str) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own."""
+    where = ("--address", gateway.address, "--fleet-address", gateway.fleet)
     return subprocess.run(
-        [sys.executable, "-m", "bottega.client.cli", *said, "--address", address],
+        [sys.executable, "-m", "bottega.client.cli", *said, *where],
         capture_output=True,
         text=True,
         timeout=_COMMAND_S,
@@ -38,9 +39,9 @@ def test_loras_whose_catalogue_is_gone_are_brought_back_by_a_command(tmp_path: P
     server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
     with Services(tmp_path) as services:
         gateway = services.start("bottega.gateway", gateway_config(), name="gateway")
-        settings = {"name": "loras", "gateway": gateway.address, "server": server, "folder": str(folder)}
+        settings = {"name": "loras", "gateway": gateway.fleet, "server": server, "folder": str(folder)}
         store = services.start("bottega.loras", settings, name="store")
-        with Client(gateway.address, timeout_s=_COMMAND_S) as client:
+        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=_COMMAND_S) as client:
             wait_until(lambda: _has_store(client), _JOIN_S, "the store to join")
             for seed, name in enumerate(("ink", "wash")):
                 client.add_lora(name, lora_file(tmp_path, seed=seed), trigger_words=[f"in {name}"])
@@ -54,9 +55,9 @@ def test_loras_whose_catalogue_is_gone_are_brought_back_by_a_command(tmp_path: P
             warned = [event for event in store.events() if "were put into quarantine" in str(event.get("event"))]
             assert [(event["level"], event["folder"]) for event in warned] == [("WARNING", str(folder / "quarantine"))]
             assert client.loras() == ()
-            rebuilt = _bottega(gateway.address, "loras", "rebuild")
+            rebuilt = _bottega(gateway, "loras", "rebuild")
             assert (rebuilt.returncode, rebuilt.stdout.splitlines()[-1]) == (0, "2 of 2 are back"), rebuilt.stderr
             after = {lora.name: (lora.digest, lora.pinned, list(lora.trigger_words)) for lora in client.loras()}
             assert after == before
-            listed = _bottega(gateway.address, "loras", "quarantine")
+            listed = _bottega(gateway, "loras", "quarantine")
             assert (listed.returncode, listed.stderr) == (0, "Nothing is in quarantine.\n")

@@ -67,7 +67,7 @@ def fuzz(house: House, method: str, requests: int, seed: int, tally: Tally | Non
     """Sends so many mutated requests, unless too much is found on the way. tally: of those that were sent before."""
     tally = tally or Tally()
     if SERVICES[method] == _LORAS:
-        strategy = _lora_requests(method, house.bring())
+        strategy = _lora_requests(method, house.lose() if method in lora_store.OF_QUARANTINE else house.bring())
     else:
         strategy = _requests(method, house.draw(), house.digest)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -23,11 +24,11 @@ import psutil
 from bottega.client import Client
 from bottega.miniature import WEIGHTS
 from bottega.rpc.channel import channel_options
-from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, lora_pb2_grpc
+from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, lora_pb2, lora_pb2_grpc
 from tests.fuzz.calls import MESSAGE_MIB, Caller
 from tests.fuzz.controlnets import NET, ROOT_PREFIX
 from tests.fuzz.hosting import HOSTED, hosting
-from tests.fuzz.lora_store import ROOT, registered
+from tests.fuzz.lora_store import LOST, ROOT, registered
 from tests.hostile_controlnets import hostile_folders
 from tests.running import SMALL_ENGINE, Service, Services, gateway_config, wait_until, worker_config
 
@@ -78,6 +79,20 @@ class House:
     def bring(self) -> str:
         """Has the store have the LoRA "ink"; the digest of its canonical form."""
         return self.loras.RegisterLora(registered(), timeout=_IMPORT_S).lora.digest
+
+    def lose(self) -> str:
+        """Has the store have a LoRA in quarantine, by taking its row out of the catalogue; its id there."""
+        self.loras.RegisterLora(registered(name=LOST, path="striped"), timeout=_IMPORT_S)
+        catalogue = self.store.log.with_name(f"{self.store.name}.state") / "loras" / "catalogue.db"
+        with closing(sqlite3.connect(catalogue, timeout=_JOIN_S)) as connection, connection:
+            connection.execute("DELETE FROM loras WHERE name = ?", (LOST,))
+
+        def found() -> list[str]:
+            loras = self.loras.ListQuarantine(lora_pb2.ListQuarantineRequest(), timeout=_JOIN_S).loras
+            return [lora.id for lora in loras if lora.name == LOST]
+
+        wait_until(lambda: bool(found()), _JOIN_S, "it to be in quarantine")
+        return found()[0]
 
     def dead(self) -> list[str]:
         """Which of them have ended."""

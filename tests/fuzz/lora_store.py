@@ -22,6 +22,12 @@ FILE = ROOT / "dusk" / "dusk.safetensors"
 WORDS = ("ink", "miniature", str(FILE.relative_to(ROOT)))
 """Texts that mean something to the store."""
 
+LOST = "lost"
+"""One that the catalogue does not know, for those who look after quarantine."""
+
+OF_QUARANTINE = frozenset({"RestoreLora", "DiscardLora"})
+"""Methods whose requests have the id of one in quarantine for a digest."""
+
 _BAD_NAMES = ("", "x" * 201, "a b", "../up", "\0", "ü", "/etc")
 _BAD_WORDS = (["x"] * 17, [""], ["x" * 201], ["\0"])
 _BAD_DIGESTS = ("", "A" * 64, "a" * 63, "a" * 65, "\0" * 64)
@@ -51,9 +57,10 @@ def valid(method: str, digest: str) -> list[Message]:
         case "ListQuarantine":
             return [pb.ListQuarantineRequest(), pb.ListQuarantineRequest(page_size=9, page_token=digest)]
         case "RestoreLora":
-            return [pb.RestoreLoraRequest(id=digest, name="ink", base="miniature"), pb.RestoreLoraRequest(id=digest)]
+            whole = pb.RestoreLoraRequest(id=digest, name=LOST, base="miniature")
+            return [whole, pb.RestoreLoraRequest(id=digest)]
         case "DiscardLora":
-            return [pb.DiscardLoraRequest(id=f"{digest}.{'0' * 16}")]
+            return [pb.DiscardLoraRequest(id=digest)]
         case "OpenLoraLink":
             return [pb.OpenLoraLinkRequest(worker="w"), pb.OpenLoraLinkRequest(worker="w", link_id="0" * 32)]
         case _:

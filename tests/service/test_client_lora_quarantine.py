@@ -20,7 +20,7 @@ from tests.service.running_loras import PATIENCE_S, lora_file, running
 
 async def _run(gateway: Running, *said: str) -> Result:
     """As in a terminal: in a thread, since the gateway lives in this one."""
-    arguments = ["loras", *said, "--address", gateway.address]
+    arguments = ["loras", *said, "--address", gateway.address, "--fleet-address", gateway.fleet_address]
     return await asyncio.to_thread(CliRunner().invoke, main, arguments)
 
 
@@ -112,7 +112,7 @@ async def test_a_lora_in_quarantine_is_looked_after_in_the_store_that_has_it(tmp
         running_gateway() as gateway,
         lora_store(gateway, tmp_path / "first", name="first"),
         lora_store(gateway, tmp_path / "second", name="second"),
-        AsyncClient(gateway.address) as client,
+        AsyncClient(gateway.address, fleet_address=gateway.fleet_address) as client,
     ):
         found = {(each.store, lora.name): lora for each in await client.lora_quarantines() for lora in each.loras}
         assert sorted(found) == [("first", "ink"), ("second", "wash")]
