@@ -42,7 +42,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bottega-bench-") as folder, Services(Path(folder)) as services:
         gateway = services.start("bottega.gateway", gateway_config())
         engine = {"model": "miniature", "threads": options.threads}
-        worker = services.start("bottega.worker", worker_config(gateway.address, name="worker", engine=engine))
+        worker = services.start("bottega.worker", worker_config(gateway.fleet, name="worker", engine=engine))
         with Client(gateway.address) as client:
             wait_until(lambda: bool(client.models()), JOIN_TIMEOUT_S, "the worker to join")
         rounds, per_s = asyncio.run(_measure(gateway, worker, options))

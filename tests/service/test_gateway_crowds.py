@@ -19,7 +19,7 @@ from bottega.client import AsyncClient
 from bottega.errors import QueueFull, TooManyOpenFiles
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
+from bottega.v1 import image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.crowds import alive, connections
 from tests.running import Service, Services, gateway_config, wait_until
@@ -43,7 +43,7 @@ def services(tmp_path: Path) -> Iterator[Services]:
 
 @contextlib.asynccontextmanager
 async def working(gateway: Service) -> AsyncIterator[ScriptedWorker]:
-    worker = await ScriptedWorker("w1", gateway.address).start()
+    worker = await ScriptedWorker("w1", gateway.fleet).start()
     try:
         yield worker
     finally:
@@ -176,11 +176,10 @@ async def test_callers_that_watch_by_the_thousand_keep_nobody_from_short_calls_n
 
 async def _short_calls(channel: grpc.aio.Channel, job_id: str) -> None:
     """None of them is refused."""
-    images, fleet = stub(channel), fleet_pb2_grpc.FleetServiceStub(channel)
+    images = stub(channel)
     asked = image_pb2.GetJobRequest(job_id=job_id)
     await asyncio.gather(*(images.GetJob(asked, timeout=PATIENCE_S) for _ in range(50)))
     await images.ListJobs(image_pb2.ListJobsRequest(), timeout=PATIENCE_S)
     await images.ListModels(image_pb2.ListModelsRequest(), timeout=PATIENCE_S)
-    await fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=PATIENCE_S)
     more = (await images.SubmitJob(image_pb2.SubmitJobRequest(spec=SPEC), timeout=PATIENCE_S)).job
     await images.CancelJob(image_pb2.CancelJobRequest(job_id=more.job_id), timeout=PATIENCE_S)

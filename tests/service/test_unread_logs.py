@@ -49,7 +49,7 @@ class Unread:
         self.stderr = os.fdopen(read_end, "rb")
         line = json.loads(self.stderr.readline())
         assert line["event"] == "serving"
-        self.address, self.metrics = line["address"], line["metrics"]
+        self.address, self.fleet, self.metrics = line["address"], line["fleet"], line["metrics"]
 
     def dropped(self) -> int:
         with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=ANSWER_S) as answer:
@@ -91,7 +91,7 @@ def _lines(gateway: Unread, until: str) -> list[dict[str, Any]]:
 
 
 async def test_a_gateway_whose_log_nobody_reads_goes_on_and_says_what_it_dropped(gateway: Unread) -> None:
-    worker = await ScriptedWorker("w1", gateway.address).start()
+    worker = await ScriptedWorker("w1", gateway.fleet).start()
     worker.script.hold_at = 1
     try:
         await _say_much(gateway.address)
@@ -108,7 +108,7 @@ async def test_a_gateway_whose_log_nobody_reads_goes_on_and_says_what_it_dropped
 
 
 async def test_a_gateway_whose_log_nobody_reads_ends_when_it_is_told_to(gateway: Unread) -> None:
-    worker = await ScriptedWorker("w1", gateway.address).start()
+    worker = await ScriptedWorker("w1", gateway.fleet).start()
     worker.script.hold_at = 1
     try:
         await _say_much(gateway.address)
