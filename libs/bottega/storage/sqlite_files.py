@@ -7,8 +7,10 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
+from bottega.errors import ConfigError
 from bottega.storage import folders
 
 # Another process's commit takes milliseconds, and a checkpoint some tens of them.
@@ -44,6 +46,26 @@ def connect(path: Path | str, *pragmas: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def version_of(
+    connection: sqlite3.Connection, path: Path, *, application_id: int, known: Collection[int], what: str
+) -> int:
+    """The version of our tables that the file has; 0 for an empty one.
+
+    what: such a file is, for people. Raises ConfigError for somebody else's file, and for a version that is not among
+    those that are known; sqlite3.Error.
+    """
+    ((found,),) = connection.execute("PRAGMA application_id")
+    ((version,),) = connection.execute("PRAGMA user_version")
+    ((tables,),) = connection.execute("SELECT count(*) FROM sqlite_schema")
+    if not tables:
+        return 0
+    if found != application_id:
+        raise ConfigError(f"{path} is a database, but not {what}; configure another place")
+    if version not in known:
+        raise ConfigError(f"{path} was written by another version of Bottega (schema {version}); run that one")
+    return int(version)
 
 
 def is_whole(connection: sqlite3.Connection) -> bool:

@@ -11,7 +11,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from bottega.errors import ConfigError, DataLoss
+from bottega.errors import DataLoss
 from bottega.loras.catalogue_rows import COLUMNS, NEVER, to_row, unchecked
 from bottega.storage import sqlite_files
 
@@ -69,7 +69,13 @@ def open_file(path: Path) -> sqlite3.Connection:
 def _opened(path: Path) -> sqlite3.Connection:
     connection = sqlite_files.connect(path)
     try:
-        version = _version(connection, path)
+        version = sqlite_files.version_of(
+            connection,
+            path,
+            application_id=APPLICATION_ID,
+            known=(_FIRST_VERSION, VERSION),
+            what="a catalogue of LoRAs",
+        )
         if not sqlite_files.is_whole(connection) or (version == VERSION and not _has_our_tables(connection)):
             raise _damage()
         for pragma in ("journal_mode = WAL", "synchronous = FULL"):
@@ -81,20 +87,6 @@ def _opened(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def _version(connection: sqlite3.Connection, path: Path) -> int:
-    """Of our tables; 0 where there are none. Raises ConfigError for what is not ours."""
-    ((application_id,),) = connection.execute("PRAGMA application_id")
-    ((version,),) = connection.execute("PRAGMA user_version")
-    ((tables,),) = connection.execute("SELECT count(*) FROM sqlite_schema")
-    if not tables:
-        return 0
-    if application_id != APPLICATION_ID:
-        raise ConfigError(f"{path} is a database, but no catalogue of LoRAs; configure another folder")
-    if version not in (_FIRST_VERSION, VERSION):
-        raise ConfigError(f"{path} was written by another version of Bottega (schema {version}); run that one")
-    return int(version)
 
 
 def _bring_up(connection: sqlite3.Connection, version: int) -> None:

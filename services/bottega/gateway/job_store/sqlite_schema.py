@@ -10,7 +10,6 @@ import sqlite3
 import urllib.parse
 from pathlib import Path
 
-from bottega.errors import ConfigError
 from bottega.gateway.job_store import sqlite_upgrades
 from bottega.storage import sqlite_files
 
@@ -131,16 +130,10 @@ def check_owner(connection: sqlite3.Connection, path: Path) -> int:
     """The version of our tables that the file has; 0 for an empty one. Raises ConfigError for somebody else's, and for
     a version that can neither be used nor upgraded.
     """
-    ((application_id,),) = connection.execute("PRAGMA application_id")
-    ((version,),) = connection.execute("PRAGMA user_version")
-    ((tables,),) = connection.execute("SELECT count(*) FROM sqlite_schema")
-    if not tables:
-        return 0
-    if application_id != APPLICATION_ID:
-        raise ConfigError(f"{path} is a database, but not a job store of Bottega; configure another path")
-    if version not in (VERSION, _UPGRADABLE):
-        raise ConfigError(f"{path} was written by another version of Bottega (schema {version}); run that one")
-    return int(version)
+    known = (VERSION, _UPGRADABLE)
+    return sqlite_files.version_of(
+        connection, path, application_id=APPLICATION_ID, known=known, what="a job store of Bottega"
+    )
 
 
 def is_sound(connection: sqlite3.Connection, version: int) -> bool:
