@@ -110,7 +110,7 @@ async def _serving(*, codec_processes: int, **config: Any) -> AsyncIterator[Runn
         metrics_listen="127.0.0.1:0",
         drain_grace_s=config.pop("drain_grace_s", 5.0),
         default_deadline_s=config.pop("default_deadline_s", 600.0),
-        max_calls=config.pop("max_calls", 2048),
+        max_streams=config.pop("max_streams", 2048),
     )
     fleet_config = FleetConfig(**{"listen": "127.0.0.1:0"} | config.pop("fleet", {}))
     gateway = Gateway(GatewayConfig(server=server, fleet=fleet_config, codec_processes=codec_processes, **config))

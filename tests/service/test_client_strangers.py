@@ -75,7 +75,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(name: str, address: str) -> Result:
-    return CliRunner().invoke(main, [*arguments_of(name), "--address", address])
+    return CliRunner().invoke(main, [*arguments_of(name), "--address", address], env={"BOTTEGA_FLEET": address})
 
 
 def is_plain(result: Result) -> None:
@@ -147,13 +147,13 @@ def test_every_command_shows_refusals_as_plain_text(error: Callable[[], BottegaE
 @pytest.mark.parametrize("name", ["generate", "fleet"])
 def test_what_moves_on_a_terminal_is_plain_too(name: str) -> None:
     with serving(Manner(number=1)) as address:
-        shown_is_plain(on_terminal([*arguments_of(name), "--address", address], end=b"kind"))
+        shown_is_plain(on_terminal(arguments_of(name), address, end=b"kind"))
 
 
 def test_what_a_progress_bar_says_of_an_interruption_is_plain_too() -> None:
     full = QueueFull(HOSTILE, metadata={"limit": "max_calls"}, retry_after_s=0.5)
     with scripted_gateway.serving(ScriptedGateway(scripts=[[full], [progress(3), completed()]])) as address:
-        shown_is_plain(on_terminal(["jobs", "watch", "job-1", "--address", address], end=b"completed"))
+        shown_is_plain(on_terminal(["jobs", "watch", "job-1"], address, end=b"completed"))
 
 
 def shown_is_plain(shown: str) -> None:
@@ -164,15 +164,15 @@ def shown_is_plain(shown: str) -> None:
     assert not any(line.strip().startswith(FORGED) for line in shown.replace("\r", "\n").split("\n"))
 
 
-def on_terminal(arguments: list[str], *, end: bytes) -> str:
+def on_terminal(arguments: list[str], address: str, *, end: bytes) -> str:
     """What a terminal of 100 columns would be sent, until the program ends or, for one that does not, some seconds."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "bottega.client.cli", *arguments],
+        [sys.executable, "-m", "bottega.client.cli", *arguments, "--address", address],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"},
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40", "BOTTEGA_FLEET": address},
     )
     os.close(theirs)
     data, deadline_s = b"", time.monotonic() + 30

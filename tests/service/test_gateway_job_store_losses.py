@@ -91,7 +91,8 @@ async def test_a_full_disk_is_said_reads_go_on_and_it_heals(tmp_path: Path, capl
                 assert await store.page(size=9) == [added]
                 ballast.unlink()
                 await store.add(record("big2"), inputs=bytes(MIB))
-            assert [line.message for line in caplog.records] == [
+            said = [line.message for line in caplog.records if line.name.startswith("bottega.gateway")]
+            assert said == [
                 "jobs cannot be written",
                 "jobs can be written again",
             ]

@@ -107,13 +107,13 @@ async def test_a_service_that_looks_for_the_fleet_at_the_public_port_says_what_t
 ) -> None:
     worker = ScriptedWorker("w1", house.address)
     with pytest.raises(TimeoutError):
-        await worker.start(join_timeout_s=0.5)
+        await worker.start(join_timeout_s=2.0)
+    await worker.die()
     (warning,) = (record for record in caplog.records if record.message == "the fleet refuses this service")
     said = warning.__dict__["text"]
     assert house.address in said
     assert "Set `gateway`" in said
     assert "127.0.0.1:8472" in said
-    await worker.die()
 
 
 async def test_a_client_that_asks_the_public_port_for_the_fleet_is_told_where_it_is(house: Running) -> None:
@@ -223,7 +223,7 @@ async def test_joins_that_say_nothing_keep_no_worker_out(house: Running) -> None
 
 
 async def test_calls_that_fill_the_public_port_keep_no_worker_out() -> None:
-    async with running_gateway(max_calls=8) as house:
+    async with running_gateway(max_streams=8) as house:
         first = await house.worker("w1")
         first.script.hold_at = 1
         held = await house.submit("held", prompt="a star")

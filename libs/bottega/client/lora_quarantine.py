@@ -8,13 +8,14 @@ from typing import TypeVar
 
 from bottega.client.lora_store import LoraStores, asked
 from bottega.client.messages import filled
-from bottega.errors import BottegaError, LoraNotFound, NoLora
+from bottega.errors import BottegaError, InternalError, LoraNotFound, NoLora
 from bottega.v1 import lora_pb2, lora_pb2_grpc
 from bottega.v1.lora_pb2 import QuarantinedLora, RestoreLoraResponse
 
 AnswerT = TypeVar("AnswerT")
 
 _PAGE = 500
+_MOST_PAGES = 200
 _ASK_S = 20.0
 # The first page has its store look over all of its files.
 _LIST_S = 120.0
@@ -37,13 +38,19 @@ async def quarantines(stores: LoraStores) -> tuple[Quarantine, ...]:
     for store in stores.here():
         loras: list[QuarantinedLora] = []
         async with asked(store) as stub:
-            token, folder = "", ""
-            while token or not folder:
-                request = lora_pb2.ListQuarantineRequest(page_size=_PAGE, page_token=token)
+            page = lora_pb2.ListQuarantineResponse()
+            for _ in range(_MOST_PAGES):
+                request = lora_pb2.ListQuarantineRequest(page_size=_PAGE, page_token=page.next_page_token)
                 page = await stub.ListQuarantine(request, timeout=_LIST_S)
                 loras += page.loras
-                token, folder = page.next_page_token, page.folder
-        found.append(Quarantine(store=store.name, folder=folder, loras=tuple(loras)))
+                if not page.next_page_token:
+                    break
+            else:
+                raise InternalError(
+                    f"LoRA store {store.name} lists more than {_MOST_PAGES * _PAGE} LoRAs in quarantine, or does not "
+                    "come to an end"
+                )
+        found.append(Quarantine(store=store.name, folder=page.folder, loras=tuple(loras)))
     return tuple(found)
 
 
