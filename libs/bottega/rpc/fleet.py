@@ -134,10 +134,10 @@ class FleetMembership:
             _log.log(logging.WARNING if self.joined.is_set() else logging.DEBUG, "fleet cannot be reached", extra=facts)
             return
         now = time.monotonic()
-        if error.message != self._refusal or now - self._refusal_logged_at >= _REPEAT_LOG_S:
+        if text != self._refusal or now - self._refusal_logged_at >= _REPEAT_LOG_S:
             _log.warning("the fleet refuses this service", extra=facts)
             self._refusal_logged_at = now
-        self._refusal = error.message
+        self._refusal = text
 
     def _not_the_fleet(self) -> str:
         return (

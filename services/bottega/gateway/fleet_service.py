@@ -9,8 +9,9 @@ from typing import Any
 import grpc
 import psutil
 
-from bottega.errors import DeadlinePassed, Draining, InvalidRequest, Violation
+from bottega.errors import DeadlinePassed, Draining, InvalidRequest, MethodNotServed, Violation
 from bottega.gateway.clock import Clock
+from bottega.gateway.config import DEFAULT_FLEET_ADDRESS
 from bottega.gateway.fleet import Fleet
 from bottega.gateway.join_limits import PendingJoins
 from bottega.gateway.loras import where
@@ -116,6 +117,28 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         finally:
             self._fleet.leave(member, stream)
             wake.set()
+
+
+class FleetElsewhere(fleet_pb2_grpc.FleetServiceServicer):
+    """What the public port says to a service, or a client, that looks for the fleet there."""
+
+    def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        """Refused."""
+        raise _elsewhere()
+
+    async def ListMembers(
+        self, request: fleet_pb2.ListMembersRequest, context: _Context
+    ) -> fleet_pb2.ListMembersResponse:
+        """Refused."""
+        raise _elsewhere()
+
+
+def _elsewhere() -> MethodNotServed:
+    return MethodNotServed(
+        "the fleet is not served on this port of the gateway, but on another one: fleet.listen of its configuration,"
+        f" {DEFAULT_FLEET_ADDRESS} unless that says otherwise",
+        metadata={"listener": "fleet"},
+    )
 
 
 def _registration(first: fleet_pb2.JoinRequest | None) -> fleet_pb2.Registration:

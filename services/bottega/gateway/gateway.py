@@ -16,7 +16,7 @@ from bottega.gateway.config import GatewayConfig
 from bottega.gateway.controlnet_client import GrpcControlNetClient
 from bottega.gateway.dispatch import Dispatcher
 from bottega.gateway.fleet import Fleet
-from bottega.gateway.fleet_service import FleetService
+from bottega.gateway.fleet_service import FleetElsewhere, FleetService
 from bottega.gateway.foreman import Foreman
 from bottega.gateway.intake import Intake
 from bottega.gateway.job_log import JobLog
@@ -117,6 +117,8 @@ class Gateway:
             default_deadline_s=config.server.default_deadline_s,
         )
         image_pb2_grpc.add_ImageServiceServicer_to_server(images, self.server.grpc)
+        # It refuses, and says where to go: without it gRPC may end a Join that is being written with INTERNAL.
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetElsewhere(), self.server.grpc)
         self.server.add_services([image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name])
         members = FleetService(fleet=fleet, queue=queue, this=self._this, clock=clock)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.fleet_listener.grpc)
