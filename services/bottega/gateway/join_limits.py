@@ -1,7 +1,7 @@
 """How often services may join, and how many of one host: so that a stranger's joins leave room for others'.
 
 Knows names and hosts, no members and no wire. An instance that was a member is known for a while: it may join as often
-as it likes, and also where the fleet is full, but not beyond what one host may have.
+as it likes, also where the fleet is full, and beyond what one host may have while a part of the fleet is free.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ MAX_NAMELESS = 48
 _BURST_S = 8.0
 # Hosts, connections and names whose joins are counted. Those that have not joined for a while are forgotten first.
 _MAX_COUNTED = 4096
+# Of the fleet, that services of one host may have in all, those that were members before included.
+_PART_OF_ONE_HOST = 0.75
 # For which an instance is known that was a member, as long as there is room.
 _KNOWN_S = 3600.0
 # When to ask again where members have to go first: nobody knows when that is.
@@ -78,10 +80,12 @@ class JoinLimits:
     def check_room(self, host: str, hosts: Iterable[str], *, known: bool) -> None:
         """hosts: of the members, one each. known: whether it was a member before. Raises FleetFull with the time to
         come again."""
-        members = Counter(hosts)
-        if not known and members.total() >= self._bounds.max_members:
-            raise _full("max_members", self._bounds.max_members, "the fleet")
-        if members[host] >= self._bounds.max_members_per_peer:
+        members, most = Counter(hosts), self._bounds.max_members
+        if not known and members.total() >= most:
+            raise _full("max_members", most, "the fleet")
+        # Strangers of its own host keep no known one out, nor do both together fill the fleet.
+        over = members[host] >= self._bounds.max_members_per_peer
+        if over and not (known and members.total() < _PART_OF_ONE_HOST * most):
             raise _full("fleet.max_members_per_peer", self._bounds.max_members_per_peer, f"of {host} the fleet")
 
     def known(self, key: Key, instance: str) -> bool:
