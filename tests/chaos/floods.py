@@ -23,6 +23,8 @@ from tests.crowds import alive, connections
 
 SEEDS = (31, 32, 33)
 STEPS = 30
+# Of what is watched: it must outlast the asking for all streams, since those of a picture that is done make room.
+WATCHED_STEPS = 200
 # Over the 1,024 files that a shell lets a process open.
 IDLE = 1_150
 HALF_REQUESTS = 300
@@ -55,8 +57,9 @@ def flood_connections(scene: Scene, *, times: int, rng: random.Random) -> None:
 def flood_streams(scene: Scene, *, times: int, rng: random.Random) -> None:
     """One caller watches a job by the thousand, while others draw, and ask how their jobs stand."""
     _look_first(scene)
+    scene.undisturbed(SEEDS[0], WATCHED_STEPS)
     for _ in range(times):
-        drawing = scene.draw(seed=SEEDS[0], steps=STEPS)
+        drawing = scene.draw(seed=SEEDS[0], steps=WATCHED_STEPS)
         status = drawing.wait_for_step(1)
         if status is not None:
             with _watched(scene, status.job_id):

@@ -36,11 +36,13 @@ class ScrapeServer:
         self._application = application
         self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
         self._loop = asyncio.new_event_loop()
+        self._serves = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
     def start(self) -> None:
-        """Begins to serve."""
+        """Begins to serve; blocks for a moment, so that `stop` finds what it has to end."""
         self._thread.start()
+        self._serves.wait(_STOP_S)
 
     def stop(self) -> None:
         """Ends, with whoever is being served; once, and after start."""
@@ -52,6 +54,7 @@ class ScrapeServer:
             server = self._loop.run_until_complete(
                 asyncio.start_server(self._serve, sock=self._socket, limit=_HEAD_BYTES)
             )
+            self._loop.call_soon(self._serves.set)
             self._loop.run_forever()
             server.close()
             for writer in self._open:
