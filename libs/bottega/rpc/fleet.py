@@ -28,7 +28,7 @@ _FIRST_BACK_OFF_S = 0.1
 _MAX_BACK_OFF_S = 1.0
 # Of a service that the gateway refuses: that changes only when somebody does something about it.
 _REFUSED_BACK_OFF_S = 5.0
-# A refusal is logged when it is another one, and again after this time.
+# A refusal is logged again after this time.
 _REPEAT_LOG_S = 60.0
 _INSTANCE_BYTES = 16
 
@@ -73,7 +73,7 @@ class FleetMembership:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._refusal: str | None = None
-        self._refusal_logged_at = 0.0
+        self._told: dict[str, float] = {}  # refusals that were logged, and when
         self._retry_after_s: float | None = None
         self.joined = asyncio.Event()
         self.backlog = 0
@@ -134,9 +134,10 @@ class FleetMembership:
             _log.log(logging.WARNING if self.joined.is_set() else logging.DEBUG, "fleet cannot be reached", extra=facts)
             return
         now = time.monotonic()
-        if text != self._refusal or now - self._refusal_logged_at >= _REPEAT_LOG_S:
+        self._told = {said: at for said, at in self._told.items() if at > now - _REPEAT_LOG_S}
+        if text not in self._told:
             _log.warning("the fleet refuses this service", extra=facts)
-            self._refusal_logged_at = now
+            self._told[text] = now
         self._refusal = text
 
     def _not_the_fleet(self) -> str:
