@@ -17,7 +17,6 @@ from bottega.errors import (
     DeadlinePassed,
     InternalError,
     JobCancelled,
-    MethodNotServed,
     NoControlNet,
     NoWorker,
     QueueFull,
@@ -157,11 +156,6 @@ def _worth_another_try(error: grpc.RpcError, terms: Terms, *, accepted: bool = F
     if isinstance(failure, JobCancelled) and not answered:
         # A gateway that ends cuts its calls off so; that a job was cancelled it says in its own words.
         failure = Unavailable("the gateway cut the call off")
-    if terms.fleet and isinstance(failure, MethodNotServed):
-        raise MethodNotServed(
-            f"{terms.address} does not list the fleet; set BOTTEGA_FLEET to fleet.listen of the gateway",
-            metadata={"listener": "fleet"},
-        ) from error
     if isinstance(failure, QueueFull) and "limit" in failure.metadata:
         return failure  # no queue of jobs is full: the gateway has as much in its hands as it can hold at this moment
     if not isinstance(failure, Unavailable) or _ends_job(failure, accepted=accepted):
