@@ -14,7 +14,7 @@ from pathlib import Path
 import PIL.Image
 
 from bottega.client import AsyncClient, ControlNet
-from bottega.miniature.scenes import DRAWN, Layout, Placed, Thing
+from bottega.miniature.scenes import DRAWN, Placed, SceneLayout, Thing
 from load.contact_sheet import compose
 
 PROMPT = "a big red star on the left on a blue background"
@@ -30,7 +30,7 @@ def control_images() -> dict[str, PIL.Image.Image]:
     star = Thing(shape="star", colour="red")
     images = {}
     for name, (x, y, radius) in STARS.items():
-        layout = Layout(placed=(Placed(thing=star, x=x, y=y, radius=radius),), ground="blue")
+        layout = SceneLayout(placed=(Placed(thing=star, x=x, y=y, radius=radius),), ground="blue")
         images[name] = DRAWN[name](layout)
     return images
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interruption import handle_signals
+from tests.support.interruption import handle_signals
 
 # Read when torch is first imported, here and in every process that a test starts.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def plain(text: str, most: int) -> str:
+def excerpt(text: str, most: int) -> str:
     """At most so many characters of the text and `...`, all of them printable ASCII: others are escaped."""
     shown = text[:most].encode("unicode_escape").decode()
     return f"{shown}..." if len(text) > most else shown

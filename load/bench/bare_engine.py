@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from bottega.errors import InternalError
-from bottega.process import Child
+from bottega.process import ChildProcess
 from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EngineStart
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.worker_pb2 import AttemptId
@@ -26,7 +26,7 @@ REQUEST_TIMEOUT_S = 600.0
 class BareEngine:
     """A running engine; several `draw` may run at once."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: ChildProcess) -> None:
         self._child = child
         self._sending = asyncio.Lock()
         self._waiting: dict[str, asyncio.Future[None]] = {}
@@ -77,7 +77,9 @@ async def running(model: str, threads: int) -> AsyncIterator[BareEngine]:
     config = EngineConfig(model=model, threads=threads)
     settings = json.dumps(dataclasses.asdict(config))
     wait_policy = {"OMP_WAIT_POLICY": "PASSIVE"}
-    engine = BareEngine(await Child.start("bottega.worker.engine", "--config-json", settings, env=wait_policy))
+    engine = BareEngine(
+        await ChildProcess.start("bottega.worker.engine.main", "--config-json", settings, env=wait_policy)
+    )
     try:
         await engine.ready()
         yield engine

@@ -20,7 +20,7 @@ from load.bench.addon_reference import GUIDANCE_SCALE, PROMPT, AddonReference, A
 from load.bench.lora_files import LoraFiles, random_lora
 from load.bench.lora_suite import JOIN_S, Cast, LoraSuite, cold_cast, suite
 from load.bench.report import report
-from tests.running import wait_until
+from tests.support.services import wait_until
 
 BASE = "bench"
 THREADS = 2

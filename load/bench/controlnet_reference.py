@@ -110,7 +110,7 @@ def _parts(pipeline: Any, rounds: int) -> dict[str, float]:
     """Each part by itself, in turns; the ControlNet without what is the same at every step."""
     import torch
 
-    from bottega.diffusion.backbone import Inputs, UNetBackbone
+    from bottega.diffusion.model.backbone import Inputs, UNetBackbone
 
     unet, net = pipeline.unet, pipeline.controlnet
     backbone = UNetBackbone(unet)

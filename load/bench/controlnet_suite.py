@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bottega.client import Client
 from load.bench.throttle import Throttle, free_port
-from tests.running import Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import Service, Services, gateway_config, wait_until, worker_config
 
 JOIN_S = 60.0
 

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from bottega.gateway.job_store import JobRecord, SqliteJobStore
+from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
 from bottega.rpc.channel import open_channel
-from bottega.rpc.fleet import FleetMembership
+from bottega.rpc.fleet_membership import FleetMembership
 from bottega.v1 import fleet_pb2, image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
 from load.bench.jobs_gateway import GROUP_VARIABLE, SLOWER_VARIABLE, change
 from load.bench.report import percentile, report
-from tests.running import Service, Services, gateway_config
+from tests.support.services import Service, Services, gateway_config
 
 MODEL = image_pb2.Model(
     name="miniature",

@@ -23,7 +23,7 @@ import numpy as np
 
 from bottega.diffusion.bench_model import write_bench_model
 from load.bench.report import report
-from tests.worker_pair import Drawn, WorkerPair
+from tests.support.worker_pair import Drawn, WorkerPair
 
 # The bench model's own size.
 SIZE = 256

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bottega.lora.canonical import ModuleWeights, Weights, write
+from bottega.lora.canonical import ModuleWeights, TensorData, write
 
 # What Diffusers' own training scripts touch.
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
@@ -65,5 +65,5 @@ def _shapes(folder: Path, targets: Sequence[str]) -> list[tuple[str, list[int]]]
     return sorted(shapes)
 
 
-def _weights(tensor: Tensor) -> Weights:
-    return Weights(dtype="F16", shape=tuple(tensor.shape), data=tensor.numpy().tobytes())
+def _weights(tensor: Tensor) -> TensorData:
+    return TensorData(dtype="F16", shape=tuple(tensor.shape), data=tensor.numpy().tobytes())

@@ -115,13 +115,13 @@ def suite_side(model: Path) -> Answers:
     """Fetch, patch, restore; and pictures all at once, by an engine that gets its LoRAs from files."""
     import torch
 
-    from bottega.diffusion.engine import Engine, EngineLimits
-    from bottega.diffusion.events import Failed
-    from bottega.diffusion.job import Order
-    from bottega.diffusion.loras import LoraRef, LoraUse, LoraWeights
+    from bottega.diffusion.engine.engine import Engine, EngineLimits
+    from bottega.diffusion.engine.events import JobFailed
+    from bottega.diffusion.engine.job import EngineOrder
+    from bottega.diffusion.loras import LoraRef, LoraWeights, ScaledLora
     from bottega.diffusion.loras.local import LocalLoras
-    from bottega.diffusion.model import load_model
-    from bottega.diffusion.spec import DrawingSpec, LoraSpec
+    from bottega.diffusion.model.model import load_model
+    from bottega.diffusion.spec import LoraSpec, ResolvedSpec
 
     loaded = load_model(model, name="bench", device=torch.device("cpu"), dtype=torch.float32)
     loaded_kib = _memory_kib("VmRSS")
@@ -139,7 +139,7 @@ def suite_side(model: Path) -> Answers:
             while not handle.ready:
                 source.settle([handle], 1.0)
             layers = {name: handle.layers(name) for name in ("text_encoder", "text_encoder_2", "unet")}
-            uses = [LoraUse(digest=said["digest"], scale=1.0, layers=layers)]
+            uses = [ScaledLora(digest=said["digest"], scale=1.0, layers=layers)]
             weights.put_in_text(weights.text_set(uses))
             weights.put_in_unet(weights.unet_set(uses))
             source.close([handle])
@@ -153,7 +153,7 @@ def suite_side(model: Path) -> Answers:
         for seed, lora in enumerate(said["loras"]):
             if lora is not None:
                 files[lora["digest"]] = Path(lora["ours"])
-            spec = DrawingSpec(
+            spec = ResolvedSpec(
                 prompt=PROMPT,
                 num_inference_steps=said["steps"],
                 guidance_scale=GUIDANCE_SCALE,
@@ -162,10 +162,10 @@ def suite_side(model: Path) -> Answers:
                 seed=seed,
                 loras=() if lora is None else (LoraSpec(name="bench", digest=lora["digest"]),),
             )
-            engine.submit(Order(key=seed, spec=spec))
+            engine.submit(EngineOrder(key=seed, spec=spec))
         while engine.busy:
             for event in engine.turn():
-                if isinstance(event, Failed):
+                if isinstance(event, JobFailed):
                     raise event.error
         return {"seconds": perf_counter() - began_s}
 

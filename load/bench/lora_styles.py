@@ -25,7 +25,7 @@ from diffusers.utils import logging as diffusers_logging
 
 from bottega.miniature import WEIGHTS, oracle
 from bottega.miniature.quality import Clip, load_miniature, perceptual_distances
-from bottega.miniature.scenes import STYLES, Layout, Placed, Scene, Thing, caption, held_out_scenes, render
+from bottega.miniature.scenes import STYLES, Placed, Scene, SceneLayout, Thing, caption, held_out_scenes, render
 from load import stock_loras
 from load.bench.miniature import GUIDANCE_SCALE, STEPS, Drawn, shares
 from load.bench.report import report
@@ -88,7 +88,7 @@ def seen(clip: Clip, pipeline: Any, drawn: Sequence[Drawn], plain: Sequence[Draw
     return {way: nearest.count(way) / len(nearest) for way in (PLAIN, *STYLES)}
 
 
-def look(clip: Clip, pipeline: Any, pictures: Sequence[PIL.Image.Image], layouts: Sequence[Layout]) -> list[str]:
+def look(clip: Clip, pipeline: Any, pictures: Sequence[PIL.Image.Image], layouts: Sequence[SceneLayout]) -> list[str]:
     """Of each picture what its layout's rendering that is nearest to it is in: one of STYLES, or plain."""
     ways = {PLAIN: render, **STYLES}
     distances = [
@@ -98,7 +98,7 @@ def look(clip: Clip, pipeline: Any, pictures: Sequence[PIL.Image.Image], layouts
     return [list(ways)[number] for number in torch.stack(distances).argmin(dim=0).tolist()]
 
 
-def layout_of(picture: PIL.Image.Image, plain: PIL.Image.Image, ground: str) -> Layout:
+def layout_of(picture: PIL.Image.Image, plain: PIL.Image.Image, ground: str) -> SceneLayout:
     """Places of a picture, radii of the same scene without a LoRA.
 
     Both are read right, and so show the same things in one order.
@@ -108,7 +108,7 @@ def layout_of(picture: PIL.Image.Image, plain: PIL.Image.Image, ground: str) -> 
         Placed(thing=Thing(shape=seen.shape, colour=seen.colour), x=seen.x, y=seen.y, radius=other.radius)
         for seen, other in both
     )
-    return Layout(placed=placed, ground=ground)
+    return SceneLayout(placed=placed, ground=ground)
 
 
 def keeps(drawn: Sequence[Drawn], plain: Sequence[Drawn]) -> float:

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bottega.client import Client
 from bottega.v1 import fleet_pb2
-from tests.running import Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import Service, Services, gateway_config, wait_until, worker_config
 
 JOIN_S = 60.0
 _SERVER = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}

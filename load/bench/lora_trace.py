@@ -30,7 +30,7 @@ from load.bench.lora_files import random_lora
 from load.bench.lora_suite import Cast, LoraSuite, figures, suite
 from load.bench.report import percentile, report
 from load.bench.trace_shape import LORAS_A, LORAS_B, LoraCalls
-from tests.running import Service, wait_until
+from tests.support.services import Service, wait_until
 
 MODEL = "miniature"
 PROMPT = "a big red star on the left on a blue background"

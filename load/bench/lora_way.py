@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from load.bench.report import report
-from tests.service.shared_loras import LARGE, PATIENCE_S, SMALL, Shelf, Taker, canonical_file, shelf, taker
+from tests.support.shared_loras import LARGE, PATIENCE_S, SMALL, Shelf, Taker, canonical_file, shelf, taker
 
 # What no link has: the store sends bytes to a worker that it has to keep to a pace, within its host, too.
 _ANY_PACE = 1 << 50

@@ -33,7 +33,7 @@ from bottega.v1.image_pb2_grpc import ImageServiceStub
 from load.bench.arrivals import poisson
 from load.bench.report import percentile, report
 from load.bench.suite import running_gateway
-from tests.running import Service
+from tests.support.services import Service
 
 PROMPT = "a big red star on the left on a blue background"
 STEPS = 30

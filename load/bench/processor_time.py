@@ -23,7 +23,7 @@ from bottega.client import AsyncClient, Client
 from load.bench.arrivals import closed_loop
 from load.bench.report import report
 from load.bench.suite import JOIN_TIMEOUT_S
-from tests.running import Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import Service, Services, gateway_config, wait_until, worker_config
 
 PROMPT = "a big red star on the left on a blue background"
 GUIDANCE_SCALE = 5.0

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bottega.client import Client
-from tests.running import Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import Service, Services, gateway_config, wait_until, worker_config
 
 JOIN_TIMEOUT_S = 10.0
 

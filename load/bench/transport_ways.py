@@ -25,16 +25,16 @@ from bottega.errors import LinkError
 from bottega.transport import (
     Backend,
     Deadline,
-    Doors,
     DType,
+    Endpoints,
     Layout,
     Link,
-    Listener,
+    LinkListener,
     TensorSpec,
     connect,
     offer_to_wire,
 )
-from bottega.transport.memory import address, private_slot
+from bottega.transport.memory.mappings import address, private_slot
 from load.bench.transport_peer import ACK, GRPC_OPTIONS, LIMITS, SERVICE
 
 CHUNK_BYTES = 2 << 20
@@ -191,8 +191,8 @@ def all_ways() -> Iterator[dict[str, Way]]:
     """Every way by name, with its other end running."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bottega-bench-")))
-        doors = Doors(tcp=("127.0.0.1", 0), unix_path=folder / "links.sock")
-        listener = stack.enter_context(Listener(doors, limits=LIMITS))
+        doors = Endpoints(tcp=("127.0.0.1", 0), unix_path=folder / "links.sock")
+        listener = stack.enter_context(LinkListener(doors, limits=LIMITS))
         memfd = stack.enter_context(_linked(listener, Backend.MEMFD))
         tcp = stack.enter_context(_linked(listener, Backend.TCP))
         process = stack.enter_context(_linked_here(listener))
@@ -216,7 +216,7 @@ def all_ways() -> Iterator[dict[str, Way]]:
 
 
 @contextmanager
-def _linked(listener: Listener, way: Backend) -> Iterator[Link]:
+def _linked(listener: LinkListener, way: Backend) -> Iterator[Link]:
     with _peer(way.value) as peer:
         offer = listener.offer()
         assert peer.stdin
@@ -228,7 +228,7 @@ def _linked(listener: Listener, way: Backend) -> Iterator[Link]:
 
 
 @contextmanager
-def _linked_here(listener: Listener) -> Iterator[Link]:
+def _linked_here(listener: LinkListener) -> Iterator[Link]:
     offer = listener.offer()
     with connect(offer, Deadline.after(10), limits=LIMITS, ways=(Backend.PROCESS,)) as far:
         with listener.accept(offer, Deadline.after(10)) as near:

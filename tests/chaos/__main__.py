@@ -26,7 +26,7 @@ from tests.chaos.scene import Scene
 from tests.chaos.strangers import join_strangers
 from tests.chaos.tally import Tally
 from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_fronts, freeze_workers, kill_workers
-from tests.worker_pair import WorkerPair
+from tests.support.worker_pair import WorkerPair
 
 WORKERS = ("a", "b", "c")
 CONTROLNET_SERVERS = ("x", "y", "z")

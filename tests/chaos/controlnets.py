@@ -13,9 +13,9 @@ from bottega.client import ControlNet
 from bottega.miniature import WEIGHTS
 from tests.chaos.scene import DRAW_TIMEOUT_S, JOIN_TIMEOUT_S, Drawing, Scene
 from tests.chaos.workers import SEEDS, TRIES
-from tests.controlnets import control_image, random_controlnet, save
-from tests.running import wait_until
-from tests.service.running_controlnets import png
+from tests.samples.controlnets import control_image, random_controlnet, save
+from tests.support.running_controlnets import png
+from tests.support.services import wait_until
 
 STEPS = 60
 

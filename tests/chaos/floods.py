@@ -19,7 +19,7 @@ from bottega.rpc.status import from_rpc_error
 from bottega.v1.image_pb2 import WatchJobRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.chaos.scene import Scene
-from tests.crowds import alive, connections
+from tests.support.crowds import alive, connections
 
 SEEDS = (31, 32, 33)
 STEPS = 30

@@ -22,7 +22,7 @@ from bottega.v1.generation_pb2 import SAMPLER_EULER_ANCESTRAL, GenerationSpec
 from bottega.v1.image_pb2 import SubmitJobRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.chaos.scene import DRAW_TIMEOUT_S, OPTIONS, PROMPT, Scene
-from tests.running import wait_until
+from tests.support.services import wait_until
 
 STEPS = 4
 LONG_STEPS = 60

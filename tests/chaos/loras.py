@@ -8,7 +8,7 @@ import time
 from bottega.client import Picture
 from tests.chaos.scene import Drawing, Scene
 from tests.chaos.workers import TRIES
-from tests.lora_files import Part, base_shapes, kohya, save
+from tests.samples.lora_files import Part, base_shapes, kohya, save
 
 STEPS = 20
 LORA = "ink"

@@ -6,9 +6,9 @@ import random
 import time
 
 from tests.chaos.tally import Tally
-from tests.running import wait_until
-from tests.stock import assert_same_image
-from tests.worker_pair import LINK_TIMEOUT_S, TIMEOUT_S, Drawn, WorkerPair
+from tests.support.services import wait_until
+from tests.support.stock import assert_same_image
+from tests.support.worker_pair import LINK_TIMEOUT_S, TIMEOUT_S, Drawn, WorkerPair
 
 ENGINE = {"model": "miniature", "threads": 1}
 STEPS = 60

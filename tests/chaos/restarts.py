@@ -11,7 +11,7 @@ from bottega.client import Picture
 from tests.chaos.controlnets import control, host
 from tests.chaos.loras import BYTES_PER_S, LORA, keep
 from tests.chaos.scene import Scene
-from tests.running import STOP_TIMEOUT_S, wait_until
+from tests.support.services import STOP_TIMEOUT_S, wait_until
 
 # With a checkpoint every sixth: a picture that is cut off has some to run again.
 STEPS = 60

@@ -21,7 +21,7 @@ from bottega.client import Client, JobState, JobStatus, Picture
 from bottega.errors import BottegaError
 from bottega.v1 import fleet_pb2
 from tests.chaos.tally import Tally
-from tests.running import Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import Service, Services, gateway_config, wait_until, worker_config
 
 PROMPT = "a big yellow square on a black background"
 # A sampler that draws noise at every step: going on needs its generator, not only the latent.

@@ -19,11 +19,11 @@ from typing import Any
 import grpc
 
 from bottega.rpc.channel import open_channel
-from bottega.rpc.fleet import FleetMembership
+from bottega.rpc.fleet_membership import FleetMembership
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.chaos.scene import JOIN_TIMEOUT_S, Drawing, Scene
 from tests.chaos.workers import SEEDS, STEPS
-from tests.running import wait_until
+from tests.support.services import wait_until
 
 # More than the gateway takes of one host.
 CROWD = 200
@@ -88,7 +88,9 @@ def _strangers(scene: Scene, *, crowd: int = 0, silent: int = 0) -> Iterator[Cou
     """In the block they join; without a crowd, under the names of the workers that are here. What came of it."""
     said: Counter[str] = Counter()
     here = [] if crowd else [member.registration for member in scene.members()]
-    logging.getLogger("bottega.rpc.fleet").setLevel(logging.ERROR)  # that each of them is refused is what is wanted
+    logging.getLogger("bottega.rpc.fleet_membership").setLevel(
+        logging.ERROR
+    )  # that each of them is refused is what is wanted
     ready = threading.Event()
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=_run, args=(loop, _all(scene.fleet_address, here, crowd, silent, said, ready)))

@@ -7,7 +7,7 @@ import signal
 import time
 
 from tests.chaos.scene import ASKING_S, HANG_S, JOIN_TIMEOUT_S, NOTICED_S, Drawing, Scene
-from tests.running import wait_until
+from tests.support.services import wait_until
 
 STEPS = 120
 SEEDS = (1, 2, 3)

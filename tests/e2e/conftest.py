@@ -11,8 +11,8 @@ import pytest
 from bottega.client import Client
 from bottega.rpc.channel import channel_options
 from bottega.v1.image_pb2_grpc import ImageServiceStub
-from tests.running import SMALL_ENGINE, Service, Services, gateway_config, wait_until, worker_config
-from tests.stock import Stock
+from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, wait_until, worker_config
+from tests.support.stock import Stock
 
 ENGINE = {**SMALL_ENGINE, "checkpoint_interval_s": 0.2}
 

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from bottega.v1 import controlnet_pb2
 from bottega.v1.controlnet_pb2 import ResidualProfile
 from tests.fuzz.case import ALREADY_EXISTS, INF, INVALID, NAN, NOT_FOUND, Case, case_of, shown
-from tests.hostile_controlnets import FOLDERS
+from tests.samples.hostile_controlnets import FOLDERS
 
 NET = "edges"
 """A ControlNet that the server hosts, and its folder below the root."""

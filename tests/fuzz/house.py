@@ -29,8 +29,8 @@ from tests.fuzz.calls import MESSAGE_MIB, Caller
 from tests.fuzz.controlnets import NET, ROOT_PREFIX
 from tests.fuzz.hosting import HOSTED, hosting
 from tests.fuzz.lora_store import LOST, ROOT, registered
-from tests.hostile_controlnets import hostile_folders
-from tests.running import SMALL_ENGINE, Service, Services, gateway_config, wait_until, worker_config
+from tests.samples.hostile_controlnets import hostile_folders
+from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, wait_until, worker_config
 
 # Small bounds are full after the first requests: what grows later is a leak.
 # Every join is under a name of its own, which is kept for a lease; how often and how many may join is no matter here.

@@ -16,7 +16,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from bottega.codec import limits
-from tests import hostile_images as hostile
+from tests.samples import hostile_images as hostile
 
 _SIDE = 64
 # What the gateway takes by default.

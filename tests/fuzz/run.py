@@ -20,7 +20,7 @@ from tests.fuzz.crowd import crowd
 from tests.fuzz.fuzzing import Tally, fuzz
 from tests.fuzz.house import House, running_house
 from tests.fuzz.judging import fault, mismatch
-from tests.running import Services
+from tests.support.services import Services
 
 # Of the requests of each method, before memory is looked at for the first time; of fewer, a tenth.
 _WARM_UP = 1000

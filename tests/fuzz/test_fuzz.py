@@ -14,7 +14,7 @@ from tests.fuzz.crowd import crowd
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.house import House, running_house
 from tests.fuzz.judging import fault, mismatch
-from tests.running import Services
+from tests.support.services import Services
 
 REQUESTS = 150
 # Of methods whose every good request is a process that imports.

@@ -10,20 +10,26 @@
 AsyncClient is the same for asyncio. What goes wrong is raised as a class of bottega.errors.
 """
 
-from bottega.client.aio import AsyncClient
-from bottega.client.aio_job import AsyncJob
-from bottega.client.control import ControlNet
-from bottega.client.events import Completed, Event, Interrupted, Preview, Progress, Queued
-from bottega.client.hosting import AddedControlNet, ControlNetHost, Readiness, ResidualProfile, ServedControlNet
-from bottega.client.jobs import JobPage, JobState, JobStatus
-from bottega.client.lora import Lora, LoraLike
-from bottega.client.lora_profiling import LoraBoundMeasured
-from bottega.client.options import GenerationOptions
-from bottega.client.picture import Picture
-from bottega.client.png import parameters_of
-from bottega.client.profiling import MeasuredProfile, ProfileCase
-from bottega.client.retry import RetryPolicy
-from bottega.client.sync import Client, Job
+from bottega.client.addons.controlnets.hosting import (
+    AddedControlNet,
+    ControlNetHost,
+    Readiness,
+    ResidualProfile,
+    ServedControlNet,
+)
+from bottega.client.addons.controlnets.profiling import MeasuredProfile, ProfileCase
+from bottega.client.addons.loras.profiling import LoraBoundMeasured
+from bottega.client.sdk.aio import AsyncClient
+from bottega.client.sdk.aio_job import AsyncJob
+from bottega.client.sdk.sync import Client, Job
+from bottega.client.transport.retry import RetryPolicy
+from bottega.client.types.control import ControlNet
+from bottega.client.types.events import Completed, Event, Interrupted, Preview, Progress, Queued
+from bottega.client.types.jobs import JobPage, JobState, JobStatus
+from bottega.client.types.lora import Lora, LoraLike
+from bottega.client.types.options import GenerationOptions
+from bottega.client.types.picture import Picture
+from bottega.client.types.png_parameters import parameters_of
 
 __all__ = [
     "AddedControlNet",

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from bottega.codec import structure
-from bottega.codec.calls import Call, CallQueue
+from bottega.codec.calls import CodecQueue, CodecRequest
 from bottega.codec.limits import LARGE_PIXELS
 from bottega.codec.pixels import ImageSize, Pixels
-from bottega.codec.seat import Seat
+from bottega.codec.process_slot import ProcessSlot
 from bottega.errors import BadImage, BottegaError, InternalError, QueueFull, Unavailable
 from bottega.process import copied
 from bottega.v1 import codec_pb2, tensor_pb2
@@ -61,10 +61,12 @@ class CodecPool:
     ) -> None:
         self._deadline_s = deadline_s
         self._max_wait_s = max_wait_s
-        self._waiting = CallQueue(max_waiting)
+        self._waiting = CodecQueue(max_waiting)
         self._took_s: deque[float] = deque(maxlen=_PACE_CALLS)
         self._seats = [
-            Seat(self._waiting, deadline_s=deadline_s, large=number > 0 or processes == 1, took_s=self._took_s.append)
+            ProcessSlot(
+                self._waiting, deadline_s=deadline_s, large=number > 0 or processes == 1, took_s=self._took_s.append
+            )
             for number in range(processes)
         ]
         self._tasks: list[asyncio.Task[None]] = []
@@ -116,7 +118,7 @@ class CodecPool:
     async def _ask(
         self, build: Callable[[], codec_pb2.CodecCall], size_bytes: int, *, large: bool, blame: type[BottegaError]
     ) -> codec_pb2.CodecAnswer:
-        call = Call(build=build, size_bytes=size_bytes, large=large, blame=blame)
+        call = CodecRequest(build=build, size_bytes=size_bytes, large=large, blame=blame)
         if not self._waiting.put(call):
             raise self._full()
         with self._turned_away_if_late(call):
@@ -126,7 +128,7 @@ class CodecPool:
         return answer
 
     @contextlib.contextmanager
-    def _turned_away_if_late(self, call: Call) -> Iterator[None]:
+    def _turned_away_if_late(self, call: CodecRequest) -> Iterator[None]:
         """In the block, the call fails when no process has begun with it in time."""
         if self._max_wait_s is None:
             yield
@@ -137,7 +139,7 @@ class CodecPool:
         finally:
             timer.cancel()
 
-    def _turn_away(self, call: Call) -> None:
+    def _turn_away(self, call: CodecRequest) -> None:
         if not call.begun:
             call.fail(self._full())
 

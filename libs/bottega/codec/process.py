@@ -15,7 +15,7 @@ from bottega.codec import images
 from bottega.codec.limits import DECODE_CPU_S, ENCODE_CPU_S
 from bottega.codec.pixels import Pixels
 from bottega.errors import BadImage
-from bottega.process import Channel
+from bottega.process import FramedPipe
 from bottega.v1 import codec_pb2, tensor_pb2
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     """Serves until the other end of the pipe closes."""
     parser = argparse.ArgumentParser(description="Bottega's codec process; started by its service")
     parser.add_argument("--fd", type=int, required=True)
-    channel = Channel.from_fd(parser.parse_args().fd)
+    channel = FramedPipe.from_fd(parser.parse_args().fd)
     channel.send(codec_pb2.CodecAnswer().SerializeToString())
     while (frame := channel.recv()) is not None:
         channel.send(_answer(frame).SerializeToString())

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
-from bottega.diffusion.model import DTYPES
+from bottega.diffusion.model.model import DTYPES
 from bottega.miniature import WEIGHTS
 
 _LATENT_CHANNELS = 4

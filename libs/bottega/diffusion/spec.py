@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bottega.diffusion.samplers import SamplerKind
+from bottega.diffusion.model.samplers import SamplerKind
 from bottega.errors import Violation
 from bottega.planning import control_steps, rows_per_image, steps_to_run
 
@@ -46,7 +46,7 @@ class LoraSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawingSpec:
+class ResolvedSpec:
     """One job: `num_images` images that differ in their seed alone; image i has seed + i.
 
     Names and meanings are Diffusers'. negative_prompt None and "" differ: None conditions on zeros
@@ -113,7 +113,7 @@ class DrawingSpec:
         return self.begin_step + first, self.begin_step + last
 
 
-def undrawable(spec: DrawingSpec, size_multiple: int) -> Iterator[Violation]:
+def undrawable(spec: ResolvedSpec, size_multiple: int) -> Iterator[Violation]:
     """Why nothing can be drawn of it: a job without work would never end.
 
     size_multiple: the model's, in pixels.

@@ -21,7 +21,7 @@ _OURS = {theirs: ours for ours, theirs in _TORCH.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Message:
+class TensorMessage:
     """A message to send: its layout, and a buffer for each of its tensors."""
 
     layout: Layout
@@ -33,11 +33,11 @@ class Message:
         return [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in self.tensors]
 
 
-def message_of(parts: Mapping[str, Tensor]) -> Message:
+def message_of(parts: Mapping[str, Tensor]) -> TensorMessage:
     """The message of these tensors, by name, in this order."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in parts.items()}
     specs = [TensorSpec(name=name, dtype=_OURS[t.dtype], shape=tuple(t.shape)) for name, t in tensors.items()]
-    return Message(layout=Layout.of(*specs), tensors=tuple(tensors.values()))
+    return TensorMessage(layout=Layout.of(*specs), tensors=tuple(tensors.values()))
 
 
 def parts_of(layout: Layout, views: Sequence[memoryview]) -> dict[str, Tensor]:

@@ -70,7 +70,7 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Canonical:
+class CanonicalLora:
     """What a canonical header says. modules: in the order of their scales. text_bytes, unet_bytes: of the sections."""
 
     header_bytes: int
@@ -96,12 +96,12 @@ class ModuleWeights:
     component: str
     path: str
     scale: float
-    down: Weights
-    up: Weights
+    down: TensorData
+    up: TensorData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Weights:
+class TensorData:
     """A tensor's row-major elements. dtype: one of DTYPES."""
 
     dtype: str
@@ -109,12 +109,12 @@ class Weights:
     data: bytes | memoryview
 
 
-def read(file: BinaryIO) -> Canonical:
+def read(file: BinaryIO) -> CanonicalLora:
     """What the header of an open file says. Raises BadLora naming the rule that it breaks, OSError."""
     return _checked(read_header(file))
 
 
-def parse(head: bytes, *, file_bytes: int) -> Canonical:
+def parse(head: bytes, *, file_bytes: int) -> CanonicalLora:
     """What a header says that came over a link. file_bytes: of header and sections together.
 
     head: bytes of our own, not memory that the sender may still change. Raises BadLora naming the rule that it breaks.
@@ -137,13 +137,13 @@ def write(file: BinaryIO, modules: Iterable[ModuleWeights]) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Piece:
     name: str
-    weights: Weights
+    weights: TensorData
 
 
 def _pieces(modules: Iterable[ModuleWeights]) -> Iterator[_Piece]:
     for module in modules:
         prefix = f"{module.component}.{module.path}"
-        scale = Weights(dtype="F32", shape=(), data=struct.pack("<f", module.scale))
+        scale = TensorData(dtype="F32", shape=(), data=struct.pack("<f", module.scale))
         for part, weights in zip(_PARTS, (scale, module.down, module.up), strict=True):
             yield _Piece(name=f"{prefix}.{part}", weights=weights)
 
@@ -160,7 +160,7 @@ def _head(pieces: Sequence[_Piece]) -> bytes:
     return (len(text) + padding).to_bytes(LENGTH_BYTES, "little") + text + b" " * padding
 
 
-def _checked(header: Header) -> Canonical:
+def _checked(header: Header) -> CanonicalLora:
     if header.metadata != _METADATA:
         _refuse(f"its metadata is not {dict(_METADATA)}")
     if not 0 < len(header.tensors) <= len(_PARTS) * MAX_MODULES:
@@ -172,7 +172,7 @@ def _checked(header: Header) -> Canonical:
         _refuse("its tensors are not in their order")
     text = [entry for entry in header.tensors if not entry.name.startswith(f"{BACKBONE}.")]
     text_bytes = text[-1].end if text else 0
-    return Canonical(
+    return CanonicalLora(
         header_bytes=header.size_bytes,
         text_bytes=text_bytes,
         unet_bytes=header.data_bytes - text_bytes,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bottega.lora.canonical import Canonical
+from bottega.lora.canonical import CanonicalLora
 from bottega.transport import DType, Layout, TensorSpec
 
 DIGEST_BYTES = 32
@@ -34,7 +34,7 @@ UNET_BYTES, HEADER, TEXT = 1, 2, 3
 PIECE = 1
 
 
-class Kind(StrEnum):
+class LoraMessageKind(StrEnum):
     """What a message is."""
 
     FETCH = "fetch"
@@ -48,41 +48,42 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Message:
+class LoraMessage:
     """A message to send: its layout, and a buffer for each of its tensors."""
 
     layout: Layout
     buffers: tuple[bytes, ...]
 
 
-def kind_of(layout: Layout) -> Kind:
+def kind_of(layout: Layout) -> LoraMessageKind:
     """What a message of this layout is. Raises ValueError for what is none."""
-    return Kind(layout.specs[0].name)
+    return LoraMessageKind(layout.specs[0].name)
 
 
-def number_message(kind: Kind, number: int = 0) -> Message:
+def number_message(kind: LoraMessageKind, number: int = 0) -> LoraMessage:
     """A ping, pong, cancel or whole message."""
-    return Message(layout=Layout.of(_number(kind)), buffers=(_packed(number),))
+    return LoraMessage(layout=Layout.of(_number(kind)), buffers=(_packed(number),))
 
 
-def fetch_message(number: int, digest: str) -> Message:
+def fetch_message(number: int, digest: str) -> LoraMessage:
     """A fetch message. digest: SHA-256, hex."""
-    layout = Layout.of(_number(Kind.FETCH), _bytes("digest", DIGEST_BYTES))
-    return Message(layout=layout, buffers=(_packed(number), bytes.fromhex(digest)))
+    layout = Layout.of(_number(LoraMessageKind.FETCH), _bytes("digest", DIGEST_BYTES))
+    return LoraMessage(layout=layout, buffers=(_packed(number), bytes.fromhex(digest)))
 
 
-def refused_message(number: int, error: bytes) -> Message:
+def refused_message(number: int, error: bytes) -> LoraMessage:
     """A refused message. error: a JobError as JSON."""
-    return Message(
-        layout=Layout.of(_number(Kind.REFUSED), _bytes("error", len(error))), buffers=(_packed(number), error)
+    return LoraMessage(
+        layout=Layout.of(_number(LoraMessageKind.REFUSED), _bytes("error", len(error))),
+        buffers=(_packed(number), error),
     )
 
 
-def lora_layout(lora: Canonical) -> Layout:
+def lora_layout(lora: CanonicalLora) -> Layout:
     """Of the head of an answer to a fetch: its number, the bytes of the UNet's section, the file's header and the text
     encoders' section; a zero byte is an empty one."""
     return Layout.of(
-        _number(Kind.LORA),
+        _number(LoraMessageKind.LORA),
         TensorSpec(name=_UNET_BYTES, dtype=DType.INT64, shape=(1,)),
         _bytes("header", lora.header_bytes),
         _bytes("text", max(1, lora.text_bytes)),
@@ -91,7 +92,7 @@ def lora_layout(lora: Canonical) -> Layout:
 
 def piece_layout(size_bytes: int) -> Layout:
     """Of the next bytes of the UNet's section: its LoRA's number, and they."""
-    return Layout.of(_number(Kind.PIECE), _bytes("bytes", size_bytes))
+    return Layout.of(_number(LoraMessageKind.PIECE), _bytes("bytes", size_bytes))
 
 
 def packed_number(number: int) -> bytes:
@@ -150,7 +151,7 @@ def _check(layout: Layout, rest: dict[str, int], behind: int = 0) -> None:
             raise ValueError(f"{spec.name} of a {layout.specs[0].name} message is not at most {rest[spec.name]} bytes")
 
 
-def _number(kind: Kind) -> TensorSpec:
+def _number(kind: LoraMessageKind) -> TensorSpec:
     return TensorSpec(name=kind.value, dtype=DType.INT64, shape=(1,))
 
 

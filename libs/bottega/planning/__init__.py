@@ -3,28 +3,28 @@
 The gateway's scheduler and the worker's engine decide by the same functions, so that they agree.
 """
 
+from bottega.caching.load_cache import CacheItem, LoadCache, LoadCommand, LoadCounts, LoadLease
+from bottega.caching.popularity import EvictionOrder, Popularity
 from bottega.planning.cost import Shape, StepTimes
 from bottega.planning.lora_bounds import LEAST_LATENT_SIMILARITY, latest_step
 from bottega.planning.pairing import rows_to_lend
-from bottega.planning.popularity import EvictionOrder, Popularity
 from bottega.planning.residuals import LEAST_SIMILARITY, pipelines
-from bottega.planning.shelf import Item, Load, Loan, Shelf, ShelfCounts
 from bottega.planning.width import best_width, completion_times, most_on_trial
-from bottega.planning.work import Work, control_steps, rows_per_image, steps_to_run
+from bottega.planning.work import RemainingWork, control_steps, rows_per_image, steps_to_run
 
 __all__ = [
     "LEAST_LATENT_SIMILARITY",
     "LEAST_SIMILARITY",
     "EvictionOrder",
-    "Item",
-    "Load",
-    "Loan",
+    "CacheItem",
+    "LoadCommand",
+    "LoadLease",
     "Popularity",
     "Shape",
-    "Shelf",
-    "ShelfCounts",
+    "LoadCache",
+    "LoadCounts",
     "StepTimes",
-    "Work",
+    "RemainingWork",
     "best_width",
     "completion_times",
     "control_steps",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from heapq import heappop, heappush
 
-from bottega.planning.work import Work
+from bottega.planning.work import RemainingWork
 
 # Requests looked at: more than this many waiting changes nothing in the choice, only in its cost.
 _HORIZON = 32
@@ -19,7 +19,7 @@ _TOLERANCE = 0.05
 _MOST_TOLERANCE = 0.15
 
 
-def completion_times(works: Sequence[Work], seconds: Callable[[int], float], width: int) -> list[float]:
+def completion_times(works: Sequence[RemainingWork], seconds: Callable[[int], float], width: int) -> list[float]:
     """Seconds until each of `works` ends, first come first served, at most `width` (1 or more) of them at once.
 
     seconds: cost of one turn by the number of its rows.
@@ -50,7 +50,7 @@ def most_on_trial(width: int) -> int:
     return 2 * width
 
 
-def best_width(works: Sequence[Work], seconds: Callable[[int], float], *, max_rows: int) -> int:
+def best_width(works: Sequence[RemainingWork], seconds: Callable[[int], float], *, max_rows: int) -> int:
     """How many of `works`, first come first served, should run together: 1 to 32, 0 when there are none.
 
     The widest of those whose mean completion time is within 5 % of the best, and within 15 % of a work's own

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class RemainingWork:
     """What a request asks of the turns to come.
 
     rows: rows that it puts into each turn (two when guided, times its images).

@@ -18,20 +18,20 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from bottega.process import open_files
-from bottega.process.channel import MAX_FRAME_BYTES, AsyncChannel
+from bottega.process.framed_pipe import MAX_FRAME_BYTES, AsyncFramedPipe
 
 # A killed process is gone in milliseconds, unless it waits for a device; then its parent must not wait for it.
 _REAP_S = 10.0
 # What Python itself may need to start: where it is, and where libraries are. Everything else may be a secret.
 _NEEDED = ("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
-_WRAPPER = "bottega.process.confined"
+_WRAPPER = "bottega.process.sandbox"
 _CONFINED: Mapping[str | None, Sequence[str]] = {None: (), "reads": (_WRAPPER,), "writes": (_WRAPPER, "--writes")}
 
 
-class Child:
+class ChildProcess:
     """A running child process. Made by `start`; `stop` must be called, also after a death."""
 
-    def __init__(self, process: Process, channel: AsyncChannel) -> None:
+    def __init__(self, process: Process, channel: AsyncFramedPipe) -> None:
         self._process = process
         self.channel = channel
 
@@ -44,7 +44,7 @@ class Child:
         limits: Mapping[int, int] | None = None,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         confined: Literal["reads", "writes"] | None = None,
-    ) -> Child:
+    ) -> ChildProcess:
         """Starts `python -m MODULE --fd N ARGUMENTS`.
 
         env: variables added to this process's own; to none, of one that is confined.
@@ -65,7 +65,7 @@ class Child:
             raise
         finally:
             theirs.close()
-        child = cls(process, AsyncChannel(ours, max_frame_bytes=max_frame_bytes))
+        child = cls(process, AsyncFramedPipe(ours, max_frame_bytes=max_frame_bytes))
         _limit(process.pid, limits or {})
         return child
 

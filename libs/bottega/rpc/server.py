@@ -21,14 +21,14 @@ from pydantic import ConfigDict, Field
 from bottega.config import STRICT
 from bottega.errors import Unavailable
 from bottega.rpc.address import split
-from bottega.rpc.answers import AnswerBudget
-from bottega.rpc.boundary import CallBoundary
-from bottega.rpc.budget import RequestBudget
-from bottega.rpc.calls import Kinds
 from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES
-from bottega.rpc.connections import ConnectionGuard, most_connections
-from bottega.rpc.metrics import CallMetrics, MetricsEndpoint
-from bottega.rpc.places import Places
+from bottega.rpc.connection_limits import ConnectionGuard, most_connections
+from bottega.rpc.interceptor.call_interceptor import CallInterceptor
+from bottega.rpc.interceptor.call_limits import CallLimit
+from bottega.rpc.interceptor.calls import CallLimits
+from bottega.rpc.interceptor.memory_quota import MemoryQuota
+from bottega.rpc.interceptor.response_flow import ResponseFlowControl
+from bottega.rpc.operation.metrics import CallMetrics, MetricsEndpoint
 
 # Time for whoever watches health to turn away, before anything is refused.
 _DRAIN_PAUSE_S = 0.2
@@ -109,7 +109,7 @@ class ServerConfig(ListenerConfig):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-class Listener:
+class GrpcListener:
     """One port: a gRPC server with health, reflection and budgets of its own. Add servicers to `grpc`, then `start`.
 
     Made in a running event loop. name: its key in the service's configuration; the service's own has none.
@@ -119,9 +119,9 @@ class Listener:
         self.listener_name = name
         self.address = ""
         self._listen = config.listen
-        answers = AnswerBudget(max_bytes=config.max_answers_mib << 20, wait_s=config.answer_wait_s)
+        answers = ResponseFlowControl(max_bytes=config.max_answers_mib << 20, wait_s=config.answer_wait_s)
         kinds = _kinds(config)
-        self._boundary = CallBoundary(
+        self._boundary = CallInterceptor(
             metrics,
             config.default_deadline_s,
             requests=_budget(config),
@@ -182,7 +182,7 @@ class Listener:
             raise Unavailable(f"{key} {self._listen} cannot be used: is another instance running?") from None
 
 
-class Server(Listener):
+class Server(GrpcListener):
     """The server of one service: its own listener, others beside it, metrics, and a graceful end of them all.
 
     Made in a running event loop; add servicers to `grpc`, then `start`. name: of the service, for people. `registry` is
@@ -194,7 +194,7 @@ class Server(Listener):
         self.config = config
         self._metrics = MetricsEndpoint(config.metrics_listen)
         super().__init__(config, self._metrics.calls)
-        self._beside: list[Listener] = []
+        self._beside: list[GrpcListener] = []
 
     @property
     def registry(self) -> CollectorRegistry:
@@ -212,14 +212,14 @@ class Server(Listener):
         beside = {listener.listener_name: listener.address for listener in self._beside}
         return {"address": self.address, "metrics": self.metrics_address, **beside}
 
-    def beside(self, config: ListenerConfig, *, name: str) -> Listener:
+    def beside(self, config: ListenerConfig, *, name: str) -> GrpcListener:
         """Another port, which starts, serves, drains and ends together with this server. Before start."""
-        listener = Listener(config, self._metrics.calls, name=name)
+        listener = GrpcListener(config, self._metrics.calls, name=name)
         self._beside.append(listener)
         return listener
 
     async def start(self) -> None:
-        """Listens everywhere; see Listener."""
+        """Listens everywhere; see GrpcListener."""
         self._metrics.start()
         await super().start()
         for listener in self._beside:
@@ -254,19 +254,19 @@ class Server(Listener):
         await asyncio.to_thread(self._metrics.stop)
 
 
-def _budget(config: ListenerConfig) -> RequestBudget:
-    return RequestBudget(
+def _budget(config: ListenerConfig) -> MemoryQuota:
+    return MemoryQuota(
         max_bytes=config.max_requests_mib << 20,
         message_bytes=config.max_message_mib << 20,
     )
 
 
-def _kinds(config: ListenerConfig) -> Kinds:
-    def calls() -> Places:
-        return Places(most=config.max_calls, share=config.peer_share, limit="max_calls")
+def _kinds(config: ListenerConfig) -> CallLimits:
+    def calls() -> CallLimit:
+        return CallLimit(most=config.max_calls, share=config.peer_share, limit="max_calls")
 
-    streams = Places(most=config.max_streams, share=config.peer_share, limit="max_streams")
-    return Kinds(short=calls(), streams=streams, streamed=calls(), of_grpc=calls(), of_grpc_streams=calls())
+    streams = CallLimit(most=config.max_streams, share=config.peer_share, limit="max_streams")
+    return CallLimits(short=calls(), streams=streams, streamed=calls(), of_grpc=calls(), of_grpc_streams=calls())
 
 
 def _most_calls(config: ListenerConfig) -> int:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from bottega.clocks import SteadyClock
 from bottega.errors import DataLoss, TooLarge
-from bottega.storage import faults
+from bottega.storage import os_errors
 from bottega.storage.content_files import ContentFolder, check, damaged
 from bottega.storage.thread import StorageThread
 
@@ -80,7 +80,7 @@ class ContentReader:
 
     def _read(self, offset: int, size_bytes: int) -> bytes:
         assert self._descriptor is not None, "read after close"
-        with faults.translated():
+        with os_errors.translated():
             data = os.pread(self._descriptor, size_bytes, offset)
         if len(data) != size_bytes:
             raise damaged(self._digest)
@@ -187,7 +187,7 @@ class ContentStore:
         return await self._writer.run(self._sweep)
 
     def _open(self) -> None:
-        with faults.translated():
+        with os_errors.translated():
             scan = self._folder.open()
         now, wall = self._steady(), self._clock()
         files = sorted(scan.files, key=lambda file: file.time)
@@ -204,7 +204,7 @@ class ContentStore:
 
     def _put(self, digest: str, data: bytes) -> None:
         self._check_opened()
-        with faults.translated():
+        with os_errors.translated():
             entry, now = self._entries.get(digest), self._steady()
             # What another process will read: too late a time keeps the file a little longer, too early a one loses it.
             stamp = max(now, self._clock())
@@ -222,7 +222,7 @@ class ContentStore:
         entry = self._entries.get(digest)
         if entry is None or entry.time + self._ttl_s <= self._steady():
             return None
-        with faults.translated():
+        with os_errors.translated():
             try:
                 descriptor = self._folder.open_file(digest)
             except FileNotFoundError:
@@ -240,14 +240,14 @@ class ContentStore:
 
     def _probe(self) -> None:
         self._check_opened()
-        with faults.translated():
+        with os_errors.translated():
             self._folder.probe()
 
     def _sweep(self) -> bool:
         self._check_opened()
         until = time.perf_counter() + _SLICE_S
         oldest = self._steady() - self._ttl_s
-        with faults.translated():
+        with os_errors.translated():
             while self._entries:
                 digest, entry = next(iter(self._entries.items()))
                 if entry.time > oldest and self.size_bytes <= self.budget_bytes:
@@ -276,4 +276,4 @@ class ContentStore:
 
     def _check_opened(self) -> None:
         if not self._opened:
-            raise faults.unavailable("the storage is not open", cause=faults.NOT_OPEN)
+            raise os_errors.unavailable("the storage is not open", cause=os_errors.NOT_OPEN)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.errors import DataLoss
-from bottega.storage import faults, folders
+from bottega.storage import folders, os_errors
 from bottega.storage.process_lock import ProcessLock
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -186,7 +186,7 @@ def _clear(path: Path) -> None:
     try:
         path.unlink()
     except OSError as error:
-        if error.errno not in faults.FORBIDDEN:
+        if error.errno not in os_errors.FORBIDDEN:
             raise
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from bottega.storage.faults import BUSY, unavailable
+from bottega.storage.os_errors import BUSY, unavailable
 
 ResultT = TypeVar("ResultT")
 
@@ -26,7 +26,7 @@ _MAX_WAITING = 1024
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Work:
+class StorageTask:
     """Something to do, and how it ended. size_bytes: about what it writes. outcome: belongs to the event loop.
 
     Whoever serves it says `result` or `error`, as often as it likes: the last word counts, and is told when the whole
@@ -54,7 +54,7 @@ class Work:
             self.outcome.set_result(self.result)
 
 
-def one_by_one(group: Sequence[Work]) -> None:
+def one_by_one(group: Sequence[StorageTask]) -> None:
     """Does each piece of work by itself."""
     for work in group:
         if work.wanted:
@@ -76,7 +76,7 @@ class StorageThread:
         self,
         name: str,
         *,
-        serve: Callable[[Sequence[Work]], None] = one_by_one,
+        serve: Callable[[Sequence[StorageTask]], None] = one_by_one,
         max_group: int = 1,
         max_group_bytes: int = 1,
         max_waiting: int = _MAX_WAITING,
@@ -85,8 +85,8 @@ class StorageThread:
         self._serve = serve
         self._max_group = max_group
         self._max_group_bytes = max_group_bytes
-        # Work comes from the event loop alone, so that whoever looks at the length before adding to it keeps the bound.
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        # Tasks come from the event loop alone, so that whoever looks at the length before adding to it keeps the bound.
+        self._queue: queue.SimpleQueue[StorageTask | None] = queue.SimpleQueue()
         self._max_waiting = max_waiting
         # A daemon, because nothing else lets a process end while its disk hangs.
         self._thread = threading.Thread(target=self._serve_all, name=name, daemon=True)
@@ -106,7 +106,7 @@ class StorageThread:
         """
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[ResultT] = loop.create_future()
-        self._enqueue(Work(do=do, size_bytes=size_bytes, outcome=outcome))
+        self._enqueue(StorageTask(do=do, size_bytes=size_bytes, outcome=outcome))
         giving_up: asyncio.TimerHandle
 
         def give_up(due: float) -> None:
@@ -129,7 +129,7 @@ class StorageThread:
             self._closed = True
             await asyncio.to_thread(self._end)
 
-    def _enqueue(self, work: Work) -> None:
+    def _enqueue(self, work: StorageTask) -> None:
         if self._closed:
             raise unavailable("the storage is closed", cause="ESHUTDOWN")
         if not self._started:
@@ -149,7 +149,7 @@ class StorageThread:
             if ended:
                 return
 
-    def _group(self, first: Work) -> tuple[list[Work], bool]:
+    def _group(self, first: StorageTask) -> tuple[list[StorageTask], bool]:
         """`first` and what else waits, within the bounds; and whether the end was among it."""
         group, size_bytes = [first], first.size_bytes
         with contextlib.suppress(queue.Empty):
@@ -168,7 +168,7 @@ class StorageThread:
             raise unavailable("the disk does not answer", cause="ETIMEDOUT")
 
 
-def _tell(group: Sequence[Work]) -> None:
+def _tell(group: Sequence[StorageTask]) -> None:
     """Tells all who wait for the group at once: a word to another thread costs as much as a small piece of work."""
 
     def tell() -> None:

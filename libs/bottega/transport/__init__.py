@@ -3,7 +3,7 @@
 A listener makes an offer, gRPC carries it, the other process connects; both have a Link then. What follows is one way
 of using it; the classes say what each call raises.
 
-    with Listener(Doors(unix_path=path, tcp=("127.0.0.1", 0))) as listener:
+    with LinkListener(Endpoints(unix_path=path, tcp=("127.0.0.1", 0))) as listener:
         offer = listener.offer()                        # offer_to_wire(offer) goes by gRPC
         link = listener.accept(offer, deadline)         # there: link = connect(offer_from_wire(message), deadline)
 
@@ -15,7 +15,7 @@ of using it; the classes say what each call raises.
         incoming.wait(1, deadline); use(incoming.view(0))       # torch.frombuffer(incoming.view(0), dtype=...)
         incoming.wait(2, deadline); use(incoming.view(1))
 
-What holds for every backend, and is tested for all by one suite (tests/service/test_transport_conformance.py):
+What holds for every backend, and is tested for all by one suite (tests/service/transport/test_conformance.py):
 
 - Each direction is ordered and has its own credit; nothing moves without one. Slots are the receiver's to give back.
 - A layout is registered before its first message, and a message's header is checked before its first byte moves.
@@ -57,31 +57,31 @@ core:
   joins `connect`'s ways before memfd, and says why when it does not pass.
 """
 
-from bottega.transport.binding import Doors
 from bottega.transport.boundary import link_boundary
-from bottega.transport.connecting import connect
-from bottega.transport.counters import Counters, Flow, Snapshot
-from bottega.transport.credentials import links_group
+from bottega.transport.channel.backend import Backend
+from bottega.transport.channel.limits import Limits
+from bottega.transport.channel.receiver import Incoming
+from bottega.transport.channel.sender import Outgoing
+from bottega.transport.connector import connect
+from bottega.transport.counters import LinkCounters, LinkStatistics, TransferStatistics
 from bottega.transport.deadline import Deadline
-from bottega.transport.files import SealedFile
+from bottega.transport.handshake.binding import Endpoints
+from bottega.transport.handshake.credentials import links_group
+from bottega.transport.handshake.offer import BackendChoice, MemfdEndpoint, Offer, TcpEndpoint
+from bottega.transport.handshake.offer_wire import offer_from_wire, offer_to_wire
+from bottega.transport.handshake.socket_folder import default_socket_path
+from bottega.transport.keepalive import Keepalive
 from bottega.transport.layout import DType, Layout, TensorSpec
-from bottega.transport.limits import Limits
 from bottega.transport.link import Link
-from bottega.transport.listener import Listener
-from bottega.transport.offer import Answer, MemfdEndpoint, Offer, TcpEndpoint
-from bottega.transport.offer_wire import offer_from_wire, offer_to_wire
-from bottega.transport.receiving import Incoming
-from bottega.transport.seam import Backend
-from bottega.transport.sending import Outgoing
-from bottega.transport.serving import MESSAGE_S, TOKEN_S, LinkLines, ServedLink, ServedLinks, send
-from bottega.transport.socket_folder import own_socket
-from bottega.transport.vigil import Vigil
+from bottega.transport.listener import LinkListener
+from bottega.transport.memory.sealed_file import SealedFile
+from bottega.transport.server import MESSAGE_S, TOKEN_S, LinkHandler, LinkLog, LinkServer, send
 
 __all__ = [
     "Link",
-    "Listener",
-    "Doors",
-    "own_socket",
+    "LinkListener",
+    "Endpoints",
+    "default_socket_path",
     "links_group",
     "connect",
     "Deadline",
@@ -93,21 +93,21 @@ __all__ = [
     "Outgoing",
     "Incoming",
     "Offer",
-    "Answer",
+    "BackendChoice",
     "Backend",
     "MemfdEndpoint",
     "TcpEndpoint",
-    "ServedLinks",
-    "ServedLink",
+    "LinkServer",
+    "LinkHandler",
     "send",
     "MESSAGE_S",
     "TOKEN_S",
-    "LinkLines",
-    "Vigil",
+    "LinkLog",
+    "Keepalive",
     "link_boundary",
     "offer_to_wire",
     "offer_from_wire",
-    "Counters",
-    "Snapshot",
-    "Flow",
+    "LinkCounters",
+    "LinkStatistics",
+    "TransferStatistics",
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
+class TransferStatistics:
     """One direction: whole messages, their bytes, and the seconds that they took altogether and at most.
 
     file_bytes: of files that messages carried; they were not moved, and are in none of the others.
@@ -25,24 +25,24 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class LinkStatistics:
     """The counters at one moment. deaths: by the error's name, orderly closes as LinkClosed."""
 
-    sent: Flow
-    received: Flow
+    sent: TransferStatistics
+    received: TransferStatistics
     credit_wait_s: float
     no_credit: int
     aborted: int
     deaths: Mapping[str, int]
 
 
-class Counters:
+class LinkCounters:
     """Counts for one link, or for as many as it is given to: a service exports one for each kind of link."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent = _Tally()
-        self._received = _Tally()
+        self._sent = _TransferCounter()
+        self._received = _TransferCounter()
         self._credit_wait_s = 0.0
         self._no_credit = 0
         self._aborted = 0
@@ -74,10 +74,10 @@ class Counters:
         with self._lock:
             self._deaths[cause] += 1
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> LinkStatistics:
         """All counters, of one moment."""
         with self._lock:
-            return Snapshot(
+            return LinkStatistics(
                 sent=self._sent.flow(),
                 received=self._received.flow(),
                 credit_wait_s=self._credit_wait_s,
@@ -87,8 +87,8 @@ class Counters:
             )
 
 
-class _Tally:
-    """A Flow in the making."""
+class _TransferCounter:
+    """Transfer statistics in the making."""
 
     __slots__ = ("_file_bytes", "_longest_s", "_messages", "_seconds", "_size_bytes")
 
@@ -103,8 +103,8 @@ class _Tally:
         self._seconds += seconds
         self._longest_s = max(self._longest_s, seconds)
 
-    def flow(self) -> Flow:
-        return Flow(
+    def flow(self) -> TransferStatistics:
+        return TransferStatistics(
             messages=self._messages,
             size_bytes=self._size_bytes,
             file_bytes=self._file_bytes,

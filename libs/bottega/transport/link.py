@@ -10,32 +10,32 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from bottega.errors import LinkClosed, LinkError
-from bottega.transport.buffers import Buffer
-from bottega.transport.counters import Counters
+from bottega.transport.channel.backend import ReceiverBackend, SenderBackend
+from bottega.transport.channel.buffers import Buffer
+from bottega.transport.channel.lifecycle import Lifecycle
+from bottega.transport.channel.limits import Limits
+from bottega.transport.channel.receiver import Incoming, Receiver
+from bottega.transport.channel.sender import Outgoing, Sender
+from bottega.transport.counters import LinkCounters
 from bottega.transport.deadline import Deadline
-from bottega.transport.files import SealedFile
+from bottega.transport.handshake.offer import BackendChoice
 from bottega.transport.layout import Layout
-from bottega.transport.life import Life
-from bottega.transport.limits import Limits
-from bottega.transport.offer import Answer
-from bottega.transport.receiving import Incoming, Receiver
-from bottega.transport.seam import Inlet, Outlet
-from bottega.transport.sending import Outgoing, Sender
+from bottega.transport.memory.sealed_file import SealedFile
 
 # After a link's death, for how long what it brought may still be looked at.
 LEASE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class LinkTerms:
     """What both ends agreed on. ours, theirs: what each takes in. lease_s: how long messages outlive the link here."""
 
     link_id: str
     epoch: int
-    answer: Answer
+    answer: BackendChoice
     ours: Limits
     theirs: Limits
-    counters: Counters
+    counters: LinkCounters
     lease_s: float = LEASE_S
 
 
@@ -49,12 +49,12 @@ class Link:
     an endless loop) cannot be told from a slow one: calls end at their deadlines, and the caller may end the link.
     """
 
-    def __init__(self, terms: Terms, outlet: Outlet, inlet: Inlet) -> None:
+    def __init__(self, terms: LinkTerms, outlet: SenderBackend, inlet: ReceiverBackend) -> None:
         self.link_id = terms.link_id
         self.epoch = terms.epoch
         self.answer = terms.answer
         self.counters = terms.counters
-        self._life = Life((outlet, inlet), terms.counters)
+        self._life = Lifecycle((outlet, inlet), terms.counters)
         self._sender = Sender(outlet, terms.theirs, self._life, terms.counters)
         self._receiver = Receiver(inlet, terms.ours, self._life, terms.counters, terms.lease_s)
 

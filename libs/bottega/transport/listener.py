@@ -25,36 +25,44 @@ from bottega.errors import (
     Violation,
 )
 from bottega.transport import registry
-from bottega.transport.binding import Doors, bind_tcp, bind_unix
-from bottega.transport.counters import Counters
-from bottega.transport.credentials import links_group
+from bottega.transport.backends.local import LocalDirection, LocalReceiver, LocalSender
+from bottega.transport.backends.memfd import MemfdReceiver, MemfdSender
+from bottega.transport.backends.tcp import TcpReceiver, TcpSender, tune
+from bottega.transport.channel.backend import Backend
+from bottega.transport.channel.limits import Limits
+from bottega.transport.counters import LinkCounters
 from bottega.transport.deadline import Deadline
-from bottega.transport.door import Door
-from bottega.transport.hello import Direction, Hello, Verdict
-from bottega.transport.identity import host_identity, process_identity
-from bottega.transport.limits import Limits
-from bottega.transport.link import LEASE_S, Link, Terms
-from bottega.transport.local import LocalDirection, LocalInlet, LocalOutlet
-from bottega.transport.memfd import MemfdInlet, MemfdOutlet
-from bottega.transport.memory import sharing_works
-from bottega.transport.offer import TOKEN_BYTES, Answer, MemfdEndpoint, Offer, TcpEndpoint, is_link_id, new_link_id
-from bottega.transport.seam import Backend
-from bottega.transport.tcp import TcpInlet, TcpOutlet, tune
-from bottega.transport.waiting import WaitingOffer, WaitingOffers
+from bottega.transport.handshake.acceptor import Acceptor
+from bottega.transport.handshake.binding import Endpoints, bind_tcp, bind_unix
+from bottega.transport.handshake.credentials import links_group
+from bottega.transport.handshake.identity import host_identity, process_identity
+from bottega.transport.handshake.messages import ClientHello, Direction, Verdict
+from bottega.transport.handshake.offer import (
+    TOKEN_BYTES,
+    BackendChoice,
+    MemfdEndpoint,
+    Offer,
+    TcpEndpoint,
+    is_link_id,
+    new_link_id,
+)
+from bottega.transport.handshake.pending_offers import PendingOffer, PendingOffers
+from bottega.transport.link import LEASE_S, Link, LinkTerms
+from bottega.transport.memory.mappings import sharing_failure
 
 # Of links whose newest epoch is remembered; what is forgotten can only be refused.
 _MAX_REMEMBERED = 4096
 
 
-class Listener:
+class LinkListener:
     """Offers links and accepts them. Any thread may call it. Close it: its links live on."""
 
     def __init__(
         self,
-        doors: Doors,
+        doors: Endpoints,
         *,
         limits: Limits | None = None,
-        counters: Counters | None = None,
+        counters: LinkCounters | None = None,
         token_s: float = 30.0,
         lease_s: float = LEASE_S,
     ) -> None:
@@ -67,18 +75,18 @@ class Listener:
         self._counters = counters
         self._lease_s = lease_s
         self._lock = threading.RLock()
-        self._waiting = WaitingOffers(self._lock, token_s=token_s)
+        self._waiting = PendingOffers(self._lock, token_s=token_s)
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._links: weakref.WeakValueDictionary[str, Link] = weakref.WeakValueDictionary()
         self._closed = False
         self._process = f"{process_identity()}/{secrets.token_hex(8)}"
         self._memfd: MemfdEndpoint | None = None
         self._tcp: TcpEndpoint | None = None
-        self._door = Door(self, self._bind(), group=links_group() if doors.unix_path else None)
+        self._door = Acceptor(self, self._bind(), group=links_group() if doors.unix_path else None)
         self._door.start()
         registry.add(self._process, self)
 
-    def __enter__(self) -> Listener:
+    def __enter__(self) -> LinkListener:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -140,7 +148,7 @@ class Listener:
         if self._memfd is not None:
             Path(self._memfd.path).unlink(missing_ok=True)
 
-    def token_for(self, hello: Hello) -> bytes | Verdict:
+    def token_for(self, hello: ClientHello) -> bytes | Verdict:
         """The token that this claim has to prove, or why it is not taken."""
         with self._lock:
             if hello.epoch < self._epochs.get(hello.link_id, 0):
@@ -150,7 +158,7 @@ class Listener:
                 return Verdict.REFUSED
             return waiting.offer.token
 
-    def enter(self, hello: Hello, connection: socket.socket) -> bool:
+    def enter(self, hello: ClientHello, connection: socket.socket) -> bool:
         """Takes a connection whose proof was right; False when the offer is used up meanwhile."""
         with self._lock:
             waiting = self._waiting.get(hello.link_id)
@@ -167,7 +175,7 @@ class Listener:
             waiting.changed.notify_all()
             return True
 
-    def enter_local(self, offer: Offer, limits: Limits, counters: Counters, lease_s: float) -> Link:
+    def enter_local(self, offer: Offer, limits: Limits, counters: LinkCounters, lease_s: float) -> Link:
         """The connecting end of a link within this process. Raises AuthFailed, StaleEpoch."""
         with self._lock:
             if offer.epoch < self._epochs.get(offer.link_id, 0):
@@ -178,10 +186,10 @@ class Listener:
                 raise AuthFailed("the listener does not take the offer: it was used or has expired; ask for a new one")
             forth, back = LocalDirection(), LocalDirection()
             reason = "both ends are in one process"
-            terms = self._terms(offer, Answer(backend=Backend.PROCESS, reason=reason), limits)
-            waiting.local = Link(terms, LocalOutlet(back), LocalInlet(forth))
+            terms = self._terms(offer, BackendChoice(backend=Backend.PROCESS, reason=reason), limits)
+            waiting.local = Link(terms, LocalSender(back), LocalReceiver(forth))
             waiting.changed.notify_all()
-        theirs = Terms(
+        theirs = LinkTerms(
             link_id=offer.link_id,
             epoch=offer.epoch,
             answer=terms.answer,
@@ -190,9 +198,9 @@ class Listener:
             counters=counters,
             lease_s=lease_s,
         )
-        return Link(theirs, LocalOutlet(forth), LocalInlet(back))
+        return Link(theirs, LocalSender(forth), LocalReceiver(back))
 
-    def _still_waiting(self, offer: Offer) -> WaitingOffer:
+    def _still_waiting(self, offer: Offer) -> PendingOffer:
         if self._closed:
             raise LinkClosed("this process takes no links any more")
         if offer.epoch < self._epochs.get(offer.link_id, 0):
@@ -204,7 +212,7 @@ class Listener:
             )
         return waiting
 
-    def _taken_up(self, waiting: WaitingOffer) -> Link | None:
+    def _taken_up(self, waiting: PendingOffer) -> Link | None:
         """The link if both directions are there; under the lock."""
         if waiting.local is not None:
             return self._waiting.take(waiting.offer.link_id).local
@@ -212,23 +220,23 @@ class Listener:
             return None
         return self._link(self._waiting.take(waiting.offer.link_id), waiting.hello)
 
-    def _link(self, waiting: WaitingOffer, hello: Hello) -> Link:
+    def _link(self, waiting: PendingOffer, hello: ClientHello) -> Link:
         sending = waiting.connections[Direction.LISTENER_SENDS]
         receiving = waiting.connections[Direction.CONNECTOR_SENDS]
-        answer = Answer(backend=hello.backend, reason=f"the other end came by {hello.backend}")
+        answer = BackendChoice(backend=hello.backend, reason=f"the other end came by {hello.backend}")
         terms = self._terms(waiting.offer, answer, hello.limits)
         if hello.backend == Backend.MEMFD:
-            return Link(terms, MemfdOutlet(sending), MemfdInlet(receiving, self._limits))
-        return Link(terms, TcpOutlet(sending), TcpInlet(receiving))
+            return Link(terms, MemfdSender(sending), MemfdReceiver(receiving, self._limits))
+        return Link(terms, TcpSender(sending), TcpReceiver(receiving))
 
-    def _terms(self, offer: Offer, answer: Answer, theirs: Limits) -> Terms:
-        return Terms(
+    def _terms(self, offer: Offer, answer: BackendChoice, theirs: Limits) -> LinkTerms:
+        return LinkTerms(
             link_id=offer.link_id,
             epoch=offer.epoch,
             answer=answer,
             ours=self._limits,
             theirs=theirs,
-            counters=self._counters or Counters(),
+            counters=self._counters or LinkCounters(),
             lease_s=self._lease_s,
         )
 
@@ -246,7 +254,7 @@ class Listener:
     def _bind(self) -> list[tuple[Backend, socket.socket]]:
         sockets: list[tuple[Backend, socket.socket]] = []
         try:
-            if self._doors.unix_path is not None and not sharing_works():
+            if self._doors.unix_path is not None and not sharing_failure():
                 sockets.append((Backend.MEMFD, bind_unix(self._doors.unix_path)))
                 self._memfd = MemfdEndpoint(path=str(self._doors.unix_path), host=host_identity())
             if self._doors.tcp is not None:

@@ -7,13 +7,13 @@ import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bottega.transport.listener import Listener
+    from bottega.transport.listener import LinkListener
 
 _lock = threading.Lock()
-_listeners: weakref.WeakValueDictionary[str, Listener] = weakref.WeakValueDictionary()
+_listeners: weakref.WeakValueDictionary[str, LinkListener] = weakref.WeakValueDictionary()
 
 
-def add(name: str, listener: Listener) -> None:
+def add(name: str, listener: LinkListener) -> None:
     """Makes a listener known."""
     with _lock:
         _listeners[name] = listener
@@ -25,7 +25,7 @@ def remove(name: str) -> None:
         _listeners.pop(name, None)
 
 
-def find(name: str) -> Listener | None:
+def find(name: str) -> LinkListener | None:
     """The listener of that name, if it is in this process and open."""
     with _lock:
         return _listeners.get(name)

@@ -8,20 +8,20 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
-from bottega.controlnet.catalogue import Catalogue
-from bottega.controlnet.config import ControlNetConfig, EngineConfig
-from bottega.controlnet.engine_front import EngineFront
-from bottega.controlnet.inspector import Inspector
+from bottega.controlnet.catalogue import ControlNetCatalogue
+from bottega.controlnet.config import ControlNetConfig, ControlNetEngineConfig
+from bottega.controlnet.engine_client import ControlNetEngineClient
+from bottega.controlnet.inspector import ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
-from bottega.controlnet.profiles import Profiles
+from bottega.controlnet.profiles import ProfileStore
 from bottega.controlnet.server import ControlNetServer, hold_catalogue, open_catalogue
 from bottega.controlnet.service import SERVICE_NAME, ControlNetService
-from bottega.process import Patience
-from bottega.rpc.boot import Life, boot
+from bottega.process import EngineTimeouts
+from bottega.rpc.operation.boot import ServiceHooks, boot
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.storage.process_lock import ProcessLock
-from bottega.transport import own_socket
+from bottega.transport import default_socket_path
 from bottega.v1 import controlnet_pb2_grpc
 
 
@@ -30,7 +30,7 @@ def main() -> int:
     return boot("controlnet", ControlNetConfig, _life_of, description="Bottega's ControlNet server")
 
 
-def _life_of(settings: ControlNetConfig) -> AbstractAsyncContextManager[Life]:
+def _life_of(settings: ControlNetConfig) -> AbstractAsyncContextManager[ServiceHooks]:
     # Its files are read here, where there is no event loop yet.
     lock = hold_catalogue(settings, state_folder())
     return _life(settings, lock, *open_catalogue(settings, state_folder()))
@@ -38,10 +38,10 @@ def _life_of(settings: ControlNetConfig) -> AbstractAsyncContextManager[Life]:
 
 @contextlib.asynccontextmanager
 async def _life(
-    settings: ControlNetConfig, lock: ProcessLock, catalogue: Catalogue, profiles: Profiles
-) -> AsyncIterator[Life]:
-    patience = Patience(start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
-    engine = EngineFront(_with_socket(settings.engine), patience=patience)
+    settings: ControlNetConfig, lock: ProcessLock, catalogue: ControlNetCatalogue, profiles: ProfileStore
+) -> AsyncIterator[ServiceHooks]:
+    patience = EngineTimeouts(start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
+    engine = ControlNetEngineClient(_with_socket(settings.engine), patience=patience)
     try:
         await engine.spawn()
         server = Server("controlnet", settings.server)
@@ -50,24 +50,26 @@ async def _life(
             catalogue=catalogue,
             profiles=profiles,
             engine=engine,
-            inspector=Inspector(),
+            inspector=ControlNetInspector(),
             metrics=ControlNetMetrics(server.registry),
             address=lambda: server.address,
             set_serving=server.set_serving,
         )
         controlnet_pb2_grpc.add_ControlNetServiceServicer_to_server(ControlNetService(controlnets), server.grpc)
         server.add_services([SERVICE_NAME])
-        yield Life(server=server, warm_up=controlnets.start, finish=controlnets.drain, shut_down=controlnets.stop)
+        yield ServiceHooks(
+            server=server, warm_up=controlnets.start, finish=controlnets.drain, shut_down=controlnets.stop
+        )
     finally:
         await engine.stop()
         lock.release()
 
 
-def _with_socket(engine: EngineConfig) -> EngineConfig:
+def _with_socket(engine: ControlNetEngineConfig) -> ControlNetEngineConfig:
     """With the path of a unix socket, where none is configured: the same for every engine of this process."""
     if engine.links_socket != "":
         return engine
-    return replace(engine, links_socket=str(own_socket("controlnet")))
+    return replace(engine, links_socket=str(default_socket_path("controlnet")))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bottega import rules
-from bottega.controlnet.record import read_record, unusable, write_record
+from bottega.controlnet.json_file import read_record, unusable, write_record
 from bottega.errors import ConfigError, ControlNetExists, InvalidRequest, TooLarge, Violation
-from bottega.storage.below import check_below, listed, resolved_below
+from bottega.storage.contained_paths import check_below, listed, resolved_below
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _MOST = 1024
 _MAX_PATH_CHARACTERS = 4096
 
 
-class Catalogue:
+class ControlNetCatalogue:
     """fixed: those of the configuration. root: below it are the folders that may be added; None allows none.
 
     Its calls may wait for the disk. Raises ConfigError where the file cannot be used, or a fixed name is none.

@@ -16,7 +16,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class ControlNetEngineConfig:
     """What the engine process may be told.
 
     device: auto, cpu, cuda or cuda:N. dtype: that of the workers' models. threads: 0 leaves the number to torch.
@@ -62,7 +62,7 @@ class ControlNetConfig:
     name: Annotated[str, Field(max_length=128)] = ""
     gateway: str = "127.0.0.1:8472"
     server: ServerConfig = field(default_factory=ServerConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: ControlNetEngineConfig = field(default_factory=ControlNetEngineConfig)
     controlnets: dict[str, str] = field(default_factory=dict)
     root: str = ""
     catalogue: str = ""

@@ -9,11 +9,11 @@ import argparse
 import json
 import os
 
-from bottega.controlnet.config import EngineConfig
+from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.diffusion.lean_imports import lean_imports
-from bottega.process import Channel
+from bottega.process import FramedPipe
 from bottega.process.memory import give_back_at_rest, keep_freed_memory
-from bottega.rpc import logs
+from bottega.rpc.operation import logs
 
 
 def main() -> int:
@@ -22,14 +22,14 @@ def main() -> int:
         prog="python -m bottega.controlnet.engine", description="A server's engine process"
     )
     parser.add_argument("--fd", type=int, required=True, help="the pipe to the front")
-    parser.add_argument("--config-json", type=json.loads, required=True, help="EngineConfig as JSON")
+    parser.add_argument("--config-json", type=json.loads, required=True, help="ControlNetEngineConfig as JSON")
     arguments = parser.parse_args()
     logs.configure("engine", "info")
     keep_freed_memory()
     give_back_at_rest()
     with lean_imports():
         from bottega.controlnet.engine_loop import run
-    return run(Channel.from_fd(arguments.fd), EngineConfig(**arguments.config_json))
+    return run(FramedPipe.from_fd(arguments.fd), ControlNetEngineConfig(**arguments.config_json))
 
 
 if __name__ == "__main__":

@@ -17,15 +17,15 @@ from pathlib import Path
 import torch
 from diffusers.utils import logging as diffusers_logging
 
-from bottega.controlnet.config import EngineConfig
-from bottega.controlnet.forwards import Forwards
-from bottega.controlnet.hosts import Hosts
-from bottega.controlnet.links import Links
-from bottega.diffusion.faults import named
-from bottega.diffusion.model import DTYPES, pick_device
+from bottega.controlnet.batch_executor import BatchExecutor
+from bottega.controlnet.config import ControlNetEngineConfig
+from bottega.controlnet.links import ControlNetLinks
+from bottega.controlnet.model_registry import ModelRegistry
+from bottega.diffusion.errors import named
+from bottega.diffusion.model.model import DTYPES, pick_device
 from bottega.errors import BottegaError, Unavailable
-from bottega.process import Channel
-from bottega.rpc.link_counts import link_counts
+from bottega.process import FramedPipe
+from bottega.rpc.operation.link_metrics import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.transport import offer_to_wire
 from bottega.v1 import controlnet_engine_pb2 as pb
@@ -35,13 +35,13 @@ _log = logging.getLogger(__name__)
 _BEAT_S = 0.1
 
 
-def run(channel: Channel, config: EngineConfig) -> int:
+def run(channel: FramedPipe, config: ControlNetEngineConfig) -> int:
     """Serves until the front is gone. Returns 1 with a log line when it cannot start."""
     diffusers_logging.set_verbosity_error()
     if config.threads:
         torch.set_num_threads(config.threads)
     try:
-        EngineProcess(channel, config, pick_device(config.device)).run()
+        ControlNetEngineLoop(channel, config, pick_device(config.device)).run()
     except Unavailable:
         return 0  # the front is gone
     except (BottegaError, OSError, ValueError) as error:
@@ -50,16 +50,16 @@ def run(channel: Channel, config: EngineConfig) -> int:
     return 0
 
 
-class EngineProcess:
+class ControlNetEngineLoop:
     """Reads commands, computes, says what happened."""
 
-    def __init__(self, channel: Channel, config: EngineConfig, device: torch.device) -> None:
+    def __init__(self, channel: FramedPipe, config: ControlNetEngineConfig, device: torch.device) -> None:
         self._channel = channel
         dtype = DTYPES[config.dtype]
         self._beaten_s = 0.0
-        self._forwards = Forwards(max_rows=config.max_rows, fixed_rows=config.fixed_rows)
-        self._hosts = Hosts(budget_bytes=config.budget_bytes, device=device, dtype=dtype, alive=self._alive)
-        self._links = Links(config, hosts=self._hosts, forwards=self._forwards)
+        self._forwards = BatchExecutor(max_rows=config.max_rows, fixed_rows=config.fixed_rows)
+        self._hosts = ModelRegistry(budget_bytes=config.budget_bytes, device=device, dtype=dtype, alive=self._alive)
+        self._links = ControlNetLinks(config, hosts=self._hosts, forwards=self._forwards)
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
         ready = pb.ControlNetEngineReady(device=str(device), dtype=config.dtype)
         self._say(pb.ControlNetEngineEvent(ready=ready))

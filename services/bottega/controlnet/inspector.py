@@ -13,13 +13,13 @@ import resource
 from pathlib import Path
 
 from bottega.errors import ControlNetUnusable, InternalError, Unavailable
-from bottega.process import Child
+from bottega.process import ChildProcess
 from bottega.rpc.status import from_job_error
 from bottega.v1 import controlnet_engine_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
-MODULE = "bottega.controlnet.inspecting"
+MODULE = "bottega.controlnet.inspection_process"
 
 # An interpreter that imports torch and Diffusers takes 4 s; this is for a machine that is busy with everything else.
 _START_S = 60.0
@@ -32,12 +32,12 @@ _IDLE_S = 60.0
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-class Inspector:
+class ControlNetInspector:
     """`stop` after the last call. idle_s: without a call, after which its process ends."""
 
     def __init__(self, *, idle_s: float = _IDLE_S) -> None:
         self._idle_s = idle_s
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self._one_at_a_time = asyncio.Lock()
         self._resting: asyncio.Task[None] | None = None
         self._stopped = False
@@ -74,7 +74,7 @@ class Inspector:
             self._stay_awake()
             await self._end()
 
-    async def _asked(self, child: Child, call: pb.ControlNetEngineHost) -> pb.ControlNetEngineHosted:
+    async def _asked(self, child: ChildProcess, call: pb.ControlNetEngineHost) -> pb.ControlNetEngineHosted:
         answered = None
         try:
             async with asyncio.timeout(_DEADLINE_S):
@@ -94,11 +94,11 @@ class Inspector:
             )
         return pb.ControlNetEngineHosted.FromString(answered)
 
-    async def _started(self) -> Child:
+    async def _started(self) -> ChildProcess:
         if self._child and self._child.exit_code is None:
             return self._child
         await self._end()
-        self._child = await Child.start(MODULE, env=_ENVIRONMENT, limits={resource.RLIMIT_CORE: 0})
+        self._child = await ChildProcess.start(MODULE, env=_ENVIRONMENT, limits={resource.RLIMIT_CORE: 0})
         try:
             async with asyncio.timeout(_START_S):
                 ready = await self._child.channel.recv()

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from bottega.controlnet.config import EngineConfig
-from bottega.controlnet.forwards import Forwards
-from bottega.controlnet.hosts import Hosts
-from bottega.controlnet.worker_link import WorkerLink
+from bottega.controlnet.batch_executor import BatchExecutor
+from bottega.controlnet.config import ControlNetEngineConfig
+from bottega.controlnet.model_registry import ModelRegistry
+from bottega.controlnet.worker_link import ControlNetWorkerLink
 from bottega.rpc.address import split
-from bottega.transport import TOKEN_S, Counters, Doors, Limits, Listener, ServedLinks, TcpEndpoint
+from bottega.transport import TOKEN_S, Endpoints, Limits, LinkCounters, LinkListener, LinkServer, TcpEndpoint
 
 # Taken only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=8, slot_bytes=128 << 20)
 
 
-class Links(ServedLinks[WorkerLink]):
-    """See ServedLinks. counters: of all. Raises ConfigError when an address cannot be bound."""
+class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
+    """See LinkServer. counters: of all. Raises ConfigError when an address cannot be bound."""
 
-    def __init__(self, config: EngineConfig, *, hosts: Hosts, forwards: Forwards) -> None:
-        self.counters = Counters()
-        listener = Listener(_doors(config), limits=_LIMITS, counters=self.counters, token_s=TOKEN_S)
+    def __init__(self, config: ControlNetEngineConfig, *, hosts: ModelRegistry, forwards: BatchExecutor) -> None:
+        self.counters = LinkCounters()
+        listener = LinkListener(_doors(config), limits=_LIMITS, counters=self.counters, token_s=TOKEN_S)
         super().__init__(
             listener,
             service="the ControlNet server",
-            serve=lambda offer, worker, on_end: WorkerLink(
+            serve=lambda offer, worker, on_end: ControlNetWorkerLink(
                 listener,
                 offer,
                 worker=worker,
@@ -48,7 +48,7 @@ def _endpoint(address: str) -> TcpEndpoint:
     return TcpEndpoint(host=host, port=port)
 
 
-def _doors(config: EngineConfig) -> Doors:
+def _doors(config: ControlNetEngineConfig) -> Endpoints:
     tcp = split(config.links_listen) if config.links_listen else None
     unix_path = Path(config.links_socket) if config.links_socket else None
-    return Doors(tcp=tcp, unix_path=unix_path)
+    return Endpoints(tcp=tcp, unix_path=unix_path)

@@ -8,14 +8,14 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from bottega import rules
-from bottega.controlnet.record import read_record, unusable, write_record
+from bottega.controlnet.json_file import read_record, unusable, write_record
 from bottega.v1.controlnet_pb2 import ResidualProfile
 
 # ControlNets; those that were profiled first are forgotten first. Several times what a server hosts.
 _MOST = 4096
 
 
-class Profiles:
+class ProfileStore:
     """Its calls may wait for the disk. Raises ConfigError where the file cannot be used."""
 
     def __init__(self, file: Path) -> None:

@@ -12,17 +12,17 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from bottega.controlnet.catalogue import Catalogue
+from bottega.controlnet.catalogue import ControlNetCatalogue
 from bottega.controlnet.config import ControlNetConfig
-from bottega.controlnet.engine_front import EngineFront
-from bottega.controlnet.inspector import Inspector
+from bottega.controlnet.engine_client import ControlNetEngineClient
+from bottega.controlnet.inspector import ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
-from bottega.controlnet.profiles import Profiles
+from bottega.controlnet.profiles import ProfileStore
 from bottega.errors import BottegaError, ControlNetNotFound, Draining, InternalError, Unavailable
 from bottega.miniature import WEIGHTS
 from bottega.process.memory import resident_bytes
-from bottega.rpc.fleet import FleetMembership
-from bottega.storage import faults, folders
+from bottega.rpc.fleet_membership import FleetMembership
+from bottega.storage import folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.v1 import fleet_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
@@ -46,10 +46,10 @@ class ControlNetServer:
         self,
         config: ControlNetConfig,
         *,
-        catalogue: Catalogue,
-        profiles: Profiles,
-        engine: EngineFront,
-        inspector: Inspector,
+        catalogue: ControlNetCatalogue,
+        profiles: ProfileStore,
+        engine: ControlNetEngineClient,
+        inspector: ControlNetInspector,
         metrics: ControlNetMetrics,
         address: Callable[[], str],
         set_serving: Callable[[bool], Awaitable[None]],
@@ -271,24 +271,24 @@ def hold_catalogue(config: ControlNetConfig, state_folder: Path) -> ProcessLock:
     """
     file = _catalogue_file(config, state_folder)
     lock = ProcessLock(file.with_suffix(".lock"), of=file)
-    with faults.translated():
+    with os_errors.translated():
         try:
             folders.make(file.parent)
             lock.take()
         except HeldElsewhere as held:
             raise Unavailable(f"{held} (key catalogue)") from None
         except OSError as error:
-            if error.errno not in faults.FORBIDDEN:  # where nothing can be written, nobody overwrites anything
+            if error.errno not in os_errors.FORBIDDEN:  # where nothing can be written, nobody overwrites anything
                 raise
     return lock
 
 
-def open_catalogue(config: ControlNetConfig, state_folder: Path) -> tuple[Catalogue, Profiles]:
+def open_catalogue(config: ControlNetConfig, state_folder: Path) -> tuple[ControlNetCatalogue, ProfileStore]:
     """The catalogue that the configuration means, and the profiles beside it. Raises ConfigError."""
     file = _catalogue_file(config, state_folder)
     fixed = {name: _EMBEDDED.get(folder, folder) for name, folder in config.controlnets.items()}
-    catalogue = Catalogue(file, root=Path(config.root) if config.root else None, fixed=fixed)
-    return catalogue, Profiles(file.with_suffix(".profiles.json"))
+    catalogue = ControlNetCatalogue(file, root=Path(config.root) if config.root else None, fixed=fixed)
+    return catalogue, ProfileStore(file.with_suffix(".profiles.json"))
 
 
 def _catalogue_file(config: ControlNetConfig, state_folder: Path) -> Path:

@@ -11,24 +11,24 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bottega.controlnet.answers import refusal, send_residuals
-from bottega.controlnet.forwards import Forwards, Residuals, Work
-from bottega.controlnet.hosts import Hosts, Wanted
-from bottega.diffusion.control_messages import (
-    Kind,
+from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequest
+from bottega.controlnet.link_responses import refusal, send_residuals
+from bottega.controlnet.model_registry import ControlNetReference, ModelRegistry
+from bottega.diffusion.controlnets import ControlNetLease, ControlRow, ControlSession
+from bottega.diffusion.controlnets.messages import (
+    ControlMessageKind,
+    ControlStep,
     Opening,
-    Session,
-    Step,
+    SessionSpec,
     kind_of,
     number_message,
     read_number,
     read_opening,
     read_step,
 )
-from bottega.diffusion.controlnets import ControlRow, ControlSession, Hold
-from bottega.diffusion.faults import named
+from bottega.diffusion.errors import named
 from bottega.errors import BottegaError, Draining, NoSharedMemory, TooLarge
-from bottega.transport import Incoming, Link, Listener, Offer, ServedLink, send
+from bottega.transport import Incoming, Link, LinkHandler, LinkListener, Offer, send
 
 # Of one worker at a time; a worker runs some tens of requests, with at most eight ControlNets each.
 _MOST_SESSIONS = 512
@@ -39,41 +39,41 @@ _MOST_PIXELS = 16 << 20
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Loan:
+class _ControlLease:
     """What one request has borrowed."""
 
     opening: Opening
-    hold: Hold
+    hold: ControlNetLease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Session:
+class _OpenSession:
     """A session that can be asked. shape: of its samples, [channels, height, width]."""
 
     control: ControlSession
     shape: tuple[int, int, int]
 
 
-class WorkerLink(ServedLink):
-    """See ServedLink. draining: whether no sessions are begun any more."""
+class ControlNetWorkerLink(LinkHandler):
+    """See LinkHandler. draining: whether no sessions are begun any more."""
 
     def __init__(
         self,
-        listener: Listener,
+        listener: LinkListener,
         offer: Offer,
         *,
         worker: str,
-        hosts: Hosts,
-        forwards: Forwards,
+        hosts: ModelRegistry,
+        forwards: BatchExecutor,
         draining: Callable[[], bool],
-        on_end: Callable[[ServedLink], None],
+        on_end: Callable[[LinkHandler], None],
     ) -> None:
         super().__init__(listener, offer, service="the ControlNet server", worker=worker, on_end=on_end)
         self._hosts = hosts
         self._forwards = forwards
         self._draining = draining
-        self._loans: dict[int, _Loan] = {}
-        self._sessions: dict[int, _Session] = {}
+        self._loans: dict[int, _ControlLease] = {}
+        self._sessions: dict[int, _OpenSession] = {}
         self._changing = threading.Lock()  # of loans and sessions, by the two threads
 
     @property
@@ -83,26 +83,26 @@ class WorkerLink(ServedLink):
         return Counter(control.name for loan in loans for control in loan.opening.controls)
 
     def take(self, incoming: Incoming) -> None:
-        """See ServedLink. A step is given back with its answer, so that its slots bound what is held here."""
+        """See LinkHandler. A step is given back with its answer, so that its slots bound what is held here."""
         layout = incoming.layout
         views = [incoming.view(index) for index in range(len(layout.specs))]
         kind = kind_of(layout)
-        if kind is Kind.STEP:
+        if kind is ControlMessageKind.STEP:
             self._step(read_step(layout, views), incoming)
             return
         with incoming:
             match kind:
-                case Kind.OPEN:
+                case ControlMessageKind.OPEN:
                     self._open(read_opening(layout, views))
-                case Kind.CLOSE:
+                case ControlMessageKind.CLOSE:
                     self._give_back(read_number(layout, views))
-                case Kind.PING:
-                    self.say(number_message(Kind.PONG, self._forwards.pulse))
+                case ControlMessageKind.PING:
+                    self.say(number_message(ControlMessageKind.PONG, self._forwards.pulse))
                 case _:
                     raise ValueError(f"a worker says no {kind}")
 
     def end(self) -> None:
-        """See ServedLink."""
+        """See LinkHandler."""
         self._forwards.drop(self)
         for number in list(self._loans):
             self._give_back(number)
@@ -110,7 +110,7 @@ class WorkerLink(ServedLink):
     def _open(self, opening: Opening) -> None:
         """Begins a loan. What is wrong with the message is raised; what cannot be served is answered."""
         self._check(opening)
-        wanted = [Wanted(name=session.name, digest=session.digest) for session in opening.sessions]
+        wanted = [ControlNetReference(name=session.name, digest=session.digest) for session in opening.sessions]
         try:
             if self._draining():
                 raise Draining("the ControlNet server is stopping")
@@ -118,7 +118,7 @@ class WorkerLink(ServedLink):
         except BottegaError as error:
             self.say(refusal(error, loan=opening.loan))
             return
-        self._loans[opening.loan] = _Loan(opening=opening, hold=hold)
+        self._loans[opening.loan] = _ControlLease(opening=opening, hold=hold)
         # Called by whoever loads, under its lock: what is to be done is done by the thread that answers.
         hold.nets.add_done_callback(lambda _: self.answer(lambda link: self._opened(link, opening.loan)))
 
@@ -148,8 +148,8 @@ class WorkerLink(ServedLink):
             if number not in self._loans:
                 return
             for opened, session in zip(loan.opening.sessions, sessions, strict=True):
-                self._sessions[opened.number] = _Session(control=session, shape=_latent_shape(opened, session))
-        send(link, number_message(Kind.OPENED, number))
+                self._sessions[opened.number] = _OpenSession(control=session, shape=_latent_shape(opened, session))
+        send(link, number_message(ControlMessageKind.OPENED, number))
 
     def _give_back(self, number: int) -> None:
         """Ends a loan. Harmless when there is none: a refused one is closed too."""
@@ -160,7 +160,7 @@ class WorkerLink(ServedLink):
         if loan is not None:
             self._hosts.shelf.give_back(loan.hold)
 
-    def _step(self, step: Step, incoming: Incoming) -> None:
+    def _step(self, step: ControlStep, incoming: Incoming) -> None:
         """Has a step computed."""
         if len(step.entries) > _MOST_ROWS:
             raise ValueError(f"a step has at most {_MOST_ROWS} rows")
@@ -177,7 +177,7 @@ class WorkerLink(ServedLink):
         def done(outcome: Sequence[Residuals] | BottegaError) -> None:
             self.answer(lambda link: self._hand_out(link, step.number, rows, outcome, incoming))
 
-        self._forwards.put(Work(owner=self, rows=rows, done=done))
+        self._forwards.put(StepRequest(owner=self, rows=rows, done=done))
 
     def _hand_out(
         self,
@@ -197,6 +197,6 @@ class WorkerLink(ServedLink):
             send(link, refusal(outcome, step=number))
 
 
-def _latent_shape(opened: Session, session: ControlSession) -> tuple[int, int, int]:
+def _latent_shape(opened: SessionSpec, session: ControlSession) -> tuple[int, int, int]:
     layout = session.net.layout
     return layout.latent_channels, opened.height // layout.latent_scale, opened.width // layout.latent_scale

@@ -4,12 +4,12 @@ What is what when things die, on one page. Each part is a small state machine th
 message between them may be lost, doubled or late: each is safe to hear again, and one that counts no more changes
 nothing.
 
-A job (jobs.py; durable: job_store/records.py; what follows from an attempt: aftermath.py). A number fences every
-attempt; only the newest is listened to.
+A job (jobs/job.py; durable: jobs/store/record.py; what follows from an attempt: scheduling/outcomes.py).
+A number fences every attempt; only the newest is listened to.
 
     state      what happens                                     next
-    queued     a worker is free for it (scheduler.py)           running, with the next number
-               its deadline passes, or cannot be met any more   failed (deadlines.py, standings.py)
+    queued     a worker is free for it (scheduling/policy.py)           running, with the next number
+               its deadline passes, or cannot be met any more   failed (jobs/deadlines.py, scheduling/estimates.py)
                no worker of its model within the grace          failed: NO_WORKER
                nobody hosts a ControlNet of it, for the grace   failed: NO_CONTROLNET
     running    progress, checkpoint of the newest attempt       running
@@ -28,7 +28,7 @@ A suspect runs alone: it takes an idle worker, or has one cleared; nobody joins 
 than it was at the death. A suspect that was cleared so and sees another death stays one until its end. So a job meets
 at most two deaths beside others, nobody fails for a neighbour's sake, and what kills is out after two more.
 
-An attempt, as the worker holds it (worker/attempts.py, worker/commission.py)
+An attempt, as the worker holds it (worker/attempts.py, worker/attempt_runner.py)
 
     accepted   the engine begins                                running
     running    images are encoded                               completed
@@ -38,7 +38,7 @@ An attempt, as the worker holds it (worker/attempts.py, worker/commission.py)
     ended      RunAttempt of the same number                    told again, until the grace is over or room is needed
                anything else                                    as it is
 
-A worker, as the gateway sees it (fleet.py). Its lease is renewed by every report.
+A worker, as the gateway sees it (fleet/registry.py). Its lease is renewed by every report.
 
     unknown    Join                                             here: it gets jobs; attempts that count no more are
                                                                 stopped on its reports
@@ -52,7 +52,7 @@ A worker, as the gateway sees it (fleet.py). Its lease is renewed by every repor
                silence for the lease                            lost
     lost       Join                                             here, as a new one
 
-A worker's engine (worker/engine_front.py): starting, ready, dead. No word for hang_s, or no step for stall_s with work
+A worker's engine (worker/engine_client.py): starting, ready, dead. No word for hang_s, or no step for stall_s with work
 there, is death. A worker whose engine is dead is not in the fleet.
 
 The gateway (gateway.py). A tick that is late renews all leases: whoever was itself late declares nobody dead.
@@ -62,9 +62,9 @@ The gateway (gateway.py). A tick that is late renews all leases: whoever was its
     draining   the rest has ended, or the grace is over         stopped; what is left is in the store
     dead       started again                                    starting; live jobs are queued again, and those that ran
                                                                 are held a moment for the worker that still has them
-                                                                (adoption.py), and go on there even if it comes later,
+                                                                (scheduling/recovery.py), and go on there even later,
                                                                 unless they were begun anew; numbers carry the life, so
                                                                 that those of an earlier one are never given again
     serving    the disk cannot be written                       paused: nothing is taken or handed out; what was drawn
-                                                                is kept, and written when it is back (storehouse.py)
+                                                                is kept, and written when it is back (jobs/storage.py)
 """

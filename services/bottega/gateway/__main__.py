@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.gateway import Gateway
-from bottega.rpc.boot import Life, boot
+from bottega.rpc.operation.boot import ServiceHooks, boot
 
 # Later than any start whose disk can be used: until then, whoever waits for the gateway waits for one that serves.
 _ANSWERS_AFTER_S = 5.0
@@ -20,9 +20,9 @@ def main() -> int:
 
 
 @contextlib.asynccontextmanager
-async def _life(config: GatewayConfig) -> AsyncIterator[Life]:
+async def _life(config: GatewayConfig) -> AsyncIterator[ServiceHooks]:
     gateway = Gateway(config)
-    yield Life(
+    yield ServiceHooks(
         server=gateway.server,
         warm_up=gateway.warm_up,
         finish=gateway.finish,

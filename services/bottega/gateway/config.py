@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 from pydantic import ConfigDict, Field
 
 from bottega.config import STRICT
-from bottega.gateway.jobs import MOST_ATTEMPTS
-from bottega.gateway.join_limits import MAX_NAMELESS
+from bottega.gateway.fleet.join_limits import MAX_NAMELESS
+from bottega.gateway.jobs.job import MOST_ATTEMPTS
 from bottega.rpc.server import ListenerConfig, ServerConfig
 
 DEFAULT_ADDRESS = "127.0.0.1:8470"

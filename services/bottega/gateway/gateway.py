@@ -11,27 +11,27 @@ from pathlib import Path
 
 from bottega.codec import CodecPool
 from bottega.errors import StorageUnavailable
+from bottega.gateway.addons.controlnets.client import GrpcControlNetClient
+from bottega.gateway.addons.controlnets.placement import ControlNetPlacement
+from bottega.gateway.addons.controlnets.prefetch import ControlNetPrefetcher
+from bottega.gateway.addons.loras.client import GrpcLoraClient
+from bottega.gateway.addons.loras.resolver import LoraResolver
+from bottega.gateway.api.admission import Admission
+from bottega.gateway.api.fleet_service import FleetNotServedHere, FleetService
+from bottega.gateway.api.image_service import ImageService
 from bottega.gateway.clock import Clock
 from bottega.gateway.config import GatewayConfig
-from bottega.gateway.controlnet_client import GrpcControlNetClient
-from bottega.gateway.dispatch import Dispatcher
-from bottega.gateway.fleet import Fleet
-from bottega.gateway.fleet_service import FleetElsewhere, FleetService
-from bottega.gateway.foreman import Foreman
-from bottega.gateway.intake import Intake
-from bottega.gateway.job_log import JobLog
-from bottega.gateway.job_store import SqliteJobStore
-from bottega.gateway.join_limits import JoinBounds
-from bottega.gateway.lora_client import GrpcLoraClient
-from bottega.gateway.loras import LoraDesk
+from bottega.gateway.dispatch.dispatcher import Dispatcher
+from bottega.gateway.dispatch.worker_client import GrpcWorkerClient
+from bottega.gateway.fleet.join_limits import JoinBounds
+from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.jobs.provenance import version
+from bottega.gateway.jobs.repository import JobRepository
+from bottega.gateway.jobs.storage import Storage
+from bottega.gateway.jobs.store import SqliteJobStore
 from bottega.gateway.metrics import GatewayMetrics
-from bottega.gateway.placement import Placement
-from bottega.gateway.prefetch import Prefetcher
-from bottega.gateway.provenance import version
-from bottega.gateway.queueing import JobQueue
-from bottega.gateway.service import ImageService
-from bottega.gateway.storehouse import Storehouse
-from bottega.gateway.worker_client import GrpcWorkerClient
+from bottega.gateway.scheduling.controller import JobController
+from bottega.gateway.scheduling.queue import JobQueue
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.storage import ContentStore
@@ -68,14 +68,14 @@ class Gateway:
             ),
             clock=clock,
         )
-        placement = Placement(fleet=fleet, clock=clock)
-        self._loras = LoraDesk(connect=GrpcLoraClient, fleet=fleet)
+        placement = ControlNetPlacement(fleet=fleet, clock=clock)
+        self._loras = LoraResolver(connect=GrpcLoraClient, fleet=fleet)
         _watch_controlnets(fleet, metrics)
         self._storehouse = storehouse = _storehouse(config, metrics, clock)
-        self._jobs = log = JobLog(storehouse=storehouse, clock=clock)
+        self._jobs = log = JobRepository(storehouse=storehouse, clock=clock)
         queue = JobQueue(max_jobs=config.max_queued, budget_bytes=config.max_queued_bytes, clock=clock)
         self._codec = CodecPool(processes=config.codec_processes, max_wait_s=_INSPECTION_WAIT_S)
-        self._foreman = Foreman(
+        self._foreman = JobController(
             fleet=fleet,
             dispatcher=Dispatcher(
                 connect=GrpcWorkerClient,
@@ -85,7 +85,7 @@ class Gateway:
                 max_result_bytes=config.max_result_bytes,
             ),
             placement=placement,
-            prefetcher=Prefetcher(connect=GrpcControlNetClient, placement=placement, metrics=metrics),
+            prefetcher=ControlNetPrefetcher(connect=GrpcControlNetClient, placement=placement, metrics=metrics),
             lora_sizes=self._loras.sizes,
             queue=queue,
             log=log,
@@ -95,7 +95,7 @@ class Gateway:
             hold_s=config.hold_s,
             clock=clock,
         )
-        intake = Intake(
+        intake = Admission(
             fleet=fleet,
             loras=self._loras,
             foreman=self._foreman,
@@ -118,7 +118,7 @@ class Gateway:
         )
         image_pb2_grpc.add_ImageServiceServicer_to_server(images, self.server.grpc)
         # It refuses, and says where to go: without it gRPC may end a Join that is being written with INTERNAL.
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetElsewhere(), self.server.grpc)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetNotServedHere(), self.server.grpc)
         self.server.add_services([image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name])
         members = FleetService(fleet=fleet, queue=queue, this=self._this, clock=clock)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.fleet_listener.grpc)
@@ -198,11 +198,11 @@ def _watch_controlnets(fleet: Fleet, metrics: GatewayMetrics) -> None:
         metrics.watch_controlnets(name, functools.partial(fleet.hosting.count, number))
 
 
-def _storehouse(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Storehouse:
+def _storehouse(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Storage:
     folder = Path(config.state) if config.state else state_folder() / "gateway"
     jobs = SqliteJobStore(folder / "jobs.sqlite", on_commit=metrics.committed)
     metrics.watch_store(lambda: jobs.waiting)
-    return Storehouse(
+    return Storage(
         folder=folder,
         jobs=jobs,
         images=ContentStore(

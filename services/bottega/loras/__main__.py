@@ -11,7 +11,7 @@ from bottega.loras.config import LoraConfig
 from bottega.loras.metrics import LoraMetrics
 from bottega.loras.service import SERVICE_NAME, LoraService
 from bottega.loras.store import LoraStore
-from bottega.rpc.boot import Life, boot
+from bottega.rpc.operation.boot import ServiceHooks, boot
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.v1 import lora_pb2_grpc
@@ -33,10 +33,10 @@ def build(settings: LoraConfig, folder: Path) -> tuple[Server, LoraStore]:
 
 
 @contextlib.asynccontextmanager
-async def _life(settings: LoraConfig) -> AsyncIterator[Life]:
+async def _life(settings: LoraConfig) -> AsyncIterator[ServiceHooks]:
     folder = Path(settings.folder) if settings.folder else state_folder() / "loras"
     server, store = build(settings, folder)
-    yield Life(server=server, warm_up=store.start, finish=store.drain, shut_down=store.stop)
+    yield ServiceHooks(server=server, warm_up=store.start, finish=store.drain, shut_down=store.stop)
 
 
 if __name__ == "__main__":

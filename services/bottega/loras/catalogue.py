@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from bottega.errors import DataLoss, LoraExists, LoraNotFound, TooLarge
 from bottega.loras.catalogue_file import INSERT, open_file
 from bottega.loras.catalogue_rows import COLUMNS, from_row, to_row
-from bottega.loras.records import LoraRecord
+from bottega.loras.records import CatalogueRecord
 from bottega.process import open_files
-from bottega.storage import StorageThread, faults, sqlite_files
+from bottega.storage import StorageThread, os_errors, sqlite_files
 from bottega.storage.checksums import Value
 
 ResultT = TypeVar("ResultT")
@@ -30,7 +30,7 @@ _ALL = f"SELECT {', '.join(COLUMNS)} FROM loras"
 _log = logging.getLogger(__name__)
 
 
-class Catalogue:
+class LoraCatalogue:
     """Open it before anything else. Every method may raise StorageUnavailable, or DataLoss for a damaged file."""
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class Catalogue:
             self._connection.close()
             self._connection = None
 
-    async def add(self, record: LoraRecord, *, rewords: bool = False) -> LoraRecord:
+    async def add(self, record: CatalogueRecord, *, rewords: bool = False) -> CatalogueRecord:
         """Adds a LoRA, and returns it as it is kept: one that is there with the same digest and base stays as it is.
 
         rewords: such a one gets the trigger words of this record. A damaged row of the name or the digest gives way.
@@ -58,11 +58,11 @@ class Catalogue:
         """
         return await self._run(lambda connection: self._add(connection, record, rewords))
 
-    async def get(self, name: str) -> LoraRecord:
+    async def get(self, name: str) -> CatalogueRecord:
         """Raises LoraNotFound, DataLoss for a damaged row."""
         return await self._run(lambda connection: _get(connection, name))
 
-    async def page(self, *, size: int, after: str, base: str) -> list[LoraRecord]:
+    async def page(self, *, size: int, after: str, base: str) -> list[CatalogueRecord]:
         """Up to `size` LoRAs whose names come after that one, by name. base: empty is any."""
         return await self._run(lambda connection: self._page(connection, size, after, base))
 
@@ -70,12 +70,12 @@ class Catalogue:
         """Forgets it. Raises LoraNotFound, DataLoss for a damaged row."""
         await self._run(lambda connection: _remove(connection, name))
 
-    async def change(self, name: str, changed: Callable[[LoraRecord], LoraRecord]) -> LoraRecord:
+    async def change(self, name: str, changed: Callable[[CatalogueRecord], CatalogueRecord]) -> CatalogueRecord:
         """Keeps what `changed` makes of its trigger words, bounds and pin. Raises LoraNotFound, DataLoss, and what
         that raises."""
         return await self._run(lambda connection: _change(connection, changed(_get(connection, name))))
 
-    async def all(self) -> list[LoraRecord]:
+    async def all(self) -> list[CatalogueRecord]:
         """Every one."""
         return await self._run(lambda connection: self._records(connection, _ALL))
 
@@ -100,7 +100,7 @@ class Catalogue:
 
     def _transact(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
         if self._connection is None:
-            raise faults.unavailable("the catalogue is not open", cause=faults.NOT_OPEN)
+            raise os_errors.unavailable("the catalogue is not open", cause=os_errors.NOT_OPEN)
         try:
             with self._connection:
                 self._connection.execute("BEGIN IMMEDIATE")
@@ -110,18 +110,18 @@ class Catalogue:
 
     def _open(self) -> None:
         try:
-            with faults.translated():
+            with os_errors.translated():
                 self._connection = open_file(self._path)
         except sqlite3.Error as error:
             raise _typed(error) from error
 
-    def _records(self, connection: sqlite3.Connection, query: str, *parameters: Value) -> list[LoraRecord]:
+    def _records(self, connection: sqlite3.Connection, query: str, *parameters: Value) -> list[CatalogueRecord]:
         return self._sound(connection.execute(query, parameters).fetchall())
 
-    def _page(self, connection: sqlite3.Connection, size: int, after: str, base: str) -> list[LoraRecord]:
+    def _page(self, connection: sqlite3.Connection, size: int, after: str, base: str) -> list[CatalogueRecord]:
         """Damaged rows take no place in it, so that it is full where there are enough others."""
         query = f"{_ALL} WHERE name > ? AND (? = '' OR base = ?) ORDER BY name LIMIT ?"
-        found: list[LoraRecord] = []
+        found: list[CatalogueRecord] = []
         while True:
             rows = connection.execute(query, (after, base, base, size)).fetchall()
             found += self._sound(rows)
@@ -129,7 +129,7 @@ class Catalogue:
                 return found[:size]
             after = rows[-1][0]
 
-    def _sound(self, rows: list[tuple[Any, ...]]) -> list[LoraRecord]:
+    def _sound(self, rows: list[tuple[Any, ...]]) -> list[CatalogueRecord]:
         """The records of those that are what was written."""
         found = []
         for row in rows:
@@ -146,7 +146,7 @@ class Catalogue:
             facts = {"lora": name, "digest": digest}
             _log.error(f"{what}: bottega loras rebuild brings it back from its file", extra=facts)
 
-    def _add(self, connection: sqlite3.Connection, record: LoraRecord, rewords: bool) -> LoraRecord:
+    def _add(self, connection: sqlite3.Connection, record: CatalogueRecord, rewords: bool) -> CatalogueRecord:
         self._make_way(connection, record)
         found = _find(connection, record.name)
         if found is not None:
@@ -162,7 +162,7 @@ class Catalogue:
         connection.execute(INSERT, to_row(record))
         return record
 
-    def _make_way(self, connection: sqlite3.Connection, record: LoraRecord) -> None:
+    def _make_way(self, connection: sqlite3.Connection, record: CatalogueRecord) -> None:
         """Drops what is damaged of the name or the digest: the record says it anew. Another name that had the digest
         has its description beside the file."""
         rows = connection.execute(f"{_ALL} WHERE name = ? OR digest = ?", (record.name, record.digest)).fetchall()
@@ -173,14 +173,14 @@ class Catalogue:
                 self._damaged.discard(name)
 
 
-def _get(connection: sqlite3.Connection, name: str) -> LoraRecord:
+def _get(connection: sqlite3.Connection, name: str) -> CatalogueRecord:
     found = _find(connection, name)
     if found is None:
         raise LoraNotFound(f"the store has no LoRA {name}", metadata={"loras": name})
     return found
 
 
-def _find(connection: sqlite3.Connection, name: str) -> LoraRecord | None:
+def _find(connection: sqlite3.Connection, name: str) -> CatalogueRecord | None:
     row = connection.execute(f"{_ALL} WHERE name = ?", (name,)).fetchone()
     return from_row(row) if row is not None else None
 
@@ -190,7 +190,7 @@ def _remove(connection: sqlite3.Connection, name: str) -> None:
     connection.execute("DELETE FROM loras WHERE name = ?", (name,))
 
 
-def _change(connection: sqlite3.Connection, record: LoraRecord) -> LoraRecord:
+def _change(connection: sqlite3.Connection, record: CatalogueRecord) -> CatalogueRecord:
     assignments = ", ".join(f"{column} = ?" for column in COLUMNS)
     connection.execute(f"UPDATE loras SET {assignments} WHERE name = ?", (*to_row(record), record.name))
     return record
@@ -206,4 +206,4 @@ def _typed(error: sqlite3.Error) -> Exception:
         return error
     if why := open_files.exhausted():
         return open_files.too_many(why)
-    return faults.unavailable("the catalogue of LoRAs cannot be read or written now", cause=error.sqlite_errorname)
+    return os_errors.unavailable("the catalogue of LoRAs cannot be read or written now", cause=error.sqlite_errorname)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bottega.errors import DataLoss
-from bottega.loras.records import LoraRecord
+from bottega.loras.records import CatalogueRecord
 from bottega.storage.checksums import Value, checksum
 
 COLUMNS = (
@@ -34,7 +34,7 @@ COLUMNS = (
 NEVER = -1
 
 
-def to_row(record: LoraRecord) -> tuple[Value, ...]:
+def to_row(record: CatalogueRecord) -> tuple[Value, ...]:
     """The values of COLUMNS."""
     values: tuple[Value, ...] = (
         record.name,
@@ -53,7 +53,7 @@ def to_row(record: LoraRecord) -> tuple[Value, ...]:
     return (*values, checksum(values))
 
 
-def from_row(row: Sequence[Any]) -> LoraRecord:
+def from_row(row: Sequence[Any]) -> CatalogueRecord:
     """The record of the values of COLUMNS. Raises DataLoss when they are not what was written."""
     *values, expected = row
     if len(row) != len(COLUMNS) or checksum(values) != expected:
@@ -61,11 +61,11 @@ def from_row(row: Sequence[Any]) -> LoraRecord:
     return unchecked(values)
 
 
-def unchecked(values: Sequence[Any]) -> LoraRecord:
+def unchecked(values: Sequence[Any]) -> CatalogueRecord:
     """The record of values without a checksum. Raises DataLoss when they cannot be one."""
     name, digest, base, rank, modules, size_bytes, text_bytes, words, kind, bounds, pinned, added_s = values
     try:
-        return LoraRecord(
+        return CatalogueRecord(
             name=str(name),
             digest=str(digest),
             base=str(base),

@@ -23,12 +23,12 @@ from pathlib import Path
 
 from bottega.errors import StorageUnavailable, TooLarge
 from bottega.lora import canonical
-from bottega.lora.canonical import Canonical
-from bottega.loras import descriptions
-from bottega.loras.quarantine import WEIGHTS, Quarantine
-from bottega.loras.records import LoraRecord
-from bottega.loras.room import Room
-from bottega.storage import faults, folders
+from bottega.lora.canonical import CanonicalLora
+from bottega.loras import sidecar_files
+from bottega.loras.disk_quota import DiskQuota
+from bottega.loras.quarantine import WEIGHTS, QuarantineFolder
+from bottega.loras.records import CatalogueRecord
+from bottega.storage import folders, os_errors
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _PIECE_BYTES = 4 << 20
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SortedOut:
+class FolderScan:
     """lost: digests without weights. moved: files that went into quarantine just now, and their bytes."""
 
     lost: tuple[str, ...]
@@ -46,17 +46,17 @@ class SortedOut:
     moved_bytes: int
 
 
-class LoraFiles:
+class LoraFolder:
     """folder, quarantine: of one disk. budget_bytes: of all files together, those in quarantine and those on their way
-    included. min_free_bytes: of the disk, see Room. Every method may raise StorageUnavailable."""
+    included. min_free_bytes: of the disk, see DiskQuota. Every method may raise StorageUnavailable."""
 
     def __init__(self, folder: Path, *, quarantine: Path, budget_bytes: int, min_free_bytes: int) -> None:
         self._folder = folder
         self._incoming = folder / "incoming"
         self._budget_bytes = budget_bytes
         self._used_bytes = 0
-        self.quarantine = Quarantine(quarantine, in_place=self._size_in_place)
-        self.room = Room(
+        self.quarantine = QuarantineFolder(quarantine, in_place=self._size_in_place)
+        self.room = DiskQuota(
             folder, budget_bytes=budget_bytes, min_free_bytes=min_free_bytes, kept_bytes=lambda: self._kept_bytes
         )
 
@@ -67,18 +67,18 @@ class LoraFiles:
 
     def open(self) -> None:
         """Takes over the folder, and removes what was interrupted on its way."""
-        with faults.translated():
+        with os_errors.translated():
             folders.make(self._incoming)
             for left in self._incoming.iterdir():
                 left.unlink()
             self.quarantine.open()
 
-    def sort_out(self, records: Collection[LoraRecord]) -> SortedOut:
+    def sort_out(self, records: Collection[CatalogueRecord]) -> FolderScan:
         """Moves what none of these wants into quarantine, and weights that one of them wants back out of it; writes
         the descriptions that are not there. records: all that the catalogue has."""
         wanted = {record.digest for record in records}
-        stems = {descriptions.stem_of(record.digest, record.name) for record in records}
-        with faults.translated():
+        stems = {sidecar_files.stem_of(record.digest, record.name) for record in records}
+        with os_errors.translated():
             weights, described = self._scan()
             strangers = [weights.pop(digest) for digest in weights.keys() - wanted]
             unknown = [described.pop(stem) for stem in described.keys() - stems]
@@ -89,10 +89,10 @@ class LoraFiles:
                     self._bring_back(digest)
                     weights[digest] = self.path(digest)
         for record in records:
-            if descriptions.stem_of(record.digest, record.name) not in described:
+            if sidecar_files.stem_of(record.digest, record.name) not in described:
                 self.describe(record)
         lost = tuple(sorted(wanted - weights.keys()))
-        return SortedOut(lost=lost, moved=len(strangers) + len(unknown), moved_bytes=moved_bytes)
+        return FolderScan(lost=lost, moved=len(strangers) + len(unknown), moved_bytes=moved_bytes)
 
     def path(self, digest: str) -> Path:
         """Where the LoRA of a digest is, if it is there. A digest that is none of ours has no path elsewhere."""
@@ -101,29 +101,29 @@ class LoraFiles:
 
     def has(self, digest: str) -> bool:
         """Whether the LoRA of a digest is there."""
-        with faults.translated():
+        with os_errors.translated():
             return self.path(digest).is_file()
 
     def spool(self) -> Path:
         """A new empty file, for what is on its way. Whoever asked removes it."""
-        with faults.translated():
+        with os_errors.translated():
             descriptor, name = tempfile.mkstemp(dir=self._incoming)
             os.close(descriptor)
         return Path(name)
 
-    def adopt(self, spool: Path) -> tuple[str, Canonical]:
+    def adopt(self, spool: Path) -> tuple[str, CanonicalLora]:
         """Keeps a canonical file under its digest, in place of one that is there: that one may have been damaged.
 
         Raises BadLora for what is none, TooLarge beyond the budget.
         """
-        with faults.translated(), spool.open("rb") as file:
+        with os_errors.translated(), spool.open("rb") as file:
             lora = canonical.read(file)
             file.seek(0)
             hashed = hashlib.sha256()
             while piece := file.read(_PIECE_BYTES):
                 hashed.update(piece)
         digest = hashed.hexdigest()
-        with faults.translated():
+        with os_errors.translated():
             before_bytes = self._size_in_place(digest) or 0
             if self._kept_bytes - before_bytes + lora.file_bytes > self._budget_bytes:
                 raise TooLarge(
@@ -136,26 +136,26 @@ class LoraFiles:
 
     def bring_back(self, digest: str) -> None:
         """Moves weights out of quarantine, into their place, where they are in it."""
-        with faults.translated():
+        with os_errors.translated():
             if self.quarantine.has_weights(digest):
                 self._bring_back(digest)
 
-    def describe(self, record: LoraRecord) -> None:
+    def describe(self, record: CatalogueRecord) -> None:
         """Writes what the catalogue says of a LoRA beside its weights. A disk that does not take it is told of in the
         log: the catalogue has it, and the next start writes it."""
         folder = self.path(record.digest).parent
         try:
-            with faults.translated():
+            with os_errors.translated():
                 folders.make(folder)
-                descriptions.write(folder, record, partial=self.spool())
+                sidecar_files.write(folder, record, partial=self.spool())
         except StorageUnavailable as error:
             facts = {"lora": record.name, "text": error.message}
             _log.warning("the description of a LoRA could not be written beside its file", extra=facts)
 
     def undescribe(self, digest: str, name: str) -> None:
         """Removes what `describe` wrote. Harmless where it is not."""
-        with faults.translated():
-            path = self.path(digest).parent / f"{descriptions.stem_of(digest, name)}{descriptions.SUFFIX}"
+        with os_errors.translated():
+            path = self.path(digest).parent / f"{sidecar_files.stem_of(digest, name)}{sidecar_files.SUFFIX}"
             if path.exists():
                 path.unlink()
                 folders.sync(path.parent)
@@ -166,8 +166,8 @@ class LoraFiles:
         Those that a description speaks of stay: the catalogue does not know all that it should.
         """
         path = self.path(digest)
-        with faults.translated():
-            if self.quarantine.describes(digest) or any(path.parent.glob(f"{digest}.*{descriptions.SUFFIX}")):
+        with os_errors.translated():
+            if self.quarantine.describes(digest) or any(path.parent.glob(f"{digest}.*{sidecar_files.SUFFIX}")):
                 return
             try:
                 size_bytes = path.stat().st_size
@@ -189,7 +189,7 @@ class LoraFiles:
         for path in self._folder.glob("??/*"):
             if path.suffix == WEIGHTS and _DIGEST.fullmatch(path.stem):
                 weights[path.stem] = path
-            elif path.suffix == descriptions.SUFFIX and descriptions.digest_of(path.stem):
+            elif path.suffix == sidecar_files.SUFFIX and sidecar_files.digest_of(path.stem):
                 described[path.stem] = path
             else:
                 foreign.append(path.name)

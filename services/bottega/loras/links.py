@@ -5,26 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 
 from bottega.loras.config import LinksConfig
-from bottega.loras.tiers import Tiers
-from bottega.loras.worker_link import WorkerLink
+from bottega.loras.tiered_cache import TieredCache
+from bottega.loras.worker_link import LoraWorkerLink
 from bottega.rpc.address import split
-from bottega.transport import TOKEN_S, Counters, Doors, Limits, Listener, ServedLinks, TcpEndpoint, own_socket
+from bottega.transport import (
+    TOKEN_S,
+    Endpoints,
+    Limits,
+    LinkCounters,
+    LinkListener,
+    LinkServer,
+    TcpEndpoint,
+    default_socket_path,
+)
 
 # What workers say is short; what they are sent, their own limits bound.
 _LIMITS = Limits(slots=8, slot_bytes=1 << 20)
 _SERVICE = "the LoRA store"
 
 
-class Links(ServedLinks[WorkerLink]):
-    """See ServedLinks. counters: of all. Raises ConfigError when an address cannot be bound."""
+class LoraLinks(LinkServer[LoraWorkerLink]):
+    """See LinkServer. counters: of all. Raises ConfigError when an address cannot be bound."""
 
-    def __init__(self, config: LinksConfig, *, tiers: Tiers) -> None:
-        self.counters = Counters()
-        listener = Listener(_doors(config), limits=_LIMITS, counters=self.counters, token_s=TOKEN_S)
+    def __init__(self, config: LinksConfig, *, tiers: TieredCache) -> None:
+        self.counters = LinkCounters()
+        listener = LinkListener(_doors(config), limits=_LIMITS, counters=self.counters, token_s=TOKEN_S)
         super().__init__(
             listener,
             service=_SERVICE,
-            serve=lambda offer, worker, on_end: WorkerLink(
+            serve=lambda offer, worker, on_end: LoraWorkerLink(
                 listener,
                 offer,
                 service=_SERVICE,
@@ -42,12 +51,12 @@ def _endpoint(address: str) -> TcpEndpoint:
     return TcpEndpoint(host=host, port=port)
 
 
-def _doors(config: LinksConfig) -> Doors:
+def _doors(config: LinksConfig) -> Endpoints:
     tcp = split(config.listen) if config.listen else None
-    return Doors(tcp=tcp, unix_path=_socket(config.socket))
+    return Endpoints(tcp=tcp, unix_path=_socket(config.socket))
 
 
 def _socket(configured: str | None) -> Path | None:
     if configured == "":
-        return own_socket("loras")
+        return default_socket_path("loras")
     return Path(configured) if configured is not None else None

@@ -10,16 +10,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bottega.loras.tiers import Tier, TierCounts
-from bottega.rpc.link_counts import LinkMetrics
+from bottega.loras.tiered_cache import Tier, TierStatistics
+from bottega.rpc.operation.link_metrics import LinkMetrics
 from bottega.v1.link_pb2 import LinkCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreFigures:
+class StoreStatistics:
     """The store at one moment. disk_bytes: of LoRAs; beside them quarantined_bytes, and reserved_bytes: what comes."""
 
-    counts: TierCounts
+    counts: TierStatistics
     memory_bytes: int
     disk_bytes: int
     quarantined_bytes: int
@@ -31,12 +31,12 @@ class LoraMetrics(Collector):
     """Registered once, on the server's registry; `watch` says where its figures come from."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._figures: Callable[[], StoreFigures] | None = None
+        self._figures: Callable[[], StoreStatistics] | None = None
         self._links = LinkMetrics(registry)
         self._imports = Counter("bottega_lora_imports", "LoRAs that were brought.", ("outcome",), registry=registry)
         registry.register(self)
 
-    def watch(self, figures: Callable[[], StoreFigures]) -> None:
+    def watch(self, figures: Callable[[], StoreStatistics]) -> None:
         """figures: called for every scrape, in a thread of its own."""
         self._figures = figures
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.errors import DataLoss, LoraNotFound
-from bottega.loras import descriptions
-from bottega.loras.records import LoraRecord
+from bottega.loras import sidecar_files
+from bottega.loras.records import CatalogueRecord
 from bottega.storage import folders
 
 WEIGHTS = ".safetensors"
@@ -26,7 +26,7 @@ _PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quarantined:
+class QuarantinedLora:
     """Something that can be brought back. id: its digest, or the stem of its description. since_s: Unix time.
 
     record: what its description says; None without one that can be read. size_bytes: of its weights; None where they
@@ -35,17 +35,17 @@ class Quarantined:
 
     id: str
     digest: str
-    record: LoraRecord | None
+    record: CatalogueRecord | None
     size_bytes: int | None
     since_s: float
 
 
 def is_id(text: str) -> bool:
     """Whether something in quarantine may have that id."""
-    return _DIGEST.fullmatch(text) is not None or descriptions.digest_of(text) is not None
+    return _DIGEST.fullmatch(text) is not None or sidecar_files.digest_of(text) is not None
 
 
-class Quarantine:
+class QuarantineFolder:
     """folder: of its files. in_place: the bytes of a digest's weights that are not in quarantine; None without any."""
 
     def __init__(self, folder: Path, *, in_place: Callable[[str], int | None]) -> None:
@@ -72,7 +72,7 @@ class Quarantine:
         for path in self.folder.iterdir():
             if path.suffix == WEIGHTS and _DIGEST.fullmatch(path.stem):
                 self._weights[path.stem] = path.stat().st_size
-            elif path.suffix == descriptions.SUFFIX and (digest := descriptions.digest_of(path.stem)):
+            elif path.suffix == sidecar_files.SUFFIX and (digest := sidecar_files.digest_of(path.stem)):
                 self._described[path.stem] = digest
         self._descriptions = Counter(self._described.values())
 
@@ -117,19 +117,19 @@ class Quarantine:
         self._weights.pop(digest, None)
         folders.sync(self.folder)
 
-    def page(self, *, size: int, after: str) -> list[Quarantined]:
+    def page(self, *, size: int, after: str) -> list[QuarantinedLora]:
         """Up to `size` of what comes after that id, by id."""
         return [self.find(each) for each in sorted(each for each in self._ids() if each > after)[:size]]
 
-    def find(self, id: str) -> Quarantined:
+    def find(self, id: str) -> QuarantinedLora:
         """Raises LoraNotFound."""
         described = id in self._described
         if not described and (id not in self._weights or id in self._descriptions):
             raise LoraNotFound(f"nothing in quarantine has the id {id}", metadata={"loras": id})
-        path = self.folder / f"{id}{descriptions.SUFFIX if described else WEIGHTS}"
+        path = self.folder / f"{id}{sidecar_files.SUFFIX if described else WEIGHTS}"
         digest = self._described.get(id, id)
         here = self._weights.get(digest)
-        return Quarantined(
+        return QuarantinedLora(
             id=id,
             digest=digest,
             record=_description(path) if described else None,
@@ -144,7 +144,7 @@ class Quarantine:
             self._descriptions[digest] -= 1
             if not self._descriptions[digest]:
                 del self._descriptions[digest]
-            (self.folder / f"{id}{descriptions.SUFFIX}").unlink(missing_ok=True)
+            (self.folder / f"{id}{sidecar_files.SUFFIX}").unlink(missing_ok=True)
             folders.sync(self.folder)
 
     def discard(self, id: str) -> int:
@@ -165,10 +165,10 @@ class Quarantine:
         return {*self._described, *(self._weights.keys() - self._descriptions.keys())}
 
 
-def _description(path: Path) -> LoraRecord | None:
+def _description(path: Path) -> CatalogueRecord | None:
     """None for a damaged one: whoever brings it back is told what is not known."""
     try:
-        return descriptions.read(path)
+        return sidecar_files.read(path)
     except DataLoss:
         return None
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraRecord:
+class CatalogueRecord:
     """A LoRA in the catalogue. See StoredLora for the fields; bounds: the latest step by number of steps."""
 
     name: str

@@ -15,14 +15,14 @@ from pathlib import Path
 from bottega import rules
 from bottega.errors import BadLora, ConfigError, DataLoss, InvalidRequest, Violation
 from bottega.lora import canonical
-from bottega.lora.canonical import Canonical, Module
-from bottega.loras.catalogue import Catalogue
-from bottega.loras.files import LoraFiles, SortedOut
+from bottega.lora.canonical import CanonicalLora, Module
+from bottega.loras.catalogue import LoraCatalogue
+from bottega.loras.files import FolderScan, LoraFolder
 from bottega.loras.importing.base import Base, read_base
-from bottega.loras.quarantine import Quarantine, Quarantined, is_id, is_intact
-from bottega.loras.records import LoraRecord
-from bottega.storage import faults
-from bottega.storage.finishing import finished
+from bottega.loras.quarantine import QuarantinedLora, QuarantineFolder, is_id, is_intact
+from bottega.loras.records import CatalogueRecord
+from bottega.storage import os_errors
+from bottega.storage.shielding import finished
 
 _log = logging.getLogger(__name__)
 
@@ -33,18 +33,18 @@ _NAME_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class RestoredLora:
     """unknown: what its files do not say, for people."""
 
-    record: LoraRecord
+    record: CatalogueRecord
     unknown: tuple[str, ...]
 
 
-class Recovery:
+class LoraRecovery:
     """bases: by name, the folders of base models. keeping: held by whoever changes files and catalogue together."""
 
     def __init__(
-        self, *, bases: Mapping[str, Path], catalogue: Catalogue, files: LoraFiles, keeping: asyncio.Lock
+        self, *, bases: Mapping[str, Path], catalogue: LoraCatalogue, files: LoraFolder, keeping: asyncio.Lock
     ) -> None:
         self._bases = bases
         self._catalogue = catalogue
@@ -55,11 +55,11 @@ class Recovery:
         self._look_again_at = 0.0
 
     @property
-    def quarantine(self) -> Quarantine:
+    def quarantine(self) -> QuarantineFolder:
         """Files that the catalogue does not know."""
         return self._files.quarantine
 
-    async def sort_out(self) -> SortedOut:
+    async def sort_out(self) -> FolderScan:
         """Puts into quarantine what the catalogue does not know, says so in the log, and what is lost. Raises
         StorageUnavailable, DataLoss."""
         began = time.monotonic()
@@ -78,15 +78,15 @@ class Recovery:
             _log.error("the file of a LoRA is gone; bring it again", extra={"loras": names, "digest": digest})
         return found
 
-    async def page(self, *, size: int, after: str) -> list[Quarantined]:
+    async def page(self, *, size: int, after: str) -> list[QuarantinedLora]:
         """Up to `size` of what is in quarantine after that id, by id; for the first page the store looks at its files,
         unless it did so just now."""
         if not after and time.monotonic() >= self._look_again_at:
             await self.sort_out()
-        with faults.translated():
+        with os_errors.translated():
             return await asyncio.to_thread(self._files.quarantine.page, size=size, after=after)
 
-    async def restore(self, id: str, *, name: str = "", base: str = "") -> Restored:
+    async def restore(self, id: str, *, name: str = "", base: str = "") -> RestoredLora:
         """Brings a LoRA back into the catalogue. name, base: empty is what its description says.
 
         Raises InvalidRequest, also where the base is not known and does not follow; LoraNotFound, LoraExists, DataLoss
@@ -105,37 +105,37 @@ class Recovery:
                 record = await finished(self._bring(found, _record(found, lora, name=name, base=base)))
         facts = {"lora": record.name, "digest": record.digest, "base": record.base}
         _log.info("a LoRA is back from quarantine", extra=facts)
-        return Restored(record=record, unknown=tuple(_unknown(found, name)))
+        return RestoredLora(record=record, unknown=tuple(_unknown(found, name)))
 
     async def discard(self, id: str) -> int:
         """Deletes it for good; how many bytes became free. Raises InvalidRequest, LoraNotFound, StorageUnavailable."""
         rules.refuse(list(self._check(id, "", "")))
         async with self._restoring, self._keeping:
-            with faults.translated():
+            with os_errors.translated():
                 freed_bytes = await finished(asyncio.to_thread(self._files.quarantine.discard, id))
         _log.warning("a LoRA in quarantine is deleted", extra={"id": id, "bytes": freed_bytes})
         return freed_bytes
 
-    async def _bring(self, found: Quarantined, record: LoraRecord) -> LoraRecord:
+    async def _bring(self, found: QuarantinedLora, record: CatalogueRecord) -> CatalogueRecord:
         # First: a row without its weights finds them in quarantine at the next start, weights without a row nobody.
         kept = await self._catalogue.add(record)
         if kept != record:
             kept = await self._catalogue.change(kept.name, lambda there: _merged(there, record))
         await asyncio.to_thread(self._files.bring_back, record.digest)
         await asyncio.to_thread(self._files.describe, kept)
-        with faults.translated():
+        with os_errors.translated():
             await asyncio.to_thread(self._files.quarantine.forget, found.id)
         return kept
 
-    def _find(self, id: str) -> Quarantined:
-        with faults.translated():
+    def _find(self, id: str) -> QuarantinedLora:
+        with os_errors.translated():
             return self._files.quarantine.find(id)
 
-    def _read(self, found: Quarantined) -> Canonical:
+    def _read(self, found: QuarantinedLora) -> CanonicalLora:
         """What its weights' header says. Raises DataLoss unless all of them are as they were."""
         quarantine, digest = self._files.quarantine, found.digest
         path = quarantine.weights(digest) if quarantine.has_weights(digest) else self._files.path(digest)
-        with faults.translated():
+        with os_errors.translated():
             try:
                 if not is_intact(path, digest):
                     raise _damaged(found, "damaged")
@@ -146,7 +146,7 @@ class Recovery:
             except BadLora as error:
                 raise _damaged(found, f"of another version: {error.message}") from None
 
-    def _only_base(self, lora: Canonical) -> str:
+    def _only_base(self, lora: CanonicalLora) -> str:
         """The one base model that it fits. Raises InvalidRequest."""
         fitting = [name for name in sorted(self._bases) if self._misfit(lora, name) is None]
         if len(fitting) == 1:
@@ -155,12 +155,12 @@ class Recovery:
         rule = f"nothing says for which base model it is, and {why}"
         raise InvalidRequest(f"base: {rule}", violations=[Violation(field="base", description=rule)])
 
-    def _check_fits(self, lora: Canonical, base: str) -> None:
+    def _check_fits(self, lora: CanonicalLora, base: str) -> None:
         misfit = self._misfit(lora, base)
         if misfit is not None:
             raise BadLora(f"it does not fit {base}: {misfit}")
 
-    def _misfit(self, lora: Canonical, base: str) -> str | None:
+    def _misfit(self, lora: CanonicalLora, base: str) -> str | None:
         try:
             model = read_base(self._bases[base])
         except ConfigError as error:
@@ -178,10 +178,10 @@ class Recovery:
             yield Violation(field="base", description=f"the store has these base models: {listed}")
 
 
-def _record(found: Quarantined, lora: Canonical, *, name: str, base: str) -> LoraRecord:
+def _record(found: QuarantinedLora, lora: CanonicalLora, *, name: str, base: str) -> CatalogueRecord:
     """What the catalogue will say: what the weights' header says, and the description where there is one."""
     said = found.record
-    return LoraRecord(
+    return CatalogueRecord(
         name=name or (said.name if said else f"recovered-{found.digest[:_NAME_DIGITS]}"),
         digest=found.digest,
         base=base or (said.base if said else ""),
@@ -197,7 +197,7 @@ def _record(found: Quarantined, lora: Canonical, *, name: str, base: str) -> Lor
     )
 
 
-def _merged(there: LoraRecord, back: LoraRecord) -> LoraRecord:
+def _merged(there: CatalogueRecord, back: CatalogueRecord) -> CatalogueRecord:
     """Of one that has been brought again meanwhile: what it lacks, the one from quarantine adds."""
     return replace(
         there,
@@ -207,7 +207,7 @@ def _merged(there: LoraRecord, back: LoraRecord) -> LoraRecord:
     )
 
 
-def _unknown(found: Quarantined, name: str) -> Iterator[str]:
+def _unknown(found: QuarantinedLora, name: str) -> Iterator[str]:
     if found.record is None:
         if not name:
             yield "its name"
@@ -219,6 +219,6 @@ def _fits(module: Module, base: Base) -> bool:
     return there is not None and there.shape == (module.up.shape[0], *module.down.shape[1:])
 
 
-def _damaged(found: Quarantined, how: str) -> DataLoss:
+def _damaged(found: QuarantinedLora, how: str) -> DataLoss:
     name = found.record.name if found.record else found.digest[:_NAME_DIGITS]
     return DataLoss(f"the weights of {name} are {how}; bring the LoRA again", metadata={"loras": name})

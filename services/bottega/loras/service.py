@@ -9,11 +9,11 @@ import grpc
 
 from bottega import rules
 from bottega.errors import InvalidRequest, Violation
-from bottega.loras.intake import Brought
-from bottega.loras.quarantine import Quarantined
-from bottega.loras.receiving import Upload, UploadPart
-from bottega.loras.records import LoraRecord
+from bottega.loras.importer import ImportRequest
+from bottega.loras.quarantine import QuarantinedLora
+from bottega.loras.records import CatalogueRecord
 from bottega.loras.store import LoraStore
+from bottega.loras.upload import Upload, UploadPart
 from bottega.rpc.peers import host_of
 from bottega.transport import offer_to_wire
 from bottega.v1 import lora_pb2 as pb
@@ -47,14 +47,14 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         if not first.HasField("head"):
             rules.refuse([Violation(field="head", description="must be the first message")])
         head = first.head
-        brought = Brought(name=head.name, base=head.base, trigger_words=tuple(head.trigger_words))
+        brought = ImportRequest(name=head.name, base=head.base, trigger_words=tuple(head.trigger_words))
         host = host_of(context.peer())
         record = await self._store.intake.upload(brought, _upload(head), _chunks(requests), host=host)
         return pb.UploadLoraResponse(lora=self._stored(record))
 
     async def RegisterLora(self, request: pb.RegisterLoraRequest, _context: _Context) -> pb.RegisterLoraResponse:
         """RegisterLora."""
-        brought = Brought(name=request.name, base=request.base, trigger_words=tuple(request.trigger_words))
+        brought = ImportRequest(name=request.name, base=request.base, trigger_words=tuple(request.trigger_words))
         return pb.RegisterLoraResponse(lora=self._stored(await self._store.intake.register(brought, request.path)))
 
     async def ListLoras(self, request: pb.ListLorasRequest, _context: _Context) -> pb.ListLorasResponse:
@@ -130,7 +130,7 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         """DiscardLora."""
         return pb.DiscardLoraResponse(freed_bytes=await self._store.recovery.discard(request.id))
 
-    def _stored(self, record: LoraRecord) -> pb.StoredLora:
+    def _stored(self, record: CatalogueRecord) -> pb.StoredLora:
         return pb.StoredLora(
             name=record.name,
             digest=record.digest,
@@ -148,7 +148,7 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         )
 
 
-def _quarantined(found: Quarantined) -> pb.QuarantinedLora:
+def _quarantined(found: QuarantinedLora) -> pb.QuarantinedLora:
     return pb.QuarantinedLora(
         id=found.id,
         digest=found.digest,

@@ -25,22 +25,22 @@ from bottega.errors import (
     TooLarge,
     Unavailable,
 )
-from bottega.loras.catalogue import Catalogue
+from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.config import LoraConfig, OwnLora
-from bottega.loras.files import LoraFiles
-from bottega.loras.importing.importer import Importer
-from bottega.loras.intake import Brought, Intake
-from bottega.loras.links import Links
-from bottega.loras.metrics import LoraMetrics, StoreFigures
-from bottega.loras.records import LoraRecord
-from bottega.loras.recovery import Recovery, Restored
-from bottega.loras.tiers import Tiers
+from bottega.loras.files import LoraFolder
+from bottega.loras.importer import ImportRequest, LoraImporter
+from bottega.loras.importing.import_processes import ImportProcesses
+from bottega.loras.links import LoraLinks
+from bottega.loras.metrics import LoraMetrics, StoreStatistics
+from bottega.loras.records import CatalogueRecord
+from bottega.loras.recovery import LoraRecovery, RestoredLora
+from bottega.loras.tiered_cache import TieredCache
 from bottega.miniature import WEIGHTS
 from bottega.process import open_files
 from bottega.process.memory import resident_bytes
-from bottega.rpc.fleet import FleetMembership
-from bottega.rpc.link_counts import link_counts
-from bottega.storage import faults, folders
+from bottega.rpc.fleet_membership import FleetMembership
+from bottega.rpc.operation.link_metrics import link_counts
+from bottega.storage import folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.transport import Offer
 from bottega.v1 import fleet_pb2
@@ -73,31 +73,31 @@ class LoraStore:
         self._version = importlib.metadata.version("bottega-services")
         self._folder = folder
         self._lock = ProcessLock(folder)
-        self._catalogue = Catalogue(folder / "catalogue.db")
-        self._files = LoraFiles(
+        self._catalogue = LoraCatalogue(folder / "catalogue.db")
+        self._files = LoraFolder(
             folder / "files",
             quarantine=folder / "quarantine",
             budget_bytes=config.disk_bytes,
             min_free_bytes=config.min_free_bytes,
         )
         self._most_in_memory = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
-        self._tiers = Tiers(
+        self._tiers = TieredCache(
             self._files.path,
             budget_bytes=config.budget_bytes,
             most=self._most_in_memory,
             at_once=config.loads_at_once,
         )
-        self._links = Links(config.links, tiers=self._tiers)
+        self._links = LoraLinks(config.links, tiers=self._tiers)
         imports = config.imports
-        self.intake = Intake(
+        self.intake = LoraImporter(
             bases=self.bases,
             config=imports,
             files=self._files,
             catalogue=self._catalogue,
-            importer=Importer(at_once=imports.at_once, deadline_s=imports.deadline_s, cpu_s=imports.cpu_s),
+            importer=ImportProcesses(at_once=imports.at_once, deadline_s=imports.deadline_s, cpu_s=imports.cpu_s),
             metrics=metrics,
         )
-        self.recovery = Recovery(
+        self.recovery = LoraRecovery(
             bases=self.bases, catalogue=self._catalogue, files=self._files, keeping=self.intake.keeping
         )
         self._leases: dict[str, float] = {}
@@ -123,16 +123,16 @@ class LoraStore:
             self._membership = self._join()
             self._membership.start()
 
-    def state(self, record: LoraRecord) -> bool | None:
+    def state(self, record: CatalogueRecord) -> bool | None:
         """Whether it is in memory; False while it is on its way there, None where it is not."""
         return self._tiers.state(record.digest)
 
-    async def get(self, name: str) -> LoraRecord:
+    async def get(self, name: str) -> CatalogueRecord:
         """Raises LoraNotFound."""
         return await self._catalogue.get(name)
 
-    async def page(self, *, size: int, after: str, base: str) -> list[LoraRecord]:
-        """See Catalogue."""
+    async def page(self, *, size: int, after: str, base: str) -> list[CatalogueRecord]:
+        """See LoraCatalogue."""
         return await self._catalogue.page(size=size, after=after, base=base)
 
     async def remove(self, name: str) -> None:
@@ -173,7 +173,7 @@ class LoraStore:
             return [digest for digest in wanted if self._tiers.state(digest) is not None]
         return [digest for digest in wanted if self._tiers.prefetch(digest)]
 
-    async def pin(self, name: str, pinned: bool) -> LoraRecord:
+    async def pin(self, name: str, pinned: bool) -> CatalogueRecord:
         """Keeps it in memory, as soon as that has room, or no longer.
 
         Raises LoraNotFound, TooLarge where it would not fit beside others that are pinned, DataLoss without its file.
@@ -186,10 +186,10 @@ class LoraStore:
             await self._pin()  # last, so that the answer says that it is being loaded
         return record
 
-    async def set_bounds(self, name: str, digest: str, bounds: tuple[tuple[int, int], ...]) -> LoraRecord:
+    async def set_bounds(self, name: str, digest: str, bounds: tuple[tuple[int, int], ...]) -> CatalogueRecord:
         """Records its profile. Raises LoraNotFound, also where the name has other weights now."""
 
-        def measured(there: LoraRecord) -> LoraRecord:
+        def measured(there: CatalogueRecord) -> CatalogueRecord:
             if there.digest != digest:
                 said = f"{name} has other weights now than those that were measured"
                 raise LoraNotFound(said, metadata={"loras": name})
@@ -200,8 +200,8 @@ class LoraStore:
             await asyncio.to_thread(self._files.describe, record)
         return record
 
-    async def restore(self, id: str, *, name: str, base: str) -> Restored:
-        """See Recovery; what was pinned is loaded again."""
+    async def restore(self, id: str, *, name: str, base: str) -> RestoredLora:
+        """See LoraRecovery; what was pinned is loaded again."""
         restored = await self.recovery.restore(id, name=name, base=base)
         if restored.record.pinned:
             await self._pin()
@@ -238,7 +238,7 @@ class LoraStore:
         self._lock.release()
 
     def _hold_folder(self) -> None:
-        with faults.translated():
+        with os_errors.translated():
             folders.make(self._folder)
             try:
                 self._lock.take()
@@ -259,7 +259,7 @@ class LoraStore:
 
     async def _bring(self, name: str, own: OwnLora) -> None:
         """Takes in one of its own. One that is refused keeps nobody from the others."""
-        brought = Brought(name=name, base=own.base, trigger_words=())
+        brought = ImportRequest(name=name, base=own.base, trigger_words=())
         try:
             await self.intake.bring(brought, _EMBEDDED.get(own.path, Path(own.path)))
         except BottegaError as error:
@@ -282,7 +282,7 @@ class LoraStore:
             what = "unpin some, or raise budget_bytes or the limit of open files"
             _log.warning(f"pinned LoRAs do not fit into memory: {what}", extra=facts)
 
-    async def _check_pinnable(self, record: LoraRecord) -> None:
+    async def _check_pinnable(self, record: CatalogueRecord) -> None:
         if not await asyncio.to_thread(self._files.has, record.digest):
             raise DataLoss(f"the file of {record.name} is gone; bring it again", metadata={"loras": record.name})
         others = await self._catalogue.pinned()
@@ -310,8 +310,8 @@ class LoraStore:
         )
         return FleetMembership(self._config.gateway, registration, load=self.load)
 
-    def _figures(self) -> StoreFigures:
-        return StoreFigures(
+    def _figures(self) -> StoreStatistics:
+        return StoreStatistics(
             counts=self._tiers.counts,
             memory_bytes=self._tiers.used_bytes,
             disk_bytes=self._files.used_bytes,

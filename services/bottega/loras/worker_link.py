@@ -16,11 +16,11 @@ from google.protobuf import json_format
 
 from bottega.errors import BottegaError, InternalError, NoSharedMemory, TooLarge
 from bottega.lora import messages
-from bottega.lora.messages import Kind
-from bottega.loras.sending import Pace, Sending
-from bottega.loras.tiers import Loan, Tiers
+from bottega.lora.messages import LoraMessageKind
+from bottega.loras.tiered_cache import CacheLease, TieredCache
+from bottega.loras.transfer import LoraTransfer, RateLimiter
 from bottega.rpc.status import to_job_error
-from bottega.transport import Incoming, Link, Listener, Offer, SealedFile, ServedLink, send
+from bottega.transport import Incoming, Link, LinkHandler, LinkListener, Offer, SealedFile, send
 
 # Fetches of one worker that wait; it runs some tens of requests with at most eight LoRAs each.
 _MOST_WAITING = 512
@@ -28,51 +28,51 @@ _MOST_WAITING = 512
 _LEAST_SHARED_BYTES = 64 << 10
 
 
-class WorkerLink(ServedLink):
-    """See ServedLink. bytes_per_s: of the link, within a host, too; 0 is without a limit."""
+class LoraWorkerLink(LinkHandler):
+    """See LinkHandler. bytes_per_s: of the link, within a host, too; 0 is without a limit."""
 
     def __init__(
         self,
-        listener: Listener,
+        listener: LinkListener,
         offer: Offer,
         *,
         service: str,
         worker: str,
-        tiers: Tiers,
+        tiers: TieredCache,
         bytes_per_s: int,
-        on_end: Callable[[ServedLink], None],
+        on_end: Callable[[LinkHandler], None],
     ) -> None:
         super().__init__(listener, offer, service=service, worker=worker, on_end=on_end)
         self._tiers = tiers
-        self._pace = Pace(bytes_per_s)
+        self._pace = RateLimiter(bytes_per_s)
         self._shares = bytes_per_s == 0
         # Of the thread that answers: the first one is sent, the others have sent their heads.
-        self._sendings: deque[Sending] = deque()
+        self._sendings: deque[LoraTransfer] = deque()
         self._waiting: set[int] = set()  # numbers of fetches whose LoRAs are being loaded
         self._counting = threading.Lock()
 
     def take(self, incoming: Incoming) -> None:
-        """See ServedLink."""
+        """See LinkHandler."""
         layout = incoming.layout
         with incoming:
             views = [incoming.view(index) for index in range(len(layout.specs))]
             match messages.kind_of(layout):
-                case Kind.FETCH:
+                case LoraMessageKind.FETCH:
                     self._fetch(*messages.read_fetch(layout, views))
-                case Kind.CANCEL:
+                case LoraMessageKind.CANCEL:
                     self._cancel(messages.read_number(layout, views[0]))
-                case Kind.PING:
-                    self.say(messages.number_message(Kind.PONG))
+                case LoraMessageKind.PING:
+                    self.say(messages.number_message(LoraMessageKind.PONG))
                 case kind:
                     raise ValueError(f"a worker says no {kind}")
 
     def end(self) -> None:
-        """See ServedLink."""
+        """See LinkHandler."""
         while self._sendings:
             self._drop(self._sendings[0])
 
     def next_answer(self, link: Link) -> Callable[[Link], None] | None:
-        """See ServedLink: what is to be said, as soon as there is something; a piece of a LoRA meanwhile."""
+        """See LinkHandler: what is to be said, as soon as there is something; a piece of a LoRA meanwhile."""
         if not self._sendings or link.cause is not None:
             return super().next_answer(link)
         try:
@@ -101,12 +101,12 @@ class WorkerLink(ServedLink):
         for sending in [each for each in self._sendings if each.number == number]:
             self._drop(sending)
 
-    def _loaded(self, number: int, asked: Future[Loan]) -> None:
+    def _loaded(self, number: int, asked: Future[CacheLease]) -> None:
         """A load has ended; where the link has ended before it, there is nobody to answer to."""
         if not self.answer(lambda link: self._hand_out(link, number, asked)) and asked.exception() is None:
             self._tiers.give_back(asked.result())
 
-    def _hand_out(self, link: Link, number: int, asked: Future[Loan]) -> None:
+    def _hand_out(self, link: Link, number: int, asked: Future[CacheLease]) -> None:
         with self._counting:
             wanted = number in self._waiting
             self._waiting.discard(number)
@@ -124,19 +124,19 @@ class WorkerLink(ServedLink):
         else:
             self._send(link, number, loan)
 
-    def _share(self, link: Link, number: int, loan: Loan) -> None:
+    def _share(self, link: Link, number: int, loan: CacheLease) -> None:
         """Gives the worker the memory itself: it needs no loan to keep it."""
         file = SealedFile(descriptor=loan.descriptor, size_bytes=loan.size_bytes)
         try:
-            send(link, messages.number_message(Kind.WHOLE, number), file=file)
+            send(link, messages.number_message(LoraMessageKind.WHOLE, number), file=file)
         except (NoSharedMemory, TooLarge) as error:  # the link lives
             _refuse(link, number, error)
         finally:
             self._tiers.give_back(loan)
 
-    def _send(self, link: Link, number: int, loan: Loan) -> None:
+    def _send(self, link: Link, number: int, loan: CacheLease) -> None:
         try:
-            sending = Sending(number, loan)
+            sending = LoraTransfer(number, loan)
         except BottegaError as error:
             self._tiers.give_back(loan)
             _refuse(link, number, error)
@@ -144,7 +144,7 @@ class WorkerLink(ServedLink):
         self._sendings.append(sending)
         self._advance(link, sending, sending.send_head)
 
-    def _advance(self, link: Link, sending: Sending, send_next: Callable[[Link, Pace], None]) -> None:
+    def _advance(self, link: Link, sending: LoraTransfer, send_next: Callable[[Link, RateLimiter], None]) -> None:
         """Sends the next of a LoRA; gives it back when that was all, or nothing more of it can be sent."""
         try:
             send_next(link, self._pace)
@@ -155,7 +155,7 @@ class WorkerLink(ServedLink):
             if sending.done:
                 self._drop(sending)
 
-    def _drop(self, sending: Sending) -> None:
+    def _drop(self, sending: LoraTransfer) -> None:
         self._sendings.remove(sending)
         self._tiers.give_back(sending.loan)
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from bottega.codec import CodecPool
 from bottega.process.memory import IMAGE_AT_WORK_BYTES
-from bottega.rpc.boot import Life, boot
+from bottega.rpc.operation.boot import ServiceHooks, boot
 from bottega.rpc.server import Server
-from bottega.transport import links_group, own_socket
+from bottega.transport import default_socket_path, links_group
 from bottega.worker.config import EngineConfig, WorkerConfig
-from bottega.worker.engine_front import EngineFront
+from bottega.worker.engine_client import EngineFront
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.service import SERVICE_NAME, WorkerService
 from bottega.worker.worker import Worker
@@ -46,7 +46,7 @@ def build(settings: WorkerConfig, engine: EngineFront, pool: CodecPool) -> tuple
 
 
 @contextlib.asynccontextmanager
-async def _life(settings: WorkerConfig) -> AsyncIterator[Life]:
+async def _life(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
     # Processes first: the engine loads its model while the rest starts.
     engine = EngineFront(
         _with_socket(settings.engine), start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s
@@ -60,7 +60,7 @@ async def _life(settings: WorkerConfig) -> AsyncIterator[Life]:
         await engine.spawn()
         await pool.start()
         server, worker = build(settings, engine, pool)
-        yield Life(server=server, warm_up=worker.start, finish=worker.drain, shut_down=worker.stop)
+        yield ServiceHooks(server=server, warm_up=worker.start, finish=worker.drain, shut_down=worker.stop)
     finally:
         await asyncio.gather(engine.stop(), pool.stop())
 
@@ -70,7 +70,7 @@ def _with_socket(engine: EngineConfig) -> EngineConfig:
     links_group()  # one that is not there is told at the start, and not at the first link
     if not engine.peer or engine.links_socket != "":
         return engine
-    return replace(engine, links_socket=str(own_socket("worker")))
+    return replace(engine, links_socket=str(default_socket_path("worker")))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class AttemptKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class StartedEvent:
     """Denoising has begun. Steps are over all images; steps_resumed is what a checkpoint brought."""
 
     steps_total: int
@@ -50,7 +50,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class ProgressEvent:
     """Denoising goes on. preview_jpeg is empty without a preview."""
 
     steps_done: int
@@ -59,7 +59,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class PictureEvent:
     """A finished image, encoded; index is its place in the job."""
 
     index: int
@@ -67,27 +67,27 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completed:
+class CompletedEvent:
     """All pictures are there."""
 
     provenance: Provenance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class FailedEvent:
     """There will be no picture."""
 
     error: BottegaError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LorasIn:
+class LorasInEvent:
     """The LoRAs go in at a step, which has not run yet."""
 
     step: int
 
 
-Event = Started | LorasIn | Progress | Picture | Completed | Failed
+Event = StartedEvent | LorasInEvent | ProgressEvent | PictureEvent | CompletedEvent | FailedEvent
 
 
 class AttemptState(Enum):
@@ -108,11 +108,11 @@ class Attempt:
     def __init__(self, key: AttemptKey, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key
         self.state = AttemptState.ACCEPTED
-        self.started: Started | None = None
-        self.loras_in: LorasIn | None = None
-        self.progress: Progress | None = None
-        self.pictures: list[Picture] = []
-        self.outcome: Completed | Failed | None = None
+        self.started: StartedEvent | None = None
+        self.loras_in: LorasInEvent | None = None
+        self.progress: ProgressEvent | None = None
+        self.pictures: list[PictureEvent] = []
+        self.outcome: CompletedEvent | FailedEvent | None = None
         self.ended_s = 0.0
         self.fetched = False
         self._clock = clock
@@ -133,26 +133,26 @@ class Attempt:
         """Of its pictures."""
         return sum(len(picture.data) for picture in self.pictures)
 
-    def begin(self, started: Started) -> None:
+    def begin(self, started: StartedEvent) -> None:
         """The engine has begun."""
         if self.state is AttemptState.ACCEPTED:
             self.state = AttemptState.RUNNING
             self.started = started
             self._tell()
 
-    def dress(self, loras_in: LorasIn) -> None:
+    def dress(self, loras_in: LorasInEvent) -> None:
         """The LoRAs go in."""
         if not self.ended:
             self.loras_in = loras_in
             self._tell()
 
-    def advance(self, progress: Progress) -> None:
+    def advance(self, progress: ProgressEvent) -> None:
         """Replaces the progress that followers have not been told of. One that is older is dropped."""
         if not self.ended and progress.steps_done >= self.steps_done:
             self.progress = progress
             self._tell()
 
-    def add_picture(self, picture: Picture) -> None:
+    def add_picture(self, picture: PictureEvent) -> None:
         """A picture is ready."""
         if not self.ended:
             self.pictures.append(picture)
@@ -160,17 +160,17 @@ class Attempt:
 
     def complete(self, provenance: Provenance) -> None:
         """All its pictures have been added."""
-        self._end(AttemptState.COMPLETED, Completed(provenance=provenance))
+        self._end(AttemptState.COMPLETED, CompletedEvent(provenance=provenance))
 
     def fail(self, error: BottegaError) -> None:
         """It ends without pictures."""
         if not self.ended:
             self.pictures.clear()
-        self._end(AttemptState.FAILED, Failed(error=error))
+        self._end(AttemptState.FAILED, FailedEvent(error=error))
 
     async def follow(self) -> AsyncIterator[Event]:
         """Its events from the current state on, until it has ended. Breaking off changes nothing."""
-        teller = _Teller(self)
+        teller = _EventCursor(self)
         while True:
             changed = self._changed
             for event in teller.news():
@@ -182,7 +182,7 @@ class Attempt:
                 return
             await changed.wait()  # ends: the engine is watched, and an attempt ends with it
 
-    def _end(self, state: AttemptState, outcome: Completed | Failed) -> None:
+    def _end(self, state: AttemptState, outcome: CompletedEvent | FailedEvent) -> None:
         if not self.ended:
             self.state, self.outcome, self.ended_s = state, outcome, self._clock()
             self._tell()
@@ -192,14 +192,14 @@ class Attempt:
         self._changed = asyncio.Event()
 
 
-class _Teller:
+class _EventCursor:
     """What one follower has been told."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._started = False
         self._loras_in = False
-        self._progress: Progress | None = None
+        self._progress: ProgressEvent | None = None
         self._pictures = 0
         self._outcome = False
 

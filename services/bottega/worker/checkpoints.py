@@ -13,7 +13,7 @@ from bottega.worker.attempts import AttemptKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class AttemptCheckpoint:
     """Where an attempt can be resumed: steps_done over all images, and the engine's own bytes."""
 
     key: AttemptKey
@@ -21,15 +21,15 @@ class Checkpoint:
     data: bytes
 
 
-class CheckpointBoard:
+class CheckpointWatch:
     """Keeps one checkpoint for every attempt that runs."""
 
     def __init__(self) -> None:
-        self._newest: dict[AttemptKey, Checkpoint] = {}
+        self._newest: dict[AttemptKey, AttemptCheckpoint] = {}
         self._changed = asyncio.Event()
         self._closed = False
 
-    def put(self, checkpoint: Checkpoint) -> None:
+    def put(self, checkpoint: AttemptCheckpoint) -> None:
         """Replaces the attempt's checkpoint."""
         self._newest[checkpoint.key] = checkpoint
         self._tell()
@@ -43,9 +43,9 @@ class CheckpointBoard:
         self._closed = True
         self._tell()
 
-    async def watch(self) -> AsyncIterator[Checkpoint]:
+    async def watch(self) -> AsyncIterator[AttemptCheckpoint]:
         """Every attempt's checkpoint as it stands, then every newer one, until closed."""
-        sent: dict[AttemptKey, Checkpoint] = {}
+        sent: dict[AttemptKey, AttemptCheckpoint] = {}
         while not self._closed:
             changed = self._changed
             sent = {key: checkpoint for key, checkpoint in sent.items() if key in self._newest}

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bottega.rpc.link_counts import LinkMetrics
+from bottega.rpc.operation.link_metrics import LinkMetrics
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.generation_pb2 import LoraUse
 

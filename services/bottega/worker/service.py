@@ -13,13 +13,22 @@ from typing import Any, cast
 import grpc
 
 from bottega.process import copied
-from bottega.rpc import logs
+from bottega.rpc.operation import logs
 from bottega.rpc.peers import host_of
 from bottega.rpc.status import to_job_error
 from bottega.rules import refuse
 from bottega.v1 import worker_pb2
-from bottega.worker.attempts import Attempt, Completed, Event, Failed, LorasIn, Picture, Progress, Started
-from bottega.worker.orders import check_peer_link, checked_key, order_from
+from bottega.worker.attempts import (
+    Attempt,
+    CompletedEvent,
+    Event,
+    FailedEvent,
+    LorasInEvent,
+    PictureEvent,
+    ProgressEvent,
+    StartedEvent,
+)
+from bottega.worker.validation import check_peer_link, checked_key, order_from
 from bottega.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -119,22 +128,22 @@ class WorkerService:
 def _responses(event: Event) -> Iterator[worker_pb2.RunAttemptResponse]:
     pb = worker_pb2
     match event:
-        case Started(steps_total=total, steps_resumed=resumed):
+        case StartedEvent(steps_total=total, steps_resumed=resumed):
             yield pb.RunAttemptResponse(started=pb.AttemptStarted(steps_total=total, steps_resumed=resumed))
-        case LorasIn(step=step):
+        case LorasInEvent(step=step):
             yield pb.RunAttemptResponse(loras_in=pb.AttemptLorasIn(step=step))
-        case Progress(steps_done=done, preview_index=index, preview_jpeg=jpeg):
+        case ProgressEvent(steps_done=done, preview_index=index, preview_jpeg=jpeg):
             progress = pb.AttemptProgress(steps_done=done, preview_index=index, preview_jpeg=jpeg)
             yield pb.RunAttemptResponse(progress=progress)
-        case Picture():
+        case PictureEvent():
             yield from _chunks(event)
-        case Completed(provenance=provenance):
+        case CompletedEvent(provenance=provenance):
             yield pb.RunAttemptResponse(completed=pb.AttemptCompleted(provenance=provenance))
-        case Failed(error=error):
+        case FailedEvent(error=error):
             yield pb.RunAttemptResponse(failed=to_job_error(error))
 
 
-def _chunks(picture: Picture) -> Iterator[worker_pb2.RunAttemptResponse]:
+def _chunks(picture: PictureEvent) -> Iterator[worker_pb2.RunAttemptResponse]:
     view = memoryview(picture.data)
     for start in range(0, len(view), _CHUNK_BYTES):
         end = start + _CHUNK_BYTES

@@ -27,19 +27,19 @@ from bottega.errors import (
     WorkerLost,
 )
 from bottega.process.memory import resident_bytes
-from bottega.rpc.fleet import FleetMembership
+from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.status import from_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.link_pb2 import LinkOffer
+from bottega.worker.attempt_runner import AttemptOrder, AttemptRunner
 from bottega.worker.attempts import Attempt, AttemptKey, Attempts
-from bottega.worker.checkpoints import Checkpoint, CheckpointBoard
-from bottega.worker.commission import Commission, Order
+from bottega.worker.checkpoints import AttemptCheckpoint, CheckpointWatch
 from bottega.worker.config import WorkerConfig
-from bottega.worker.engine_front import EngineFront
-from bottega.worker.link_broker import LinkBroker
+from bottega.worker.engine_client import EngineFront
+from bottega.worker.image_codec import ImageCodec
+from bottega.worker.link_resolver import LinkResolver
 from bottega.worker.metrics import WorkerMetrics
-from bottega.worker.pictures import Pictures
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Worker:
     ) -> None:
         # Containers have the same process ids, each in a host of its own.
         self.name = config.name or f"worker-{socket.gethostname()}-{os.getpid()}"
-        self.checkpoints = CheckpointBoard()
+        self.checkpoints = CheckpointWatch()
         self.attempts = Attempts(
             max_attempts=config.max_attempts,
             result_grace_s=config.result_grace_s,
@@ -74,13 +74,13 @@ class Worker:
         self._config = config
         self._engine = engine
         self._pool = pool
-        self._pictures = Pictures(pool)
+        self._pictures = ImageCodec(pool)
         self._metrics = metrics
-        self._links = LinkBroker(engine, worker=self.name)
+        self._links = LinkResolver(engine, worker=self.name)
         self._address = address
         self._set_serving = set_serving
         self._version = importlib.metadata.version("bottega-services")
-        self._commissions: dict[AttemptKey, Commission] = {}
+        self._commissions: dict[AttemptKey, AttemptRunner] = {}
         self._membership: FleetMembership | None = None
         self._beat = engine_pb2.EngineBeat()
         self._model: image_pb2.Model | None = None
@@ -99,7 +99,7 @@ class Worker:
         self._tasks = [asyncio.create_task(self._engine.watch(self)), asyncio.create_task(self._sweep())]
         await self._first_ready
 
-    def run(self, order: Order) -> Attempt:
+    def run(self, order: AttemptOrder) -> Attempt:
         """Starts the order's attempt, or finds it where it is held already.
 
         Raises ModelNotFound when it is for another model than this worker's, StaleAttempt when a later attempt at the
@@ -269,8 +269,8 @@ class Worker:
         for commission in list(self._commissions.values()):
             commission.drop(Draining("the worker is stopping and hands the attempt over"))
 
-    def _commission(self, order: Order, attempt: Attempt) -> Commission:
-        commission = self._commissions[order.key] = Commission(
+    def _commission(self, order: AttemptOrder, attempt: Attempt) -> AttemptRunner:
+        commission = self._commissions[order.key] = AttemptRunner(
             order,
             attempt,
             engine=self._engine,
@@ -282,7 +282,7 @@ class Worker:
         )
         return commission
 
-    def _ended(self, commission: Commission) -> None:
+    def _ended(self, commission: AttemptRunner) -> None:
         key = commission.attempt.key
         self._commissions.pop(key, None)
         if not self._commissions:
@@ -362,5 +362,5 @@ def _worth_a_report(beat: engine_pb2.EngineBeat) -> tuple[object, ...]:
     return measured, list(beat.controlnets), list(beat.loras), list(beat.patched_loras)
 
 
-def _checkpoint(key: AttemptKey, event: engine_pb2.EngineCheckpoint) -> Checkpoint:
-    return Checkpoint(key=key, steps_done=event.steps_done, data=event.checkpoint)
+def _checkpoint(key: AttemptKey, event: engine_pb2.EngineCheckpoint) -> AttemptCheckpoint:
+    return AttemptCheckpoint(key=key, steps_done=event.steps_done, data=event.checkpoint)

@@ -11,10 +11,10 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bottega.client.aio import AsyncClient
-from bottega.client.checkup.finding import Finding, fail, ok, warn
-from bottega.client.hosting import controlnets_of
-from bottega.client.retry import RetryPolicy
+from bottega.client.addons.controlnets.hosting import controlnets_of
+from bottega.client.checkup.check import CheckResult, fail, ok, warn
+from bottega.client.sdk.aio import AsyncClient
+from bottega.client.transport.retry import RetryPolicy
 from bottega.errors import BottegaError
 from bottega.rpc.channel import channel_options
 from bottega.v1 import fleet_pb2
@@ -25,7 +25,7 @@ _MOST_NAMES = 8
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
-def check_gateway(address: str, fleet_address: str) -> Iterator[Finding]:
+def check_gateway(address: str, fleet_address: str) -> Iterator[CheckResult]:
     """The gateway at host:port, and its fleet, which it lists at another one."""
     try:
         status = _health(address)
@@ -48,7 +48,7 @@ def _health(address: str) -> int:
     return int(answer.status)
 
 
-def _check_fleet(fleet_address: str) -> Iterator[Finding]:
+def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
     try:
         fleet = asyncio.run(_fleet(fleet_address))
     except BottegaError as error:
@@ -73,7 +73,7 @@ def _check_fleet(fleet_address: str) -> Iterator[Finding]:
         yield warn(f"the fleet runs versions {', '.join(versions)}", "Bring every service to one version.")
 
 
-def _check_controlnets(fleet: fleet_pb2.ListMembersResponse) -> Iterator[Finding]:
+def _check_controlnets(fleet: fleet_pb2.ListMembersResponse) -> Iterator[CheckResult]:
     servers = [member for member in fleet.members if member.registration.kind == fleet_pb2.SERVICE_KIND_CONTROLNET]
     nets = controlnets_of(fleet)
     if servers:
@@ -99,7 +99,7 @@ async def _fleet(fleet_address: str) -> fleet_pb2.ListMembersResponse:
         return await client.fleet()
 
 
-def _check_ports(address: str) -> Iterator[Finding]:
+def _check_ports(address: str) -> Iterator[CheckResult]:
     host, _, port = address.rpartition(":")
     if host not in _LOCAL or not port.isdigit():
         yield fail(
@@ -117,7 +117,7 @@ def _check_ports(address: str) -> Iterator[Finding]:
         yield warn(f"no gateway runs; ports {own} to {fleet} are free for one", "Start one with: bottega up")
 
 
-def _check_free(port: int, whose: str) -> Iterator[Finding]:
+def _check_free(port: int, whose: str) -> Iterator[CheckResult]:
     try:
         with socket.create_server(("127.0.0.1", port)):
             return

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from bottega.client.checkup.finding import Finding, fail, ok, warn
+from bottega.client.checkup.check import CheckResult, fail, ok, warn
 from bottega.process.open_files import ENOUGH, LITTLE
 
 _OURS = ("bottega-protos", "bottega-libs", "bottega-services")
@@ -19,7 +19,7 @@ _PYTHON = ((3, 11), (3, 13))
 _LITTLE_MIB, _TOO_LITTLE_MIB = 1024, 128
 
 
-def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Finding]:
+def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[CheckResult]:
     """The interpreter that runs this command, which is the one that `bottega up` starts services with."""
     text = ".".join(map(str, version))
     if _PYTHON[0] <= version < _PYTHON[1]:
@@ -28,7 +28,7 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Fi
         yield fail(f"Python {text}", "Install Bottega into a virtual environment of Python 3.11 or 3.12.")
 
 
-def check_packages(installed: Mapping[str, str], pinned: Mapping[str, str]) -> Iterator[Finding]:
+def check_packages(installed: Mapping[str, str], pinned: Mapping[str, str]) -> Iterator[CheckResult]:
     """Versions against each other and against those that Bottega is tested with.
 
     installed, pinned: versions by normalised name; pinned is empty where constraints.txt is not at hand.
@@ -50,7 +50,7 @@ def check_packages(installed: Mapping[str, str], pinned: Mapping[str, str]) -> I
         yield ok(f"packages are at the {len(installed.keys() & pinned.keys())} versions that Bottega is tested with")
 
 
-def check_cores(cores: int, wait_policy: str) -> Iterator[Finding]:
+def check_cores(cores: int, wait_policy: str) -> Iterator[CheckResult]:
     """Room for threads, and the policy that keeps torch processes from starving each other."""
     if wait_policy.upper() not in ("", "PASSIVE"):
         yield warn(
@@ -60,7 +60,7 @@ def check_cores(cores: int, wait_policy: str) -> Iterator[Finding]:
     yield ok(f"{cores} cores; run torch programs of your own beside a worker with OMP_WAIT_POLICY=PASSIVE, as up does")
 
 
-def check_disk(folder: Path) -> Iterator[Finding]:
+def check_disk(folder: Path) -> Iterator[CheckResult]:
     """The state folder, or where it would be made."""
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110 - Path.exists raises where nobody may look
     if not os.access(there, os.W_OK):
@@ -76,7 +76,7 @@ def check_disk(folder: Path) -> Iterator[Finding]:
         yield ok(what)
 
 
-def check_open_files(hard: int) -> Iterator[Finding]:
+def check_open_files(hard: int) -> Iterator[CheckResult]:
     """hard: limit of open files and sockets, to which every service raises its own; negative where there is none."""
     if 0 <= hard < LITTLE:
         yield warn(
@@ -102,7 +102,7 @@ def pinned_versions(beside: Path = Path(__file__)) -> dict[str, str]:
     return {}
 
 
-def _check_ours(installed: Mapping[str, str]) -> Iterator[Finding]:
+def _check_ours(installed: Mapping[str, str]) -> Iterator[CheckResult]:
     ours = {name: installed[name] for name in _OURS if name in installed}
     if len(set(ours.values())) > 1:
         listed = ", ".join(f"{name} {version}" for name, version in ours.items())

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bottega.client.checkup.finding import Finding, fail, ok
+from bottega.client.checkup.check import CheckResult, fail, ok
 from bottega.miniature import WEIGHTS
 
 # Safetensors' own bound on its JSON header.
@@ -28,7 +28,7 @@ class Weights:
     size_bytes: int
 
 
-def check_model(model: str) -> Iterator[Finding]:
+def check_model(model: str) -> Iterator[CheckResult]:
     """The folder `model`, or the embedded "miniature"."""
     folder = WEIGHTS if model == "miniature" else Path(model)
     todo = "Give a folder in Diffusers' layout: bottega doctor --model FOLDER"
@@ -64,7 +64,7 @@ def read_header(path: Path) -> Weights:
     return Weights(parameters=parameters, size_bytes=size)
 
 
-def _check_weights(model: str, parts: list[Path]) -> Iterator[Finding]:
+def _check_weights(model: str, parts: list[Path]) -> Iterator[CheckResult]:
     found: list[Weights] = []
     broken = False
     for part in parts:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from bottega.client.cli.plain import plain_lines
+from bottega.client.cli.escaping import plain_lines
 
 # In the order in which a newcomer needs them; each module has the click command as `command`.
 _COMMANDS = ("up", "stop", "generate", "jobs", "models", "controlnets", "loras", "fleet", "logs", "doctor")
@@ -35,10 +35,10 @@ class _Commands(click.Group):
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        from bottega.client.cli.connection import advice_when_late, asked_address
-        from bottega.client.cli.failures import exit_status, explained
-        from bottega.client.cli.faults import log_plainly, tell_fault
+        from bottega.client.cli.error_help import exit_status, explained
+        from bottega.client.cli.gateway_options import advice_when_late, asked_address
         from bottega.client.cli.terminal import fail
+        from bottega.client.cli.unexpected_errors import log_plainly, tell_fault
         from bottega.errors import BottegaError
 
         log_plainly()

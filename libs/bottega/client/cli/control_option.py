@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from bottega import rules
-from bottega.client.control import ControlNet
+from bottega.client.types.control import ControlNet
 from bottega.errors import Violation
 
 # As the gateway names fields of a request's ControlNets.
@@ -19,7 +19,7 @@ _PLACE = re.compile(r"(?:spec\.)?controlnets\[(\d+)\]\.(\w+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
+class ControlArgument:
     """One --control. scale: None where none was given."""
 
     name: str
@@ -27,12 +27,12 @@ class Control:
     scale: float | None
 
 
-class ControlType(click.ParamType[Control]):
+class ControlType(click.ParamType[ControlArgument]):
     """Says what is wrong before anything is asked for."""
 
     name = "control"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Control:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> ControlArgument:
         name, given, rest = value.partition("=")
         if not given or not rest:
             self.fail(f"{value!r}: NAME=FILE or NAME=FILE:SCALE is wanted, such as edges=edges.png:0.8", param, ctx)
@@ -50,10 +50,10 @@ class ControlType(click.ParamType[Control]):
         number = _number(scale) if scale is not None else None
         if scale is not None and number is None:
             self.fail(f"{name}: {scale!r} is no scale; a number such as 0.8 is wanted after FILE:", param, ctx)
-        return Control(name=name, file=file, scale=number)
+        return ControlArgument(name=name, file=file, scale=number)
 
 
-def merged(then: Sequence[ControlNet], given: Sequence[Control], like: Path | None) -> list[ControlNet]:
+def merged(then: Sequence[ControlNet], given: Sequence[ControlArgument], like: Path | None) -> list[ControlNet]:
     """The ControlNets of a picture that was drawn before, each with the control image given now; then the others.
 
     Raises click.UsageError for one whose image is not given: pictures do not carry them.

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option, connect, fleet_option
 from bottega.client.cli.controlnet_profile import command as profile_command
+from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import fail, new_table, note, print_table, say
 
 if TYPE_CHECKING:
-    from bottega.client.hosting import AddedControlNet, ServedControlNet
+    from bottega.client.addons.controlnets.hosting import AddedControlNet, ServedControlNet
 
 _HASH_LETTERS = 12
 _HUB = "hub:"
@@ -114,11 +114,11 @@ command.add_command(profile_command)
 
 
 def _fetched(repo: str, revision: str | None, root: str) -> str:
-    from bottega.client.hub import HubFailure, fetch
+    from bottega.client.addons.controlnets.hub import HubError, fetch
 
     try:
         return str(fetch(repo, revision, Path(root)))
-    except HubFailure as error:
+    except HubError as error:
         fail(error.message, error.todo)
 
 
@@ -144,7 +144,7 @@ def _note_oddities(nets: Sequence[ServedControlNet]) -> None:
 
 
 def _fail_for(name: str, added: Sequence[AddedControlNet]) -> None:
-    from bottega.client.cli.failures import exit_status
+    from bottega.client.cli.error_help import exit_status
 
     failures = [(one.server, one.error) for one in added if one.error is not None]
     if failures:

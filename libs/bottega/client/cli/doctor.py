@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option, asked_fleet_address, fleet_option
+from bottega.client.cli.gateway_options import address_option, asked_fleet_address, fleet_option
 from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import Styled, say
 
 if TYPE_CHECKING:
-    from bottega.client.checkup.finding import Finding
+    from bottega.client.checkup.check import CheckResult
     from bottega.client.suite.state import StateFolder
 
 _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "red"}
@@ -30,7 +30,7 @@ def command(*, model: str, state: StateFolder, address: str) -> None:
 
     Checks Python, packages, limits, disk, model and gateway; ends with status 1 when something fails.
     """
-    from bottega.client.checkup.finding import Level
+    from bottega.client.checkup.check import Level
 
     levels = set()
     for finding in _findings(model, state, address, _fleet_address(address)):
@@ -42,12 +42,12 @@ def command(*, model: str, state: StateFolder, address: str) -> None:
 
 
 def _fleet_address(address: str) -> str:
-    from bottega.client.address import default_fleet_address
+    from bottega.client.transport.address import default_fleet_address
 
     return asked_fleet_address(click.get_current_context()) or default_fleet_address(address)
 
 
-def _findings(model: str, state: StateFolder, address: str, fleet_address: str) -> Iterator[Finding]:
+def _findings(model: str, state: StateFolder, address: str, fleet_address: str) -> Iterator[CheckResult]:
     from bottega.client.checkup import gateway, machine
     from bottega.client.checkup.model import check_model
 

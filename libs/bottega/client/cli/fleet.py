@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option, connect, fleet_option
+from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, new_table, print_table, stderr_console
 
 if TYPE_CHECKING:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from bottega.client.cli.connection import DEFAULT_TIMEOUT_S, address_option, advise_when_late, connect
-from bottega.client.cli.parameters import drawing_options
-from bottega.client.cli.plain import shortened
+from bottega.client.cli.escaping import shortened
+from bottega.client.cli.gateway_options import DEFAULT_TIMEOUT_S, address_option, advise_when_late, connect
+from bottega.client.cli.generation_options import drawing_options
 from bottega.client.cli.terminal import fail, note, say
 
 if TYPE_CHECKING:
-    from bottega.client.cli.outputs import Output
-    from bottega.client.events import Completed, Progress
-    from bottega.client.options import GenerationOptions
-    from bottega.client.sync import Client
+    from bottega.client.cli.output_files import OutputTarget
+    from bottega.client.sdk.sync import Client
+    from bottega.client.types.events import Completed, Progress
+    from bottega.client.types.options import GenerationOptions
     from bottega.v1.generation_pb2 import ControlNetUse, Provenance
 
 # As the contract names them.
@@ -80,7 +80,7 @@ def command(
       bottega generate "a big red star" --detach
       bottega generate "a big red star" --control edges=edges.png:0.8
     """
-    from bottega.client.cli.outputs import choose_output
+    from bottega.client.cli.output_files import choose_output
 
     prompt, options = _parameters(prompt, like, given)
     target = choose_output(output, options.get("format"), prompt)
@@ -116,7 +116,7 @@ def _as_given(options: GenerationOptions) -> Iterator[None]:
 def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) -> tuple[str, GenerationOptions]:
     """The prompt and the arguments: those of `like`, changed by those that were given."""
     from bottega.client.cli.control_option import merged
-    from bottega.client.png import parameters_of
+    from bottega.client.types.png_parameters import parameters_of
 
     controls = given.pop("controlnets")
     then, options = parameters_of(like) if like else (None, {})
@@ -145,7 +145,7 @@ def _check_preview(preview: Path | None, *, detach: bool) -> None:
 def _draw(
     client: Client, prompt: str, options: GenerationOptions, *, num_images: int, preview: Path | None
 ) -> Completed:
-    from bottega.client.cli.drawing import shown
+    from bottega.client.cli.progress_bar import shown
 
     stream = client.stream(prompt, num_images=num_images, preview=preview is not None, **options)
     return shown(stream, (lambda progress: _write_previews(preview, progress, num_images)) if preview else None)
@@ -166,9 +166,9 @@ def _write_previews(target: Path, progress: Progress, num_images: int) -> None:
         write_whole(target.with_stem(f"{target.stem}-{preview.index}") if num_images > 1 else target, preview.jpeg)
 
 
-def _report(completed: Completed, output: Output, elapsed_s: float) -> None:
+def _report(completed: Completed, output: OutputTarget, elapsed_s: float) -> None:
     """Saves the pictures; says path, seed and times, and what was not as asked."""
-    from bottega.client.cli.outputs import save_all
+    from bottega.client.cli.output_files import save_all
 
     save_all(completed.images, output)
     stages = _stages(completed.provenance)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option, connect
-from bottega.client.cli.plain import shortened
+from bottega.client.cli.escaping import shortened
+from bottega.client.cli.gateway_options import address_option, connect
 from bottega.client.cli.terminal import PlainTable, new_table, note, print_table
 
 if TYPE_CHECKING:
-    from bottega.client.jobs import JobStatus
+    from bottega.client.types.jobs import JobStatus
 
 _STATES = ("queued", "running", "completed", "failed", "cancelled")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
@@ -56,7 +56,7 @@ def list_command(
     address: str,
 ) -> None:
     """List jobs, newest first."""
-    from bottega.client.jobs import JobState
+    from bottega.client.types.jobs import JobState
 
     with connect(address) as client:
         for _ in range(_MOST_PAGES):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option, connect, timeout_option
+from bottega.client.cli.gateway_options import address_option, connect, timeout_option
 from bottega.client.cli.job_list import list_command
 from bottega.client.cli.terminal import fail, note, say
 
 if TYPE_CHECKING:
-    from bottega.client.jobs import JobStatus
+    from bottega.client.types.jobs import JobStatus
 
 
 class _Jobs(click.Group):
@@ -45,7 +45,7 @@ command.add_command(list_command)
 @address_option
 def watch(*, job_id: str, timeout_s: float, address: str) -> None:
     """Follow a job to its end. Ctrl-C stops only the watching."""
-    from bottega.client.cli.drawing import shown
+    from bottega.client.cli.progress_bar import shown
 
     with connect(address, timeout_s=timeout_s) as client:
         try:
@@ -62,7 +62,7 @@ def watch(*, job_id: str, timeout_s: float, address: str) -> None:
 @address_option
 def cancel(*, job_id: str, address: str) -> None:
     """End a job. One that has ended stays as it is."""
-    from bottega.client.jobs import JobState
+    from bottega.client.types.jobs import JobState
 
     with connect(address) as client:
         state = client.job(job_id).cancel().state
@@ -84,9 +84,9 @@ def cancel(*, job_id: str, address: str) -> None:
 @address_option
 def get(*, job_id: str, output: Path | None, wait: bool, timeout_s: float, address: str) -> None:
     """Fetch the pictures of a job: FILE, or FILE-0, FILE-1 and so on where there are several."""
-    from bottega.client.cli.drawing import shown
-    from bottega.client.cli.outputs import choose_output, save_all
-    from bottega.client.picture import format_of
+    from bottega.client.cli.output_files import choose_output, save_all
+    from bottega.client.cli.progress_bar import shown
+    from bottega.client.types.picture import format_of
 
     with connect(address, timeout_s=timeout_s) as client:
         job = client.job(job_id)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.logline import pretty
+from bottega.client.cli.log_format import pretty
 from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import fail, say
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @state_option
 def command(*, service: str | None, following: bool, count: int, raw: bool, state: StateFolder) -> None:
     """Show what SERVICE, or all of them, said last."""
-    from bottega.client.suite.reading import follow, last_lines, services_with_logs
+    from bottega.client.suite.log_reader import follow, last_lines, services_with_logs
 
     known = services_with_logs(state.logs)
     if not known:

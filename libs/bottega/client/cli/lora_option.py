@@ -7,7 +7,7 @@ import math
 import click
 
 from bottega import rules
-from bottega.client.lora import Lora
+from bottega.client.types.lora import Lora
 
 
 class LoraType(click.ParamType[Lora]):

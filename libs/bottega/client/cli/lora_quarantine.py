@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option, connect, fleet_option
+from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.sizes import shown_size
 from bottega.client.cli.terminal import confirm, fail, new_table, note, print_table, say
 
 if TYPE_CHECKING:
-    from bottega.client.sync import Client
+    from bottega.client.sdk.sync import Client
     from bottega.v1.lora_pb2 import QuarantinedLora
 
 # Of an id, in a list: enough to tell one from the others, and the least to choose it by.
@@ -23,7 +23,7 @@ _ID_LETTERS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _QuarantinedAtStore:
     store: str
     lora: QuarantinedLora
 
@@ -113,7 +113,7 @@ def discard_command(*, which: tuple[str, ...], everything: bool, yes: bool, addr
     say(f"{len(found)} deleted, {shown_size(freed_bytes)} free")
 
 
-def _restored(client: Client, found: _Found, *, name: str, base: str) -> bool:
+def _restored(client: Client, found: _QuarantinedAtStore, *, name: str, base: str) -> bool:
     """Whether it is back; says so, or why it is not."""
     from bottega.errors import BottegaError, InvalidRequest, LoraExists
 
@@ -132,12 +132,14 @@ def _restored(client: Client, found: _Found, *, name: str, base: str) -> bool:
     return True
 
 
-def _chosen(client: Client, which: Sequence[str]) -> list[_Found]:
+def _chosen(client: Client, which: Sequence[str]) -> list[_QuarantinedAtStore]:
     """Those that were asked for, each once; without any asked for, all. Ends the command where one is not there."""
-    there = [_Found(store=store.store, lora=lora) for store in client.lora_quarantines() for lora in store.loras]
+    there = [
+        _QuarantinedAtStore(store=store.store, lora=lora) for store in client.lora_quarantines() for lora in store.loras
+    ]
     if not which:
         return there
-    chosen: dict[str, _Found] = {}
+    chosen: dict[str, _QuarantinedAtStore] = {}
     for text in dict.fromkeys(which):
         matching = [each for each in there if text in (each.lora.name, each.lora.id)]
         if not matching and len(text) >= _ID_LETTERS:

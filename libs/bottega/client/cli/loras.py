@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option, connect, fleet_option
+from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.lora_profile import command as profile_command
 from bottega.client.cli.lora_quarantine import discard_command, quarantine_command, rebuild_command
 from bottega.client.cli.sizes import shown_size
 from bottega.client.cli.terminal import fail, new_table, note, print_table, say
 
 if TYPE_CHECKING:
-    from bottega.client.sync import Client
+    from bottega.client.sdk.sync import Client
     from bottega.v1.lora_pb2 import StoredLora
 
 _HASH_LETTERS = 12
@@ -186,7 +186,7 @@ def _registered(
     client: Client, name: str, path: str, *, base: str | None, trigger_words: tuple[str, ...]
 ) -> StoredLora:
     """From the store's machine. Most often a path that is not here is a wrong one, so that is said first."""
-    from bottega.client.cli.failures import exit_status
+    from bottega.client.cli.error_help import exit_status
     from bottega.errors import InvalidRequest
 
     try:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.connection import address_option, connect
+from bottega.client.cli.gateway_options import address_option, connect
 from bottega.client.cli.terminal import new_table, note, print_table
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def command(address: str) -> None:
 
 
 def _row(model: Model) -> tuple[str, ...]:
-    from bottega.client.options import SAMPLERS
+    from bottega.client.types.options import SAMPLERS
 
     samplers = {number: name for name, number in SAMPLERS.items()}
     return (

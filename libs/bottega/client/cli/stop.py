@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def command(*, state: StateFolder) -> None:
     """Stop the suite that runs here."""
     from bottega.client.suite.background import stop_instance
-    from bottega.client.suite.leftovers import end_leftovers
+    from bottega.client.suite.orphans import end_orphans
 
     if stop_instance(state):
         say("Stopped; nothing is left running.")
         return
-    for name in end_leftovers(state.read()):
+    for name in end_orphans(state.read()):
         note(f"{name} was still running from an instance that was killed; ended it")
     say(f"No suite runs from {state.root}.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from bottega.client.cli.plain import plain
+from bottega.client.cli.escaping import plain
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bottega.client.cli.logline import pretty
-from bottega.client.cli.plain import plain_lines
+from bottega.client.cli.escaping import plain_lines
+from bottega.client.cli.log_format import pretty
 from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import fail, note, say
 
 if TYPE_CHECKING:
-    from bottega.client.suite.plan import SuitePlan, SuiteWish
+    from bottega.client.suite.plan import SuiteOptions, SuitePlan
     from bottega.client.suite.state import StateFolder
 
 
@@ -47,16 +47,16 @@ def command(*, state: StateFolder, detach: bool, in_background: bool, **wished: 
     `loras`; the embedded model has edges and layout, and striped, checked and dusk. The store keeps what
     `bottega loras add` brings, in the state folder.
     """
-    from bottega.client.suite.keeper import DoesNotStart
-    from bottega.client.suite.plan import SuiteWish
+    from bottega.client.suite.plan import SuiteOptions
+    from bottega.client.suite.service_process import DoesNotStart
     from bottega.client.suite.state import AlreadyHeld
 
     _check_model(wished["model"])
     try:
         if detach:
-            _detached(SuiteWish(**wished), state)
+            _detached(SuiteOptions(**wished), state)
         else:
-            _foreground(SuiteWish(**wished), state, in_background=in_background)
+            _foreground(SuiteOptions(**wished), state, in_background=in_background)
     except AlreadyHeld as held:
         _refuse(state, held.holders)
     except DoesNotStart as error:
@@ -76,7 +76,7 @@ def command(*, state: StateFolder, detach: bool, in_background: bool, **wished: 
 
 def _check_model(model: str) -> None:
     """Says at once what a worker would say after three tries."""
-    from bottega.client.checkup.finding import Level
+    from bottega.client.checkup.check import Level
     from bottega.client.checkup.model import check_model
 
     for finding in check_model(model):
@@ -84,13 +84,13 @@ def _check_model(model: str) -> None:
             fail(finding.what, "Give miniature, or a folder in Diffusers' layout: bottega up --model FOLDER")
 
 
-def _foreground(wish: SuiteWish, state: StateFolder, *, in_background: bool) -> None:
-    from bottega.client.cli.running import run_suite
-    from bottega.client.suite.leftovers import end_leftovers
+def _foreground(wish: SuiteOptions, state: StateFolder, *, in_background: bool) -> None:
+    from bottega.client.cli.foreground import run_suite
+    from bottega.client.suite.orphans import end_orphans
     from bottega.client.suite.plan import plan_suite
 
     with state.hold():
-        for name in end_leftovers(state.read()):
+        for name in end_orphans(state.read()):
             note(f"{name} was still running from an instance that was killed; ended it")
         plan = plan_suite(wish, state)
         if others := state.others():
@@ -102,8 +102,8 @@ def _foreground(wish: SuiteWish, state: StateFolder, *, in_background: bool) -> 
     say("Stopped; nothing is left running.")
 
 
-def _detached(wish: SuiteWish, state: StateFolder) -> None:
-    from bottega.client.cli.running import say_ready
+def _detached(wish: SuiteOptions, state: StateFolder) -> None:
+    from bottega.client.cli.foreground import say_ready
     from bottega.client.suite.background import DidNotStart, start_in_background
 
     try:
@@ -139,7 +139,7 @@ def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:
     )
 
 
-def _described(plan: SuitePlan, wish: SuiteWish) -> str:
+def _described(plan: SuitePlan, wish: SuiteOptions) -> str:
     workers = f"{_counted(plan.workers, 'worker')} of {wish.model}"
     if plan.controlnet_servers:
         workers = f"{workers} and {_counted(plan.controlnet_servers, 'ControlNet server')}"

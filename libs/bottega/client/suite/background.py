@@ -10,8 +10,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bottega.client.suite.plan import SuiteWish
-from bottega.client.suite.state import AlreadyHeld, Record, StateFolder
+from bottega.client.suite.plan import SuiteOptions
+from bottega.client.suite.state import AlreadyHeld, InstanceRecord, StateFolder
 from bottega.errors import BottegaError, Code, DeadlinePassed
 from bottega.state_folder import private_files
 
@@ -29,7 +29,7 @@ class DidNotStart(BottegaError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Background:
+class BackgroundSuite:
     """An instance that is ready, and how long that took."""
 
     pid: int
@@ -38,7 +38,7 @@ class Background:
     seconds: float
 
 
-def start_in_background(wish: SuiteWish, state: StateFolder) -> Background:
+def start_in_background(wish: SuiteOptions, state: StateFolder) -> BackgroundSuite:
     """Starts an instance and waits until it is ready.
 
     Raises AlreadyHeld, StateFolderUnusable; DidNotStart with what it said; DeadlinePassed when it is still not ready.
@@ -62,7 +62,7 @@ def start_in_background(wish: SuiteWish, state: StateFolder) -> Background:
     except BaseException:
         process.terminate()
         raise
-    return Background(
+    return BackgroundSuite(
         pid=record.pid,
         address=record.address,
         fleet_address=record.fleet_address,
@@ -87,7 +87,7 @@ def stop_instance(state: StateFolder) -> bool:
     return True
 
 
-def _until_ready(process: subprocess.Popen[bytes], state: StateFolder, said: Path, deadline_s: float) -> Record:
+def _until_ready(process: subprocess.Popen[bytes], state: StateFolder, said: Path, deadline_s: float) -> InstanceRecord:
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
             raise DidNotStart(said.read_text(errors="replace").strip() or "it ended without a word")

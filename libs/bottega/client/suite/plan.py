@@ -12,8 +12,8 @@ from pathlib import Path
 import yaml
 
 from bottega import rules
-from bottega.client.address import DEFAULT_PORT
 from bottega.client.suite.state import StateFolder
+from bottega.client.transport.address import DEFAULT_PORT
 from bottega.errors import BottegaError, Code
 from bottega.miniature import WEIGHTS
 
@@ -31,7 +31,7 @@ class PortTaken(BottegaError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SuiteWish:
+class SuiteOptions:
     """What somebody wants to run.
 
     controlnet_servers: each hosts the ControlNets in the model's own folder `controlnets`, if it has one, and those
@@ -51,7 +51,7 @@ class SuiteWish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServicePlan:
+class ProcessPlan:
     """One process to keep running. Its stdin ends when whoever keeps it dies, and then it should end too.
 
     environment: what differs from our own.
@@ -74,10 +74,10 @@ class SuitePlan:
     workers: int
     controlnet_servers: int
     threads: int
-    services: tuple[ServicePlan, ...]
+    services: tuple[ProcessPlan, ...]
 
 
-def plan_suite(wish: SuiteWish, state: StateFolder) -> SuitePlan:
+def plan_suite(wish: SuiteOptions, state: StateFolder) -> SuitePlan:
     """Writes every service's configuration to the state folder and says how to start them."""
     port, metrics_port, fleet_port = _ports(wish.port)
     address, fleet = f"127.0.0.1:{port}", f"127.0.0.1:{fleet_port}"
@@ -100,7 +100,7 @@ def plan_suite(wish: SuiteWish, state: StateFolder) -> SuitePlan:
     )
 
 
-def _worker(name: str, wish: SuiteWish, gateway: str, threads: int, state: StateFolder) -> ServicePlan:
+def _worker(name: str, wish: SuiteOptions, gateway: str, threads: int, state: StateFolder) -> ProcessPlan:
     model = wish.model if wish.model == "miniature" else str(Path(wish.model).resolve())
     values = {
         "name": name,
@@ -111,7 +111,7 @@ def _worker(name: str, wish: SuiteWish, gateway: str, threads: int, state: State
     return _service(name, "bottega.worker", values, state.config)
 
 
-def _controlnet(name: str, wish: SuiteWish, gateway: str, threads: int, state: StateFolder) -> ServicePlan:
+def _controlnet(name: str, wish: SuiteOptions, gateway: str, threads: int, state: StateFolder) -> ProcessPlan:
     folder = WEIGHTS if wish.model == "miniature" else Path(wish.model).resolve()
     values = {
         "name": name,
@@ -132,7 +132,7 @@ def _own_controlnets(model: Path) -> Iterator[tuple[str, str]]:
             yield config.parent.name, str(config.parent)
 
 
-def _store(wish: SuiteWish, gateway: str, state: StateFolder) -> dict[str, object]:
+def _store(wish: SuiteOptions, gateway: str, state: StateFolder) -> dict[str, object]:
     """Of the LoRA store: LoRAs are for the model that the workers serve, by its name."""
     folder = WEIGHTS if wish.model == "miniature" else Path(wish.model).resolve()
     base = wish.model if wish.model == "miniature" else folder.name
@@ -154,10 +154,10 @@ def _own_loras(model: Path) -> Iterator[tuple[str, str]]:
             yield name, str(path)
 
 
-def _service(name: str, module: str, values: Mapping[str, object], config: Path) -> ServicePlan:
+def _service(name: str, module: str, values: Mapping[str, object], config: Path) -> ProcessPlan:
     path = config / f"{name}.yaml"
     path.write_text(yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")
-    return ServicePlan(
+    return ProcessPlan(
         name=name,
         argv=(sys.executable, "-m", module, "--config", str(path), "--stop-with-stdin"),
         # Without it the threads of two torch processes on few cores starve each other, up to 80-fold.

@@ -39,7 +39,7 @@ class StateFolderUnusable(BottegaError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Child:
+class InstanceProcess:
     """A process of a running instance. Its start time tells it from a later one of the same pid."""
 
     name: str
@@ -48,7 +48,7 @@ class Child:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class InstanceRecord:
     """What a running instance says about itself.
 
     address: host:port of its gateway. ready: every service has served since the start. fleet_address: where its gateway
@@ -58,7 +58,7 @@ class Record:
     pid: int
     address: str
     ready: bool
-    children: tuple[Child, ...]
+    children: tuple[InstanceProcess, ...]
     fleet_address: str = ""
 
 
@@ -150,20 +150,20 @@ class StateFolder:
         locks = [line.split() for line in lines if "->" not in line]
         return tuple(int(lock[4]) for lock in locks if lock[1] == "FLOCK" and lock[5] == file and int(lock[4]) > 0)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: InstanceRecord) -> None:
         """Replaces the record."""
         write_whole(self._record, json.dumps(asdict(record)).encode())
 
-    def read(self) -> Record | None:
+    def read(self) -> InstanceRecord | None:
         """The last record, of an instance that may be gone; None without one that can be read."""
         try:
             values = json.loads(self._record.read_bytes())
-            children = tuple(Child(**child) for child in values.pop("children"))
-            return Record(children=children, **values)
+            children = tuple(InstanceProcess(**child) for child in values.pop("children"))
+            return InstanceRecord(children=children, **values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
-    def running(self) -> Record | None:
+    def running(self) -> InstanceRecord | None:
         """The instance that runs from here; None when none does."""
         return self.read() if self.is_held() else None
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
-from bottega.client.aio import AsyncClient
-from bottega.client.retry import RetryPolicy
-from bottega.client.suite.keeper import Keeper, KeepPolicy, Reporter
+from bottega.client.sdk.aio import AsyncClient
 from bottega.client.suite.plan import SuitePlan
-from bottega.client.suite.state import Child, Record, StateFolder
+from bottega.client.suite.service_process import RestartPolicy, ServiceListener, ServiceProcess
+from bottega.client.suite.state import InstanceProcess, InstanceRecord, StateFolder
+from bottega.client.transport.retry import RetryPolicy
 from bottega.errors import DeadlinePassed, Unavailable
 from bottega.v1 import fleet_pb2
 
@@ -25,11 +25,13 @@ class Supervisor:
     """A suite that runs from a state folder, which this process holds."""
 
     def __init__(
-        self, plan: SuitePlan, state: StateFolder, reporter: Reporter, policy: KeepPolicy | None = None
+        self, plan: SuitePlan, state: StateFolder, reporter: ServiceListener, policy: RestartPolicy | None = None
     ) -> None:
         self._plan = plan
         self._state = state
-        self._keepers = [Keeper(service, state.logs, reporter, policy or KeepPolicy()) for service in plan.services]
+        self._keepers = [
+            ServiceProcess(service, state.logs, reporter, policy or RestartPolicy()) for service in plan.services
+        ]
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Runs the suite until `stop`; then nothing of it is left.
@@ -61,7 +63,7 @@ class Supervisor:
                 if not ready and await self._all_joined(client):
                     ready = True
                     on_ready()
-                record = Record(
+                record = InstanceRecord(
                     pid=os.getpid(),
                     address=self._plan.address,
                     fleet_address=self._plan.fleet_address,
@@ -90,10 +92,12 @@ class Supervisor:
             and joined[fleet_pb2.SERVICE_KIND_CONTROLNET] >= self._plan.controlnet_servers
         )
 
-    def _children(self) -> Iterable[Child]:
+    def _children(self) -> Iterable[InstanceProcess]:
         for keeper in self._keepers:
             if keeper.pid is not None and psutil.pid_exists(keeper.pid):
-                yield Child(name=keeper.name, pid=keeper.pid, started_s=psutil.Process(keeper.pid).create_time())
+                yield InstanceProcess(
+                    name=keeper.name, pid=keeper.pid, started_s=psutil.Process(keeper.pid).create_time()
+                )
 
 
 async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:

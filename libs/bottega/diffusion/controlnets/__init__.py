@@ -3,6 +3,7 @@
 What a server's engine and a worker on its own both use. Knows rows and conditions; knows no wire and no links.
 """
 
+from bottega.diffusion.controlnets.cache import ControlNetCache, ControlNetLease
 from bottega.diffusion.controlnets.folder import controlnet_digest
 from bottega.diffusion.controlnets.group import ControlRow, run_group, write_residuals
 from bottega.diffusion.controlnets.layout import ControlLayout, base_layout, read_base_layout
@@ -15,16 +16,15 @@ from bottega.diffusion.controlnets.network import (
     load_controlnet,
 )
 from bottega.diffusion.controlnets.session import ControlSession, process_image
-from bottega.diffusion.controlnets.shelf import ControlNetShelf, Hold
 
 __all__ = [
     "ControlLayout",
     "ControlNet",
-    "ControlNetShelf",
+    "ControlNetCache",
     "ControlNetSource",
     "ControlRow",
     "ControlSession",
-    "Hold",
+    "ControlNetLease",
     "LocalControlNets",
     "base_layout",
     "check_weights",

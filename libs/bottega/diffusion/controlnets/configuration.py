@@ -14,7 +14,7 @@ import pydantic_core
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from bottega.errors import InvalidRequest, Violation
-from bottega.plain_text import plain
+from bottega.plain_text import excerpt
 
 FILE = "config.json"
 # Real ones have two thousand.
@@ -97,7 +97,7 @@ def read_fields(text: bytes) -> Mapping[str, object]:
     try:
         fields = pydantic_core.from_json(text, allow_inf_nan=False)  # bounds how deep it may be nested
     except ValueError as error:
-        raise _refused([("", f"is no JSON: {plain(str(error), _SHOWN_CHARACTERS)}")]) from None
+        raise _refused([("", f"is no JSON: {excerpt(str(error), _SHOWN_CHARACTERS)}")]) from None
     if not isinstance(fields, dict):
         raise _refused([("", "is no configuration")])
     return fields
@@ -154,7 +154,7 @@ def _deepest(error: pydantic.ValidationError) -> Iterator[tuple[str, str]]:
         at = "".join(f"[{part}]" for part in each["loc"][1:] if isinstance(part, int))
         rule = each["msg"][:1].lower() + each["msg"][1:].replace("Input should", "must")
         value = each["input"]
-        told = f", not {plain(repr(value), _SHOWN_CHARACTERS)}" if isinstance(value, str | int | float | None) else ""
+        told = f", not {excerpt(repr(value), _SHOWN_CHARACTERS)}" if isinstance(value, str | int | float | None) else ""
         yield f"{name}{at}", rule.replace("input should", "must") + told
 
 

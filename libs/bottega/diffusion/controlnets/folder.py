@@ -21,10 +21,10 @@ from torch import Tensor
 
 from bottega import rules
 from bottega.diffusion.controlnets.configuration import FILE, MAX_CONFIG_BYTES
-from bottega.diffusion.model import files_digest
+from bottega.diffusion.model.model import files_digest
 from bottega.errors import BadLora
 from bottega.lora.safetensors_header import LENGTH_BYTES, Header, TensorEntry, header_bytes, read_header
-from bottega.storage.below import listed, open_below
+from bottega.storage.contained_paths import listed, open_below
 
 _WEIGHTS = "diffusion_pytorch_model"
 _SUFFIX = ".safetensors"

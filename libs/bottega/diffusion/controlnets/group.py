@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bottega.diffusion.backbone import Inputs
 from bottega.diffusion.controlnets.session import ControlSession
-from bottega.diffusion.row import Half
+from bottega.diffusion.model.backbone import Inputs
+from bottega.diffusion.rows import Half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,20 +13,20 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from bottega.diffusion.controlnets.cache import ControlNetCache, ControlNetLease
 from bottega.diffusion.controlnets.group import ControlRow, run_group, write_residuals
 from bottega.diffusion.controlnets.network import ControlNet
+from bottega.diffusion.controlnets.provider import ControlInput, ControlRecord
 from bottega.diffusion.controlnets.session import ControlSession
-from bottega.diffusion.controlnets.shelf import ControlNetShelf, Hold
-from bottega.diffusion.controls import Control, ControlRecord
-from bottega.diffusion.row import Row
+from bottega.diffusion.rows import Row
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Seat:
+class _LocalSession:
     """One control of a request: the handle. place: of its ControlNet in the request's loan."""
 
-    control: Control
-    hold: Hold
+    control: ControlInput
+    hold: ControlNetLease
     place: int
     session: ControlSession | None = None
     waited_s: float = 0.0
@@ -44,16 +44,16 @@ class LocalControlNets:
     them; 0 is off.
     """
 
-    def __init__(self, shelf: ControlNetShelf, *, fixed_rows: int = 0) -> None:
+    def __init__(self, shelf: ControlNetCache, *, fixed_rows: int = 0) -> None:
         self._shelf = shelf
         self._fixed_rows = fixed_rows
         self._rows: list[Row] = []
         self._answers: dict[tuple[Row, Hashable], list[Tensor]] = {}
 
-    def open(self, controls: Sequence[Control]) -> tuple[Hashable, ...]:
+    def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
         """See ControlNets."""
         hold = self._shelf.borrow([control.name for control in controls])
-        return tuple(_Seat(control=control, hold=hold, place=place) for place, control in enumerate(controls))
+        return tuple(_LocalSession(control=control, hold=hold, place=place) for place, control in enumerate(controls))
 
     def opened(self, handles: Sequence[Hashable]) -> bool:
         """See ControlNets."""
@@ -105,7 +105,7 @@ class LocalControlNets:
 
     def _compute(self) -> None:
         """The answers that are missing and whose ControlNet is loaded, in as few forwards as possible."""
-        groups: dict[Hashable, list[tuple[Row, _Seat, ControlSession]]] = {}
+        groups: dict[Hashable, list[tuple[Row, _LocalSession, ControlSession]]] = {}
         for row in self._rows:
             for handle in row.controls:
                 seat = _seat(handle)
@@ -116,7 +116,7 @@ class LocalControlNets:
         for group in groups.values():
             self._run(group)
 
-    def _run(self, group: Sequence[tuple[Row, _Seat, ControlSession]]) -> None:
+    def _run(self, group: Sequence[tuple[Row, _LocalSession, ControlSession]]) -> None:
         began_s = perf_counter()
         rows = [
             ControlRow(session=session, half=row.half, sample=row.sample, timestep=row.timestep)
@@ -135,7 +135,7 @@ class LocalControlNets:
         for seat in {seat for _, seat, _ in group}:
             seat.waited_s += seconds
 
-    def _session(self, seat: _Seat) -> ControlSession | None:
+    def _session(self, seat: _LocalSession) -> ControlSession | None:
         """The seat's session, begun once its ControlNet is here. Raises the BottegaError for which it never will."""
         if seat.session is None and seat.hold.nets.done():
             net = seat.hold.nets.result()[seat.place]
@@ -143,8 +143,8 @@ class LocalControlNets:
         return seat.session
 
 
-def _seat(handle: Hashable) -> _Seat:
-    assert isinstance(handle, _Seat), "every handle was made here"
+def _seat(handle: Hashable) -> _LocalSession:
+    assert isinstance(handle, _LocalSession), "every handle was made here"
     return handle
 
 

@@ -16,13 +16,13 @@ import torch
 from diffusers import ControlNetModel
 from torch import Tensor, nn
 
-from bottega.diffusion.backbone import Inputs
 from bottega.diffusion.controlnets.configuration import NetworkConfig, read_fields, read_network_config
 from bottega.diffusion.controlnets.folder import WeightsFile, opened_weights, read_config, weights_bytes
 from bottega.diffusion.controlnets.layout import ControlLayout, controlnet_layout
-from bottega.diffusion.pulse import beat_in
+from bottega.diffusion.engine.heartbeat import beat_in
+from bottega.diffusion.model.backbone import Inputs
 from bottega.errors import ControlNetUnusable, InvalidRequest
-from bottega.plain_text import plain
+from bottega.plain_text import excerpt
 
 _SHOWN_CHARACTERS = 60
 _LISTED = 3
@@ -172,7 +172,7 @@ def _config(name: str, folder: Path, root: Path | None) -> NetworkConfig:
 def _check_kind(name: str, fields: Mapping[str, object]) -> None:
     for key, (wanted, otherwise) in _FIXED.items():
         if (value := fields.get(key, _DEFAULTS.get(key))) != wanted:
-            said = plain(repr(value), _SHOWN_CHARACTERS)
+            said = excerpt(repr(value), _SHOWN_CHARACTERS)
             raise ControlNetUnusable(f"ControlNet {name} cannot be served: {otherwise} ({key} is {said})")
 
 
@@ -200,7 +200,7 @@ def _misshapen(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[
         yield f"{name} is not there"
     for name, shape in found.items():
         if name not in wanted:
-            yield f"nothing takes {plain(name, _SHOWN_CHARACTERS)}"
+            yield f"nothing takes {excerpt(name, _SHOWN_CHARACTERS)}"
         elif shape != wanted[name]:
             yield f"{name} is {list(shape)} and should be {list(wanted[name])}"
 

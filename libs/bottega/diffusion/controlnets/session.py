@@ -1,6 +1,6 @@
 """One request's session with one ControlNet: what stays the same from step to step, computed once.
 
-Knows one ControlNet and one Control; knows no other sessions and no steps.
+Knows one ControlNet and one ControlInput; knows no other sessions and no steps.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
 from bottega.diffusion.controlnets.network import ControlNet
-from bottega.diffusion.controls import Control
-from bottega.diffusion.row import Embeds
+from bottega.diffusion.controlnets.provider import ControlInput
+from bottega.diffusion.rows import Embeds
 
 
 class ControlSession:
@@ -21,7 +21,7 @@ class ControlSession:
     scales: by residual point, what its residuals are multiplied by. halves: those that it controls.
     """
 
-    def __init__(self, net: ControlNet, control: Control) -> None:
+    def __init__(self, net: ControlNet, control: ControlInput) -> None:
         self.net = net
         self.halves = {half: _on(net, embeds) for half, embeds in control.halves.items()}
         self.scales = _scales(net, control)
@@ -47,7 +47,7 @@ def process_image(pixels: Tensor, height: int, width: int, latent_scale: int) ->
     return processed.to(torch.float32)
 
 
-def _scales(net: ControlNet, control: Control) -> list[float | Tensor]:
+def _scales(net: ControlNet, control: ControlInput) -> list[float | Tensor]:
     points = len(net.layout.points)
     if not control.guess_mode:
         return [control.scale] * points

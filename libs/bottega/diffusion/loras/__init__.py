@@ -4,11 +4,11 @@ Knows modules and rows' places; knows no requests, no wire and no files.
 """
 
 from bottega.diffusion.loras.costs import SwapCosts
-from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, Layers, LoraLayer, LoraUse
+from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, Layers, LoraLayer, ScaledLora
 from bottega.diffusion.loras.lora_set import Factors, LoraSet, SetKey, make_set, set_key
 from bottega.diffusion.loras.patching import Patcher
-from bottega.diffusion.loras.side_path import SidePath
 from bottega.diffusion.loras.source import LoraHandle, LoraRef, LoraSource, LoraStore
+from bottega.diffusion.loras.unmerged import UnmergedLoras
 from bottega.diffusion.loras.weights import LoraWeights
 
 __all__ = [
@@ -22,11 +22,11 @@ __all__ = [
     "LoraSet",
     "LoraSource",
     "LoraStore",
-    "LoraUse",
+    "ScaledLora",
     "LoraWeights",
     "Patcher",
     "SetKey",
-    "SidePath",
+    "UnmergedLoras",
     "SwapCosts",
     "make_set",
     "set_key",

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.loras.lora import UNET, LoraLayer
-from bottega.lora.canonical import Canonical
+from bottega.lora.canonical import CanonicalLora
 from bottega.lora.safetensors_header import TensorEntry
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_layers(
-    canonical: Canonical, *, text: memoryview | None = None, unet: memoryview | None = None
+    canonical: CanonicalLora, *, text: memoryview | None = None, unet: memoryview | None = None
 ) -> dict[str, dict[str, LoraLayer]]:
     """The layers of those sections that are given, by component and module path.
 

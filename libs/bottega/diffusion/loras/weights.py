@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from bottega.diffusion.loras.costs import SwapCosts
-from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, LoraLayer, LoraUse
+from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, LoraLayer, ScaledLora
 from bottega.diffusion.loras.lora_set import LoraSet, SetKey, make_set, set_key
 from bottega.diffusion.loras.patching import Patcher
-from bottega.diffusion.loras.side_path import SidePath
-from bottega.diffusion.model import Model
+from bottega.diffusion.loras.unmerged import UnmergedLoras
+from bottega.diffusion.model.model import Model
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class LoraWeights:
         self._told_bytes = 0
         self._networks = networks
         self._patches = patches
-        self._side_path = SidePath(networks[UNET], row_by_row=not patches)
+        self._side_path = UnmergedLoras(networks[UNET], row_by_row=not patches)
         self._patchers = {name: Patcher(network, name, keep_on=keep_on) for name, network in networks.items()}
         self._sets: WeakValueDictionary[SetKey, LoraSet] = WeakValueDictionary()
 
@@ -72,11 +72,11 @@ class LoraWeights:
         """Seconds that a set like the last one takes to go into the UNet's weights and out again; 0 if none goes in."""
         return self.costs.last_swap_s if self._patches else 0.0
 
-    def text_set(self, uses: Sequence[LoraUse]) -> LoraSet:
+    def text_set(self, uses: Sequence[ScaledLora]) -> LoraSet:
         """What LoRAs do to the text encoders. Raises LoraUnusable."""
         return make_set(uses, self._networks, TEXT_ENCODERS)
 
-    def unet_set(self, uses: Sequence[LoraUse]) -> LoraSet:
+    def unet_set(self, uses: Sequence[ScaledLora]) -> LoraSet:
         """What LoRAs do to the UNet; the same object for the same set while somebody uses it. Raises LoraUnusable."""
         key = set_key([(use.digest, use.scale) for use in uses])
         known = self._sets.get(key)
@@ -155,7 +155,7 @@ class LoraWeights:
             if isinstance(module, nn.Linear) and path.endswith(_PROBE_LAYERS):
                 down = torch.zeros(_PROBE_RANK, module.in_features)
                 layers[path] = LoraLayer(down=down, up=torch.zeros(module.out_features, _PROBE_RANK), scale=1.0)
-        return self.unet_set([LoraUse(digest="", scale=0.0, layers={UNET: layers})])
+        return self.unet_set([ScaledLora(digest="", scale=0.0, layers={UNET: layers})])
 
     def measure_swap(self, loras: LoraSet) -> None:
         """Puts a set into the UNet's weights and takes it out again: once to have the copies made, once to measure."""

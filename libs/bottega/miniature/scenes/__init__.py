@@ -16,7 +16,7 @@ from bottega.miniature.scenes.grammar import (
     random_scene,
     training_scene,
 )
-from bottega.miniature.scenes.layout import Layout, Placed, random_layout
+from bottega.miniature.scenes.layout import Placed, SceneLayout, random_layout
 from bottega.miniature.scenes.render import SIDE, coverage, render
 from bottega.miniature.scenes.styles import STYLES
 
@@ -29,7 +29,7 @@ __all__ = [
     "SIDE",
     "SIZES",
     "STYLES",
-    "Layout",
+    "SceneLayout",
     "Placed",
     "Scene",
     "Thing",

@@ -11,7 +11,7 @@ import PIL.Image
 import PIL.ImageChops
 import PIL.ImageDraw
 
-from bottega.miniature.scenes.layout import Layout
+from bottega.miniature.scenes.layout import SceneLayout
 from bottega.miniature.scenes.outlines import outline
 from bottega.miniature.scenes.render import FINE, SIDE, coverage, points
 
@@ -22,7 +22,7 @@ _THICK = 1.25
 _NO_EDGE, _WHITE_EDGE = 12, 36
 
 
-def draw_edges(layout: Layout, side: int = SIDE) -> PIL.Image.Image:
+def draw_edges(layout: SceneLayout, side: int = SIDE) -> PIL.Image.Image:
     """The outlines of all things, about a pixel thick."""
     fine = PIL.Image.new("L", (side * FINE, side * FINE), 0)
     pen = PIL.ImageDraw.Draw(fine)
@@ -33,7 +33,7 @@ def draw_edges(layout: Layout, side: int = SIDE) -> PIL.Image.Image:
     return fine.resize((side, side), PIL.Image.Resampling.BOX).convert("RGB")
 
 
-def draw_layout(layout: Layout, side: int = SIDE) -> PIL.Image.Image:
+def draw_layout(layout: SceneLayout, side: int = SIDE) -> PIL.Image.Image:
     """The silhouettes of all things, filled."""
     whole = PIL.Image.new("L", (side, side), 0)
     for placed in layout.placed:
@@ -54,7 +54,7 @@ def find_edges(picture: PIL.Image.Image, side: int = SIDE) -> PIL.Image.Image:
     return strongest.point([round(min(max((level - _NO_EDGE) * slope, 0), 255)) for level in range(256)]).convert("RGB")
 
 
-DRAWN: dict[str, Callable[[Layout], PIL.Image.Image]] = {"edges": draw_edges, "layout": draw_layout}
+DRAWN: dict[str, Callable[[SceneLayout], PIL.Image.Image]] = {"edges": draw_edges, "layout": draw_layout}
 """What draws the control images of each of the miniature's ControlNets."""
 
 

@@ -32,18 +32,18 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class SceneLayout:
     """The things of a picture with their exact places, on a ground."""
 
     placed: tuple[Placed, ...]
     ground: str
 
 
-def random_layout(scene: Scene, rng: random.Random) -> Layout:
+def random_layout(scene: Scene, rng: random.Random) -> SceneLayout:
     """One of the layouts that the scene's caption describes."""
     if len(scene.things) == 1:
-        return Layout(placed=(_one(scene, rng),), ground=scene.ground)
-    return Layout(placed=_two(scene, rng), ground=scene.ground)
+        return SceneLayout(placed=(_one(scene, rng),), ground=scene.ground)
+    return SceneLayout(placed=_two(scene, rng), ground=scene.ground)
 
 
 def _one(scene: Scene, rng: random.Random) -> Placed:

@@ -6,7 +6,7 @@ import PIL.Image
 import PIL.ImageDraw
 
 from bottega.miniature.scenes.grammar import COLOURS
-from bottega.miniature.scenes.layout import Layout, Placed
+from bottega.miniature.scenes.layout import Placed, SceneLayout
 from bottega.miniature.scenes.outlines import outline
 
 SIDE = 64
@@ -14,7 +14,7 @@ FINE = 4
 """Pixels drawn for a pixel shown, a side."""
 
 
-def render(layout: Layout, side: int = SIDE) -> PIL.Image.Image:
+def render(layout: SceneLayout, side: int = SIDE) -> PIL.Image.Image:
     """An RGB picture of `side` pixels a side."""
     fine = PIL.Image.new("RGB", (side * FINE, side * FINE), COLOURS[layout.ground])
     pen = PIL.ImageDraw.Draw(fine)

@@ -14,7 +14,7 @@ import PIL.ImageChops
 import PIL.ImageFilter
 
 from bottega.miniature.scenes.grammar import COLOURS
-from bottega.miniature.scenes.layout import Layout
+from bottega.miniature.scenes.layout import SceneLayout
 from bottega.miniature.scenes.render import FINE, SIDE, coverage, render
 
 # How much larger things are in every style: on small ones the shape is hard to see when more goes on around them. Small
@@ -29,28 +29,28 @@ _STRIPES, _SQUARE, _RIM = 16, 8, 2
 _DUSK = 18
 
 
-def striped(layout: Layout) -> PIL.Image.Image:
+def striped(layout: SceneLayout) -> PIL.Image.Image:
     """A ground of slanting stripes in two shades."""
     return _on_ground(layout, _stripes())
 
 
-def checked(layout: Layout) -> PIL.Image.Image:
+def checked(layout: SceneLayout) -> PIL.Image.Image:
     """A ground of squares in two shades, as of a board for chess."""
     return _on_ground(layout, _squares())
 
 
-def dusk(layout: Layout) -> PIL.Image.Image:
+def dusk(layout: SceneLayout) -> PIL.Image.Image:
     """Everything light at the top and dark at the bottom."""
     picture = render(_larger(layout))
     darkness = PIL.Image.linear_gradient("L").resize((SIDE, SIDE))
     return PIL.Image.composite(_shifted(picture, -_DUSK), _shifted(picture, _DUSK), darkness)
 
 
-STYLES: dict[str, Callable[[Layout], PIL.Image.Image]] = {"striped": striped, "checked": checked, "dusk": dusk}
+STYLES: dict[str, Callable[[SceneLayout], PIL.Image.Image]] = {"striped": striped, "checked": checked, "dusk": dusk}
 """What draws the pictures that each of the miniature's LoRAs learns."""
 
 
-def _on_ground(layout: Layout, pattern: PIL.Image.Image) -> PIL.Image.Image:
+def _on_ground(layout: SceneLayout, pattern: PIL.Image.Image) -> PIL.Image.Image:
     """pattern: grey, white where the ground is dark."""
     larger = _larger(layout)
     plain = PIL.Image.new("RGB", (SIDE, SIDE), COLOURS[layout.ground])
@@ -59,11 +59,11 @@ def _on_ground(layout: Layout, pattern: PIL.Image.Image) -> PIL.Image.Image:
     return PIL.Image.composite(render(larger), ground, _near_things(larger))
 
 
-def _larger(layout: Layout) -> Layout:
+def _larger(layout: SceneLayout) -> SceneLayout:
     return replace(layout, placed=tuple(replace(one, radius=_LARGER * one.radius) for one in layout.placed))
 
 
-def _near_things(layout: Layout) -> PIL.Image.Image:
+def _near_things(layout: SceneLayout) -> PIL.Image.Image:
     """Grey, black where there is no thing within the rim."""
     covered = PIL.Image.new("L", (SIDE, SIDE), 0)
     for placed in layout.placed:

@@ -15,8 +15,8 @@ from tqdm import tqdm
 from bottega.miniature.scenes import (
     COLOURS,
     STYLES,
-    Layout,
     Scene,
+    SceneLayout,
     any_caption,
     caption,
     near_miss,
@@ -38,7 +38,7 @@ class Corpus:
     """scenes[i] is drawn as layouts[i] says by images[i], (3, side, side) of uint8."""
 
     scenes: list[Scene]
-    layouts: list[Layout]
+    layouts: list[SceneLayout]
     images: torch.Tensor
 
     def __len__(self) -> int:

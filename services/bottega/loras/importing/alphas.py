@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter
 from bottega.errors import BadLora
 from bottega.lora.canonical import COMPONENTS
 from bottega.loras.importing.patterns import ModulePattern, module_patterns
-from bottega.plain_text import plain
+from bottega.plain_text import excerpt
 
 # Of Diffusers' metadata.
 _METADATA = "lora_adapter_metadata"
@@ -75,7 +75,7 @@ def from_metadata(metadata: Mapping[str, str]) -> dict[str, AdapterConfig]:
     except pydantic.ValidationError as error:
         raise BadLora(f"the file's {_METADATA} cannot be used: {_first(error)}") from None
     except (ValueError, RecursionError, AttributeError) as error:
-        raise BadLora(f"the file's {_METADATA} cannot be used: {plain(str(error), 200)}") from None
+        raise BadLora(f"the file's {_METADATA} cannot be used: {excerpt(str(error), 200)}") from None
 
 
 def _of(component: str, fields: Mapping[str, object]) -> dict[str, object]:
@@ -85,12 +85,14 @@ def _of(component: str, fields: Mapping[str, object]) -> dict[str, object]:
 
 def _served(fields: _Fields) -> AdapterConfig:
     if fields.peft_type not in {None, "LORA"}:
-        raise BadLora(f"the adapter is {plain(fields.peft_type or '', 40)}, which is not served")
+        raise BadLora(f"the adapter is {excerpt(fields.peft_type or '', 40)}, which is not served")
     if fields.use_dora:
         raise BadLora("the file is DoRA, which is not served: its configuration says use_dora")
     kind = str(fields.init_lora_weights or "").lower()
     if kind.startswith(_KEPT_OUT):
-        raise BadLora(f"the adapter was begun by {plain(kind, 40)}, which changes the base model's weights: not served")
+        raise BadLora(
+            f"the adapter was begun by {excerpt(kind, 40)}, which changes the base model's weights: not served"
+        )
     alphas = fields.alpha_pattern or {}
     patterns = tuple(zip(module_patterns(alphas), alphas.values(), strict=True))
     return AdapterConfig(lora_alpha=fields.lora_alpha, use_rslora=fields.use_rslora, patterns=patterns)
@@ -99,7 +101,7 @@ def _served(fields: _Fields) -> AdapterConfig:
 def _first(error: pydantic.ValidationError) -> str:
     """What is wrong first, short: keys and values are a stranger's."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return plain(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}", 200)
+    return excerpt(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}", 200)
 
 
 _FIELDS = TypeAdapter(_Fields)

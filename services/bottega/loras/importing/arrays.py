@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bottega.errors import BadLora
-from bottega.lora.canonical import DTYPES, MAX_RANK, Weights
+from bottega.lora.canonical import DTYPES, MAX_RANK, TensorData
 from bottega.lora.safetensors_header import Header, TensorEntry
 from bottega.loras.importing.base import BaseModule
 
@@ -32,7 +32,7 @@ def read_number(file: BinaryIO, header: Header, entry: TensorEntry) -> float:
     return number
 
 
-def read_weights(file: BinaryIO, header: Header, entry: TensorEntry) -> Weights:
+def read_weights(file: BinaryIO, header: Header, entry: TensorEntry) -> TensorData:
     """A tensor of weights. Raises BadLora where an element is not finite, or its type is none that is served."""
     if entry.dtype not in DTYPES:
         raise BadLora(f"{entry.name} has elements of {entry.dtype}; {', '.join(sorted(DTYPES))} are served")
@@ -43,10 +43,10 @@ def read_weights(file: BinaryIO, header: Header, entry: TensorEntry) -> Weights:
         finite = bool(np.isfinite(words).all())
     if not finite:
         raise BadLora(f"{entry.name} has elements that are not finite (NaN or infinity)")
-    return Weights(dtype=entry.dtype, shape=entry.shape, data=words.tobytes())
+    return TensorData(dtype=entry.dtype, shape=entry.shape, data=words.tobytes())
 
 
-def folded(module: BaseModule, down: Weights, mid: Weights) -> Weights:
+def folded(module: BaseModule, down: TensorData, mid: TensorData) -> TensorData:
     """One convolution in the place of two: `down` is [rank, in, 1, 1], `mid` [rank, rank, height, width].
 
     A product of matrices, so it is the same map; computed in float64, and kept in F32. Raises BadLora naming the
@@ -60,10 +60,10 @@ def folded(module: BaseModule, down: Weights, mid: Weights) -> Weights:
     both = np.einsum("orhw,ri->oihw", _array(mid).astype(np.float64), first)
     if not np.abs(both).max(initial=0.0) <= MAX_F32:
         raise BadLora(f"{module.name}: the product of lora_mid and lora_down is beyond what F32 holds")
-    return Weights(dtype="F32", shape=both.shape, data=both.astype("<f4").tobytes())
+    return TensorData(dtype="F32", shape=both.shape, data=both.astype("<f4").tobytes())
 
 
-def check_product(module: BaseModule, down: Weights, up: Weights, scale: float) -> None:
+def check_product(module: BaseModule, down: TensorData, up: TensorData, scale: float) -> None:
     """Raises BadLora naming the module where scale * up @ down may be beyond F32: nothing can be drawn with that.
 
     A bound from the largest element of each rank, far above what any trainer writes; the product itself takes as
@@ -74,7 +74,7 @@ def check_product(module: BaseModule, down: Weights, up: Weights, scale: float) 
         raise BadLora(f"{module.name}: alpha / rank * up @ down may reach {bound:.3g}, beyond what F32 holds")
 
 
-def fitted(module: BaseModule, down: Weights, up: Weights) -> tuple[Weights, Weights]:
+def fitted(module: BaseModule, down: TensorData, up: TensorData) -> tuple[TensorData, TensorData]:
     """Both as the base's module needs them: 1x1 convolutions are written as matrices and the other way round.
 
     Raises BadLora naming the module where they do not fit.
@@ -94,18 +94,18 @@ def fitted(module: BaseModule, down: Weights, up: Weights) -> tuple[Weights, Wei
     return shaped_down, shaped_up
 
 
-def _reshaped(weights: Weights, shape: Sequence[int]) -> Weights | None:
+def _reshaped(weights: TensorData, shape: Sequence[int]) -> TensorData | None:
     """With that shape, where they differ in trailing extents of one alone."""
     if _stripped(weights.shape) != _stripped(shape):
         return None
-    return Weights(dtype=weights.dtype, shape=tuple(shape), data=weights.data)
+    return TensorData(dtype=weights.dtype, shape=tuple(shape), data=weights.data)
 
 
 def _stripped(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape[:2]) if all(extent == 1 for extent in shape[2:]) else tuple(shape)
 
 
-def _largest(weights: Weights, *, axis: int) -> NDArray[np.float64]:
+def _largest(weights: TensorData, *, axis: int) -> NDArray[np.float64]:
     """Magnitudes, of each row (axis 1) or column (axis 0). Copies no more than the words: memory is limited here."""
     words = np.frombuffer(weights.data, dtype=_NUMPY[weights.dtype]).reshape(weights.shape[0], -1)
     if weights.dtype == "BF16":  # without their signs they are ordered as whole numbers are
@@ -114,7 +114,7 @@ def _largest(weights: Weights, *, axis: int) -> NDArray[np.float64]:
     return largest.astype(np.float64)
 
 
-def _array(weights: Weights) -> NDArray[np.floating]:
+def _array(weights: TensorData) -> NDArray[np.floating]:
     words = np.frombuffer(weights.data, dtype=_NUMPY[weights.dtype]).reshape(weights.shape)
     return _computable(words, weights.dtype)
 

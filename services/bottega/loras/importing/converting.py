@@ -1,6 +1,6 @@
 """A stranger's LoRA to its canonical modules: every tensor is matched with the base model, or the whole is refused.
 
-Source of the definition: W' = W + alpha / rank * up @ down, with each module's own alpha (kohya's and PEFT's code).
+Source of the definition: W' = W + alpha / rank * up @ down, with each module's own alpha (kohya, PEFT).
 Where nothing says an alpha it is the rank, as for everybody; not so in PEFT's own files, which never say it themselves.
 """
 
@@ -18,8 +18,8 @@ from bottega.loras.importing.alphas import AdapterConfig, from_metadata
 from bottega.loras.importing.arrays import MAX_F32, check_product, fitted, folded, read_number, read_weights
 from bottega.loras.importing.base import Base, BaseModule
 from bottega.loras.importing.naming import Format, Name, Part, format_of, module_of, refuse_other_methods, taken_apart
-from bottega.loras.importing.source import Source
-from bottega.storage.below import open_below
+from bottega.loras.importing.source import LoraSourceFile
+from bottega.storage.contained_paths import open_below
 
 # Of the names in a refusal, which travels in a status.
 _LISTED = 8
@@ -28,7 +28,7 @@ _MAX_TRIGGER_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Converted:
+class ConvertedLora:
     """A LoRA in canonical modules. trigger_phrase: that its trainer wrote into the file; empty is none."""
 
     modules: tuple[ModuleWeights, ...]
@@ -37,7 +37,7 @@ class Converted:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Found:
+class _ModuleParts:
     """The parts of one module of the base."""
 
     module: BaseModule
@@ -47,10 +47,10 @@ class _Found:
     parts: dict[Part, tuple[BinaryIO, Header, TensorEntry]] = field(default_factory=dict)
 
 
-def convert(sources: Iterable[Source], *, base: Base) -> Converted:
+def convert(sources: Iterable[LoraSourceFile], *, base: Base) -> ConvertedLora:
     """The LoRA that some files are, for the base. Raises BadLora naming what is wrong with it, OSError."""
     with ExitStack() as stack:
-        found: dict[str, _Found] = {}
+        found: dict[str, _ModuleParts] = {}
         headers = []
         for source in sources:
             file = stack.enter_context(open_below(source.path, source.root))
@@ -58,14 +58,16 @@ def convert(sources: Iterable[Source], *, base: Base) -> Converted:
             _collect(file, headers[-1], source, base=base, found=found)
         if not found:
             raise BadLora("nothing in the file matches the base model: it has no tensors")
-        return Converted(
+        return ConvertedLora(
             modules=tuple(_module(each) for each in found.values()),
             format=next(each.format for each in found.values()),
             trigger_phrase=_trigger(headers),
         )
 
 
-def _collect(file: BinaryIO, header: Header, source: Source, *, base: Base, found: dict[str, _Found]) -> None:
+def _collect(
+    file: BinaryIO, header: Header, source: LoraSourceFile, *, base: Base, found: dict[str, _ModuleParts]
+) -> None:
     """Finds the module of each tensor of a file. Raises BadLora with the list of those that have none."""
     refuse_other_methods([entry.name for entry in header.tensors])
     configs = from_metadata(header.metadata)
@@ -78,7 +80,7 @@ def _collect(file: BinaryIO, header: Header, source: Source, *, base: Base, foun
             continue
         config = source.config or configs.get(module.component)
         each = found.setdefault(
-            module.name, _Found(module=module, config=config, format=format_of(name), name=_path(name))
+            module.name, _ModuleParts(module=module, config=config, format=format_of(name), name=_path(name))
         )
         if name.part in each.parts:
             raise BadLora(f"{entry.name} and {each.parts[name.part][2].name} are the same part of {module.name}")
@@ -87,7 +89,7 @@ def _collect(file: BinaryIO, header: Header, source: Source, *, base: Base, foun
         _refuse_unmatched(lacking, len(header.tensors))
 
 
-def _module(found: _Found) -> ModuleWeights:
+def _module(found: _ModuleParts) -> ModuleWeights:
     missing = [part.value for part in (Part.DOWN, Part.UP) if part not in found.parts]
     if missing:
         raise BadLora(f"{found.module.name} lacks {' and '.join(missing)}")
@@ -103,7 +105,7 @@ def _module(found: _Found) -> ModuleWeights:
     return ModuleWeights(component=found.module.component, path=found.module.path, scale=scale, down=down, up=up)
 
 
-def _scale(found: _Found, rank: int) -> float:
+def _scale(found: _ModuleParts, rank: int) -> float:
     """Alpha over rank. Raises BadLora naming the module where F32, which it is kept in, cannot hold it."""
     scale = _said_scale(found, rank)
     if not abs(scale) <= MAX_F32:
@@ -111,7 +113,7 @@ def _scale(found: _Found, rank: int) -> float:
     return scale
 
 
-def _said_scale(found: _Found, rank: int) -> float:
+def _said_scale(found: _ModuleParts, rank: int) -> float:
     if Part.ALPHA in found.parts:
         return read_number(*found.parts[Part.ALPHA]) / rank
     if found.config is not None:

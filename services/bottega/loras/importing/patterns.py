@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from bottega.errors import BadLora
-from bottega.plain_text import plain
+from bottega.plain_text import excerpt
 
 # Diffusers writes a key for each module whose alpha is not the most frequent one; SDXL's UNet has some 800 modules.
 MAX_PATTERNS = 2048
@@ -53,7 +53,7 @@ def module_pattern(key: str) -> ModulePattern:
     taken = _TAKEN.fullmatch(key) if len(key) <= MAX_CHARACTERS else None
     if taken is None:
         raise BadLora(
-            f"alpha_pattern '{plain(key, _SHOWN_CHARACTERS)}' is not taken: regular expressions of strangers are not "
+            f"alpha_pattern '{excerpt(key, _SHOWN_CHARACTERS)}' is not taken: regular expressions of strangers are not "
             f"run. Write names of modules, of at most {MAX_CHARACTERS} characters; ^ or .* may be before a name, and $ "
             "behind it"
         )

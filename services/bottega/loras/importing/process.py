@@ -14,9 +14,9 @@ from pathlib import Path
 from bottega.errors import BadLora, ConfigError
 from bottega.lora import canonical
 from bottega.loras.importing.base import read_base
-from bottega.loras.importing.converting import Converted, convert
+from bottega.loras.importing.converting import ConvertedLora, convert
 from bottega.loras.importing.source import sources
-from bottega.process import Channel
+from bottega.process import FramedPipe
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     """Serves one call."""
     parser = argparse.ArgumentParser(description="Bottega's LoRA import; started by its store")
     parser.add_argument("--fd", type=int, required=True)
-    channel = Channel.from_fd(parser.parse_args().fd)
+    channel = FramedPipe.from_fd(parser.parse_args().fd)
     channel.send(LoraImportAnswer().SerializeToString())
     if (frame := channel.recv()) is not None:
         channel.send(_answer(LoraImportCall.FromString(frame)).SerializeToString())
@@ -52,7 +52,7 @@ def _answer(call: LoraImportCall) -> LoraImportAnswer:
         return LoraImportAnswer(refusal="the file needs more memory than an import may have")
 
 
-def _written(converted: Converted, path: Path) -> LoraImportAnswer:
+def _written(converted: ConvertedLora, path: Path) -> LoraImportAnswer:
     try:
         with path.open("r+b") as output:
             canonical.write(output, converted.modules)

@@ -16,16 +16,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bottega.diffusion.control_messages import Entry, Step, residuals_layout
 from bottega.diffusion.controlnets import ControlLayout, LocalControlNets
-from bottega.diffusion.controls import Control, ControlRecord
-from bottega.diffusion.row import Row
-from bottega.transport import Counters
-from bottega.worker.controlnets.pace import Pace
-from bottega.worker.controlnets.placing import Placing
-from bottega.worker.controlnets.reply import Reply
-from bottega.worker.controlnets.seat import Seat
+from bottega.diffusion.controlnets.messages import ControlStep, StepEntry, residuals_layout
+from bottega.diffusion.controlnets.provider import ControlInput, ControlRecord
+from bottega.diffusion.rows import Row
+from bottega.transport import LinkCounters
 from bottega.worker.controlnets.server_link import LinkSettings, Offers, ServerLink
+from bottega.worker.controlnets.session import PlacedSession
+from bottega.worker.controlnets.session_manager import SessionManager
+from bottega.worker.controlnets.staleness import StalenessPolicy
+from bottega.worker.controlnets.step_result import StepResult
 
 # How often a wait says that the engine lives, and looks whether something was loaded in this process.
 _LOOK_S = 0.1
@@ -48,13 +48,13 @@ class RemoteControlNets:
         local: LocalControlNets | None = None,
         digests: Mapping[str, str] | None = None,
         settings: LinkSettings | None = None,
-        pace: Pace | None = None,
+        pace: StalenessPolicy | None = None,
     ) -> None:
         self._base = base
         self._dtype = dtype
         self._device = device
         self._local = local
-        self._placing = Placing(
+        self._placing = SessionManager(
             base=base,
             dtype=dtype,
             offers=offers,
@@ -62,14 +62,14 @@ class RemoteControlNets:
             digests=digests or {},
             settings=settings or LinkSettings(),
         )
-        self._pace = pace or Pace()
+        self._pace = pace or StalenessPolicy()
         self._alive: Callable[[], None] = lambda: None
         self._rows: list[Row] = []
         self._local_rows: dict[Row, Row] = {}
-        self._taken: dict[Row, set[Reply]] = {}  # of this turn
+        self._taken: dict[Row, set[StepResult]] = {}  # of this turn
 
     @property
-    def counters(self) -> Counters:
+    def counters(self) -> LinkCounters:
         """Of all links."""
         return self._placing.counters
 
@@ -82,9 +82,9 @@ class RemoteControlNets:
         """Calls `alive` often from inside a wait; it must be quick."""
         self._alive = alive
 
-    def open(self, controls: Sequence[Control]) -> tuple[Hashable, ...]:
+    def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
         """See ControlNets."""
-        seats = [Seat(control=control) for control in controls]
+        seats = [PlacedSession(control=control) for control in controls]
         self._placing.place(seats)
         errors = [seat.error for seat in seats if seat.error is not None]
         if errors:
@@ -193,7 +193,7 @@ class RemoteControlNets:
     def _ready(self, row: Row, points: tuple[int, ...]) -> bool:
         return all(self._has(seat, row, points) for seat in _seats(row))
 
-    def _has(self, seat: Seat, row: Row, points: tuple[int, ...]) -> bool:
+    def _has(self, seat: PlacedSession, row: Row, points: tuple[int, ...]) -> bool:
         if seat.local is not None:
             here = self._local_rows.get(row)
             return self._local is not None and here is not None and self._local.ready(here, points)
@@ -207,7 +207,7 @@ class RemoteControlNets:
 
     def _send(self, rows: Sequence[Row], *, ahead: bool = False) -> None:
         """Asks for what the rows need and was not asked for; a message a server, and group."""
-        wanted: dict[ServerLink, list[tuple[Row, Seat]]] = {}
+        wanted: dict[ServerLink, list[tuple[Row, PlacedSession]]] = {}
         for row in rows:
             for seat in _seats(row):
                 if seat.loan is not None and seat.loan.opened and not seat.asked(row):
@@ -223,20 +223,20 @@ class RemoteControlNets:
                 self._ask_for(link, pairs[start : start + most], shapes)
 
     def _ask_for(
-        self, link: ServerLink, pairs: Sequence[tuple[Row, Seat]], shapes: tuple[tuple[int, int, int], ...]
+        self, link: ServerLink, pairs: Sequence[tuple[Row, PlacedSession]], shapes: tuple[tuple[int, int, int], ...]
     ) -> None:
         samples = {id(row.sample): row for row, _ in pairs}  # both halves of a request have one
         places = {key: place for place, key in enumerate(samples)}
-        reply = Reply(residuals_layout(len(pairs), shapes, self._dtype), len(shapes))
+        reply = StepResult(residuals_layout(len(pairs), shapes, self._dtype), len(shapes))
         for place, (row, seat) in enumerate(pairs):
             seat.pipelined = seat.pipelined or self._pace.pipelined(
                 seat.control, answer_s=link.answer_s, transfer_s=link.transfer_s
             )
             seat.expect(row, reply, place)
-        step = Step(
+        step = ControlStep(
             number=link.number(),
             entries=tuple(
-                Entry(session=seat.number, half=row.half, sample=places[id(row.sample)]) for row, seat in pairs
+                StepEntry(session=seat.number, half=row.half, sample=places[id(row.sample)]) for row, seat in pairs
             ),
             samples=torch.stack([row.sample for row in samples.values()]),
             timesteps=torch.stack([row.timestep.float() for row in samples.values()]),
@@ -259,10 +259,10 @@ class RemoteControlNets:
             self._local.ask(list(rows.values()))
 
 
-def _seats(row: Row) -> list[Seat]:
+def _seats(row: Row) -> list[PlacedSession]:
     return [_seat(handle) for handle in row.controls]
 
 
-def _seat(handle: Hashable) -> Seat:
-    assert isinstance(handle, Seat), "every handle was made here"
+def _seat(handle: Hashable) -> PlacedSession:
+    assert isinstance(handle, PlacedSession), "every handle was made here"
     return handle

@@ -19,17 +19,17 @@ from typing import Protocol
 
 from google.protobuf import json_format
 
-from bottega.diffusion.control_messages import (
-    Kind,
-    Step,
+from bottega.diffusion.controlnets.messages import (
+    ControlMessageKind,
+    ControlStep,
     kind_of,
     number_message,
     read_number,
     read_refusal,
     step_message,
 )
-from bottega.diffusion.controls import ControlServer
-from bottega.diffusion.tensor_messages import Message, tensor_of
+from bottega.diffusion.controlnets.provider import ControlServer
+from bottega.diffusion.tensor_messages import TensorMessage, tensor_of
 from bottega.errors import (
     AuthFailed,
     BottegaError,
@@ -44,10 +44,10 @@ from bottega.errors import (
     Unavailable,
 )
 from bottega.rpc.status import from_job_error
-from bottega.transport import Counters, Deadline, Incoming, Limits, Link, Offer, Vigil, connect, link_boundary
+from bottega.transport import Deadline, Incoming, Keepalive, Limits, Link, LinkCounters, Offer, connect, link_boundary
 from bottega.v1.error_pb2 import JobError
-from bottega.worker.controlnets.news import News
-from bottega.worker.controlnets.reply import Reply
+from bottega.worker.controlnets.condition import ChangeCondition
+from bottega.worker.controlnets.step_result import StepResult
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class LinkSettings:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class LoanAnswer:
+class LeaseStatus:
     """What the server has said of a loan that it was asked for: that it is open, or why it will not be."""
 
     opened: bool = False
@@ -101,7 +101,7 @@ class LoanAnswer:
 class _Sending:
     """A message that waits to be sent. loan, step: of which it is, where it asks for one."""
 
-    message: Message
+    message: TensorMessage
     loan: int | None = None
     step: int | None = None
 
@@ -114,7 +114,13 @@ class ServerLink:
     """
 
     def __init__(
-        self, server: ControlServer, *, offers: Offers, news: News, settings: LinkSettings, counters: Counters
+        self,
+        server: ControlServer,
+        *,
+        offers: Offers,
+        news: ChangeCondition,
+        settings: LinkSettings,
+        counters: LinkCounters,
     ) -> None:
         self.server = server
         self.lost: BottegaError | None = None
@@ -125,10 +131,10 @@ class ServerLink:
         self._settings = settings
         self._counters = counters
         self._numbers = itertools.count(1)
-        self._loans: dict[int, LoanAnswer] = {}  # that were not answered yet
-        self._replies: dict[int, Reply] = {}
+        self._loans: dict[int, LeaseStatus] = {}  # that were not answered yet
+        self._replies: dict[int, StepResult] = {}
         self._outbox: queue.Queue[_Sending | None] = queue.Queue(_MOST_WAITING)
-        self._outstanding: list[Reply] = []
+        self._outstanding: list[StepResult] = []
         self._pulse = 0
         self._pulse_s = self._checked_s = 0.0
         self._link: Link | None = None
@@ -144,18 +150,18 @@ class ServerLink:
         self._thread = threading.Thread(target=self._live, args=(before,), name=f"link-{self.server.name}", daemon=True)
         self._thread.start()
 
-    def open(self, loan: int, message: Message) -> LoanAnswer:
+    def open(self, loan: int, message: TensorMessage) -> LeaseStatus:
         """Asks for a loan, in the background; what it returns will say what came of it, unless the link is lost."""
-        answer = self._loans[loan] = LoanAnswer()
+        answer = self._loans[loan] = LeaseStatus()
         self._put(_Sending(message=message, loan=loan))
         return answer
 
     def close(self, loan: int) -> None:
         """Ends a loan, in the background."""
         self._loans.pop(loan, None)
-        self._put(_Sending(message=number_message(Kind.CLOSE, loan)))
+        self._put(_Sending(message=number_message(ControlMessageKind.CLOSE, loan)))
 
-    def ask(self, step: Step, reply: Reply) -> None:
+    def ask(self, step: ControlStep, reply: StepResult) -> None:
         """Asks for a step, whose number is new, in the background; the answer goes there."""
         if not self._replies:
             self._pulse_s = time.monotonic()
@@ -272,16 +278,16 @@ class ServerLink:
         return link_boundary(link, here="the worker", peer=f"ControlNet server {self.server.name}")
 
     def _receive(self, link: Link) -> None:
-        vigil = Vigil(
+        vigil = Keepalive(
             link,
             peer=f"ControlNet server {self.server.name}",
             silence_s=self._settings.silence_s,
-            ping=lambda: self._put(_Sending(message=number_message(Kind.PING))),
+            ping=lambda: self._put(_Sending(message=number_message(ControlMessageKind.PING))),
             check=self._check_pulse,
         )
         while True:
             incoming = vigil.next()
-            if kind_of(incoming.layout) is Kind.RESIDUALS:
+            if kind_of(incoming.layout) is ControlMessageKind.RESIDUALS:
                 self._take_residuals(link, vigil, incoming)
                 continue
             with incoming:
@@ -293,12 +299,12 @@ class ServerLink:
         layout = incoming.layout
         views = [incoming.view(index) for index in range(len(layout.specs))]
         match kind_of(layout):
-            case Kind.PONG:
+            case ControlMessageKind.PONG:
                 self._feel(read_number(layout, views))
-            case Kind.OPENED:
+            case ControlMessageKind.OPENED:
                 if (answer := self._loans.pop(read_number(layout, views), None)) is not None:
                     answer.opened = True
-            case Kind.REFUSED:
+            case ControlMessageKind.REFUSED:
                 refusal = read_refusal(layout, views)
                 error = from_job_error(json_format.Parse(refusal.error, JobError()))
                 self._refuse(error, loan=refusal.loan, step=refusal.step)
@@ -315,7 +321,7 @@ class ServerLink:
             self._pulse_s = time.monotonic()
         self._news.ring()
 
-    def _take_residuals(self, link: Link, vigil: Vigil, incoming: Incoming) -> None:
+    def _take_residuals(self, link: Link, vigil: Keepalive, incoming: Incoming) -> None:
         vigil.wait(incoming, 1)
         number = read_number(incoming.layout, [incoming.view(0)])
         reply = self._replies.pop(number, None)

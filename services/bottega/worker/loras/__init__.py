@@ -1,6 +1,6 @@
 """The LoRAs of a worker's engine: fetched from the store over links, by digest, and kept within a budget of bytes."""
 
-from bottega.worker.loras.source import LinkedLoras
+from bottega.worker.loras.cache import LoraCache
 from bottega.worker.loras.store_link import LoraLinkSettings
 
-__all__ = ["LinkedLoras", "LoraLinkSettings"]
+__all__ = ["LoraCache", "LoraLinkSettings"]

@@ -24,11 +24,11 @@ from bottega.diffusion.loras import LoraStore
 from bottega.errors import BottegaError, DataLoss, InternalError, LinkClosed, PeerDead
 from bottega.lora import messages
 from bottega.lora.canonical import MAX_FILE_BYTES
-from bottega.lora.messages import HEADER, PIECE, TEXT, UNET_BYTES, Kind, Message
+from bottega.lora.messages import HEADER, PIECE, TEXT, UNET_BYTES, LoraMessage, LoraMessageKind
 from bottega.rpc.status import from_job_error
-from bottega.transport import Counters, Deadline, Incoming, Limits, Link, Offer, Vigil, connect, link_boundary
+from bottega.transport import Deadline, Incoming, Keepalive, Limits, Link, LinkCounters, Offer, connect, link_boundary
 from bottega.v1.error_pb2 import JobError
-from bottega.worker.loras.arrival import Arrival
+from bottega.worker.loras.download import LoraDownload
 
 _log = logging.getLogger(__name__)
 
@@ -73,9 +73,9 @@ class StoreLink:
         *,
         offers: LoraOffers,
         settings: LoraLinkSettings,
-        counters: Counters,
+        counters: LinkCounters,
         on_news: Callable[[], None],
-        on_refused: Callable[[StoreLink, Arrival, BottegaError], None],
+        on_refused: Callable[[StoreLink, LoraDownload, BottegaError], None],
         on_lost: Callable[[StoreLink, BottegaError], None],
     ) -> None:
         self.store = store
@@ -88,16 +88,16 @@ class StoreLink:
         self._on_refused = on_refused
         self._on_lost = on_lost
         self._numbers = itertools.count(1)
-        self._wanted: dict[int, Arrival] = {}
+        self._wanted: dict[int, LoraDownload] = {}
         self._changed = threading.Condition()
-        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[LoraMessage | None] = queue.SimpleQueue()
         self._link: Link | None = None
         self._link_id = ""
         self._closed = False
         self._checks = ThreadPoolExecutor(1, thread_name_prefix=f"checks-{store.name}")
         threading.Thread(target=self._live, name=f"loras-{store.name}", daemon=True).start()
 
-    def fetch(self, arrival: Arrival) -> None:
+    def fetch(self, arrival: LoraDownload) -> None:
         """Asks for it, in the background."""
         with self._changed:
             number = next(self._numbers)
@@ -106,15 +106,15 @@ class StoreLink:
                 self._outbox.put(messages.fetch_message(number, arrival.ref.digest))
             self._changed.notify_all()
 
-    def give_up(self, arrival: Arrival) -> None:
+    def give_up(self, arrival: LoraDownload) -> None:
         """It is wanted elsewhere, or by nobody; what still comes of it is thrown away."""
         with self._changed:
             for number in [number for number, each in self._wanted.items() if each is arrival]:
                 del self._wanted[number]
                 if self.linked:
-                    self._outbox.put(messages.number_message(Kind.CANCEL, number))
+                    self._outbox.put(messages.number_message(LoraMessageKind.CANCEL, number))
 
-    def wanted(self) -> list[Arrival]:
+    def wanted(self) -> list[LoraDownload]:
         """What was asked for and has not come."""
         with self._changed:
             return list(self._wanted.values())
@@ -186,35 +186,35 @@ class StoreLink:
         return link_boundary(link, here="the worker", peer=self._peer)
 
     def _receive(self, link: Link) -> None:
-        vigil = Vigil(
+        vigil = Keepalive(
             link,
             peer=self._peer,
             silence_s=self._settings.silence_s,
-            ping=lambda: self._outbox.put(messages.number_message(Kind.PING)),
+            ping=lambda: self._outbox.put(messages.number_message(LoraMessageKind.PING)),
         )
         while True:
             with vigil.next() as incoming:
                 match messages.kind_of(incoming.layout):
-                    case Kind.LORA:
+                    case LoraMessageKind.LORA:
                         messages.check_lora(incoming.layout, max_bytes=MAX_FILE_BYTES)
                         vigil.wait_all(incoming)
                         self._take(incoming, lambda arrival: _take_head(arrival, incoming))
-                    case Kind.WHOLE:
+                    case LoraMessageKind.WHOLE:
                         vigil.wait_all(incoming)
                         self._take_whole(incoming)
-                    case Kind.PIECE:
+                    case LoraMessageKind.PIECE:
                         messages.check_piece(incoming.layout, max_bytes=MAX_FILE_BYTES)
                         vigil.wait_all(incoming)
                         self._take(incoming, lambda arrival: arrival.take_piece(incoming.view(PIECE)))
-                    case Kind.REFUSED:
+                    case LoraMessageKind.REFUSED:
                         vigil.wait_all(incoming)
                         self._take_refusal(incoming)
-                    case Kind.PONG:
+                    case LoraMessageKind.PONG:
                         vigil.wait_all(incoming)
                     case kind:
                         raise ValueError(f"a store says no {kind}")
 
-    def _take(self, incoming: Incoming, take: Callable[[Arrival], None]) -> None:
+    def _take(self, incoming: Incoming, take: Callable[[LoraDownload], None]) -> None:
         """A part of a LoRA is here. Of one that nobody wants any more it is thrown away."""
         number = messages.read_number(incoming.layout, incoming.view(0))
         arrival = self._wanted.get(number)
@@ -252,7 +252,7 @@ class StoreLink:
                 self._checks.submit(self._check, arrival)
         self._on_news()
 
-    def _check(self, arrival: Arrival) -> None:
+    def _check(self, arrival: LoraDownload) -> None:
         """In a thread of its own."""
         if arrival.given_up:
             return
@@ -286,6 +286,6 @@ class StoreLink:
             self._on_refused(self, arrival, error)
 
 
-def _take_head(arrival: Arrival, incoming: Incoming) -> None:
+def _take_head(arrival: LoraDownload, incoming: Incoming) -> None:
     unet_bytes = messages.read_unet_bytes(incoming.view(UNET_BYTES), max_bytes=MAX_FILE_BYTES)
     arrival.take_head(bytes(incoming.view(HEADER)), incoming.view(TEXT), unet_bytes)

@@ -1,0 +1,1 @@
+"""LoRAs of a suite: calls to their stores, uploaded files, the quarantine, and how they are profiled."""

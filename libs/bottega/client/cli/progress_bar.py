@@ -1,0 +1,106 @@
+"""How a terminal shows a picture being drawn: a bar where there is one, plain lines where there is none.
+
+Knows the SDK's events, not what was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from bottega.client.cli.terminal import note, stderr_console, text_column
+from bottega.client.types.events import Completed, Event, Interrupted, Progress, Queued
+from bottega.errors import InternalError, Unavailable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_Show = Callable[[Event], None]
+
+# Plain lines go to logs: four a picture say enough.
+_LINES = 4
+
+
+def shown(stream: Generator[Event, None, None], on_progress: Callable[[Progress], None] | None = None) -> Completed:
+    """Shows what happens until the pictures are there.
+
+    on_progress: is given every step that is told.
+    """
+    with closing(stream), _showing() as show:
+        for event in stream:
+            show(event)
+            if isinstance(event, Completed):
+                return event
+            if on_progress and isinstance(event, Progress):
+                on_progress(event)
+    raise InternalError("the stream of events ended without a last one")
+
+
+@contextmanager
+def _showing() -> Iterator[_Show]:
+    """Gives the function that shows events, for as long as the context lasts."""
+    console = stderr_console()
+    if not console.is_terminal:
+        yield _Lines().show
+        return
+    with _bar(console) as bar:
+        task = bar.add_task("", total=None, happens="asking the gateway", steps="")
+        yield lambda event: _move(bar, task, event)
+
+
+def described(event: Queued | Interrupted) -> str:
+    """Why nothing is being drawn yet, in one line."""
+    if isinstance(event, Interrupted):
+        reached = type(event.error) is not Unavailable
+        return f"{event.error.message if reached else 'the gateway does not answer'}; trying again"
+    before = f"{event.place} before it" if event.place else "next"
+    known = event.estimate_s is not None and math.isfinite(event.estimate_s)
+    estimate = "" if event.estimate_s is None or not known else f", about {max(1, round(event.estimate_s))} s"
+    return f"queued, {before}{estimate}"
+
+
+class _Lines:
+    """One line for each change of the queue, and a few on the way."""
+
+    def __init__(self) -> None:
+        self._last = ""
+        self._quarter = 0
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, Queued | Interrupted):
+            self._note(described(event))
+        elif isinstance(event, Progress) and event.steps_total:
+            quarter = event.steps_done * _LINES // event.steps_total
+            if quarter > self._quarter:
+                self._quarter = quarter
+                self._note(f"step {event.steps_done} of {event.steps_total}")
+
+    def _note(self, line: str) -> None:
+        if line != self._last:
+            note(line)
+        self._last = line
+
+
+def _bar(console: Console) -> Bar:
+    return Bar(
+        SpinnerColumn(),
+        text_column("happens"),
+        BarColumn(bar_width=32),
+        text_column("steps"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def _move(bar: Bar, task: TaskID, event: Event) -> None:
+    if isinstance(event, Queued | Interrupted):
+        bar.update(task, happens=described(event))
+    elif isinstance(event, Progress):
+        steps = f"{event.steps_done}/{event.steps_total}"
+        bar.update(task, happens="drawing", total=event.steps_total, completed=event.steps_done, steps=steps)

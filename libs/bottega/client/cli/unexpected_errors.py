@@ -1,0 +1,31 @@
+"""What nobody expected: tracebacks of the command itself, and what libraries log, as plain text."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import NoReturn
+
+from bottega.client.cli.escaping import plain_lines
+from bottega.client.cli.terminal import fail, note
+
+
+def tell_fault(error: Exception) -> NoReturn:
+    """Ends the command with the traceback of an error that it should have known."""
+    for line in plain_lines("".join(traceback.format_exception(error)).rstrip()):
+        note(f"  | {line}")
+    fail(
+        f"a fault of this command itself: {type(error).__name__}",
+        "What is above says where it is; please report it with the command line.",
+    )
+
+
+def log_plainly() -> None:
+    """Shows warnings and errors that are logged in this process."""
+    logging.basicConfig(handlers=[_Notes()])
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        for line in plain_lines(self.format(record)):
+            note(line)

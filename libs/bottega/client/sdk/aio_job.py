@@ -1,0 +1,82 @@
+"""A job in the hands of its caller, for asyncio: follow it, have its pictures, cancel it. Knows not how it began."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from bottega.client.transport.calls import fetch_image
+from bottega.client.transport.connection import GatewayConnection
+from bottega.client.transport.retry import CallTimeout
+from bottega.client.transport.timeouts import LastProgress, late
+from bottega.client.transport.watching import watch
+from bottega.client.types.events import Completed, Event
+from bottega.client.types.jobs import JobStatus, status_from
+from bottega.client.types.messages import filled
+from bottega.client.types.picture import Picture, picture_from
+from bottega.errors import InternalError
+from bottega.v1 import image_pb2
+from bottega.v1.generation_pb2 import Provenance
+
+
+class AsyncJob:
+    """A job by its id, which is all that has to be kept to find it again: `client.job(id)`.
+
+    It lives at the gateway; leaving it stops nothing. Every method raises classes of bottega.errors.
+    """
+
+    def __init__(self, job_id: str, connection: GatewayConnection) -> None:
+        self.id = job_id
+        self._connection = connection
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r})"
+
+    async def status(self) -> JobStatus:
+        """How it stands."""
+        request = filled(image_pb2.GetJobRequest(), job_id=self.id)
+        return status_from((await self._connection.ask(self._connection.images.GetJob, request)).job)
+
+    async def watch(self, *, preview: bool = False, timeout_s: float | None = None) -> AsyncGenerator[Event, None]:
+        """Its events from its current state on, the last one Completed. Raises what ended it otherwise.
+
+        preview: Progress carries small JPEGs of the unfinished pictures.
+        timeout_s: stop watching after so many seconds; the client's own when absent.
+        """
+        images, terms = self._connection.images, self._connection.terms(timeout_s)
+        request = filled(image_pb2.WatchJobRequest(), job_id=self.id, preview=preview)
+        heard = LastProgress(job_id=self.id)
+        try:
+            async with aclosing(
+                watch(lambda left_s: images.WatchJob(request, timeout=left_s), images, terms)
+            ) as events:
+                async for event in events:
+                    heard.note(event)
+                    yield event
+        except CallTimeout as error:
+            raise late(error, heard, goes_on=True) from error
+
+    async def result(self, *, timeout_s: float | None = None) -> tuple[Picture, ...]:
+        """Its pictures, in order, as soon as they are there. Raises what ended it otherwise.
+
+        timeout_s: as in watch(); DeadlinePassed then, and the job goes on.
+        """
+        async with aclosing(self.watch(timeout_s=timeout_s)) as events:
+            async for event in events:
+                if isinstance(event, Completed):
+                    return event.images
+        raise InternalError("the stream of events ended without a last one")
+
+    async def image(self, index: int = 0, *, timeout_s: float | None = None) -> Picture:
+        """One of its finished pictures. Raises JobNotFinished while there are none."""
+        terms = self._connection.terms(timeout_s)
+        request = filled(image_pb2.GetImageRequest(), job_id=self.id, index=index)
+        image, data = await fetch_image(self._connection.images.GetImage, request, terms)
+        provenance = (await self.status()).provenance or Provenance()
+        return picture_from(image, data, job_id=self.id, provenance=provenance)
+
+    async def cancel(self) -> JobStatus:
+        """Cancels it, and says how it stands then; one that has ended stays as it is."""
+        request = filled(image_pb2.CancelJobRequest(), job_id=self.id)
+        answer = await self._connection.ask(self._connection.images.CancelJob, request)
+        return status_from(answer.job)

@@ -1,0 +1,175 @@
+"""Keeps one service running: starts it, reads what it says, starts it again when it dies, stops it.
+
+Knows processes; not which services there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from bottega.client.suite.plan import ProcessPlan
+from bottega.client.suite.service_log import OutputPipe, ServiceLog, fields_of, lines_of
+from bottega.errors import BottegaError, Code
+
+
+class DoesNotStart(BottegaError):
+    """A service died several times before it served once.
+
+    last_lines: of its log.
+    """
+
+    code = Code.FAILED_PRECONDITION
+
+    def __init__(self, name: str, message: str, *, last_lines: Sequence[str]) -> None:
+        super().__init__(message)
+        self.name = name
+        self.last_lines = tuple(last_lines)
+
+
+class ServiceListener(Protocol):
+    """Who wants to know how the services do."""
+
+    def serving(self, name: str, address: str) -> None:
+        """A service serves, for the first time or again."""
+
+    def died(self, name: str, how: str, wait_s: float) -> None:
+        """A service died and will be started again after `wait_s`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """How a dead service is started again.
+
+    first_wait_s, longest_wait_s: the wait doubles from one to the other.
+    steady_s: one that ran so long starts over with the first wait.
+    tries: deaths before it ever served, after which it is given up.
+    stop_grace_s: from SIGTERM to SIGKILL; above the drain that the services are configured with.
+    """
+
+    first_wait_s: float = 0.5
+    longest_wait_s: float = 30.0
+    steady_s: float = 60.0
+    tries: int = 3
+    stop_grace_s: float = 10.0
+
+
+class ServiceProcess:
+    """One service that is to run until it is stopped.
+
+    pid: of its process now, or None between two.
+    """
+
+    def __init__(self, plan: ProcessPlan, logs: Path, reporter: ServiceListener, policy: RestartPolicy) -> None:
+        self.name = plan.name
+        self.pid: int | None = None
+        self.serving = asyncio.Event()
+        self._plan = plan
+        self._reporter = reporter
+        self._policy = policy
+        self._log = ServiceLog(logs, plan.name)
+        self._last_lines: deque[str] = deque(maxlen=12)
+        self._ever_served = False
+
+    async def run(self) -> None:
+        """Keeps the service running until cancelled. Raises DoesNotStart with its last lines."""
+        deaths = 0
+        try:
+            while True:
+                began_s = time.monotonic()
+                how = await self._run_once()
+                deaths = 1 if time.monotonic() - began_s > self._policy.steady_s else deaths + 1
+                if not self._ever_served and deaths >= self._policy.tries:
+                    what = f"{self.name} does not start: it {how}, and did so {deaths} times"
+                    raise DoesNotStart(self.name, what, last_lines=self._last_lines)
+                wait_s = min(self._policy.first_wait_s * 2 ** (deaths - 1), self._policy.longest_wait_s)
+                self._reporter.died(self.name, how, wait_s)
+                await asyncio.sleep(wait_s)
+        finally:
+            self._log.close()
+
+    def kill(self) -> None:
+        """Ends its process now, with all of its children."""
+        if self.pid is not None:
+            _end_group(self.pid)
+
+    async def _run_once(self) -> str:
+        with OutputPipe() as pipe, _lifeline() as stdin:
+            process = await self._start(stdin, pipe.write_end)
+            self.pid = process.pid
+            reading = asyncio.create_task(self._read(await pipe.reader()))
+            try:
+                return _how_it_ended(await process.wait())
+            except asyncio.CancelledError:
+                await self._stop(process)
+                raise
+            finally:
+                _end_group(process.pid)
+                self.pid = None
+                self.serving.clear()
+                await _finish(reading)
+
+    async def _start(self, stdin: int, output: int) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *self._plan.argv,
+            stdin=stdin,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **self._plan.environment},
+            # Its own group: a Ctrl-C in the terminal reaches us alone, and its children can be ended with it.
+            start_new_session=True,
+        )
+
+    async def _stop(self, process: asyncio.subprocess.Process) -> None:
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), self._policy.stop_grace_s)
+        except TimeoutError:
+            _end_group(process.pid)
+            await process.wait()
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        async for line in lines_of(stream):
+            self._log.write(line)
+            self._last_lines.append(line)
+            fields = fields_of(line)
+            if fields.get("event") == "serving":
+                self._ever_served = True
+                self.serving.set()
+                self._reporter.serving(self.name, str(fields.get("address", "")))
+
+
+@contextmanager
+def _lifeline() -> Iterator[int]:
+    """A stdin that says nothing and ends with this process, even if that is killed: nobody else has its other end."""
+    read_end, write_end = os.pipe()
+    try:
+        yield read_end
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+async def _finish(reading: asyncio.Task[None]) -> None:
+    # Its group is gone, so the pipe ends; a stranger that inherited it must not hold us up.
+    await asyncio.wait([reading], timeout=1.0)
+    reading.cancel()
+
+
+def _end_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _how_it_ended(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"

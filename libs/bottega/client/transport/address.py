@@ -1,0 +1,45 @@
+"""Where the gateway is, and where its fleet is listed, unless somebody says otherwise."""
+
+from __future__ import annotations
+
+import os
+
+from bottega.client.suite.state import InstanceRecord, StateFolder, StateFolderUnusable
+from bottega.state_folder import state_folder
+
+ADDRESS_VARIABLE = "BOTTEGA_ADDRESS"
+FLEET_VARIABLE = "BOTTEGA_FLEET"
+DEFAULT_PORT = 8470
+DEFAULT_FLEET_PORT = 8472
+
+
+def default_address() -> str:
+    """host:port from the environment, else the gateway's own default on this machine."""
+    return os.environ.get(ADDRESS_VARIABLE) or f"127.0.0.1:{DEFAULT_PORT}"
+
+
+def default_fleet_address(address: str) -> str:
+    """host:port of the fleet listener of the gateway at `address`.
+
+    From the environment, else as the suite that runs here has it, else the gateway's own default on its machine.
+    """
+    said = os.environ.get(FLEET_VARIABLE)
+    if said:
+        return said
+    record = _running_here()
+    if record is not None and _as_number(record.address) == _as_number(address) and record.fleet_address:
+        return record.fleet_address
+    host, colon, _ = address.rpartition(":")
+    return f"{host if colon else address}:{DEFAULT_FLEET_PORT}"
+
+
+def _running_here() -> InstanceRecord | None:
+    """The suite that runs here; None also where nobody can see whether one does, since this is only a hint."""
+    try:
+        return StateFolder(state_folder()).running()
+    except StateFolderUnusable:
+        return None
+
+
+def _as_number(address: str) -> str:
+    return address.replace("localhost:", "127.0.0.1:")

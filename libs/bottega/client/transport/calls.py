@@ -1,0 +1,184 @@
+"""Calls to a gateway that go on while it is UNAVAILABLE, or has its hands full. Knows gRPC, and nothing of pictures."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import grpc
+
+from bottega.client.transport.retry import Backoff, CallDeadline, RetryPolicy
+from bottega.client.types.events import Interrupted
+from bottega.errors import (
+    BottegaError,
+    DeadlinePassed,
+    InternalError,
+    JobCancelled,
+    NoControlNet,
+    NoWorker,
+    QueueFull,
+    Unavailable,
+    WorkerLost,
+)
+from bottega.rpc.status import from_rpc_error, was_answered
+from bottega.v1.image_pb2 import GetImageRequest, GetImageResponse, Image, JobEvent
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+CarrierT_co = TypeVar("CarrierT_co", bound="EventCarrier", covariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTerms:
+    """Whom a call is for, how long it may take in all, and how it goes on when it is interrupted.
+
+    fleet: whether that is the gateway's fleet listener.
+    """
+
+    address: str
+    deadline: CallDeadline
+    retry: RetryPolicy
+    fleet: bool = False
+
+    def backoff(self) -> Backoff:
+        """The waits between the tries of one call."""
+        return Backoff(self.retry, self.deadline)
+
+
+class EventCarrier(Protocol):
+    """A response of Generate or WatchJob."""
+
+    @property
+    def event(self) -> JobEvent: ...
+
+
+class EventStream(Protocol[CarrierT_co]):
+    """An open stream of a job's events."""
+
+    def __aiter__(self) -> AsyncIterator[CarrierT_co]: ...
+    def cancel(self) -> bool: ...
+
+
+async def ask(
+    method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT],
+    request: RequestT,
+    terms: CallTerms,
+    *,
+    before_try: Callable[[RequestT], None] = lambda _: None,
+) -> ResponseT:
+    """One answer to one request. Raises the BottegaError that the gateway meant.
+
+    before_try: brings up to date what of the request depends on the moment, or raises what ends the tries.
+    """
+    backoff = terms.backoff()
+    while True:
+        before_try(request)
+        try:
+            return await method(request, timeout=terms.deadline.remaining_s())
+        except grpc.RpcError as error:
+            failure = _worth_another_try(error, terms)
+        await asyncio.sleep(backoff.wait_s(failure))
+
+
+async def follow(
+    attach: Callable[[float], EventStream[CarrierT_co]], terms: CallTerms
+) -> AsyncGenerator[JobEvent | Interrupted, None]:
+    """A job's events until its last one, over as many streams as that takes.
+
+    attach: opens the stream, given the seconds that it may last; a known job goes on as it stands.
+    Raises the BottegaError that ended the job, or our patience.
+    """
+    backoff = terms.backoff()
+    while True:
+        accepted = False
+        call = attach(terms.deadline.remaining_s())
+        try:
+            async for response in call:
+                backoff.heard()
+                accepted = True
+                yield response.event
+                if response.event.WhichOneof("event") in ("completed", "failed"):
+                    return
+            failure: BottegaError = Unavailable("the gateway ended the stream before the job had ended")
+        except grpc.RpcError as error:
+            failure = _worth_another_try(error, terms, accepted=accepted)
+        finally:
+            call.cancel()
+        if accepted:
+            backoff.heard()  # it was well until now, however long nothing happened that was worth a word
+        wait_s = backoff.wait_s(failure)
+        yield Interrupted(error=failure, wait_s=wait_s)
+        await asyncio.sleep(wait_s)
+
+
+async def fetch_image(
+    method: grpc.aio.UnaryStreamMultiCallable[GetImageRequest, GetImageResponse],
+    request: GetImageRequest,
+    terms: CallTerms,
+) -> tuple[Image, bytes]:
+    """One finished image and its bytes. Raises InternalError when they do not match their digest."""
+    backoff = terms.backoff()
+    while True:
+        call = method(request, timeout=terms.deadline.remaining_s())
+        try:
+            return await _read_image(call)
+        except grpc.RpcError as error:
+            failure = _worth_another_try(error, terms)
+        finally:
+            call.cancel()
+        await asyncio.sleep(backoff.wait_s(failure))
+
+
+def check_digest(image: Image, digest: str) -> None:
+    """Raises InternalError when the bytes that came are not those that were drawn."""
+    if digest != image.digest:
+        raise InternalError(f"the bytes of image {image.index} do not match their digest; fetch it again")
+
+
+async def _read_image(call: grpc.aio.UnaryStreamCall[GetImageRequest, GetImageResponse]) -> tuple[Image, bytes]:
+    image, data, digest = Image(), bytearray(), hashlib.sha256()
+    async for response in call:
+        if response.HasField("image"):
+            image = response.image
+        data += response.chunk
+        digest.update(response.chunk)
+    check_digest(image, digest.hexdigest())
+    return image, bytes(data)
+
+
+def _worth_another_try(error: grpc.RpcError, terms: CallTerms, *, accepted: bool = False) -> Unavailable | QueueFull:
+    """What the gateway meant, where asking again may help. Raises it where it does not."""
+    failure: BottegaError = from_rpc_error(error)
+    answered = was_answered(error)
+    if isinstance(failure, DeadlinePassed) and not answered:
+        raise terms.deadline.passed() from error  # in our words; gRPC's name its own parts
+    if isinstance(failure, JobCancelled) and not answered:
+        # A gateway that ends cuts its calls off so; that a job was cancelled it says in its own words.
+        failure = Unavailable("the gateway cut the call off")
+    if isinstance(failure, QueueFull) and "limit" in failure.metadata:
+        return failure  # no queue of jobs is full: the gateway has as much in its hands as it can hold at this moment
+    if not isinstance(failure, Unavailable) or _ends_job(failure, accepted=accepted):
+        raise failure from error
+    if not answered:
+        # Here, too, gRPC's own words stay in the chain of causes.
+        failure = _unanswered(terms)
+        failure.__cause__ = error
+    return failure
+
+
+def _unanswered(terms: CallTerms) -> Unavailable:
+    if terms.fleet:
+        return Unavailable(
+            f"no gateway lists its fleet at {terms.address}; set BOTTEGA_FLEET to its fleet.listen, on its machine",
+            metadata={"listener": "fleet"},
+        )
+    return Unavailable(f"no gateway answers at {terms.address}; start one (bottega up), or set BOTTEGA_ADDRESS")
+
+
+def _ends_job(failure: BottegaError, *, accepted: bool) -> bool:
+    # A job that ended so stays ended: attaching to it would only tell the same again. A call that was refused at the
+    # door for want of a worker or a ControlNet may be let in later, such as when the gateway has just restarted.
+    return isinstance(failure, WorkerLost) or (accepted and isinstance(failure, NoWorker | NoControlNet))

@@ -1,0 +1,74 @@
+"""Cancelling what a caller began and left. Knows which errors mean that there is nothing left to cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import grpc
+
+from bottega.errors import BottegaError, DeadlinePassed, NoWorker, Unavailable, WorkerLost
+from bottega.v1.image_pb2 import CancelJobRequest, GenerateRequest
+
+if TYPE_CHECKING:
+    from bottega.v1.image_pb2_grpc import ImageServiceAsyncStub
+
+_log = logging.getLogger(__name__)
+
+# A gateway that is there answers in milliseconds; nobody who leaves wants to wait for one that is not.
+_CANCEL_S = 3.0
+
+
+class CancelOnExit:
+    """Jobs that are being cancelled because their caller left."""
+
+    def __init__(self, images: ImageServiceAsyncStub) -> None:
+        self._images = images
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._over = False
+
+    def say(self, request: GenerateRequest, job_id: str) -> None:
+        """Cancels the job in the background.
+
+        job_id: empty when the caller left before hearing it; then the request_id finds the job.
+        """
+        if self._over:
+            _log.warning("a request was left unfinished when its client was closed; it may still run")
+            return
+        task = asyncio.get_running_loop().create_task(self._cancel(request, job_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def said(self) -> None:
+        """Waits until all of them are, each within its own deadline; nothing can be said any more afterwards."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        self._over = True
+
+    async def _cancel(self, request: GenerateRequest, job_id: str) -> None:
+        try:
+            found = job_id or await self._find(request)
+            if not found:
+                return
+            await self._images.CancelJob(CancelJobRequest(job_id=found), timeout=_CANCEL_S)
+        except grpc.RpcError as error:
+            # Without an id there may be no job at all: nobody ever answered.
+            level = logging.WARNING if job_id else logging.DEBUG
+            _log.log(level, "job %s was left unfinished and could not be cancelled: %s", job_id, error.code().name)
+
+    async def _find(self, request: GenerateRequest) -> str:
+        call = self._images.Generate(request, timeout=_CANCEL_S)
+        try:
+            async for response in call:
+                return response.event.job_id
+            return ""
+        finally:
+            call.cancel()
+
+
+def is_over(error: BottegaError) -> bool:
+    """Whether the error says that the job has ended, or never began."""
+    if isinstance(error, Unavailable):
+        return isinstance(error, NoWorker | WorkerLost)
+    return not isinstance(error, DeadlinePassed)

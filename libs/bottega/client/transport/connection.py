@@ -1,0 +1,82 @@
+"""One gateway as the SDK's parts share it: where it is, how to ask it, and for how long. Knows no pictures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import grpc
+
+from bottega.client.transport.address import default_fleet_address
+from bottega.client.transport.calls import CallTerms, RequestT, ResponseT, ask
+from bottega.client.transport.retry import CallDeadline, RetryPolicy
+from bottega.client.types.messages import UNSENDABLE, shown
+from bottega.errors import InvalidRequest, Violation
+from bottega.rpc.channel import open_channel
+from bottega.v1.fleet_pb2 import ListMembersRequest, ListMembersResponse
+from bottega.v1.fleet_pb2_grpc import FleetServiceStub
+from bottega.v1.image_pb2_grpc import ImageServiceStub
+
+# A call that draws nothing is answered in milliseconds; a gateway that takes longer than this hangs.
+_SHORT_CALL_S = 30.0
+
+
+class GatewayConnection:
+    """A channel to the gateway at `address`, with its stubs. Made in a running event loop; close it.
+
+    fleet_address: of its fleet listener; where it is absent, it is looked for when the fleet is asked for.
+    timeout_s: of every call that is given none. Raises InvalidRequest when that is no time to wait, or an address none.
+    """
+
+    def __init__(self, address: str, *, fleet_address: str | None = None, timeout_s: float, retry: RetryPolicy) -> None:
+        self.address = address
+        self._fleet_address = fleet_address
+        self._fleet_channel: grpc.aio.Channel | None = None
+        self._timeout_s = CallDeadline.after(timeout_s).allowed_s
+        self._retry = retry
+        self._channel = _opened("address", address)
+        self.images = ImageServiceStub(self._channel)
+        if fleet_address is not None:
+            self._fleet_channel = _opened("fleet_address", fleet_address)
+
+    def terms(self, timeout_s: float | None) -> CallTerms:
+        """Those of a call that may take so long; None is as long as the connection says."""
+        deadline = CallDeadline.after(self._timeout_s if timeout_s is None else timeout_s)
+        return CallTerms(address=self.address, deadline=deadline, retry=self._retry)
+
+    async def ask(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT],
+        request: RequestT,
+        *,
+        before_try: Callable[[RequestT], None] = lambda _: None,
+    ) -> ResponseT:
+        """The answer of a call that draws nothing. before_try: as in bottega.client.transport.calls."""
+        terms = self.terms(min(_SHORT_CALL_S, self._timeout_s))
+        return await ask(method, request, terms, before_try=before_try)
+
+    async def fleet(self) -> ListMembersResponse:
+        """Who has joined. Nothing but this needs the fleet listener to be reached."""
+        address = self._fleet_address
+        if address is None:
+            address = await asyncio.to_thread(default_fleet_address, self.address)
+        if self._fleet_channel is None:
+            self._fleet_address, self._fleet_channel = address, _opened("fleet_address", address)
+        terms = replace(self.terms(min(_SHORT_CALL_S, self._timeout_s)), address=address, fleet=True)
+        return await ask(FleetServiceStub(self._fleet_channel).ListMembers, ListMembersRequest(), terms)
+
+    async def close(self) -> None:
+        """Ends the channels."""
+        await self._channel.close()
+        if self._fleet_channel is not None:
+            await self._fleet_channel.close()
+
+
+def _opened(name: str, address: str) -> grpc.aio.Channel:
+    """Connects to nobody yet."""
+    try:
+        return open_channel(address)
+    except (AttributeError, *UNSENDABLE):  # gRPC's own, for what is no text
+        rule = f"must be HOST:PORT; got {shown(address)}"
+        raise InvalidRequest(f"{name}: {rule}", violations=[Violation(field=name, description=rule)]) from None

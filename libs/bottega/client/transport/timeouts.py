@@ -1,0 +1,47 @@
+"""What is said when a caller's time runs out: how far the job came, and how its pictures can still be had.
+
+Knows events; neither clocks nor gRPC.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bottega.client.transport.retry import CallTimeout
+from bottega.client.types.events import Event, Progress
+from bottega.errors import DeadlinePassed
+
+_GOES_ON = "The job goes on: client.job({job_id!r}).watch() follows it, and .result() has its pictures."
+_ENDS = "Allow more time (timeout_s), or submit() a job that outlives the call and fetch its pictures later."
+
+
+@dataclass(slots=True, kw_only=True)
+class LastProgress:
+    """What a caller has heard of a job so far; no job_id when it has heard nothing."""
+
+    job_id: str = ""
+    steps_done: int = 0
+    steps_total: int = 0
+
+    def note(self, event: Event) -> None:
+        """Takes in what an event tells."""
+        self.job_id = getattr(event, "job_id", self.job_id)
+        if isinstance(event, Progress):
+            self.steps_done, self.steps_total = event.steps_done, event.steps_total
+
+
+def late(error: DeadlinePassed, heard: LastProgress, *, goes_on: bool) -> DeadlinePassed:
+    """The error with what is known of the job; what to do stands in its notes.
+
+    goes_on: the job outlives its caller.
+    """
+    if not heard.job_id:
+        return error
+    steps = f"{heard.steps_done} of {heard.steps_total} steps were done" if heard.steps_total else "no step was done"
+    state = "goes on" if goes_on else "is cancelled"
+    told = CallTimeout(
+        f"{error.message}: {steps}, and job {heard.job_id} {state}",
+        metadata={**error.metadata, "job_id": heard.job_id, "steps_done": str(heard.steps_done)},
+    )
+    told.add_note(_GOES_ON.format(job_id=heard.job_id) if goes_on else _ENDS)
+    return told

@@ -1,0 +1,60 @@
+"""A job's stream as typed events, with the pictures complete. Knows the wire's events, not who asked for them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from bottega.client.transport.calls import CallTerms, CarrierT_co, EventStream, check_digest, fetch_image, follow
+from bottega.client.types.events import Completed, Event, Interrupted, progress_from, queued_from
+from bottega.client.types.picture import picture_from
+from bottega.errors import InternalError
+from bottega.rpc.status import from_job_error
+from bottega.v1.image_pb2 import GetImageRequest, Image, JobEvent
+
+if TYPE_CHECKING:
+    from bottega.v1.image_pb2_grpc import ImageServiceAsyncStub
+
+
+async def watch(
+    attach: Callable[[float], EventStream[CarrierT_co]], images: ImageServiceAsyncStub, terms: CallTerms
+) -> AsyncGenerator[Event, None]:
+    """The events of the job that `attach` opens, ending with Completed.
+
+    Pictures that did not ride in the last event are fetched. Raises the BottegaError that ended the job.
+    """
+    async with aclosing(follow(attach, terms)) as items:
+        async for item in items:
+            if isinstance(item, Interrupted):
+                yield item
+                continue
+            match item.WhichOneof("event"):
+                case "queued":
+                    yield queued_from(item)
+                case "progress":
+                    yield progress_from(item)
+                case "completed":
+                    yield await _completed(item, images, terms)
+                case "failed":
+                    raise from_job_error(item.failed)
+                case unknown:
+                    raise InternalError(f"the gateway sent an event that this client does not know: {unknown}")
+
+
+async def _completed(event: JobEvent, images: ImageServiceAsyncStub, terms: CallTerms) -> Completed:
+    provenance = event.completed.provenance
+    pictures = []
+    for image in event.completed.images:
+        data = await _bytes_of(image, event.job_id, images, terms)
+        pictures.append(picture_from(image, data, job_id=event.job_id, provenance=provenance))
+    return Completed(job_id=event.job_id, images=tuple(pictures), provenance=provenance)
+
+
+async def _bytes_of(image: Image, job_id: str, images: ImageServiceAsyncStub, terms: CallTerms) -> bytes:
+    if not image.data:
+        _, data = await fetch_image(images.GetImage, GetImageRequest(job_id=job_id, index=image.index), terms)
+        return data
+    check_digest(image, hashlib.sha256(image.data).hexdigest())
+    return image.data

@@ -1,0 +1,3 @@
+"""Values of the SDK (options, events, pictures, LoRAs, ControlNets, jobs) and how they become the contract's messages
+and come back.
+"""

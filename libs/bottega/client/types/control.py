@@ -1,0 +1,116 @@
+"""The ControlNets of a request, by Diffusers' names, and how they become the contract's and come back.
+
+Knows messages, not the network.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from bottega.client.types.messages import UNSENDABLE, put, shown
+from bottega.errors import Violation
+from bottega.v1 import generation_pb2
+
+
+class PillowImage(Protocol):
+    """What the SDK uses of a Pillow image, so that it need not import Pillow."""
+
+    def save(self, fp: Any, format: str | None = None) -> None: ...
+
+
+ImageSource = bytes | str | os.PathLike[str] | PillowImage
+
+
+@dataclass(frozen=True, slots=True)
+class ControlNet:
+    """A ControlNet to draw with: `ControlNet("edges", "edges.png", controlnet_conditioning_scale=0.8)`.
+
+    name: as controlnets() lists it. image: the control image: encoded bytes, a path or a Pillow image; it is resized
+    to the picture's width and height. None where it is not known, as of a picture that was drawn before.
+    controlnet_conditioning_scale: how strongly it counts.
+    control_guidance_start, control_guidance_end: the fractions of the steps at which it begins and ends, 0 to 1.
+    guess_mode: only the conditional half is controlled.
+    measure_similarity: measure how similar its residuals are from step to step; the provenance has it.
+    """
+
+    name: str
+    image: ImageSource | None = field(default=None, repr=False)
+    controlnet_conditioning_scale: float = field(default=1.0, kw_only=True)
+    control_guidance_start: float = field(default=0.0, kw_only=True)
+    control_guidance_end: float = field(default=1.0, kw_only=True)
+    guess_mode: bool = field(default=False, kw_only=True)
+    measure_similarity: bool = field(default=False, kw_only=True)
+
+
+_NUMBERS = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
+# Pillow's own: an image whose mode is none of PNG's, or that has been closed.
+_NO_IMAGE = (AttributeError, OSError, TypeError, ValueError)
+
+
+def add_to(spec: generation_pb2.GenerationSpec, nets: object) -> Iterator[Violation]:
+    """Adds a request's ControlNets to its spec, and says what of them cannot be sent. Reads images that are paths."""
+    if not isinstance(nets, list | tuple):
+        yield Violation(field="controlnets", description=f"must be a list of ControlNet; got {type(nets).__name__}")
+        return
+    for index, net in enumerate(nets):
+        path = f"controlnets[{index}]"
+        if isinstance(net, ControlNet):
+            yield from _add(spec.controlnets.add(), net, path)
+        else:
+            yield Violation(field=path, description=f"must be a ControlNet; got {type(net).__name__}")
+
+
+def controlnet_from(message: generation_pb2.ControlNet) -> ControlNet:
+    """The ControlNet of a spec, without its image."""
+    end = message.control_guidance_end if message.HasField("control_guidance_end") else 1.0
+    scale = message.controlnet_conditioning_scale if message.HasField("controlnet_conditioning_scale") else 1.0
+    return ControlNet(
+        message.name,
+        controlnet_conditioning_scale=scale,
+        control_guidance_start=message.control_guidance_start,
+        control_guidance_end=end,
+        guess_mode=message.guess_mode,
+        measure_similarity=message.measure_similarity,
+    )
+
+
+def put_image(
+    message: generation_pb2.GenerationSpec | generation_pb2.ControlNet, image: object, *, path: str = "image"
+) -> Iterator[Violation]:
+    """Puts an image into a message, or says why that cannot be. path: what its caller calls it."""
+    try:
+        message.image = _encoded(image)
+    except _NO_IMAGE as error:
+        yield Violation(field=path, description=str(error))
+
+
+def _encoded(image: Any) -> bytes:
+    """As bytes that travel. Raises what is in _NO_IMAGE."""
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, str | os.PathLike):
+        try:
+            return Path(image).read_bytes()
+        except OSError as error:
+            raise OSError(f"{image} cannot be read: {error.strerror}") from None
+        except UNSENDABLE:
+            raise ValueError(f"{shown(image)} cannot be the path of a file") from None
+    if not hasattr(image, "save"):
+        raise TypeError(f"must be bytes, a path or a Pillow image; got {type(image).__name__}")
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _add(message: generation_pb2.ControlNet, net: ControlNet, path: str) -> Iterator[Violation]:
+    for name in ("name", "guess_mode", "measure_similarity", *_NUMBERS):
+        yield from put(message, name, getattr(net, name), path=f"{path}.{name}")
+    if net.image is None:
+        yield Violation(field=f"{path}.image", description="is missing: bytes, a path or a Pillow image")
+    else:
+        yield from put_image(message, net.image, path=f"{path}.image")

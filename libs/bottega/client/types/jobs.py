@@ -1,0 +1,131 @@
+"""How jobs stand, as the gateway tells it: one look each. Knows neither gRPC nor how to ask again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from bottega.client.types.messages import filled, items_of, put_moment, shown
+from bottega.errors import Violation
+from bottega.rules import refuse
+from bottega.v1 import image_pb2
+from bottega.v1.error_pb2 import JobError
+from bottega.v1.generation_pb2 import GenerationSpec, Provenance
+
+if TYPE_CHECKING:
+    from google.protobuf.timestamp_pb2 import Timestamp
+
+
+class JobState(StrEnum):
+    """How a job stands."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"  # of a gateway that is newer than this client; not to be asked for
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will change any more."""
+        return self in (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
+
+
+_ASKED_FOR = tuple(state for state in JobState if state is not JobState.UNKNOWN)
+_FIRST, _LAST = datetime(2, 1, 1, tzinfo=UTC), datetime(9998, 12, 31, tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """One look at a job.
+
+    spec: what is drawn, defaults filled in, seed drawn.
+    steps_done, steps_total: denoising steps over all images.
+    image_count: finished images; client.job(job_id).image(index) fetches them.
+    provenance: what really happened; None until completed.
+    error: why it failed, as the contract's message; None unless it failed or was cancelled.
+    """
+
+    job_id: str
+    request_id: str
+    state: JobState
+    spec: GenerationSpec = field(repr=False)
+    created: datetime
+    started: datetime | None
+    ended: datetime | None
+    steps_done: int
+    steps_total: int
+    image_count: int
+    provenance: Provenance | None = field(repr=False)
+    error: JobError | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPage:
+    """Some jobs, newest first; next_page_token asks for those after them and is empty on the last page."""
+
+    jobs: tuple[JobStatus, ...]
+    next_page_token: str
+
+
+def status_from(job: image_pb2.Job) -> JobStatus:
+    """The look that the wire describes."""
+    return JobStatus(
+        job_id=job.job_id,
+        request_id=job.request_id,
+        state=_state(job.state),
+        spec=job.spec,
+        created=_time(job.create_time),
+        started=_time(job.start_time) if job.HasField("start_time") else None,
+        ended=_time(job.end_time) if job.HasField("end_time") else None,
+        steps_done=job.steps_done,
+        steps_total=job.steps_total,
+        image_count=len(job.images),
+        provenance=job.provenance if job.HasField("provenance") else None,
+        error=job.error if job.HasField("error") else None,
+    )
+
+
+def page_request(
+    states: Iterable[JobState],
+    created_after: datetime | None,
+    created_before: datetime | None,
+    *,
+    page_size: int,
+    page_token: str,
+) -> image_pb2.ListJobsRequest:
+    """What asks for a page. Raises InvalidRequest for arguments that cannot be sent, TooLarge."""
+    request = image_pb2.ListJobsRequest()
+    wanted = items_of(states, name="states", what="job states")
+    broken = [each for state in wanted for each in _put_state(request, state)]
+    if created_after is not None:
+        broken.extend(put_moment(request.created_after, created_after, path="created_after"))
+    if created_before is not None:
+        broken.extend(put_moment(request.created_before, created_before, path="created_before"))
+    refuse(broken)
+    return filled(request, page_size=page_size, page_token=page_token)
+
+
+def _put_state(request: image_pb2.ListJobsRequest, state: object) -> Iterator[Violation]:
+    if isinstance(state, str) and state in _ASKED_FOR:  # by its value, as equality has it
+        request.states.append(image_pb2.JobState.Value(f"JOB_STATE_{JobState(state).name}"))
+    else:
+        yield Violation(field="states", description=f"must be of {', '.join(_ASKED_FOR)}; got {shown(state)}")
+
+
+def _state(state: image_pb2.JobState.ValueType) -> JobState:
+    known = state in image_pb2.JobState.values()
+    name = image_pb2.JobState.Name(state).removeprefix("JOB_STATE_").lower() if known else ""
+    return JobState(name) if name in set(JobState) else JobState.UNKNOWN
+
+
+def _time(stamp: Timestamp) -> datetime:
+    """Within what every time zone can say: a gateway may tell anything."""
+    try:
+        return min(max(stamp.ToDatetime(tzinfo=UTC), _FIRST), _LAST)
+    except (OverflowError, ValueError):
+        return _LAST if stamp.seconds > 0 else _FIRST

@@ -1,0 +1,114 @@
+"""The contract's messages, filled with a caller's arguments: what no field can hold is refused in our words.
+
+Knows how fields are typed and the rules' ranges. Knows no calls, and not what an argument means: what can be sent and
+is wrong all the same is for the services to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any, TypeVar, cast
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from bottega import rules
+from bottega.client.types.message_size import check_size
+from bottega.errors import InvalidRequest, Violation
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+# What protobuf raises for a value that a field cannot hold, in its own words; text that is no Unicode is a ValueError.
+UNSENDABLE = (TypeError, ValueError, OverflowError)
+
+# By the names of arguments, which mean the same in every message; as the contract's comments say them.
+_RANGES: Mapping[str, tuple[int, int]] = {
+    **rules.RANGES,
+    "index": (0, rules.MAX_IMAGES - 1),
+    "page_size": (1, rules.MAX_JOBS_PAGE),
+    "from_step": (0, rules.MAX_STEPS),
+    "max_step": (0, rules.MAX_STEPS),
+    "similarity": (-1, 1),
+}
+_KINDS = {
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+    FieldDescriptor.CPPTYPE_STRING: "text",
+}
+# Of a value that is repeated to whoever gave it.
+_MOST_LETTERS = 60
+
+
+def filled(message: MessageT, /, **arguments: object) -> MessageT:
+    """The message, with the field of every argument set; a caller leaves out what is absent.
+
+    Raises InvalidRequest that names every argument that cannot be sent, and TooLarge for more than a message can carry.
+    """
+    rules.refuse([broken for name, value in arguments.items() for broken in put(message, name, value)])
+    check_size(message)
+    return message
+
+
+def put(message: Message, name: str, value: object, *, path: str | None = None) -> Iterator[Violation]:
+    """Sets one field, or says why that cannot be. path: what its caller calls it; absent is the field's name."""
+    field = cast("FieldDescriptor", message.DESCRIPTOR.fields_by_name[name])
+    if field.is_repeated:
+        yield from _put_all(getattr(message, name), value, path or name)
+        return
+    try:
+        setattr(message, name, value)
+    except UNSENDABLE:
+        yield Violation(field=path or name, description=_rule(field, value))
+
+
+def put_moment(stamp: Timestamp, moment: object, *, path: str) -> Iterator[Violation]:
+    """Sets a moment, or says why that cannot be: a datetime that has no time zone may mean several."""
+    if not isinstance(moment, datetime) or moment.utcoffset() is None:
+        yield Violation(field=path, description=f"must be a datetime with a time zone; got {shown(moment)}")
+        return
+    try:
+        stamp.FromDatetime(moment)
+    except UNSENDABLE:
+        yield Violation(field=path, description=f"must be a moment of the years 1 to 9999, in UTC; got {shown(moment)}")
+
+
+def items_of(values: object, *, name: str, what: str) -> list[Any]:
+    """What a caller gave as several. Raises InvalidRequest for what is not: one text is no list of its letters.
+
+    what: the items are, for what is said.
+    """
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        rules.refuse([Violation(field=name, description=f"must be a list of {what}; got {shown(values)}")])
+    return list(cast("Iterable[Any]", values))
+
+
+def shown(value: object) -> str:
+    """A value as it is repeated to whoever gave it: never long, and never in another's words."""
+    if isinstance(value, datetime):
+        return value.isoformat()
+    try:
+        text = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+    except ValueError:  # Python does not write numbers of some thousand digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
+
+
+def _put_all(field: Any, values: object, path: str) -> Iterator[Violation]:
+    try:
+        field.extend(items_of(values, name=path, what="texts"))
+    except InvalidRequest as error:
+        yield from error.violations
+    except UNSENDABLE:
+        yield Violation(field=path, description="must be a list of texts, each of them Unicode")
+
+
+def _rule(field: FieldDescriptor, value: object) -> str:
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return f"must be bytes; got {shown(value)}"
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING and isinstance(value, str):
+        return f"must be Unicode text, which UTF-8 can carry; got {shown(value)}"
+    kind = _KINDS.get(field.cpp_type, "a whole number")
+    bounds = _RANGES.get(field.name)
+    return f"must be {kind}{f', {bounds[0]} to {bounds[1]}' if bounds else ''}; got {shown(value)}"

@@ -1,0 +1,153 @@
+"""The keyword arguments of a request, and how they become the contract's GenerationSpec and come back.
+
+The names are those of Diffusers' pipelines. Knows the contract's messages, not the network; ranges are
+checked by the gateway, which knows the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypedDict, cast
+
+from bottega.client.types.control import ControlNet, ImageSource, add_to, controlnet_from, put_image
+from bottega.client.types.lora import LoraLike, add_loras, lora_from
+from bottega.client.types.messages import put, shown
+from bottega.client.types.picture import FORMATS, Format
+from bottega.errors import InvalidRequest, Violation
+from bottega.rules import refuse
+from bottega.v1 import generation_pb2
+from bottega.v1.generation_pb2 import Fidelity, GenerationSpec, Sampler
+
+SamplerName = Literal["euler", "euler_ancestral", "ddim", "dpmpp_2m"]
+FidelityName = Literal["exact", "balanced", "fast"]
+
+SAMPLERS: dict[SamplerName, Sampler.ValueType] = {
+    "euler": generation_pb2.SAMPLER_EULER,
+    "euler_ancestral": generation_pb2.SAMPLER_EULER_ANCESTRAL,
+    "ddim": generation_pb2.SAMPLER_DDIM,
+    "dpmpp_2m": generation_pb2.SAMPLER_DPMPP_2M,
+}
+FIDELITIES: dict[FidelityName, Fidelity.ValueType] = {
+    "exact": generation_pb2.FIDELITY_EXACT,
+    "balanced": generation_pb2.FIDELITY_BALANCED,
+    "fast": generation_pb2.FIDELITY_FAST,
+}
+
+
+class GenerationOptions(TypedDict, total=False):
+    """How to draw. Everything is optional; what is absent takes the model's default.
+
+    negative_prompt: what not to draw; absent and "" differ, as in Diffusers.
+    prompt_2, negative_prompt_2: for the second text encoder; absent uses the first one's.
+    num_inference_steps: 1 to 200.
+    guidance_scale: 0 to 50; at most 1 switches guidance off.
+    guidance_rescale: 0 to 1.
+    width, height: pixels, multiples of the model's size_multiple.
+    seed: of the first image; image i is drawn as a single one with seed + i.
+    sampler: "euler", "euler_ancestral", "ddim" or "dpmpp_2m".
+    use_karras_sigmas: with "euler" and "dpmpp_2m".
+    image: source of image-to-image: encoded bytes, a path or a Pillow image.
+    strength: how much of the source is redrawn, above 0 to 1.
+    controlnets: ControlNets to draw with, at most 8; their residuals are summed.
+    lora: LoRAs to draw with, at most 8, such as [("outline", 0.8)]; they are summed. Without a model, the request goes
+        to the one that they were made for.
+    bounded_lora_loading: whether steps may be made before the LoRAs are at the worker, which is approximate; absent
+        leaves it to the fidelity.
+    stale_residuals: whether steps may go on with the ControlNets' residuals of the step before, which is approximate;
+        absent leaves it to the fidelity.
+    latent_parallelism: whether another worker may compute rows of the request, which is exact; absent is yes.
+    format: "png", "jpeg" or "webp".
+    quality: of JPEG and WebP, 1 to 100.
+    fidelity: "exact", "balanced" or "fast": how far approximate techniques may go.
+    model: name of the model, as models() lists it.
+    """
+
+    model: str | None
+    prompt_2: str | None
+    negative_prompt: str | None
+    negative_prompt_2: str | None
+    num_inference_steps: int | None
+    guidance_scale: float | None
+    guidance_rescale: float | None
+    width: int | None
+    height: int | None
+    seed: int | None
+    sampler: SamplerName | None
+    use_karras_sigmas: bool
+    image: ImageSource | None
+    strength: float | None
+    controlnets: Sequence[ControlNet] | None
+    lora: Sequence[LoraLike] | None
+    bounded_lora_loading: bool | None
+    stale_residuals: bool | None
+    latent_parallelism: bool | None
+    format: Format | None
+    quality: int | None
+    fidelity: FidelityName | None
+
+
+_NAMED: dict[str, Mapping[Any, int]] = {"sampler": SAMPLERS, "fidelity": FIDELITIES, "format": FORMATS}
+_OPTIONS = tuple(GenerationOptions.__annotations__)
+# Of the contract's Techniques, those that have an argument.
+_TECHNIQUES = ("bounded_lora_loading", "stale_residuals", "latent_parallelism")
+# Of a spec, what becomes of no argument, or of several.
+_LEFT_OUT = frozenset({"prompt", "num_images", "image", "loras", "techniques"})
+
+
+def spec_from(prompt: str, options: GenerationOptions, *, num_images: int = 1) -> GenerationSpec:
+    """The request as the contract carries it. Reads the images that are paths.
+
+    Raises InvalidRequest, listing every argument that cannot be sent.
+    """
+    spec = GenerationSpec()
+    unknown = sorted(options.keys() - set(_OPTIONS))
+    broken = [Violation(field=name, description="there is no such argument") for name in unknown]
+    broken.extend(put(spec, "prompt", prompt))
+    if num_images != 1:
+        broken.extend(put(spec, "num_images", num_images))
+    for name in _OPTIONS:
+        if (value := options.get(name)) is not None:
+            broken.extend(_add(spec, name, value))
+    refuse(broken)
+    return spec
+
+
+def options_from(spec: GenerationSpec) -> GenerationOptions:
+    """The keyword arguments that make `spec`, without its prompt, number of images, source and control images.
+
+    Raises InvalidRequest when the spec uses something that no keyword argument says, such as a later version's sampler.
+    """
+    said = {field.name: value for field, value in spec.ListFields() if field.name not in _LEFT_OUT}
+    said |= {field.name: value for field, value in spec.techniques.ListFields()}
+    if beyond := sorted(said.keys() - set(_OPTIONS)):
+        raise InvalidRequest(f"the client has no argument for {', '.join(beyond)}")
+    for name in said.keys() & _NAMED.keys():
+        said[name] = _name_of(name, said[name])
+    if spec.controlnets:
+        said["controlnets"] = tuple(map(controlnet_from, spec.controlnets))
+    if spec.loras:
+        said["lora"] = tuple(map(lora_from, spec.loras))
+    return cast("GenerationOptions", said)
+
+
+def _name_of(argument: str, number: int) -> str:
+    for name, known in _NAMED[argument].items():
+        if known == number:
+            return str(name)
+    raise InvalidRequest(f"{argument}: {number} is none that this version knows ({', '.join(_NAMED[argument])} are)")
+
+
+def _add(spec: GenerationSpec, name: str, value: object) -> Iterator[Violation]:
+    if name == "controlnets":
+        yield from add_to(spec, value)
+    elif name == "lora":
+        yield from add_loras(spec, value)
+    elif name == "image":
+        yield from put_image(spec, value)
+    elif name not in _NAMED:
+        yield from put(spec.techniques if name in _TECHNIQUES else spec, name, value)
+    elif isinstance(value, str) and value in _NAMED[name]:
+        setattr(spec, name, _NAMED[name][value])
+    else:
+        rule = f"must be one of {', '.join(_NAMED[name])}; got {shown(value)}"
+        yield Violation(field=name, description=rule)

@@ -1,0 +1,258 @@
+"""What a worker's engine and a ControlNet server's say to each other over a link: each message as tensors.
+
+The first tensor of a message has the name of its kind. Who receives one checks it here, from a copy, before anything is
+done with it; what breaks a rule raises ValueError. Knows shapes and sessions by number; knows no links.
+
+    worker -> server    open: begins the sessions of one request (a loan)    opened, or refused
+                        step: latents and timesteps of rows                  residuals, or refused
+                        close: ends a loan                                   -
+                        ping: are you there?                                 pong, with the pulse of its forwards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import Annotated
+
+import pydantic
+import torch
+from pydantic import Field, TypeAdapter
+from torch import Tensor
+
+from bottega.diffusion.controlnets.layout import ControlLayout
+from bottega.diffusion.controlnets.provider import ControlInput
+from bottega.diffusion.rows import Embeds, Half
+from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, tensor_at, unpacked
+from bottega.transport import DType, Layout, TensorSpec
+
+_MAX_NUMBER = 2**53
+
+
+class ControlMessageKind(StrEnum):
+    """What a message is."""
+
+    OPEN = "open"
+    OPENED = "opened"
+    STEP = "step"
+    RESIDUALS = "residuals"
+    REFUSED = "refused"
+    CLOSE = "close"
+    PING = "ping"
+    PONG = "pong"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSpec:
+    """What a session begins with, beside images and conditions. See ControlInput; digest: of the ControlNet meant."""
+
+    number: Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    digest: Annotated[str, Field(max_length=128)]
+    height: Annotated[int, Field(ge=1, le=1 << 14)]
+    width: Annotated[int, Field(ge=1, le=1 << 14)]
+    scale: Annotated[float, Field(allow_inf_nan=False)]
+    guess_mode: bool
+    halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OpeningHeader:
+    """What an open message says beside its tensors. halves: of the conditions, in the tensors' order."""
+
+    loan: Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
+    base: ControlLayout
+    halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
+    sessions: Annotated[tuple[SessionSpec, ...], Field(min_length=1, max_length=64)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Opening:
+    """The sessions of one request with ControlNets of one server, which borrows them together.
+
+    loan: its number. base: what the ControlNets must fit. dtype: of the worker's model. controls: for each session.
+    """
+
+    loan: int
+    base: ControlLayout
+    dtype: torch.dtype
+    sessions: tuple[SessionSpec, ...]
+    controls: tuple[ControlInput, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEntry:
+    """One row of a step for one session. sample: its place among the step's samples."""
+
+    session: int
+    half: Half
+    sample: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ControlStep:
+    """Rows that share a shape, for one server. samples: [samples, channels, height, width]; timesteps: [samples]."""
+
+    number: int
+    entries: tuple[StepEntry, ...]
+    samples: Tensor
+    timesteps: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a loan could not be opened, or a step not be computed; the other one is None. error: a JobError as JSON."""
+
+    loan: int | None = None
+    step: int | None = None
+    error: bytes
+
+
+def kind_of(layout: Layout) -> ControlMessageKind:
+    """What a message of this layout is. Raises ValueError for what is none."""
+    return ControlMessageKind(layout.specs[0].name)
+
+
+def open_message(opening: Opening) -> TensorMessage:
+    """An open message. All sessions of a request have the same conditions, or one half of them."""
+    fullest = max(opening.controls, key=lambda control: len(control.halves))
+    header = _OpeningHeader(
+        loan=opening.loan, base=opening.base, halves=tuple(fullest.halves), sessions=opening.sessions
+    )
+    embeds = list(fullest.halves.values())
+    parts = {
+        ControlMessageKind.OPEN.value: packed(_HEADER.dump_json(header)),
+        "prompt": torch.stack([each.prompt for each in embeds]),
+        "pooled": torch.stack([each.pooled for each in embeds]),
+        "time_ids": torch.stack([each.time_ids.float() for each in embeds]),
+    }
+    for place, control in enumerate(opening.controls):
+        parts[f"image.{place}"] = control.image
+    return message_of(parts)
+
+
+def read_opening(layout: Layout, views: Sequence[memoryview]) -> Opening:
+    """What an open message says; its tensors are copies."""
+    parts = parts_of(layout, views)
+    try:
+        header = _HEADER.validate_json(unpacked(parts[ControlMessageKind.OPEN.value]))
+    except pydantic.ValidationError as error:
+        raise ValueError(f"an open message's header: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from None
+    except KeyError as error:
+        raise ValueError(f"an open message has no {error}") from None
+    halves = _conditions(header, parts)
+    controls = []
+    for place, session in enumerate(header.sessions):
+        image = parts.get(f"image.{place}")
+        if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
+            raise ValueError(f"control image {place} is no uint8 [height, width, 3]")
+        if not set(session.halves) <= set(halves):
+            raise ValueError(f"session {session.number} controls a half whose conditions are not there")
+        controls.append(
+            ControlInput(
+                name=session.name,
+                image=image.clone(),
+                height=session.height,
+                width=session.width,
+                halves={half: halves[half] for half in session.halves},
+                scale=session.scale,
+                guess_mode=session.guess_mode,
+            )
+        )
+    return Opening(
+        loan=header.loan,
+        base=header.base,
+        dtype=parts["prompt"].dtype,
+        sessions=header.sessions,
+        controls=tuple(controls),
+    )
+
+
+def step_message(step: ControlStep) -> TensorMessage:
+    """A step message."""
+    table = [[step.number, 0, 0], *([entry.session, entry.half.value, entry.sample] for entry in step.entries)]
+    return message_of(
+        {
+            ControlMessageKind.STEP.value: torch.tensor(table),
+            "timesteps": step.timesteps.float(),
+            "samples": step.samples,
+        }
+    )
+
+
+def read_step(layout: Layout, views: Sequence[memoryview]) -> ControlStep:
+    """What a step message says; samples and timesteps lie where they came."""
+    parts = parts_of(layout, views)
+    table, samples, timesteps = parts[ControlMessageKind.STEP.value], parts.get("samples"), parts.get("timesteps")
+    if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 3 or len(table) < 2:
+        raise ValueError("a step's table is no int64 [1 + rows, 3]")
+    if samples is None or samples.dim() != 4 or samples.dtype not in DTYPES:
+        raise ValueError("a step's samples are no [samples, channels, height, width]")
+    if timesteps is None or timesteps.dtype != torch.float32 or timesteps.shape != samples.shape[:1]:
+        raise ValueError("a step has not one float32 timestep for each sample")
+    (number, _, _), *rows = table.tolist()  # a copy: what is checked stays
+    if any(not 0 <= sample < len(samples) or half not in (0, 1) for _, half, sample in rows):
+        raise ValueError("a step's table names a half or a sample that there is not")
+    entries = tuple(StepEntry(session=session, half=Half(half), sample=sample) for session, half, sample in rows)
+    if len({(entry.session, entry.half, entry.sample) for entry in entries}) < len(entries):
+        raise ValueError("a step asks for the same row twice")
+    return ControlStep(number=number, entries=entries, samples=samples, timesteps=timesteps)
+
+
+@lru_cache(maxsize=256)
+def residuals_layout(rows: int, shapes: tuple[tuple[int, int, int], ...], dtype: torch.dtype) -> Layout:
+    """Of the answer to a step: its number, then the residuals by point, deepest first, [rows, *shape] each."""
+    points = [
+        TensorSpec(name=f"point.{point}", dtype=DTYPES[dtype], shape=(rows, *shapes[point]))
+        for point in reversed(range(len(shapes)))
+    ]
+    return Layout.of(TensorSpec(name=ControlMessageKind.RESIDUALS.value, dtype=DType.INT64, shape=(1,)), *points)
+
+
+def number_message(kind: ControlMessageKind, number: int = 0) -> TensorMessage:
+    """An opened, close, ping or pong message."""
+    return message_of({kind.value: torch.tensor([number])})
+
+
+def read_number(layout: Layout, views: Sequence[memoryview]) -> int:
+    """The number that such a message, or a residuals message, begins with."""
+    spec = layout.specs[0]
+    if spec.dtype != DType.INT64 or spec.shape != (1,):
+        raise ValueError(f"a {spec.name} message does not begin with a number")
+    return int(tensor_at(layout, views, 0)[0])
+
+
+def refused_message(refusal: Refusal) -> TensorMessage:
+    """A refused message."""
+    loan, step = (-1 if number is None else number for number in (refusal.loan, refusal.step))
+    return message_of({ControlMessageKind.REFUSED.value: torch.tensor([loan, step]), "error": packed(refusal.error)})
+
+
+def read_refusal(layout: Layout, views: Sequence[memoryview]) -> Refusal:
+    """What a refused message says."""
+    parts = parts_of(layout, views)
+    numbers, error = parts[ControlMessageKind.REFUSED.value], parts.get("error")
+    if numbers.dtype != torch.int64 or numbers.shape != (2,) or error is None:
+        raise ValueError("a refused message does not say what is refused, and why")
+    loan, step = (None if number < 0 else number for number in numbers.tolist())
+    return Refusal(loan=loan, step=step, error=unpacked(error))
+
+
+def _conditions(header: _OpeningHeader, parts: Mapping[str, Tensor]) -> dict[Half, Embeds]:
+    for name, dimensions in (("prompt", 3), ("pooled", 2), ("time_ids", 2)):
+        part = parts.get(name)
+        if part is None or part.dim() != dimensions or len(part) != len(header.halves) or part.dtype not in DTYPES:
+            raise ValueError(f"an open message's {name} is not there for each half")
+    prompt, pooled, time_ids = (parts[name].clone() for name in ("prompt", "pooled", "time_ids"))
+    base = header.base
+    if prompt.shape[2] != base.context_width or pooled.shape[1] != base.pooled_width:
+        raise ValueError("an open message's conditions have other widths than its model")
+    return {
+        half: Embeds(prompt=prompt[place], pooled=pooled[place], time_ids=time_ids[place])
+        for place, half in enumerate(header.halves)
+    }
+
+
+_HEADER = TypeAdapter(_OpeningHeader)

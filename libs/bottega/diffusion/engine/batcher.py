@@ -1,0 +1,269 @@
+"""Which requests share the next turn, and how long one may be passed over.
+
+Oldest first, as wide as pays off by the measured step times, and nobody waits longer than a bound. Where those times
+are outdated, one turn is made wider, to measure it again. Knows rows only by their number and their group key; knows no
+model and no clock: it counts turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from bottega.diffusion.rows import GroupKey
+from bottega.planning import RemainingWork, Shape, StepTimes, best_width, most_on_trial
+
+# Turns after which the widths are chosen anew though nobody came or went: step times drift.
+_REPLAN_TURNS = 16
+# Requests in the gateway's queue that are imagined beside those that are here.
+_MAX_BACKLOG = 16
+
+
+class BatchCandidate(Protocol):
+    """What the batcher sees of a request. row_count: rows of each of its turns. steps: in all."""
+
+    @property
+    def key(self) -> GroupKey: ...
+    @property
+    def row_count(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def steps_left(self) -> int: ...
+
+
+Request = TypeVar("Request", bound=BatchCandidate)
+
+
+@dataclass(slots=True, eq=False)
+class _Slot(Generic[Request]):
+    """A request in the batcher. turn: of its last step, or in which it was admitted. alone: shares no group."""
+
+    request: Request
+    turn: int = 0
+    admitted: bool = False
+    alone: bool = False
+
+    @property
+    def group(self) -> object:
+        """What it must have in common with the others of its group."""
+        return self if self.alone else self.request.key
+
+    @property
+    def rows(self) -> int:
+        """Rows that it puts into a turn."""
+        return self.request.row_count
+
+
+class Batcher(Generic[Request]):
+    """The requests being denoised, in order of arrival.
+
+    max_rows: of one group; a request with more rows runs by itself. max_wait_turns: that a request may be
+    passed over once it is admitted. As many are admitted, first come first, as one group more than so many
+    turns can hold; the others wait.
+    """
+
+    def __init__(self, times: StepTimes, *, max_rows: int, max_wait_turns: int) -> None:
+        self._times = times
+        self.max_rows = max_rows
+        self._max_wait_turns = max_wait_turns
+        self._seats: list[_Slot[Request]] = []
+        self._admitted: list[_Slot[Request]] = []
+        self._widths: dict[object, int] = {}
+        self._trials: dict[object, int] = {}
+        self._turn = 0
+        self._planned_at = -_REPLAN_TURNS
+        self._backlog = 0
+
+    def add(self, request: Request) -> None:
+        """Takes in a request that is not done."""
+        self._seats.append(_Slot(request))
+        self._planned_at = -_REPLAN_TURNS
+
+    def remove(self, request: Request) -> None:
+        """Forgets a request, done or not. Harmless when it is not here."""
+        self._seats = [seat for seat in self._seats if seat.request is not request]
+        # The next plan makes them anew; but there is none while nothing runs, and a request holds a device's memory.
+        self.regroup()
+
+    @property
+    def requests(self) -> Iterator[Request]:
+        """Those that are here, in order of arrival."""
+        return (seat.request for seat in self._seats)
+
+    def __contains__(self, request: object) -> bool:
+        return any(seat.request is request for seat in self._seats)
+
+    def regroup(self) -> None:
+        """Requests share groups with others than before: their keys have changed."""
+        self._admitted, self._widths, self._trials = [], {}, {}
+        self._planned_at = -_REPLAN_TURNS
+
+    def isolate(self, request: Request) -> None:
+        """From now on the request shares no group: somebody in its last one made the turn fail."""
+        for seat in self._seats:
+            if seat.request is request:
+                seat.alone = True
+        self._planned_at = -_REPLAN_TURNS
+
+    def expect(self, backlog: int) -> None:
+        """So many requests wait elsewhere and will come when there is room."""
+        self._backlog = min(backlog, _MAX_BACKLOG)
+
+    def next_group(self) -> list[Request]:
+        """The requests of the next turn, which begins now; empty when there are none."""
+        if self._turn - self._planned_at >= _REPLAN_TURNS:
+            self._plan()
+        self._turn += 1
+        if not self._admitted:
+            return []
+        urgent = sorted(self._admitted, key=lambda seat: seat.turn)
+        lack = self._lack(urgent)
+        if lack < 0:
+            members = self._fill(self._admitted[0], self._admitted, self._width_now(self._admitted[0]))
+        else:
+            # Just in time is enough to be served in turn; later than that, the group takes all it can.
+            width = self._width_now(urgent[0]) if lack == 0 else len(urgent)
+            members = self._fill(urgent[0], urgent, width)
+        for seat in members:
+            seat.turn = self._turn
+        if self._trials and len(members) > self._widths[members[0].group]:
+            self._times.tried()
+            self._planned_at = -_REPLAN_TURNS  # the next turn is as wide as pays off by what this one took
+        return [seat.request for seat in members]
+
+    def _plan(self) -> None:
+        """Chooses the widths, and whom to admit: as many as the bound on waiting allows."""
+        self._planned_at = self._turn
+        by_group: dict[object, list[_Slot[Request]]] = {}
+        for seat in self._seats:
+            by_group.setdefault(seat.group, []).append(seat)
+        self._widths = {group: self._width(seats) for group, seats in by_group.items()}
+        self._admitted = []
+        for seat in self._seats:
+            fits = self._admit(seat)
+            if not (fits or seat.admitted):
+                self._admitted.pop()
+                break
+            if not seat.admitted:
+                seat.admitted, seat.turn = True, self._turn
+        trials = {group: self._trial(seats) for group, seats in self._groups().items()}
+        self._trials = {group: width for group, width in trials.items() if width > self._widths[group]}
+
+    def _trial(self, seats: Sequence[_Slot[Request]]) -> int:
+        """How many of a group should have one turn together, because what it takes is outdated; 0 when it is not."""
+        width = self._widths[seats[0].group]
+        for wider in range(min(most_on_trial(width), len(seats)), width, -1):
+            rows = sum(seat.rows for seat in seats[:wider])
+            if rows <= self.max_rows and self._times.outdated(_shape(seats[0].request), rows):
+                return wider
+        return 0
+
+    def _width(self, seats: Sequence[_Slot[Request]]) -> int:
+        if seats[0].alone:
+            return 1
+        works = [_work(seat.request) for seat in seats]
+        typical = RemainingWork(rows=works[-1].rows, steps=seats[-1].request.steps)
+        shape = _shape(seats[0].request)
+
+        def seconds(rows: int) -> float:
+            measured = self._times.seconds(shape, rows)
+            return float(rows) if measured is None else measured
+
+        width = best_width([*works, *[typical] * self._backlog], seconds, max_rows=self.max_rows)
+        return max(1, min(width, len(works)))
+
+    def _admit(self, seat: _Slot[Request]) -> bool:
+        """Admits one more, in wider groups than planned where needed; whether the bound on waiting allows it."""
+        self._admitted.append(seat)
+        while self._turns_for_all() > self._max_wait_turns + 1:
+            narrow = [group for group, (count, capacity) in self._counts().items() if self._widths[group] < capacity]
+            if not narrow:
+                return False
+            narrowest = min(narrow, key=lambda group: self._widths[group])
+            self._widths[narrowest] += 1
+        return True
+
+    def _turns_for_all(self) -> int:
+        """Turns in which everybody admitted is served, in whatever order groups are filled."""
+        return sum(
+            -(-count // min(self._widths[group], capacity)) for group, (count, capacity) in self._counts().items()
+        )
+
+    def _counts(self) -> dict[object, tuple[int, int]]:
+        """By group: how many are admitted, and how many of the largest among them fit into a turn."""
+        return {
+            group: (len(same), max(1, self.max_rows // max(seat.rows for seat in same)))
+            for group, same in self._groups().items()
+        }
+
+    def _groups(self) -> dict[object, list[_Slot[Request]]]:
+        """Those who are admitted, by group."""
+        seats: dict[object, list[_Slot[Request]]] = {}
+        for seat in self._admitted:
+            seats.setdefault(seat.group, []).append(seat)
+        return seats
+
+    def _lack(self, urgent: Sequence[_Slot[Request]]) -> int:
+        """Turns that are missing if somebody else than the most urgent is served now; below 0, none are.
+
+        urgent: all that are admitted, those that have waited longest first.
+        """
+        # Each may wait for so many turns more, this one included; the groups up to its own must fit into them.
+        spare = [self._max_wait_turns - (self._turn - 1 - seat.turn) for seat in urgent]
+        return max(place - 1 - left for place, left in zip(self._places(urgent), spare, strict=True))
+
+    def _places(self, seats: Sequence[_Slot[Request]]) -> list[int]:
+        """For each of `seats`, in which turn it is served when groups are filled in this order, from 1."""
+        filling: dict[object, _Filling] = {}
+        places: list[int] = []
+        turns = 0
+        for seat in seats:
+            current = filling.get(seat.group)
+            if current is None or not current.takes(seat.rows, self._widths[seat.group], self.max_rows):
+                turns += 1
+                current = filling[seat.group] = _Filling(turn=turns)
+            current.requests += 1
+            current.rows += seat.rows
+            places.append(current.turn)
+        return places
+
+    def _width_now(self, leader: _Slot[Request]) -> int:
+        """How many the group that `leader` leads takes in this turn."""
+        return self._trials.get(leader.group, self._widths[leader.group])
+
+    def _fill(self, leader: _Slot[Request], order: Sequence[_Slot[Request]], width: int) -> list[_Slot[Request]]:
+        members = [leader]
+        filled = _Filling(requests=1, rows=leader.rows)
+        for seat in order:
+            if seat is leader or seat.group != leader.group:
+                continue
+            if not filled.takes(seat.rows, width, self.max_rows):
+                break
+            members.append(seat)
+            filled.requests += 1
+            filled.rows += seat.rows
+        return members
+
+
+@dataclass(slots=True, kw_only=True)
+class _Filling:
+    """A group that is being filled. turn: in which it is served."""
+
+    turn: int = 0
+    requests: int = 0
+    rows: int = 0
+
+    def takes(self, rows: int, width: int, max_rows: int) -> bool:
+        """Whether a request of `rows` rows has room."""
+        return self.requests < width and self.rows + rows <= max_rows
+
+
+def _shape(request: BatchCandidate) -> Shape:
+    _, height, width = request.key.shape
+    return height, width
+
+
+def _work(request: BatchCandidate) -> RemainingWork:
+    return RemainingWork(rows=request.row_count, steps=request.steps_left)

@@ -1,0 +1,122 @@
+"""A job between two steps as bytes: safetensors with a JSON header, for another engine to go on from.
+
+Knows requests' states; does not know when checkpoints are made or where they go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from bottega.diffusion.engine.request import RequestState
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.model.samplers import SamplerState
+from bottega.diffusion.spec import ResolvedSpec
+
+VERSION = 1
+
+_HEADER = "bottega"
+_DIGEST = "digest"
+
+
+class CheckpointMismatch(ValueError):
+    """The checkpoint is of another model, another job or another version, or it is damaged."""
+
+
+def write_checkpoint(model: Model, spec: ResolvedSpec, states: Sequence[RequestState]) -> bytes:
+    """The states of all images of a job, in their order."""
+    tensors: dict[str, Tensor] = {}
+    images: list[dict[str, object]] = []
+    for index, state in enumerate(states):
+        tensors[f"{index}.latent"] = state.latent
+        tensors[f"{index}.generator"] = state.generator
+        tensors |= {f"{index}.sampler.{name}": tensor for name, tensor in state.sampler.tensors.items()}
+        images.append({"step": state.step, "sampler": state.sampler.numbers, "loras_from": state.loras_from})
+    # LoRAs are noted by what they are and their step, never by how they were added.
+    loras = [{"name": lora.name, "digest": lora.digest, "scale": lora.scale} for lora in spec.loras]
+    header = _identity(model, spec) | {"images": images, "loras": loras}
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header[_DIGEST] = _digest(header, whole)
+    return safetensors.torch.save(whole, metadata={_HEADER: json.dumps(header)})
+
+
+def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> list[RequestState]:
+    """The states that were written, on the CPU.
+
+    Raises CheckpointMismatch when they are not of this model, element type and spec, or not as they were written.
+    """
+    header = _header(data)
+    for name, value in _identity(model, spec).items():
+        if header.get(name) != value:
+            raise CheckpointMismatch(f"its {name} is {header.get(name)!r}, not {value!r}")
+    try:
+        tensors = safetensors.torch.load(data)
+        if header.pop(_DIGEST) != _digest(header, tensors):
+            raise CheckpointMismatch("it is damaged")
+        states = [_state(index, image, tensors) for index, image in enumerate(header["images"])]
+    except (safetensors.SafetensorError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointMismatch(f"it is damaged: {type(error).__name__}") from error
+    for state in states:
+        _check(state, model, spec)
+    if len(states) != spec.num_images:
+        raise CheckpointMismatch(f"it has {len(states)} images, not {spec.num_images}")
+    return states
+
+
+def _identity(model: Model, spec: ResolvedSpec) -> dict[str, Any]:
+    said = dataclasses.asdict(spec) | {"sampler": spec.sampler.name}
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    return {"version": VERSION, "model_hash": model.digest, "dtype": model.dtype_name, "spec": digest}
+
+
+def _digest(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """Of all that a checkpoint says; safetensors itself notices no change in a tensor."""
+    total = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        total.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    # safetensors gives metadata only of files on disk: its header is a length and that much JSON.
+    length = int.from_bytes(data[:8], "little")
+    try:
+        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_HEADER])
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointMismatch("it is no checkpoint") from None
+    if not isinstance(header, dict):
+        raise CheckpointMismatch("it is no checkpoint")
+    return header
+
+
+def _state(index: int, image: dict[str, Any], tensors: dict[str, Tensor]) -> RequestState:
+    prefix = f"{index}.sampler."
+    kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    numbers = {str(name): int(value) for name, value in image["sampler"].items()}
+    return RequestState(
+        step=int(image["step"]),
+        latent=tensors[f"{index}.latent"],
+        generator=tensors[f"{index}.generator"],
+        sampler=SamplerState(tensors=kept, numbers=numbers),
+        loras_from=None if image["loras_from"] is None else int(image["loras_from"]),
+    )
+
+
+def _check(state: RequestState, model: Model, spec: ResolvedSpec) -> None:
+    shape = (1, model.latent_channels, spec.height // model.latent_scale, spec.width // model.latent_scale)
+    if tuple(state.latent.shape) != shape or not torch.isfinite(state.latent).all():
+        raise CheckpointMismatch("its latent does not fit")
+    first, last = spec.begin_step, spec.num_inference_steps
+    if not first <= state.step <= last:
+        raise CheckpointMismatch(f"its step {state.step} is not between {first} and {last}")
+    if state.generator.dtype != torch.uint8 or state.generator.shape != torch.Generator("cpu").get_state().shape:
+        raise CheckpointMismatch("its generator does not fit")

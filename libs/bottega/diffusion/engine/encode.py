@@ -1,0 +1,123 @@
+"""The first stage: prompts to conditions, pixels to a latent distribution.
+
+What it returns are plain tensors that could travel on a link; it knows no samplers and no engine.
+Follows StableDiffusionXLPipeline.encode_prompt, one prompt at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.rows import Embeds
+from bottega.diffusion.spec import ResolvedSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Conditions:
+    """What a job is conditioned on. unconditional is None without guidance.
+
+    truncations: by field name, the text that its tokenizer had no room for.
+    """
+
+    conditional: Embeds
+    unconditional: Embeds | None
+    truncations: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LatentDistribution:
+    """What the VAE says of a picture; each image of the job draws its own sample from it.
+
+    mean, std: [1, channels, height, width] in the VAE's element type.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+
+@torch.inference_mode()
+def encode_prompts(model: Model, spec: ResolvedSpec) -> Conditions:
+    """What the prompts of a spec condition on; without guidance there is no unconditional half."""
+    truncations: dict[str, str] = {}
+    # As in Diffusers, an empty second prompt means the first one.
+    pair = (spec.prompt, spec.prompt_2 or spec.prompt)
+    names = ("prompt", "prompt_2" if spec.prompt_2 else "prompt")
+    prompt, pooled = _encode_pair(model, pair, names, truncations)
+    time_ids = torch.tensor([spec.height, spec.width, 0, 0, spec.height, spec.width], dtype=prompt.dtype)
+    time_ids = time_ids.to(model.device)
+    conditional = Embeds(prompt=prompt, pooled=pooled, time_ids=time_ids)
+    unconditional = None
+    if spec.guided:
+        if spec.negative_prompt is None and model.zeros_for_absent_negative:
+            empty = torch.zeros_like(prompt), torch.zeros_like(pooled)
+        else:
+            negative = spec.negative_prompt or ""
+            names = ("negative_prompt", "negative_prompt_2" if spec.negative_prompt_2 else "negative_prompt")
+            empty = _encode_pair(model, (negative, spec.negative_prompt_2 or negative), names, truncations)
+        unconditional = Embeds(prompt=empty[0], pooled=empty[1], time_ids=time_ids)
+    return Conditions(conditional=conditional, unconditional=unconditional, truncations=truncations)
+
+
+@torch.inference_mode()
+def encode_image(model: Model, pixels: Tensor) -> LatentDistribution:
+    """Where the VAE puts a picture. pixels: uint8 [height, width, 3]."""
+    # Diffusers' layout in memory too: another one is summed in another order.
+    image = pixels[None].permute(0, 3, 1, 2).to(torch.float32) / 255.0
+    image = (2.0 * image - 1.0).to(model.device, model.dtype)
+    with _upcast_for_encoding(model):
+        distribution = model.vae.encode(image.to(model.vae.dtype)).latent_dist
+    return LatentDistribution(mean=distribution.mean, std=distribution.std)
+
+
+def to_latent(model: Model, latent: Tensor) -> Tensor:
+    """From the VAE's scale to the backbone's. latent: [1, channels, height, width]."""
+    config = model.vae.config
+    if config.latents_mean is None or config.latents_std is None:
+        scaled: Tensor = config.scaling_factor * latent
+        return scaled
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1).to(latent) for values in (config.latents_mean, config.latents_std)
+    )
+    normalised: Tensor = (latent - mean) * config.scaling_factor / std
+    return normalised
+
+
+@contextmanager
+def _upcast_for_encoding(model: Model) -> Iterator[None]:
+    """Diffusers encodes in float32 wherever force_upcast is set, in bfloat16 models too."""
+    before = model.vae.dtype
+    if model.vae.config.force_upcast and before != torch.float32:
+        model.vae.to(torch.float32)
+        try:
+            yield
+        finally:
+            model.vae.to(before)
+    else:
+        yield
+
+
+def _encode_pair(
+    model: Model, texts: tuple[str, str], fields: tuple[str, str], truncations: dict[str, str]
+) -> tuple[Tensor, Tensor]:
+    """Both encoders' penultimate states side by side, and the second one's pooled output."""
+    states: list[Tensor] = []
+    pooled: Tensor | None = None
+    for text, tokenizer, encoder, field in zip(texts, model.tokenizers, model.text_encoders, fields, strict=True):
+        length = tokenizer.model_max_length
+        ids = tokenizer(text, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+        whole = tokenizer(text, padding="longest", return_tensors="pt").input_ids
+        if whole.shape[-1] > length:
+            truncations[field] = tokenizer.decode(whole[0, length - 1 : -1])
+        out = encoder(ids.to(model.device), output_hidden_states=True)
+        if out[0].ndim == 2:
+            pooled = out[0]
+        states.append(out.hidden_states[-2])
+    assert pooled is not None, "the second text encoder has a projection"
+    dtype = model.text_encoders[1].dtype
+    return torch.concat(states, dim=-1)[0].to(dtype), pooled[0].to(dtype)

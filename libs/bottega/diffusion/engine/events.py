@@ -1,0 +1,149 @@
+"""What the engine says about its jobs. Knows no wire."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bottega.errors import BottegaError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStarted:
+    """Denoising of a job has begun. Steps are counted over all images; steps_resumed came with a checkpoint."""
+
+    key: Hashable
+    steps_total: int
+    steps_resumed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LorasIn:
+    """The job's LoRAs are here and go in at this step of every image; told before it runs.
+
+    A later attempt must be told of the step (Order.loras_step), else it may not draw the same picture.
+    """
+
+    key: Hashable
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JobAdvanced:
+    """Denoising goes on. steps_done: over all images, those of a checkpoint included.
+
+    preview: uint8 [latent height, latent width, 3] of image preview_index, where previews were asked for."""
+
+    key: Hashable
+    steps_done: int
+    preview_index: int = 0
+    preview: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobCheckpointed:
+    """The job can go on from here in another engine; replaces its earlier checkpoints."""
+
+    key: Hashable
+    steps_done: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ImageDrawn:
+    """One image is finished. pixels: uint8 [height, width, 3]."""
+
+    key: Hashable
+    index: int
+    pixels: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlUse:
+    """A ControlNet as a job used it: in the steps [begin_step, end_step). See ControlSpec and ControlRecord."""
+
+    name: str
+    image_digest: str
+    begin_step: int
+    end_step: int
+    scale: float = 1.0
+    digest: str = ""
+    waited_s: float = 0.0
+    stale_steps: int = 0
+    pipelined: bool = False
+    servers: tuple[str, ...] = ()
+    similarity: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraRecord:
+    """A LoRA as a job used it, from `from_step` on.
+
+    load_s: until it was here. wait_s: that the job could not go on for want of its LoRAs. patch_s: of putting them into
+    weights, in place of what was there; 0 where they were in already, or only ever beside them. Both are of all of the
+    job's LoRAs together, as are similarities: where it was measured, after each step, see LatentMeter.
+    """
+
+    name: str
+    digest: str
+    scale: float
+    from_step: int
+    load_s: float
+    wait_s: float
+    patch_s: float
+    similarities: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRecord:
+    """What the other worker of a pair, named `worker`, did for a job.
+
+    steps: of all images, in which it computed rows. taken_back_steps: in which it was lent rows that did not come.
+    waited_s: for its rows, when all others were done.
+    """
+
+    worker: str
+    steps: int
+    taken_back_steps: int
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRecord:
+    """What really happened to a job.
+
+    seconds: by stage (encode, controlnets, loras, denoise, batch, decode); a turn that it shared counts in full.
+    mean_group_requests: images in the groups that its steps ran in, on average.
+    encoder_s: of the denoising steps with ControlNets, the time before the first residual was needed.
+    pair: what the other worker of a pair did for it; None where it was lent nothing.
+    """
+
+    begin_step: int
+    truncations: Mapping[str, str]
+    seconds: Mapping[str, float]
+    mean_group_requests: float
+    controlnets: tuple[ControlUse, ...] = ()
+    encoder_s: float = 0.0
+    loras: tuple[LoraRecord, ...] = ()
+    pair: PairRecord | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFinished:
+    """All images of a job have been handed out."""
+
+    key: Hashable
+    record: EngineRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFailed:
+    """The job has ended without its images."""
+
+    key: Hashable
+    error: BottegaError
+
+
+Event = JobStarted | LorasIn | JobAdvanced | JobCheckpointed | ImageDrawn | JobFinished | JobFailed

@@ -1,0 +1,211 @@
+"""One forward over a group of rows: blocks in order, residuals where they are due.
+
+Rows whose residuals are late at the first barrier leave the forward; the others go on. Knows no
+samplers and no queues.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.controlnets.residuals import ResidualProvider
+from bottega.diffusion.loras.weights import LoraWeights
+from bottega.diffusion.model.backbone import Activations, Backbone, Inputs
+from bottega.diffusion.rows import Row
+from bottega.errors import Unavailable
+
+# How long a forward waits for residuals when nobody in it could go on without waiting: for a server that is busy, or
+# slow. One that is dead or computes nothing is noticed sooner, by whoever is linked to it. Below the time without a
+# turn after which an engine itself is taken for hung (stall_s).
+RESIDUAL_TIMEOUT_S = 90.0
+# How long it waits at a later block for rows whose first residuals were in time: they are on their way, or their
+# ControlNet has died, and the others should not pay for that with more than a turn or two.
+STRAGGLER_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prediction:
+    """What a forward made.
+
+    noise: [channels, height, width] of every row that was not late. A row that is missing is to be asked for
+    again, with all rows of its owner. seconds: that the network took, without waiting for residuals.
+    waited_s: for residuals. encoder_s: what of `seconds` went by before the first of them was needed.
+    """
+
+    noise: dict[Row, Tensor]
+    seconds: float
+    waited_s: float = 0.0
+    encoder_s: float = 0.0
+
+
+class Denoiser:
+    """Predicts noise for groups of rows.
+
+    fixed_rows: every forward has so many rows, whatever comes, for results that are equal byte for byte; 0 is off.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        loras: LoraWeights,
+        residuals: ResidualProvider | None = None,
+        *,
+        fixed_rows: int = 0,
+    ) -> None:
+        self._backbone = backbone
+        self._loras = loras
+        self._residuals = residuals
+        self._fixed_rows = fixed_rows
+        self._waited_s = 0.0
+        self._encoder_s = 0.0
+
+    @torch.inference_mode()
+    def predict(self, rows: Sequence[Row]) -> Prediction:
+        """One forward; all rows share one GroupKey. Its order of rows is its own: those of one LoRA set side by side.
+
+        Raises Unavailable when residuals do not come within RESIDUAL_TIMEOUT_S.
+        """
+        group = self._padded(rows)
+        inputs = stack(group)
+        self._waited_s = self._encoder_s = 0.0
+        controlled = [row for row in group if row.controls]
+        began_s = perf_counter()
+        if controlled:
+            with self._waiting():  # in this process, ControlNets run now
+                self._provider().ask(controlled)
+        self._loras.enter([row.loras for row in group])
+        try:
+            group, late, prediction = self._run(group, self._backbone.begin(inputs))
+        finally:
+            self._loras.leave()
+        _finish(prediction)
+        noise = {row: predicted for row, predicted in zip(group, prediction, strict=True) if row.owner not in late}
+        return Prediction(
+            noise={row: noise[row] for row in rows if row in noise},
+            seconds=perf_counter() - began_s - self._waited_s,
+            waited_s=self._waited_s,
+            encoder_s=self._encoder_s,
+        )
+
+    @torch.inference_mode()
+    def ask_ahead(self, rows: Sequence[Row]) -> None:
+        """These will be in a later forward: the ControlNets of those that have some may begin."""
+        controlled = [row for row in rows if row.controls]
+        if controlled:
+            self._provider().ask_ahead(controlled)
+
+    def _padded(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows, and as many without an owner as are missing."""
+        blank = replace(rows[-1], owner=None, controls=(), loras=None)
+        return [*_by_set(rows), *[blank] * (self._fixed_rows - len(rows))]
+
+    def _run(self, group: list[Row], activations: Activations) -> tuple[list[Row], set[Hashable], Tensor]:
+        """The blocks. Returns the rows that went through, which of their owners were late, and the prediction."""
+        late: set[Hashable] = set()
+        patience_s = 0.0
+        controlled = any(row.controls for row in group)
+        began_s = perf_counter()
+        for block in self._backbone.blocks:
+            if block.needs and controlled:
+                if not self._encoder_s:
+                    _finish(activations.hidden)
+                    self._encoder_s = perf_counter() - began_s
+                late |= self._late(group, late, block.needs, patience_s)
+                patience_s = STRAGGLER_S
+                if all(row.owner in late for row in group if row.owner is not None):
+                    return group, late, activations.hidden  # nobody is left to go on for
+                if late and not self._fixed_rows:
+                    group = self._leave(group, late, activations)
+                self._add_residuals(group, late, block.needs, activations)
+            block.run(activations)
+        return group, late, self._backbone.finish(activations)
+
+    def _late(self, group: list[Row], gone: set[Hashable], points: tuple[int, ...], patience_s: float) -> set[Hashable]:
+        """The owners that have a late row after `patience_s`; longer only while that would be all of them.
+
+        Those with a spoilt row are not waited for. gone: owners that were late before.
+        """
+        provider = self._provider()
+        owners = {row.owner for row in group if row.owner is not None} - gone
+        began_s = time.monotonic()
+        while True:
+            controlled = [row for row in group if row.controls and row.owner not in gone]
+            spoilt = {row.owner for row in controlled if provider.spoilt(row)}
+            missing = [row for row in controlled if row.owner not in spoilt and not provider.ready(row, points)]
+            late = {row.owner for row in missing}
+            waited_s = time.monotonic() - began_s
+            left_s = (RESIDUAL_TIMEOUT_S if late == owners - spoilt else patience_s) - waited_s
+            if not late or (left_s <= 0 and late != owners - spoilt):
+                return late | spoilt
+            if left_s <= 0:
+                raise Unavailable(f"no ControlNet answered within {RESIDUAL_TIMEOUT_S:g} s")
+            with self._waiting():
+                provider.wait(missing, points, left_s)
+
+    def _leave(self, group: list[Row], late: set[Hashable], activations: Activations) -> list[Row]:
+        """Takes the rows of these owners out of the forward; returns the others."""
+        kept = [index for index, row in enumerate(group) if row.owner not in late]
+        activations.select(kept)
+        remaining = [group[index] for index in kept]
+        self._loras.enter([row.loras for row in remaining])
+        return remaining
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Counts the time of the block to the waits."""
+        began_s = perf_counter()
+        yield
+        self._waited_s += perf_counter() - began_s
+
+    def _add_residuals(
+        self, group: list[Row], late: set[Hashable], points: tuple[int, ...], activations: Activations
+    ) -> None:
+        provider = self._provider()
+        for index, row in enumerate(group):
+            if not row.controls or row.owner in late:
+                continue
+            for point in points:
+                # Summed first, in request order, and added once: Diffusers' order of sums.
+                addends = provider.take(row, point)
+                total = addends[0] if len(addends) == 1 else sum(addends[1:], start=addends[0])
+                # Every block has read this tensor already: adding in place is seen by its taker alone.
+                activations.points[point][index] += total
+
+    def _provider(self) -> ResidualProvider:
+        if self._residuals is None:
+            raise Unavailable("this engine has no ControlNets")
+        return self._residuals
+
+
+def _by_set(rows: Sequence[Row]) -> list[Row]:
+    """Rows of one LoRA set side by side, sets with equally many rows next to each other, rows without at the end."""
+    counts = Counter(row.loras.key for row in rows if row.loras is not None)
+    if not counts:
+        return list(rows)
+    return sorted(rows, key=lambda row: (-counts[row.loras.key], row.loras.key) if row.loras is not None else (1, ()))
+
+
+def _finish(tensor: Tensor) -> None:
+    """Waits until the device has computed it: else a time would be that of the launch."""
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
+
+
+def stack(rows: Sequence[Row]) -> Inputs:
+    """The inputs of one forward, row by row."""
+    sample = torch.stack([row.sample for row in rows])
+    return Inputs(
+        sample=sample,
+        timestep=torch.stack([row.timestep.float() for row in rows]).to(sample.device),
+        prompt_embeds=torch.stack([row.embeds.prompt for row in rows]),
+        pooled_embeds=torch.stack([row.embeds.pooled for row in rows]),
+        time_ids=torch.stack([row.embeds.time_ids for row in rows]),
+    )

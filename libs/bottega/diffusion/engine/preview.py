@@ -1,0 +1,56 @@
+"""Small pictures of unfinished latents: a linear map from latent to RGB, fitted to the model's own VAE.
+
+Never a VAE decode: that would cost as much as several steps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bottega.diffusion.engine.encode import encode_image, to_latent
+from bottega.diffusion.model.model import Model
+
+# A dozen colour fields of 256 pixels a side have some ten thousand latent elements: the map has five numbers
+# for each colour, so more would not change it.
+_PICTURES = 12
+_MAX_SIDE = 256
+# Patches of one colour a side: coarse enough to be smooth for the VAE, fine enough to vary inside a picture.
+_PATCHES = 4
+
+
+class LatentPreview:
+    """Draws latents of one model. weights: [channels + 1, 3], to RGB in 0 to 1; the last row is the offset."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self._weights = weights
+
+    @classmethod
+    @torch.inference_mode()
+    def fit(cls, model: Model) -> LatentPreview:
+        """Least squares over random colour fields and what the VAE makes of them."""
+        side = min(_MAX_SIDE, model.defaults.width, model.defaults.height)
+        generator = torch.Generator("cpu").manual_seed(0)
+        latents: list[Tensor] = []
+        colours: list[Tensor] = []
+        for _ in range(_PICTURES):
+            patches = torch.rand(1, 3, _PATCHES, _PATCHES, generator=generator)
+            field = functional.interpolate(patches, size=(side, side), mode="bilinear")
+            pixels = (field[0].permute(1, 2, 0) * 255).round().to(torch.uint8)
+            latent = to_latent(model, encode_image(model, pixels).mean).float().cpu()
+            latents.append(_columns(latent))
+            colours.append(functional.interpolate(field, size=latent.shape[2:], mode="area")[0].flatten(1).T)
+        return cls(torch.linalg.lstsq(torch.cat(latents), torch.cat(colours)).solution)
+
+    def draw(self, latent: Tensor) -> Tensor:
+        """uint8 [height, width, 3] of a latent [1, channels, height, width]."""
+        height, width = latent.shape[2:]
+        colours = _columns(latent.detach().float().cpu()) @ self._weights
+        return (colours.clamp(0, 1) * 255).round().to(torch.uint8).reshape(height, width, 3)
+
+
+def _columns(latent: Tensor) -> Tensor:
+    """[1, channels, height, width] as [height * width, channels + 1], the last one 1."""
+    flat = latent[0].flatten(1).T
+    return torch.cat([flat, torch.ones(len(flat), 1)], dim=1)

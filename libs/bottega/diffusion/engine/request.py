@@ -1,0 +1,201 @@
+"""One image being denoised: a state machine that owns its latent, its sampler and its generator.
+
+A job of several images is several requests that share their conditions. A request joins a group at
+any step and leaves it when done; it knows what a group must share, and nothing of who else is in it or when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import rescale_noise_cfg
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+from bottega.diffusion.engine.encode import Conditions, LatentDistribution, to_latent
+from bottega.diffusion.loras.lora_set import LoraSet, SetKey
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.model.samplers import Sampler, SamplerState
+from bottega.diffusion.rows import GroupKey, Half, Row
+from bottega.diffusion.spec import ResolvedSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RequestState:
+    """All that another engine needs to go on with a request, beside its spec.
+
+    loras_from: the step at which its LoRAs go in, or went in; None where that is not decided.
+    """
+
+    step: int
+    latent: Tensor
+    generator: Tensor
+    sampler: SamplerState
+    loras_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveControl:
+    """A ControlNet of a request. handle: of whoever provides its residuals. [first, last): the steps it is active in.
+
+    halves: those that it controls.
+    """
+
+    handle: Hashable
+    first: int
+    last: int
+    halves: frozenset[Half] = frozenset(Half)
+
+
+class Request:
+    """One image of a job.
+
+    step: the next step to run; done when it equals `end`. begin: the first one; image-to-image starts later
+    than 0, from `image`. resume: goes on from there instead. resumed_from: where it went on; without, `begin`.
+    latent: [1, channels, height, width]. estimate: of the finished latent, as the last step saw it.
+    controls: its ControlNets, in the order in which their residuals are summed.
+    loras: in force from step `loras_from` on; None while they are not here, or where it has none.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        spec: ResolvedSpec,
+        conditions: Conditions,
+        *,
+        index: int = 0,
+        image: LatentDistribution | None = None,
+        controls: Sequence[ActiveControl] = (),
+        loras: LoraSet | None = None,
+        loras_from: int | None = None,
+        resume: RequestState | None = None,
+    ) -> None:
+        self.index = index
+        self.spec = spec
+        self.begin = spec.begin_step
+        self.controls = tuple(controls)
+        self.loras = loras
+        self.loras_from = loras_from
+        self._conditions = conditions
+        self._sampler = Sampler(
+            spec.sampler,
+            model.scheduler_config,
+            steps=spec.num_inference_steps,
+            begin=self.begin,
+            karras=spec.use_karras_sigmas,
+        )
+        self.end = self._sampler.steps
+        # Drawn on the CPU whatever the device, so that a seed means the same picture everywhere.
+        self._generator = torch.Generator("cpu").manual_seed(spec.seed + index)
+        if resume is None:
+            self.step = self.begin
+            self.latent = self._start(model, image)
+        else:
+            self.step = resume.step
+            self.loras_from = resume.loras_from
+            self.latent = resume.latent.to(model.device, model.dtype)
+            self._generator.set_state(resume.generator)
+            self._sampler.restore(resume.sampler, resume.step, model.device)
+        self.resumed_from = self.step
+        self.estimate = self.latent
+        _, channels, height, width = self.latent.shape
+        tokens = conditions.conditional.prompt.shape[0]
+        self.key = GroupKey(shape=(channels, height, width), tokens=tokens, dtype=model.dtype)
+
+    @property
+    def done(self) -> bool:
+        """Whether the latent is finished."""
+        return self.step >= self.end
+
+    @property
+    def loras_now(self) -> LoraSet | None:
+        """Its LoRAs at the current step."""
+        return self.loras if self.loras_from is not None and self.step >= self.loras_from else None
+
+    @property
+    def row_count(self) -> int:
+        """Rows of each of its turns."""
+        return self.spec.rows
+
+    @property
+    def steps(self) -> int:
+        """Steps in all."""
+        return self.end - self.begin
+
+    @property
+    def steps_left(self) -> int:
+        """Steps to go."""
+        return self.end - self.step
+
+    @property
+    def finite(self) -> bool:
+        """Whether the latent is free of NaN and infinities. On a GPU this waits for the device."""
+        return bool(torch.isfinite(self.latent).all())
+
+    def share_weights(self, key: SetKey) -> bool:
+        """The engine's weights have this set in them from now on; whether that makes it another group's."""
+        changed = self.key.weights != key
+        if changed:
+            self.key = replace(self.key, weights=key)
+        return changed
+
+    def rows(self) -> list[Row]:
+        """The rows of the current step; asking again for the same step gives equal rows."""
+        sample = self._sampler.model_input(self.latent, self.step)[0]
+        halves = {Half.UNCONDITIONAL: self._conditions.unconditional, Half.CONDITIONAL: self._conditions.conditional}
+        active = [control for control in self.controls if control.first <= self.step < control.last]
+        return [
+            Row(
+                owner=self,
+                step=self.step,
+                half=half,
+                sample=sample,
+                timestep=self._sampler.timestep(self.step),
+                embeds=embeds,
+                controls=tuple(control.handle for control in active if half in control.halves),
+                loras=self.loras_now,
+            )
+            for half, embeds in halves.items()
+            if embeds is not None
+        ]
+
+    def advance(self, noise: Mapping[Half, Tensor]) -> None:
+        """Takes the predictions of all its rows [channels, height, width] and makes the step."""
+        conditional = noise[Half.CONDITIONAL][None]
+        combined = conditional
+        if Half.UNCONDITIONAL in noise:
+            unconditional = noise[Half.UNCONDITIONAL][None]
+            combined = unconditional + self.spec.guidance_scale * (conditional - unconditional)
+            if self.spec.guidance_rescale > 0.0:
+                combined = rescale_noise_cfg(combined, conditional, guidance_rescale=self.spec.guidance_rescale)
+        latent, self.estimate = self._sampler.step(combined, self.step, self.latent, self._generator)
+        self.latent = latent.to(self.latent.dtype)
+        self.step += 1
+
+    def state(self) -> RequestState:
+        """A snapshot between two steps; later steps do not change it."""
+        return RequestState(
+            step=self.step,
+            latent=self.latent,
+            generator=self._generator.get_state(),
+            sampler=self._sampler.state(),
+            loras_from=self.loras_from,
+        )
+
+    def _start(self, model: Model, image: LatentDistribution | None) -> Tensor:
+        """The latent before the first step, drawn in Diffusers' order."""
+        if image is None:
+            height, width = self.spec.height // model.latent_scale, self.spec.width // model.latent_scale
+            noise = self._draw((1, model.latent_channels, height, width), model.device, model.dtype)
+            return noise * self._sampler.init_noise_sigma
+        drawn = image.mean + image.std * self._draw(tuple(image.mean.shape), model.device, image.mean.dtype)
+        latent = to_latent(model, drawn.to(model.dtype))
+        noise = self._draw(tuple(latent.shape), model.device, model.dtype)
+        # In one layout whatever it came from: groups and checkpoints have one, and a sum's last bits follow the layout.
+        return self._sampler.add_noise(latent, noise, self.begin).contiguous()
+
+    def _draw(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+        noise: Tensor = randn_tensor(shape, generator=self._generator, device=device, dtype=dtype)
+        return noise

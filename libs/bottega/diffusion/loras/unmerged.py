@@ -1,0 +1,197 @@
+"""LoRAs by the side path: per-row low-rank products beside untouched weights.
+
+The base mechanism by which rows with different LoRAs, or none, share one forward (after S-LoRA). Rows of one set that
+stand side by side are one product; sets that have equally many such rows are one batched product. Knows modules and
+rows' places; knows no requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bottega.diffusion.loras.lora import UNET
+from bottega.diffusion.loras.lora_set import Factors, LoraSet, SetKey
+
+# Plans hold the factors once more, stacked: of groups that take turns, as many are kept as fit into so many bytes.
+_PLANS_BYTES = 512 << 20
+
+_Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
+_Arrangement = tuple[SetKey | None, ...]
+
+
+class UnmergedLoras:
+    """Adds each row's LoRAs to the outputs of the modules they touch, for one forward at a time.
+
+    row_by_row: every row has products of its own, so that their last bits do not depend on who stands beside it.
+    """
+
+    def __init__(self, network: nn.Module, *, row_by_row: bool = False) -> None:
+        self._modules = dict(network.named_modules())
+        self._row_by_row = row_by_row
+        self._plans: OrderedDict[_Arrangement, _Plan] = OrderedDict()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def enter(self, sets: Sequence[LoraSet | None]) -> None:
+        """Makes row i use sets[i], in place of what was entered before. Rows of one set should stand side by side."""
+        self.leave()
+        if any(each is not None for each in sets):
+            for path, hook in self._plan(sets).hooks.items():
+                self._handles.append(self._modules[path].register_forward_hook(hook))
+
+    def leave(self) -> None:
+        """Back to the untouched forward."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _plan(self, sets: Sequence[LoraSet | None]) -> _Plan:
+        arrangement = tuple(None if each is None else each.key for each in sets)
+        plan = self._plans.pop(arrangement, None) or self._made(sets)
+        self._plans[arrangement] = plan
+        while len(self._plans) > 1 and sum(each.size_bytes for each in self._plans.values()) > _PLANS_BYTES:
+            self._plans.popitem(last=False)
+        return plan
+
+    def _made(self, sets: Sequence[LoraSet | None]) -> _Plan:
+        runs = _runs(sets, row_by_row=self._row_by_row)
+        paths = dict.fromkeys(path for run in runs for path in run.factors)
+        hooks: dict[str, _Hook] = {}
+        size_bytes = 0
+        for path in paths:
+            module = self._modules[path]
+            stacks = [
+                _conv_stack(path, alike) if isinstance(module, nn.Conv2d) else _linear_stack(path, alike)
+                for alike in _alike([run for run in runs if path in run.factors], row_by_row=self._row_by_row)
+            ]
+            size_bytes += sum(stack.size_bytes for stack in stacks)
+            hooks[path] = _convolved(module, stacks) if isinstance(module, nn.Conv2d) else _projected(stacks)
+        return _Plan(hooks=hooks, size_bytes=size_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Plan:
+    """What every touched module adds, for one arrangement of sets."""
+
+    hooks: Mapping[str, _Hook]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Run:
+    """Rows [first, first + rows) of one set."""
+
+    first: int
+    rows: int
+    factors: Mapping[str, Factors]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Stack:
+    """Runs with equally many rows, side by side: rows [first, last), `sets` products.
+
+    Linear: down [sets, in, rank], up [sets, rank, out]. Convolution: down [rows * rank, in, kernel, kernel] or, with
+    one set, [rank, ...]; up [rows or 1, out, rank]. Where ranks differ, zeros fill the smaller ones.
+    """
+
+    first: int
+    last: int
+    sets: int
+    down: Tensor
+    up: Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        return self.down.nbytes + self.up.nbytes
+
+
+def _runs(sets: Sequence[LoraSet | None], *, row_by_row: bool) -> list[_Run]:
+    runs: list[_Run] = []
+    first = 0
+    for place, each in enumerate(sets):
+        last = place == len(sets) - 1
+        if row_by_row or last or sets[place + 1] is not each:
+            if each is not None:
+                runs.append(_Run(first=first, rows=place + 1 - first, factors=each.of(UNET)))
+            first = place + 1
+    return runs
+
+
+def _alike(runs: Sequence[_Run], *, row_by_row: bool) -> list[list[_Run]]:
+    """The runs that can be one batched product: next to each other and of equally many rows."""
+    groups: list[list[_Run]] = []
+    for run in runs:
+        before = groups[-1][-1] if groups else None
+        if before and not row_by_row and before.rows == run.rows and before.first + before.rows == run.first:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    return groups
+
+
+def _linear_stack(path: str, runs: Sequence[_Run]) -> _Stack:
+    down, up = _padded([run.factors[path] for run in runs])
+    return _Stack(
+        first=runs[0].first,
+        last=runs[-1].first + runs[-1].rows,
+        sets=len(runs),
+        down=down.transpose(1, 2),
+        up=up.transpose(1, 2),
+    )
+
+
+def _conv_stack(path: str, runs: Sequence[_Run]) -> _Stack:
+    down, up = _padded([run.factors[path] for run in runs])
+    if len(runs) > 1:  # one grouped convolution, a group for each row
+        down, up = (each.repeat_interleave(runs[0].rows, dim=0) for each in (down, up))
+    return _Stack(
+        first=runs[0].first, last=runs[-1].first + runs[-1].rows, sets=len(runs), down=down.flatten(0, 1), up=up
+    )
+
+
+def _padded(factors: Sequence[Factors]) -> tuple[Tensor, Tensor]:
+    """Stacked: down [sets, rank, ...], up [sets, out, rank]."""
+    rank = max(each.rank for each in factors)
+    down = torch.stack([_filled(each.down, 0, rank) for each in factors])
+    return down, torch.stack([_filled(each.up, 1, rank) for each in factors])
+
+
+def _filled(tensor: Tensor, dim: int, size: int) -> Tensor:
+    lack = size - tensor.shape[dim]
+    if not lack:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = lack
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
+
+
+def _projected(stacks: Sequence[_Stack]) -> _Hook:
+    def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        # The output is this module's own fresh tensor, and nobody else has seen it yet.
+        for stack in stacks:
+            x = inputs[0][stack.first : stack.last].reshape(stack.sets, -1, inputs[0].shape[-1])
+            total = output[stack.first : stack.last].view(stack.sets, -1, output.shape[-1])
+            total.baddbmm_(torch.bmm(x, stack.down), stack.up)
+        return output
+
+    return add
+
+
+def _convolved(module: nn.Conv2d, stacks: Sequence[_Stack]) -> _Hook:
+    def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        for stack in stacks:
+            x = inputs[0][stack.first : stack.last]
+            rows, groups = x.shape[0], x.shape[0] if stack.sets > 1 else 1
+            if groups > 1:
+                x = x.reshape(1, -1, *x.shape[2:])
+            low = functional.conv2d(x, stack.down, None, module.stride, module.padding, module.dilation, groups)
+            product = stack.up @ low.reshape(rows, stack.up.shape[-1], -1)
+            output[stack.first : stack.last] += product.view(rows, -1, *output.shape[2:])
+        return output
+
+    return add

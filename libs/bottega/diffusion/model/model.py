@@ -1,0 +1,169 @@
+"""A model on a device: the parts of an SDXL-shaped folder, its sizes and its hash.
+
+Only safetensors are opened. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, StableDiffusionXLPipeline
+from diffusers.utils import logging as diffusers_logging
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers.utils import logging as transformers_logging
+
+from bottega.diffusion.model.backbone import UNetBackbone
+from bottega.diffusion.model.samplers import SamplerKind, default_kind
+
+# An optional file beside model_index.json: what to draw with when a request does not say.
+DEFAULTS_FILE = "bottega.json"
+
+# StableDiffusionXLPipeline's own defaults.
+_DEFAULT_STEPS = 50
+_DEFAULT_GUIDANCE = 5.0
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What a request that does not say gets."""
+
+    width: int
+    height: int
+    num_inference_steps: int
+    guidance_scale: float
+    sampler: SamplerKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Model:
+    """The parts of one model, in evaluation mode; to be run in inference mode.
+
+    latent_scale: pixels a side that one latent element stands for; width and height of a request
+    are multiples of it. digest: SHA-256 over weights and configuration, hex.
+    """
+
+    name: str
+    digest: str
+    dtype: torch.dtype
+    device: torch.device
+    tokenizers: tuple[CLIPTokenizer, CLIPTokenizer]
+    text_encoders: tuple[CLIPTextModel, CLIPTextModelWithProjection]
+    backbone: UNetBackbone
+    vae: AutoencoderKL
+    scheduler_config: dict[str, Any]
+    zeros_for_absent_negative: bool
+    latent_scale: int
+    defaults: Defaults
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latent."""
+        return int(self.backbone.unet.config.in_channels)
+
+    @property
+    def size_multiple(self) -> int:
+        """What width and height of a picture must be multiples of: Diffusers takes multiples of 8."""
+        return math.lcm(8, self.latent_scale)
+
+    @property
+    def dtype_name(self) -> str:
+        """float32, float16 or bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that `auto`, `cpu` or `cuda:N` names. Raises ValueError naming what is there."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto")
+    return device
+
+
+def load_model(folder: Path, *, name: str, device: torch.device, dtype: torch.dtype) -> Model:
+    """Loads a folder in Diffusers' layout. Never downloads, never opens anything but safetensors.
+
+    Raises OSError or ValueError with the reason when the folder is not such a model.
+    """
+    if not folder.is_dir():  # Diffusers would take it for a name on the hub, and look into that one's cache
+        raise ValueError(f"{folder} is no folder")
+    diffusers_logging.set_verbosity_error()
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    pipeline = StableDiffusionXLPipeline.from_pretrained(
+        str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, add_watermarker=False
+    )
+    for part in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.unet, pipeline.vae):
+        # Not requires_grad_(False): PyTorch multiplies by other kernels then, with other last bits than Diffusers'.
+        # Nothing is kept for gradients, because every stage runs in inference mode.
+        part.to(device).eval()
+    if dtype == torch.float16 and pipeline.vae.config.force_upcast:
+        # As Diffusers does at every decode: this VAE overflows in float16.
+        pipeline.vae.to(torch.float32)
+    config = dict(pipeline.scheduler.config)
+    config["_class_name"] = type(pipeline.scheduler).__name__
+    size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
+    return Model(
+        name=name,
+        digest=digest(folder),
+        dtype=dtype,
+        device=device,
+        tokenizers=(pipeline.tokenizer, pipeline.tokenizer_2),
+        text_encoders=(pipeline.text_encoder, pipeline.text_encoder_2),
+        backbone=UNetBackbone(pipeline.unet),
+        vae=pipeline.vae,
+        scheduler_config=config,
+        zeros_for_absent_negative=bool(pipeline.config.force_zeros_for_empty_prompt),
+        latent_scale=pipeline.vae_scale_factor,
+        defaults=_defaults(folder, size, config),
+    )
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 over the names and contents of a model's files, hex: of the index and of the parts that it names.
+
+    What else lies in the folder (ControlNets, LoRAs, defaults) does not change what the model draws.
+    """
+    index = folder / "model_index.json"
+    parts = [folder / name for name in json.loads(index.read_text()) if (folder / name).is_dir()]
+    return files_digest(folder, [index, *(path for part in parts for path in part.rglob("*"))])
+
+
+def files_digest(folder: Path, paths: Iterable[Path], *, hashed: Callable[[Path], str] | None = None) -> str:
+    """SHA-256 over the names and contents of those files in the folder that weights or configurations are in, hex.
+
+    hashed: of a file's content, SHA-256 as hex; without it all of the file is read, wherever links lead.
+    """
+    total = hashlib.sha256()
+    for path in sorted(paths):
+        if path.suffix in {".json", ".safetensors", ".txt"}:
+            content = (hashed or _sha256)(path)
+            total.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
+    return total.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _defaults(folder: Path, size: int, config: dict[str, Any]) -> Defaults:
+    path = folder / DEFAULTS_FILE
+    said = json.loads(path.read_text()) if path.exists() else {}
+    return Defaults(
+        width=size,
+        height=size,
+        num_inference_steps=int(said.get("num_inference_steps", _DEFAULT_STEPS)),
+        guidance_scale=float(said.get("guidance_scale", _DEFAULT_GUIDANCE)),
+        sampler=default_kind(config),
+    )

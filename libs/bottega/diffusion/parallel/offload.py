@@ -1,0 +1,89 @@
+"""The other worker of a pair, as the engine that leads sees it: what it is told of a job, and of a row.
+
+Knows rows and conditions; knows neither links nor the other engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from bottega.diffusion.controlnets.provider import ControlInput
+from bottega.diffusion.loras import LoraStore
+from bottega.diffusion.rows import Embeds, Half, Row
+from bottega.diffusion.spec import LoraSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RemoteJob:
+    """A job whose rows may be lent. The follower is told of it once, and keeps it.
+
+    halves: its conditions. controls: its ControlNets; the follower opens sessions of its own with the same ones.
+    handles: by which rows name those here, in the same order. loras: in force in the rows that say so; when, the leader
+    decides. lora_stores: that have them.
+    """
+
+    halves: Mapping[Half, Embeds]
+    controls: tuple[ControlInput, ...] = ()
+    handles: tuple[Hashable, ...] = ()
+    loras: tuple[LoraSpec, ...] = ()
+    lora_stores: tuple[LoraStore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OffloadedRow:
+    """A row that the follower is to compute. image: its place among the guest's."""
+
+    row: Row
+    guest: RemoteJob
+    image: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OffloadResult:
+    """What the follower made of the rows that it was lent.
+
+    noise: [channels, height, width] by row; those whose residuals were late there are missing. seconds: from lending to
+    the answer, without waiting for residuals there: this engine waits for its own meanwhile.
+    """
+
+    noise: Mapping[Row, Tensor]
+    seconds: float
+
+
+class OffloadTarget(Protocol):
+    """The engine that computes rows for this one. All calls come from the engine's thread, and none waits long."""
+
+    @property
+    def name(self) -> str:
+        """Of its worker."""
+        ...
+
+    @property
+    def free(self) -> bool:
+        """Whether it can be lent rows now: it is there, has nothing of its own to do, and owes no answer."""
+        ...
+
+    def knows(self, guest: RemoteJob) -> bool:
+        """Whether rows of this job can be lent; it is told of the job if it was not."""
+        ...
+
+    def forget(self, guest: RemoteJob) -> None:
+        """The job has ended. Harmless when it was not told of it."""
+        ...
+
+    def lend(self, rows: Sequence[OffloadedRow]) -> bool:
+        """Sends rows of one group to be computed; whether they are on their way."""
+        ...
+
+    def returned(self, timeout_s: float) -> OffloadResult | None:
+        """What it made of the rows that it was lent last; None where that has not come within the timeout."""
+        ...
+
+    @property
+    def owes(self) -> bool:
+        """Whether its answer to the rows that it was lent last may still come."""
+        ...

@@ -1,0 +1,182 @@
+"""Latent parallelism: one forward of a group, with some of its rows computed by the other worker of the pair.
+
+The leader decides, keeps latents, samplers and generators, and has the last word: rows that do not come back it
+computes itself in the same turn, so that the follower's death costs time and nothing else. Knows no links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch import Tensor
+
+from bottega.diffusion.engine.forward import Prediction
+from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, OffloadTarget, RemoteJob
+from bottega.diffusion.rows import Row
+from bottega.planning import Shape, StepTimes, rows_to_lend
+
+# How long the leader waits for rows when its own are done: so many times what they should take, and this at least.
+# A follower that is dead is noticed sooner; this is for one that is stopped, or slowed down by others on its cores.
+_PATIENCE = 4.0
+_LEAST_PATIENCE_S = 1.0
+# Between two signs of life while it waits.
+_LOOK_S = 0.1
+# Turns without the follower after which it is tried again in so many, whatever was measured: others on the cores may
+# have gone, and what fewer rows take here is only measured while they are shared. Doubled each time in vain.
+_LEAST_PAUSE_TURNS = 2
+_MOST_PAUSE_TURNS = 32
+_TRIES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Offloadable:
+    """A request whose rows may be lent. image: its place in its job."""
+
+    guest: RemoteJob
+    image: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PairPrediction(Prediction):
+    """What a turn of a pair made, see Prediction; its seconds are all but the waiting for residuals.
+
+    lent: owners of rows that the follower computed. taken_back: of rows that it was lent and that did not come.
+    peer_wait_s: for them, when everything else was done.
+    """
+
+    lent: frozenset[Hashable] = frozenset()
+    taken_back: frozenset[Hashable] = frozenset()
+    peer_wait_s: float = 0.0
+
+
+class Pair:
+    """predict: a forward here. times: of those, kept by whoever runs them. alive: called often while it waits.
+
+    backlog: requests that wait elsewhere for a worker.
+    """
+
+    def __init__(
+        self, predict: Callable[[Sequence[Row]], Prediction], follower: OffloadTarget, times: StepTimes
+    ) -> None:
+        self.alive: Callable[[], None] = lambda: None
+        self.backlog = 0
+        self._here = predict
+        self._follower = follower
+        self._times = times
+        self._theirs = StepTimes()
+        self._unused_turns = 0
+        self._pause_turns = _LEAST_PAUSE_TURNS
+        self._tries = 0
+
+    @property
+    def name(self) -> str:
+        """Of the follower's worker."""
+        return self._follower.name
+
+    def forget(self, guest: RemoteJob) -> None:
+        """A job has ended."""
+        self._follower.forget(guest)
+
+    def predict(self, rows: Sequence[Row], lendable: Mapping[Hashable, Offloadable]) -> Prediction:
+        """One turn's noise. lendable: by owner, those whose rows the follower may compute.
+
+        Raises as `predict` does.
+        """
+        lent = self._lend(rows, lendable)
+        if not lent:
+            return self._here(rows)
+        began_s = perf_counter()
+        own = self._here([row for row in rows if row not in lent])
+        waiting_s = perf_counter()
+        returned = self._wait(_shape(rows[0]), len(lent), own.waited_s)
+        if returned is not None:
+            self._judge(_shape(rows[0]), len(rows), max(own.seconds, returned.seconds))
+        peer_wait_s = perf_counter() - waiting_s
+        rest = self._here(lent) if returned is None else None
+        theirs = rest.noise if rest is not None else returned.noise if returned is not None else {}
+        waited_s = own.waited_s + (rest.waited_s if rest is not None else 0.0)
+        owners = frozenset(row.owner for row in lent)
+        return PairPrediction(
+            noise=_whole(rows, {**own.noise, **theirs}),
+            seconds=perf_counter() - began_s - waited_s,
+            waited_s=waited_s,
+            encoder_s=own.encoder_s,
+            lent=owners if rest is None else frozenset(),
+            taken_back=owners if rest is not None else frozenset(),
+            peer_wait_s=peer_wait_s,
+        )
+
+    def _lend(self, rows: Sequence[Row], lendable: Mapping[Hashable, Offloadable]) -> list[Row]:
+        """Sends away what the other should compute; those rows."""
+        free = self._follower.free
+        able = [
+            OffloadedRow(row=row, guest=known.guest, image=known.image)
+            for row in rows
+            if free and (known := lendable.get(row.owner)) and self._follower.knows(known.guest)
+        ]
+        count = self._count(_shape(rows[0]), len(rows), len(able)) if able else 0
+        lent = able[len(able) - count :]
+        if not lent or not self._follower.lend(lent):
+            return []
+        return [each.row for each in lent]
+
+    def _count(self, shape: Shape, rows: int, able: int) -> int:
+        trying = self._tries > 0
+        count = rows_to_lend(
+            rows,
+            able,
+            own=lambda count: None if trying else self._times.seconds(shape, count),
+            theirs=lambda count: None if trying else self._theirs.seconds(shape, count),
+            backlog=self.backlog,
+        )
+        self._tries -= bool(trying and count)
+        self._unused_turns = 0 if count or self.backlog else self._unused_turns + 1
+        if self._unused_turns >= self._pause_turns:
+            self._theirs, self._unused_turns, self._tries = StepTimes(), 0, _TRIES
+            self._pause_turns = min(2 * self._pause_turns, _MOST_PAUSE_TURNS)
+        return count
+
+    def _wait(self, shape: Shape, rows: int, residuals_s: float) -> OffloadResult | None:
+        """What was lent; None when it does not come. residuals_s: that this engine has waited for residuals."""
+        expected_s = self._theirs.seconds(shape, rows) or self._times.seconds(shape, rows) or 0.0
+        until_s = perf_counter() + max(_LEAST_PATIENCE_S, _PATIENCE * (expected_s + residuals_s))
+        while (left_s := until_s - perf_counter()) > 0:
+            owed = self._follower.owes  # asked first: what comes in between is still taken
+            returned = self._follower.returned(min(left_s, _LOOK_S))
+            if returned is not None:
+                self._learn(shape, rows, returned.seconds)
+                return returned
+            if not owed:
+                return None
+            self.alive()
+        self._learn(shape, rows, _PATIENCE * expected_s)
+        return None
+
+    def _judge(self, shape: Shape, rows: int, seconds: float) -> None:
+        """A turn of so many rows was shared. Whether that paid decides how soon one that is given up is tried again."""
+        alone_s = self._times.seconds(shape, rows)
+        if alone_s is None or seconds < alone_s:
+            self._pause_turns = _LEAST_PAUSE_TURNS
+
+    def _learn(self, shape: Shape, rows: int, seconds: float) -> None:
+        """Takes in an answer. Before the first one of a shape it is taken to be as quick as this worker.
+
+        So a slow first answer, which most are, counts as at most twice that, and does not end the pair by itself.
+        """
+        own_s = self._times.seconds(shape, rows)
+        if own_s is not None and all(known != shape for known, _, _ in self._theirs.entries()):
+            self._theirs.observe(shape, rows, own_s)
+        self._theirs.observe(shape, rows, seconds)
+
+
+def _whole(rows: Sequence[Row], noise: Mapping[Row, Tensor]) -> dict[Row, Tensor]:
+    """Of owners that miss no row: one whose residuals were late here or there repeats its step."""
+    late = {row.owner for row in rows if row not in noise}
+    return {row: noise[row] for row in rows if row.owner not in late}
+
+
+def _shape(row: Row) -> Shape:
+    _, height, width = row.sample.shape
+    return height, width

@@ -1,0 +1,243 @@
+"""A service's side of its engine process: starts it, talks to it, watches it, replaces it.
+
+The engine owns a device; a crash, a hang or a flood of memory there costs what it held and nothing else. Every word
+of the engine is a sign of life; after `hang_s` without one it is killed, and so is one that lives on and makes no
+turn for `stall_s` while it has work. Time in which this side was stopped itself, and heard nothing for that reason, is
+not held against the engine. A new one is started with a growing pause. This module does not know what is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from bottega.clocks import AwakeClock
+from bottega.errors import BottegaError, InternalError, TooManyOpenFiles, Unavailable
+from bottega.process.child import ChildProcess
+from bottega.process.copying import copied
+
+_log = logging.getLogger(__name__)
+
+# Two torch processes on the same cores collapse 80-fold when their threads wait actively (measured).
+# Transformers warns about image processors that nothing here uses.
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TRANSFORMERS_VERBOSITY": "error"}
+# The engine reads its pipe between two turns; this many commands waiting means that it has stopped to.
+_MAX_COMMANDS = 1024
+_STOP_GRACE_S = 2.0
+# How often an engine's silence is looked at, and at least so many times before it is given up.
+_LOOK_S = 0.5
+_LEAST_LOOKS = 5
+_FIRST_PAUSE_S = 0.2
+_MAX_PAUSE_S = 10.0
+
+CommandT = TypeVar("CommandT", bound=Message)
+EventT = TypeVar("EventT", bound=Message)
+ReadyT = TypeVar("ReadyT", bound=Message)
+Ready_contra = TypeVar("Ready_contra", contravariant=True)
+Event_contra = TypeVar("Event_contra", contravariant=True)
+
+
+class EngineListener(Protocol[Ready_contra, Event_contra]):
+    """Who is told what the engine says."""
+
+    async def engine_ready(self, ready: Ready_contra) -> None:
+        """The engine takes commands from now on."""
+
+    async def engine_said(self, event: Event_contra) -> None:
+        """Something happened. Must be quick: what the engine says next waits for it."""
+
+    async def engine_lost(self, why: str) -> None:
+        """The engine is gone, with everything that it held."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTimeouts:
+    """Seconds. start_s: for the engine to be ready. hang_s: without a word. stall_s: with work and without a turn."""
+
+    start_s: float
+    hang_s: float
+    stall_s: float
+
+
+class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
+    """Keeps one engine process. `spawn` first, then `watch` until the end, then `stop`.
+
+    Subclasses know what is said. lost: the error of a command to an engine that is not there.
+    """
+
+    lost: ClassVar[type[Unavailable]] = Unavailable
+
+    def __init__(self, module: str, *arguments: str, patience: EngineTimeouts) -> None:
+        self._module = module
+        self._arguments = arguments
+        self._patience = patience
+        self._awake = AwakeClock(min(_LOOK_S, patience.hang_s / _LEAST_LOOKS))
+        self._child: ChildProcess | None = None
+        self._commands: asyncio.Queue[_Command] | None = None
+
+    @abstractmethod
+    def read(self, frame: bytes) -> EventT:
+        """The event of a frame. Raises DecodeError."""
+
+    @abstractmethod
+    def ready(self, event: EventT) -> ReadyT | None:
+        """What an engine that says that it is ready says of itself; None for all other events."""
+
+    @abstractmethod
+    def turns(self, event: EventT) -> int | None:
+        """Turns so far, of an engine that says that it has work; None for all other events."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine, while there is one."""
+        return self._child.pid if self._child else None
+
+    async def spawn(self) -> None:
+        """Starts the process; it gets ready while others go on."""
+        self._child = await ChildProcess.start(self._module, *self._arguments, env=_ENVIRONMENT)
+
+    async def watch(self, listener: EngineListener[ReadyT, EventT]) -> None:
+        """Serves the listener until cancelled, with one engine process after the other."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            was_ready, why = await self._life(listener)
+            exit_code = await self.stop()
+            _log.error("engine lost", extra={"why": why, "was_ready": was_ready, "exit_code": exit_code})
+            await _told(listener.engine_lost(why))
+            pause_s = _FIRST_PAUSE_S if was_ready else min(2 * pause_s, _MAX_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    def send(self, command: CommandT, size_bytes: int = 0) -> None:
+        """Queues a command of about that size. Raises `lost` when there is no engine that is ready."""
+        if self._commands is None:
+            raise self.lost("the engine is being started again")
+        try:
+            self._commands.put_nowait(_Command(command.SerializeToString, size_bytes))
+        except asyncio.QueueFull:
+            raise self.lost("the engine takes no commands") from None
+
+    async def stop(self) -> int | None:
+        """Ends the process: a pause to exit by itself, then by force. Harmless when there is none.
+
+        Returns its exit code, None when it is not known.
+        """
+        self._commands = None
+        if self._child is None:
+            return None
+        child, self._child = self._child, None
+        return await child.stop(_STOP_GRACE_S)
+
+    async def _life(self, listener: EngineListener[ReadyT, EventT]) -> tuple[bool, str]:
+        """Serves one process until it is gone. Whether it had been ready, and why it is gone."""
+        try:
+            if self._child is None:
+                await self.spawn()
+        except OSError as error:
+            return False, f"it cannot be started: {error.strerror}"
+        except TooManyOpenFiles as error:
+            return False, f"it cannot be started: {error.message}"
+        child = self._child
+        assert child is not None  # spawn made it
+        event = await self._hear(child, self._patience.start_s)
+        if isinstance(event, str):
+            return False, event
+        ready = self.ready(event)
+        if ready is None:
+            return False, "its first word was not that it is ready"
+        commands: asyncio.Queue[_Command] = asyncio.Queue(_MAX_COMMANDS)
+        self._commands = commands
+        sending = asyncio.create_task(_send_all(child, commands))
+        try:
+            await listener.engine_ready(ready)
+            return True, await self._listen(child, listener)
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    async def _listen(self, child: ChildProcess, listener: EngineListener[ReadyT, EventT]) -> str:
+        """Passes on what the engine says until it is gone; why it is."""
+        turns, moved_s = -1, self._awake()
+        while not isinstance(event := await self._hear(child, self._patience.hang_s), str):
+            now = self.turns(event)
+            if now is None or now != turns:
+                turns, moved_s = -1 if now is None else now, self._awake()
+            if self._awake() - moved_s > self._patience.stall_s:
+                child.kill()
+                return f"it made no step for {self._patience.stall_s:g} s"
+            await _told(listener.engine_said(event))
+        return event
+
+    async def _hear(self, child: ChildProcess, patience_s: float) -> EventT | str:
+        """The next event, or why there is none."""
+        try:
+            async with asyncio.timeout(None) as limit:
+                with self._watched(limit, patience_s):
+                    frame = await child.channel.recv()
+        except TimeoutError:
+            child.kill()
+            return f"it said nothing for {patience_s:g} s"
+        except InternalError as error:
+            return error.message
+        if frame is None:
+            return "it closed its pipe or died"
+        try:
+            return await copied(len(frame), lambda: self.read(frame))
+        except DecodeError:
+            return "it said what is no event"
+
+    @contextlib.contextmanager
+    def _watched(self, limit: asyncio.Timeout, patience_s: float) -> Iterator[None]:
+        """Lets `limit` pass after so many seconds of the block in which this process was awake.
+
+        A timer alone is due as soon as a front goes on that was stopped, before it has read what the engine has said.
+        """
+        loop, until_s = asyncio.get_running_loop(), self._awake() + patience_s
+        looking: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal looking
+            left_s = until_s - self._awake()
+            if left_s > 0:
+                looking = loop.call_later(min(left_s, self._awake.every_s), look)
+            else:
+                limit.reschedule(loop.time())
+
+        looking = loop.call_later(min(patience_s, self._awake.every_s), look)
+        try:
+            yield
+        finally:
+            looking.cancel()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Command:
+    """A command that waits to be sent, and its size."""
+
+    pack: Callable[[], bytes]
+    size_bytes: int
+
+
+async def _send_all(child: ChildProcess, commands: asyncio.Queue[_Command]) -> None:
+    """Sends until cancelled, or until the pipe is closed, which `_hear` notices as well."""
+    while True:
+        command = await commands.get()
+        frame = await copied(command.size_bytes, command.pack)
+        try:
+            await child.channel.send(frame)
+        except BottegaError:
+            return
+
+
+async def _told(telling: Awaitable[None]) -> None:
+    """One event that cannot be served must not end the service of the others."""
+    try:
+        await telling
+    except Exception:  # noqa: BLE001 - the boundary of the engine's events; an attempt's own errors end that attempt
+        _log.exception("an event of the engine could not be served")

@@ -1,0 +1,68 @@
+"""What keeps a child process that opens strangers' files from doing harm, as the kernel tells it of a running one."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+_told: set[tuple[str, ...]] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxStatus:
+    """no_network: it has a network namespace of its own. filtered: it has a filter of system calls that this process
+    has not. no_new_privileges: no program that it starts has more rights than it has."""
+
+    no_network: bool
+    filtered: bool
+    no_new_privileges: bool
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """For people. The filter lets nobody make sockets, which is as good as having no network."""
+        parts = {
+            "a network of its own": self.no_network or self.filtered,
+            "a system-call filter": self.filtered,
+            "no new privileges": self.no_new_privileges,
+        }
+        return tuple(part for part, there in parts.items() if not there)
+
+
+def found(pid: int) -> SandboxStatus | None:
+    """Of a process; None where that cannot be known: it is gone, or the system has no /proc."""
+    process, this = Path("/proc") / str(pid), Path("/proc/self")
+    try:
+        network = (process / "ns/net").readlink() != (this / "ns/net").readlink()
+        theirs, ours = _status(process), _status(this)
+    except OSError:
+        return None
+    return SandboxStatus(
+        no_network=network,
+        filtered=_filters(theirs) > _filters(ours),
+        no_new_privileges=theirs.get("NoNewPrivs") == "1",
+    )
+
+
+def tell(pid: int) -> None:
+    """Logs, once in the life of this service, what a confined child lacks. Call it when the child is ready."""
+    known = found(pid)
+    if known is None or not known.missing or known.missing in _told:
+        return
+    _told.add(known.missing)
+    _log.info(
+        "processes that open strangers' files lack %s: the kernel refuses it, or the extra 'sandbox' is not installed",
+        " and ".join(known.missing),
+    )
+
+
+def _status(process: Path) -> dict[str, str]:
+    lines = (line.partition(":") for line in (process / "status").read_text().splitlines())
+    return {name: value.strip() for name, _, value in lines}
+
+
+def _filters(status: dict[str, str]) -> int:
+    """How many are in force; kernels before 5.9 say only whether there are any. Services may have one from systemd."""
+    return int(status.get("Seccomp_filters") or status.get("Seccomp") == "2")

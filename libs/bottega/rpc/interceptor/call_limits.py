@@ -1,0 +1,111 @@
+"""Limits of calls: how many of a kind a service has in its hands at once, and how many of them one caller may have.
+
+Nobody who asks for many takes the room of those who ask for few: the more places are taken, the fewer one host may
+have, so that there are always some for another host. Knows no gRPC, and no method.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from bottega.errors import QueueFull
+from bottega.rpc.peers import Peer
+
+# Most requests are dealt with in less; and those who were refused together shall not come back together.
+_RETRY_S = (0.5, 1.5)
+
+
+def room(*, free: float, held: int, share: float) -> float:
+    """How many more places a peer may take that holds `held`, while `free` are free; not more than 0 when none.
+
+    share: in (0, 1]; alone a peer may have that part of all. The room of each falls with what is free, so that whoever
+    comes last still finds some; 1 lets everybody have all.
+    Source: Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet switches, 1998.
+    """
+    return share * free - (1 - share) * held
+
+
+@dataclass(slots=True)
+class CallCounter:
+    """Calls. active: being served. opened: those, and those whose answers were not read out."""
+
+    active: int = 0
+    opened: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many it may be said to be: of one that has ended gRPC has only some memory left, so it counts half."""
+        return max(self.active, self.opened // 2)
+
+
+class CallLimit:
+    """Those of one kind of call. most: of all callers. share: see `room`, of a host, and of a host's connection.
+
+    limit: of ServerConfig, which says how many there are.
+    """
+
+    def __init__(self, *, most: int, share: float, limit: str) -> None:
+        self._most = most
+        self._share = share
+        self._limit = limit
+        self._all = CallCounter()
+        self._held: dict[Peer | str, CallCounter] = {}  # by connections and hosts that have any
+
+    def take(self, peer: Peer) -> CallSlot:
+        """A place for one call. Raises QueueFull, with the time after which to ask again, when there is none."""
+        host, connection = self._held.get(peer.host, _NONE), self._held.get(peer, _NONE)
+        free = self._most - self._all.count
+        if free <= 0:
+            raise full("as many calls are served as can be", limit=self._limit)
+        host_room = room(free=free, held=host.count, share=self._share)
+        if host_room <= 0:
+            raise full("your host has as many calls open as it may have now", limit=self._limit)
+        if room(free=host_room, held=connection.count, share=self._share) <= 0:
+            raise full("your connection has as many calls open as it may have now", limit=self._limit)
+        return CallSlot(
+            [self._all, *(self._held.setdefault(key, CallCounter()) for key in (peer.host, peer))], self._tidy(peer)
+        )
+
+    def connections(self) -> Iterator[str]:
+        """Those that have any, as Peer.connection."""
+        return (key.connection for key in self._held if isinstance(key, Peer))
+
+    def _tidy(self, peer: Peer) -> Callable[[], None]:
+        def forget() -> None:
+            for key in (peer.host, peer):
+                if not self._held[key].opened:
+                    del self._held[key]
+
+        return forget
+
+
+class CallSlot:
+    """One call's. tallies: where it counts. when_closed: called when nothing is left of it."""
+
+    def __init__(self, tallies: Sequence[CallCounter], when_closed: Callable[[], None]) -> None:
+        self._tallies = tallies
+        self._when_closed = when_closed
+        for tally in tallies:
+            tally.active += 1
+            tally.opened += 1
+
+    def leave(self) -> None:
+        """The call has ended, but for what its caller has not read."""
+        for tally in self._tallies:
+            tally.active -= 1
+
+    def close(self) -> None:
+        """Nothing is left of the call, which has ended."""
+        for tally in self._tallies:
+            tally.opened -= 1
+        self._when_closed()
+
+
+_NONE = CallCounter()
+
+
+def full(message: str, *, limit: str) -> QueueFull:
+    """What a caller hears that comes when there is no room. limit: of ServerConfig, which says how much there is."""
+    return QueueFull(f"{message}; ask again", metadata={"limit": limit}, retry_after_s=random.uniform(*_RETRY_S))

@@ -1,0 +1,189 @@
+"""The calls that a server has in its hands: how many there are, and what turns the errors of each into a status.
+
+Knows no methods, nor what is asked or answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from bottega.errors import BottegaError, Code, InternalError, TooManyOpenFiles
+from bottega.process import open_files
+from bottega.rpc.interceptor.call_errors import CallErrorLog
+from bottega.rpc.interceptor.call_limits import CallLimit, CallSlot
+from bottega.rpc.interceptor.response_flow import CallResponses, ResponseFlowControl
+from bottega.rpc.operation import logs
+from bottega.rpc.operation.metrics import CallMetrics
+from bottega.rpc.peers import peer_of
+from bottega.rpc.status import to_grpc_status
+
+REQUEST_ID_KEY = "x-request-id"
+
+
+# How a write fails when the caller has gone, and how a method of gRPC's own ends itself.
+_OF_GRPC = (grpc.aio.InternalError, grpc.aio.AbortError)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """Limits by kind of call, so that none takes the room of another.
+
+    short: of one request and one answer. streams: of one request and answers as they come. streamed: callers that
+    stream their requests. of_grpc, of_grpc_streams: gRPC's own, which nobody waits for.
+    """
+
+    short: CallLimit
+    streams: CallLimit
+    streamed: CallLimit
+    of_grpc: CallLimit
+    of_grpc_streams: CallLimit
+
+    def connections(self) -> frozenset[str]:
+        """Those that have calls, as places.Peer.connection."""
+        kinds = (self.short, self.streams, self.streamed, self.of_grpc, self.of_grpc_streams)
+        return frozenset(connection for places in kinds for connection in places.connections())
+
+
+class CallTracker:
+    """All calls."""
+
+    def __init__(self, metrics: CallMetrics, answers: ResponseFlowControl, kinds: CallLimits) -> None:
+        self.kinds = kinds
+        self.refusals = CallErrorLog()
+        self._metrics = metrics
+        self._answers = answers
+        self._active = 0  # without gRPC's own
+        self._idle = asyncio.Event()
+        self._idle.set()
+        metrics.watch_in_flight(lambda: self._active)
+
+    async def wait_idle(self) -> None:
+        """Returns when no call is being served, gRPC's own aside."""
+        await self._idle.wait()
+
+    def guard(self, places: CallLimit, method: str, context: Context) -> CallGuard:
+        """Around the serving of one call."""
+        return CallGuard(self, places, method, context)
+
+    def enter(self, places: CallLimit, context: Context) -> CallResponses:
+        """A call begins."""
+        # Every call runs in a task of its own, so what is bound here is bound for this call only. It ends when gRPC has
+        # sent all that was answered, or the caller has gone.
+        answers = CallResponses(self._answers)
+        at_end(answers.release)
+        answers.bind()
+        logs.bind(**_request_id(context))
+        if not self._is_of_grpc(places):
+            self._active += 1
+            self._idle.clear()
+        return answers
+
+    def leave(self, places: CallLimit, method: str, code: Code | None, seconds: float) -> None:
+        """It has ended, but for what its caller has not read. code: None is OK."""
+        if self._is_of_grpc(places):
+            return
+        self._active -= 1
+        if not self._active:
+            self._idle.set()
+        self._metrics.observe(method, code.name if code else "OK", seconds)
+
+    def _is_of_grpc(self, places: CallLimit) -> bool:
+        return places in (self.kinds.of_grpc, self.kinds.of_grpc_streams)
+
+
+class CallGuard:
+    """Around one call: whatever it raises ends it with a status.
+
+    gRPC keeps the exception of an abort with the call's context, and raises it again when the method has returned. One
+    that led to the frames of the call, which hold context and request, would be a cycle of some MiB perhaps, until the
+    collector comes by: so it ends here, without a traceback.
+    """
+
+    def __init__(self, calls: CallTracker, places: CallLimit, method: str, context: Context) -> None:
+        self._calls = calls
+        self._places = places
+        self._place: CallSlot | None = None
+        self._method = method
+        self._context = context
+        self._began = time.perf_counter()
+
+    async def __aenter__(self) -> CallGuard:
+        self.peer = peer_of(self._context.peer())
+        self.answers = self._calls.enter(self._places, self._context)
+        return self
+
+    def take_place(self) -> None:
+        """In the block, before anything is taken in. Raises QueueFull."""
+        self._place = self._places.take(self.peer)
+        at_end(self._place.close)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        del kind, trace
+        refused = error if isinstance(error, Exception) and not isinstance(error, _OF_GRPC) else None
+        # Before the caller hears: one that does not read, does not hear either.
+        seconds = time.perf_counter() - self._began
+        if self._place is not None:
+            self._place.leave()
+        ours = None
+        try:
+            ours = _told(self._method, refused, self._calls.refusals) if refused else None
+        finally:
+            code = Code.CANCELLED if error is not None else None
+            self._calls.leave(self._places, self._method, ours.code if ours else code, seconds)
+        if ours is None:
+            return False
+        try:
+            await self._context.abort_with_status(to_grpc_status(ours))
+        except grpc.aio.AbortError as aborted:
+            aborted.__traceback__ = aborted.__context__ = None
+        return True
+
+
+def at_end(do: Callable[[], None]) -> None:
+    """Does it when the call that is served in this task is over, for its caller as well."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(lambda _: do())
+
+
+def _request_id(context: Context) -> dict[str, str]:
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_KEY:
+            found = logs.request_id_from(str(value))
+            return {"request_id": found} if found else {}
+    return {}
+
+
+def _told(method: str, error: Exception, refusals: CallErrorLog) -> BottegaError:
+    """What the caller is told. It is logged here, once, and forgets where it was raised."""
+    told = error if isinstance(error, BottegaError) else _of_library(error)
+    if isinstance(told, TooManyOpenFiles):
+        refusals.tell(method, told.reason_name, told.message)
+    elif told is not error:
+        refusals.fault(method, error, expected=False)
+    elif isinstance(error, InternalError):
+        refusals.fault(method, error, expected=True)
+    else:
+        refusals.tell(method, told.reason_name, told.message)
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return told
+
+
+def _of_library(error: Exception) -> BottegaError:
+    if isinstance(error, OSError) and open_files.is_cause(error):
+        return open_files.too_many(error)
+    return InternalError("an internal fault; the service's log says more under the same request_id")

@@ -1,0 +1,52 @@
+"""Who waits for room, in fair turns: one host after the other, and of each one connection after the other.
+
+So whoever has a thousand calls waiting holds up nobody else by more than one of them. Knows not what is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from bottega.rpc.peers import Peer
+
+Turn = asyncio.Future[None]
+
+
+class FairQueue:
+    """Empty is false."""
+
+    def __init__(self) -> None:
+        # By host and by connection; whose turn is next comes first. Nobody has an empty line.
+        self._hosts: dict[str, dict[str, deque[Turn]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._hosts)
+
+    def add(self, peer: Peer) -> Turn:
+        """Waits from now on."""
+        turn: Turn = asyncio.get_running_loop().create_future()
+        self._hosts.setdefault(peer.host, {}).setdefault(peer.connection, deque()).append(turn)
+        return turn
+
+    def pop(self) -> Turn:
+        """Whose turn it is. There must be one."""
+        host = next(iter(self._hosts))
+        connection = next(iter(self._hosts[host]))
+        connections = self._hosts.pop(host)
+        line = connections.pop(connection)
+        turn = line.popleft()
+        if line:
+            connections[connection] = line
+        if connections:
+            self._hosts[host] = connections
+        return turn
+
+    def remove(self, peer: Peer, turn: Turn) -> None:
+        """One that waits no longer."""
+        connections = self._hosts[peer.host]
+        connections[peer.connection].remove(turn)
+        if not connections[peer.connection]:
+            del connections[peer.connection]
+        if not connections:
+            del self._hosts[peer.host]

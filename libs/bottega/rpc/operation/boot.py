@@ -1,0 +1,151 @@
+"""A service as a process: its command line, its memory, its life from the start to the end, its exit status.
+
+It knows no service: each says in its `__main__` what it is made of and what it does at the turns of its life.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bottega.config import ConfigT, load
+from bottega.errors import BottegaError, ConfigError
+from bottega.process import open_files
+from bottega.process.memory import given_back_at_rest, keep_freed_memory, spare_the_collector
+from bottega.rpc.operation import logs
+from bottega.rpc.operation.sd_notify import SystemdNotifier
+from bottega.rpc.server import Server, Step
+from bottega.state_folder import keep_files_private
+
+# Started again without a change of its configuration it would fail again: the units of systemd name this status.
+_CONFIG_UNUSABLE = 2
+_FAILED = 1
+_STDIN = 0
+# What stdin says is of no matter, only that it ends.
+_IGNORED_BYTES = 4096
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceHooks:
+    """A service's own part of its life: its server starts, it warms up, serves until it is told to stop, drains, ends.
+
+    warm_up: what must have happened before health says SERVING; a signal abandons it.
+    finish: see `Server.drain`. shut_down: always called last, whatever happened.
+    answers_after_s: of a service that answers while it warms up, if only that it cannot serve yet: systemd is told
+        after this time that it has started. None: only when it is warm.
+    """
+
+    server: Server
+    warm_up: Step
+    finish: Step | None = None
+    shut_down: Step
+    answers_after_s: float | None = None
+
+
+def boot(
+    name: str,
+    kind: type[ConfigT],
+    life_of: Callable[[ConfigT], AbstractAsyncContextManager[ServiceHooks]],
+    *,
+    description: str,
+    kept_bytes: int = 0,
+) -> int:
+    """Runs the service `bottega.NAME` as its command line says, until SIGTERM or SIGINT. Returns the exit status.
+
+    That is 0, or with a line on stderr 2 for a configuration that cannot be used and 1 for every other error of ours.
+    kind: of its configuration. life_of: called before there is an event loop, entered and left in it.
+    kept_bytes: of freed memory that it has from the start and keeps at rest as well, for whom the first image is too
+        late. 0: what was freed is given back whenever the service is at rest.
+    """
+    arguments = _arguments(name, kind, description)
+    open_files.raise_limit()  # before anything reads it; engine and codec processes inherit it
+    keep_files_private()
+    try:
+        life = life_of(load(kind, arguments.config))
+        asyncio.run(_live(life, kept_bytes=kept_bytes, stop_with_stdin=arguments.stop_with_stdin))
+    except BottegaError as error:
+        logs.last_words(f"bottega.{name}: {error.message}")
+        return _CONFIG_UNUSABLE if isinstance(error, ConfigError) else _FAILED
+    return 0
+
+
+def _arguments(name: str, kind: type[object], description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m bottega.{name}", description=description)
+    keys = f"YAML file; every key has a default, see {kind.__name__}"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=keys)
+    parser.add_argument("--stop-with-stdin", action="store_true", help="stop as at SIGTERM when stdin, a pipe, ends")
+    return parser.parse_args()
+
+
+async def _live(entered: AbstractAsyncContextManager[ServiceHooks], *, kept_bytes: int, stop_with_stdin: bool) -> None:
+    keep_freed_memory(at_once_bytes=kept_bytes)
+    spare_the_collector()
+    async with contextlib.nullcontext() if kept_bytes else given_back_at_rest(), entered as life:
+        await _run(life, stop_with_stdin=stop_with_stdin)
+
+
+async def _run(life: ServiceHooks, *, stop_with_stdin: bool) -> None:
+    """systemd, where it started the service, is told when it is warm, when it stops, and that it lives."""
+    server = life.server
+    logs.configure(server.name, server.config.log_level)
+    open_files.warn_if_low()
+    stopping = _stop_signal(stop_with_stdin)
+    manager = SystemdNotifier(os.environ)
+    async with manager.told_alive():
+        try:
+            await server.start()
+            with manager.told_if_late(life.answers_after_s):
+                is_warm = await _unless(stopping, life.warm_up())
+            if is_warm:
+                await server.set_serving(True)
+                manager.ready()
+                _log.info("serving", extra=server.addresses)
+                await stopping.wait()
+            _log.info("draining")
+            manager.stopping()
+            await server.drain(life.finish)
+        finally:
+            await server.stop()
+            await life.shut_down()
+    _log.info("stopped")
+
+
+def _stop_signal(stop_with_stdin: bool) -> asyncio.Event:
+    """Set by SIGTERM and SIGINT, and by the end of stdin where that is a signal too: whoever held it has gone."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+
+    def listen() -> None:
+        if not os.read(_STDIN, _IGNORED_BYTES):
+            loop.remove_reader(_STDIN)
+            stopping.set()
+
+    if stop_with_stdin:
+        loop.add_reader(_STDIN, listen)
+    return stopping
+
+
+async def _unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
+    """Whether `work` was done before the event; it is cancelled when the event came first."""
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            await tasks[0]
+        return tasks[0].done()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,244 @@
+"""Notices over a connected stream socket, with deadlines: what the memfd and TCP backends share. It knows no slots.
+
+The socket stays in blocking mode. Notices are read and written without waiting, with poll before where there is
+something to wait for; bulk bytes are left to the system in one call, which ends by the socket's own time limits.
+"""
+
+from __future__ import annotations
+
+import array
+import select
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+
+from bottega.errors import BadFrame, DeadlineExceeded, LinkError, PeerDead
+from bottega.transport.channel.frames import HEADER_BYTES, Frame, FrameKind, bye, unpack
+from bottega.transport.deadline import Deadline
+
+# The system takes 1024 pieces a call (IOV_MAX).
+_PIECES = 512
+_TIMEVAL = struct.Struct("@ll")
+_SHORTEST_S = 1e-4
+# The most that poll takes: 24 days.
+_LONGEST_MS = 2**31 - 1
+# A reader of bulk bytes sleeps until that many are there: woken for each segment, it takes a third longer.
+_COARSE_BYTES = 256 << 10
+
+# For a thread that is writing a notice, which never waits, to get on.
+_NOTICE_S = 0.1
+
+_Rights = tuple[int, int, "array.array[int]"]
+
+
+class FrameStream:
+    """One end of one direction's connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(True)
+        self.socket = connection
+        self._header = bytearray(HEADER_BYTES)
+        self._payload = bytearray()
+        self._frame: Frame | None = None
+        self._have = 0
+        self._readable = _poll(connection, select.POLLIN)
+        self._writable = _poll(connection, select.POLLOUT)
+        self._writing = threading.Lock()
+        self._torn = False
+
+    def hear(self, deadline: Deadline) -> Frame | None:
+        """The next notice, or None by the deadline. Raises PeerDead, BadFrame."""
+        if self._frame is None:
+            header = self._read_header(deadline)
+            if header is None:
+                return None
+            frame = unpack(header)
+            if frame.kind != FrameKind.LAYOUT:
+                return frame
+            self._frame, self._payload = frame, bytearray(frame.size)
+        if not self._gather(self._payload, deadline):
+            return None
+        frame, self._frame = self._frame._replace(payload=bytes(self._payload)), None
+        return frame
+
+    def tell(self, frame: Frame, deadline: Deadline) -> None:
+        """Sends a notice with its payload. Raises DeadlineExceeded, PeerDead."""
+        said = frame.pack() + frame.payload
+        with self._writing:
+            sent = self._send_at_once(said)
+            if sent < len(said):
+                self._torn = True
+                self._write([memoryview(said)[sent:]], deadline)
+                self._torn = False
+
+    def write(self, pieces: Sequence[memoryview], deadline: Deadline) -> None:
+        """Sends bytes, gathered from the pieces. Raises DeadlineExceeded (the stream is then torn), PeerDead."""
+        with self._writing:
+            self._torn = True  # until all is out
+            for first in range(0, len(pieces), _PIECES):
+                self._write(list(pieces[first : first + _PIECES]), deadline)
+            self._torn = False
+
+    def tell_with_descriptor(self, frame: Frame, descriptor: int, deadline: Deadline) -> None:
+        """Sends a notice, and behind it one byte that carries a file descriptor. Raises as `write` does."""
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
+        with self._writing:
+            self._torn = True
+            # Two calls: what is read together with a descriptor by one who does not ask for it is lost.
+            self._write([memoryview(frame.pack())], deadline)
+            self._write([memoryview(b"\0")], deadline, rights)
+            self._torn = False
+
+    def tell_at_once(self, frame: Frame) -> None:
+        """Sends a notice without waiting. Raises PeerDead, BadFrame when the peer reads nothing.
+
+        What a peer may have unread here is bounded by its credit; only one that breaks the rules fills the pipe.
+        """
+        with self._writing:
+            if self._send_at_once(frame.pack()) < HEADER_BYTES:
+                self._torn = True
+                raise BadFrame("the peer takes messages and never reads its credit")
+
+    def read_bulk(self, target: memoryview, deadline: Deadline) -> int:
+        """Reads into `target` as far as bytes come before the deadline; returns how many. Raises PeerDead.
+
+        It is woken for large pieces only, by poll: a recv that sleeps for more than it has would sleep through the end.
+        """
+        done, asked = 0, 1
+        try:
+            while done < len(target):
+                if asked != (wanted := min(len(target) - done, _COARSE_BYTES)):
+                    self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+                    asked = wanted
+                if not self.wait_readable(deadline):
+                    break
+                done += self._receive(target[done:])
+        finally:
+            if asked != 1:
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        return done
+
+    def shut(self, cause: LinkError) -> None:
+        """Says BYE if nothing is in the way, and ends the connection both ways; waiting threads wake up."""
+        # Whoever is writing a notice has written it in a moment, on a busy machine even after the peer has answered it;
+        # behind half of a message there is no room for a BYE.
+        if self._writing.acquire(timeout=0.0 if self._torn else _NOTICE_S):
+            try:
+                if not self._torn:
+                    self.socket.send(bye(cause).pack(), socket.MSG_DONTWAIT)
+            except OSError:
+                pass  # the peer is gone or hears nothing: then it needs no BYE
+            finally:
+                self._writing.release()
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # ended already
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        self.socket.close()
+
+    def wait_readable(self, deadline: Deadline) -> bool:
+        """Whether there is something to read before the deadline, the connection's end included."""
+        return bool(self._readable.poll(_milliseconds(deadline)))
+
+    def _read_header(self, deadline: Deadline) -> bytes | bytearray | None:
+        """A whole header: nearly always in one piece, else going on where it stopped; None by the deadline."""
+        if self._have == 0:
+            if not self._readable.poll(_milliseconds(deadline)):
+                return None
+            try:
+                header = self.socket.recv(HEADER_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return self._header if self._gather(self._header, deadline) else None
+            except OSError as error:
+                raise gone(error) from error
+            if len(header) == HEADER_BYTES:
+                return header
+            if not header:
+                raise gone()
+            self._header[: len(header)] = header
+            self._have = len(header)
+        return self._header if self._gather(self._header, deadline) else None
+
+    def _gather(self, target: bytearray, deadline: Deadline) -> bool:
+        """Fills `target`, going on where it stopped; False by the deadline."""
+        while self._have < len(target):
+            if not self.wait_readable(deadline):
+                return False
+            self._have += self._receive(memoryview(target)[self._have :])
+        self._have = 0
+        return True
+
+    def _receive(self, target: memoryview) -> int:
+        """Reads what is there; returns how many bytes that was."""
+        try:
+            got = self.socket.recv_into(target, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise gone(error) from error
+        if got == 0:
+            raise gone()
+        return got
+
+    def _send_at_once(self, said: bytes) -> int:
+        """Sends what the system takes without waiting; returns how many bytes that is."""
+        try:
+            return self.socket.send(said, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise gone(error) from error
+
+    def _write(self, pieces: list[memoryview], deadline: Deadline, *rights: _Rights) -> None:
+        flags: int = socket.MSG_DONTWAIT  # the first time, so that what has room needs no limits set
+        while pieces:
+            try:
+                sent = self.socket.sendmsg(pieces, rights, flags)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                raise gone(error) from error
+            _drop(pieces, sent)
+            if not pieces:
+                return
+            if not self._writable.poll(_milliseconds(deadline)):
+                raise DeadlineExceeded("the peer did not take a message in time; it may be stopped or overloaded")
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(deadline))
+            flags = 0
+
+
+def gone(error: OSError | None = None) -> PeerDead:
+    """The peer is dead, as far as a connection can tell."""
+    why = f" ({error.strerror})" if error and error.strerror else ""
+    return PeerDead(f"the process at the other end of the link is gone{why}")
+
+
+def _poll(connection: socket.socket, events: int) -> select.poll:
+    poll = select.poll()
+    poll.register(connection, events)
+    return poll
+
+
+def _milliseconds(deadline: Deadline) -> float:
+    return min(deadline.left_s() * 1e3, _LONGEST_MS)
+
+
+def _timeval(deadline: Deadline) -> bytes:
+    # 0 would mean no limit at all.
+    left_s = max(deadline.left_s(), _SHORTEST_S)
+    return _TIMEVAL.pack(int(left_s), int(left_s % 1 * 1e6))
+
+
+def _drop(pieces: list[memoryview], sent: int) -> None:
+    """Takes `sent` bytes from the front of the pieces."""
+    done = 0
+    while done < len(pieces) and sent >= len(pieces[done]):
+        sent -= len(pieces[done])
+        done += 1
+    del pieces[:done]
+    if sent:
+        pieces[0] = pieces[0][sent:]

@@ -1,0 +1,167 @@
+"""Links between processes of one host: bytes lie in sealed shared memory, notices go over a unix socket.
+
+The sender owns the slots and writes them in place or copies into them; the receiver looks at the same pages and cannot
+write them. A slot's memory goes over once, when it is first used or has to grow; a file with its message. Either is
+mapped as it comes, and its descriptor closed: none is kept here. It knows no message.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Sequence
+
+from bottega.errors import BadFrame, LinkError, NoSharedMemory
+from bottega.transport.backends.frame_stream import FrameStream, gone
+from bottega.transport.channel.frames import Frame, FrameKind
+from bottega.transport.channel.limits import Limits
+from bottega.transport.deadline import Deadline
+from bottega.transport.layout import Layout
+from bottega.transport.memory.copying import copy
+from bottega.transport.memory.mappings import received_slot, shared_slot
+from bottega.transport.memory.sealed_file import SealedFile, received_file
+from bottega.transport.memory.slots import Slot
+
+_DESCRIPTOR_BYTES = array.array("i").itemsize
+_WITH_DESCRIPTOR = frozenset({FrameKind.SEGMENT, FrameKind.FILE})
+
+
+class MemfdSender:
+    """The sender's end."""
+
+    passes_files = True
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._stream = FrameStream(connection)
+        self._slots: dict[int, Slot] = {}
+        self._largest_bytes = 0
+
+    def hear(self, deadline: Deadline) -> Frame | None:
+        return self._stream.hear(deadline)
+
+    def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
+        found = self._slots.get(index)
+        if found is None or len(found) < size_bytes:
+            # To the largest message at once: which slot the next large one gets is chance.
+            self._largest_bytes = max(self._largest_bytes, size_bytes)
+            found = self._share(index, deadline)
+        return found
+
+    def stage(self, index: int, layout: Layout, buffers: Sequence[memoryview], deadline: Deadline) -> list[memoryview]:
+        slot = self.slot(index, layout.size_bytes, deadline)
+        for target, source in zip(slot.views(layout), buffers, strict=True):
+            copy(target, source)
+        return []
+
+    def attach(self, index: int, file: SealedFile, deadline: Deadline) -> None:
+        notice = Frame(FrameKind.FILE, slot=index, size=file.size_bytes)
+        self._stream.tell_with_descriptor(notice, file.descriptor, deadline)
+
+    def tell(self, frame: Frame, deadline: Deadline) -> None:
+        self._stream.tell(frame, deadline)
+
+    def move(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
+        # The bytes are where they shall be. The system call orders them before the notice for other processors.
+        self._stream.tell(frame, deadline)
+
+    def shut(self, cause: LinkError) -> None:
+        self._stream.shut(cause)
+
+    def close(self) -> None:
+        self._stream.close()
+        self._slots.clear()
+
+    def _share(self, index: int, deadline: Deadline) -> Slot:
+        try:
+            descriptor, mapping = shared_slot(self._largest_bytes)
+        except LinkError:
+            self._largest_bytes = max((len(slot) for slot in self._slots.values()), default=0)
+            raise
+        try:
+            self._stream.tell_with_descriptor(
+                Frame(FrameKind.SEGMENT, slot=index, size=len(mapping)), descriptor, deadline
+            )
+        finally:
+            os.close(descriptor)
+        slot = self._slots[index] = Slot(mapping)
+        return slot
+
+
+class MemfdReceiver:
+    """The receiver's end."""
+
+    def __init__(self, connection: socket.socket, limits: Limits) -> None:
+        self._stream = FrameStream(connection)
+        self._limits = limits
+        self._slots: dict[int, Slot] = {}
+        # By slot, of its next message.
+        self._files: dict[int, memoryview] = {}
+        self._expected: Frame | None = None
+
+    def hear(self, deadline: Deadline) -> Frame | None:
+        while True:
+            if self._expected is None:
+                frame = self._stream.hear(deadline)
+                if frame is None or frame.kind not in _WITH_DESCRIPTOR:
+                    return frame
+                self._expected = frame
+            if not self._stream.wait_readable(deadline):
+                return None
+            announced, self._expected = self._expected, None
+            self._take_in(announced)
+
+    def open(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
+        slot = self._slots.get(index)
+        if slot is None or len(slot) < layout.size_bytes:
+            raise BadFrame("the peer sent a message that is larger than the memory that it shared for it")
+        return slot.views(layout)
+
+    def file(self, index: int) -> memoryview | None:
+        return self._files.pop(index, None)
+
+    def fill(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
+        return stop - start  # they are there
+
+    def grant(self, frame: Frame) -> None:
+        self._stream.tell_at_once(frame)
+
+    def shut(self, cause: LinkError) -> None:
+        self._stream.shut(cause)
+
+    def close(self) -> None:
+        self._stream.close()
+        self._slots.clear()
+        self._files.clear()
+
+    def _take_in(self, announced: Frame) -> None:
+        """Maps the memory that comes with the next byte."""
+        descriptor = self._receive()
+        try:
+            if announced.slot >= self._limits.slots or not 0 < announced.size <= self._limits.segment_bytes:
+                raise BadFrame(f"the peer shares slot {announced.slot} of {announced.size} bytes, beyond the limits")
+            if announced.kind == FrameKind.FILE:
+                self._files[announced.slot] = received_file(descriptor, announced.size)
+            else:
+                self._slots.pop(announced.slot, None)
+                self._slots[announced.slot] = Slot(received_slot(descriptor, announced.size))
+        finally:
+            os.close(descriptor)
+
+    def _receive(self) -> int:
+        room = socket.CMSG_LEN(_DESCRIPTOR_BYTES)  # for one; the system drops what is more
+        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        try:
+            data, extra, told, _ = self._stream.socket.recvmsg(1, room, flags)
+        except BlockingIOError:
+            data, extra, told = b"\0", [], 0
+        except OSError as error:
+            raise gone(error) from error
+        if not data:
+            raise gone()
+        for level, kind, value in extra:
+            if (level, kind, len(value)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR_BYTES):
+                return array.array("i", value)[0]
+        if told & socket.MSG_CTRUNC:
+            raise NoSharedMemory("this process has no file descriptor left for what the peer shares: raise its limit")
+        raise BadFrame("the peer announced shared memory and sent none")

@@ -1,0 +1,295 @@
+"""The receiver's half of a link: takes messages in, tensor by tensor, checks all that the peer says, and gives credit.
+
+What decides is read once, from a copy: shared memory stays writable by the peer. How bytes move, its inlet knows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from types import TracebackType
+
+from bottega.errors import (
+    BadFrame,
+    DeadlineExceeded,
+    LayoutMismatch,
+    LeaseExpired,
+    LinkError,
+    MessageAborted,
+)
+from bottega.transport.channel.backend import ReceiverBackend
+from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye
+from bottega.transport.channel.lifecycle import Lifecycle
+from bottega.transport.channel.limits import Limits
+from bottega.transport.counters import LinkCounters
+from bottega.transport.deadline import Deadline
+from bottega.transport.layout import Layout, TensorSpec
+
+
+class Receiver:
+    """One direction's receiver. One thread at a time; `release` and `close` may come from any."""
+
+    def __init__(
+        self, inlet: ReceiverBackend, limits: Limits, life: Lifecycle, counters: LinkCounters, lease_s: float
+    ) -> None:
+        self.lock = threading.RLock()
+        self._inlet = inlet
+        self._limits = limits
+        self.life = life
+        self._counters = counters
+        self._lease_s = lease_s
+        self._layouts: dict[int, Layout] = {}
+        self._begun: deque[Incoming] = deque()
+        self._current: Incoming | None = None
+        # Slots whose message has not been given back, under a lock of their own: release never waits for a receive.
+        self._held: set[int] = set()
+        self._giving = threading.Lock()
+        self._sequence = 0
+
+    def recv(self, deadline: Deadline, expected: Layout | None) -> Incoming:
+        """The next message that has begun."""
+        with self.lock:
+            while not self._begun:
+                self.life.check()
+                if not self.pump(deadline):
+                    raise DeadlineExceeded("no message came in time; the peer may be slow, stopped or idle")
+            incoming = self._begun.popleft()
+            if expected is not None and incoming.layout.digest != expected.digest:
+                self.life.fail(LayoutMismatch(_difference(expected, incoming.layout)))
+            return incoming
+
+    def wait(self, incoming: Incoming, count: int, deadline: Deadline) -> None:
+        """Returns when the message's first `count` tensors are there."""
+        with self.lock:
+            while incoming.arrived < count:
+                if incoming.aborted:
+                    raise MessageAborted("the sender took the message back; what was received of it is void")
+                self.life.check()
+                if not self.pump(deadline):
+                    raise DeadlineExceeded(
+                        f"{incoming.arrived} of {count} tensors came in time; the peer may be slow or stopped"
+                    )
+
+    def pump(self, deadline: Deadline) -> bool:
+        """Takes in one notice, or some of the bytes that belong to the last; False when nothing came in time."""
+        try:
+            if self._current is not None and self._current.awaited:
+                return self._fill(self._current, deadline)
+            frame = self._inlet.hear(deadline)
+            if frame is None:
+                return False
+            self._take_in(frame)
+        except LinkError as error:
+            self.life.fail(error)
+        return True
+
+    def release(self, incoming: Incoming) -> None:
+        """Gives the slot back, now or when the sender is done with it."""
+        with self._giving:
+            if incoming.index not in self._held or incoming.released:
+                return
+            incoming.released = True
+            if incoming.ended:
+                self._grant(incoming)
+
+    def check_lease(self) -> None:
+        """Raises LeaseExpired when the link has been dead for longer than messages may be kept."""
+        if self.life.dead_for_s() > self._lease_s:
+            raise LeaseExpired(f"the link died more than {self._lease_s:g} s ago; what it brought is given up")
+
+    def close(self) -> None:
+        """Gives memory and descriptors back, after the life's end."""
+        with self.lock, self._giving:
+            self._begun.clear()
+            self._current = None
+            self._inlet.close()
+
+    def _take_in(self, frame: Frame) -> None:
+        match frame.kind:
+            case FrameKind.DATA:
+                self._data(frame)
+            case FrameKind.LAYOUT:
+                self._register(frame)
+            case FrameKind.BYE:
+                raise cause_of_bye(frame)
+            case _:
+                raise BadFrame("the sender said what only receivers say")
+
+    def _register(self, frame: Frame) -> None:
+        if frame.layout >= self._limits.layouts:
+            raise BadFrame(f"the sender registers layout {frame.layout}; {self._limits.layouts} are remembered")
+        try:
+            layout = Layout.decode(frame.payload)
+        except ValueError as error:
+            raise BadFrame(f"the sender registers what is no layout: {error}") from error
+        if layout.size_bytes > self._limits.slot_bytes:
+            raise BadFrame(f"the sender registers a layout of {layout.size_bytes} bytes, more than a slot has")
+        self._layouts[frame.layout] = layout
+
+    def _data(self, frame: Frame) -> None:
+        current = self._current
+        if current is None:
+            current = self._begin(frame)
+        elif (frame.sequence, frame.slot) != (current.sequence, current.index):
+            raise BadFrame("the sender began a message in the middle of another")
+        if frame.flag:
+            current.aborted = True
+            self._counters.aborted()
+            self._over(current)
+            return
+        if not current.arrived < frame.ready <= len(current.layout.specs):
+            raise BadFrame(f"the sender speaks of {frame.ready} tensors of {len(current.layout.specs)}")
+        start, stop = current.layout.span(current.arrived, frame.ready)
+        if frame.size != stop - start:
+            raise BadFrame(f"the sender announces {frame.size} bytes for tensors of {stop - start} bytes")
+        # Left for the next pump: a new message's layout is checked by `recv` before its first byte moves.
+        current.awaited = frame.ready
+        current.filled, current.stop = start, stop
+
+    def _begin(self, frame: Frame) -> Incoming:
+        layout = self._layouts.get(frame.layout)
+        if layout is None:
+            raise BadFrame(f"the sender sent a message of layout {frame.layout}, which it never registered")
+        self._sequence += 1
+        with self._giving:
+            if frame.slot >= self._limits.slots or frame.slot in self._held or frame.sequence != self._sequence:
+                raise BadFrame("the sender sent a message without a credit for it")
+            self._held.add(frame.slot)
+        views = self._inlet.open(frame.slot, layout)
+        current = self._current = Incoming(self, layout, views, frame.slot, frame.sequence)
+        current.file = self._inlet.file(frame.slot)
+        current.file_bytes = 0 if current.file is None else len(current.file)
+        self._begun.append(current)
+        return current
+
+    def _fill(self, current: Incoming, deadline: Deadline) -> bool:
+        got = self._inlet.fill(current.index, current.filled, current.stop, deadline)
+        current.filled += got
+        if current.filled == current.stop:
+            current.arrived, current.awaited = current.awaited, 0
+            if current.arrived == len(current.layout.specs):
+                took_s = time.monotonic() - current.began
+                self._counters.received(current.layout.size_bytes, took_s, file_bytes=current.file_bytes)
+                self._over(current)
+        return got > 0
+
+    def _over(self, current: Incoming) -> None:
+        """The sender is done with the message."""
+        self._current = None
+        with self._giving:
+            current.ended = True
+            if current.released:
+                self._grant(current)
+
+    def _grant(self, incoming: Incoming) -> None:
+        self._held.discard(incoming.index)
+        if self.life.cause is not None:
+            return
+        try:
+            self._inlet.grant(Frame(FrameKind.CREDIT, slot=incoming.index, sequence=incoming.sequence))
+        except LinkError as error:
+            self.life.end(error)  # whoever gives back wants nothing more of the link; the next call says it
+
+
+class Incoming:
+    """A message that is coming in, or has. Use it as a context: leaving it gives it back.
+
+    The views of what has arrived may be used by any thread until then, however many more messages come; the memory
+    stays valid for as long as somebody refers to it, but after `release` the next message may be written to it.
+    When a wait raises, the message will never be whole: whatever was computed from its first tensors is void too, and
+    has to be thrown away.
+
+    file: the bytes of the one that came with it, there from the beginning; None without one, and after `release`. To
+    read, like `view`; whoever takes it may keep it for longer, and nobody ever writes to it.
+    """
+
+    __slots__ = (
+        "_life",
+        "_receiver",
+        "_views",
+        "aborted",
+        "arrived",
+        "awaited",
+        "began",
+        "ended",
+        "file",
+        "file_bytes",
+        "filled",
+        "index",
+        "layout",
+        "released",
+        "sequence",
+        "stop",
+    )
+
+    def __init__(
+        self, receiver: Receiver, layout: Layout, views: tuple[memoryview, ...], index: int, sequence: int
+    ) -> None:
+        self._receiver = receiver
+        self._life = receiver.life
+        self._views = views
+        self.layout = layout
+        self.index = index
+        self.sequence = sequence
+        self.arrived = 0  # tensors
+        self.awaited = 0  # tensors that the last notice spoke of, until they are here
+        self.filled = self.stop = 0  # bytes of the slot: where they go, and up to where
+        self.ended = self.aborted = self.released = False
+        self.file: memoryview | None = None
+        self.file_bytes = 0
+        self.began = time.monotonic()
+
+    def __enter__(self) -> Incoming:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+    def wait(self, count: int, deadline: Deadline) -> None:
+        """Returns when the first `count` tensors are there. The receiver's thread calls it.
+
+        Raises DeadlineExceeded, after which one may wait again; MessageAborted; what the link died of.
+        """
+        if count > len(self.layout.specs):
+            raise ValueError(f"{count} tensors will never be there: the message has {len(self.layout.specs)}")
+        if self.arrived < count:
+            self._receiver.wait(self, count, deadline)
+
+    def wait_all(self, deadline: Deadline) -> None:
+        """Returns when the message is whole. Raises as `wait` does."""
+        self.wait(len(self.layout.specs), deadline)
+
+    def view(self, index: int) -> memoryview:
+        """One tensor's bytes, to read. Python takes them for writable, so that torch.frombuffer does not warn; they are
+        not: between processes writing ends this process, within one it changes what the sender may still have.
+
+        Raises IndexError when the tensor has not arrived, LeaseExpired when the message was given back, or its link
+        died longer ago than its lease_s.
+        """
+        views = self._views  # first: whoever gives the message back meanwhile says so before it drops them
+        if self._life.cause is not None:
+            self._receiver.check_lease()
+        if self.released:
+            raise LeaseExpired("the message was given back; copy what is needed for longer before releasing it")
+        if not 0 <= index < self.arrived:
+            raise IndexError(f"tensor {index} has not arrived: wait for {index + 1} first")
+        return views[index]
+
+    def release(self) -> None:
+        """Gives the message back: the sender has its credit again, once it is done with the message. Any thread may
+        call it, more than once."""
+        self._receiver.release(self)
+        self._views = ()
+        self.file = None
+
+
+def _difference(expected: Layout, got: Layout) -> str:
+    for want, have in zip(expected.specs, got.specs, strict=False):
+        if want != have:
+            return f"the message has {_named(have)} where {_named(want)} is expected"
+    return f"the message has {len(got.specs)} tensors where {len(expected.specs)} are expected"
+
+
+def _named(spec: TensorSpec) -> str:
+    return f"{spec.name} {spec.dtype.name.lower()}{list(spec.shape)}"

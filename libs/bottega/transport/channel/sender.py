@@ -1,0 +1,296 @@
+"""The sender's half of a link: credit, layouts, and one message at a time, in pieces or whole.
+
+It decides what is said and when; how bytes move, its outlet knows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from types import TracebackType
+
+from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoCredit, NoSharedMemory, TooLarge
+from bottega.transport.channel.backend import SenderBackend
+from bottega.transport.channel.buffers import Buffer, check_file, checked
+from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye
+from bottega.transport.channel.lifecycle import Lifecycle
+from bottega.transport.channel.limits import Limits
+from bottega.transport.counters import LinkCounters
+from bottega.transport.deadline import Deadline
+from bottega.transport.layout import Layout
+from bottega.transport.memory.sealed_file import SealedFile
+from bottega.transport.memory.slots import Slot
+
+_NOW = Deadline(at=0.0)
+_TAKEN_BACK = 1
+
+
+class Sender:
+    """One direction's sender. One thread at a time; `close` may come from any."""
+
+    def __init__(self, outlet: SenderBackend, limits: Limits, life: Lifecycle, counters: LinkCounters) -> None:
+        self.lock = threading.RLock()
+        self._outlet = outlet
+        self._limits = limits
+        self._life = life
+        self._counters = counters
+        self._free = deque(range(limits.slots))
+        # By slot, the number of the message that is in it.
+        self._under_way: dict[int, int] = {}
+        self._layouts: OrderedDict[bytes, int] = OrderedDict()
+        self._sequence = 0
+        self._open: Outgoing | None = None
+
+    def prepare(self, layout: Layout, deadline: Deadline) -> None:
+        """Registers a layout and has memory ready for it in every free slot, so that no message waits for that."""
+        with self.lock:
+            self._register(layout, deadline)
+            for index in self._free:
+                self._slot(index, layout, deadline)
+
+    def begin(self, layout: Layout, deadline: Deadline) -> Outgoing:
+        """Takes a credit for a message to be written in place."""
+        with self.lock:
+            index, number = self._admit(layout, deadline)
+            try:
+                slot = self._slot(index, layout, deadline)
+            except NoSharedMemory:
+                self._forget(index)
+                raise
+            outgoing = self._open = Outgoing(self, layout, slot, number=number, index=index, deadline=deadline)
+            return outgoing
+
+    @property
+    def passes_files(self) -> bool:
+        """Whether a message may carry one."""
+        return self._outlet.passes_files
+
+    def send(
+        self, layout: Layout, buffers: Sequence[Buffer], deadline: Deadline, file: SealedFile | None = None
+    ) -> None:
+        """Sends a whole message from the caller's buffers, and a file with it."""
+        pieces = checked(layout, buffers)
+        if file is not None:
+            check_file(file, passes=self.passes_files, most_bytes=self._limits.slot_bytes)
+        with self.lock:
+            index, number = self._admit(layout, deadline)
+            began = time.monotonic()
+            try:
+                staged = self._outlet.stage(index, layout, pieces, deadline)
+            except NoSharedMemory:
+                self._forget(index)
+                raise
+            except LinkError as error:
+                self._life.fail(error)
+            if file is not None:
+                self._attach(index, file, deadline)
+            count = len(layout.specs)
+            self._move(self._data(index, number, count, layout.span(0, count)), staged, deadline)
+            file_bytes = 0 if file is None else file.size_bytes
+            self._counters.sent(layout.size_bytes, time.monotonic() - began, file_bytes=file_bytes)
+
+    def drain(self, deadline: Deadline) -> None:
+        """Waits until every message has been given back."""
+        with self.lock:
+            while self._under_way:
+                self._life.check()
+                if not self._hear(deadline):
+                    raise DeadlineExceeded(f"the receiver still holds {len(self._under_way)} messages")
+
+    def publish(self, outgoing: Outgoing, count: int) -> None:
+        """Moves an open message's tensors up to `count`."""
+        with self.lock:
+            self._life.check()
+            layout, index = outgoing.layout, outgoing.index
+            start, stop = layout.span(outgoing.published, count)
+            frame = self._data(index, outgoing.number, count, (start, stop))
+            self._move(frame, [outgoing.slot.memory[start:stop]], outgoing.deadline)
+            if count == len(layout.specs):
+                self._open = None
+                self._counters.sent(layout.size_bytes, time.monotonic() - outgoing.began)
+
+    def abort(self, outgoing: Outgoing) -> None:
+        """Takes an open message back; the slot is free again, at once or when the receiver has heard of it."""
+        with self.lock:
+            if self._open is not outgoing:
+                return
+            self._open = None
+            self._counters.aborted()
+            if self._life.cause is not None:
+                return
+            if outgoing.published == 0:
+                self._forget(outgoing.index)
+                return
+            frame = Frame(
+                FrameKind.DATA, flag=_TAKEN_BACK, slot=outgoing.index, layout=outgoing.number, sequence=self._sequence
+            )
+            self._move(frame, [], outgoing.deadline)
+
+    def close(self) -> None:
+        """Gives memory and descriptors back, after the life's end."""
+        with self.lock:
+            self._outlet.close()
+
+    def _attach(self, index: int, file: SealedFile, deadline: Deadline) -> None:
+        try:
+            self._outlet.attach(index, file, deadline)
+        except LinkError as error:
+            self._lost(error)
+
+    def _admit(self, layout: Layout, deadline: Deadline) -> tuple[int, int]:
+        """A free slot for the next message, and the layout's number."""
+        self._life.check()
+        if self._open is not None:
+            raise RuntimeError("one message at a time: finish or abort the last one first")
+        number = self._register(layout, deadline)
+        index = self._credit(deadline)
+        self._sequence += 1
+        self._under_way[index] = self._sequence
+        return index, number
+
+    def _forget(self, index: int) -> None:
+        """Gives a slot back whose message the receiver has not heard of."""
+        self._sequence -= 1
+        del self._under_way[index]
+        self._free.append(index)
+
+    def _register(self, layout: Layout, deadline: Deadline) -> int:
+        """The layout's number on this link, which the receiver knows."""
+        self._life.check()
+        number = self._layouts.get(layout.digest)
+        if number is not None:
+            self._layouts.move_to_end(layout.digest)
+            return number
+        if layout.size_bytes > self._limits.slot_bytes:
+            raise TooLarge(
+                f"a message of {layout.size_bytes} bytes does not fit into the link's slots of "
+                f"{self._limits.slot_bytes} bytes: raise slot_bytes at both ends, or send less at once",
+                metadata={"limit": "slot_bytes"},
+            )
+        full = len(self._layouts) >= self._limits.layouts
+        number = self._layouts.popitem(last=False)[1] if full else len(self._layouts)
+        encoded = layout.encode()
+        self._tell(Frame(FrameKind.LAYOUT, layout=number, size=len(encoded), payload=encoded), deadline)
+        self._layouts[layout.digest] = number
+        return number
+
+    def _credit(self, deadline: Deadline) -> int:
+        """Takes a free slot, and hears of the peer's death if it is dead."""
+        while self._hear(_NOW):
+            pass
+        if not self._free:
+            self._wait_for_credit(deadline)
+        return self._free.popleft()
+
+    def _wait_for_credit(self, deadline: Deadline) -> None:
+        began = time.monotonic()
+        while not self._free:
+            if not self._hear(deadline):
+                waited_s = time.monotonic() - began
+                self._counters.waited(waited_s, in_vain=True)
+                raise NoCredit(
+                    f"the receiver held all {self._limits.slots} slots of the link for {waited_s:.3f} s; "
+                    "it is slow, stopped, or does not release what it has received"
+                )
+        self._counters.waited(time.monotonic() - began, in_vain=False)
+
+    def _hear(self, deadline: Deadline) -> bool:
+        """Takes in one notice of the receiver's, if one comes before the deadline."""
+        try:
+            frame = self._outlet.hear(deadline)
+            if frame is None:
+                return False
+            self._take_in(frame)
+        except LinkError as error:
+            self._life.fail(error)
+        return True
+
+    def _take_in(self, frame: Frame) -> None:
+        if frame.kind == FrameKind.BYE:
+            raise cause_of_bye(frame)
+        if frame.kind != FrameKind.CREDIT or self._under_way.get(frame.slot) != frame.sequence:
+            raise BadFrame("the receiver gave credit for a message that was not under way")
+        del self._under_way[frame.slot]
+        self._free.append(frame.slot)
+
+    def _slot(self, index: int, layout: Layout, deadline: Deadline) -> Slot:
+        try:
+            return self._outlet.slot(index, layout.size_bytes, deadline)
+        except NoSharedMemory:
+            raise
+        except LinkError as error:
+            self._life.fail(error)
+
+    def _data(self, index: int, number: int, count: int, span: tuple[int, int]) -> Frame:
+        size = span[1] - span[0]
+        return Frame(FrameKind.DATA, slot=index, ready=count, layout=number, sequence=self._sequence, size=size)
+
+    def _move(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
+        try:
+            self._outlet.move(frame, pieces, deadline)
+        except LinkError as error:
+            self._lost(error)
+
+    def _tell(self, frame: Frame, deadline: Deadline) -> None:
+        try:
+            self._outlet.tell(frame, deadline)
+        except LinkError as error:
+            self._lost(error)
+
+    def _lost(self, error: LinkError) -> None:
+        """Ends the link; if the peer said why it left before it did, that is the cause."""
+        if not isinstance(error, DeadlineExceeded):
+            while self._hear(_NOW):
+                pass
+        self._life.fail(error)
+
+
+class Outgoing:
+    """A message that is being written in place. Use it as a context: leaving it unfinished takes it back.
+
+    views: where each tensor's bytes are to be written; not to be touched any more once they are ready.
+    deadline: the one of `begin`, for all of the message.
+    """
+
+    __slots__ = ("_sender", "began", "deadline", "index", "layout", "number", "published", "slot", "views")
+
+    def __init__(
+        self, sender: Sender, layout: Layout, slot: Slot, *, number: int, index: int, deadline: Deadline
+    ) -> None:
+        self._sender = sender
+        self.layout = layout
+        self.number = number
+        self.index = index
+        self.slot = slot
+        self.deadline = deadline
+        self.views = slot.views(layout)
+        self.published = 0
+        self.began = time.monotonic()
+
+    def __enter__(self) -> Outgoing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.abort()
+
+    def ready(self, count: int) -> None:
+        """Says that the first `count` tensors are complete.
+
+        Raises DeadlineExceeded when they could not be sent in time; the half cannot be taken back, so the link ends.
+        Raises what the link died of.
+        """
+        if not self.published <= count <= len(self.layout.specs):
+            raise ValueError(f"{count} tensors cannot be ready: {self.published} were, of {len(self.layout.specs)}")
+        if count > self.published:
+            self._sender.publish(self, count)
+            self.published = count
+
+    def finish(self) -> None:
+        """Says that all tensors are complete. Raises as `ready` does."""
+        self.ready(len(self.layout.specs))
+
+    def abort(self) -> None:
+        """Takes the message back, if it is not finished: the receiver's waits raise MessageAborted."""
+        self._sender.abort(self)

@@ -1,0 +1,207 @@
+"""Where connections come in: strangers until they have proved that they know an offer's token.
+
+One thread serves them all. What they may cost before that is capped: bytes by the fixed lengths of the hello, time, and
+number, the oldest stranger making room for the newest. It knows no link; it hands proven connections over.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from bottega.errors import BadFrame
+from bottega.sampled_log import SampledLog
+from bottega.transport.channel.backend import Backend
+from bottega.transport.handshake.credentials import distrust_reason
+from bottega.transport.handshake.messages import (
+    CLIENT_HELLO_BYTES,
+    PROOF_BYTES,
+    ClientHello,
+    Verdict,
+    challenge,
+    parse_client_hello,
+    refusal,
+)
+
+# As many as a fleet of workers that all lost one server, and come back to it at once: those are no attack.
+MAX_PENDING_CONNECTIONS = 128
+HANDSHAKE_S = 2.0
+# Out of descriptors: waiting a little costs less than asking again at once.
+_FULL_PAUSE_S = 0.05
+
+_log = logging.getLogger(__name__)
+
+
+class Authenticator(Protocol):
+    """Who decides about strangers. All calls come from the door's thread."""
+
+    def token_for(self, hello: ClientHello) -> bytes | Verdict:
+        """The token that this claim has to prove, or why it is not taken."""
+        ...
+
+    def enter(self, hello: ClientHello, connection: socket.socket) -> bool:
+        """Takes a connection whose proof was right; False when the offer is used up meanwhile."""
+        ...
+
+
+class Acceptor:
+    """Listening sockets and the thread that serves them. group: see links_group."""
+
+    def __init__(
+        self, host: Authenticator, sockets: Sequence[tuple[Backend, socket.socket]], *, group: int | None = None
+    ) -> None:
+        self._host = host
+        self._sockets = sockets
+        self._group = group
+        self._turned_away = SampledLog(
+            _log,
+            "a stranger at a link's door was turned away",
+            more="more strangers at a link's door were turned away",
+            counted="strangers",
+        )
+        self._not_taken = SampledLog(
+            _log,
+            "a link's connection cannot be taken",
+            more="more of a link's connections could not be taken",
+            counted="connections",
+            level=logging.WARNING,
+        )
+        self._selector = selectors.DefaultSelector()
+        self._strangers: dict[socket.socket, _PendingConnection] = {}
+        self._bell, self._rope = socket.socketpair()
+        self._open = True
+        self._thread = threading.Thread(target=self._serve, name="links", daemon=True)
+
+    def start(self) -> None:
+        """Begins to serve."""
+        for backend, listening in self._sockets:
+            listening.setblocking(False)
+            self._selector.register(listening, selectors.EVENT_READ, backend)
+        self._selector.register(self._bell, selectors.EVENT_READ, None)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Lets nobody in any more, and waits for the thread, which waits for nobody."""
+        self._open = False
+        self._rope.send(b"\0")
+        self._thread.join()
+        for stranger in list(self._strangers.values()):
+            self._forget(stranger).close()
+        for closing in (self._bell, self._rope, *(listening for _, listening in self._sockets)):
+            closing.close()
+        self._selector.close()
+        self._turned_away.sum_up()
+        self._not_taken.sum_up()
+
+    def _serve(self) -> None:
+        while self._open:
+            for key, _ in self._selector.select(self._patience_s()):
+                self._handle(key)
+            self._turn_out()
+
+    def _handle(self, key: selectors.SelectorKey) -> None:
+        if isinstance(key.data, Backend):
+            assert isinstance(key.fileobj, socket.socket)
+            self._admit(key.data, key.fileobj)
+        elif isinstance(key.data, _PendingConnection) and key.data.connection in self._strangers:
+            self._attend(key.data)
+
+    def _admit(self, backend: Backend, listening: socket.socket) -> None:
+        try:
+            connection, _ = listening.accept()
+        except BlockingIOError:
+            return  # who came has left again
+        except OSError as error:
+            self._not_taken.tell({"why": error.strerror or "unknown"})
+            time.sleep(_FULL_PAUSE_S)
+            return
+        # Whom the folder and the socket's mode let through; what a link shares is for nobody else.
+        if backend == Backend.MEMFD and (why := distrust_reason(connection, self._group)):
+            self._turned_away.tell({"backend": backend}, {"why": why})
+            connection.close()
+            return
+        connection.setblocking(False)
+        if len(self._strangers) >= MAX_PENDING_CONNECTIONS:
+            self._forget(next(iter(self._strangers.values()))).close()
+        stranger = self._strangers[connection] = _PendingConnection(self._host, backend, connection)
+        self._selector.register(connection, selectors.EVENT_READ, stranger)
+
+    def _attend(self, stranger: _PendingConnection) -> None:
+        try:
+            proven = stranger.listen()
+        except (BadFrame, OSError) as error:
+            self._turned_away.tell({"backend": stranger.backend}, {"why": str(error)})
+            self._forget(stranger).close()
+            return
+        if proven is not None:
+            connection = self._forget(stranger)
+            if not self._host.enter(proven, connection):
+                with suppress(OSError):
+                    connection.send(bytes([Verdict.REFUSED]))
+                connection.close()
+
+    def _turn_out(self) -> None:
+        now = time.monotonic()
+        for stranger in [stranger for stranger in self._strangers.values() if stranger.until <= now]:
+            self._forget(stranger).close()
+
+    def _forget(self, stranger: _PendingConnection) -> socket.socket:
+        del self._strangers[stranger.connection]
+        self._selector.unregister(stranger.connection)
+        return stranger.connection
+
+    def _patience_s(self) -> float | None:
+        if not self._strangers:
+            return None
+        return max(min(stranger.until for stranger in self._strangers.values()) - time.monotonic(), 0.0)
+
+
+class _PendingConnection:
+    """One connection before its proof: first its HELLO is read, then its proof, and never a byte more."""
+
+    def __init__(self, host: Authenticator, backend: Backend, connection: socket.socket) -> None:
+        self.connection = connection
+        self.until = time.monotonic() + HANDSHAKE_S
+        self._host = host
+        self.backend = backend
+        self._bytes = b""
+        self._hello: ClientHello | None = None
+        self._wanted = b""
+        self._next: Callable[[bytes], ClientHello | None] = self._greeted
+        self._length = CLIENT_HELLO_BYTES
+
+    def listen(self) -> ClientHello | None:
+        """Reads what has come; returns the claim when it is proven. Raises BadFrame or OSError to be rid of it."""
+        got = self.connection.recv(self._length - len(self._bytes))
+        if not got:
+            raise BadFrame("it left in the middle of its greeting")
+        self._bytes += got
+        if len(self._bytes) < self._length:
+            return None
+        whole, self._bytes = self._bytes, b""
+        return self._next(whole)
+
+    def _greeted(self, encoded: bytes) -> None:
+        hello = parse_client_hello(encoded)
+        if hello.backend != self.backend:
+            raise BadFrame("its greeting is for another kind of connection")
+        token = self._host.token_for(hello)
+        if isinstance(token, Verdict):
+            self.connection.send(refusal(token))
+            raise BadFrame(f"its offer is not taken ({token.name.lower()})")
+        answer, self._wanted = challenge(token, encoded)
+        self.connection.send(answer)
+        self._hello, self._next, self._length = hello, self._proven, PROOF_BYTES
+
+    def _proven(self, proof: bytes) -> ClientHello | None:
+        if not hmac.compare_digest(proof, self._wanted):
+            self.connection.send(bytes([Verdict.REFUSED]))
+            raise BadFrame("its proof is wrong")
+        return self._hello

@@ -1,0 +1,132 @@
+"""How the two ends of a connection prove to each other that they have the same offer's token. Plain bytes in and out.
+
+The connecting end says HELLO, the listener answers with a challenge and its own proof, the connecting end proves
+itself, the listener says welcome. A proof is an HMAC-SHA-256 of who proves, the HELLO and the listener's nonce, so
+that none fits another connection, direction, epoch, end or set of limits. What follows is neither encrypted nor signed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from bottega.errors import AuthFailed, BadFrame, LinkError, StaleEpoch
+from bottega.transport.channel.backend import Backend
+from bottega.transport.channel.limits import Limits
+from bottega.transport.handshake.offer import MAX_EPOCH, Offer
+
+_MAGIC = b"btg1"
+_NONCE_BYTES = 32
+_HELLO = struct.Struct("<4sBB16sQIQI32s")
+_CHALLENGE = struct.Struct("<4sB32s32s")
+
+CLIENT_HELLO_BYTES = _HELLO.size
+CHALLENGE_BYTES = _CHALLENGE.size
+PROOF_BYTES = 32
+WELCOME_BYTES = 1
+
+_BACKENDS = (Backend.MEMFD, Backend.TCP)
+
+
+class Direction(IntEnum):
+    """Who sends on a connection."""
+
+    CONNECTOR_SENDS = 0
+    LISTENER_SENDS = 1
+
+
+class Verdict(IntEnum):
+    """What the listener says of a HELLO, and of a proof."""
+
+    WELCOME = 0
+    REFUSED = 1
+    STALE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientHello:
+    """What the connecting end claims; worth nothing until its proof. encoded: as it was sent."""
+
+    backend: Backend
+    direction: Direction
+    link_id: str
+    epoch: int
+    limits: Limits
+    encoded: bytes
+
+
+def client_hello(offer: Offer, backend: Backend, direction: Direction, limits: Limits) -> bytes:
+    """The first bytes of a connection. limits: what the connecting end takes in."""
+    return _HELLO.pack(
+        _MAGIC,
+        _BACKENDS.index(backend),
+        direction,
+        bytes.fromhex(offer.link_id),
+        offer.epoch,
+        limits.slots,
+        limits.slot_bytes,
+        limits.layouts,
+        secrets.token_bytes(_NONCE_BYTES),
+    )
+
+
+def parse_client_hello(encoded: bytes) -> ClientHello:
+    """What a stranger sent. Raises BadFrame when it is no HELLO."""
+    magic, backend, direction, link_id, epoch, slots, slot_bytes, layouts, _ = _HELLO.unpack(encoded)
+    if magic != _MAGIC or backend >= len(_BACKENDS) or direction not in set(Direction) or epoch > MAX_EPOCH:
+        raise BadFrame("somebody connected and sent what is no greeting of a link")
+    try:
+        limits = Limits(slots=slots, slot_bytes=slot_bytes, layouts=layouts)
+    except ValueError as error:
+        raise BadFrame(f"somebody connected with limits that no link has: {error}") from error
+    return ClientHello(
+        backend=_BACKENDS[backend],
+        direction=Direction(direction),
+        link_id=link_id.hex(),
+        epoch=epoch,
+        limits=limits,
+        encoded=encoded,
+    )
+
+
+def challenge(token: bytes, encoded: bytes) -> tuple[bytes, bytes]:
+    """The listener's answer to a HELLO, and the proof that must come back."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    answer = _CHALLENGE.pack(_MAGIC, Verdict.WELCOME, nonce, _proof(token, b"listener", encoded, nonce))
+    return answer, _proof(token, b"connector", encoded, nonce)
+
+
+def refusal(verdict: Verdict) -> bytes:
+    """The listener's answer to a HELLO that it does not take."""
+    return _CHALLENGE.pack(_MAGIC, verdict, bytes(_NONCE_BYTES), bytes(PROOF_BYTES))
+
+
+def answer_challenge(token: bytes, encoded: bytes, answer: bytes) -> bytes:
+    """The connecting end's proof, after it has checked the listener's. Raises AuthFailed, StaleEpoch."""
+    magic, verdict, nonce, proof = _CHALLENGE.unpack(answer)
+    if magic != _MAGIC:
+        raise AuthFailed("what answers there is no listener of links")
+    check_verdict(verdict)
+    if not hmac.compare_digest(proof, _proof(token, b"listener", encoded, nonce)):
+        raise AuthFailed("what answers there does not know the offer's token")
+    return _proof(token, b"connector", encoded, nonce)
+
+
+def check_verdict(verdict: int) -> None:
+    """Raises what the listener's verdict means."""
+    if verdict != Verdict.WELCOME:
+        raise verdict_error(verdict)
+
+
+def verdict_error(verdict: int) -> LinkError:
+    """Why a listener took no HELLO."""
+    if verdict == Verdict.STALE:
+        return StaleEpoch("the link has been opened anew since this offer was made; ask for a new one")
+    return AuthFailed("the listener does not take the offer: it was used, has expired or is another's; get a new one")
+
+
+def _proof(token: bytes, role: bytes, encoded: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(token, role + encoded + nonce, "sha256")

@@ -1,0 +1,83 @@
+"""An offer to open a link, and what became of it. They travel by gRPC; a link's bytes never do.
+
+The token is a secret: whoever has the offer may open the link, once, before it expires. It is not printed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from dataclasses import dataclass, field
+
+from bottega.transport.channel.backend import Backend
+from bottega.transport.channel.limits import Limits
+
+TOKEN_BYTES = 32
+LINK_ID_CHARACTERS = 32
+MAX_EPOCH = 2**63 - 1
+_MAX_TEXT = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemfdEndpoint:
+    """A unix socket, for processes of the same host. host: identity of the running system."""
+
+    path: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpEndpoint:
+    """An address, for all."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What the connecting process needs.
+
+    link_id: 32 hexadecimal digits. epoch: counts from 1 how often the link has been opened.
+    limits: what the listener takes in. process: identity of the listener, for those in its process.
+    Raises ValueError naming the field that no listener would have written.
+    """
+
+    link_id: str
+    token: bytes = field(repr=False)
+    epoch: int
+    limits: Limits
+    process: str
+    memfd: MemfdEndpoint | None = None
+    tcp: TcpEndpoint | None = None
+
+    def __post_init__(self) -> None:
+        if not is_link_id(self.link_id):
+            raise ValueError(f"link_id is {LINK_ID_CHARACTERS} hexadecimal digits")
+        if len(self.token) != TOKEN_BYTES:
+            raise ValueError(f"token has {TOKEN_BYTES} bytes")
+        if not 1 <= self.epoch <= MAX_EPOCH:
+            raise ValueError("epoch is at least 1")
+        texts = [self.process, *(text for text in (self.memfd and self.memfd.path, self.tcp and self.tcp.host) if text)]
+        if any(len(text) > _MAX_TEXT for text in texts):
+            raise ValueError(f"an endpoint is longer than {_MAX_TEXT} characters")
+        if self.tcp is not None and not 1 <= self.tcp.port <= 65535:
+            raise ValueError("tcp.port is 1 to 65535")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendChoice:
+    """What carries the link, and why that."""
+
+    backend: Backend
+    reason: str
+
+
+def new_link_id() -> str:
+    """A name that nobody can guess."""
+    return secrets.token_hex(LINK_ID_CHARACTERS // 2)
+
+
+def is_link_id(text: str) -> bool:
+    """Whether it has the form of a link's name."""
+    return len(text) == LINK_ID_CHARACTERS and set(text) <= set(string.hexdigits.lower())

@@ -1,0 +1,43 @@
+"""Offers as messages of the contract, and back, every field checked."""
+
+from __future__ import annotations
+
+from bottega.errors import InvalidRequest, Violation
+from bottega.transport.channel.limits import Limits
+from bottega.transport.handshake.offer import MemfdEndpoint, Offer, TcpEndpoint
+from bottega.v1 import link_pb2
+
+
+def offer_to_wire(offer: Offer) -> link_pb2.LinkOffer:
+    """The message; it holds the token, so it goes to the one who shall connect and into no log."""
+    limits = offer.limits
+    message = link_pb2.LinkOffer(
+        link_id=offer.link_id,
+        token=offer.token,
+        epoch=offer.epoch,
+        limits=link_pb2.LinkLimits(slots=limits.slots, slot_bytes=limits.slot_bytes, layouts=limits.layouts),
+        process=link_pb2.LinkProcessEndpoint(process=offer.process),
+    )
+    if offer.memfd is not None:
+        message.memfd.path, message.memfd.host = offer.memfd.path, offer.memfd.host
+    if offer.tcp is not None:
+        message.tcp.host, message.tcp.port = offer.tcp.host, offer.tcp.port
+    return message
+
+
+def offer_from_wire(message: link_pb2.LinkOffer) -> Offer:
+    """The offer. Raises InvalidRequest naming what is wrong."""
+    wire, memfd, tcp = message.limits, message.memfd, message.tcp
+    try:
+        return Offer(
+            link_id=message.link_id,
+            token=message.token,
+            epoch=message.epoch,
+            limits=Limits(slots=wire.slots, slot_bytes=wire.slot_bytes, layouts=wire.layouts),
+            process=message.process.process,
+            memfd=MemfdEndpoint(path=memfd.path, host=memfd.host) if message.HasField("memfd") else None,
+            tcp=TcpEndpoint(host=tcp.host, port=tcp.port) if message.HasField("tcp") else None,
+        )
+    except ValueError as error:
+        violation = Violation(field="offer", description=str(error))
+        raise InvalidRequest(f"offer: {error}", violations=[violation]) from error

@@ -1,0 +1,101 @@
+"""The folders in which unix sockets of links lie, and the proof that nobody else has them in hand.
+
+A folder is opened, and what was opened is looked at, so that none can be put in its place meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from bottega.errors import ConfigError
+from bottega.transport.handshake.credentials import user_name
+
+# The folder that systemd makes for a unit's sockets, which other units can see, and the one for all that a user runs.
+_UNIT_VARIABLE = "RUNTIME_DIRECTORY"
+_USER_VARIABLE = "XDG_RUNTIME_DIR"
+_ROOT = 0
+_WRITERS = stat.S_IWGRP | stat.S_IWOTH
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_ELSEWHERE = (
+    "or give links a socket in another folder (links_socket in the configuration; of a LoRA store links.socket)"
+)
+
+
+def default_socket_path(service: str) -> Path:
+    """A path for a unix socket of this process: in the folder that systemd made for its unit, else in a private one of
+    this user, which is made: in the folder for what the user runs, else in the one for temporary files.
+
+    Raises ConfigError where that folder is another's, or open to others.
+    """
+    if given := os.environ.get(_UNIT_VARIABLE, "").partition(":")[0]:
+        _look_at(Path(given), private=False)
+        return Path(given) / "links.sock"
+    folder = _of_this_user()
+    with suppress(OSError):  # what is wrong is said below
+        folder.mkdir(mode=0o700)
+    _look_at(folder, private=True)
+    return folder / f"{service}-{os.getpid()}.sock"
+
+
+def open_folder(folder: Path, *, private: bool = False) -> int:
+    """A descriptor of a folder in which nobody but this user, and root, can make or replace anything.
+
+    private: nor can anybody else look into it, and it is this user's. Raises ConfigError, which says whose it is and
+    what to do; OSError where there is no such folder.
+    """
+    _refuse_links(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _check(folder, os.fstat(descriptor), private=private)
+    except ConfigError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _look_at(folder: Path, *, private: bool) -> None:
+    try:
+        os.close(open_folder(folder, private=private))
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be used for sockets of links: {error.strerror or error}") from None
+
+
+def _of_this_user() -> Path:
+    runtime = os.environ.get(_USER_VARIABLE, "")
+    if runtime and Path(runtime).is_absolute():
+        with suppress(OSError, ConfigError):  # one of another user's session, as after sudo: not meant
+            os.close(open_folder(Path(runtime), private=True))
+            return Path(runtime) / "bottega"
+    return Path(tempfile.gettempdir()) / f"bottega-{os.geteuid()}"
+
+
+def _refuse_links(folder: Path) -> None:
+    """For its sentence; opening would refuse it, too, and for a file in its place the words are the same."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        what = "a link" if stat.S_ISLNK(found.st_mode) else "no folder"
+        raise ConfigError(
+            f"{folder} is {what}, made by {user_name(found.st_uid)}: sockets of links lie in a real folder; "
+            f"remove it, {_ELSEWHERE}"
+        )
+
+
+def _check(folder: Path, found: os.stat_result, *, private: bool) -> None:
+    user = os.geteuid()
+    if found.st_uid != user and (private or found.st_uid != _ROOT):
+        raise ConfigError(
+            f"{folder} belongs to {user_name(found.st_uid)}, and not to {user_name(user)}, who runs this: whoever owns "
+            f"it could take links over; have it removed, {_ELSEWHERE}"
+        )
+    open_to = stat.S_IMODE(found.st_mode) & (_OTHERS if private else _WRITERS)
+    if open_to:
+        rights = stat.S_IMODE(found.st_mode)
+        what = "open to others" if private else "writable for others"
+        raise ConfigError(
+            f"{folder} is {what} (its mode is {rights:04o}), who could take links over: look who uses it, then "
+            f"chmod {rights & ~open_to:04o} {folder}, {_ELSEWHERE}"
+        )

@@ -1,0 +1,89 @@
+"""Receiving from a peer that must not fall silent: a quiet one is asked whether it is there, and given up in the end.
+
+It knows no message: what asks and what answers, its user does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bottega.clocks import AwakeClock
+from bottega.errors import DeadlineExceeded
+from bottega.transport.channel.receiver import Incoming
+from bottega.transport.deadline import Deadline
+from bottega.transport.link import Link
+
+# How often a quiet link is looked at.
+_LOOK_S = 0.25
+# Quiet for this share of silence_s, a peer is asked whether it is there.
+_PING_SHARE = 0.2
+# And after so many seconds in any case: those at the other end give up whoever is silent for half a minute.
+_PING_S = 5.0
+
+
+class Keepalive:
+    """One thread receives by it. Time in which this process was stopped itself is no silence of the peer's.
+
+    peer: what errors call it. silence_s: after which it is taken for dead. ping: asks it whether it is there.
+    check: called while nothing comes; raises why a peer that answers is given up all the same.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        peer: str,
+        silence_s: float,
+        ping: Callable[[], object],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._link = link
+        self._peer = peer
+        self._silence_s = silence_s
+        self._ping = ping
+        self._check = check
+        self._awake = AwakeClock(_LOOK_S)
+        self._heard_s = self._pinged_s = self._awake()
+
+    def next(self) -> Incoming:
+        """The next message. Raises DeadlineExceeded when the peer has been silent for too long, or as `check` and
+        Link.recv do."""
+        while True:
+            try:
+                incoming = self._link.recv(Deadline.after(_LOOK_S))
+            except DeadlineExceeded as error:
+                self._look(error)
+            else:
+                self._heard_s = self._awake()
+                return incoming
+
+    def wait(self, incoming: Incoming, count: int) -> None:
+        """Waits for the first `count` tensors of a message, as long as bytes come. Raises as `next` does."""
+        while True:
+            filled = incoming.filled
+            try:
+                incoming.wait(count, Deadline.after(_LOOK_S))
+                break
+            except DeadlineExceeded as error:
+                if incoming.filled == filled:
+                    self._look(error)
+                else:
+                    self._heard_s = self._awake()
+        self._heard_s = self._awake()
+
+    def wait_all(self, incoming: Incoming) -> None:
+        """Waits for all of it. Raises as `next` does."""
+        self.wait(incoming, len(incoming.layout.specs))
+
+    def _look(self, error: DeadlineExceeded) -> None:
+        """Nothing has come for a moment."""
+        if self._link.cause is not None:
+            raise self._link.cause
+        now_s = self._awake()
+        quiet_s = now_s - self._heard_s
+        if quiet_s > self._silence_s:
+            raise DeadlineExceeded(f"{self._peer} was silent for {quiet_s:.1f} s; it is stopped, or cut off") from error
+        self._check()
+        if now_s - max(self._heard_s, self._pinged_s) > min(_PING_SHARE * self._silence_s, _PING_S):
+            self._pinged_s = now_s
+            self._ping()

@@ -1,0 +1,49 @@
+"""Slots: memory that one message after the other lies in, and where its tensors are. It knows no message."""
+
+from __future__ import annotations
+
+import mmap
+
+from bottega.transport.layout import Layout
+from bottega.transport.memory.mappings import private_slot
+
+
+class Slot:
+    """One slot's memory. The views of its latest layout are kept: nearly every message has that of the one before."""
+
+    __slots__ = ("_layout", "_views", "memory")
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self.memory = memoryview(mapping)
+        self._layout: Layout | None = None
+        self._views: tuple[memoryview, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def views(self, layout: Layout) -> tuple[memoryview, ...]:
+        """Where each tensor of the layout lies; the slot is large enough."""
+        if self._layout is not layout:
+            self._layout, self._views = layout, layout.views(self.memory)
+        return self._views
+
+
+class PrivateSlots:
+    """Slots of this process by index; they grow to the largest message that was asked for."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Slot] = {}
+        self._largest_bytes = 0
+
+    def get(self, index: int, size_bytes: int) -> Slot:
+        """The slot, with at least that many bytes. Raises NoSharedMemory."""
+        found = self._slots.get(index)
+        if found is None or len(found) < size_bytes:
+            self._largest_bytes = max(self._largest_bytes, size_bytes)
+            self._slots.pop(index, None)
+            found = self._slots[index] = Slot(private_slot(self._largest_bytes))
+        return found
+
+    def clear(self) -> None:
+        """Forgets all; memory that somebody looks at stays."""
+        self._slots.clear()

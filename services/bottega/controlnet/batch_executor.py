@@ -1,0 +1,146 @@
+"""The engine's one compute thread: steps of all links, in the order in which they came, in as few forwards as possible.
+
+Rows of one ControlNet and one shape share a forward, whoever they belong to. Knows rows; knows no links.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.controlnets import ControlRow, run_group
+from bottega.diffusion.errors import named
+from bottega.errors import BottegaError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Residuals:
+    """What one forward made of one row: `place` in each of `by_point`, [rows, channels, height, width], at scale 1."""
+
+    by_point: Sequence[Tensor]
+    place: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StepRequest:
+    """One step of one worker. owner: whose it is; dropped with it.
+
+    done: told once, in the compute thread, when every row has its residuals, or when the step has failed.
+    """
+
+    owner: object
+    rows: Sequence[ControlRow]
+    done: Callable[[Sequence[Residuals] | BottegaError], None]
+    residuals: dict[int, Residuals] = field(default_factory=dict)
+    alone: bool = False
+
+    def key(self, index: int) -> Hashable:
+        """What a row must have in common with the others of its forward."""
+        row = self.rows[index]
+        tokens = row.session.halves[row.half].prompt.shape
+        return row.session.net, row.sample.shape, tokens, self if self.alone else None
+
+
+class BatchExecutor:
+    """`put` may come from any thread; one thread calls `turn` for ever.
+
+    max_rows: of one forward. fixed_rows: pads every one to so many; 0 is off.
+    turns, rows, seconds: what it has done so far. pulse: counts its signs of life, forwards and whatever else is
+    counted by `beat`.
+    """
+
+    def __init__(self, *, max_rows: int, fixed_rows: int = 0) -> None:
+        self.turns = 0
+        self.pulse = 0
+        self.rows = 0
+        self.seconds = 0.0
+        self._max_rows = fixed_rows or max_rows
+        self._fixed_rows = fixed_rows
+        self._waiting: deque[StepRequest] = deque()
+        self._changed = threading.Condition()
+
+    @property
+    def busy(self) -> bool:
+        """Whether steps wait."""
+        return bool(self._waiting)
+
+    def put(self, work: StepRequest) -> None:
+        """A step to compute."""
+        with self._changed:
+            self._waiting.append(work)
+            self._changed.notify()
+
+    def beat(self) -> None:
+        """A forward that runs has got on."""
+        self.pulse += 1
+
+    def drop(self, owner: object) -> None:
+        """Forgets what waits of an owner. What is being computed is finished."""
+        with self._changed:
+            self._waiting = deque(work for work in self._waiting if work.owner is not owner)
+
+    def turn(self, timeout_s: float) -> None:
+        """One forward, or a wait of at most so long for a step that wants one."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._waiting, timeout_s):
+                return
+            group = self._group()
+        try:
+            self._run(group)
+        except Exception as error:  # noqa: BLE001 - the boundary of a forward: the next one may go well
+            self._blame(group, error)
+
+    def _group(self) -> list[tuple[StepRequest, int]]:
+        """The first row that waits, and what can go with it. Under the lock."""
+        leader: Hashable = None
+        group: list[tuple[StepRequest, int]] = []
+        for work in self._waiting:
+            for index in range(len(work.rows)):
+                if index in work.residuals:
+                    continue
+                key = work.key(index)
+                leader = key if leader is None else leader
+                if key == leader and len(group) < self._max_rows:
+                    group.append((work, index))
+        return group
+
+    def _run(self, group: Sequence[tuple[StepRequest, int]]) -> None:
+        began_s = perf_counter()
+        by_point = run_group([work.rows[index] for work, index in group], fixed_rows=self._fixed_rows)
+        if by_point[0].device.type == "cuda":
+            torch.cuda.synchronize(by_point[0].device)  # else it would be said to be done at its launch
+        self.turns += 1
+        self.beat()
+        self.rows += len(group)
+        self.seconds += perf_counter() - began_s
+        for place, (work, index) in enumerate(group):
+            work.residuals[index] = Residuals(by_point=by_point, place=place)
+        for work in dict.fromkeys(work for work, _ in group):
+            if len(work.residuals) == len(work.rows):
+                self._end(work, [work.residuals[index] for index in range(len(work.rows))])
+
+    def _blame(self, group: Sequence[tuple[StepRequest, int]], error: Exception) -> None:
+        """A forward failed. Of several steps each is tried alone; one that was alone has failed."""
+        works = list(dict.fromkeys(work for work, _ in group))
+        if len(works) > 1:
+            _log.warning("a forward failed; its steps are tried one by one", extra={"why": type(error).__name__})
+            for work in works:
+                work.alone = True
+            return
+        self._end(works[0], named(error))
+
+    def _end(self, work: StepRequest, outcome: Sequence[Residuals] | BottegaError) -> None:
+        with self._changed:
+            if work not in self._waiting:
+                return  # its owner has gone
+            self._waiting.remove(work)
+        work.done(outcome)

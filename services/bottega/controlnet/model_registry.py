@@ -1,0 +1,152 @@
+"""The ControlNets that the engine hosts: found in their folders, told apart by digest, loaded when they are borrowed.
+
+Knows folders and the shelf; knows no sessions and no links.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from bottega.diffusion.controlnets import (
+    ControlLayout,
+    ControlNet,
+    ControlNetCache,
+    ControlNetLease,
+    ControlNetSource,
+    controlnet_digest,
+    find_controlnet,
+    load_controlnet,
+)
+from bottega.errors import ControlNetNotFound, ControlNetUnusable
+from bottega.process import open_files
+from bottega.v1 import controlnet_pb2
+from bottega.v1.controlnet_pb2 import HostedControlNet, HostedState
+
+# Characters of a digest that tell two versions of a name apart on the shelf.
+_VERSION_CHARACTERS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlNetReference:
+    """A ControlNet that somebody asks for. digest: of the one meant; empty is whatever has the name."""
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RegisteredModel:
+    """source: its name is that of the shelf: one version of one name."""
+
+    source: ControlNetSource
+    digest: str
+
+
+class ModelRegistry:
+    """Any thread may call it; `add` waits for the disk, and nothing else does.
+
+    alive: called often from inside the forwards of its ControlNets; must be quick.
+    """
+
+    def __init__(
+        self, *, budget_bytes: int, device: torch.device, dtype: torch.dtype, alive: Callable[[], None]
+    ) -> None:
+        self._dtype = dtype
+        self._alive = alive
+        self._sources: dict[str, ControlNetSource] = {}
+        self._hosts: dict[str, _RegisteredModel] = {}
+        self._lock = threading.Lock()
+        self.shelf = ControlNetCache(self._sources, budget_bytes=budget_bytes, device=device, load=self._load)
+
+    def add(self, name: str, folder: Path, root: Path | None = None) -> HostedControlNet:
+        """Hosts what is in the folder under that name, from now on. root: outside of which no file of it may be.
+
+        Raises InvalidRequest, ControlNetUnusable, TooManyOpenFiles.
+        """
+        found = find_controlnet(name, folder, base=None, dtype=self._dtype, root=root)
+        try:
+            with open_files.translated():
+                found_digest = controlnet_digest(folder, root)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            raise ControlNetUnusable(f"ControlNet {name} cannot be read: {why}") from None
+        version = f"{name}@{found_digest[:_VERSION_CHARACTERS]}"
+        source = replace(found, name=version)
+        with self._lock:
+            before = self._hosts.get(name)
+            if before is not None and before.source.name != version:
+                del self._sources[before.source.name]
+            self._sources[version] = source
+            host = self._hosts[name] = _RegisteredModel(source=source, digest=found_digest)
+        return self._reported(name, host, {}, {})
+
+    def borrow(
+        self, wanted: Sequence[ControlNetReference], *, base: ControlLayout, dtype: torch.dtype
+    ) -> ControlNetLease:
+        """Borrows these together, for a worker's model of that layout and element type.
+
+        Raises ControlNetNotFound where one is not hosted in the version meant, ControlNetUnusable where one does not
+        fit, and as ControlNetCache.borrow does.
+        """
+        if dtype != self._dtype:
+            raise ControlNetUnusable(
+                f"this server computes in {_said(self._dtype)} and the worker in {_said(dtype)}: pictures would not be "
+                "those of one process; give both the same dtype"
+            )
+        versions = []
+        for each in wanted:
+            host = self._hosts.get(each.name)
+            if host is None or each.digest not in ("", host.digest):
+                served = ", ".join(sorted(self._hosts))
+                which = f" with the digest {each.digest[:_VERSION_CHARACTERS]}" if host is not None else ""
+                raise ControlNetNotFound(f"{each.name}{which} is not hosted here", metadata={"served": served})
+            if misfits := list(host.source.layout.misfits(base)):
+                raise ControlNetUnusable(f"ControlNet {each.name} does not fit the model: {'; '.join(misfits)}")
+            versions.append(host.source.name)
+        return self.shelf.borrow(versions)
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Sessions with these will come."""
+        self.shelf.expect([host.source.name for name in names if (host := self._hosts.get(name))])
+
+    def report(self, sessions: dict[str, int]) -> list[HostedControlNet]:
+        """All of them, by name. sessions: that are open, by name."""
+        states = dict.fromkeys(self.shelf.coming, controlnet_pb2.HOSTED_STATE_LOADING)
+        states |= dict.fromkeys(self.shelf.loaded, controlnet_pb2.HOSTED_STATE_LOADED)
+        popularity = self.shelf.popularity
+        with self._lock:
+            hosts = sorted(self._hosts.items())
+        reports = [self._reported(name, host, popularity, states) for name, host in hosts]
+        for report in reports:
+            report.sessions = sessions.get(report.name, 0)
+        return reports
+
+    def _load(self, source: ControlNetSource, device: torch.device) -> ControlNet:
+        net = load_controlnet(source, device)
+        net.tell_alive(self._alive)
+        return net
+
+    def _reported(
+        self,
+        name: str,
+        host: _RegisteredModel,
+        popularity: Mapping[str, int],
+        states: Mapping[str, HostedState.ValueType],
+    ) -> HostedControlNet:
+        return HostedControlNet(
+            name=name,
+            digest=host.digest,
+            base=host.source.layout.base,
+            size_bytes=host.source.size_bytes,
+            state=states.get(host.source.name, controlnet_pb2.HOSTED_STATE_ON_DISK),
+            popularity=popularity.get(host.source.name, 0),
+        )
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

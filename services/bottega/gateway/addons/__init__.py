@@ -1,0 +1,3 @@
+"""What a request may have beside its model, such as ControlNets and LoRAs: a package for each kind, all behind one
+interface.
+"""

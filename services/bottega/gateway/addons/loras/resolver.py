@@ -1,0 +1,180 @@
+"""LoRAs of orders: which weights a name means, for which base model they were made, and where workers fetch them.
+
+Asks the LoRA stores of the fleet when an order comes, and has them load what it will need. Knows no jobs and no wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol
+
+from bottega.errors import BottegaError, LoraNotFound, LoraUnusable, NoLora
+from bottega.gateway.addons.loras.costs import LoraSizes
+from bottega.gateway.fleet.members import Member
+from bottega.gateway.fleet.registry import Fleet
+from bottega.v1 import worker_pb2
+from bottega.v1.generation_pb2 import Lora
+from bottega.v1.lora_pb2 import StoredLora
+
+_log = logging.getLogger(__name__)
+
+# A store answers at once; an order waits for it.
+_GET_S = 2.0
+_PREFETCH_S = 2.0
+# A store comes back, or another one joins, within some seconds.
+_RETRY_AFTER_S = 3.0
+# Stores that a worker is told of; a fleet has one, or a few.
+_MOST_STORES = 8
+# A store that hears nothing for its lease_s (10 s) lets LoRAs be deleted: three tries are within that.
+_KEEP_S = 3.0
+# Digests of one call, by the contract.
+_MOST_DIGESTS = 256
+
+
+class LoraClient(Protocol):
+    """Calls to one LoRA store. Every failure is a BottegaError."""
+
+    async def get(self, name: str, *, deadline_s: float) -> StoredLora:
+        """What the store has of that name. Raises LoraNotFound among others."""
+
+    async def prefetch(self, digests: Sequence[str], *, only_keep: bool, deadline_s: float) -> None:
+        """Has it load these, the most wanted first, and delete none of them for a while. only_keep: loads none."""
+
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """Ends every call; those that end by themselves within the grace do."""
+
+
+class LoraResolver:
+    """connect: makes the client for an address. `start` it where jobs may wait. sizes: of what it has resolved."""
+
+    def __init__(self, *, connect: Callable[[str], LoraClient], fleet: Fleet) -> None:
+        self._connect = connect
+        self._fleet = fleet
+        self.sizes = LoraSizes()
+        self._clients: dict[str, LoraClient] = {}
+        self._chores: set[asyncio.Task[object]] = set()
+
+    def start(self, needed: Callable[[], Iterable[str]]) -> None:
+        """From now on no store deletes what is needed. needed: digests of LoRAs of all jobs that have not ended."""
+        self._chore(self._keep_all(needed))
+
+    async def resolve(self, loras: Sequence[Lora]) -> list[StoredLora]:
+        """What the stores have of each LoRA.
+
+        Raises LoraNotFound naming all that no store has, LoraUnusable where one has other weights than were pinned,
+        NoLora where no store can be asked.
+        """
+        names = list(dict.fromkeys(lora.name for lora in loras))
+        found = dict(zip(names, await asyncio.gather(*(self._find(name) for name in names)), strict=True))
+        lacking = [name for name, stored in found.items() if stored is None]
+        if lacking:
+            listed = ",".join(lacking)
+            raise LoraNotFound(f"no such LoRA: {', '.join(lacking)}", metadata={"loras": listed})
+        stored = [each for lora in loras if (each := found[lora.name]) is not None]
+        self.sizes.note(stored)
+        for lora, each in zip(loras, stored, strict=True):
+            if lora.HasField("digest") and lora.digest != each.digest:
+                raise LoraUnusable(
+                    f"{lora.name} has other weights now than those that were asked for, {lora.digest[:12]}",
+                    metadata={"lora": lora.name, "digest": each.digest},
+                )
+        return stored
+
+    def prefetch(self, loras: Iterable[StoredLora]) -> None:
+        """These will be fetched soon. Returns at once; a store that is slow or gone holds up nobody."""
+        digests = list(dict.fromkeys(lora.digest for lora in loras))
+        for store in self._stores() if digests else ():
+            self._chore(self._prefetch(store, digests, only_keep=False))
+
+    def stores(self) -> list[worker_pb2.LoraStore]:
+        """What a worker is told of where LoRAs are."""
+        return where(self._stores())
+
+    async def close(self) -> None:
+        """Ends every call."""
+        for chore in self._chores:
+            chore.cancel()
+        await asyncio.gather(*self._chores, return_exceptions=True)
+        for client in self._clients.values():
+            await client.close()
+        self._clients.clear()
+
+    async def _find(self, name: str) -> StoredLora | None:
+        """From the first store that has it; None where all that answer have not. Raises NoLora where none answers."""
+        failed: BottegaError | None = None
+        answered = False
+        for store in self._stores():
+            try:
+                return await self._client(store).get(name, deadline_s=_GET_S)
+            except LoraNotFound:
+                answered = True
+            except BottegaError as error:
+                failed = error
+        if answered and failed is None:
+            return None
+        why = f": {failed.message}" if failed else ", none has joined the fleet"
+        raise NoLora(
+            f"no LoRA store can be asked for {name}{why}", metadata={"loras": name}, retry_after_s=_RETRY_AFTER_S
+        )
+
+    def _stores(self) -> list[Member]:
+        """Those that are here, one that is about to stop last."""
+        return sorted(self._fleet.lora_stores, key=lambda member: member.load.draining)
+
+    def _client(self, store: Member) -> LoraClient:
+        address = store.registration.address
+        client = self._clients.get(address)
+        if client is None:
+            here = {member.registration.address for member in self._stores()}
+            for gone in self._clients.keys() - here:
+                # Whoever still asks it hears its answer, or that there was none.
+                self._chore(self._clients.pop(gone).close(grace_s=max(_GET_S, _PREFETCH_S)))
+            client = self._clients[address] = self._connect(address)
+        return client
+
+    async def _keep_all(self, needed: Callable[[], Iterable[str]]) -> None:
+        while True:
+            digests = sorted(set(needed()))
+            for store in self._stores() if digests else ():
+                self._chore(self._keep(store, digests))
+            await asyncio.sleep(_KEEP_S)
+
+    async def _keep(self, store: Member, digests: Sequence[str]) -> None:
+        for first in range(0, len(digests), _MOST_DIGESTS):
+            if not await self._prefetch(store, digests[first : first + _MOST_DIGESTS], only_keep=True):
+                return
+
+    async def _prefetch(self, store: Member, digests: Sequence[str], *, only_keep: bool) -> bool:
+        """Whether the store has heard of it."""
+        try:
+            await self._client(store).prefetch(digests, only_keep=only_keep, deadline_s=_PREFETCH_S)
+        except BottegaError as error:
+            # They are loaded then when a worker fetches them, and are there still unless somebody deletes them now.
+            facts = {"member": store.name, "only_keep": only_keep, "text": error.message}
+            _log.info("LoRAs are not prefetched", extra=facts)
+            return False
+        return True
+
+    def _chore(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+
+def where(stores: Sequence[Member]) -> list[worker_pb2.LoraStore]:
+    """These stores as workers are told of them."""
+    return [
+        worker_pb2.LoraStore(name=store.name, address=store.registration.address) for store in stores[:_MOST_STORES]
+    ]
+
+
+def refuse_misfits(loras: Iterable[StoredLora], model: str) -> None:
+    """Raises LoraUnusable naming a LoRA that was made for another base than this model."""
+    for lora in loras:
+        if lora.base != model:
+            raise LoraUnusable(
+                f"{lora.name} was made for the base model {lora.base}, and the request is for {model}",
+                metadata={"lora": lora.name, "made_for": lora.base, "model": model},
+            )

@@ -1,0 +1,153 @@
+"""FleetService: wire to domain and back, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import psutil
+
+from bottega.errors import DeadlinePassed, Draining, InvalidRequest, MethodNotServed, Violation
+from bottega.gateway.addons.loras.resolver import where
+from bottega.gateway.clock import Clock
+from bottega.gateway.config import DEFAULT_FLEET_ADDRESS
+from bottega.gateway.fleet.join_limits import PendingJoins
+from bottega.gateway.fleet.members import Member
+from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.scheduling.queue import JobQueue
+from bottega.process.memory import resident_bytes
+from bottega.rpc.interceptor.call_limits import full
+from bottega.rpc.peers import host_of
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Requests = AsyncIterator[fleet_pb2.JoinRequest]
+# Between two words to a member on how many wait for it: a fraction of a turn, which is all that they can move. Under a
+# flood of submissions the number is another one each time.
+_PAUSE_S = 0.015
+
+
+class FleetService(fleet_pb2_grpc.FleetServiceServicer):
+    """How services find each other. `this` is the gateway itself; its address is known once it listens."""
+
+    def __init__(self, *, fleet: Fleet, queue: JobQueue, this: fleet_pb2.Registration, clock: Clock) -> None:
+        self._fleet = fleet
+        self._queue = queue
+        self._this = this
+        self._clock = clock
+        self._began = clock.monotonic()
+        self._pending = PendingJoins()
+
+    async def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        """See the contract."""
+        peer = context.peer()
+        with self._pending.one(host_of(peer)) as crowded_out:
+            first = await self._first(request_iterator, crowded_out)
+        member = self._fleet.join(_registration(first), peer=peer)
+        del first
+        stream, wake = member.stream, member.wake
+        listening = asyncio.create_task(self._listen(request_iterator, member, stream))
+        try:
+            while member.connected and member.stream == stream:
+                wake.clear()
+                yield fleet_pb2.JoinResponse(backlog=member.backlog, lora_stores=self._lora_stores(member))
+                await asyncio.sleep(_PAUSE_S)
+                await wake.wait()
+            if member.stream == stream:
+                await listening  # it has said its last word, which may be an error
+        finally:
+            self._fleet.leave(member, stream)
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+
+    async def ListMembers(
+        self, request: fleet_pb2.ListMembersRequest, context: _Context
+    ) -> fleet_pb2.ListMembersResponse:
+        """See the contract."""
+        now = self._clock.monotonic()
+        load = fleet_pb2.Load(memory_bytes=await asyncio.to_thread(_memory_bytes))
+        this = fleet_pb2.Member(registration=self._this, load=load, joined_s=now - self._began)
+        others = [
+            fleet_pb2.Member(
+                registration=member.registration,
+                load=member.load,
+                joined_s=now - member.joined_at,
+                heard_s=now - member.heard_at,
+            )
+            for member in self._fleet.members()
+        ]
+        return fleet_pb2.ListMembersResponse(members=[this, *others], queued=len(self._queue))
+
+    def _lora_stores(self, member: Member) -> list[worker_pb2.LoraStore]:
+        return where(self._fleet.lora_stores) if member.is_worker else []
+
+    async def _first(self, requests: _Requests, crowded_out: asyncio.Future[None]) -> fleet_pb2.JoinRequest | None:
+        """The first message, or None at the end of the stream. Raises DeadlinePassed, Draining, QueueFull."""
+        reading = asyncio.ensure_future(anext(aiter(requests), None))
+        closing = asyncio.create_task(self._fleet.closed.wait())
+        try:
+            await asyncio.wait(
+                (reading, closing, crowded_out),
+                timeout=self._fleet.lease_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if reading.done():
+                return reading.result()
+        finally:
+            for task in (reading, closing):
+                task.cancel()
+            await asyncio.gather(reading, closing, return_exceptions=True)
+        if self._fleet.closed.is_set():
+            raise Draining("the gateway is stopping")
+        if crowded_out.done():
+            raise full("others join as well, and this stream has not said yet who does", limit="joins")
+        raise DeadlinePassed(f"no registration came within {self._fleet.lease_s:g} s")
+
+    async def _listen(self, requests: _Requests, member: Member, stream: int) -> None:
+        """Takes in what the member says until it stops or another stream speaks for it."""
+        wake = member.wake
+        try:
+            async for request in requests:
+                if member.stream != stream:
+                    return
+                if request.HasField("load"):
+                    self._fleet.report(member, request.load)
+        finally:
+            self._fleet.leave(member, stream)
+            wake.set()
+
+
+class FleetNotServedHere(fleet_pb2_grpc.FleetServiceServicer):
+    """What the public port says to a service, or a client, that looks for the fleet there."""
+
+    def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        """Refused."""
+        raise _elsewhere()
+
+    async def ListMembers(
+        self, request: fleet_pb2.ListMembersRequest, context: _Context
+    ) -> fleet_pb2.ListMembersResponse:
+        """Refused."""
+        raise _elsewhere()
+
+
+def _elsewhere() -> MethodNotServed:
+    return MethodNotServed(
+        "the fleet is not served on this port of the gateway, but on another one: fleet.listen of its configuration,"
+        f" {DEFAULT_FLEET_ADDRESS} unless that says otherwise",
+        metadata={"listener": "fleet"},
+    )
+
+
+def _registration(first: fleet_pb2.JoinRequest | None) -> fleet_pb2.Registration:
+    if first is None or not first.HasField("registration"):
+        rule = "must be in the first message"
+        raise InvalidRequest(f"registration: {rule}", violations=[Violation(field="registration", description=rule)])
+    return first.registration
+
+
+def _memory_bytes() -> int:
+    this = psutil.Process()
+    return resident_bytes([this.pid, *(child.pid for child in this.children(recursive=True))])

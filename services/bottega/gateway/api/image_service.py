@@ -1,0 +1,217 @@
+"""ImageService: wire to domain and back, nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from bottega import rules
+from bottega.errors import BottegaError, ImageNotFound, JobNotFinished
+from bottega.gateway.api import validation
+from bottega.gateway.api.admission import Admission
+from bottega.gateway.api.command import GenerateCommand
+from bottega.gateway.api.conversion import event_to_wire, image_to_wire, inline_bytes, job_to_wire, travels_inline
+from bottega.gateway.api.watching import EndedEvent, Event, JobWatch
+from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.repository import JobFilter, JobRepository
+from bottega.gateway.jobs.values import StoredImage
+from bottega.gateway.scheduling.controller import JobController
+from bottega.rpc.interceptor import response_flow
+from bottega.rpc.operation import logs
+from bottega.rpc.peers import host_of
+from bottega.storage import ContentReader, ContentStore
+from bottega.v1 import image_pb2, image_pb2_grpc
+
+# Every call has room for a small one (rpc.answers); images go twice as fast in large ones.
+_CHUNK_BYTES = 256 << 10
+_SMALL_CHUNK_BYTES = 64 << 10
+# Of a chunk's answer, that says what image it is of as well.
+_ABOUT_CHUNK_BYTES = 4 << 10
+_DEFAULT_PAGE = 20
+# A page of ListJobs ends when it has so many bytes, which is looked at after every few jobs: the largest are a third of
+# a MiB, four prompts said twice and what was cut of them, and gRPC's own bound on what a client takes is 4 MiB.
+_PAGE_BYTES = 2 << 20
+_PART_OF_PAGE = 5
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ImageService(image_pb2_grpc.ImageServiceServicer):
+    """What product backends call.
+
+    default_deadline_s: of Generate calls that end with their caller, where that caller set no deadline.
+    """
+
+    def __init__(
+        self,
+        *,
+        intake: Admission,
+        foreman: JobController,
+        log: JobRepository,
+        images: ContentStore,
+        fleet: Fleet,
+        default_deadline_s: float,
+    ) -> None:
+        self._intake = intake
+        self._foreman = foreman
+        self._jobs = log
+        self._images = images
+        self._fleet = fleet
+        self._default_deadline_s = default_deadline_s
+
+    async def Generate(
+        self, request: image_pb2.GenerateRequest, context: _Context
+    ) -> AsyncIterator[image_pb2.GenerateResponse]:
+        """See the contract. A job that continues without its caller does not end with the caller's deadline either."""
+        order = GenerateCommand(
+            spec=request.spec,
+            request_id=request.request_id,
+            deadline_s=_deadline_s(request),
+            caller_s=None if request.request_id else self._caller_s(context),
+            peer=host_of(context.peer()),
+            preview=request.preview,
+            log_id=_log_id(request.request_id),
+        )
+        goes_on, preview = bool(request.request_id), request.preview
+        job, new = await self._intake.accept(order)
+        del order, request  # the job has what it needs of them; they are large where there are images
+        _bind(job)
+        try:
+            watch = JobWatch(job, preview=preview, announce=new)
+            async with contextlib.aclosing(watch.events()) as events:
+                async for event in events:
+                    if isinstance(event, EndedEvent) and job.error is not None:
+                        raise job.error.with_traceback(None)
+                    yield image_pb2.GenerateResponse(event=await self._to_wire(job, event))
+        finally:
+            if not goes_on:
+                self._foreman.abandon(job)
+
+    async def GetImage(
+        self, request: image_pb2.GetImageRequest, context: _Context
+    ) -> AsyncIterator[image_pb2.GetImageResponse]:
+        """See the contract."""
+        job = await self._job(request.job_id)
+        async with await self._reader(job, request.index) as reader:
+            image: image_pb2.Image | None = image_to_wire(job, request.index)
+            begin = 0
+            while image is not None or begin < reader.size_bytes:
+                size_bytes = _chunk_bytes()
+                yield image_pb2.GetImageResponse(image=image, chunk=await reader.read(begin, size_bytes))
+                image, begin = None, begin + size_bytes
+
+    async def SubmitJob(self, request: image_pb2.SubmitJobRequest, context: _Context) -> image_pb2.SubmitJobResponse:
+        """See the contract. The call's own deadline bounds the call, not the job."""
+        order = GenerateCommand(
+            spec=request.spec,
+            request_id=request.request_id,
+            deadline_s=_deadline_s(request),
+            peer=host_of(context.peer()),
+            log_id=_log_id(request.request_id),
+        )
+        job, _ = await self._intake.accept(order)
+        _bind(job)
+        return image_pb2.SubmitJobResponse(job=job_to_wire(job))
+
+    async def GetJob(self, request: image_pb2.GetJobRequest, context: _Context) -> image_pb2.GetJobResponse:
+        """See the contract."""
+        return image_pb2.GetJobResponse(job=job_to_wire(await self._job(request.job_id)))
+
+    async def ListJobs(self, request: image_pb2.ListJobsRequest, context: _Context) -> image_pb2.ListJobsResponse:
+        """See the contract."""
+        rules.refuse(list(validation.check_page(request)))
+        wanted = JobFilter(
+            states=frozenset(request.states),
+            after=_unix_s(request.created_after) if request.HasField("created_after") else None,
+            before=_unix_s(request.created_before) if request.HasField("created_before") else None,
+        )
+        answer = image_pb2.ListJobsResponse(next_page_token=request.page_token)
+        left, room = request.page_size or _DEFAULT_PAGE, _PAGE_BYTES
+        while left > 0 and room > 0:
+            part = min(left, _PART_OF_PAGE)
+            jobs, answer.next_page_token = await self._jobs.page(wanted, size=part, token=answer.next_page_token)
+            listed = [job_to_wire(job) for job in jobs]
+            answer.jobs.extend(listed)
+            left, room = left - part, room - sum(job.ByteSize() for job in listed)
+            if not answer.next_page_token:
+                break
+        return answer
+
+    async def WatchJob(
+        self, request: image_pb2.WatchJobRequest, context: _Context
+    ) -> AsyncIterator[image_pb2.WatchJobResponse]:
+        """See the contract."""
+        job = await self._job(request.job_id)
+        if request.preview:
+            self._foreman.show(job)
+        async with contextlib.aclosing(JobWatch(job, preview=request.preview).events()) as events:
+            async for event in events:
+                yield image_pb2.WatchJobResponse(event=await self._to_wire(job, event))
+
+    async def CancelJob(self, request: image_pb2.CancelJobRequest, context: _Context) -> image_pb2.CancelJobResponse:
+        """See the contract."""
+        job = await self._job(request.job_id)
+        await self._foreman.cancel_for_good(job)
+        return image_pb2.CancelJobResponse(job=job_to_wire(job))
+
+    async def ListModels(self, request: image_pb2.ListModelsRequest, context: _Context) -> image_pb2.ListModelsResponse:
+        """See the contract."""
+        return image_pb2.ListModelsResponse(models=self._fleet.models())
+
+    def _caller_s(self, context: _Context) -> float:
+        return self._default_deadline_s if context.time_remaining() is None else context.time_remaining()
+
+    async def _job(self, job_id: str) -> Job:
+        job = await self._jobs.get(job_id)
+        _bind(job)
+        return job
+
+    async def _to_wire(self, job: Job, event: Event) -> image_pb2.JobEvent:
+        """Images do not travel along where as much waits for its readers as may: these are small answers."""
+        inline = isinstance(event, EndedEvent) and travels_inline(job) and response_flow.reserve(inline_bytes(job))
+        data = [await self._inline(picture) for picture in job.pictures] if inline else []
+        return event_to_wire(job, event, data)
+
+    async def _inline(self, picture: StoredImage) -> bytes:
+        """One that cannot be read is sent without its bytes, as a large one is; GetImage says why they do not come."""
+        try:
+            return await self._images.get(picture.digest) or b""
+        except BottegaError:
+            return b""
+
+    async def _reader(self, job: Job, index: int) -> ContentReader:
+        if job.state != image_pb2.JOB_STATE_COMPLETED:
+            raise JobNotFinished("the job has no images" if not job.live else "the job has no images yet")
+        if not 0 <= index < len(job.pictures):
+            raise ImageNotFound(f"the job has {len(job.pictures)} images, counted from 0")
+        reader = await self._images.reader(job.pictures[index].digest)
+        if reader is None:
+            raise ImageNotFound("the image has expired")
+        return reader
+
+
+def _chunk_bytes() -> int:
+    return _CHUNK_BYTES if response_flow.reserve(_CHUNK_BYTES + _ABOUT_CHUNK_BYTES) else _SMALL_CHUNK_BYTES
+
+
+def _log_id(request_id: str) -> str:
+    """What the log calls the request: its request_id, which no rule has seen yet, else that of the call's metadata."""
+    if found := logs.request_id_from(request_id):
+        logs.bind(request_id=found)
+    return logs.bound().get("request_id", "")
+
+
+def _deadline_s(request: image_pb2.GenerateRequest | image_pb2.SubmitJobRequest) -> float | None:
+    return request.deadline_s if request.HasField("deadline_s") else None
+
+
+def _bind(job: Job) -> None:
+    logs.bind(job_id=job.job_id, request_id=job.log_id)
+
+
+def _unix_s(timestamp: Timestamp) -> float:
+    return float(timestamp.seconds) + timestamp.nanos / 1e9

@@ -1,0 +1,98 @@
+"""How a caller follows a job: what it should be told next, never more often than it can listen.
+
+A watch holds no queue of events: whenever its caller is ready it looks at the job and tells what is new,
+so a slow one costs no memory and holds up nobody. Knows no wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+
+from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.values import QueuePosition
+from bottega.v1 import image_pb2
+
+_PROGRESS_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningEvent:
+    """The job runs. previews: JPEGs by image, only those that are new."""
+
+    steps_done: int
+    steps_total: int
+    previews: Mapping[int, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedEvent:
+    """The job has ended; it says how."""
+
+
+Event = QueuePosition | RunningEvent | EndedEvent
+
+
+class JobWatch:
+    """Follows one job.
+
+    preview: tell previews. announce: begin with the job's first place in the queue even if it runs already.
+    """
+
+    def __init__(self, job: Job, *, preview: bool = False, announce: bool = False) -> None:
+        self._job = job
+        self._preview = preview
+        self._announce = announce
+        self._wake = asyncio.Event()
+        self._told: QueuePosition | tuple[int, int] | None = None
+        self._seen_version = 0
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """The current state, then what changes; ends after EndedEvent. Raises why it is followed no further."""
+        self._job.listeners.add(self._wake.set)
+        try:
+            if self._announce and self._job.standing is not None:
+                self._told = self._job.standing
+                yield self._job.standing
+            while self._job.live:
+                if self._job.left is not None:
+                    raise self._job.left.with_traceback(None)
+                self._wake.clear()
+                event = self._news()
+                if event is not None:
+                    yield event
+                if isinstance(event, RunningEvent):
+                    await self._rest()
+                await self._wake.wait()
+            yield EndedEvent()
+        finally:
+            self._job.listeners.discard(self._wake.set)
+
+    def _news(self) -> Event | None:
+        if self._job.state == image_pb2.JOB_STATE_QUEUED:
+            standing = self._job.standing
+            if standing is None or standing == self._told:
+                return None
+            self._told = standing
+            return standing
+        steps = (self._job.steps_done, self._job.steps_total)
+        previews = self._new_previews()
+        if steps == self._told and not previews:
+            return None
+        self._told = steps
+        return RunningEvent(steps_done=steps[0], steps_total=steps[1], previews=previews)
+
+    def _new_previews(self) -> dict[int, bytes]:
+        if not self._preview:
+            return {}
+        new = {i: preview for i, preview in self._job.previews.items() if preview.version > self._seen_version}
+        self._seen_version = max((preview.version for preview in new.values()), default=self._seen_version)
+        return {i: preview.jpeg for i, preview in sorted(new.items())}
+
+    async def _rest(self) -> None:
+        """Lets progress gather; the end is not kept waiting."""
+        try:
+            await asyncio.wait_for(self._job.ended.wait(), _PROGRESS_INTERVAL_S)
+        except TimeoutError:
+            return

@@ -1,0 +1,100 @@
+"""Small calls to workers beside the attempts, and their checkpoints: none of them changes what becomes of a job.
+
+A call that fails is logged, and nobody waits for it. Knows no wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from bottega.errors import BottegaError
+from bottega.gateway.dispatch.attempts import WorkerClient
+from bottega.gateway.jobs import log_lines
+from bottega.gateway.jobs.job import Job
+from bottega.v1 import worker_pb2
+
+_CANCEL_DEADLINE_S = 2.0
+_PREVIEW_DEADLINE_S = 2.0
+_WATCH_PAUSE_S = 0.5
+# Of one worker, at once; it runs some tens of attempts, and may report thousands.
+MOST_STALE = 64
+
+_log = logging.getLogger(__name__)
+
+
+class BackgroundCalls:
+    """Those that are being run. Close it when the last client is being closed by it."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+        self._stale: Counter[WorkerClient] = Counter()
+
+    def stop_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
+        """Tells a worker that nobody waits for an attempt."""
+        self._run(_stop_attempt(client, attempt))
+
+    def stop_stale_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
+        """The same of one that the worker reports; of more than MOST_STALE the others, when it reports them again."""
+        if self._stale[client] < MOST_STALE:
+            self._stale[client] += 1
+            self._run(self._stop_stale_attempt(client, attempt))
+
+    def preview_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId, job: Job) -> None:
+        """Tells a worker that previews are wanted."""
+        self._run(_preview_attempt(client, attempt, job))
+
+    def close_client(self, client: WorkerClient) -> None:
+        """Ends every call of it."""
+        self._run(client.close())
+
+    async def close(self) -> None:
+        """Returns when all of them are over."""
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _stop_stale_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
+        try:
+            await _stop_attempt(client, attempt)
+        finally:
+            self._stale[client] -= 1
+            if not self._stale[client]:
+                del self._stale[client]
+
+    def _run(self, call: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(call)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+
+async def gather_checkpoints(
+    client: WorkerClient, name: str, take: Callable[[worker_pb2.WatchCheckpointsResponse], None]
+) -> None:
+    """Takes every checkpoint of a worker, until it is cancelled. name: of the worker, for the log."""
+    while True:
+        try:
+            async for news in client.checkpoints():
+                take(news)
+        except BottegaError as error:
+            _log.debug("checkpoints cannot be watched", extra={"member": name, "text": error.message})
+        except Exception:  # noqa: BLE001 - the boundary of the task: without it a worker's jobs begin anew when it dies
+            _log.exception("checkpoints could not be taken", extra={"member": name})
+        await asyncio.sleep(_WATCH_PAUSE_S)
+
+
+async def _stop_attempt(client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
+    try:
+        await client.cancel_attempt(attempt, deadline_s=_CANCEL_DEADLINE_S)
+    except BottegaError as error:
+        # The worker gives the attempt up by itself once its deadline or grace is over.
+        _log.info("attempt could not be cancelled", extra={"job_id": attempt.job_id, "text": error.message})
+
+
+async def _preview_attempt(client: WorkerClient, attempt: worker_pb2.AttemptId, job: Job) -> None:
+    try:
+        await client.preview_attempt(attempt, deadline_s=_PREVIEW_DEADLINE_S)
+    except BottegaError as error:
+        # It goes on without previews, unless it is lost; then the next attempt has them.
+        _log.warning("no previews", extra={**log_lines.names(job), "text": error.message})

@@ -1,0 +1,146 @@
+"""Which ControlNets are hosted where, as servers and workers report it, and which were until a moment ago.
+
+Knows hosts, and for which base models their ControlNets were made; chooses nobody, and knows no jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from bottega.errors import ControlNetNotFound, ControlNetUnusable, NoControlNet
+from bottega.gateway.clock import Clock
+from bottega.gateway.fleet.members import Member
+from bottega.v1 import image_pb2
+from bottega.v1.controlnet_pb2 import HostedControlNet, HostedState
+
+# A server comes back, or another one joins, within some seconds.
+_RETRY_AFTER_S = 3.0
+# Names, and bases of each, that are remembered when nobody hosts them any more.
+_MAX_SEEN = 4096
+_MAX_BASES = 8
+# Of the names that an error lists: it travels in a trailer.
+_LISTED_CHARACTERS = 2000
+
+
+class HostedIndex:
+    """The ControlNets of a fleet. grace_s: how long one is waited for that nobody hosts any more."""
+
+    def __init__(self, *, grace_s: float, clock: Clock) -> None:
+        self._grace_s = grace_s
+        self._clock = clock
+        self._hosts: dict[str, dict[Member, HostedControlNet]] = {}
+        self._of: dict[Member, tuple[HostedControlNet, ...]] = {}
+        self._sessions: dict[Member, int] = {}
+        self._seen: dict[str, dict[str, float]] = {}
+
+    def take(self, member: Member) -> None:
+        """A member has reported what it hosts."""
+        if not (member.is_worker or member.is_controlnet_server):
+            return
+        nets = tuple(member.load.controlnets)
+        names = {net.name for net in nets}
+        self._drop(member, [net for net in self._of.get(member, ()) if net.name not in names])
+        for net in nets:
+            self._hosts.setdefault(net.name, {})[member] = net
+        self._of[member] = nets
+        self._sessions[member] = sum(net.sessions for net in nets)
+
+    def leave(self, member: Member) -> None:
+        """A member is not here any more. Harmless where it was not."""
+        self._drop(member, self._of.pop(member, ()))
+        self._sessions.pop(member, None)
+
+    def hosts(self, name: str, base: str) -> Iterator[tuple[Member, HostedControlNet]]:
+        """Who hosts a ControlNet of that name that fits the base model."""
+        for member, net in self._hosts.get(name, {}).items():
+            if _fits(net.base, base):
+                yield member, net
+
+    def sessions(self, member: Member) -> int:
+        """Sessions that a member has reported, over all its ControlNets."""
+        return self._sessions.get(member, 0)
+
+    def expected(self, name: str, model: str, base: str) -> bool:
+        """Whether somebody hosts it for jobs of a model, or did within the grace."""
+        if any(_fits(net.base, base) for net in self._hosted_for(name, model)):
+            return True
+        oldest = self._clock.monotonic() - self._grace_s
+        return any(at > oldest and _fits(made_for, base) for made_for, at in self._seen.get(name, {}).items())
+
+    def resolve(self, names: Iterable[str], model: image_pb2.Model) -> None:
+        """Raises for ControlNets that a job of the model cannot have, nor may wait for.
+
+        ControlNetNotFound, ControlNetUnusable (for another base model), NoControlNet (none now, nor within the grace).
+        """
+        lacking = [name for name in dict.fromkeys(names) if not self.expected(name, model.name, model.base)]
+        if not lacking:
+            return
+        unknown = [name for name in lacking if not self._known(name, model.name)]
+        if unknown and (self._hosts or self._seen):
+            raise self._not_found(unknown, model)
+        for name in lacking:
+            self._refuse_misfit(name, model)
+        raise nobody_hosts(lacking)
+
+    def count(self, state: HostedState.ValueType) -> int:
+        """How many ControlNets the servers have in a state; one counts for each of its servers."""
+        servers = (nets for member, nets in self._of.items() if member.is_controlnet_server)
+        return sum(net.state == state for nets in servers for net in nets)
+
+    def _known(self, name: str, model: str) -> bool:
+        return name in self._seen or any(True for _ in self._hosted_for(name, model))
+
+    def _hosted_for(self, name: str, model: str) -> Iterator[HostedControlNet]:
+        """Those of a name, for whatever base: a worker's own are for the jobs that come to it."""
+        for member, net in self._hosts.get(name, {}).items():
+            if not member.is_worker or member.serves(model):
+                yield net
+
+    def _not_found(self, unknown: list[str], model: image_pb2.Model) -> ControlNetNotFound:
+        served = sorted(name for name in self._hosts if self.expected(name, model.name, model.base))
+        listed = _listed(served)
+        return ControlNetNotFound(
+            f"no such ControlNet: {_listed(unknown)}; hosted for {model.name}: {listed or 'none'}",
+            metadata={"served": listed.replace(" ", "")},
+        )
+
+    def _refuse_misfit(self, name: str, model: image_pb2.Model) -> None:
+        for net in self._hosted_for(name, model.name):
+            if not _fits(net.base, model.base):
+                raise ControlNetUnusable(
+                    f"{name} was made for the base model {net.base}, and {model.name} is {model.base}",
+                    metadata={"controlnet": name, "made_for": net.base, "model": model.name, "base": model.base},
+                )
+
+    def _drop(self, member: Member, nets: Iterable[HostedControlNet]) -> None:
+        now = self._clock.monotonic()
+        for net in nets:
+            hosts = self._hosts[net.name]
+            del hosts[member]
+            if not hosts:
+                del self._hosts[net.name]
+            bases = self._seen[net.name] = self._seen.pop(net.name, {})  # the newest last
+            bases.pop(net.base, None)
+            bases[net.base] = now
+            if len(bases) > _MAX_BASES:
+                del bases[next(iter(bases))]
+        while len(self._seen) > _MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
+
+
+def nobody_hosts(names: Iterable[str]) -> NoControlNet:
+    """The error of a job whose ControlNets nobody has at hand."""
+    listed = _listed(names)
+    return NoControlNet(
+        f"nobody hosts {listed} now", metadata={"controlnets": listed.replace(" ", "")}, retry_after_s=_RETRY_AFTER_S
+    )
+
+
+def _fits(made_for: str, base: str) -> bool:
+    """Where one of the two is not known, whoever loads it says whether it fits."""
+    return not made_for or not base or made_for == base
+
+
+def _listed(names: Iterable[str]) -> str:
+    text = ", ".join(names)
+    return text if len(text) <= _LISTED_CHARACTERS else f"{text[:_LISTED_CHARACTERS].rpartition(', ')[0]}, ..."

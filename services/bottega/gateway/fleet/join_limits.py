@@ -1,0 +1,192 @@
+"""How often services may join, and how many of one host: so that a stranger's joins leave room for others'.
+
+Knows names and hosts, no members and no wire. An instance that was a member is known for a while: it may join as often
+as it likes, also where the fleet is full, and beyond what one host may have while a part of the fleet is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from bottega.errors import FleetFull, QueueFull
+from bottega.gateway.clock import Clock
+
+MAX_NAMELESS = 48
+"""Joins that have not said yet who joins; the requests of so many are taken in at once."""
+
+# Services that start together; more than that in their time come too often.
+_BURST_S = 8.0
+# Hosts, connections and names whose joins are counted. Those that have not joined for a while are forgotten first.
+_MAX_COUNTED = 4096
+# Of the fleet, that services of one host may have in all, those that were members before included.
+_PART_OF_ONE_HOST = 0.75
+# For which an instance is known that was a member, as long as there is room.
+_KNOWN_S = 3600.0
+# When to ask again where members have to go first: nobody knows when that is.
+_FULL_RETRY_S = 5.0
+
+MemberKey = tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinBounds:
+    """See FleetConfig and GatewayConfig."""
+
+    max_members: int
+    max_members_per_peer: int
+    joins_per_s: float
+    joins_per_s_by_name: float
+
+
+class JoinLimits:
+    """Counts joins. Ask `check_rate` of every newcomer that is not `known`, then `check_room`."""
+
+    def __init__(self, bounds: JoinBounds, clock: Clock) -> None:
+        self._bounds = bounds
+        by_name_s = bounds.joins_per_s_by_name
+        self._hosts = _TokenBuckets(bounds.joins_per_s, bounds.max_members_per_peer, clock)
+        self._names = _TokenBuckets(by_name_s, by_name_s * _BURST_S, clock)
+        self._connections = _TokenBuckets(by_name_s, by_name_s * _BURST_S, clock)
+        self._known = _PastInstances(bounds.max_members, clock)
+
+    def check_rate(self, *, peer: str, host: str, name: str) -> None:
+        """A service that is no member joins: peer is its connection. Raises QueueFull with the time to come again.
+
+        Whoever asks too often over one connection takes nothing from the others of its host, and a host takes nothing
+        from the same name at another one.
+        """
+        asked = (
+            (self._connections, peer, "over one connection"),
+            (self._names, f"{host} {name}", f"by the name {name}"),
+            (self._hosts, host, f"from {host}"),
+        )
+        for rates, key, what in asked:
+            wait_s = rates.wait_s(key)
+            if wait_s:
+                limit = "joins_per_s" if rates is self._hosts else "joins_per_s_by_name"
+                raise QueueFull(
+                    f"services join too often {what}; come again in {wait_s:.1f} s",
+                    metadata={"limit": f"fleet.{limit}"},
+                    retry_after_s=wait_s,
+                )
+        for rates, key, _ in asked:  # only now: who is refused takes nothing
+            rates.take(key)
+
+    def check_room(self, host: str, hosts: Iterable[str], *, known: bool) -> None:
+        """hosts: of the members, one each. known: whether it was a member before. Raises FleetFull with the time to
+        come again."""
+        members, most = Counter(hosts), self._bounds.max_members
+        if not known and members.total() >= most:
+            raise _full("max_members", most, "the fleet")
+        # Strangers of its own host keep no known one out, nor do both together fill the fleet.
+        over = members[host] >= self._bounds.max_members_per_peer
+        if over and not (known and members.total() < _PART_OF_ONE_HOST * most):
+            raise _full("fleet.max_members_per_peer", self._bounds.max_members_per_peer, f"of {host} the fleet")
+
+    def known(self, key: MemberKey, instance: str) -> bool:
+        """Whether this very instance was a member not long ago."""
+        return self._known.has(key, instance)
+
+    def remember(self, key: MemberKey, instance: str, *, stayed_s: float) -> None:
+        """A member is lost that had been here for so long."""
+        self._known.add(key, instance, stayed_s)
+
+
+class PendingJoins:
+    """Joins that have not said yet who joins. They are bounded, so that those who say it at once always have room."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Future[None], str] = {}
+
+    @contextlib.contextmanager
+    def one(self, host: str) -> Iterator[asyncio.Future[None]]:
+        """One of them, in the block. What it gives is done when it must make room: the oldest of the busiest host."""
+        if len(self._waiting) >= MAX_NAMELESS:
+            self._send_one_away()
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[place] = host
+        try:
+            yield place
+        finally:
+            self._waiting.pop(place, None)
+
+    def _send_one_away(self) -> None:
+        host = Counter(self._waiting.values()).most_common(1)[0][0]
+        oldest = next(place for place, whose in self._waiting.items() if whose == host)
+        del self._waiting[oldest]
+        if not oldest.done():
+            oldest.set_result(None)
+
+
+class _TokenBuckets:
+    """Token buckets, by key: `rate` in a second, `burst` at once."""
+
+    def __init__(self, rate: float, burst: float, clock: Clock) -> None:
+        self._rate = rate
+        self._burst = max(1.0, burst)
+        self._clock = clock
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # and when that was
+
+    def wait_s(self, key: str) -> float:
+        """Seconds until there is one; 0 where there is."""
+        left = self._now(key)
+        return 0.0 if left >= 1 else (1 - left) / self._rate
+
+    def take(self, key: str) -> None:
+        """Takes one that there is."""
+        left = self._now(key) - 1
+        self._left.pop(key, None)  # so that it is the newest
+        self._left[key] = (left, self._clock.monotonic())
+        if len(self._left) > _MAX_COUNTED:
+            self._left.popitem(last=False)
+
+    def _now(self, key: str) -> float:
+        now = self._clock.monotonic()
+        left, at = self._left.get(key, (self._burst, now))
+        return min(self._burst, left + (now - at) * self._rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PastInstance:
+    instance: str
+    stayed_s: float
+    at: float
+
+
+class _PastInstances:
+    """Instances that were members: as many as may be members, those that stayed longest."""
+
+    def __init__(self, most: int, clock: Clock) -> None:
+        self._most = most
+        self._clock = clock
+        self._past: dict[MemberKey, _PastInstance] = {}
+
+    def has(self, key: MemberKey, instance: str) -> bool:
+        past = self._past.get(key)
+        if past is None or past.at < self._clock.monotonic() - _KNOWN_S:
+            return False
+        return hmac.compare_digest(past.instance.encode(), instance.encode())
+
+    def add(self, key: MemberKey, instance: str, stayed_s: float) -> None:
+        now = self._clock.monotonic()
+        older = self._past.get(key)
+        if older is not None and older.instance != instance and older.stayed_s > stayed_s and older.at > now - _KNOWN_S:
+            return  # one that took the name for a moment is not the one to remember
+        self._past[key] = _PastInstance(instance=instance, stayed_s=stayed_s, at=now)
+        if len(self._past) > self._most:
+            self._past = {key: past for key, past in self._past.items() if past.at > now - _KNOWN_S}
+        while len(self._past) > self._most:
+            del self._past[min(self._past, key=lambda key: self._past[key].stayed_s)]
+
+
+def _full(key: str, most: int, whose: str) -> FleetFull:
+    return FleetFull(
+        f"{whose} has {most} members, and {key} of the gateway allows no more",
+        metadata={key: str(most)},
+        retry_after_s=_FULL_RETRY_S,
+    )

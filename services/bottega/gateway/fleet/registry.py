@@ -1,0 +1,306 @@
+"""Which services have joined, how busy they are, and which models that makes.
+
+A member whose stream ends takes no new work at once; it is lost when it has not come back within the lease. What
+ControlNets they host is kept in `hosting`. Knows no jobs and no wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bottega import rules
+from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable, Violation
+from bottega.gateway.addons.loras.lora_sets import lora_set
+from bottega.gateway.clock import Clock
+from bottega.gateway.fleet.hosted import HostedIndex
+from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits
+from bottega.gateway.fleet.members import FleetObserver, Member
+from bottega.gateway.fleet.validation import MAX_MODELS, check_load, check_registration
+from bottega.planning import StepTimes
+from bottega.rpc.peers import host_of
+from bottega.v1 import fleet_pb2, image_pb2
+
+# A worker of the miniature restarts in about 7 s where cores are busy, as measured; half of that is a fair guess.
+_RETRY_AFTER_S = 3.0
+# Between two jobs, or sessions, that a service does not take: one report of its load.
+_REST_S = 0.5
+# After a lease, when whoever waits for its name should come again.
+_AFTER_LEASE_S = 0.05
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class LastSeenModel:
+    """A model as it was last registered, for the time without workers."""
+
+    model: image_pb2.Model
+    at: float
+
+
+class Fleet:
+    """The registry.
+
+    lease_s: silence after which a member is lost. closed: set when nobody may join any more.
+    lora_stores: that are here, by name; workers are told when others are.
+    """
+
+    def __init__(self, *, lease_s: float, model_grace_s: float, bounds: JoinBounds, clock: Clock) -> None:
+        self.lease_s = lease_s
+        self._limits = JoinLimits(bounds, clock)
+        self._model_grace_s = model_grace_s
+        self._clock = clock
+        self._members: dict[tuple[int, str], Member] = {}
+        self._seen: dict[str, LastSeenModel] = {}
+        self._wholes: dict[str, image_pb2.Model] = {}  # until somebody comes or goes
+        self.hosting = HostedIndex(grace_s=model_grace_s, clock=clock)
+        self.lora_stores: tuple[Member, ...] = ()
+        self.closed = asyncio.Event()
+        self.observer: FleetObserver | None = None
+
+    def join(self, registration: fleet_pb2.Registration, *, peer: str = "") -> Member:
+        """A newcomer, or a member whose process has connected again: then its stream takes over and nothing is lost.
+
+        peer: its connection, as gRPC names it. Raises InvalidRequest, also when the name is in use; Unavailable when
+        its last member may still come back; FleetFull and QueueFull with a time to come again; ModelMismatch; Draining.
+        """
+        rules.refuse(list(check_registration(registration)))
+        if self.closed.is_set():
+            raise Draining("the gateway is stopping")
+        now, host, instance = self._clock.monotonic(), host_of(peer), registration.instance
+        key, said = (registration.kind, registration.name), _without_instance(registration)
+        member = self._members.get(key)
+        if member is not None and member.is_instance(instance):
+            self._reconnect(member, said, host, now)
+        else:
+            known = self._limits.known(key, instance)
+            if not known:
+                self._limits.check_rate(peer=peer, host=host, name=said.name)
+            if member is not None:
+                self._check_name(member, now)
+            others = [other for other in self._members.values() if other is not member]
+            self._limits.check_room(host, (other.host for other in others), known=known)
+            self._check_models(said, others)
+            if member is not None:
+                self._lose(member)
+            member = self._members[key] = Member(
+                registration=said, joined_at=now, heard_at=now, instance=instance, host=host
+            )
+        self._see(member, now)
+        _log.info("member joined", extra={"member": member.name, "address": said.address})
+        if self.observer:
+            self.observer.member_joined(member)
+        return member
+
+    def report(self, member: Member, load: fleet_pb2.Load) -> None:
+        """A member says how busy it is. Raises InvalidRequest."""
+        rules.refuse(list(check_load(load)))
+        member.heard_at = self._clock.monotonic()
+        member.load = load
+        member.steps_left = {running.attempt.job_id: running.steps_left for running in load.running}
+        member.times = StepTimes.from_entries(
+            (
+                ((time.latent_height, time.latent_width), time.rows, time.seconds)
+                for time in load.step_times
+                if math.isfinite(time.seconds) and time.seconds > 0
+            ),
+            outdated={
+                ((time.latent_height, time.latent_width), time.rows) for time in load.step_times if time.outdated
+            },
+        )
+        member.loras, member.patched = frozenset(load.loras), lora_set(load.patched_loras)
+        self.hosting.take(member)
+        if self.observer:
+            self.observer.member_changed(member)
+
+    def leave(self, member: Member, stream: int) -> None:
+        """The member's stream has ended; one that was replaced changes nothing."""
+        if not member.connected or member.stream != stream:
+            return
+        member.connected = False
+        self.hosting.leave(member)
+        self._see(member, self._clock.monotonic())
+        _log.info("member left", extra={"member": member.name})
+        if self.observer:
+            self.observer.member_changed(member)
+
+    def expire(self) -> None:
+        """Loses every member that was silent for the lease. Call it several times a lease."""
+        oldest = self._clock.monotonic() - self.lease_s
+        for member in [member for member in self._members.values() if member.heard_at <= oldest]:
+            _log.warning("member lost", extra={"member": member.name})
+            self._lose(member)
+
+    def forgive(self) -> None:
+        """Renews every lease: for when this process itself was late to listen."""
+        for member in self._members.values():
+            member.heard_at = self._clock.monotonic()
+
+    def close(self) -> None:
+        """Ends every member's stream, and lets nobody in again."""
+        self.closed.set()
+        for member in list(self._members.values()):
+            self._lose(member)
+
+    def members(self) -> list[Member]:
+        """Who is here, by kind and name."""
+        connected = (member for member in self._members.values() if member.connected)
+        return sorted(connected, key=lambda member: (member.registration.kind, member.name))
+
+    def serving(self, model: str) -> list[Member]:
+        """Workers of a model that are here."""
+        return [member for member in self._members.values() if member.connected and member.serves(model)]
+
+    def workers(self, model: str) -> list[Member]:
+        """Workers that take new jobs of a model."""
+        now = self._clock.monotonic()
+        return [m for m in self.serving(model) if not m.load.draining and m.rests_until <= now]
+
+    def let_rest(self, name: str, *, kind: fleet_pb2.ServiceKind.ValueType = fleet_pb2.SERVICE_KIND_WORKER) -> None:
+        """A service has just not taken what it was given, whatever it reports: it is given nothing for a moment."""
+        member = self._members.get((kind, name))
+        if member is not None:
+            member.rests_until = self._clock.monotonic() + _REST_S
+
+    def models(self) -> list[image_pb2.Model]:
+        """Models that are served now, by name, with the number of their workers."""
+        names = {model.name for member in self.members() for model in member.models}
+        return [self._whole(name) for name in sorted(names)]
+
+    def resolve(self, name: str | None) -> image_pb2.Model:
+        """The model of that name; without a name the only one served. Not to be changed.
+
+        Raises ModelNotFound, NoWorker (none now, nor within the grace), InvalidRequest (which of them?).
+        """
+        served = sorted(model for model in self._seen if self.expected(model))
+        if name is None:
+            if len(served) > 1:
+                rule = f"say which one: {', '.join(served)}"
+                raise InvalidRequest(f"model: {rule}", violations=[Violation(field="spec.model", description=rule)])
+            name = served[0] if served else None
+        if name in served:
+            return self._whole(name)
+        if name is None or name in self._seen or not self._seen:
+            raise NoWorker("no worker serves the model now", retry_after_s=_RETRY_AFTER_S)
+        listed = ", ".join(served) or "none"
+        raise ModelNotFound(f"no such model; served: {listed}", metadata={"served": ",".join(served)})
+
+    def expected(self, model: str) -> bool:
+        """Whether a worker of the model is here, or was within the grace."""
+        seen = self._seen.get(model)
+        if seen is None:
+            return False
+        return bool(self.serving(model)) or seen.at > self._clock.monotonic() - self._model_grace_s
+
+    def base(self, model: str) -> str:
+        """What the ControlNets of a model must have been made for; empty where that is not known."""
+        seen = self._seen.get(model)
+        return seen.model.base if seen else ""
+
+    def _reconnect(self, member: Member, said: fleet_pb2.Registration, host: str, now: float) -> None:
+        if member.registration != said:
+            rule = "an instance that has joined must say the same when it connects again"
+            raise InvalidRequest(
+                f"registration: {rule}", violations=[Violation(field="registration", description=rule)]
+            )
+        member.connected, member.heard_at, member.host = True, now, host
+        member.stream += 1
+        member.wake.set()
+        member.wake = asyncio.Event()
+
+    def _check_name(self, member: Member, now: float) -> None:
+        """Whoever comes under the name of another process waits until that one is known to be dead.
+
+        Else two services of one name would push each other out for ever, and anybody could end a member's attempts.
+        """
+        left_s = member.heard_at + self.lease_s - now
+        if left_s <= 0:
+            return
+        retry_s = left_s + _AFTER_LEASE_S
+        if not member.connected:
+            raise Unavailable(
+                f"{member.name} was here until a moment ago, as another process; its lease ends in {left_s:.1f} s",
+                retry_after_s=retry_s,
+            )
+        rule = f"{member.name} is in use by a service at {member.registration.address}; choose another name"
+        raise InvalidRequest(
+            f"name: {rule}",
+            violations=[Violation(field="registration.name", description=rule)],
+            retry_after_s=retry_s,
+        )
+
+    def _check_models(self, registration: fleet_pb2.Registration, others: Iterable[Member]) -> None:
+        """A job may go to any worker of its model, and go on at any other: so they all must serve the same."""
+        if registration.kind != fleet_pb2.SERVICE_KIND_WORKER:
+            return
+        served = {model.name: (model, other) for other in others for model in other.models}
+        for model in registration.models:
+            known, by = served.get(model.name, (model, None))
+            if by is not None and _identity(known) != _identity(model):
+                raise ModelMismatch(
+                    f"{registration.name} has {model.name} as {_identity(model)}, but {by.name} serves it as"
+                    f" {_identity(known)}; give one of them another model_name, or stop it",
+                    metadata={"model": model.name, "member": by.name},
+                )
+
+    def _whole(self, name: str) -> image_pb2.Model:
+        """The model of all its workers that are here, or as it was when the last one was."""
+        whole = self._wholes.get(name)
+        if whole is None:
+            served = [model for member in self.members() for model in member.models if model.name == name]
+            whole = self._wholes[name] = _merge_workers(served or [self._seen[name].model])
+        return whole
+
+    def _lose(self, member: Member) -> None:
+        key = (member.registration.kind, member.name)
+        del self._members[key]
+        self._limits.remember(key, member.instance, stayed_s=member.heard_at - member.joined_at)
+        if member.connected:
+            self._see(member, member.heard_at)
+        member.connected = False
+        self.hosting.leave(member)
+        member.stream += 1
+        member.wake.set()
+        if self.observer:
+            self.observer.member_lost(member)
+
+    def _see(self, member: Member, now: float) -> None:
+        """A member comes or goes."""
+        self._wholes.clear()
+        for model in member.models:
+            self._seen[model.name] = LastSeenModel(model=model, at=now)
+        while len(self._seen) > MAX_MODELS:
+            del self._seen[min(self._seen, key=lambda name: self._seen[name].at)]
+        if member.is_lora_store:
+            self._list_lora_stores()
+
+    def _list_lora_stores(self) -> None:
+        self.lora_stores = tuple(member for member in self.members() if member.is_lora_store)
+        for member in self._members.values():
+            if member.is_worker:
+                member.wake.set()
+
+
+def _without_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registration:
+    said = fleet_pb2.Registration()
+    said.CopyFrom(registration)
+    said.ClearField("instance")
+    return said
+
+
+def _merge_workers(models: list[image_pb2.Model]) -> image_pb2.Model:
+    """One model of several workers: what each of them can draw."""
+    whole = image_pb2.Model()
+    whole.CopyFrom(models[0])
+    whole.workers = len(models)
+    whole.max_pixels = min((model.max_pixels for model in models if model.max_pixels), default=0)
+    return whole
+
+
+def _identity(model: image_pb2.Model) -> str:
+    """What must be the same wherever a job is drawn or resumed."""
+    return f"{model.model_hash or 'no hash'} in {model.dtype or 'no dtype'}"

@@ -1,0 +1,39 @@
+"""What the gateway adds to a worker's account of a job. Knows the job, no worker."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+
+from bottega.gateway.jobs.job import Job
+from bottega.v1.generation_pb2 import Provenance, StageTime
+
+
+@functools.cache
+def version() -> str:
+    """Version of the suite that runs here."""
+    return importlib.metadata.version("bottega-services")
+
+
+def completed_provenance(job: Job, told: Provenance) -> Provenance:
+    """The worker's account with what only the gateway knows: parameters, attempts, its own times."""
+    full = Provenance()
+    full.CopyFrom(told)
+    full.parameters.CopyFrom(job.bare)
+    for lora, use in zip(full.parameters.loras, told.loras, strict=False):
+        lora.from_step = use.from_step  # what timing decided: with it, they make the same picture again
+    full.image_digest = job.image_digest
+    full.worker = told.worker or job.worker
+    full.bottega_version = told.bottega_version or version()
+    full.attempts = job.attempts
+    full.repeated_steps = job.repeated_steps
+    full.times.extend(
+        StageTime(stage=stage, seconds=seconds)
+        for stage, seconds in (
+            ("validate", job.validate_s),
+            ("acknowledge", job.acknowledge_s),
+            ("queue", job.queue_s),
+            ("route", job.route_s),
+        )
+    )
+    return full

@@ -1,0 +1,227 @@
+"""What the gateway keeps on its disk, jobs and finished images, and whether it can be written now.
+
+It opens both, again and again until it can; finds out when a disk that was full or gone is back; sweeps in slices.
+What must be written is tried until it is. Knows nothing of what is in a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from bottega.clocks import SteadyClock
+from bottega.errors import BottegaError, DataLoss, StorageUnavailable, TooManyOpenFiles
+from bottega.gateway.clock import Clock
+from bottega.gateway.jobs.digests import digest
+from bottega.gateway.jobs.store import JobStore
+from bottega.gateway.jobs.values import StoredImage
+from bottega.storage import ContentStore, os_errors
+
+ResultT = TypeVar("ResultT")
+
+# Between two tries: soon enough for whoever waits, seldom enough for a disk that is busy with being full.
+_RETRY_S = 0.5
+# The same for a damaged store, which only a person mends, and which takes a second of a core to look at.
+_DAMAGED_RETRY_S = 5.0
+_SWEEP_S = 1.0
+# Jobs that are forgotten in one transaction: some milliseconds.
+_SWEEP_JOBS = 100
+
+_log = logging.getLogger(__name__)
+
+
+def _ignore() -> None:
+    """For those who do not care."""
+
+
+async def _nothing() -> None:
+    """For those who read nothing yet."""
+
+
+class Storage:
+    """The gateway's disk. Open it first, `start` it then, close it last.
+
+    folder: of both, for the log. trouble: why nothing can be written now, as callers may hear it; None while all is
+    well. on_change: called whenever that changes.
+    max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered. steady: the time by which they are
+    forgotten, whatever the machine's clock is set to; an earlier life's goes on.
+    waiting_bytes: of images that may wait in memory for a disk that cannot take them.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        jobs: JobStore,
+        images: ContentStore,
+        max_jobs: int,
+        jobs_bytes: int,
+        jobs_ttl_s: float,
+        waiting_bytes: int,
+        clock: Clock,
+    ) -> None:
+        self._folder = folder
+        self.jobs = jobs
+        self.images = images
+        self.trouble: BottegaError | None = None
+        self.on_change: Callable[[], None] = _ignore
+        self._max_jobs = max_jobs
+        self._jobs_bytes = jobs_bytes
+        self._jobs_ttl_s = jobs_ttl_s
+        # All that is being kept at once has room in the budget, so that no job's first image goes for another's last.
+        self._room_bytes = min(waiting_bytes, images.budget_bytes)
+        self.steady = SteadyClock(wall=clock.wall, monotonic=clock.monotonic)
+        self._goes_on = False
+        self._unwritten = 0
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def open(
+        self, *, first: Callable[[], Awaitable[None]] = _nothing, on_failure: Callable[[], None] = _ignore
+    ) -> None:
+        """Returns when both are open and `first`, what is read before anything else, was done.
+
+        on_failure: called when that is not so at once; reads may work even then. Raises ConfigError for files that are
+        not ours.
+        """
+        while True:
+            try:
+                await self._open()
+                await first()
+            except (StorageUnavailable, DataLoss) as error:
+                self.failed(error)
+                on_failure()
+                await asyncio.sleep(_DAMAGED_RETRY_S if isinstance(error, DataLoss) else _RETRY_S)
+            else:
+                self._recovered()
+                return
+
+    def start(self) -> None:
+        """Begins to sweep, and to look after a disk that fails."""
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        """Ends after what was begun."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        for store in (self.jobs, self.images):
+            try:
+                await store.close()
+            except StorageUnavailable as error:
+                _log.warning("the disk did not end in time", extra={"text": error.message})
+
+    def check(self) -> None:
+        """Raises what keeps a job from being taken now."""
+        if self.trouble is not None:
+            raise self.trouble.with_traceback(None)
+
+    def failed(self, error: BottegaError) -> None:
+        """Something could not be written."""
+        if error.metadata.get("cause") == os_errors.BUSY:
+            return  # more than the disk can take at once, which is no fault of it
+        if self.trouble is None:
+            facts = {"folder": str(self._folder), "text": error.message, **error.metadata}
+            full = isinstance(error, TooManyOpenFiles)
+            what = "too many files and sockets are open" if full else "the disk cannot be used"
+            _log.error("%s; no job is taken", what, extra=facts)
+        # What damage there is, and where, is for the log.
+        told = (
+            DataLoss("the store is damaged; its operator has to look after it")
+            if isinstance(error, DataLoss)
+            else error
+        )
+        changed, self.trouble = self.trouble is None, told
+        if changed:
+            self.on_change()
+
+    async def insist(self, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """What `write` returns, tried until the disk takes it. Raises what else it raises."""
+        waits = False
+        try:
+            while True:
+                try:
+                    return await write()
+                except StorageUnavailable as error:
+                    self._unwritten += not waits
+                    waits = True
+                    self.failed(error)
+                    await asyncio.sleep(_RETRY_S)
+                except DataLoss as error:
+                    self.failed(error)
+                    raise
+        finally:
+            self._unwritten -= waits
+
+    async def keep(self, encoded: Sequence[bytes]) -> tuple[StoredImage, ...]:
+        """Keeps finished images: they are on the disk when this returns, which takes as long as the disk does.
+
+        Raises StorageUnavailable when too much waits for it already, TooLarge for what it never takes.
+        """
+        size_bytes = sum(map(len, encoded))
+        if size_bytes > self._room_bytes:
+            raise os_errors.unavailable("more images wait for the disk than memory has room for", cause=os_errors.BUSY)
+        self._room_bytes -= size_bytes
+        try:
+            pictures = [StoredImage(digest=await digest(data), size_bytes=len(data)) for data in encoded]
+            with self.images.pinned([picture.digest for picture in pictures]):
+                for picture, data in zip(pictures, encoded, strict=True):
+                    await self.insist(functools.partial(self.images.put, picture.digest, data))
+            return tuple(pictures)
+        finally:
+            self._room_bytes += size_bytes
+
+    async def _open(self) -> None:
+        """Images first: who has their folder has the jobs, too, and a life of the gateway begins only for that one."""
+        try:
+            await self.images.open()
+        except (StorageUnavailable, DataLoss):
+            with contextlib.suppress(StorageUnavailable, DataLoss):  # whoever reads them hears it, and the next look
+                await self.jobs.open_to_read()
+            raise
+        await self.jobs.open()
+        if not self._goes_on:
+            last = await self.jobs.last_end()
+            if last is not None:
+                self.steady.go_on_from(last.steady, wall=last.wall)
+            self._goes_on = True
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S if self.trouble is None else _RETRY_S)
+            try:
+                if self.trouble is None:
+                    await self._sweep()
+                else:
+                    await self._probe()
+            except (StorageUnavailable, DataLoss) as error:
+                self.failed(error)
+            except Exception:  # noqa: BLE001 - the boundary of the task: without it nothing is ever swept or healed
+                _log.exception("the disk could not be looked after")
+
+    async def _probe(self) -> None:
+        await self.images.probe()
+        await self.jobs.probe()
+        if not self._unwritten:  # what waits tries by itself, and is the better probe: it is larger
+            self._recovered()
+
+    async def _sweep(self) -> None:
+        while await self.images.sweep():
+            pass
+        ended_before = self.steady() - self._jobs_ttl_s
+        forgotten = _SWEEP_JOBS
+        while forgotten == _SWEEP_JOBS:
+            forgotten = await self.jobs.forget(
+                ended_before=ended_before, max_jobs=self._max_jobs, max_bytes=self._jobs_bytes, limit=_SWEEP_JOBS
+            )
+
+    def _recovered(self) -> None:
+        before, self.trouble = self.trouble, None
+        if before is not None:
+            full = isinstance(before, TooManyOpenFiles)
+            _log.info("files can be opened again" if full else "the disk can be used again")
+            self.on_change()

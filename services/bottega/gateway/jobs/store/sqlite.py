@@ -1,0 +1,288 @@
+"""Jobs in one SQLite file: the store of a single machine.
+
+Two threads: one writes, in groups, one reads, on a connection of its own, so that nobody who asks waits for the disk of
+those who write. Knows nothing of what is in a spec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TypeVar
+
+from bottega.errors import BottegaError, DataLoss, StorageUnavailable
+from bottega.gateway.jobs.store import sqlite_errors, sqlite_schema, sqlite_statements
+from bottega.gateway.jobs.store.group_commit import GroupCommit
+from bottega.gateway.jobs.store.record import EndTime, JobRecord, StoredPicture
+from bottega.gateway.jobs.store.sqlite_statements import Listing, PageQuery
+from bottega.storage import StorageThread, os_errors, sqlite_files
+from bottega.v1.image_pb2 import JobState
+
+ResultT = TypeVar("ResultT")
+
+_log = logging.getLogger(__name__)
+
+
+def _ignore(_: float) -> None:
+    """For those who do not measure."""
+
+
+class SqliteJobStore:
+    """See JobStore. Several stores, in one process or several, may have the same file."""
+
+    def __init__(self, path: Path, *, on_commit: Callable[[float], None] = _ignore) -> None:
+        """on_commit: told, in a thread of the store, how many seconds each commit took."""
+        self._path = path
+        self._writer = GroupCommit(self._connect, self._typed, on_commit)
+        self._reader = StorageThread("job-reader")
+        self._reading: sqlite3.Connection | None = None
+        self._readable = self._writable = False
+        self._sound = True
+        self._sound_state: sqlite_schema.FileState | None = None
+        self._damaged: set[int] = set()  # as far as somebody came across them: for the log
+        self._generation = 0
+
+    @property
+    def generation(self) -> int:
+        """See JobStore."""
+        return self._generation
+
+    @property
+    def commits(self) -> int:
+        """Transactions so far, each of a group of operations."""
+        return self._writer.commits
+
+    @property
+    def waiting(self) -> int:
+        """Operations that wait to be written."""
+        return self._writer.waiting
+
+    async def open(self) -> None:
+        """See JobStore."""
+        if self._writable:
+            return
+        await self._reader.run(self._inspect)
+        self._generation = await self._writer.run(lambda connection: sqlite_schema.adopt(connection, self._path))
+        self._readable = self._writable = True
+
+    async def open_to_read(self) -> None:
+        """See JobStore."""
+        if not self._writable:
+            await self._reader.run(self._inspect_if_there)
+
+    async def close(self) -> None:
+        """See JobStore."""
+        self._writable = False
+        await self._reader.close()
+        await self._writer.close()
+        await asyncio.to_thread(self._stop_reading)
+
+    async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
+        """See JobStore."""
+        return await self._write(
+            lambda connection: sqlite_statements.add(connection, record, inputs, replaces=replaces),
+            size_bytes=len(record.spec) + len(inputs),
+        )
+
+    async def begin(self, job_id: str, attempt: int, *, started_wall: float) -> bool:
+        """See JobStore."""
+        return await self._change(job_id, lambda record: record.begun(attempt, started_wall=started_wall))
+
+    async def requeue(self, job_id: str, attempt: int, *, deaths: int) -> bool:
+        """See JobStore."""
+        return await self._change(job_id, lambda record: record.requeued(attempt, deaths=deaths))
+
+    async def dress(self, job_id: str, attempt: int, *, loras_step: int) -> bool:
+        """See JobStore."""
+        return await self._change(job_id, lambda record: record.dressed(attempt, loras_step=loras_step))
+
+    async def extend(self, job_id: str, deadline_wall: float | None) -> bool:
+        """See JobStore."""
+        return await self._change(job_id, lambda record: record.extended(deadline_wall))
+
+    async def complete(
+        self,
+        job_id: str,
+        attempt: int,
+        *,
+        pictures: tuple[StoredPicture, ...],
+        provenance: bytes,
+        ended_wall: float,
+        ended_steady: float | None = None,
+    ) -> bool:
+        """See JobStore."""
+        end = EndTime.at(ended_wall, ended_steady)
+        return await self._change(
+            job_id, lambda record: record.completed(attempt, pictures=pictures, provenance=provenance, end=end)
+        )
+
+    async def fail(
+        self,
+        job_id: str,
+        attempt: int | None,
+        *,
+        error: bytes,
+        state: JobState.ValueType,
+        ended_wall: float,
+        ended_steady: float | None = None,
+        spec: bytes | None = None,
+    ) -> bool:
+        """See JobStore."""
+        end = EndTime.at(ended_wall, ended_steady)
+        return await self._change(
+            job_id, lambda record: record.failed(attempt, error=error, state=state, end=end, spec=spec)
+        )
+
+    async def get(self, job_id: str) -> JobRecord | None:
+        """See JobStore."""
+        return await self._find(lambda connection: sqlite_statements.of_job(connection, job_id))
+
+    async def of_request(self, request_id: str) -> JobRecord | None:
+        """See JobStore."""
+        return await self._find(lambda connection: sqlite_statements.of_request(connection, request_id))
+
+    async def inputs(self, job_id: str) -> bytes:
+        """See JobStore."""
+        return await self._find(lambda connection: sqlite_statements.inputs_of(connection, job_id)) or b""
+
+    async def last_end(self) -> EndTime | None:
+        """See JobStore."""
+        return await self._find(sqlite_statements.last_end)
+
+    async def live(self) -> list[JobRecord]:
+        """See JobStore."""
+        return await self._list(sqlite_statements.live)
+
+    async def page(
+        self,
+        *,
+        size: int,
+        states: Collection[JobState.ValueType] = (),
+        created_after: float | None = None,
+        created_before: float | None = None,
+        before_sequence: int | None = None,
+    ) -> list[JobRecord]:
+        """See JobStore."""
+        asked = PageQuery(
+            size=size,
+            states=states,
+            created_after=created_after,
+            created_before=created_before,
+            before_sequence=before_sequence,
+        )
+        return await self._list(lambda connection: sqlite_statements.page(connection, asked))
+
+    async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
+        """See JobStore."""
+        return await self._write(
+            lambda connection: sqlite_statements.forget(
+                connection, ended_before=ended_before, max_jobs=max_jobs, max_bytes=max_bytes, limit=limit
+            )
+        )
+
+    async def probe(self) -> None:
+        """See JobStore."""
+        await self._write(sqlite_statements.probe)
+
+    async def _change(self, job_id: str, follow: Callable[[JobRecord], JobRecord | None]) -> bool:
+        return await self._write(lambda connection: sqlite_statements.change(connection, job_id, follow))
+
+    async def _write(self, operation: Callable[[sqlite3.Connection], ResultT], *, size_bytes: int = 0) -> ResultT:
+        if not self._sound:
+            raise sqlite_errors.damaged()
+        if not self._writable:
+            raise os_errors.unavailable("the job store is not open", cause=os_errors.NOT_OPEN)
+        return await self._writer.run(operation, size_bytes=size_bytes)
+
+    async def _find(self, query: Callable[[sqlite3.Connection], ResultT | None]) -> ResultT | None:
+        found = await self._reader.run(lambda: self._read(query))
+        if found is None and not self._sound:
+            raise sqlite_errors.damaged()  # it may have been there
+        return found
+
+    async def _list(self, query: Callable[[sqlite3.Connection], Listing]) -> list[JobRecord]:
+        found = await self._reader.run(lambda: self._read(query))
+        if not self._sound:
+            raise sqlite_errors.damaged()  # some may be missing
+        for sequence in set(found.damaged) - self._damaged:
+            self._damaged.add(sequence)
+            _log.error("a job is damaged; it is left alone", extra={"file": str(self._path), "sequence": sequence})
+        return found.records
+
+    def _read(self, query: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+        if not self._readable:
+            raise os_errors.unavailable("the job store is not open", cause=os_errors.NOT_OPEN)
+        try:
+            if self._reading is None:
+                self._reading = sqlite_schema.connect_to_read(self._path)
+            return query(self._reading)
+        except sqlite3.Error as error:
+            self._stop_reading()
+            raise (self._typed(error) or error) from error
+
+    def _inspect_if_there(self) -> None:
+        if self._path.exists():
+            self._inspect()
+
+    def _inspect(self) -> None:
+        """Looks whether the file is ours and sound, before anything is written to it."""
+        with os_errors.translated():
+            sqlite_files.create_file(self._path)
+        self._stop_reading()  # the file may be another one since the last look
+        version = sqlite_schema.VERSION
+        try:
+            self._reading = sqlite_schema.connect_to_read(self._path)
+            version = sqlite_schema.check_owner(self._reading, self._path)
+            # What an earlier version wrote is read when it is brought up to date, which `open` does.
+            self._readable = version == sqlite_schema.VERSION
+            self._sound = self._is_sound(self._reading, version)
+        except sqlite3.Error as error:
+            typed = self._typed(error)
+            if not isinstance(typed, DataLoss):
+                self._stop_reading()
+                self._read_as_left()
+                raise (typed or error) from error
+        if not self._sound:
+            self._readable = version == sqlite_schema.VERSION
+            raise DataLoss(
+                f"{self._path} is damaged. Restore it from a backup, or move it and the files beside it that begin "
+                "with its name away: the jobs in it are lost then, and a new one is made"
+            )
+
+    def _read_as_left(self) -> None:
+        """Reads what was closed in order, where the disk has no room even for what readers share; until the next look.
+
+        Nobody else writes to it meanwhile: then there would be a log.
+        """
+        try:
+            self._reading = sqlite_schema.connect_as_left(self._path)
+            version = sqlite_schema.check_owner(self._reading, self._path)
+            self._readable = version == sqlite_schema.VERSION and self._is_sound(self._reading, version)
+        except (sqlite3.Error, OSError, StorageUnavailable):
+            self._stop_reading()  # why it cannot be opened is told already
+
+    def _is_sound(self, connection: sqlite3.Connection, version: int) -> bool:
+        """Whether the file is whole. It is looked at again when it has changed: a start may try twice a second."""
+        with os_errors.translated():
+            state = sqlite_schema.state_of(self._path)
+        if state != self._sound_state:
+            self._sound_state = state if sqlite_schema.is_sound(connection, version) else None
+        return self._sound_state is not None
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite_schema.connect_to_write(self._path)
+
+    def _typed(self, error: sqlite3.Error) -> BottegaError | None:
+        typed = sqlite_errors.typed(error)
+        if isinstance(typed, DataLoss) and self._sound:
+            self._sound = False
+            _log.error("the job store is damaged; it is only read from now on", extra={"file": str(self._path)})
+        return typed
+
+    def _stop_reading(self) -> None:
+        connection, self._reading = self._reading, None
+        if connection is not None:
+            connection.close()

@@ -1,0 +1,172 @@
+"""The job store's SQLite file: how it is opened, what tables it has, and whether it is sound.
+
+Knows no job beyond its columns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import urllib.parse
+from pathlib import Path
+
+from bottega.gateway.jobs.store import sqlite_upgrades
+from bottega.storage import sqlite_files
+
+FileState = tuple[tuple[int, int, int], ...]
+"""Of a file and the log beside it: inode, size, time of the last change in ns."""
+
+# "Bttg": what PRAGMA application_id says of a file of ours.
+APPLICATION_ID = 0x42747467
+VERSION = 4
+# What an earlier version wrote is brought up to date; older ones than these are not known.
+_UPGRADABLE = 3
+
+# Pages of 4 KiB after which a commit copies the log into the file: 4 MiB, which takes about 10 ms.
+_CHECKPOINT_PAGES = 1000
+# What large inputs may leave of the log's file after a checkpoint.
+_LOG_BYTES = 64 << 20
+
+# kept_bytes: what remembering an ended job takes, with a guess for the short columns and indexes.
+# request_ids: the newest job of each. inputs: of live jobs only, apart so that a change of a job does not rewrite them.
+# This is version 3, to which sqlite_upgrades adds the rest: so a new file and one that was upgraded are the same.
+_TABLES = (
+    """
+    CREATE TABLE jobs (
+        sequence INTEGER PRIMARY KEY AUTOINCREMENT,
+        job_id TEXT NOT NULL UNIQUE,
+        request_id TEXT NOT NULL,
+        log_id TEXT NOT NULL,
+        ends_with_caller INTEGER NOT NULL,
+        fingerprint TEXT NOT NULL,
+        state INTEGER NOT NULL,
+        spec BLOB NOT NULL,
+        latent_height INTEGER NOT NULL,
+        latent_width INTEGER NOT NULL,
+        image_digest TEXT NOT NULL,
+        size_bytes INTEGER NOT NULL,
+        created_wall REAL NOT NULL,
+        started_wall REAL,
+        ended_wall REAL,
+        deadline_wall REAL,
+        attempt INTEGER NOT NULL,
+        deaths INTEGER NOT NULL,
+        loras_step INTEGER,
+        pictures TEXT NOT NULL,
+        provenance BLOB NOT NULL,
+        error BLOB NOT NULL,
+        checksum INTEGER NOT NULL,
+        kept_bytes INTEGER NOT NULL GENERATED ALWAYS AS
+            (512 + length(spec) + length(pictures) + length(provenance) + length(error)) VIRTUAL
+    ) STRICT
+    """,
+    "CREATE INDEX jobs_live ON jobs (sequence) WHERE ended_wall IS NULL",
+    "CREATE INDEX jobs_ended ON jobs (ended_wall, sequence) WHERE ended_wall IS NOT NULL",
+    "CREATE INDEX jobs_state ON jobs (state, sequence)",
+    "CREATE INDEX jobs_created ON jobs (created_wall)",
+    "CREATE TABLE request_ids (request_id TEXT PRIMARY KEY, sequence INTEGER NOT NULL) STRICT, WITHOUT ROWID",
+    "CREATE TABLE inputs (sequence INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, data BLOB NOT NULL) STRICT",
+    "CREATE TABLE totals (jobs INTEGER NOT NULL, bytes INTEGER NOT NULL) STRICT",
+    "INSERT INTO totals VALUES (0, 0)",
+    """
+    CREATE TRIGGER jobs_added AFTER INSERT ON jobs BEGIN
+        UPDATE totals SET jobs = jobs + 1, bytes = bytes + NEW.kept_bytes;
+    END
+    """,
+    """
+    CREATE TRIGGER jobs_changed AFTER UPDATE ON jobs WHEN NEW.kept_bytes <> OLD.kept_bytes BEGIN
+        UPDATE totals SET bytes = bytes + NEW.kept_bytes - OLD.kept_bytes;
+    END
+    """,
+    """
+    CREATE TRIGGER jobs_forgotten AFTER DELETE ON jobs BEGIN
+        UPDATE totals SET jobs = jobs - 1, bytes = bytes - OLD.kept_bytes;
+    END
+    """,
+    "CREATE TABLE generation (number INTEGER NOT NULL) STRICT",
+    "INSERT INTO generation VALUES (0)",
+    f"PRAGMA application_id = {APPLICATION_ID}",
+    f"PRAGMA user_version = {_UPGRADABLE}",
+)
+
+
+def connect_to_write(path: Path) -> sqlite3.Connection:
+    """A connection whose commits are on the disk when they return; transactions are begun explicitly.
+
+    One thread at a time may use it. Raises sqlite3.Error.
+    """
+    return sqlite_files.connect(
+        path,
+        "PRAGMA journal_mode = WAL",
+        "PRAGMA synchronous = FULL",
+        f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}",
+        f"PRAGMA journal_size_limit = {_LOG_BYTES}",
+    )
+
+
+def connect_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that changes nothing, so that it may look at any file. Otherwise as `connect_to_write`."""
+    return sqlite_files.connect(path, "PRAGMA query_only = ON")
+
+
+def connect_as_left(path: Path) -> sqlite3.Connection:
+    """A connection to a file that was closed in order, which needs no room on the disk and sees no later write.
+
+    Raises FileExistsError where a log is beside the file, without which it is not what was written; sqlite3.Error.
+    """
+    log = sqlite_files.log_of(path)
+    if log.exists() and log.stat().st_size:
+        raise FileExistsError(f"{log} is part of the file")
+    return sqlite_files.connect(f"file:{urllib.parse.quote(str(path))}?immutable=1")
+
+
+def state_of(path: Path) -> FileState:
+    """Changes when the file, or the log beside it, does. Raises OSError."""
+    parts = [part.stat() for part in (path, sqlite_files.log_of(path)) if part.exists()]
+    return tuple((part.st_ino, part.st_size, part.st_mtime_ns) for part in parts)
+
+
+def check_owner(connection: sqlite3.Connection, path: Path) -> int:
+    """The version of our tables that the file has; 0 for an empty one. Raises ConfigError for somebody else's, and for
+    a version that can neither be used nor upgraded.
+    """
+    known = (VERSION, _UPGRADABLE)
+    return sqlite_files.version_of(
+        connection, path, application_id=APPLICATION_ID, known=known, what="a job store of Bottega"
+    )
+
+
+def is_sound(connection: sqlite3.Connection, version: int) -> bool:
+    """Whether the file is whole, as far as a look of a second tells, and has our tables. Raises sqlite3.Error.
+
+    version: of its tables, as `check_owner` says.
+    """
+    return sqlite_files.is_whole(connection) and sqlite_files.schema_of(connection) == _expected_schema(version)
+
+
+def adopt(connection: sqlite3.Connection, path: Path) -> int:
+    """Creates the tables where there are none, or brings them up to date, and begins a new life: its generation.
+
+    Within a transaction.
+    """
+    version = check_owner(connection, path)
+    if not version:
+        _create(connection)
+    if version != VERSION:
+        sqlite_upgrades.remember_peers(connection)
+    ((generation,),) = connection.execute("UPDATE generation SET number = number + 1 RETURNING number").fetchall()
+    return int(generation)
+
+
+def _create(connection: sqlite3.Connection) -> None:
+    for statement in _TABLES:
+        connection.execute(statement)
+
+
+def _expected_schema(version: int) -> list[tuple[str, str]]:
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        if version:
+            _create(connection)
+        if version == VERSION:
+            sqlite_upgrades.remember_peers(connection)
+        return sqlite_files.schema_of(connection)

@@ -1,0 +1,213 @@
+"""What the job store says to SQLite: each function is one operation within a transaction, or one query.
+
+Knows no thread and no file.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bottega.errors import DataLoss
+from bottega.gateway.jobs.store.record import EndTime, JobRecord
+from bottega.gateway.jobs.store.sqlite_rows import COLUMNS, from_row, intact, to_row
+from bottega.storage.checksums import Value, checksum
+from bottega.v1.image_pb2 import JobState
+
+_ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *COLUMNS))
+_INSERT = (
+    f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (job_id) DO NOTHING"
+)
+_EXPIRED = (
+    "SELECT sequence, request_id FROM jobs WHERE ended_steady IS NOT NULL AND ended_steady < ? "
+    "ORDER BY ended_steady, sequence LIMIT ?"
+)
+_OLDEST = (
+    "SELECT sequence, request_id FROM jobs WHERE finished = ? AND peer = ? AND ended_steady IS NOT NULL "
+    "ORDER BY ended_steady, sequence LIMIT 1"
+)
+_UPDATE = f"UPDATE jobs SET ({', '.join(COLUMNS)}) = ({', '.join('?' * len(COLUMNS))}) WHERE sequence = ?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageQuery:
+    """See JobStore.page."""
+
+    size: int
+    states: Collection[JobState.ValueType]
+    created_after: float | None
+    created_before: float | None
+    before_sequence: int | None
+
+    def conditions(self) -> Iterator[tuple[str, list[Value]]]:
+        """Conditions with their parameters."""
+        if self.states:
+            yield f"state IN ({', '.join('?' * len(self.states))})", [int(state) for state in self.states]
+        if self.created_after is not None:
+            yield "created_wall >= ?", [self.created_after]
+        if self.created_before is not None:
+            yield "created_wall < ?", [self.created_before]
+        if self.before_sequence is not None:
+            yield "sequence < ?", [self.before_sequence]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """Jobs in their order. damaged: sequences of those among them that are not what was written."""
+
+    records: list[JobRecord]
+    damaged: list[int]
+
+
+def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, replaces: str) -> JobRecord:
+    """See JobStore.add."""
+    known = _known(connection, record, replaces) if record.request_id else None
+    # A job without a request_id, as most are, takes this one statement: each is a wait for the interpreter.
+    inserted = connection.execute(_INSERT, to_row(record)) if known is None else None
+    if inserted is None or not inserted.rowcount:
+        known = known or of_job(connection, record.job_id)
+        assert known is not None
+        return known
+    sequence = inserted.lastrowid
+    assert sequence is not None
+    if record.request_id:
+        connection.execute("INSERT OR REPLACE INTO request_ids VALUES (?, ?)", (record.request_id, sequence))
+    if inputs:
+        connection.execute("INSERT INTO inputs VALUES (?, ?, ?)", (sequence, checksum([inputs]), inputs))
+    return replace(record, sequence=sequence)
+
+
+def change(connection: sqlite3.Connection, job_id: str, follow: Callable[[JobRecord], JobRecord | None]) -> bool:
+    """Writes what follows from the job as it is; whether anything does."""
+    record = of_job(connection, job_id)
+    after = follow(record) if record else None
+    if after is None:
+        return False
+    connection.execute(_UPDATE, (*to_row(after), after.sequence))
+    if not after.live:
+        connection.execute("DELETE FROM inputs WHERE sequence = ?", (after.sequence,))
+    return True
+
+
+def of_job(connection: sqlite3.Connection, job_id: str) -> JobRecord | None:
+    """See JobStore.get."""
+    found = _records(connection, f"SELECT {_ALL} FROM jobs WHERE job_id = ?", job_id)
+    return found[0] if found else None
+
+
+def of_request(connection: sqlite3.Connection, request_id: str) -> JobRecord | None:
+    """See JobStore.of_request."""
+    query = f"SELECT {_ALL} FROM request_ids JOIN jobs USING (sequence) WHERE request_ids.request_id = ?"
+    found = _records(connection, query, request_id)
+    return found[0] if found else None
+
+
+def inputs_of(connection: sqlite3.Connection, job_id: str) -> bytes | None:
+    """See JobStore.inputs; None where there are none."""
+    query = "SELECT data, inputs.checksum, sequence FROM inputs JOIN jobs USING (sequence) WHERE job_id = ?"
+    rows = connection.execute(query, (job_id,)).fetchall()
+    return intact(*rows[0]) if rows else None
+
+
+def last_end(connection: sqlite3.Connection) -> EndTime | None:
+    """See JobStore.last_end. A few, for some may be damaged."""
+    query = f"SELECT {_ALL} FROM jobs WHERE ended_steady IS NOT NULL ORDER BY ended_steady DESC, sequence DESC LIMIT 16"
+    for record in _listing(connection.execute(query).fetchall()).records:
+        if record.ended_wall is not None and record.ended_steady is not None:
+            return EndTime(wall=record.ended_wall, steady=record.ended_steady)
+    return None
+
+
+def live(connection: sqlite3.Connection) -> Listing:
+    """See JobStore.live."""
+    query = f"SELECT {_ALL} FROM jobs WHERE ended_wall IS NULL ORDER BY jobs.sequence"
+    return _listing(connection.execute(query).fetchall())
+
+
+def page(connection: sqlite3.Connection, asked: PageQuery) -> Listing:
+    """See JobStore.page. A damaged job takes no place in it, so that it is full where there are enough others."""
+    found = Listing(records=[], damaged=[])
+    while True:
+        rows = _page_rows(connection, asked)
+        more = _listing(rows)
+        found.records.extend(more.records)
+        found.damaged.extend(more.damaged)
+        if len(rows) < asked.size or len(found.records) >= asked.size:
+            return replace(found, records=found.records[: asked.size])
+        asked = replace(asked, before_sequence=rows[-1][0])
+
+
+def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
+    """See JobStore.forget."""
+    expired = connection.execute(_EXPIRED, (ended_before, limit)).fetchall()
+    for job in expired:
+        _forget_one(connection, *job)
+    forgotten = len(expired)
+    while forgotten < limit:
+        ((jobs, size_bytes),) = connection.execute("SELECT jobs, bytes FROM totals").fetchall()
+        if jobs <= max_jobs and size_bytes <= max_bytes:
+            break
+        job = _dispensable(connection, "jobs" if jobs > max_jobs else "bytes")
+        if job is None:
+            break  # the others live
+        _forget_one(connection, *job)
+        forgotten += 1
+    return forgotten
+
+
+def probe(connection: sqlite3.Connection) -> None:
+    """See JobStore.probe: a page is written though nothing changes."""
+    connection.execute("UPDATE generation SET number = number")
+
+
+def _dispensable(connection: sqlite3.Connection, by: str) -> tuple[int, str] | None:
+    """Which ended job goes first where there are too many. by: of what a peer has the most, "jobs" or "bytes"."""
+    most = f"SELECT peer FROM holders WHERE finished = ? ORDER BY {by} DESC, peer LIMIT 1"
+    for finished in (False, True):
+        while holder := connection.execute(most, (finished,)).fetchone():
+            found: tuple[int, str] | None = connection.execute(_OLDEST, (finished, *holder)).fetchone()
+            if found is not None:
+                return found
+            # The count is wrong, which only damage can do; it must not keep everything for ever.
+            connection.execute("DELETE FROM holders WHERE finished = ? AND peer = ?", (finished, *holder))
+    return None
+
+
+def _forget_one(connection: sqlite3.Connection, sequence: int, request_id: str) -> None:
+    connection.execute("DELETE FROM request_ids WHERE request_id = ? AND sequence = ?", (request_id, sequence))
+    connection.execute("DELETE FROM jobs WHERE sequence = ?", (sequence,))
+
+
+def _known(connection: sqlite3.Connection, record: JobRecord, replaces: str) -> JobRecord | None:
+    """The job that has the job_id or the request_id of `record` and does not give way to it."""
+    known = of_job(connection, record.job_id)
+    if known is None:
+        known = of_request(connection, record.request_id)
+        if known is not None and known.gives_way_to(record, replaces=replaces):
+            known = None
+    return known
+
+
+def _page_rows(connection: sqlite3.Connection, asked: PageQuery) -> list[tuple[Any, ...]]:
+    conditions = dict(asked.conditions())
+    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+    parameters = [value for values in conditions.values() for value in values]
+    query = f"SELECT {_ALL} FROM jobs {where} ORDER BY sequence DESC LIMIT ?"
+    return connection.execute(query, (*parameters, asked.size)).fetchall()
+
+
+def _listing(rows: list[tuple[Any, ...]]) -> Listing:
+    found = Listing(records=[], damaged=[])
+    for row in rows:
+        try:
+            found.records.append(from_row(row))
+        except DataLoss:
+            found.damaged.append(row[0])
+    return found
+
+
+def _records(connection: sqlite3.Connection, query: str, *parameters: Value) -> list[JobRecord]:
+    # All rows at once: a statement that is not read to its end holds the others to what was there when it began.
+    return [from_row(row) for row in connection.execute(query, parameters).fetchall()]

@@ -1,0 +1,118 @@
+"""The jobs that wait for a worker, first come first served for each model, within bounds.
+
+Knows no workers; who takes a job, and when, is the scheduler's matter.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from bottega.errors import QueueFull
+from bottega.gateway.clock import Clock
+from bottega.gateway.jobs.job import Job
+
+# Jobs that left, over which the rate is measured, and how old they may be; the newest few count whatever their age, as
+# where a picture takes minutes.
+_RATE_JOBS, _LEAST_RATE_JOBS = 32, 4
+_RATE_WINDOW_S = 60.0
+_MIN_RETRY_S, _MAX_RETRY_S = 0.5, 60.0
+# A caller that comes back after this share of the queue has gone finds room beside the others who wait.
+_RETRY_SHARE = 0.1
+# Longest time that is asked for, over the shortest.
+_SPREAD = 1.5
+
+
+class JobQueue:
+    """Waiting jobs by model. max_jobs, budget_bytes: bounds over all models."""
+
+    def __init__(self, *, max_jobs: int, budget_bytes: int, clock: Clock) -> None:
+        self._max_jobs = max_jobs
+        self._budget_bytes = budget_bytes
+        self._clock = clock
+        self._lines: dict[str, deque[Job]] = {}
+        self._left: deque[float] = deque(maxlen=_RATE_JOBS)
+        self._waited_for_since = clock.monotonic()
+        self._bytes: dict[str, int] = {}
+        self._reserved: dict[str, int] = {}
+        self._size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def check_room(self, size_bytes: int) -> None:
+        """Raises QueueFull, with the time after which to ask again, when no job of that size fits."""
+        if len(self) + len(self._reserved) >= self._max_jobs or self._size_bytes + size_bytes > self._budget_bytes:
+            raise QueueFull(f"{len(self)} jobs wait already", retry_after_s=self.retry_after_s())
+
+    def reserve(self, job: Job) -> None:
+        """Keeps room for a job until it lines up or is removed. Raises QueueFull."""
+        self.check_room(job.size_bytes)
+        self._reserved[job.job_id] = job.size_bytes
+        self._size_bytes += job.size_bytes
+
+    def add(self, job: Job, *, first: bool = False) -> None:
+        """Lines a job up. first: before the others, for one that had its turn and was lost."""
+        self._size_bytes -= self._reserved.pop(job.job_id, 0)
+        if not self._bytes:
+            self._skip_idleness()
+        line = self._lines.setdefault(job.spec.model, deque())
+        if first:
+            line.appendleft(job)
+        else:
+            line.append(job)
+        self._bytes[job.job_id] = job.size_bytes
+        self._size_bytes += job.size_bytes
+
+    def remove(self, job: Job) -> None:
+        """Takes a job out, if it is in, and gives up the room that was reserved for it."""
+        self._size_bytes -= self._reserved.pop(job.job_id, 0)
+        size = self._bytes.pop(job.job_id, None)
+        if size is None:
+            return
+        self._size_bytes -= size
+        line = self._lines[job.bare.model]
+        line.remove(job)
+        if not line:
+            del self._lines[job.bare.model]
+
+    def models(self) -> list[str]:
+        """Models that jobs wait for."""
+        return list(self._lines)
+
+    def line(self, model: str) -> deque[Job]:
+        """Jobs that wait for a model, first come first. Not to be changed."""
+        return self._lines.get(model) or deque()
+
+    def one_done(self) -> None:
+        """Says that a job was drawn, for the measured rate."""
+        self._left.append(self._clock.monotonic())
+
+    def retry_after_s(self) -> float:
+        """Seconds until about a tenth of the queue will have been drawn, by the measured rate.
+
+        A little more for some than for others, so that those who were refused together do not come back together.
+        """
+        return random.uniform(1.0, _SPREAD) * self._due_s()
+
+    def _skip_idleness(self) -> None:
+        """Somebody waits again. A long time in which nobody did is no time that pictures took."""
+        now = self._waited_for_since = self._clock.monotonic()
+        idle_s = now - self._left[-1] if self._left else 0.0
+        if idle_s > _RATE_WINDOW_S:
+            self._left = deque((at + idle_s for at in self._left), maxlen=_RATE_JOBS)
+
+    def _due_s(self) -> float:
+        if len(self._left) < 2:
+            return _MIN_RETRY_S * 4
+        return min(max(max(1.0, _RETRY_SHARE * len(self)) / self._rate(), _MIN_RETRY_S), _MAX_RETRY_S)
+
+    def _rate(self) -> float:
+        """Jobs drawn a second: as they came, and no more than there would be if the next one came now."""
+        now = self._clock.monotonic()
+        recent = sum(at > now - _RATE_WINDOW_S for at in self._left)
+        ends = list(self._left)[-max(recent, _LEAST_RATE_JOBS) :]
+        took_s = ends[-1] - ends[0]
+        # That nothing came while nobody waited says nothing.
+        silent_s = now - max(ends[-1], self._waited_for_since)
+        return min((len(ends) - 1) / max(took_s, 1e-3), len(ends) / max(took_s + silent_s, 1e-3))

@@ -1,0 +1,254 @@
+"""How LoRAs come in: uploaded bytes or a path below the root, imported, checked and kept. Knows no wire.
+
+What was brought in vain leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bottega import rules
+from bottega.errors import BottegaError, InvalidRequest, TooLarge, Violation
+from bottega.lora.canonical import COMPONENTS
+from bottega.loras.catalogue import LoraCatalogue
+from bottega.loras.config import ImportConfig
+from bottega.loras.disk_quota import Reservation
+from bottega.loras.files import LoraFolder
+from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
+from bottega.loras.metrics import LoraMetrics
+from bottega.loras.records import CatalogueRecord
+from bottega.loras.upload import Upload, check_upload, receive
+from bottega.loras.upload_limits import UploadLimits
+from bottega.process import open_files
+from bottega.storage.contained_paths import check_below, resolved_below
+from bottega.storage.shielding import finished, made
+
+_log = logging.getLogger(__name__)
+
+_MOST_WORDS = 16
+_MAX_WORD_CHARACTERS = 200
+_MAX_PATH_CHARACTERS = 4096
+# A canonical file has the tensors of its source, and a header, which may be longer; folding makes convolutions larger.
+_MOST_HEADER_BYTES, _LEAST_HEADER_BYTES = 1 << 20, 4 << 10
+_FOLDED = 4
+# What of a folder may be read.
+_READ = ("*.safetensors", "adapter_config.json")
+_IMPORTED = (*_READ, *(f"{component}/{name}" for component in COMPONENTS for name in _READ))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportRequest:
+    """What somebody says of the LoRA that he brings. trigger_words: none are those that its file says, or that it has
+    already."""
+
+    name: str
+    base: str
+    trigger_words: tuple[str, ...]
+
+
+class LoraImporter:
+    """bases: by name, the folders of base models."""
+
+    def __init__(
+        self,
+        *,
+        bases: Mapping[str, Path],
+        config: ImportConfig,
+        files: LoraFolder,
+        catalogue: LoraCatalogue,
+        importer: ImportProcesses,
+        metrics: LoraMetrics,
+    ) -> None:
+        self._bases = bases
+        self._root = Path(config.root).resolve() if config.root else None
+        self._max_bytes = config.max_bytes
+        self._upload_s = config.upload_s
+        self._idle_s = config.idle_s
+        self._files = files
+        self._catalogue = catalogue
+        self._importer = importer
+        self._metrics = metrics
+        self._uploads = UploadLimits(most=config.uploads, most_bytes=config.upload_bytes, max_bytes=config.max_bytes)
+        # Of a digest's file and its row: between them nobody else may think that the file is nobody's.
+        self.keeping = asyncio.Lock()
+
+    async def upload(
+        self, brought: ImportRequest, upload: Upload, chunks: AsyncIterator[bytes], *, host: str = ""
+    ) -> CatalogueRecord:
+        """Takes in what is sent. host: that it comes from.
+
+        Raises InvalidRequest, BadLora, TooLarge, LoraExists, QueueFull, StorageUnavailable.
+        """
+        rules.refuse([*self._check(brought), *check_upload(upload, max_bytes=self._max_bytes)])
+        with self._counted(), self._uploads.admitted(host, upload.size_bytes):
+            async with contextlib.AsyncExitStack() as stack:
+                # As it comes and, beside that, as it is kept.
+                room = await stack.enter_async_context(self._room(upload.size_bytes + _kept_bytes(upload.size_bytes)))
+                spools = [await stack.enter_async_context(self._spool()) for _ in upload.files]
+                room.files.extend(spools)
+                await receive(
+                    spools,
+                    upload,
+                    chunks,
+                    deadline_s=self._upload_s,
+                    idle_s=self._idle_s,
+                    check_disk=self._files.room.check_disk,
+                )
+                sources = [
+                    ImportSource(path=spool, adapter_config=part.adapter_config, component=part.component)
+                    for spool, part in zip(spools, upload.files, strict=True)
+                ]
+                return await self._import(brought, sources, upload.size_bytes, room)
+
+    async def register(self, brought: ImportRequest, path: str) -> CatalogueRecord:
+        """Takes in what is at a path below the root. Raises as `upload` does."""
+        violations = list(self._check(brought))
+        if not 0 < len(path) <= _MAX_PATH_CHARACTERS or "\0" in path:
+            violations.append(Violation(field="path", description="must be the path of a file or a folder"))
+        rules.refuse(violations)
+        with self._counted():
+            source, size_bytes = await asyncio.to_thread(self._below_root, path)
+            async with self._room(_kept_bytes(size_bytes)) as room:
+                return await self._import(brought, [ImportSource(path=source, root=self._root)], size_bytes, room)
+
+    async def bring(self, brought: ImportRequest, path: Path) -> CatalogueRecord:
+        """Takes in what the store's own configuration names, wherever it is. Raises as `upload` does."""
+        rules.refuse(self._check(brought))
+        with self._counted():
+            source = await asyncio.to_thread(path.resolve)
+            size_bytes = await asyncio.to_thread(self._measured, source)
+            async with self._room(_kept_bytes(size_bytes)) as room:
+                return await self._import(brought, [ImportSource(path=source)], size_bytes, room)
+
+    async def _import(
+        self, brought: ImportRequest, sources: Sequence[ImportSource], size_bytes: int, room: Reservation
+    ) -> CatalogueRecord:
+        async with self._spool() as output:
+            room.files.append(output)
+
+            async def take_room() -> int:
+                beside_bytes = room.size_bytes - _kept_bytes(size_bytes)
+                await asyncio.to_thread(self._files.room.grow, room, room.size_bytes + _FOLDED * size_bytes)
+                return room.size_bytes - beside_bytes
+
+            job = ImportJob(
+                sources=tuple(sources), size_bytes=size_bytes, base=self._bases[brought.base], output=output
+            )
+            answer = await self._importer.run(job, take_room=take_room)
+            async with self.keeping:
+                # A caller that goes meanwhile leaves no file without its row: that would be put into quarantine.
+                return await finished(self._keep(brought, output, answer.format, answer.trigger_phrase))
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts a refusal by its reason."""
+        try:
+            yield
+        except BottegaError as error:
+            self._metrics.imported(error.reason_name.lower())
+            raise
+
+    def _spool(self) -> AbstractAsyncContextManager[Path]:
+        """A file of its own, which is gone afterwards, or has become a LoRA. Raises StorageUnavailable."""
+        return made(self._files.spool, lambda spool: spool.unlink(missing_ok=True))
+
+    def _room(self, size_bytes: int) -> AbstractAsyncContextManager[Reservation]:
+        """Room on the disk for what is written in the block. Raises TooLarge, QueueFull, StorageUnavailable."""
+        return made(lambda: self._files.room.take(size_bytes), self._files.room.give_back)
+
+    async def _keep(self, brought: ImportRequest, output: Path, kind: str, trigger: str) -> CatalogueRecord:
+        digest, lora = await asyncio.to_thread(self._files.adopt, output)
+        record = CatalogueRecord(
+            name=brought.name,
+            digest=digest,
+            base=brought.base,
+            rank=lora.rank,
+            modules=len(lora.modules),
+            size_bytes=lora.file_bytes,
+            text_bytes=lora.text_bytes,
+            trigger_words=brought.trigger_words or ((trigger,) if trigger else ()),
+            format=kind,
+            added_s=time.time(),
+        )
+        try:
+            kept = await self._catalogue.add(record, rewords=bool(brought.trigger_words))
+        except BottegaError:
+            if not await self._catalogue.names(digest):
+                await asyncio.to_thread(self._files.remove, digest)
+            raise
+        await asyncio.to_thread(self._files.describe, kept)
+        self._metrics.imported("added")
+        facts = {"lora": kept.name, "digest": digest, "base": kept.base, "rank": kept.rank, "modules": kept.modules}
+        _log.info("a LoRA is kept", extra=facts)
+        return kept
+
+    def _check(self, brought: ImportRequest) -> list[Violation]:
+        violations = []
+        if not rules.is_adapter_name(brought.name):
+            violations.append(Violation(field="name", description=f"must be {rules.ADAPTER_NAMES}"))
+        if brought.base not in self._bases:
+            listed = ", ".join(sorted(self._bases)) or "none"
+            violations.append(Violation(field="base", description=f"the store has these base models: {listed}"))
+        words = brought.trigger_words
+        if len(words) > _MOST_WORDS or not all(0 < len(w) <= _MAX_WORD_CHARACTERS and w.isprintable() for w in words):
+            rule = f"at most {_MOST_WORDS}, each of 1 to {_MAX_WORD_CHARACTERS} printable characters"
+            violations.append(Violation(field="trigger_words", description=rule))
+        return violations
+
+    def _below_root(self, path: str) -> tuple[Path, int]:
+        """The path with its links followed, and the bytes of what would be read of it."""
+        if self._root is None:
+            raise _refused("this store lets nobody register paths: its configuration has no imports.root")
+        with _reading():
+            source = resolved_below(Path(path), self._root)
+            check_below(_imported(source), self._root)
+        return source, self._measured(source)
+
+    def _measured(self, source: Path) -> int:
+        """The bytes of what would be read of a file or folder. Raises InvalidRequest, TooLarge."""
+        with _reading():
+            if source.is_dir():
+                size_bytes = sum(file.stat().st_size for file in _imported(source))
+            elif source.is_file():
+                size_bytes = source.stat().st_size
+            else:
+                raise _refused("is no file or folder on the store's machine")
+        if size_bytes > self._max_bytes:
+            raise TooLarge(
+                f"{size_bytes} bytes are more than imports.max_bytes, {self._max_bytes}",
+                metadata={"limit": "max_bytes"},
+            )
+        return size_bytes
+
+
+def _kept_bytes(size_bytes: int) -> int:
+    """That the canonical form of so much takes, unless convolutions are folded."""
+    return size_bytes + min(_MOST_HEADER_BYTES, _LEAST_HEADER_BYTES + size_bytes)
+
+
+def _imported(folder: Path) -> list[Path]:
+    """What an import reads of a folder; nothing of what is none."""
+    return [file for pattern in _IMPORTED for file in folder.glob(pattern)]
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        with open_files.translated():
+            yield
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            raise _refused(f"{error.filename} {error.strerror}" if error.filename else str(error.strerror)) from error
+        raise _refused(f"the store cannot read it: {error.strerror}") from error
+
+
+def _refused(rule: str) -> InvalidRequest:
+    return InvalidRequest(f"path: {rule}", violations=[Violation(field="path", description=rule)])

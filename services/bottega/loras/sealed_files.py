@@ -1,0 +1,49 @@
+"""One LoRA read from the disk into memory without a name, whole, checked and then sealed. Knows no tiers."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+
+from bottega.errors import DataLoss
+from bottega.storage import os_errors
+from bottega.transport.memory.sealed_file import reserve, seal
+
+_PIECE_BYTES = 4 << 20
+
+
+def load(source: int, target: int, size_bytes: int, *, digest: str | None) -> None:
+    """Copies the file `source` into the new file `target`, which nobody can change from then on.
+
+    digest: to be checked, where it is. Raises DataLoss, StorageUnavailable.
+    """
+    _take_memory(target, size_bytes)
+    with os_errors.translated():
+        _copy(source, target, size_bytes, digest)
+        seal(target)
+
+
+def _take_memory(target: int, size_bytes: int) -> None:
+    try:
+        reserve(target, size_bytes)
+    except OSError as error:
+        cause = errno.errorcode.get(error.errno or 0, "ENOMEM")
+        what = f"no memory is left for a LoRA of {size_bytes} bytes: free some, or lower the store's budget_bytes"
+        raise os_errors.unavailable(what, cause=cause) from error
+
+
+def _copy(source: int, target: int, size_bytes: int, digest: str | None) -> None:
+    hashed = hashlib.sha256()
+    buffer = bytearray(min(_PIECE_BYTES, size_bytes))
+    done = 0
+    while got := os.readv(source, [buffer]):
+        piece = memoryview(buffer)[:got]
+        done += got
+        if done > size_bytes:
+            break
+        if digest is not None:
+            hashed.update(piece)
+        os.pwrite(target, piece, done - got)
+    if done != size_bytes or (digest is not None and hashed.hexdigest() != digest):
+        raise DataLoss("the LoRA's file is damaged; its operator has to bring it again")

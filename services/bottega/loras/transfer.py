@@ -1,0 +1,125 @@
+"""One LoRA on its way to a worker in bytes: first what a prompt waits for, then the rest in pieces, between which
+others may speak. Reads the file straight into the link's slots. Knows no queue, and not what else is sent.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from bottega.errors import BottegaError, DataLoss, InternalError
+from bottega.lora import messages
+from bottega.lora.canonical import CanonicalLora, parse
+from bottega.lora.safetensors_header import LENGTH_BYTES, header_bytes
+from bottega.loras.tiered_cache import CacheLease
+from bottega.transport import Deadline, Link
+
+# A message that is not taken in this time never will be.
+_SEND_S = 60.0
+# What a piece should take: whoever wants to speak waits for those that are under way.
+_PIECE_S = 0.01
+# So many pieces cannot all be under way: what they take is what the link carries, and not what its ends have room for.
+_MEASURED_PIECES = messages.SLOTS + 1
+_FIRST_BYTES, _LEAST_BYTES, _MOST_BYTES = 64 << 10, 4 << 10, 4 << 20
+
+
+class RateLimiter:
+    """Keeps a link to so many bytes a second; 0 does not."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._until = 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """Until more may be sent."""
+        return max(0.0, self._until - time.monotonic())
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a piece."""
+        return max(_LEAST_BYTES, int(self._bytes_per_s * _PIECE_S)) if self._bytes_per_s else _MOST_BYTES
+
+    def spend(self, size_bytes: int) -> None:
+        """They were sent."""
+        if self._bytes_per_s:
+            self._until = max(self._until, time.monotonic()) + size_bytes / self._bytes_per_s
+
+
+class LoraTransfer:
+    """A loan that is being sent as `number`. Raises DataLoss where the file is no LoRA.
+
+    Its calls raise InternalError where the file has become shorter, and what sending does.
+    """
+
+    def __init__(self, number: int, loan: CacheLease) -> None:
+        self.number = number
+        self.loan = loan
+        self._lora = _header(loan)
+        self._sent_bytes = 0
+        self._piece_bytes = _FIRST_BYTES
+        self._pieces = 0
+        self._since_s = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it was sent, the head being."""
+        return self._sent_bytes == self._lora.unet_bytes
+
+    def send_head(self, link: Link, pace: RateLimiter) -> None:
+        """The header and the text encoders' section."""
+        lora = self._lora
+        layout = messages.lora_layout(lora)
+        with link.begin(layout, Deadline.after(_SEND_S)) as outgoing:
+            outgoing.views[0][:] = messages.packed_number(self.number)
+            outgoing.views[messages.UNET_BYTES][:] = messages.packed_number(lora.unet_bytes)
+            self._fill(outgoing.views[messages.HEADER], 0, lora.header_bytes)
+            self._fill(outgoing.views[messages.TEXT], lora.header_bytes, lora.text_bytes)
+            outgoing.finish()
+        pace.spend(layout.size_bytes)
+
+    def send_piece(self, link: Link, pace: RateLimiter) -> None:
+        """The next piece of the UNet's section, as long as the link carries in a moment."""
+        lora = self._lora
+        self._adapt()
+        size_bytes = min(self._piece_bytes, pace.most_bytes, lora.unet_bytes - self._sent_bytes)
+        with link.begin(messages.piece_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:
+            outgoing.views[0][:] = messages.packed_number(self.number)
+            place = lora.header_bytes + lora.text_bytes + self._sent_bytes
+            self._fill(outgoing.views[messages.PIECE], place, size_bytes)
+            outgoing.finish()
+        self._sent_bytes += size_bytes
+        pace.spend(size_bytes)
+
+    def _adapt(self) -> None:
+        """Before a piece: where enough have been sent to tell what they take, makes the next ones longer or shorter."""
+        now_s = time.monotonic()
+        if self._pieces == _MEASURED_PIECES:
+            took_s = (now_s - self._since_s) / _MEASURED_PIECES
+            if took_s < _PIECE_S / 2:
+                self._piece_bytes = min(2 * self._piece_bytes, _MOST_BYTES)
+            elif took_s > 2 * _PIECE_S:
+                self._piece_bytes = max(self._piece_bytes // 2, _LEAST_BYTES)
+            self._pieces = 0
+        if not self._pieces:
+            self._since_s = now_s
+        self._pieces += 1
+
+    def _fill(self, view: memoryview, place: int, size_bytes: int) -> None:
+        """Reads bytes of the file into a tensor of a slot."""
+        if not size_bytes:
+            view[:] = bytes(len(view))
+        done = 0
+        while done < size_bytes:
+            got = os.preadv(self.loan.descriptor, [view[done:size_bytes]], place + done)
+            if not got:
+                raise InternalError("the LoRA's file has become shorter while it was sent")
+            done += got
+
+
+def _header(loan: CacheLease) -> CanonicalLora:
+    try:
+        size = header_bytes(os.pread(loan.descriptor, LENGTH_BYTES, 0))
+        return parse(os.pread(loan.descriptor, size, 0), file_bytes=loan.size_bytes)
+    except BottegaError as error:
+        raise DataLoss(f"the LoRA's file is damaged: {error.message}") from error

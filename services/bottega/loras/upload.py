@@ -1,0 +1,196 @@
+"""An upload's bytes: what is announced is checked, and written to files as it comes. Knows no wire and no catalogue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from bottega.errors import BadLora, InvalidRequest, StorageUnavailable, Violation
+from bottega.lora.canonical import COMPONENTS
+from bottega.storage import os_errors
+from bottega.storage.shielding import finished
+
+_MAX_CONFIG_BYTES = 1 << 20
+_SHA256_CHARACTERS = 64
+# What has to come of an upload in the time that it may lie idle: about a hundredth of a slow line's.
+_LEAST_BYTES = 256 << 10
+_IDLE_S = 30.0
+
+
+def _ignore() -> None:
+    """For those who need not look."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadPart:
+    """One file. component: of the base model, all of it is for that one; empty is not known."""
+
+    component: str
+    size_bytes: int
+    adapter_config: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """What an upload begins with. sha256: of all its bytes, hex. size_bytes: of all its files. parts: the files, where
+    they are several."""
+
+    sha256: str
+    size_bytes: int
+    adapter_config: bytes
+    parts: tuple[UploadPart, ...] = ()
+
+    @property
+    def files(self) -> tuple[UploadPart, ...]:
+        """Of which its bytes are, one after the other."""
+        whole = UploadPart(component="", size_bytes=self.size_bytes, adapter_config=self.adapter_config)
+        return self.parts or (whole,)
+
+
+def check_upload(upload: Upload, *, max_bytes: int) -> Iterator[Violation]:
+    """What is wrong with an announcement. max_bytes: of all files."""
+    if len(upload.sha256) != _SHA256_CHARACTERS or set(upload.sha256) - set("0123456789abcdef"):
+        yield Violation(field="sha256", description="must be 64 hexadecimal digits, in lower case")
+    if not 0 < upload.size_bytes <= max_bytes:
+        yield Violation(field="size_bytes", description=f"must be 1 to {max_bytes}")
+    if len(upload.adapter_config) > _MAX_CONFIG_BYTES:
+        yield Violation(field="adapter_config", description=f"at most {_MAX_CONFIG_BYTES} bytes")
+    if upload.parts:
+        yield from _check_parts(upload)
+
+
+def _check_parts(upload: Upload) -> Iterator[Violation]:
+    components = [part.component for part in upload.parts]
+    if len(set(components)) < len(components) or set(components) - set(COMPONENTS):
+        yield Violation(field="parts", description=f"each must be for another one of {', '.join(COMPONENTS)}")
+        return
+    if upload.adapter_config:
+        yield Violation(field="adapter_config", description="must be empty beside parts, which have their own")
+    for index, part in enumerate(upload.parts):
+        if part.size_bytes < 1:
+            yield Violation(field=f"parts[{index}].size_bytes", description="must be at least 1")
+        if len(part.adapter_config) > _MAX_CONFIG_BYTES:
+            rule = f"at most {_MAX_CONFIG_BYTES} bytes"
+            yield Violation(field=f"parts[{index}].adapter_config", description=rule)
+    if sum(part.size_bytes for part in upload.parts) != upload.size_bytes:
+        yield Violation(field="size_bytes", description="must be the sum of those of its parts")
+
+
+class _Incoming:
+    """The chunks of an upload, as long as it does not lie idle: whoever sends nothing, empty chunks or single bytes
+    keeps its room on the disk from others."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], idle_s: float) -> None:
+        self._chunks = chunks
+        self._idle_s = idle_s
+        self._waited_s = 0.0
+        self._came_bytes = 0
+
+    async def next(self) -> bytes | None:
+        """None at the end. Raises InvalidRequest where too little came for too long; only time that is spent waiting
+        for the caller counts."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, self._idle_s - self._waited_s)):
+                chunk = await anext(self._chunks, None)
+        except TimeoutError:
+            raise _mismatch(f"{self._came_bytes} bytes in {self._idle_s:g} s and was ended: send it again") from None
+        self._waited_s += time.monotonic() - began
+        self._came_bytes += len(chunk or b"")
+        if self._came_bytes >= _LEAST_BYTES:
+            self._waited_s, self._came_bytes = 0.0, 0
+        return chunk
+
+
+async def receive(
+    paths: Sequence[Path],
+    upload: Upload,
+    chunks: AsyncIterator[bytes],
+    *,
+    deadline_s: float,
+    idle_s: float = _IDLE_S,
+    check_disk: Callable[[], None] = _ignore,
+) -> None:
+    """Writes an upload's bytes in time, each of its files to one of the paths.
+
+    idle_s: in which the next 256 KiB, or the rest, have to come. check_disk: called before each write; raises what
+    keeps the upload from going on. Raises InvalidRequest, BadLora for others than were announced, StorageUnavailable.
+    """
+    try:
+        async with asyncio.timeout(deadline_s):
+            await _received(paths, upload, _Incoming(chunks, idle_s), check_disk)
+    except TimeoutError:
+        late = f"fewer than the {upload.size_bytes} bytes that were announced in {deadline_s:g} s"
+        raise _mismatch(f"{late}: use a faster network, or raise imports.upload_s at the store") from None
+
+
+async def _received(paths: Sequence[Path], upload: Upload, chunks: _Incoming, check_disk: Callable[[], None]) -> None:
+    hashed = hashlib.sha256()
+    done = 0
+    rest = b""
+    for path, part in zip(paths, upload.files, strict=True):
+        left = part.size_bytes
+        async with _opened(path) as file:
+            while left:
+                piece = rest or await chunks.next()
+                if piece is None:
+                    raise _mismatch(f"{done} of the {upload.size_bytes} bytes that were announced")
+                piece, rest = piece[:left], piece[left:]
+                await asyncio.to_thread(_write, file, hashed, piece, check_disk)
+                left -= len(piece)
+                done += len(piece)
+    if rest or await _goes_on(chunks):
+        raise _mismatch(f"more than the {upload.size_bytes} bytes that were announced")
+    if hashed.hexdigest() != upload.sha256:
+        raise BadLora(f"the bytes that came have the SHA-256 {hashed.hexdigest()}, not {upload.sha256}: send it again")
+
+
+async def _goes_on(chunks: _Incoming) -> bool:
+    """Whether a byte comes before the end."""
+    while (chunk := await chunks.next()) is not None:
+        if chunk:
+            return True
+    return False
+
+
+@contextlib.asynccontextmanager
+async def _opened(path: Path) -> AsyncIterator[BinaryIO]:
+    """A file to write; the disk has taken all of it once this ends well. Raises StorageUnavailable."""
+    opened: list[BinaryIO] = []
+    try:
+        await finished(asyncio.to_thread(lambda: opened.append(_open(path))))
+        yield opened[0]
+    except BaseException:
+        for file in opened:
+            with contextlib.suppress(StorageUnavailable):  # what came first is what is said
+                await finished(asyncio.to_thread(_close, file))
+        raise
+    await finished(asyncio.to_thread(_close, opened[0]))
+
+
+def _open(path: Path) -> BinaryIO:
+    with os_errors.translated():
+        return path.open("wb")
+
+
+def _close(file: BinaryIO) -> None:
+    """It writes what is still in the file's buffer."""
+    with os_errors.translated():
+        file.close()
+
+
+def _write(file: BinaryIO, hashed: hashlib._Hash, chunk: bytes, check_disk: Callable[[], None]) -> None:
+    check_disk()
+    with os_errors.translated():
+        file.write(chunk)
+    hashed.update(chunk)
+
+
+def _mismatch(what: str) -> InvalidRequest:
+    return InvalidRequest(f"the upload brought {what}", violations=[Violation(field="chunk", description=what)])

@@ -1,0 +1,332 @@
+"""What the front does for one attempt: the input image, the engine, the pictures, the provenance.
+
+This module knows neither gRPC nor other attempts; the engine is a place to send commands to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from bottega.errors import BottegaError, DeadlinePassed, InternalError, TooLarge
+from bottega.planning import steps_to_run
+from bottega.process import MAX_FRAME_BYTES
+from bottega.v1 import engine_pb2
+from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
+from bottega.v1.worker_pb2 import ControlNetHosts, LoraStore
+from bottega.worker.attempts import (
+    Attempt,
+    AttemptKey,
+    FailedEvent,
+    LorasInEvent,
+    PictureEvent,
+    ProgressEvent,
+    StartedEvent,
+)
+from bottega.worker.image_codec import ImageCodec
+from bottega.worker.metrics import WorkerMetrics
+
+_log = logging.getLogger(__name__)
+
+# A frame to the engine, less what a spec and a checkpoint may add.
+_MAX_START_BYTES = MAX_FRAME_BYTES - 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptControl:
+    """What an order says of one of the spec's ControlNets. image: encoded."""
+
+    image: bytes
+    hosts: ControlNetHosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptOrder:
+    """An attempt as the gateway orders it.
+
+    spec: every default filled in, the seed drawn, input images removed. image: source of image-to-image, encoded, or
+    empty. controls: one for each of the spec's ControlNets. lora_stores: where the spec's LoRAs are. loras_step: at
+    which they went in in an earlier attempt, where it told so. checkpoint: to resume from, or empty. deadline_s:
+    seconds from now. request_id: for logs.
+    """
+
+    key: AttemptKey
+    spec: GenerationSpec
+    image: bytes = b""
+    controls: tuple[AttemptControl, ...] = ()
+    lora_stores: tuple[LoraStore, ...] = ()
+    loras_step: int | None = None
+    checkpoint: bytes = b""
+    deadline_s: float | None = None
+    preview: bool = False
+    request_id: str = ""
+
+
+class EngineCommandSender(Protocol):
+    """Where commands go; EngineFront is one."""
+
+    def send(self, command: engine_pb2.EngineCommand, size_bytes: int = 0) -> None:
+        """Raises WorkerLost when there is no engine."""
+
+
+class AttemptRunner:
+    """One attempt under way. `start` it; afterwards the engine's events about it come in by `hear`.
+
+    worker: name that the provenance shows. version: of the suite.
+    on_end: called once, when the attempt has ended, however.
+    """
+
+    def __init__(
+        self,
+        order: AttemptOrder,
+        attempt: Attempt,
+        *,
+        engine: EngineCommandSender,
+        pictures: ImageCodec,
+        metrics: WorkerMetrics,
+        worker: str,
+        version: str,
+        on_end: Callable[[AttemptRunner], None],
+    ) -> None:
+        self.attempt = attempt
+        self._order = replace(order, image=b"", controls=(), checkpoint=b"")  # not kept while the engine works
+        self._image, self._controls, self._checkpoint = order.image, order.controls, order.checkpoint
+        self._engine = engine
+        self._pictures = pictures
+        self._metrics = metrics
+        self._worker = worker
+        self._version = version
+        self._on_end = on_end
+        self._began_s = time.monotonic()
+        self._facts = _facts(order)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._digest = ""
+        self._done: Provenance | None = None
+        self._previewing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._in_engine = False
+
+    @property
+    def steps_expected(self) -> int:
+        """Denoising steps in all, as far as the order tells before the engine does."""
+        spec = self._order.spec
+        strength = spec.strength if spec.HasField("strength") else None
+        return spec.num_images * steps_to_run(spec.num_inference_steps, strength)
+
+    @property
+    def in_engine(self) -> bool:
+        """Whether the engine has it, and a death of the engine would lose it."""
+        return self._in_engine and self._done is None
+
+    def start(self) -> None:
+        """Begins, in the background."""
+        _log.info("attempt started", extra=self._facts)
+        self._metrics.attempt_began()
+        if self._order.deadline_s is not None:
+            loop = asyncio.get_running_loop()
+            self._expiry = loop.call_later(max(0.0, self._order.deadline_s), self._expire)
+        self._spawn(self._begin())
+
+    def show(self) -> None:
+        """Sends previews with the progress from now on. Harmless when it does already."""
+        if self._order.preview:
+            return
+        self._order = replace(self._order, preview=True)
+        if self.in_engine:
+            preview = engine_pb2.EnginePreview(attempt=self._order.key.message())
+            self._tell_engine(engine_pb2.EngineCommand(preview=preview))
+
+    def drop(self, error: BottegaError) -> None:
+        """Ends it now, in the engine too. Harmless when it has ended."""
+        if self.attempt.ended:
+            return
+        if self.in_engine:
+            self._cancel_in_engine()
+        self.lose(error)
+
+    def lose(self, error: BottegaError) -> None:
+        """Ends it now; the engine does not have it any more. Harmless when it has ended."""
+        if not self.attempt.ended:
+            self.attempt.fail(error)
+            self._ended()
+
+    def hear(self, event: engine_pb2.EngineEvent) -> None:
+        """What the engine says about it."""
+        match event.WhichOneof("event"):
+            case "started":
+                started = event.started
+                self.attempt.begin(StartedEvent(steps_total=started.steps_total, steps_resumed=started.steps_resumed))
+            case "loras_in":
+                self._dress(event.loras_in.step)
+            case "progress":
+                self._advance(event.progress)
+            case "picture":
+                self._spawn(self._encode(event.picture))
+            case "done":
+                self._done = event.done.provenance
+                self._complete_if_ready()
+
+    async def _begin(self) -> None:
+        command = engine_pb2.EngineCommand()
+        start = command.start
+        start.attempt.CopyFrom(self._order.key.message())
+        start.spec.CopyFrom(self._order.spec)
+        start.checkpoint = self._checkpoint
+        start.lora_stores.extend(self._order.lora_stores)
+        if self._order.loras_step is not None:
+            start.loras_step = self._order.loras_step
+        size_bytes = len(self._checkpoint)
+        if self._image:
+            source = await self._pictures.source(self._image, self._order.spec)
+            self._digest = source.digest
+            self._took("decode_image", "decode", source.seconds)
+            await source.tensor_into(start.image)
+            size_bytes += len(source.pixels.data)
+        size_bytes += await self._decode_controls(start)
+        self._image = self._checkpoint = b""
+        self._controls = ()
+        if size_bytes > _MAX_START_BYTES:
+            raise TooLarge(
+                f"its images take {size_bytes} bytes once decoded; an attempt may have {_MAX_START_BYTES}",
+                metadata={"limit": "start_bytes", "start_bytes": str(_MAX_START_BYTES)},
+            )
+        start.preview = self._order.preview  # which may have been asked for while the image was decoded
+        self._engine.send(command, size_bytes)
+        self._in_engine = True
+
+    async def _decode_controls(self, start: engine_pb2.EngineStart) -> int:
+        """Adds the control images; returns their bytes."""
+        size_bytes = 0
+        for ordered in self._controls:
+            source = await self._pictures.source(ordered.image, self._order.spec)
+            self._took("decode_image", "decode", source.seconds)
+            control = start.controls.add(image_digest=source.digest, hosts=ordered.hosts)
+            await source.tensor_into(control.image)
+            size_bytes += len(source.pixels.data)
+        return size_bytes
+
+    def _dress(self, step: int) -> None:
+        """The LoRAs go in. With the step in it, the spec makes the same picture again."""
+        for lora in self._order.spec.loras:
+            lora.from_step = step
+        self.attempt.dress(LorasInEvent(step=step))
+
+    def _advance(self, progress: engine_pb2.EngineProgress) -> None:
+        self._metrics.steps_done(max(0, progress.steps_done - self.attempt.steps_done))
+        if progress.HasField("preview") and not self._previewing:
+            self._previewing = True
+            self._spawn(self._preview(progress))
+        else:
+            self.attempt.advance(ProgressEvent(steps_done=progress.steps_done))
+
+    async def _preview(self, progress: engine_pb2.EngineProgress) -> None:
+        try:
+            jpeg = await self._pictures.preview(progress.preview)
+        except BottegaError as error:
+            _log.warning("preview left out", extra={**self._facts, **_why(error)})
+            jpeg = b""
+        finally:
+            self._previewing = False
+        steps_done = max(progress.steps_done, self.attempt.steps_done)
+        self.attempt.advance(
+            ProgressEvent(steps_done=steps_done, preview_index=progress.preview_index, preview_jpeg=jpeg)
+        )
+
+    async def _encode(self, picture: engine_pb2.EnginePicture) -> None:
+        encoded = await self._pictures.encode(picture.pixels, self._order.spec, picture.index)
+        self._seconds["handoff"] += max(0.0, encoded.began_s - picture.handed_over_s)
+        self._took("encode_image", "encode", encoded.seconds)
+        self.attempt.add_picture(PictureEvent(index=picture.index, data=encoded.data))
+        self._complete_if_ready()
+
+    def _complete_if_ready(self) -> None:
+        if self._done is None or len(self.attempt.pictures) < self._order.spec.num_images:
+            return
+        self._metrics.grouped(self._done.mean_group_requests)
+        self._metrics.used_loras(self._done.loras)
+        self.attempt.complete(self._provenance(self._done))
+        self._ended()
+
+    def _provenance(self, provenance: Provenance) -> Provenance:
+        """The engine's part and ours."""
+        provenance.parameters.CopyFrom(self._order.spec)
+        provenance.worker = self._worker
+        provenance.bottega_version = self._version
+        provenance.image_digest = self._digest
+        for use in provenance.controlnets:
+            use.servers[:] = [server or self._worker for server in use.servers]
+        provenance.times.extend(StageTime(stage=stage, seconds=seconds) for stage, seconds in self._seconds.items())
+        return provenance
+
+    def _took(self, stage: str, work: str, seconds: float) -> None:
+        self._seconds[stage] += seconds
+        self._metrics.codec_took(work, seconds)
+
+    def _expire(self) -> None:
+        self.drop(DeadlinePassed("the deadline passed before the images were done"))
+
+    def _cancel_in_engine(self) -> None:
+        cancel = engine_pb2.EngineCancel(attempt=self._order.key.message())
+        self._tell_engine(engine_pb2.EngineCommand(cancel=cancel))
+
+    def _tell_engine(self, command: engine_pb2.EngineCommand) -> None:
+        try:
+            self._engine.send(command)
+        except BottegaError as error:  # with the engine the attempt ends as well
+            kind = command.WhichOneof("command")
+            _log.info("the engine could not be told", extra={**self._facts, "command": kind, **_why(error)})
+
+    def _ended(self) -> None:
+        if self._expiry:
+            self._expiry.cancel()
+        for task in self._tasks - {asyncio.current_task()}:
+            task.cancel()
+        outcome = self.attempt.outcome
+        error = outcome.error if isinstance(outcome, FailedEvent) else None
+        self._metrics.attempt_ended(error.reason_name.lower() if error else "completed")
+        self._report(error)
+        self._on_end(self)
+
+    def _report(self, error: BottegaError | None) -> None:
+        facts = {**self._facts, "seconds": round(time.monotonic() - self._began_s, 3)}
+        if error is None:
+            _log.info("attempt completed", extra=facts)
+        else:
+            _log.warning("attempt failed", extra={**facts, **_why(error)})
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        if self.attempt.ended:
+            work.close()
+            return
+        task = asyncio.create_task(self._guarded(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except BottegaError as error:
+            self.drop(error)
+        except Exception:  # noqa: BLE001 - the boundary of an attempt: a fault of ours ends this attempt only
+            _log.exception("attempt failed unexpectedly", extra=self._facts)
+            self.drop(InternalError("the worker could not carry the request out"))
+
+
+def _facts(order: AttemptOrder) -> dict[str, object]:
+    """What every line about it says. Not left to the fields of a call: the engine's events come in none."""
+    return {
+        "job_id": order.key.job_id,
+        "request_id": order.request_id,
+        "attempt": order.key.number,
+        "model": order.spec.model,
+    }
+
+
+def _why(error: BottegaError) -> dict[str, object]:
+    return {"reason": error.reason_name, "text": error.message}

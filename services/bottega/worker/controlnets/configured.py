@@ -1,0 +1,58 @@
+"""The ControlNets that a worker runs itself when no server does: found at the start, loaded when they are needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bottega.diffusion.controlnets import (
+    ControlNetCache,
+    LocalControlNets,
+    base_layout,
+    controlnet_digest,
+    find_controlnet,
+)
+from bottega.diffusion.model.model import Model
+from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED as LOADED
+from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADING as LOADING
+from bottega.v1.controlnet_pb2 import HOSTED_STATE_ON_DISK as ON_DISK
+from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.worker.config import EngineConfig
+
+
+class ConfiguredControlNets:
+    """base: the layout that ControlNets of the model have. controlnets: runs them; None where there are none.
+
+    digests: by name. Raises ControlNetUnusable naming one that cannot be used, OSError.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        self.base = base_layout(model.backbone.unet.config, model.latent_scale)
+        folders = {name: Path(folder) for name, folder in config.controlnets.items()}
+        self._sources = {
+            name: find_controlnet(name, folder, base=self.base, dtype=model.dtype) for name, folder in folders.items()
+        }
+        self.digests = {name: controlnet_digest(folder) for name, folder in folders.items()}
+        self.controlnets: LocalControlNets | None = None
+        self._shelf: ControlNetCache | None = None
+        if folders:
+            budget_bytes = config.controlnet_budget_bytes
+            self._shelf = ControlNetCache(self._sources, budget_bytes=budget_bytes, device=model.device)
+            self.controlnets = LocalControlNets(self._shelf, fixed_rows=config.fixed_rows)
+
+    def report(self) -> list[HostedControlNet]:
+        """All of them, by name."""
+        if self._shelf is None:
+            return []
+        popularity = self._shelf.popularity
+        states = dict.fromkeys(self._shelf.coming, LOADING) | dict.fromkeys(self._shelf.loaded, LOADED)
+        return [
+            HostedControlNet(
+                name=name,
+                digest=self.digests[name],
+                base=source.layout.base,
+                size_bytes=source.size_bytes,
+                state=states.get(name, ON_DISK),
+                popularity=popularity.get(name, 0),
+            )
+            for name, source in sorted(self._sources.items())
+        ]

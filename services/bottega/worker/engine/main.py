@@ -1,0 +1,38 @@
+"""The engine process: `python -m bottega.worker.engine.main --fd N --config-json JSON`, started by the worker's front.
+
+It reads what it is told and decides what is imported; `engine_loop` is what it then does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+from bottega.diffusion.lean_imports import lean_imports
+from bottega.process import FramedPipe
+from bottega.process.memory import give_back_at_rest, keep_freed_memory
+from bottega.rpc.operation import logs
+from bottega.worker.config import EngineConfig
+
+
+def main() -> int:
+    """Returns the exit code: 1 with a log line when the engine cannot start."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bottega.worker.engine.main", description="A worker's engine process"
+    )
+    parser.add_argument("--fd", type=int, required=True, help="the pipe to the front")
+    parser.add_argument("--config-json", type=json.loads, required=True, help="EngineConfig as JSON")
+    arguments = parser.parse_args()
+    logs.configure("engine", "info")
+    keep_freed_memory()
+    give_back_at_rest()
+    with lean_imports():
+        from bottega.worker.engine.loop import run
+    return run(FramedPipe.from_fd(arguments.fd), EngineConfig(**arguments.config_json))
+
+
+if __name__ == "__main__":
+    status = main()
+    logs.flush()
+    os._exit(status)  # a thread may be waiting in the pipe

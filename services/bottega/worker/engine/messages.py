@@ -1,0 +1,319 @@
+"""What the engine says and is told, as messages of the pipe. Translates, and knows nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.controlnets import ControlLayout
+from bottega.diffusion.controlnets.provider import ControlHosts, ControlServer
+from bottega.diffusion.engine.engine import Engine
+from bottega.diffusion.engine.events import (
+    ControlUse,
+    Event,
+    ImageDrawn,
+    JobAdvanced,
+    JobCheckpointed,
+    JobFailed,
+    JobFinished,
+    JobStarted,
+    LoraRecord,
+    LorasIn,
+    PairRecord,
+)
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.loras import LoraStore
+from bottega.diffusion.model.samplers import SamplerKind
+from bottega.diffusion.spec import ControlSpec, LoraSpec, ResolvedSpec
+from bottega.errors import BottegaError
+from bottega.rpc.operation.link_metrics import link_counts
+from bottega.rpc.status import to_job_error
+from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2, worker_pb2
+from bottega.v1.worker_pb2 import AttemptId
+from bottega.worker.controlnets import RemoteControlNets
+from bottega.worker.controlnets.configured import ConfiguredControlNets
+from bottega.worker.loras import LoraCache
+
+# A key of the engine: job and number, which is all that an AttemptId holds.
+Key = tuple[str, int]
+
+# Fields whose absence says something, or stands for the default of ResolvedSpec.
+_OPTIONAL = frozenset(
+    {
+        "prompt_2",
+        "negative_prompt",
+        "negative_prompt_2",
+        "guidance_scale",
+        "guidance_rescale",
+        "seed",
+        "num_images",
+        "strength",
+    }
+)
+
+# Of those at hand, that are reported: by the contract.
+_MOST_LORAS = 256
+
+_OPTIONAL_OF_CONTROL = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
+
+_SAMPLERS = {
+    generation_pb2.SAMPLER_EULER: SamplerKind.EULER,
+    generation_pb2.SAMPLER_EULER_ANCESTRAL: SamplerKind.EULER_ANCESTRAL,
+    generation_pb2.SAMPLER_DDIM: SamplerKind.DDIM,
+    generation_pb2.SAMPLER_DPMPP_2M: SamplerKind.DPMPP_2M,
+}
+
+
+def key_of(attempt: AttemptId) -> Key:
+    """The engine's key of an attempt."""
+    return attempt.job_id, attempt.number
+
+
+def attempt_of(key: object) -> AttemptId:
+    """The attempt of an engine's key."""
+    assert isinstance(key, tuple), "every order was made here"
+    return AttemptId(job_id=key[0], number=key[1])
+
+
+def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> EngineOrder:
+    """The order that a start command means."""
+    return EngineOrder(
+        key=key_of(start.attempt),
+        spec=_spec(start, default_sampler),
+        image=_tensor(start.image) if start.HasField("image") else None,
+        control_images=tuple(_tensor(control.image) for control in start.controls),
+        control_hosts=tuple(_hosts(control.hosts) for control in start.controls),
+        stale_residuals=_may_be_stale(start.spec),
+        latent_parallelism=_may_be_lent(start.spec),
+        lora_stores=stores_of(start.lora_stores),
+        loras_step=start.loras_step if start.HasField("loras_step") else None,
+        checkpoint=start.checkpoint,
+        preview=start.preview,
+    )
+
+
+def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
+    """The message that carries an event."""
+    attempt = attempt_of(event.key)
+    match event:
+        case JobStarted():
+            started = engine_pb2.EngineStarted(
+                attempt=attempt, steps_total=event.steps_total, steps_resumed=event.steps_resumed
+            )
+            return engine_pb2.EngineEvent(started=started)
+        case LorasIn():
+            loras_in = engine_pb2.EngineLorasIn(attempt=attempt, step=event.step)
+            return engine_pb2.EngineEvent(loras_in=loras_in)
+        case JobAdvanced():
+            progress = engine_pb2.EngineProgress(
+                attempt=attempt, steps_done=event.steps_done, preview_index=event.preview_index
+            )
+            if event.preview is not None:
+                progress.preview.CopyFrom(_pixels(event.preview))
+            return engine_pb2.EngineEvent(progress=progress)
+        case JobCheckpointed():
+            checkpoint = engine_pb2.EngineCheckpoint(
+                attempt=attempt, steps_done=event.steps_done, checkpoint=event.data
+            )
+            return engine_pb2.EngineEvent(checkpoint=checkpoint)
+        case ImageDrawn():
+            picture = engine_pb2.EnginePicture(
+                attempt=attempt, index=event.index, pixels=_pixels(event.pixels), handed_over_s=time.monotonic()
+            )
+            return engine_pb2.EngineEvent(picture=picture)
+        case JobFinished():
+            done = engine_pb2.EngineDone(attempt=attempt, provenance=_provenance(event, engine))
+            return engine_pb2.EngineEvent(done=done)
+        case JobFailed():
+            return failed(attempt, event.error)
+
+
+def failed(attempt: AttemptId, error: BottegaError) -> engine_pb2.EngineEvent:
+    """The message that an attempt has failed."""
+    return engine_pb2.EngineEvent(failed=engine_pb2.EngineFailed(attempt=attempt, error=to_job_error(error)))
+
+
+def ready_of(engine: Engine, base: ControlLayout) -> engine_pb2.EngineEvent:
+    """The message that the engine is warm. base: of its model."""
+    model, defaults = engine.model, engine.model.defaults
+    said = image_pb2.Model(
+        name=model.name,
+        model_hash=model.digest,
+        dtype=model.dtype_name,
+        default_width=defaults.width,
+        default_height=defaults.height,
+        size_multiple=model.size_multiple,
+        max_pixels=engine.max_pixels,
+        default_steps=defaults.num_inference_steps,
+        default_guidance_scale=defaults.guidance_scale,
+        default_sampler=next(number for number, kind in _SAMPLERS.items() if kind is defaults.sampler),
+        vae_scale_factor=model.latent_scale,
+        base=base.base,
+    )
+    return engine_pb2.EngineEvent(ready=engine_pb2.EngineReady(model=said, device=str(model.device)))
+
+
+def beat_of(
+    engine: Engine, controlnets: RemoteControlNets, at_hand: ConfiguredControlNets, loras: LoraCache, *, peer_links: int
+) -> engine_pb2.EngineEvent:
+    """The message that the engine is alive, and how busy. peer_links: with the other worker of its pair."""
+    beat = engine_pb2.EngineBeat(
+        turns=engine.turns,
+        running=[
+            fleet_pb2.RunningAttempt(attempt=attempt_of(key), steps_left=steps) for key, steps in engine.steps_left()
+        ],
+        step_times=[
+            fleet_pb2.StepTime(
+                latent_height=shape[0],
+                latent_width=shape[1],
+                rows=rows,
+                seconds=seconds,
+                outdated=engine.step_times.outdated(shape, rows),
+            )
+            for shape, rows, seconds in engine.step_times.entries()
+        ],
+        fixed_s=engine.fixed_s,
+        controlnets=at_hand.report(),
+        links=link_counts(controlnets.counters, open_links=len(controlnets.servers) + loras.linked + peer_links),
+        loras=loras.resident[-_MOST_LORAS:],
+        lora_swaps=engine.weights.swaps,
+        lora_pristine_bytes=engine.weights.pristine_bytes,
+        patched_loras=[
+            fleet_pb2.PatchedLora(digest=digest, scale=scale) for digest, scale in engine.weights.patched_key
+        ],
+        lora_swap_s=engine.weights.swap_s,
+    )
+    return engine_pb2.EngineEvent(beat=beat)
+
+
+def _spec(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> ResolvedSpec:
+    """Every default has been filled in by the gateway, but for those that are absent on purpose."""
+    spec = start.spec
+    said = {field.name: value for field, value in spec.ListFields() if field.name in _OPTIONAL}
+    return ResolvedSpec(
+        prompt=spec.prompt,
+        num_inference_steps=spec.num_inference_steps,
+        width=spec.width,
+        height=spec.height,
+        sampler=_SAMPLERS.get(spec.sampler, default_sampler),
+        use_karras_sigmas=spec.use_karras_sigmas,
+        controlnets=tuple(
+            _control(net, control) for net, control in zip(spec.controlnets, start.controls, strict=True)
+        ),
+        loras=tuple(map(_lora, spec.loras)),
+        **said,
+    )
+
+
+def _control(net: generation_pb2.ControlNet, control: engine_pb2.EngineControl) -> ControlSpec:
+    said = {name: getattr(net, name) for name in _OPTIONAL_OF_CONTROL if net.HasField(name)}  # type: ignore[arg-type]
+    return ControlSpec(
+        name=net.name,
+        image_digest=control.image_digest,
+        digest=control.hosts.digest,
+        guess_mode=net.guess_mode,
+        measured=net.measure_similarity,
+        **said,
+    )
+
+
+def _lora(lora: generation_pb2.Lora) -> LoraSpec:
+    return LoraSpec(
+        name=lora.name,
+        digest=lora.digest,
+        scale=lora.scale,
+        from_step=lora.from_step if lora.HasField("from_step") else None,
+        bound=lora.max_step,
+        measured=lora.measure_similarity,
+    )
+
+
+def stores_of(stores: Iterable[worker_pb2.LoraStore]) -> tuple[LoraStore, ...]:
+    """LoRA stores as the engine knows them."""
+    return tuple(LoraStore(name=store.name, address=store.address) for store in stores)
+
+
+def _hosts(hosts: worker_pb2.ControlNetHosts) -> ControlHosts:
+    servers = tuple(ControlServer(name=server.name, address=server.address) for server in hosts.servers)
+    similarity = hosts.similarity if hosts.HasField("similarity") else None
+    return ControlHosts(digest=hosts.digest, servers=servers, similarity=similarity)
+
+
+def _may_be_stale(spec: generation_pb2.GenerationSpec) -> bool:
+    """Whether residuals may be one step old: as the request says, else as its fidelity does."""
+    if spec.techniques.HasField("stale_residuals"):
+        return spec.techniques.stale_residuals
+    return spec.fidelity in (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
+
+
+def _may_be_lent(spec: generation_pb2.GenerationSpec) -> bool:
+    """Whether the peer may compute rows. It is exact, so that only the request itself forbids it."""
+    return spec.techniques.latent_parallelism if spec.techniques.HasField("latent_parallelism") else True
+
+
+def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance:
+    record = event.record
+    return generation_pb2.Provenance(
+        model_hash=engine.model.digest,
+        dtype=engine.model.dtype_name,
+        device=str(engine.model.device),
+        exact=not any(use.stale_steps for use in record.controlnets)
+        and all(lora.from_step <= record.begin_step for lora in record.loras),
+        begin_step=record.begin_step,
+        truncations=[generation_pb2.Truncation(field=name, text=text) for name, text in record.truncations.items()],
+        times=[generation_pb2.StageTime(stage=name, seconds=seconds) for name, seconds in record.seconds.items()],
+        mean_group_requests=record.mean_group_requests,
+        controlnets=[_use(use) for use in record.controlnets],
+        loras=[_lora_use(lora) for lora in record.loras],
+        encoder_s=record.encoder_s,
+        pair=None if record.pair is None else _pair(record.pair),
+    )
+
+
+def _lora_use(lora: LoraRecord) -> generation_pb2.LoraUse:
+    return generation_pb2.LoraUse(
+        name=lora.name,
+        digest=lora.digest,
+        scale=lora.scale,
+        from_step=lora.from_step,
+        load_s=lora.load_s,
+        wait_s=lora.wait_s,
+        patch_s=lora.patch_s,
+        similarities=lora.similarities,
+    )
+
+
+def _pair(pair: PairRecord) -> generation_pb2.PairUse:
+    return generation_pb2.PairUse(
+        worker=pair.worker, steps=pair.steps, taken_back_steps=pair.taken_back_steps, waited_s=pair.waited_s
+    )
+
+
+def _use(use: ControlUse) -> generation_pb2.ControlNetUse:
+    pb = generation_pb2
+    return pb.ControlNetUse(
+        name=use.name,
+        stale_steps=use.stale_steps,
+        image_digest=use.image_digest,
+        begin_step=use.begin_step,
+        end_step=use.end_step,
+        waited_s=use.waited_s,
+        servers=use.servers,
+        mode=pb.RESIDUAL_MODE_PIPELINED if use.pipelined else pb.RESIDUAL_MODE_SYNCHRONOUS,
+        scale=use.scale,
+        digest=use.digest,
+        similarity=use.similarity,
+    )
+
+
+def _tensor(message: tensor_pb2.Tensor) -> Tensor:
+    return torch.frombuffer(bytearray(message.data), dtype=torch.uint8).reshape(tuple(message.shape))
+
+
+def _pixels(pixels: Tensor) -> tensor_pb2.Tensor:
+    return tensor_pb2.Tensor(
+        data_type=tensor_pb2.DATA_TYPE_UINT8, shape=tuple(pixels.shape), data=pixels.numpy().tobytes()
+    )

@@ -1,0 +1,98 @@
+"""All that draws in a worker's engine process: the model on its device, warm, and what ControlNets, LoRAs and a peer
+need. Knows no pipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.model.model import DTYPES, load_model, pick_device
+from bottega.miniature import WEIGHTS
+from bottega.rpc.address import split
+from bottega.transport import Endpoints
+from bottega.v1.worker_pb2 import PeerTerms
+from bottega.worker.config import EngineConfig
+from bottega.worker.controlnets import LinkSettings, RemoteControlNets
+from bottega.worker.controlnets.configured import ConfiguredControlNets
+from bottega.worker.link_requests import LinkRequests
+from bottega.worker.loras import LoraCache, LoraLinkSettings
+from bottega.worker.peer import Follower, Leader, PeerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """All that draws. at_hand: the ControlNets of this process; controlnets: those, and those on servers.
+
+    loras: those of stores. peer: the other worker of a pair, as this engine leads it; None where it is none.
+    """
+
+    config: EngineConfig
+    engine: Engine
+    controlnets: RemoteControlNets
+    at_hand: ConfiguredControlNets
+    loras: LoraCache
+    peer: Leader | None = None
+
+    def follow(self, post: Callable[[Callable[[], None]], None]) -> Follower | None:
+        """What it does for the other worker of a pair. post: see Follower. Raises ConfigError."""
+        if self.peer is None:
+            return None
+        config = self.config
+        doors = Endpoints(
+            tcp=split(config.links_listen) if config.links_listen else None,
+            unix_path=Path(config.links_socket) if config.links_socket else None,
+        )
+        return Follower(doors, guests=self.engine.guests, counters=self.controlnets.counters, post=post)
+
+
+def start(config: EngineConfig, desk: LinkRequests) -> Runtime:
+    """Loads the model and warms it up.
+
+    Raises OSError, ValueError or BottegaError with the reason when model, device or a ControlNet cannot be used.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    folder = WEIGHTS if config.model == "miniature" else Path(config.model)
+    name = config.model_name or ("miniature" if config.model == "miniature" else folder.name)
+    model = load_model(folder, name=name, device=pick_device(config.device), dtype=DTYPES[config.dtype])
+    limits = EngineLimits(
+        max_rows=config.max_rows,
+        fixed_rows=config.fixed_rows,
+        max_wait_turns=config.max_wait_turns,
+        max_pixels=config.max_pixels,
+        checkpoint_interval_s=config.checkpoint_interval_s,
+        progress_interval_s=config.progress_interval_s,
+        lora_timeout_s=config.lora_timeout_s,
+        pristine_on_host=config.lora_pristine == "host",
+    )
+    at_hand = ConfiguredControlNets(model, config)
+    controlnets = RemoteControlNets(
+        base=at_hand.base,
+        dtype=model.dtype,
+        device=model.device,
+        offers=desk,
+        local=at_hand.controlnets,
+        digests=at_hand.digests,
+        settings=LinkSettings(silence_s=config.controlnet_silence_s),
+    )
+    desk.terms = PeerTerms(model_hash=model.digest, dtype=model.dtype_name)
+    peer = None
+    if config.peer:
+        settings = PeerSettings(silence_s=config.peer_silence_s)
+        peer = Leader(config.peer, offers=desk, counters=controlnets.counters, settings=settings)
+    loras = LoraCache(
+        offers=desk,
+        device=model.device,
+        dtype=model.dtype,
+        budget_bytes=config.lora_budget_bytes,
+        settings=LoraLinkSettings(silence_s=config.lora_silence_s),
+        counters=controlnets.counters,
+    )
+    engine = Engine(model, limits, controlnets=controlnets, loras=loras, follower=peer)
+    engine.warm_up()
+    return Runtime(config=config, engine=engine, controlnets=controlnets, at_hand=at_hand, loras=loras, peer=peer)

@@ -1,0 +1,78 @@
+"""The front's side of the worker's engine process, in the words of engine.proto. Does not know what an attempt is."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+from typing import ClassVar
+
+from bottega import process
+from bottega.errors import Unavailable, WorkerLost
+from bottega.process import EngineListener, EngineTimeouts
+from bottega.rpc.status import from_job_error
+from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EnginePeerOffer, EnginePeerOffered, EngineReady
+from bottega.v1.link_pb2 import LinkOffer
+from bottega.worker.config import EngineConfig
+
+# Of an offer: the engine makes it in a thread of its own, at once.
+_OFFER_S = 3.0
+
+ENGINE_MODULE = "bottega.worker.engine.main"
+
+WorkerEngineListener = EngineListener[EngineReady, EngineEvent]
+
+
+class EngineFront(process.EngineSupervisor[EngineCommand, EngineEvent, EngineReady]):
+    """Keeps the engine process of a worker. module: what is run; another one speaks the same frames."""
+
+    lost: ClassVar[type[Unavailable]] = WorkerLost
+
+    def __init__(
+        self, config: EngineConfig, *, start_s: float, hang_s: float, stall_s: float, module: str = ENGINE_MODULE
+    ) -> None:
+        arguments = ("--config-json", json.dumps(dataclasses.asdict(config)))
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[LinkOffer]] = {}
+        super().__init__(module, *arguments, patience=EngineTimeouts(start_s=start_s, hang_s=hang_s, stall_s=stall_s))
+
+    def read(self, frame: bytes) -> EngineEvent:
+        """See process.EngineFront."""
+        return EngineEvent.FromString(frame)
+
+    def ready(self, event: EngineEvent) -> EngineReady | None:
+        """See process.EngineFront."""
+        return event.ready if event.HasField("ready") else None
+
+    async def offer(self, worker: str, link_id: str, *, caller: str) -> LinkOffer:
+        """Offers the peer a link. caller: host of whoever asks.
+
+        Raises what the engine refuses it with, Unavailable when there is no engine.
+        """
+        number = next(self._numbers)
+        offer = EnginePeerOffer(request=number, worker=worker, link_id=link_id, caller=caller)
+        self.send(EngineCommand(peer_offer=offer))
+        offered: asyncio.Future[LinkOffer] = asyncio.get_running_loop().create_future()
+        self._asked[number] = offered
+        try:
+            async with asyncio.timeout(_OFFER_S):
+                return await offered
+        except TimeoutError:
+            raise Unavailable(f"the engine made no offer within {_OFFER_S:g} s") from None
+        finally:
+            self._asked.pop(number, None)
+
+    def hear_offer(self, event: EnginePeerOffered) -> None:
+        """The engine's answer to `offer`."""
+        offered = self._asked.pop(event.request, None)
+        if offered is None or offered.done():
+            return
+        if event.HasField("error"):
+            offered.set_exception(from_job_error(event.error))
+        else:
+            offered.set_result(event.offer)
+
+    def turns(self, event: EngineEvent) -> int | None:
+        """See process.EngineFront. Whatever begins or ends an attempt counts as a turn."""
+        return event.beat.turns if event.HasField("beat") and event.beat.running else None

@@ -1,0 +1,95 @@
+"""Images on their way in and out of the engine: decoded, encoded and inscribed, in the codec processes.
+
+This module knows no engine and no attempt; it knows what text a picture carries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from google.protobuf import json_format
+
+from bottega.codec import CodecPool, EncodedImage, Pixels
+from bottega.process import copied
+from bottega.v1 import generation_pb2, tensor_pb2
+from bottega.v1.generation_pb2 import GenerationSpec, Sampler
+from bottega.v1.tensor_pb2 import Tensor
+
+# The keyword under which `bottega generate --like` finds the parameters, and the one that other tools show.
+SPEC_KEYWORD = "bottega"
+SUMMARY_KEYWORD = "parameters"
+
+_PREVIEW_QUALITY = 80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedImage:
+    """The input of image-to-image, its encoded bytes' SHA-256 (hex), and the seconds that decoding took."""
+
+    pixels: Pixels
+    digest: str
+    seconds: float
+
+    async def tensor_into(self, target: Tensor) -> None:
+        """Writes it as uint8 [height, width, 3]."""
+        target.data_type = tensor_pb2.DATA_TYPE_UINT8
+        target.shape.extend((self.pixels.height, self.pixels.width, 3))
+        await copied(len(self.pixels.data), lambda: setattr(target, "data", self.pixels.data))
+
+
+class ImageCodec:
+    """Decodes and encodes with a pool of codec processes."""
+
+    def __init__(self, pool: CodecPool) -> None:
+        self._pool = pool
+
+    async def source(self, image: bytes, spec: GenerationSpec) -> DecodedImage:
+        """The image, decoded and resized to the spec's size. Raises BadImage."""
+        began_s = time.monotonic()
+        digest = await copied(len(image), lambda: hashlib.sha256(image).hexdigest())
+        pixels = await self._pool.decode(image, spec.width, spec.height)
+        return DecodedImage(pixels=pixels, digest=digest, seconds=time.monotonic() - began_s)
+
+    async def encode(self, tensor: Tensor, spec: GenerationSpec, index: int) -> EncodedImage:
+        """Image `index` of the spec in the spec's format, inscribed with what draws it again."""
+        height, width, _channels = tensor.shape
+        pixels = await copied(height * width * 3, lambda: Pixels(width=width, height=height, data=tensor.data))
+        return await self._pool.encode(pixels, spec.format, spec.quality, inscription(spec, index))
+
+    async def preview(self, tensor: Tensor) -> bytes:
+        """A small JPEG."""
+        height, width, _channels = tensor.shape
+        pixels = Pixels(width=width, height=height, data=tensor.data)
+        encoded = await self._pool.encode(pixels, generation_pb2.IMAGE_FORMAT_JPEG, _PREVIEW_QUALITY, {})
+        return encoded.data
+
+
+def inscription(spec: GenerationSpec, index: int) -> Mapping[str, str]:
+    """The text of image `index`: the spec that draws it alone, as JSON, and a line for people.
+
+    Nothing of the run is in it (worker, times, attempts): whoever draws the spec again gets the same bytes.
+    spec: without its input images.
+    """
+    single = GenerationSpec()
+    single.CopyFrom(spec)
+    single.seed = spec.seed + index
+    single.num_images = 1
+    as_json = json_format.MessageToJson(single, preserving_proto_field_name=True, indent=None, ensure_ascii=False)
+    return {SPEC_KEYWORD: as_json, SUMMARY_KEYWORD: summary(single)}
+
+
+def summary(spec: GenerationSpec) -> str:
+    """One line for people, in the manner that galleries of pictures know."""
+    facts = {
+        "Negative prompt": spec.negative_prompt,
+        "Steps": spec.num_inference_steps,
+        "Sampler": Sampler.Name(spec.sampler).removeprefix("SAMPLER_") if spec.sampler else "",
+        "CFG scale": f"{spec.guidance_scale:g}" if spec.HasField("guidance_scale") else "",
+        "Seed": str(spec.seed),
+        "Size": f"{spec.width}x{spec.height}",
+        "Model": spec.model,
+    }
+    return ". ".join([spec.prompt, ", ".join(f"{name}: {value}" for name, value in facts.items() if value)])

@@ -1,0 +1,228 @@
+"""Brings LoRAs to the engine: from its cache, or from the stores that there are. See LoraSource.
+
+What is on its way is shared by all who asked. A store that is lost is asked again, where it is now, or another one, for
+as long as the engine waits; when that is over the engine gives up, and says so. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
+from bottega.errors import BottegaError, DataLoss, LoraNotFound, NoLora
+from bottega.transport import LinkCounters
+from bottega.worker.loras.download import DownloadHandle, LoraDownload
+from bottega.worker.loras.store_link import LoraLinkSettings, LoraOffers, StoreLink
+
+_log = logging.getLogger(__name__)
+
+# Links that are kept: a fleet has one store, or a few.
+_MOST_STORES = 16
+
+
+class LoraCache:
+    """One thread of the engine's calls it.
+
+    device, dtype: of the model. budget_bytes: of LoRAs that nobody waits for; those that somebody does are as many as
+    the engine's jobs have.
+    """
+
+    def __init__(
+        self,
+        *,
+        offers: LoraOffers,
+        device: torch.device,
+        dtype: torch.dtype,
+        budget_bytes: int,
+        settings: LoraLinkSettings,
+        counters: LinkCounters,
+    ) -> None:
+        self._offers = offers
+        self._device = device
+        self._dtype = dtype
+        self._budget_bytes = budget_bytes
+        self._settings = settings
+        self._counters = counters
+        self._known: tuple[LoraStore, ...] | None = None
+        self._unasked: list[LoraDownload] = []  # for want of a store
+        self._links: OrderedDict[str, StoreLink] = OrderedDict()
+        # The one used longest ago first.
+        self._arrivals: OrderedDict[str, LoraDownload] = OrderedDict()
+        self._refusals: dict[LoraDownload, dict[str, BottegaError]] = {}  # by address
+        self._changed = threading.Condition()
+        self._news = 0
+        self._told = 0  # as the last `settle` returned
+
+    @property
+    def resident(self) -> list[str]:
+        """Digests of what is here, the newest used last."""
+        return [digest for digest, arrival in list(self._arrivals.items()) if arrival.ready]
+
+    @property
+    def used_bytes(self) -> int:
+        """Of what is here."""
+        return sum(arrival.size_bytes for arrival in list(self._arrivals.values()))
+
+    @property
+    def linked(self) -> int:
+        """Links that are open."""
+        return sum(link.linked for link in list(self._links.values()))
+
+    def know(self, stores: tuple[LoraStore, ...]) -> None:
+        """The stores that there are now, the best first. What is asked for while there are none waits for the next.
+
+        Who is never told takes those that are named by who asks.
+        """
+        with self._changed:
+            self._known = stores
+            unasked, self._unasked = self._unasked, []
+            for arrival in unasked:
+                self._ask(arrival)
+
+    def begin(self, ref: LoraRef) -> LoraHandle:
+        """See LoraSource."""
+        with self._changed:
+            arrival = self._arrivals.get(ref.digest)
+            if arrival is None or arrival.error is not None:
+                arrival = self._arrivals[ref.digest] = LoraDownload(ref, device=self._device, dtype=self._dtype)
+                self._ask(arrival)
+            arrival.users += 1
+            if arrival.error is None:
+                self._arrivals.move_to_end(ref.digest)
+        return DownloadHandle(arrival)
+
+    def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:
+        """See LoraSource."""
+        with self._changed:
+            # Not when one of several is here: that was news once, and its caller waits for the others.
+            if not all(_settled(handle) for handle in handles):
+                self._changed.wait_for(lambda: self._news != self._told, timeout_s)
+            self._told = self._news
+
+    def close(self, handles: Sequence[LoraHandle]) -> None:
+        """See LoraSource."""
+        with self._changed:
+            for handle in handles:
+                assert isinstance(handle, DownloadHandle), "every handle was made here"
+                if handle.open:
+                    handle.open = False
+                    handle.arrival.users -= 1
+                    if not handle.arrival.users and not handle.arrival.ready:
+                        self._give_up(handle.arrival)
+            self._let_go()
+
+    def stop(self) -> None:
+        """Ends all links."""
+        for link in list(self._links.values()):
+            link.close()
+
+    def _ask(self, arrival: LoraDownload) -> None:
+        """Asks the best store that has not refused it. Under the lock."""
+        store = self._next_store(arrival)
+        if store is not None:
+            self._link_to(store).fetch(arrival)
+        elif self._known is None:
+            self._fail(arrival, NoLora("no LoRA store is known", metadata={"loras": arrival.ref.name}))
+        else:
+            self._unasked.append(arrival)
+
+    def _next_store(self, arrival: LoraDownload, *, but: str = "") -> LoraStore | None:
+        """The best that has not refused it. but: the address of another one that is not meant."""
+        passed = {but, *self._refusals.get(arrival, ())}
+        stores = self._known or arrival.ref.stores
+        return next((store for store in stores if store.address not in passed), None)
+
+    def _link_to(self, store: LoraStore) -> StoreLink:
+        link = self._links.get(store.address)
+        if link is None:
+            link = self._links[store.address] = StoreLink(
+                store,
+                offers=self._offers,
+                settings=self._settings,
+                counters=self._counters,
+                on_news=self._ring,
+                on_refused=self._refused,
+                on_lost=self._lost,
+            )
+            idle = [address for address, each in self._links.items() if each is not link and not each.wanted()]
+            for address in idle[: max(0, len(self._links) - _MOST_STORES)]:
+                self._links.pop(address).close()
+        self._links.move_to_end(store.address)
+        return link
+
+    def _refused(self, link: StoreLink, arrival: LoraDownload, error: BottegaError) -> None:
+        """A store will not send it: another one may. In a thread of its link's."""
+        if isinstance(error, DataLoss):  # for its operator, whether or not another one has it whole
+            facts = {"store": link.store.name, "lora": arrival.ref.name, "text": error.message}
+            _log.warning("a LoRA is damaged in its store; bring it again", extra=facts)
+        with self._changed:
+            if arrival.given_up:
+                return
+            refused = self._refusals.setdefault(arrival, {})
+            refused[link.store.address] = error
+            if self._next_store(arrival) is None:
+                # That one has it not says nothing beside what is wrong with it elsewhere.
+                told = (each for each in refused.values() if not isinstance(each, LoraNotFound))
+                self._fail(arrival, next(told, error))
+            else:
+                arrival.begin_again()
+                self._ask(arrival)
+
+    def _lost(self, link: StoreLink, _error: BottegaError) -> None:
+        """A store is lost: what it has not sent is asked for elsewhere, or there again."""
+        with self._changed:
+            for arrival in link.wanted():
+                if (other := self._next_store(arrival, but=link.store.address)) is not None:
+                    link.give_up(arrival)
+                    self._link_to(other).fetch(arrival)
+
+    def _give_up(self, arrival: LoraDownload) -> None:
+        """Nobody waits for what has not come: it is forgotten, and whoever asks next has it sent from its beginning.
+
+        Were it kept until it is here, requests that come and go at once would fill the memory, and the link, too, for
+        which others wait. Under the lock.
+        """
+        arrival.given_up = True
+        self._refusals.pop(arrival, None)
+        self._unasked = [each for each in self._unasked if each is not arrival]
+        if self._arrivals.get(arrival.ref.digest) is arrival:
+            del self._arrivals[arrival.ref.digest]
+        for link in self._links.values():
+            link.give_up(arrival)
+
+    def _fail(self, arrival: LoraDownload, error: BottegaError) -> None:
+        arrival.error = error
+        self._refusals.pop(arrival, None)
+        if self._arrivals.get(arrival.ref.digest) is arrival:
+            del self._arrivals[arrival.ref.digest]
+        self._news += 1
+        self._changed.notify_all()
+
+    def _ring(self) -> None:
+        with self._changed:
+            self._news += 1
+            self._changed.notify_all()
+
+    def _let_go(self) -> None:
+        """Of what is here and nobody waits for, as much as is over the budget, that used longest ago first."""
+        idle = [arrival for arrival in self._arrivals.values() if arrival.ready and not arrival.users]
+        excess = sum(arrival.size_bytes for arrival in idle) - self._budget_bytes
+        for arrival in idle:
+            if excess <= 0:
+                return
+            excess -= arrival.size_bytes
+            del self._arrivals[arrival.ref.digest]
+            self._refusals.pop(arrival, None)
+
+
+def _settled(handle: LoraHandle) -> bool:
+    """Whether there is nothing more to wait for."""
+    try:
+        return handle.ready
+    except BottegaError:
+        return True

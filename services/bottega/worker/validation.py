@@ -1,0 +1,165 @@
+"""What a worker makes of a RunAttemptRequest: an order that the engine can surely draw, or a refusal.
+
+Whoever calls need not be a gateway that has checked everything. Knows no model: whether an order is for this worker's,
+the worker says; what depends on the model itself (its limits, the multiple of its sizes) the engine refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from google.protobuf.message import DecodeError
+
+from bottega import rules
+from bottega.codec.limits import MAX_IMAGE_BYTES
+from bottega.errors import InvalidRequest, Violation
+from bottega.v1 import worker_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.worker.attempt_runner import AttemptControl, AttemptOrder
+from bottega.worker.attempts import AttemptKey
+
+# What has a default for callers and none here.
+_FILLED_IN = ("num_inference_steps", "guidance_scale", "width", "height", "seed", "num_images")
+
+# Of ids of jobs and of requests; the gateway makes the one, and checks the other.
+_MAX_ID_CHARACTERS = 128
+_MAX_ADDRESS_CHARACTERS = 300
+# That an attempt is told of for one ControlNet.
+_MAX_SERVERS = 64
+
+
+def order_from(raw: bytes) -> AttemptOrder:
+    """The order that a RunAttemptRequest gives. Raises InvalidRequest with all violations."""
+    try:
+        request = worker_pb2.RunAttemptRequest.FromString(raw)
+    except DecodeError:
+        raise InvalidRequest("the request is not a RunAttemptRequest") from None
+    rules.refuse(
+        [
+            *_check_attempt(request.attempt),
+            *_check_spec(request.spec),
+            *_check_call(request),
+            *_check_controls(request),
+            *_check_loras(request),
+        ]
+    )
+    spec = request.spec
+    image = spec.image
+    spec.ClearField("image")
+    spec.ClearField("mask_image")
+    images = [net.image for net in spec.controlnets]
+    for net in spec.controlnets:
+        net.ClearField("image")
+    return AttemptOrder(
+        key=AttemptKey.of(request.attempt),
+        # A new message: one that was cleared of an image keeps its memory for as long as it lives.
+        spec=GenerationSpec.FromString(spec.SerializeToString()),
+        image=image,
+        controls=tuple(
+            # New messages, as above.
+            AttemptControl(image=control, hosts=worker_pb2.ControlNetHosts.FromString(hosts.SerializeToString()))
+            for control, hosts in zip(images, request.controlnets, strict=True)
+        ),
+        lora_stores=tuple(
+            worker_pb2.LoraStore(name=store.name, address=store.address) for store in request.lora_stores
+        ),
+        loras_step=request.loras_step if request.HasField("loras_step") else None,
+        checkpoint=request.checkpoint,
+        deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
+        preview=request.preview,
+        request_id=request.request_id,
+    )
+
+
+def checked_key(attempt: worker_pb2.AttemptId) -> AttemptKey:
+    """Which attempt is meant. Raises InvalidRequest when none is named."""
+    rules.refuse(list(_check_attempt(attempt)))
+    return AttemptKey.of(attempt)
+
+
+def check_peer_link(request: worker_pb2.OpenPeerLinkRequest) -> Iterator[Violation]:
+    """What is wrong with a worker's wish to lead this one; of its link_id, the listener of links says it."""
+    if not 0 < len(request.worker) <= _MAX_ID_CHARACTERS:
+        yield Violation(field="worker", description=f"must be 1 to {_MAX_ID_CHARACTERS} characters")
+    for field in ("model_hash", "dtype"):
+        if not 0 < len(getattr(request.terms, field)) <= _MAX_ID_CHARACTERS:
+            yield Violation(field=f"terms.{field}", description=f"must be 1 to {_MAX_ID_CHARACTERS} characters")
+
+
+def _check_attempt(attempt: worker_pb2.AttemptId) -> Iterator[Violation]:
+    if not 0 < len(attempt.job_id) <= _MAX_ID_CHARACTERS:
+        yield Violation(field="attempt.job_id", description=f"must be 1 to {_MAX_ID_CHARACTERS} characters")
+    if attempt.number < 1:
+        yield Violation(field="attempt.number", description="must be at least 1")
+
+
+def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
+    for name in _FILLED_IN:
+        if not spec.HasField(name):  # type: ignore[arg-type]
+            yield Violation(field=f"spec.{name}", description="must be filled in")
+    yield from rules.check_texts(spec)
+    yield from rules.check_model_name(spec)
+    yield from rules.check_ranges(spec)
+    if spec.sampler:  # absent, it is the model's default, which is not known here
+        yield from rules.check_sigmas(spec, spec.sampler)
+    yield from rules.check_techniques(spec)
+    yield from rules.check_controlnets(spec)
+    yield from rules.check_loras(spec)
+    strength = spec.strength if spec.HasField("strength") else None
+    yield from rules.check_lora_steps(spec, spec.num_inference_steps, strength)
+    if spec.HasField("image") and not 0 < len(spec.image) <= MAX_IMAGE_BYTES:
+        yield Violation(field="spec.image", description=f"must be 1 to {MAX_IMAGE_BYTES} bytes")
+    if spec.HasField("mask_image") and not (spec.HasField("image") and 0 < len(spec.mask_image) <= MAX_IMAGE_BYTES):
+        rule = f"must be 1 to {MAX_IMAGE_BYTES} bytes, and stand beside an image"
+        yield Violation(field="spec.mask_image", description=rule)
+    if spec.HasField("strength") != spec.HasField("image"):
+        yield Violation(field="spec.strength", description="must be filled in with an image, and only with one")
+    elif spec.HasField("strength"):
+        yield from rules.check_steps_left(spec.num_inference_steps, spec.strength)
+
+
+def _check_controls(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
+    if len(request.controlnets) != len(request.spec.controlnets):
+        yield Violation(field="controlnets", description="must be one for each of spec.controlnets")
+    for index, net in enumerate(request.spec.controlnets):
+        if not 0 < len(net.image) <= MAX_IMAGE_BYTES:
+            rule = f"must be 1 to {MAX_IMAGE_BYTES} bytes"
+            yield Violation(field=f"spec.controlnets[{index}].image", description=rule)
+    for index, hosts in enumerate(request.controlnets):
+        yield from _check_hosts(f"controlnets[{index}]", hosts)
+
+
+def _check_hosts(path: str, hosts: worker_pb2.ControlNetHosts) -> Iterator[Violation]:
+    if len(hosts.digest) > _MAX_ID_CHARACTERS:
+        yield Violation(field=f"{path}.digest", description=f"must be at most {_MAX_ID_CHARACTERS} characters")
+    if len(hosts.servers) > _MAX_SERVERS or any(
+        not 0 < len(server.name) <= _MAX_ID_CHARACTERS or not 0 < len(server.address) <= _MAX_ADDRESS_CHARACTERS
+        for server in hosts.servers
+    ):
+        rule = f"must be at most {_MAX_SERVERS}, each with a name and an address"
+        yield Violation(field=f"{path}.servers", description=rule)
+    if not rules.is_cosine(hosts.similarity):
+        yield Violation(field=f"{path}.similarity", description="must be a cosine, -1 to 1")
+
+
+def _check_loras(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
+    for index, lora in enumerate(request.spec.loras):
+        for name in ("scale", "digest", "max_step"):
+            if not lora.HasField(name):
+                yield Violation(field=f"spec.loras[{index}].{name}", description="must be filled in")
+    if len(request.lora_stores) > _MAX_SERVERS or any(
+        not 0 < len(store.name) <= _MAX_ID_CHARACTERS or not 0 < len(store.address) <= _MAX_ADDRESS_CHARACTERS
+        for store in request.lora_stores
+    ):
+        rule = f"must be at most {_MAX_SERVERS}, each with a name and an address"
+        yield Violation(field="lora_stores", description=rule)
+    if request.HasField("loras_step") and not 0 <= request.loras_step < max(1, request.spec.num_inference_steps):
+        yield Violation(field="loras_step", description="must be one of the spec's steps")
+
+
+def _check_call(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
+    if len(request.request_id) > _MAX_ID_CHARACTERS:
+        yield Violation(field="request_id", description=f"must be at most {_MAX_ID_CHARACTERS} characters")
+    # Written so that NaN breaks the rule.
+    if request.HasField("deadline_s") and not request.deadline_s >= 0:
+        yield Violation(field="deadline_s", description="must not be negative")

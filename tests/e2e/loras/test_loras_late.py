@@ -1,0 +1,201 @@
+"""LoRAs over a slow link, and from a store that dies: real processes, where pictures are equal byte for byte."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from bottega.client import Client, Lora, Picture
+from bottega.errors import LoraUnusable, NoLora
+from bottega.miniature import WEIGHTS
+from bottega.v1 import fleet_pb2
+from bottega.v1.lora_pb2 import SetLoraProfileRequest
+from bottega.v1.lora_pb2_grpc import LoraServiceStub
+from tests.samples.lora_files import Part, base_shapes, kohya, save
+from tests.support.services import Service, Services, gateway_config, wait_until, worker_config
+
+_JOIN_S = 20.0
+_PROMPT = "a big red star on the left on a blue background"
+_DRAW: dict[str, Any] = {"seed": 3, "num_inference_steps": 20}
+# Of another model the gateway remembers for a while that it was there: without a name it would have to be guessed.
+_SHORT: dict[str, Any] = {"seed": 3, "num_inference_steps": 4, "model": "miniature"}
+_LATEST = 16
+# A LoRA of rank 4 takes .8 s, about ten steps; one of rank 16, in all modules, 13 s.
+_BYTES_PER_S = 150_000
+_TIMEOUT_S = 8.0
+_SILENCE_S = 2.0
+# All rows of a turn padded to so many: what runs beside a picture changes none of its bits.
+_ENGINE = {
+    "model": "miniature",
+    "threads": 1,
+    "fixed_rows": 4,
+    "lora_timeout_s": _TIMEOUT_S,
+    "lora_silence_s": _SILENCE_S,
+}
+_SERVER = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """worker: of the miniature; another one, where a test starts it, has its weights under another name."""
+
+    services: Services
+    client: Client
+    store: Service
+    worker: Service
+    gateway: Service
+    folder: Path
+
+    def add(self, name: str, *, base: str = "miniature", **parts: Any) -> None:
+        """Brings a LoRA."""
+        self.client.add_lora(name, _lora(self.folder / f"{name}.safetensors", **parts), base=base)
+
+    def draw(self, *loras: Lora, **options: Any) -> Picture:
+        """With these LoRAs."""
+        return self.client.generate(_PROMPT, lora=loras, **{**_DRAW, **options})
+
+    def has_store(self) -> bool:
+        """Whether the gateway sees one."""
+        kind = fleet_pb2.SERVICE_KIND_LORAS
+        return any(member.registration.kind == kind for member in self.client.fleet().members)
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
+    folder = tmp_path_factory.mktemp("late")
+    other = folder / "other"
+    shutil.copytree(WEIGHTS, other)
+    with Services(folder) as services:
+        gateway = services.start("bottega.gateway", gateway_config(), name="gateway")
+        worker = services.start("bottega.worker", worker_config(gateway.fleet, name="w", engine=_ENGINE), name="worker")
+        store = {
+            "name": "loras",
+            "gateway": gateway.fleet,
+            "server": _SERVER,
+            "links": {"bytes_per_s": _BYTES_PER_S},
+            "bases": {"miniature": "miniature", "other": str(other)},
+        }
+        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
+            made = Suite(
+                services=services,
+                client=client,
+                store=services.start("bottega.loras", store, name="store"),
+                worker=worker,
+                gateway=gateway,
+                folder=folder,
+            )
+            wait_until(lambda: bool(client.models()), _JOIN_S, "the worker to join")
+            wait_until(made.has_store, _JOIN_S, "the store to join")
+            yield made
+
+
+def _lora(path: Path, *, seed: int, rank: int = 4, endings: tuple[str, ...] = ("to_q", "to_k", "to_v")) -> Path:
+    """Of the UNet alone: the prompt waits for nothing."""
+    parts = {("unet", name): Part(rank=rank, alpha=2.0) for name in base_shapes("unet") if name.endswith(endings)}
+    return save(kohya(parts, seed=seed)[0], path)
+
+
+def _figures(service: Service) -> Mapping[str, float]:
+    """Its metrics, summed over their labels."""
+    with urllib.request.urlopen(f"http://{service.metrics}/metrics", timeout=5) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    found: dict[str, float] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+def test_a_lora_that_is_late_goes_in_at_a_step_that_is_told_and_pinned_there_draws_the_same(suite: Suite) -> None:
+    suite.add("late", seed=1)
+    drawn = suite.draw(Lora("late", max_step=_LATEST), bounded_lora_loading=True)
+    (use,) = drawn.provenance.loras
+    assert 0 < use.from_step <= _LATEST
+    assert use.load_s > 0.5
+    assert not drawn.provenance.exact
+    assert drawn.provenance.parameters.loras[0].from_step == use.from_step
+    pinned = suite.draw(Lora("late", from_step=use.from_step, digest=use.digest))
+    assert pinned.provenance.loras[0].from_step == use.from_step
+    assert pinned.pil().tobytes() == drawn.pil().tobytes()
+    exact = suite.draw(Lora("late"))
+    assert exact.provenance.exact
+    assert exact.pil().tobytes() != drawn.pil().tobytes(), "else the step is of no matter here"
+
+
+def test_an_exact_request_waits_and_its_time_is_told_beside_the_steps(suite: Suite) -> None:
+    suite.add("awaited", seed=2)
+    before = _figures(suite.worker)
+    drawn = suite.draw(Lora("awaited"))
+    (use,) = drawn.provenance.loras
+    assert use.from_step == 0
+    assert use.wait_s > 0.3
+    times = {time.stage: time.seconds for time in drawn.provenance.times}
+    assert times["loras"] == pytest.approx(use.wait_s + use.patch_s)
+    figures = _figures(suite.worker)
+    waited_s = figures["bottega_worker_lora_wait_seconds_sum"] - before["bottega_worker_lora_wait_seconds_sum"]
+    assert waited_s == pytest.approx(use.wait_s)
+    assert figures["bottega_worker_lora_load_seconds_count"] > before["bottega_worker_lora_load_seconds_count"]
+    assert "bottega_worker_lora_swaps_total" in figures
+    assert _figures(suite.store)["bottega_lora_fetches_total"] >= 1
+
+
+def test_a_profile_is_measured_with_real_pictures_and_remembered(suite: Suite) -> None:
+    suite.add("measured", seed=5)
+    prompts = [f"a small {colour} ring on a black background" for colour in ("red", "green", "blue", "white")]
+    measured = suite.client.profile_lora("measured", prompts, num_inference_steps=10)
+    assert 0 <= measured.max_step == min(measured.prompts) < 10
+    (bound,) = suite.client.lora("measured").bounds
+    assert (bound.num_inference_steps, bound.max_step) == (10, measured.max_step)
+
+
+def test_its_profile_says_until_which_step_a_lora_may_be_late(suite: Suite) -> None:
+    suite.add("profiled", seed=8, rank=12)  # takes 2.4 s, some thirty steps
+    profile = SetLoraProfileRequest(name="profiled", digest=suite.client.lora("profiled").digest)
+    profile.bounds.add(num_inference_steps=2 * _DRAW["num_inference_steps"], max_step=4)
+    with grpc.insecure_channel(suite.store.address) as channel:
+        LoraServiceStub(channel).SetLoraProfile(profile, timeout=_TIMEOUT_S)
+    drawn = suite.draw(Lora("profiled"), bounded_lora_loading=True)
+    (use,) = drawn.provenance.loras
+    assert use.from_step == 2, "without a profile it were the fourth"
+    assert use.wait_s > 0
+
+
+def test_a_lora_for_another_base_of_the_fleet_is_refused_and_one_without_a_model_goes_to_its_own(suite: Suite) -> None:
+    suite.add("for-other", seed=6, base="other")
+    engine = {**_ENGINE, "model": str(suite.folder / "other")}
+    worker = suite.services.start(
+        "bottega.worker", worker_config(suite.gateway.fleet, name="o", engine=engine), name="o"
+    )
+    wait_until(lambda: len(suite.client.models()) == 2, _JOIN_S, "the other worker to join")
+    drawn = suite.draw(Lora("for-other"))
+    assert (drawn.provenance.parameters.model, drawn.provenance.worker) == ("other", "o")
+    with pytest.raises(LoraUnusable, match="miniature") as caught:
+        suite.draw(Lora("for-other"), model="miniature")
+    assert caught.value.metadata == {"lora": "for-other", "made_for": "other", "model": "miniature"}
+    worker.stop()
+    wait_until(lambda: len(suite.client.models()) == 1, _JOIN_S, "the other worker to leave")
+
+
+def test_a_store_that_dies_in_mid_fetch_fails_who_waits_for_it_and_nobody_else(suite: Suite) -> None:
+    suite.add("large", seed=7, rank=16, endings=("",))
+    plain = suite.draw(**_SHORT).data
+    fetches = _figures(suite.store)["bottega_lora_fetches_total"]
+    began_s = time.monotonic()
+    waiting = suite.client.submit(_PROMPT, lora=["large"], **_DRAW)
+    wait_until(lambda: _figures(suite.store)["bottega_lora_fetches_total"] > fetches, 5.0, "the fetch to begin")
+    time.sleep(0.5)
+    suite.store.kill()
+    assert suite.draw(**_SHORT).data == plain
+    assert not waiting.status().ended
+    with pytest.raises(NoLora, match="large"):
+        waiting.result(timeout_s=_TIMEOUT_S + 10.0)
+    assert time.monotonic() - began_s < _TIMEOUT_S + _SILENCE_S + 2.0
+    assert suite.draw(**_SHORT).data == plain, "nothing of it is in the weights"

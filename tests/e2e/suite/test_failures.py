@@ -1,0 +1,241 @@
+"""What dies in the middle of a picture changes when it is ready, never what it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from bottega.client import Client, JobState, Picture
+from bottega.errors import NoWorker
+from bottega.rpc.status import from_rpc_error
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.image_pb2 import GenerateRequest
+from bottega.v1.image_pb2_grpc import ImageServiceStub
+from tests.e2e.conftest import ENGINE
+from tests.support.services import START_TIMEOUT_S, Service, Services, gateway_config, wait_until, worker_config
+
+# Two workers draw on all cores, and losses are to be noticed in time.
+pytestmark = pytest.mark.alone
+
+PROMPT = "a big yellow square on a black background"
+# Draws noise at every step: a resumed request needs its generator, not only its latent.
+OPTIONS: dict[str, Any] = {"num_inference_steps": 120, "guidance_scale": 4.0, "sampler": "euler_ancestral", "seed": 3}
+# So late that drawing from the start again repeats far more than what a resumed attempt may.
+LATE = 80
+# A checkpoint is due after a tenth of the steps at the latest, and the newest may die on its way to the gateway.
+MOST_REPEATED = 2 * OPTIONS["num_inference_steps"] // 10
+# README, what is promised when what dies: a worker is out of the fleet within this time.
+NOTICED_S = 2.0
+# What asking takes on busy cores.
+ASKING_S = 0.5
+
+
+@dataclass(slots=True, kw_only=True)
+class Pair:
+    """A gateway with two workers, which tests may end and have started again: that takes its time, beside the tests.
+
+    grace_s: that the workers have to finish what they have begun when they are told to stop.
+    """
+
+    services: Services
+    gateway: Service
+    client: Client
+    booting: ThreadPoolExecutor
+    grace_s: float = 20.0
+    workers: dict[str, Future[Service]] = field(default_factory=dict)
+    lives: Iterator[int] = field(default_factory=itertools.count)
+
+    def boot(self, *names: str) -> None:
+        """Has these workers started."""
+        for name in names:
+            self.workers[name] = self.booting.submit(self._start, name, f"{name}-{next(self.lives)}")
+
+    def worker(self, name: str) -> Service:
+        """The newest life of a worker, once it has joined."""
+        return self.workers[name].result(START_TIMEOUT_S)
+
+    def wait_for_both(self) -> None:
+        """Until both have joined."""
+        for name in "ab":
+            self.worker(name)
+
+    def _start(self, name: str, life: str) -> Service:
+        server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "drain_grace_s": self.grace_s}
+        config = worker_config(self.gateway.fleet, name=name, engine=ENGINE, server=server)
+        worker = self.services.start("bottega.worker", config, name=life)
+        wait_until(lambda: name in self.joined(), NOTICED_S + ASKING_S, f"{name} to join")
+        return worker
+
+    def joined(self) -> set[str]:
+        """Names of the workers that the gateway knows."""
+        return {member.registration.name for member in self.client.fleet().members} & {"a", "b"}
+
+    def busy(self) -> str:
+        """Name of the worker that runs something; empty when none does."""
+        names = [member.registration.name for member in self.client.fleet().members if member.load.running]
+        return names[0] if names else ""
+
+
+@contextlib.contextmanager
+def _paired(folder: Path, **facts: Any) -> Iterator[Pair]:
+    with Services(folder) as services:
+        gateway = services.start("bottega.gateway", gateway_config())
+        with (
+            Client(gateway.address, fleet_address=gateway.fleet, timeout_s=90.0) as client,
+            ThreadPoolExecutor(2) as booting,
+        ):
+            pair = Pair(services=services, gateway=gateway, client=client, booting=booting, **facts)
+            pair.boot("a", "b")
+            yield pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with _paired(tmp_path_factory.mktemp("pair")) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: Pair) -> Picture:
+    """The picture as it is when nothing dies."""
+    pair.worker("a")
+    return pair.client.generate(PROMPT, **OPTIONS)
+
+
+class Drawing:
+    """A picture that is being drawn while a test goes on; `steps` are those done when `start` returns."""
+
+    def __init__(self, pair: Pair, steps: int, options: Mapping[str, Any] = OPTIONS) -> None:
+        self._picture: list[Picture] = []
+        self._thread = threading.Thread(
+            target=lambda: self._picture.append(pair.client.generate(PROMPT, **options)), daemon=True
+        )
+        self._thread.start()
+        wait_until(lambda: bool(pair.busy()), 20.0, "a worker to take the request")
+        wait_until(lambda: pair.client.list_jobs(page_size=1).jobs[0].steps_done >= steps, 20.0, f"{steps} steps")
+
+    def picture(self) -> Picture:
+        """The finished picture."""
+        self._thread.join(90.0)
+        assert self._picture, "no picture came"
+        return self._picture[0]
+
+
+def test_a_worker_killed_in_mid_request_leaves_the_same_picture(pair: Pair, undisturbed: Picture) -> None:
+    pair.wait_for_both()
+    drawing = Drawing(pair, steps=LATE)
+    killed = pair.busy()
+    pair.worker(killed).kill()
+    pair.boot(killed)
+    picture = drawing.picture()
+
+    assert picture.data == undisturbed.data
+    assert picture.provenance.attempts == 2
+    assert picture.provenance.worker not in {"", killed}
+    assert picture.provenance.repeated_steps <= MOST_REPEATED
+
+
+def test_an_engine_killed_in_mid_request_leaves_the_same_picture(pair: Pair, undisturbed: Picture) -> None:
+    pair.wait_for_both()
+    drawing = Drawing(pair, steps=LATE)
+    name = pair.busy()
+    front = psutil.Process(pair.worker(name).process.pid)
+    (engine,) = [child for child in front.children() if any("worker.engine" in part for part in child.cmdline())]
+    engine.kill()
+
+    picture = drawing.picture()
+
+    assert picture.data == undisturbed.data
+    assert picture.provenance.attempts == 2
+    assert picture.provenance.repeated_steps <= MOST_REPEATED
+    wait_until(lambda: pair.joined() == {"a", "b"}, 60.0, "the worker with a new engine")
+
+
+def test_a_worker_that_is_told_to_stop_loses_no_picture(pair: Pair, undisturbed: Picture) -> None:
+    drawing = Drawing(pair, steps=20)
+    name = pair.busy()
+
+    assert pair.worker(name).stop() == 0
+
+    pair.boot(name)
+    assert drawing.picture().data == undisturbed.data
+
+
+def test_what_a_stopping_worker_cannot_finish_is_handed_over(tmp_path: Path) -> None:
+    options = {**OPTIONS, "num_inference_steps": 200}
+    with _paired(tmp_path, grace_s=0.5) as pair:
+        pair.wait_for_both()
+        undisturbed = pair.client.generate(PROMPT, **options)
+        drawing = Drawing(pair, steps=40, options=options)
+        name = pair.busy()
+
+        assert pair.worker(name).stop() == 0
+
+        picture = drawing.picture()
+        assert picture.data == undisturbed.data
+        assert picture.provenance.attempts == 2
+        assert picture.provenance.worker not in {"", name}
+        (line,) = (line for line in pair.gateway.events() if line["event"] in {"attempt returned", "attempt lost"})
+        assert (line["event"], line["worker"]) == ("attempt returned", name)
+        assert line["text"] == "the worker is stopping and hands the attempt over"
+
+
+@pytest.mark.parametrize(("how", "name"), [("kill", "a"), ("stop", "b")])
+def test_a_worker_that_leaves_is_noticed_within_two_seconds(pair: Pair, how: str, name: str) -> None:
+    worker = pair.worker(name)
+    if how == "kill":
+        worker.kill()
+    else:
+        worker.process.send_signal(signal.SIGTERM)
+
+    wait_until(lambda: name not in pair.joined(), NOTICED_S + ASKING_S, "the leave to be noticed")
+
+    assert worker.stop() in {0, -signal.SIGKILL}
+    pair.boot(name)
+
+
+def test_a_worker_that_hangs_is_noticed_within_two_seconds_and_comes_back(pair: Pair) -> None:
+    process = pair.worker("a").process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        wait_until(lambda: "a" not in pair.joined(), NOTICED_S + ASKING_S, "the silence to be noticed")
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+    wait_until(lambda: "a" in pair.joined(), 5.0, "the worker to come back")
+
+
+def test_requests_wait_for_a_worker_that_was_there_a_moment_ago(pair: Pair, undisturbed: Picture) -> None:
+    for name in ("a", "b"):
+        pair.worker(name).stop()
+    wait_until(lambda: not pair.joined(), NOTICED_S + ASKING_S, "both leaves to be noticed")
+
+    job = pair.client.submit(PROMPT, **OPTIONS)
+    assert job.status().state is JobState.QUEUED
+
+    pair.boot("a")
+    wait_until(lambda: job.status().state is JobState.COMPLETED, 60.0, "the picture")
+    assert job.image().data == undisturbed.data
+
+
+def test_without_any_worker_the_gateway_serves_and_says_when_to_ask_again(tmp_path: Path) -> None:
+    with Services(tmp_path) as services:
+        gateway = services.start("bottega.gateway", gateway_config())
+        with grpc.insecure_channel(gateway.address) as channel, pytest.raises(grpc.RpcError) as raised:
+            list(ImageServiceStub(channel).Generate(GenerateRequest(spec=GenerationSpec(prompt=PROMPT)), timeout=10))
+
+    error = from_rpc_error(raised.value)
+    assert isinstance(error, NoWorker)
+    assert error.retry_after_s
+    assert error.retry_after_s > 0

@@ -1,0 +1,126 @@
+"""What operators rely on, for each service as it really runs: health, reflection, metrics, logs, drain."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from bottega.client import Client, Picture
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.image_pb2 import GenerateRequest
+from bottega.v1.image_pb2_grpc import ImageServiceStub
+from tests.e2e.conftest import ENGINE, Suite
+from tests.support.services import Service, Services, gateway_config, wait_until, worker_config
+
+CONTRACT = {
+    "gateway": {"bottega.v1.ImageService"},
+    "worker": {"bottega.v1.WorkerService"},
+}
+
+
+@pytest.fixture(params=sorted(CONTRACT))
+def service(request: pytest.FixtureRequest, suite: Suite) -> Service:
+    found = getattr(suite, request.param)
+    assert isinstance(found, Service)
+    return found
+
+
+def _contract(service: Service) -> set[str]:
+    return CONTRACT[service.name.partition("-")[0]]
+
+
+def test_health_is_serving_for_the_server_and_each_of_its_services(service: Service) -> None:
+    with grpc.insecure_channel(service.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", *_contract(service)):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)  # type: ignore[attr-defined]  # a gap in its types
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING, name
+
+
+def test_reflection_lists_the_services(service: Service) -> None:
+    with grpc.insecure_channel(service.address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        answers = list(stub.ServerReflectionInfo(iter([question]), timeout=5))  # type: ignore[operator]  # as above
+
+    listed = {found.name for found in answers[0].list_services_response.service}
+    assert _contract(service) | {"grpc.health.v1.Health"} <= listed
+
+
+def test_metrics_are_on_loopback_and_count_calls(service: Service, client: Client) -> None:
+    client.generate("a red star", num_inference_steps=2)
+
+    assert service.metrics.startswith("127.0.0.1:")
+    method = "Generate" if "bottega.v1.ImageService" in _contract(service) else "RunAttempt"
+    counted = re.compile(rf'bottega_rpc_calls_total\{{code="OK",method="[^"]*{method}"\}} [1-9]')
+    # A call is counted when it has ended, a moment after its caller has the last message.
+    wait_until(lambda: counted.search(_metrics(service)) is not None, 2, f"{method} to be counted")
+
+
+def _metrics(service: Service) -> str:
+    with urllib.request.urlopen(f"http://{service.metrics}/metrics", timeout=5) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def test_logs_are_json_lines_with_the_request_id_and_the_job_id(suite: Suite, images: ImageServiceStub) -> None:
+    spec = GenerationSpec(prompt="a red star", num_inference_steps=2)
+    answers = list(images.Generate(GenerateRequest(request_id="log-me-7", spec=spec), timeout=30))
+
+    story = {suite.gateway: ["job accepted", "job completed"], suite.worker: ["attempt started", "attempt completed"]}
+    for service, told in story.items():
+        wait_until(lambda: told[-1] in _said(service, "log-me-7"), 5.0, f"the lines of {service.name}")  # noqa: B023 - at once
+        assert _said(service, "log-me-7") == told
+        assert {line["job_id"] for line in _lines(service, "log-me-7")} == {answers[0].event.job_id}
+
+
+def _lines(service: Service, request_id: str) -> list[dict[str, Any]]:
+    return [line for line in service.events() if line.get("request_id") == request_id]
+
+
+def _said(service: Service, request_id: str) -> list[str]:
+    return [line["event"] for line in _lines(service, request_id)]
+
+
+@pytest.mark.parametrize("module", ["bottega.gateway", "bottega.worker"])
+def test_a_service_refuses_to_start_with_an_unknown_key_and_names_it(module: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("listne: 127.0.0.1:0\n")
+
+    command = [sys.executable, "-m", module, "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+    assert done.returncode != 0
+    assert "listne" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_gateway_that_is_told_to_stop_finishes_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
+    drawn: list[Picture] = []
+    with Services(tmp_path) as services:
+        gateway = services.start("bottega.gateway", gateway_config())
+        worker = services.start("bottega.worker", worker_config(gateway.fleet, name="w", engine=ENGINE))
+        with Client(gateway.address) as client:
+            wait_until(lambda: bool(client.models()), 10.0, "the worker to join")
+            drawing = threading.Thread(
+                target=lambda: drawn.append(client.generate("a red star", num_inference_steps=100, seed=1))
+            )
+            drawing.start()
+            wait_until(lambda: any(job.steps_done for job in client.list_jobs().jobs), 20.0, "the first step")
+
+            assert gateway.stop() == 0
+            drawing.join(10.0)
+
+        assert drawn, "the picture was lost in the drain"
+        assert drawn[0].provenance.attempts == 1
+        assert worker.stop() == 0

@@ -1,0 +1,265 @@
+"""The gateway's rules without a wire: a foreman with its fleet, queue and dispatcher, on a clock that the test turns.
+
+Its workers are calls that wait for what the test says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from bottega.errors import BottegaError, WorkerLost
+from bottega.gateway.addons.controlnets.placement import ControlNetPlacement
+from bottega.gateway.addons.controlnets.prefetch import ControlNetPrefetcher
+from bottega.gateway.addons.loras.resolver import LoraClient, LoraResolver
+from bottega.gateway.dispatch.dispatcher import Dispatcher
+from bottega.gateway.fleet.members import Member
+from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.repository import JobRepository
+from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.scheduling.controller import JobController
+from bottega.gateway.scheduling.queue import JobQueue
+from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
+from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1.generation_pb2 import Provenance
+from tests.fakes.memory_storage import Shelf, at_once, memory_storehouse
+from tests.samples import controlnet_hosts
+from tests.samples.jobs import FakeTime, sample_job
+
+Answer = worker_pb2.RunAttemptResponse | BottegaError
+
+
+@dataclass(slots=True)
+class FakeClient:
+    """A worker: what it was asked to run, and by job what it answers. on_call: at every RunAttempt.
+
+    news: its checkpoints; None among them breaks the stream in a way that nobody thought of.
+    """
+
+    on_call: Callable[[], None] = lambda: None
+    called: list[str] = field(default_factory=list)
+    requests: list[worker_pb2.RunAttemptRequest] = field(default_factory=list)
+    answers: dict[str, asyncio.Queue[Answer]] = field(default_factory=dict)
+    news: asyncio.Queue[worker_pb2.WatchCheckpointsResponse | None] = field(default_factory=asyncio.Queue)
+
+    def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
+        self.on_call()
+        self.called.append(request.attempt.job_id)
+        self.requests.append(request)
+        answers = self.answers[request.attempt.job_id] = asyncio.Queue()
+        return self._events(answers)
+
+    async def _events(self, answers: asyncio.Queue[Answer]) -> AsyncGenerator[worker_pb2.RunAttemptResponse, None]:
+        while True:
+            answer = await answers.get()
+            if isinstance(answer, BottegaError):
+                raise answer
+            yield answer
+
+    async def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
+        while (checkpoint := await self.news.get()) is not None:
+            yield checkpoint
+        raise ValueError("what no client should raise")
+
+    async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
+        """Nothing to stop."""
+
+    async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
+        """It has nothing that nobody follows."""
+        return ()
+
+    async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
+        """Nothing to show."""
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass(slots=True)
+class FakeServer:
+    """A ControlNet server: what it was asked to load, request by request. failure: what it answers instead."""
+
+    prefetched: list[list[str]] = field(default_factory=list)
+    failure: Exception | None = None
+    closed: bool = False
+
+    async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
+        self.prefetched.append(list(names))
+        if self.failure is not None:
+            raise self.failure
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Shop:
+    """A foreman of the model "m" and everything that it looks at. Made in a running event loop."""
+
+    def __init__(self, *, max_attempts: int = 3, hold_s: float = 3) -> None:
+        self.time = FakeTime()
+        self.clients: dict[str, FakeClient] = {}
+        self.servers: dict[str, FakeServer] = {}
+        self.shelf = Shelf()
+        self._max_attempts = max_attempts
+        self._hold_s = hold_s
+        self.open()
+
+    def open(self) -> None:
+        """A life of the gateway begins, with what the one before has left; without room it waits for `heal`."""
+        clock = self.time.clock()
+        self.registry = CollectorRegistry()
+        metrics = GatewayMetrics(self.registry)
+        self.fleet = Fleet(lease_s=1.5, model_grace_s=30, bounds=controlnet_hosts.bounds(256), clock=clock)
+        self.placement = ControlNetPlacement(fleet=self.fleet, clock=clock)
+        self.storehouse = memory_storehouse(clock, self.shelf)
+        self.log = JobRepository(storehouse=self.storehouse, clock=clock)
+        self.queue = JobQueue(max_jobs=1000, budget_bytes=1 << 24, clock=clock)
+        loras = LoraResolver(connect=_no_store, fleet=self.fleet)
+        self.lora_sizes = loras.sizes
+        self.dispatcher = Dispatcher(
+            connect=self._connect,
+            placement=self.placement,
+            loras=loras,
+            storehouse=self.storehouse,
+            max_result_bytes=1 << 20,
+        )
+        self.foreman = JobController(
+            fleet=self.fleet,
+            dispatcher=self.dispatcher,
+            placement=self.placement,
+            prefetcher=ControlNetPrefetcher(connect=self._connect_server, placement=self.placement, metrics=metrics),
+            lora_sizes=self.lora_sizes,
+            queue=self.queue,
+            log=self.log,
+            metrics=metrics,
+            max_attempts=self._max_attempts,
+            patience_s=30,
+            hold_s=self._hold_s,
+            clock=clock,
+        )
+        self.storehouse.on_change = lambda: self.foreman.pause(self.storehouse.trouble is not None)
+        if self.storehouse.trouble is None:
+            self.foreman.restore(at_once(self.log.restore()))
+        else:
+            self.log.read_only()
+
+    def heal(self) -> None:
+        """There is room on the disk again, and the gateway finds out."""
+        self.shelf.full = False
+        at_once(self.storehouse.open(first=self._begin))
+
+    async def _begin(self) -> None:
+        if not self.log.restored:
+            self.foreman.restore(await self.log.restore())
+
+    def worker(self, name: str = "w1", *, seconds: float = 0.1) -> Member:
+        """A worker joins and reports turns whose time doubles with their rows. seconds: of one row."""
+        model = image_pb2.Model(name="m", model_hash="hash of m", vae_scale_factor=4)
+        address = f"127.0.0.1:{len(self.clients) + 1}"
+        said = fleet_pb2.Registration(kind=fleet_pb2.SERVICE_KIND_WORKER, name=name, address=address, models=[model])
+        member = self.fleet.join(controlnet_hosts.again(said))
+        self.report(member, seconds=seconds)
+        return member
+
+    def report(
+        self,
+        member: Member,
+        *,
+        seconds: float = 0.1,
+        fixed_s: float = 0.0,
+        draining: bool = False,
+        controlnets: Sequence[HostedControlNet] = (),
+    ) -> None:
+        """A worker reports its load. seconds: of one row, beside fixed_s of each turn. controlnets: at hand there."""
+        times = [
+            fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=rows, seconds=fixed_s + rows * seconds)
+            for rows in (1, 2)
+        ]
+        running = [
+            fleet_pb2.RunningAttempt(
+                attempt=worker_pb2.AttemptId(job_id=job.job_id, number=job.number),
+                steps_left=job.steps_total - job.steps_done,
+            )
+            for job in self.running(member)
+        ]
+        load = fleet_pb2.Load(
+            step_times=times, max_rows=16, draining=draining, running=running, controlnets=controlnets
+        )
+        self.fleet.report(member, load)
+
+    def running(self, member: Member) -> list[Job]:
+        """Jobs that are with a worker."""
+        return [job for job in self.log.live() if job.worker == member.name]
+
+    def member(self, name: str) -> Member:
+        """A worker that has joined."""
+        (member,) = (member for member in self.fleet.members() if member.name == name)
+        return member
+
+    async def step(self, member: Member) -> None:
+        """Everything with a worker makes a step; what has made its last one is completed."""
+        for job in self.running(member):
+            if job.steps_done < job.steps_total:
+                await self.advance(job, job.steps_done + 1)
+            else:
+                await self.complete(job)
+
+    async def kill(self, member: Member) -> None:
+        """A worker's engine dies, and all its calls say so, one after the other; the worker has another one at once."""
+        running = self.running(member)
+        facts = {"died": "engine", "held_together": str(len(running))}
+        calls = [self.client(member.name).answers[job.job_id] for job in running]
+        for answers in calls:
+            answers.put_nowait(WorkerLost("the engine died", metadata=facts))
+        for _ in range(12):
+            await asyncio.sleep(0)
+
+    def client(self, name: str = "w1") -> FakeClient:
+        """The calls to a worker."""
+        return self.clients[self.member(name).registration.address]
+
+    def submit(self) -> Job:
+        """A job comes in."""
+        return self.take(sample_job(self.time))
+
+    def take(self, job: Job) -> Job:
+        """That job comes in."""
+        at_once(self.log.add(job))
+        self.foreman.submit(job)
+        return job
+
+    async def advance(self, job: Job, steps_done: int) -> None:
+        """The job's worker tells progress."""
+        progress = worker_pb2.AttemptProgress(steps_done=steps_done)
+        await self._answer(job, worker_pb2.RunAttemptResponse(progress=progress))
+
+    async def complete(self, job: Job) -> None:
+        """The job's worker sends its picture."""
+        chunk = worker_pb2.AttemptImageChunk(index=0, chunk=b"picture", last=True)
+        await self._answer(job, worker_pb2.RunAttemptResponse(image=chunk))
+        completed = worker_pb2.AttemptCompleted(provenance=Provenance(worker=job.worker))
+        await self._answer(job, worker_pb2.RunAttemptResponse(completed=completed))
+        await asyncio.wait_for(job.ended.wait(), 2)
+
+    async def fail(self, job: Job, error: BottegaError) -> None:
+        """The call to the job's worker ends with an error."""
+        await self._answer(job, error)
+
+    async def _answer(self, job: Job, answer: Answer) -> None:
+        self.client(job.worker).answers[job.job_id].put_nowait(answer)
+        for _ in range(12):  # the queue wakes its reader, which wakes the attempt; what ends is written, and told then
+            await asyncio.sleep(0)
+
+    def _connect_server(self, address: str) -> FakeServer:
+        return self.servers.setdefault(address, FakeServer())
+
+    def _connect(self, address: str) -> FakeClient:
+        return self.clients.setdefault(address, FakeClient())
+
+
+def _no_store(address: str) -> LoraClient:
+    raise AssertionError(f"no LoRA store has joined, at {address} or elsewhere")

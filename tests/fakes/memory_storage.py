@@ -1,0 +1,287 @@
+"""A storehouse in memory that answers at once, for tests of the gateway's rules on a clock that is turned by hand.
+
+Its job store keeps the rules of every store, and runs through the conformance tests as the others do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bottega.errors import StorageUnavailable
+from bottega.gateway.clock import Clock
+from bottega.gateway.jobs.storage import Storage
+from bottega.gateway.jobs.store import EndTime, JobRecord, StoredPicture
+from bottega.storage import ContentStore, os_errors
+from bottega.v1.image_pb2 import JobState
+
+ResultT = TypeVar("ResultT")
+
+# About what a record takes beside its bytes.
+_RECORD_BYTES = 512
+
+
+@dataclass
+class Shelf:
+    """What is left of a store when it is closed: jobs by sequence, oldest first. full: nothing can be written."""
+
+    jobs: dict[int, JobRecord] = field(default_factory=dict)
+    inputs: dict[str, bytes] = field(default_factory=dict)
+    newest: dict[str, int] = field(default_factory=dict)
+    sequence: int = 0
+    generation: int = 0
+    full: bool = False
+
+
+class MemoryJobStore:
+    """See JobStore. Several stores may have the same shelf."""
+
+    def __init__(self, shelf: Shelf | None = None) -> None:
+        self._shelf = shelf or Shelf()
+        self._opened = self._readable = False
+        self._generation = 0
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    async def open(self) -> None:
+        self._readable = True
+        if not self._opened:
+            self._check_full()
+            self._opened = True
+            self._shelf.generation += 1
+            self._generation = self._shelf.generation
+
+    async def open_to_read(self) -> None:
+        self._readable = self._shelf.generation > 0
+
+    async def close(self) -> None:
+        self._opened = self._readable = False
+
+    async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
+        self._check_room()
+        known = await self.get(record.job_id)
+        if known is None and record.request_id:
+            known = await self.of_request(record.request_id)
+            if known is not None and known.gives_way_to(record, replaces=replaces):
+                known = None
+        if known is not None:
+            return known
+        self._shelf.sequence += 1
+        taken = self._shelf.jobs[self._shelf.sequence] = replace(record, sequence=self._shelf.sequence)
+        if record.request_id:
+            self._shelf.newest[record.request_id] = taken.sequence
+        if inputs:
+            self._shelf.inputs[record.job_id] = inputs
+        return taken
+
+    async def begin(self, job_id: str, attempt: int, *, started_wall: float) -> bool:
+        return await self._change(job_id, lambda record: record.begun(attempt, started_wall=started_wall))
+
+    async def requeue(self, job_id: str, attempt: int, *, deaths: int) -> bool:
+        return await self._change(job_id, lambda record: record.requeued(attempt, deaths=deaths))
+
+    async def dress(self, job_id: str, attempt: int, *, loras_step: int) -> bool:
+        return await self._change(job_id, lambda record: record.dressed(attempt, loras_step=loras_step))
+
+    async def extend(self, job_id: str, deadline_wall: float | None) -> bool:
+        return await self._change(job_id, lambda record: record.extended(deadline_wall))
+
+    async def complete(
+        self,
+        job_id: str,
+        attempt: int,
+        *,
+        pictures: tuple[StoredPicture, ...],
+        provenance: bytes,
+        ended_wall: float,
+        ended_steady: float | None = None,
+    ) -> bool:
+        end = EndTime.at(ended_wall, ended_steady)
+        return await self._change(
+            job_id, lambda record: record.completed(attempt, pictures=pictures, provenance=provenance, end=end)
+        )
+
+    async def fail(
+        self,
+        job_id: str,
+        attempt: int | None,
+        *,
+        error: bytes,
+        state: JobState.ValueType,
+        ended_wall: float,
+        ended_steady: float | None = None,
+        spec: bytes | None = None,
+    ) -> bool:
+        end = EndTime.at(ended_wall, ended_steady)
+        return await self._change(
+            job_id, lambda record: record.failed(attempt, error=error, state=state, end=end, spec=spec)
+        )
+
+    async def get(self, job_id: str) -> JobRecord | None:
+        self._check()
+        return next((record for record in self._shelf.jobs.values() if record.job_id == job_id), None)
+
+    async def of_request(self, request_id: str) -> JobRecord | None:
+        self._check()
+        return self._shelf.jobs.get(self._shelf.newest.get(request_id, 0))
+
+    async def inputs(self, job_id: str) -> bytes:
+        self._check()
+        return self._shelf.inputs.get(job_id, b"")
+
+    async def last_end(self) -> EndTime | None:
+        self._check()
+        ends = [
+            EndTime(wall=record.ended_wall, steady=record.ended_steady)
+            for record in self._shelf.jobs.values()
+            if record.ended_wall is not None and record.ended_steady is not None
+        ]
+        return max(ends, key=lambda end: end.steady, default=None)
+
+    async def live(self) -> list[JobRecord]:
+        self._check()
+        return [record for record in self._shelf.jobs.values() if record.live]
+
+    async def page(
+        self,
+        *,
+        size: int,
+        states: Collection[JobState.ValueType] = (),
+        created_after: float | None = None,
+        created_before: float | None = None,
+        before_sequence: int | None = None,
+    ) -> list[JobRecord]:
+        self._check()
+        found = [
+            record
+            for record in reversed(self._shelf.jobs.values())
+            if (not states or record.state in states)
+            and (created_after is None or record.created_wall >= created_after)
+            and (created_before is None or record.created_wall < created_before)
+            and (before_sequence is None or record.sequence < before_sequence)
+        ]
+        return found[:size]
+
+    async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
+        self._check()
+        jobs = self._shelf.jobs
+        for forgotten in range(limit):
+            ended = sorted(
+                (record for record in jobs.values() if not record.live), key=lambda r: (r.ended_steady, r.sequence)
+            )
+            expired = [record for record in ended if (record.ended_steady or 0.0) < ended_before]
+            too_many, too_large = len(jobs) > max_jobs, sum(map(_size_bytes, jobs.values())) > max_bytes
+            if not expired and not (ended and (too_many or too_large)):
+                return forgotten
+            self._forget_one(expired[0] if expired else _dispensable(ended, by_bytes=not too_many))
+        return limit
+
+    def _forget_one(self, record: JobRecord) -> None:
+        del self._shelf.jobs[record.sequence]
+        if self._shelf.newest.get(record.request_id) == record.sequence:
+            del self._shelf.newest[record.request_id]
+
+    async def probe(self) -> None:
+        self._check_room()
+
+    async def _change(self, job_id: str, follow: Callable[[JobRecord], JobRecord | None]) -> bool:
+        self._check_room()
+        record = await self.get(job_id)
+        after = follow(record) if record else None
+        if after is None:
+            return False
+        self._shelf.jobs[after.sequence] = after
+        if not after.live:
+            self._shelf.inputs.pop(job_id, None)
+        return True
+
+    def _check_room(self) -> None:
+        self._check_full()
+        if not self._opened:
+            raise os_errors.unavailable("the job store is not open", cause=os_errors.NOT_OPEN)
+
+    def _check_full(self) -> None:
+        self._check()
+        if self._shelf.full:
+            raise os_errors.unavailable("the disk is full", cause="ENOSPC")
+
+    def _check(self) -> None:
+        if not self._readable:
+            raise os_errors.unavailable("the job store is not open", cause=os_errors.NOT_OPEN)
+
+
+class MemoryImages(ContentStore):
+    """Images in a dictionary, without bounds."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("/nowhere"), budget_bytes=1 << 30, ttl_s=1)
+        self._data: dict[str, bytes] = {}
+
+    async def open(self) -> None:
+        """Nothing to open."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def put(self, digest: str, data: bytes) -> None:
+        self._data[digest] = data
+
+    async def get(self, digest: str) -> bytes | None:
+        return self._data.get(digest)
+
+    def holds(self, digest: str) -> bool:
+        return digest in self._data
+
+    async def probe(self) -> None:
+        """It can always be written."""
+
+    async def sweep(self) -> bool:
+        return False
+
+
+def memory_storehouse(clock: Clock, shelf: Shelf | None = None) -> Storage:
+    """One that is open, as far as there is room on the shelf."""
+    storehouse = Storage(
+        folder=Path("/nowhere"),
+        jobs=MemoryJobStore(shelf),
+        images=MemoryImages(),
+        max_jobs=1000,
+        jobs_bytes=1 << 24,
+        jobs_ttl_s=60,
+        waiting_bytes=1 << 20,
+        clock=clock,
+    )
+    try:
+        at_once(storehouse.jobs.open())
+    except StorageUnavailable as error:
+        storehouse.failed(error)
+    return storehouse
+
+
+def at_once(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """What work returns that never has to wait."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        result: ResultT = done.value
+        return result
+    raise AssertionError("it had to wait")
+
+
+def _dispensable(ended: list[JobRecord], *, by_bytes: bool) -> JobRecord:
+    """Which goes first where there are too many. ended: oldest end first."""
+    kind = [record for record in ended if not record.finished] or ended
+    held: dict[str, int] = {}
+    for record in kind:
+        held[record.peer] = held.get(record.peer, 0) + (_size_bytes(record) if by_bytes else 1)
+    peer = min(held, key=lambda peer: (-held[peer], peer))
+    return next(record for record in kind if record.peer == peer)
+
+
+def _size_bytes(record: JobRecord) -> int:
+    pictures = sum(len(picture.digest) for picture in record.pictures)
+    return _RECORD_BYTES + len(record.spec) + pictures + len(record.provenance) + len(record.error)

@@ -1,0 +1,129 @@
+"""A ControlNet server that speaks the real wire protocol and computes nothing: it hosts what a test says.
+
+It knows no gateway but by the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from bottega.errors import BottegaError
+from bottega.rpc.fleet_membership import FleetMembership
+from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.status import to_grpc_status
+from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, fleet_pb2
+from bottega.v1.controlnet_pb2 import HostedControlNet
+from tests.fakes.scripted_worker import MODEL
+
+ON_DISK = controlnet_pb2.HOSTED_STATE_ON_DISK
+LOADED = controlnet_pb2.HOSTED_STATE_LOADED
+
+
+def hosted(name: str, **facts: Any) -> HostedControlNet:
+    """A ControlNet for the scripted workers' model, loaded."""
+    defaults = {"digest": f"hash of {name}", "base": MODEL.base, "size_bytes": 1 << 20, "state": LOADED}
+    return HostedControlNet(name=name, **{**defaults, **facts})
+
+
+class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
+    """One server. `start` joins the gateway's fleet; `die` cuts everything at once.
+
+    prefetched: names, request by request; each is loaded once that is answered, which is when `answers` is set.
+    added: what was to be hosted, by name and folder; failure: what that is answered with instead.
+    """
+
+    def __init__(self, name: str, gateway: str, nets: Sequence[HostedControlNet]) -> None:
+        self.name = name
+        self.nets = {net.name: net for net in nets}
+        self.prefetched: list[list[str]] = []
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.added: list[tuple[str, str]] = []
+        self.root = ""
+        self.failure: BottegaError | None = None
+        self.draining = False
+        self._gateway = gateway
+        self._server = Server(name, ServerConfig(drain_grace_s=0.1))
+        self.membership: FleetMembership | None = None
+
+    async def start(self, *, join_timeout_s: float = 5.0) -> ScriptedControlNetServer:
+        """Listens and joins. Raises TimeoutError when it is not let in by then; it keeps trying."""
+        controlnet_pb2_grpc.add_ControlNetServiceServicer_to_server(self, self._server.grpc)
+        await self._server.start()
+        registration = fleet_pb2.Registration(
+            kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name=self.name, address=self.address, version="test", device="cpu"
+        )
+        self.membership = FleetMembership(self._gateway, registration, load=self.load)
+        self.membership.start()
+        await asyncio.wait_for(self.membership.joined.wait(), join_timeout_s)
+        return self
+
+    @property
+    def address(self) -> str:
+        """host:port of its own server."""
+        return self._server.address
+
+    def load(self) -> fleet_pb2.Load:
+        """What it hosts."""
+        return fleet_pb2.Load(controlnets=self.nets.values(), draining=self.draining)
+
+    async def die(self) -> None:
+        """Everything of it ends at once, as when its process is killed."""
+        await self._server.grpc.stop(0)
+        if self.membership is not None:
+            await self.membership.stop()
+        await self._server.stop()
+
+    async def OpenLink(
+        self, request: controlnet_pb2.OpenLinkRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> controlnet_pb2.OpenLinkResponse:
+        """There is no engine to link to."""
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "no engine")
+
+    async def Prefetch(
+        self, request: controlnet_pb2.PrefetchRequest, context: object
+    ) -> controlnet_pb2.PrefetchResponse:
+        """See the contract."""
+        self.prefetched.append(list(request.names))
+        await self.answers.wait()
+        accepted = [name for name in request.names if name in self.nets]
+        for name in accepted:
+            self.nets[name].state = LOADED
+        if self.membership is not None:
+            self.membership.changed()
+        return controlnet_pb2.PrefetchResponse(accepted=accepted)
+
+    async def ListControlNets(
+        self, request: controlnet_pb2.ListControlNetsRequest, context: object
+    ) -> controlnet_pb2.ListControlNetsResponse:
+        """See the contract."""
+        nets = [self.nets[name] for name in sorted(self.nets)]
+        return controlnet_pb2.ListControlNetsResponse(controlnets=nets, budget_bytes=1 << 30, root=self.root)
+
+    async def AddControlNet(
+        self, request: controlnet_pb2.AddControlNetRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> controlnet_pb2.AddControlNetResponse:
+        """See the contract."""
+        if self.failure is not None:
+            await context.abort_with_status(to_grpc_status(self.failure))
+        self.added.append((request.name, request.folder))
+        net = self.nets[request.name] = hosted(request.name, state=ON_DISK)
+        if self.membership is not None:
+            self.membership.changed()
+        return controlnet_pb2.AddControlNetResponse(controlnet=net)
+
+    async def SetProfile(
+        self, request: controlnet_pb2.SetProfileRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> controlnet_pb2.SetProfileResponse:
+        """See the contract."""
+        if self.failure is not None:
+            await context.abort_with_status(to_grpc_status(self.failure))
+        net = self.nets[request.name]
+        net.profiles.append(request.profile)
+        if self.membership is not None:
+            self.membership.changed()
+        return controlnet_pb2.SetProfileResponse(controlnet=net)

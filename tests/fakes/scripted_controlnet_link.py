@@ -1,0 +1,143 @@
+"""A ControlNet server at the end of a link that follows a script: for what servers do wrong, and when.
+
+It speaks the messages of a link and computes nothing itself; what it answers comes from the test.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from google.protobuf import json_format
+
+from bottega.diffusion.controlnets.messages import (
+    ControlMessageKind,
+    ControlStep,
+    Refusal,
+    kind_of,
+    number_message,
+    read_number,
+    read_opening,
+    read_step,
+    refused_message,
+    residuals_layout,
+)
+from bottega.diffusion.controlnets.provider import ControlServer
+from bottega.diffusion.tensor_messages import TensorMessage, tensor_at
+from bottega.errors import BottegaError, LinkError, PeerDead
+from bottega.rpc.status import to_job_error
+from bottega.transport import Deadline, Endpoints, Incoming, Link, LinkListener, Offer
+from tests.support.linked_servers import ELSEWHERE
+
+LIFE_S = 30.0
+
+
+@dataclass(kw_only=True)
+class Script:
+    """What the server does. refuses_loans, refuses_steps: why.
+
+    dies_at_step: of all sessions, from 1, after so many points and seconds; 0 never. silent_at_step: says nothing
+    from then on. hangs_at_step: answers no steps from then on, and everything else.
+    lies: sends this in place of the first answer.
+    """
+
+    refuses_loans: BottegaError | None = None
+    refuses_steps: BottegaError | None = None
+    dies_at_step: int = 0
+    dies_after_points: int = 0
+    dies_after_s: float = 0.0
+    silent_at_step: int = 0
+    hangs_at_step: int = 0
+    lies: Callable[[int], TensorMessage] | None = None
+
+
+class ScriptedServer:
+    """One server; an `Offers` for whoever connects to it. shapes: of the residuals, by point, which are all 0."""
+
+    def __init__(self, name: str, folder: Path, script: Script, shapes: tuple[tuple[int, int, int], ...]) -> None:
+        self.server = ControlServer(name=name, address=name)
+        self.steps = 0
+        self.closed: list[int] = []
+        self._script = script
+        self._shapes = shapes
+        self._listener = LinkListener(Endpoints(unix_path=folder / f"{name}.sock"))
+
+    def ask(self, address: str, link_id: str) -> Future[Offer]:
+        """See worker.controlnets.Offers."""
+        offer = self._listener.offer(link_id or None)
+        threading.Thread(target=self._serve, args=(offer,), daemon=True).start()
+        answer = Future[Offer]()
+        answer.set_result(replace(offer, process=ELSEWHERE))
+        return answer
+
+    def close(self) -> None:
+        """Takes no links any more."""
+        self._listener.close()
+
+    def _serve(self, offer: Offer) -> None:
+        with self._listener.accept(offer, Deadline.after(LIFE_S)) as link:
+            try:
+                while True:
+                    self._answer(link, link.recv(Deadline.after(LIFE_S)))
+            except LinkError as error:
+                link.end(error)
+
+    def _answer(self, link: Link, incoming: Incoming) -> None:
+        with incoming:
+            incoming.wait_all(Deadline.after(LIFE_S))
+            layout = incoming.layout
+            views = [incoming.view(index) for index in range(len(layout.specs))]
+            if self._script.silent_at_step and self.steps >= self._script.silent_at_step:
+                return
+            match kind_of(layout):
+                case ControlMessageKind.OPEN:
+                    self._open(link, read_opening(layout, views).loan)
+                case ControlMessageKind.STEP:
+                    self._step(link, read_step(layout, views))
+                case ControlMessageKind.CLOSE:
+                    self.closed.append(read_number(layout, views))
+                case ControlMessageKind.PING:
+                    send(link, number_message(ControlMessageKind.PONG))
+
+    def _open(self, link: Link, loan: int) -> None:
+        if self._script.refuses_loans is not None:
+            send(link, refused_message(Refusal(loan=loan, error=_packed(self._script.refuses_loans))))
+        else:
+            send(link, number_message(ControlMessageKind.OPENED, loan))
+
+    def _step(self, link: Link, step: ControlStep) -> None:
+        self.steps += 1
+        script = self._script
+        if script.silent_at_step == self.steps or 0 < script.hangs_at_step <= self.steps:
+            return
+        if script.refuses_steps is not None:
+            send(link, refused_message(Refusal(step=step.number, error=_packed(script.refuses_steps))))
+            return
+        if script.lies is not None:
+            send(link, script.lies(step.number))
+            return
+        layout = residuals_layout(len(step.entries), self._shapes, torch.float32)
+        dies = 0 < script.dies_at_step <= self.steps
+        with link.begin(layout, Deadline.after(LIFE_S)) as outgoing:
+            tensor_at(layout, outgoing.views, 0)[0] = step.number
+            for index in range(1, len(layout.specs)):
+                tensor_at(layout, outgoing.views, index).zero_()
+            if dies:
+                outgoing.ready(1 + script.dies_after_points)
+                time.sleep(script.dies_after_s)
+                raise PeerDead("the script says so")
+            outgoing.finish()
+
+
+def send(link: Link, message: TensorMessage) -> None:
+    """Sends a message as it is."""
+    link.send(message.layout, message.buffers, Deadline.after(LIFE_S))
+
+
+def _packed(error: BottegaError) -> bytes:
+    return json_format.MessageToJson(to_job_error(error), indent=None).encode()

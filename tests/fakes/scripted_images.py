@@ -1,0 +1,101 @@
+"""An image service that does what a request's id says, on a real server, and calls to it: for tests of bottega.rpc."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from bottega import errors
+from bottega.rpc.channel import channel_options, open_channel
+from bottega.rpc.operation import logs
+from bottega.rpc.server import Server, ServerConfig
+from bottega.v1 import image_pb2, image_pb2_grpc
+
+NAME = image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
+
+
+SMALL_ANSWER = "x" * (60 << 10)
+LARGE_ANSWER = "x" * (900 << 10)
+
+
+class ScriptedImages(image_pb2_grpc.ImageServiceServicer):
+    """Does what the request's id says."""
+
+    def __init__(self) -> None:
+        self.seen_request_id = ""
+        self.stream_ended = asyncio.Event()
+        self.release = asyncio.Event()
+
+    async def GetJob(self, request: image_pb2.GetJobRequest, context: object) -> image_pb2.GetJobResponse:
+        self.seen_request_id = logs.bound().get("request_id", "")
+        match request.job_id:
+            case "refuse":
+                raise errors.JobNotFound("no such job", metadata={"job_id": "refuse"})
+            case "break":
+                raise ZeroDivisionError("secret text of a library")
+            case "no descriptor":
+                raise OSError(errno.EMFILE, "Too many open files")
+            case "hang":
+                await asyncio.sleep(60)
+            case "wait":
+                await self.release.wait()
+            case "large" | "huge":
+                size = 2 if request.job_id == "huge" else 1
+                return image_pb2.GetJobResponse(job=image_pb2.Job(job_id=size * LARGE_ANSWER))
+        return image_pb2.GetJobResponse()
+
+    async def WatchJob(
+        self, request: image_pb2.WatchJobRequest, context: object
+    ) -> AsyncIterator[image_pb2.WatchJobResponse]:
+        try:
+            yield image_pb2.WatchJobResponse()
+            if request.job_id == "refuse":
+                raise errors.JobNotFound("no such job")
+            while request.job_id in ("small", "large"):
+                answer = SMALL_ANSWER if request.job_id == "small" else LARGE_ANSWER
+                yield image_pb2.WatchJobResponse(event=image_pb2.JobEvent(job_id=answer))
+            await (self.release.wait() if request.job_id == "wait" else asyncio.sleep(60))
+        finally:
+            self.stream_ended.set()
+
+
+Served = tuple[Server, ScriptedImages, grpc.aio.Channel]
+
+
+@asynccontextmanager
+async def scripted_images(**config: Any) -> AsyncIterator[Served]:
+    """Serves, until the block ends."""
+    server, servicer = Server("scripted", ServerConfig(**config)), ScriptedImages()  # type: ignore[abstract]
+    image_pb2_grpc.add_ImageServiceServicer_to_server(servicer, server.grpc)
+    server.add_services([NAME])
+    await server.start()
+    try:
+        async with open_channel(server.address) as channel:
+            yield server, servicer, channel
+    finally:
+        await server.stop()
+
+
+@asynccontextmanager
+async def narrow_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    """Over which only a little is sent ahead: of a call that nobody reads, the server soon has the rest."""
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    async with grpc.aio.insecure_channel(address, options=[*channel_options(), *narrow]) as channel:
+        yield channel
+
+
+def stub(channel: grpc.aio.Channel) -> image_pb2_grpc.ImageServiceAsyncStub:
+    return image_pb2_grpc.ImageServiceStub(channel)
+
+
+async def failure(channel: grpc.aio.Channel, job_id: str) -> grpc.aio.AioRpcError:
+    """What `GetJob` of that id fails with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub(channel).GetJob(image_pb2.GetJobRequest(job_id=job_id))
+    return caught.value

@@ -1,0 +1,286 @@
+"""A worker that speaks the real wire protocol and does what a test tells it: hold, die, answer late, go silent.
+
+It draws nothing; its images are the bytes b"picture 0", b"picture 1", ... An attempt whose call breaks stays where it
+is until the same attempt is asked for again. It knows no gateway but by the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from bottega.errors import BottegaError, Unavailable
+from bottega.rpc.fleet_membership import FleetMembership
+from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.status import to_job_error
+from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, worker_pb2, worker_pb2_grpc
+
+MODEL = image_pb2.Model(
+    name="miniature",
+    model_hash="ab" * 32,
+    dtype="float32",
+    default_width=64,
+    default_height=64,
+    size_multiple=8,
+    max_pixels=512 * 512,
+    default_steps=30,
+    default_guidance_scale=4.0,
+    default_sampler=generation_pb2.SAMPLER_EULER,
+    vae_scale_factor=4,
+    base="base of the miniature",
+)
+
+
+@dataclass(slots=True)
+class Script:
+    """What the worker does with every attempt.
+
+    hold_at: steps after which it waits for `release`; None waits nowhere. pace_s: seconds of a step.
+    linger_s: for which a call goes on after its last message.
+    loras_step: before which it says that LoRAs go in, of requests that have some.
+    similarity: of every ControlNet's residuals, where that is to be measured; similarities: of every LoRA's latents.
+    """
+
+    hold_at: int | None = None
+    pace_s: float = 0.0
+    linger_s: float = 0.0
+    picture: Callable[[int], bytes] = lambda index: b"picture %d" % index
+    failure: BottegaError | None = None
+    preview: bytes = b""
+    loras_step: int = 0
+    similarity: float | None = 0.995
+    similarities: tuple[float, ...] = (1.0, 0.995, 0.98)
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """One worker. `start` joins the gateway's fleet; `die` cuts everything at once."""
+
+    def __init__(
+        self, name: str, gateway: str, *, model: image_pb2.Model = MODEL, step_s: dict[int, float] | None = None
+    ) -> None:
+        self.name = name
+        self._instance = secrets.token_hex(16)
+        self.script = Script()
+        self.requests: list[worker_pb2.RunAttemptRequest] = []
+        self.arrived = asyncio.Event()
+        self.cancelled: asyncio.Queue[worker_pb2.AttemptId] = asyncio.Queue()
+        self.checkpoints: asyncio.Queue[worker_pb2.WatchCheckpointsResponse] = asyncio.Queue()
+        self._told_checkpoints: dict[str, worker_pb2.WatchCheckpointsResponse] = {}
+        self.backlogs: list[int] = []
+        self.lora_stores: list[tuple[str, str]] = []
+        self.draining = False
+        self.loras: list[str] = []
+        self.patched_loras: list[fleet_pb2.PatchedLora] = []
+        self._gateway = gateway
+        self._model = model
+        self._step_s = step_s or {}
+        self._running: dict[tuple[str, int], int] = {}
+        self._left_at: dict[tuple[str, int], int] = {}
+        self.begun: list[tuple[str, int]] = []
+        self.finished: list[tuple[str, int]] = []
+        self.previewed: set[tuple[str, int]] = set()
+        self._server = Server(name, ServerConfig(drain_grace_s=0.1))
+        self.address = ""
+        self.membership: FleetMembership | None = None
+
+    async def start(self, *, join_timeout_s: float = 5.0) -> ScriptedWorker:
+        """Listens and joins. Raises TimeoutError when it is not let in by then; it keeps trying."""
+        await self.listen()
+        return await self.join(self.address, join_timeout_s=join_timeout_s)
+
+    async def listen(self) -> None:
+        """Listens, and joins nothing yet."""
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.grpc)
+        await self._server.start()
+        self.address = self._server.address
+
+    async def join(self, address: str, *, join_timeout_s: float = 5.0) -> ScriptedWorker:
+        """Joins as one who is called at this address. Raises as `start` does."""
+        self.address = address
+        self.membership = FleetMembership(
+            self._gateway,
+            self.registration(),
+            load=self.load,
+            on_backlog=self.backlogs.append,
+            on_lora_stores=self._take_lora_stores,
+        )
+        self.membership.start()
+        await asyncio.wait_for(self.membership.joined.wait(), join_timeout_s)
+        return self
+
+    def _take_lora_stores(self, stores: Sequence[worker_pb2.LoraStore]) -> None:
+        self.lora_stores = [(store.name, store.address) for store in stores]
+
+    def registration(self) -> fleet_pb2.Registration:
+        """Who it is."""
+        return fleet_pb2.Registration(
+            kind=fleet_pb2.SERVICE_KIND_WORKER,
+            name=self.name,
+            address=self.address,
+            version="test",
+            models=[self._model],
+            device="cpu",
+            instance=self._instance,
+        )
+
+    def load(self) -> fleet_pb2.Load:
+        """How busy it is."""
+        return fleet_pb2.Load(
+            running=[
+                fleet_pb2.RunningAttempt(attempt=worker_pb2.AttemptId(job_id=job_id, number=number), steps_left=left)
+                for (job_id, number), left in self._running.items()
+            ],
+            step_times=[
+                fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=rows, seconds=seconds)
+                for rows, seconds in self._step_s.items()
+            ],
+            draining=self.draining,
+            max_rows=16,
+            loras=self.loras,
+            patched_loras=self.patched_loras,
+            lora_swap_s=0.1,
+        )
+
+    def still_running(self, job_id: str, number: int) -> None:
+        """Reports an attempt as running, whatever has become of it."""
+        self._running[job_id, number] = 10
+
+    async def die(self) -> None:
+        """Everything of it ends at once, as when its process is killed."""
+        await self._server.grpc.stop(0)
+        await self.leave()
+        await self._server.stop()
+
+    async def deafen(self) -> None:
+        """Does not listen any more, though it stays in the fleet."""
+        await self._server.grpc.stop(0)
+
+    async def leave(self) -> None:
+        """Leaves the fleet; attempts go on."""
+        if self.membership is not None:
+            await self.membership.stop()
+
+    async def RunAttempt(
+        self, request: worker_pb2.RunAttemptRequest, context: object
+    ) -> AsyncIterator[worker_pb2.RunAttemptResponse]:
+        """See the contract."""
+        key = (request.attempt.job_id, request.attempt.number)
+        spec, script = request.spec, self.script
+        self.requests.append(request)
+        if key not in self._left_at:
+            self.begun.append(key)
+        if request.preview:
+            self.previewed.add(key)
+        self.arrived.set()
+        total = spec.num_inference_steps * spec.num_images
+        resumed = int(request.checkpoint or b"0")
+        started = worker_pb2.AttemptStarted(steps_total=total, steps_resumed=resumed)
+        yield worker_pb2.RunAttemptResponse(started=started)
+        try:
+            for step in range(self._left_at.get(key, resumed) + 1, total + 1):
+                self._running[key] = total - step
+                self._left_at[key] = step - 1
+                if spec.loras and step - 1 == script.loras_step:
+                    yield worker_pb2.RunAttemptResponse(loras_in=worker_pb2.AttemptLorasIn(step=step - 1))
+                preview = script.preview if key in self.previewed else b""
+                yield worker_pb2.RunAttemptResponse(
+                    progress=worker_pb2.AttemptProgress(steps_done=step, preview_jpeg=preview)
+                )
+                if step == script.hold_at:
+                    await script.release.wait()
+                await asyncio.sleep(script.pace_s)
+            for answer in self._answers(request, script):
+                yield answer
+            self._left_at.pop(key, None)
+            await asyncio.sleep(script.linger_s)
+            self.finished.append(key)
+        finally:
+            self._running.pop(key, None)
+
+    def _answers(self, request: worker_pb2.RunAttemptRequest, script: Script) -> list[worker_pb2.RunAttemptResponse]:
+        if script.failure is not None:
+            return [worker_pb2.RunAttemptResponse(failed=to_job_error(script.failure))]
+        chunks = []
+        for index in range(request.spec.num_images):
+            data = script.picture(index)
+            half = len(data) // 2
+            for part, last in ((data[:half], False), (data[half:], True)):
+                chunk = worker_pb2.AttemptImageChunk(index=index, chunk=part, last=last)
+                chunks.append(worker_pb2.RunAttemptResponse(image=chunk))
+        provenance = generation_pb2.Provenance(
+            worker=self.name,
+            exact=True,
+            model_hash=self._model.model_hash,
+            controlnets=_uses(request, script.similarity),
+            loras=_lora_uses(request, script),
+        )
+        completed = worker_pb2.AttemptCompleted(provenance=provenance)
+        return [*chunks, worker_pb2.RunAttemptResponse(completed=completed)]
+
+    async def CancelAttempt(
+        self, request: worker_pb2.CancelAttemptRequest, context: object
+    ) -> worker_pb2.CancelAttemptResponse:
+        """See the contract."""
+        await self.cancelled.put(request.attempt)
+        self._left_at.pop((request.attempt.job_id, request.attempt.number), None)
+        return worker_pb2.CancelAttemptResponse(known=True)
+
+    async def PreviewAttempt(
+        self, request: worker_pb2.PreviewAttemptRequest, context: object
+    ) -> worker_pb2.PreviewAttemptResponse:
+        """See the contract."""
+        key = (request.attempt.job_id, request.attempt.number)
+        self.previewed.add(key)
+        return worker_pb2.PreviewAttemptResponse(known=key in self._running)
+
+    async def ListAttempts(
+        self, request: worker_pb2.ListAttemptsRequest, context: object
+    ) -> worker_pb2.ListAttemptsResponse:
+        """See the contract."""
+        names = [worker_pb2.AttemptId(job_id=job_id, number=number) for job_id, number in self._running | self._left_at]
+        return worker_pb2.ListAttemptsResponse(attempts=[worker_pb2.AttemptSummary(attempt=name) for name in names])
+
+    async def OpenPeerLink(
+        self, request: worker_pb2.OpenPeerLinkRequest, context: object
+    ) -> worker_pb2.OpenPeerLinkResponse:
+        """See the contract."""
+        raise Unavailable("a scripted worker has no peer")
+
+    async def WatchCheckpoints(
+        self, request: worker_pb2.WatchCheckpointsRequest, context: object
+    ) -> AsyncIterator[worker_pb2.WatchCheckpointsResponse]:
+        """See the contract."""
+        for newest in self._told_checkpoints.values():
+            yield newest
+        while True:
+            checkpoint = await self.checkpoints.get()
+            self._told_checkpoints[checkpoint.attempt.job_id] = checkpoint
+            yield checkpoint
+
+
+def _uses(request: worker_pb2.RunAttemptRequest, similarity: float | None) -> Iterator[generation_pb2.ControlNetUse]:
+    """Of each ControlNet its best server, as if nothing had happened on the way."""
+    for net, hosts in zip(request.spec.controlnets, request.controlnets, strict=True):
+        yield generation_pb2.ControlNetUse(
+            name=net.name,
+            digest=hosts.digest,
+            scale=net.controlnet_conditioning_scale,
+            servers=[server.name for server in hosts.servers[:1]],
+            mode=generation_pb2.RESIDUAL_MODE_SYNCHRONOUS,
+            waited_s=0.25,
+            similarity=similarity if net.measure_similarity else None,
+        )
+
+
+def _lora_uses(request: worker_pb2.RunAttemptRequest, script: Script) -> Iterator[generation_pb2.LoraUse]:
+    for lora in request.spec.loras:
+        yield generation_pb2.LoraUse(
+            name=lora.name,
+            digest=lora.digest,
+            scale=lora.scale,
+            from_step=script.loras_step,
+            similarities=script.similarities if lora.measure_similarity else (),
+        )

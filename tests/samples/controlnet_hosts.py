@@ -1,0 +1,66 @@
+"""ControlNets as hosts report them, and the hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bottega.gateway.fleet.join_limits import JoinBounds
+from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2
+from bottega.v1.controlnet_pb2 import HostedControlNet
+
+ON_DISK = controlnet_pb2.HOSTED_STATE_ON_DISK
+LOADING = controlnet_pb2.HOSTED_STATE_LOADING
+LOADED = controlnet_pb2.HOSTED_STATE_LOADED
+
+BASE = "base of m"
+
+
+def net(name: str = "edges", **facts: Any) -> HostedControlNet:
+    """A ControlNet for the model "m", loaded."""
+    defaults = {"digest": f"hash of {name}", "base": BASE, "size_bytes": 1000, "state": LOADED}
+    return HostedControlNet(name=name, **{**defaults, **facts})
+
+
+def load(*nets: HostedControlNet, draining: bool = False) -> fleet_pb2.Load:
+    """The report of a host."""
+    return fleet_pb2.Load(controlnets=nets, draining=draining)
+
+
+def server(name: str = "s1", port: int = 101) -> fleet_pb2.Registration:
+    """A ControlNet server."""
+    address = f"127.0.0.1:{port}"
+    return fleet_pb2.Registration(
+        kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name=name, address=address, instance=instance(name, address)
+    )
+
+
+def worker(name: str = "w1", *, model: str = "m", base: str = BASE, port: int = 1) -> fleet_pb2.Registration:
+    """A worker of a model."""
+    return fleet_pb2.Registration(
+        kind=fleet_pb2.SERVICE_KIND_WORKER,
+        name=name,
+        address=f"127.0.0.1:{port}",
+        models=[image_pb2.Model(name=model, base=base)],
+        instance=instance(name, f"127.0.0.1:{port}"),
+    )
+
+
+def instance(name: str, address: str) -> str:
+    """That of the process that has this name and listens there."""
+    return f"{name} at {address}".ljust(16, ".")
+
+
+def again(said: fleet_pb2.Registration) -> fleet_pb2.Registration:
+    """What the same process says when it connects again; the gateway does not keep all of it."""
+    return fleet_pb2.Registration(instance=instance(said.name, said.address), **_fields(said))
+
+
+def _fields(said: fleet_pb2.Registration) -> dict[str, Any]:
+    return {field.name: getattr(said, field.name) for field in said.DESCRIPTOR.fields if field.name != "instance"}
+
+
+def bounds(max_members: int) -> JoinBounds:
+    """Of a fleet where only the number of members matters."""
+    return JoinBounds(
+        max_members=max_members, max_members_per_peer=1000, joins_per_s=1000.0, joins_per_s_by_name=1000.0
+    )

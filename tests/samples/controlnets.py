@@ -1,0 +1,125 @@
+"""ControlNets for tests: small random ones that matter, as folders, and control images. Knows no engine."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import torch
+from diffusers import ControlNetModel, UNet2DConditionModel
+from torch import Tensor
+
+from bottega.diffusion.controlnets import (
+    ControlLayout,
+    ControlNet,
+    ControlNetCache,
+    ControlNetSource,
+    base_layout,
+    find_controlnet,
+    load_controlnet,
+)
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.spec import ControlSpec
+from bottega.errors import Unavailable
+
+# Room for any number of the miniature's.
+ROOM_BYTES = 1 << 30
+GATE_S = 30.0
+
+
+def random_controlnet(unet: UNet2DConditionModel, seed: int, **options: Any) -> ControlNetModel:
+    """One of the UNet's layout whose zero convolutions are not zero any more, so that it matters."""
+    options = {"conditioning_embedding_out_channels": (16, 32, 64)} | options
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = ControlNetModel.from_unet(unet, **options)
+        for convolution in (*net.controlnet_down_blocks, net.controlnet_mid_block):
+            torch.nn.init.normal_(convolution.weight, std=0.05)
+        for module in net.controlnet_cond_embedding.modules():
+            if isinstance(module, torch.nn.Conv2d):
+                torch.nn.init.kaiming_normal_(module.weight)
+    return net.eval()
+
+
+def save(nets: Mapping[str, ControlNetModel], folder: Path) -> dict[str, Path]:
+    """Writes them as Diffusers does; their folders by name."""
+    for name, net in nets.items():
+        net.save_pretrained(folder / name, safe_serialization=True)
+    return {name: folder / name for name in nets}
+
+
+def layout_of(model: Model) -> ControlLayout:
+    """What ControlNets of this model look like."""
+    return base_layout(model.backbone.unet.config, model.latent_scale)
+
+
+def sources(model: Model, folders: Mapping[str, Path]) -> dict[str, ControlNetSource]:
+    """The folders, found."""
+    base = layout_of(model)
+    return {name: find_controlnet(name, folder, base=base, dtype=model.dtype) for name, folder in folders.items()}
+
+
+@contextmanager
+def shelf_of(
+    model: Model, folders: Mapping[str, Path], *, budget_bytes: int = ROOM_BYTES, **options: Any
+) -> Iterator[ControlNetCache]:
+    """A shelf of these for the block."""
+    shelf = ControlNetCache(sources(model, folders), budget_bytes=budget_bytes, device=model.device, **options)
+    try:
+        yield shelf
+    finally:
+        shelf.close()
+
+
+class Gate:
+    """Loads when it is open; `waiting` says that a load stands before it."""
+
+    def __init__(self) -> None:
+        self.waiting = threading.Event()
+        self._open = threading.Event()
+
+    def open(self) -> None:
+        """From now on."""
+        self._open.set()
+
+    def __call__(self, source: ControlNetSource, device: torch.device) -> ControlNet:
+        """Loads as a shelf does."""
+        self.waiting.set()
+        if not self._open.wait(GATE_S):
+            raise Unavailable("the test did not open its gate")
+        return load_controlnet(source, device)
+
+
+def control_image(seed: int, height: int = 64, width: int = 64) -> Tensor:
+    """uint8 [height, width, 3], of random rectangles."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    image = torch.zeros(height, width, 3, dtype=torch.uint8)
+    for _ in range(6):
+        top, left = (int(torch.randint(0, side - 8, (), generator=generator)) for side in (height, width))
+        colour = torch.randint(0, 256, (3,), generator=generator, dtype=torch.uint8)
+        image[top : top + height // 3, left : left + width // 3] = colour
+    return image
+
+
+def control_spec(name: str, image: Tensor, scale: float = 1.0, **options: Any) -> ControlSpec:
+    """A ControlNet of a job with this image."""
+    digest = hashlib.sha256(image.numpy().tobytes()).hexdigest()
+    return ControlSpec(name=name, image_digest=digest, controlnet_conditioning_scale=scale, **options)
+
+
+def stock_options(specs: Sequence[ControlSpec], images: Sequence[Tensor]) -> dict[str, Any]:
+    """What a job says of its ControlNets, as arguments of Diffusers' pipelines."""
+    pictures = [PIL.Image.fromarray(image.numpy()) for image in images]
+    many: dict[str, list[Any]] = {
+        "image": pictures,
+        "controlnet_conditioning_scale": [spec.controlnet_conditioning_scale for spec in specs],
+        "control_guidance_start": [spec.control_guidance_start for spec in specs],
+        "control_guidance_end": [spec.control_guidance_end for spec in specs],
+    }
+    said = many if len(specs) > 1 else {name: values[0] for name, values in many.items()}
+    return {**said, "guess_mode": specs[0].guess_mode}

@@ -1,0 +1,49 @@
+"""Jobs of the gateway on a clock that the test turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bottega.gateway.clock import Clock
+from bottega.gateway.jobs.job import Job
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
+
+
+@dataclass
+class FakeTime:
+    """Both clocks of a gateway: `now` is monotonic, and Unix time is a thousand million seconds ahead of it.
+
+    wrong_s: by how much somebody has set the latter wrong.
+    """
+
+    now: float = 1000.0
+    wrong_s: float = 0.0
+
+    def clock(self) -> Clock:
+        return Clock(monotonic=lambda: self.now, wall=lambda: self.now + 1e9 + self.wrong_s)
+
+
+def tell(job: Job) -> None:
+    """What was decided of the job is durable: it has ended."""
+    assert job.outcome is not None
+    job.end(job.outcome)
+
+
+def sample_job(
+    time: FakeTime | None = None, *, request_id: str = "", size_bytes: int = 0, controlnets: Sequence[str] = ()
+) -> Job:
+    """A queued job of the model "m": one image, ten steps, with an input image and ControlNets of these names."""
+    nets = [ControlNet(name=name) for name in controlnets]
+    bare = GenerationSpec(model="m", num_inference_steps=10, num_images=1, controlnets=nets)
+    spec = GenerationSpec(model="m", num_inference_steps=10, num_images=1, image=b"input", controlnets=nets)
+    clock = (time or FakeTime()).clock()
+    return Job(
+        clock=clock,
+        spec=spec,
+        bare=bare,
+        shape=(16, 16),
+        fingerprint="f",
+        request_id=request_id,
+        size_bytes=size_bytes,
+    )

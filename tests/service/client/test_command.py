@@ -1,0 +1,458 @@
+"""The `bottega` command as people use it, against a gateway that follows a script."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import PIL.Image
+import PIL.PngImagePlugin
+import pytest
+from click.testing import CliRunner, Result
+from google.protobuf import json_format
+
+from bottega.client.cli import main
+from bottega.errors import (
+    ControlNetNotFound,
+    ControlNetUnusable,
+    InvalidRequest,
+    ModelNotFound,
+    NoControlNet,
+    NoWorker,
+    QueueFull,
+    Violation,
+)
+from bottega.v1 import generation_pb2
+from tests.fakes.scripted_gateway import ScriptedGateway, completed, image, progress, queued, serving
+
+
+@pytest.fixture
+def gateway() -> ScriptedGateway:
+    return ScriptedGateway()
+
+
+@pytest.fixture
+def address(gateway: ScriptedGateway) -> Iterator[str]:
+    with serving(gateway) as address:
+        yield address
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder and a state folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BOTTEGA_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("BOTTEGA_ADDRESS", raising=False)
+    return tmp_path
+
+
+def run(*arguments: str, address: str = "") -> Result:
+    # The scripted gateway serves its fleet at the same port.
+    said = [*arguments, *(["--address", address] if address else [])]
+    return CliRunner().invoke(main, said, env={"BOTTEGA_FLEET": address or None})
+
+
+def test_a_picture_is_drawn_and_said_where_it_is(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    done = completed()
+    for stage, seconds in (("denoise", 1.25), ("route", 0.0001), ("queue", 0.5)):
+        done.completed.provenance.times.add(stage=stage, seconds=seconds)
+    gateway.scripts = [[queued(2), progress(10), progress(20), done]]
+    result = run("generate", "a big red star", "-o", "star.png", "--seed", "7", "--steps", "30", address=address)
+    assert result.exit_code == 0
+    assert (own_folder / "star.png").read_bytes().startswith(b"\x89PNG")
+    assert "star.png  64x64  seed 7" in result.stdout
+    assert result.stdout.endswith(" s (queue 0.500, denoise 1.250)\n")
+    assert "queued, 2 before it, about 2 s" in result.stderr
+    assert "step 10 of 30" in result.stderr
+    assert "\x1b" not in result.output
+    assert gateway.requests[0].spec.num_inference_steps == 30
+
+
+def test_running_out_of_time_is_said_in_our_words(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), progress(12), threading.Event()]]
+    result = run("generate", "a star", "--timeout", "0.5", address=address)
+    assert result.exit_code == 1
+    assert "error: not done within 0.5 s: 12 of 30 steps were done, and job job-1 is cancelled" in result.stderr
+    assert "Allow more time with --timeout SECONDS" in result.stderr
+
+
+def test_a_timeout_of_nothing_is_a_wrong_option(gateway: ScriptedGateway, address: str) -> None:
+    result = run("generate", "a star", "--timeout", "0", address=address)
+    assert result.exit_code == 2
+    assert "--timeout" in result.stderr
+    assert not gateway.requests
+
+
+def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    (own_folder / "source.png").write_bytes(b"source")
+    (own_folder / "edges.png").write_bytes(b"edges")
+    gateway.scripts = [[completed()]]
+    options = (
+        "--negative-prompt= --guidance-scale=4.5 --guidance-rescale=0.5 --width=64 --height=128 --sampler=ddim --karras"
+        " --image=source.png --strength=0.4 --prompt-2=two --negative-prompt-2=none --format=png --quality=70"
+        " --fidelity=fast --model=miniature --control=edges=edges.png:0.8 --control=depth=source.png --stale-residuals"
+    )
+    assert run("generate", "a star", *options.split(), address=address).exit_code == 0
+    expected = generation_pb2.GenerationSpec(
+        prompt="a star",
+        prompt_2="two",
+        negative_prompt="",
+        negative_prompt_2="none",
+        guidance_scale=4.5,
+        guidance_rescale=0.5,
+        width=64,
+        height=128,
+        sampler=generation_pb2.SAMPLER_DDIM,
+        use_karras_sigmas=True,
+        image=b"source",
+        strength=0.4,
+        format=generation_pb2.IMAGE_FORMAT_PNG,
+        quality=70,
+        fidelity=generation_pb2.FIDELITY_FAST,
+        model="miniature",
+        controlnets=[_control("edges", b"edges", 0.8), _control("depth", b"source", 1.0)],
+        techniques=generation_pb2.Techniques(stale_residuals=True),
+    )
+    assert gateway.requests[0].spec == expected
+
+
+def _control(name: str, data: bytes, scale: float) -> generation_pb2.ControlNet:
+    return generation_pb2.ControlNet(
+        name=name,
+        image=data,
+        controlnet_conditioning_scale=scale,
+        control_guidance_start=0.0,
+        control_guidance_end=1.0,
+        guess_mode=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("edges", "NAME=FILE"),
+        ("edges=", "NAME=FILE"),
+        ("=edges.png", "no name of a ControlNet"),
+        ("ed:ges=edges.png", "'ed:ges' is no name of a ControlNet"),
+        ("../up=edges.png", "no name of a ControlNet"),
+        ("edges=nothing.png", "edges: there is no file nothing.png"),
+        ("edges=nothing.png:0.8", "edges: there is no file nothing.png"),
+        ("edges=nothing.png:high", "edges: there is no file nothing.png:high"),
+        ("edges=.", "is a folder"),
+        ("edges=edges.png:", "edges: '' is no scale"),
+        ("edges=edges.png:0,8", "edges: '0,8' is no scale"),
+        ("edges=edges.png:nan", "edges: 'nan' is no scale"),
+        ("edges=edges.png:inf", "edges: 'inf' is no scale"),
+    ],
+)
+def test_a_control_that_cannot_be_is_said_to_be_so_before_anything_is_asked_for(
+    gateway: ScriptedGateway, address: str, own_folder: Path, value: str, said: str
+) -> None:
+    (own_folder / "edges.png").write_bytes(b"edges")
+    result = run("generate", "a star", "--control", value, address=address)
+    assert result.exit_code == 2
+    assert "--control" in result.stderr
+    assert said in " ".join(result.stderr.split())
+    assert not gateway.requests
+
+
+def test_control_images_that_are_too_large_together_are_named_with_what_helps(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    (own_folder / "lines.png").write_bytes(bytes(7 << 20))
+    controls = [f"--control=net-{number}=lines.png" for number in range(4)]
+    for detached in ([], ["--detach"]):
+        result = run("generate", "a star", *controls, *detached, address=address)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "error: the request is 28 MiB, and at most 24 MiB can be sent" in result.stderr
+        assert "control image of net-0 7 MiB" in result.stderr
+        assert "Make the input images smaller" in result.stderr
+        assert "fewer at once" not in result.stderr
+
+
+def test_a_control_image_may_have_colons_in_its_name(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    (own_folder / "a:0.5").write_bytes(b"colons")
+    gateway.scripts = [[completed()]]
+    controls = ("--control", "edges=a:0.5", "--control", "edges=a:0.5:0.25")
+    assert run("generate", "a star", *controls, address=address).exit_code == 0
+    sent = [(net.image, net.controlnet_conditioning_scale) for net in gateway.requests[0].spec.controlnets]
+    assert sent == [(b"colons", 1.0), (b"colons", 0.25)]
+
+
+def test_a_picture_that_had_controlnets_is_drawn_again_with_their_images_given(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    for name in ("edges", "depth"):
+        (own_folder / f"{name}.png").write_bytes(name.encode())
+    then = generation_pb2.ControlNet(
+        name="edges", controlnet_conditioning_scale=0.4, control_guidance_start=0.1, control_guidance_end=0.9
+    )
+    spec = generation_pb2.GenerationSpec(prompt="a star", seed=7, controlnets=[then])
+    _drawn(own_folder / "star.png", spec)
+    missing = run("generate", "--like", "star.png", address=address)
+    assert missing.exit_code == 2
+    assert "--control edges=FILE" in " ".join(missing.stderr.split())
+    gateway.scripts = [[completed()]]
+    controls = ("--control", "depth=depth.png:2", "--control", "edges=edges.png")
+    result = run("generate", "--like", "star.png", *controls, "-o", "b.png", address=address)
+    assert result.exit_code == 0, result.output
+    (request,) = gateway.requests
+    then.image = b"edges"
+    assert list(request.spec.controlnets) == [then, _control("depth", b"depth", 2.0)]
+
+
+def _drawn(path: Path, spec: generation_pb2.GenerationSpec) -> None:
+    info = PIL.PngImagePlugin.PngInfo()
+    info.add_itxt("bottega", json_format.MessageToJson(spec))
+    PIL.Image.new("RGB", (8, 8)).save(path, pnginfo=info)
+
+
+def test_it_is_said_which_controlnets_took_part_and_what_they_cost(gateway: ScriptedGateway, address: str) -> None:
+    done = completed()
+    provenance = done.completed.provenance
+    provenance.encoder_s = 1.5
+    provenance.times.add(stage="controlnets", seconds=0.75)
+    provenance.controlnets.add(name="edges", servers=["s1", "s2"], scale=0.8, waited_s=0.5, end_step=30)
+    provenance.controlnets.add(name="depth", servers=["worker-0"], scale=1, waited_s=0.25, end_step=9, stale_steps=8)
+    provenance.controlnets.add(name="pose", scale=1, begin_step=3, end_step=3)
+    gateway.scripts = [[done]]
+    result = run("generate", "a star", "-o", "star.png", address=address)
+    lines = result.stdout.splitlines()
+    assert lines[-5].endswith("(controlnets 0.750)")
+    stale = "8 steps with residuals one step old (approximate)"
+    assert lines[-4:] == [
+        "control edges: by s1, then s2, scale 0.8, waited 0.500 s for it",
+        f"control depth: by the worker itself, scale 1, waited 0.250 s for it, {stale}",
+        "control pose: scale 1, waited 0.000 s for it, active in no step",
+        "ControlNets ran beside 1.500 s of the model's encoder",
+    ]
+
+
+def test_several_pictures_get_numbers(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    gateway.scripts = [[completed(image(0, b"first"), image(1, b"second"))]]
+    result = run("generate", "stars", "-n", "2", "-o", "star.png", address=address)
+    assert [(own_folder / f"star-{n}.png").read_bytes() for n in range(2)] == [b"first", b"second"]
+    assert result.exit_code == 0
+
+
+def test_a_named_file_is_replaced_and_that_is_said(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    (own_folder / "star.png").write_bytes(b"old")
+    gateway.scripts = [[completed()]]
+    result = run("generate", "a star", "-o", "star.png", address=address)
+    assert "(replaced)" in result.stdout
+    assert (own_folder / "star.png").read_bytes() != b"old"
+
+
+def test_without_a_name_nothing_is_ever_replaced(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    gateway.scripts = [[completed()], [completed()]]
+    for _ in range(2):
+        assert run("generate", "A big, red star!", address=address).exit_code == 0
+    assert sorted(path.name for path in own_folder.glob("*.png")) == ["a-big-red-star-7-2.png", "a-big-red-star-7.png"]
+
+
+def test_the_suffix_is_the_format(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    jpeg = image(0, b"jpeg")
+    jpeg.format = generation_pb2.IMAGE_FORMAT_JPEG
+    gateway.scripts = [[completed(jpeg)]]
+    assert run("generate", "a star", "-o", "star.jpg", address=address).exit_code == 0
+    assert gateway.requests[0].spec.format == generation_pb2.IMAGE_FORMAT_JPEG
+    assert (own_folder / "star.jpg").exists()
+
+
+def test_a_preview_is_rewritten_as_the_picture_grows(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    early, late = progress(3), progress(9)
+    early.progress.previews.add(index=0, jpeg=b"early")
+    late.progress.previews.add(index=0, jpeg=b"late")
+    gateway.scripts = [[early, late, completed()]]
+    assert run("generate", "a star", "--preview", "look.jpg", address=address).exit_code == 0
+    assert gateway.requests[0].preview
+    assert (own_folder / "look.jpg").read_bytes() == b"late"
+
+
+def test_a_picture_is_drawn_again_like_it_was_but_for_what_is_changed(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    info = PIL.PngImagePlugin.PngInfo()
+    then = {"prompt": "a red star", "seed": "7", "num_inference_steps": 30, "format": "IMAGE_FORMAT_PNG"}
+    info.add_itxt("bottega", json.dumps(then))
+    data = io.BytesIO()
+    PIL.Image.new("RGB", (8, 8)).save(data, "png", pnginfo=info)
+    (own_folder / "star.png").write_bytes(data.getvalue())
+    jpeg = image(0, b"jpeg")
+    jpeg.format = generation_pb2.IMAGE_FORMAT_JPEG
+    gateway.scripts = [[completed(jpeg)]]
+    assert run("generate", "--like", "star.png", "--steps", "50", "-o", "new.jpg", address=address).exit_code == 0
+    spec = gateway.requests[0].spec
+    assert (spec.prompt, spec.seed, spec.num_inference_steps) == ("a red star", 7, 50)
+    assert spec.format == generation_pb2.IMAGE_FORMAT_JPEG
+
+
+def test_a_picture_that_carries_no_parameters_is_refused_in_our_words(gateway: ScriptedGateway, address: str) -> None:
+    PIL.Image.new("RGB", (8, 8)).save("star.jpg")
+    PIL.Image.effect_noise((64, 64), 50).save("plain.png")
+    Path("torn.png").write_bytes(Path("plain.png").read_bytes()[:-2000])
+    said = {name: run("generate", "--like", name, address=address) for name in ("star.jpg", "plain.png", "torn.png")}
+    assert "error: star.jpg is no PNG; only PNGs that Bottega drew carry their parameters\n" in said["star.jpg"].stderr
+    assert "error: plain.png carries no parameters of Bottega; only PNGs that it drew do\n" in said["plain.png"].stderr
+    assert "error: torn.png is a PNG that cannot be read: it is damaged or too large\n" in said["torn.png"].stderr
+    assert {result.exit_code for result in said.values()} == {2}
+    assert not gateway.requests
+
+
+def test_a_suffix_that_is_no_format_of_ours_is_refused_with_those_that_are(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    result = run("generate", "a star", "-o", "star.gif", address=address)
+    assert "star.gif: pictures are .png, .jpg, .jpeg, .webp; name it star.gif.png, say." in result.stderr
+    assert not list(own_folder.glob("star*"))
+    gateway.scripts = [[completed()]]
+    assert run("generate", "a star", "-o", "star", address=address).exit_code == 0
+    assert (own_folder / "star.png").exists()
+
+
+def test_a_cut_prompt_is_said(gateway: ScriptedGateway, address: str) -> None:
+    done = completed()
+    done.completed.provenance.truncations.add(field="prompt", text="and so on")
+    gateway.scripts = [[done]]
+    assert "without effect: and so on" in run("generate", "a star", address=address).stderr
+
+
+def test_ctrl_c_cancels_the_job(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), threading.Event()]]
+    command = [sys.executable, "-m", "bottega.client.cli", "generate", "a star", "--address", address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "queued" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 1
+        assert process.stderr.read() == "error: stopped; the job is cancelled\n"
+    assert gateway.cancelled == ["job-1"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate"],
+        ["generate", "a star", "--sampler", "heun"],
+        ["generate", "a star", "-o", "no/such/folder/star.png"],
+        ["generate", "a star", "-o", "star.jpg", "--format", "png"],
+        ["generate", "a star", "-o", "star.gif"],
+        ["generate", "a star", "--preview", "look.png"],
+        ["generate", "a star", "-n", "9"],
+        ["paint"],
+    ],
+)
+def test_a_wrong_command_line_ends_with_status_2_before_anything_is_asked(
+    gateway: ScriptedGateway, address: str, arguments: list[str]
+) -> None:
+    result = run(*arguments, address=address)
+    assert result.exit_code == 2
+    assert "Error:" in result.stderr
+    assert gateway.requests == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (
+            InvalidRequest(
+                "2 fields break a rule",
+                violations=[
+                    Violation(field="spec.width", description="must be a multiple of 8"),
+                    Violation(field="spec.height", description="must be at most 2048"),
+                ],
+            ),
+            2,
+            ["this cannot be drawn", "width: must be a multiple of 8", "height: must be at most"],
+        ),
+        (ModelNotFound("no model sdxl; served: miniature"), 1, ["no model sdxl", "bottega models"]),
+        (NoWorker("no worker serves miniature", retry_after_s=60), 1, ["no worker", "bottega fleet"]),
+        (NoControlNet("nobody hosts edges now", retry_after_s=60), 1, ["nobody hosts edges", "bottega controlnets"]),
+        (ControlNetNotFound("no such ControlNet: x; hosted for m: edges"), 1, ["hosted for m: edges"]),
+        (ControlNetUnusable("edges was made for x, and m is y"), 1, ["made for x", "bottega models"]),
+        (QueueFull("256 jobs wait", retry_after_s=12), 1, ["256 jobs wait", "in 12 s"]),
+    ],
+)
+def test_errors_say_what_happened_and_what_to_do(
+    gateway: ScriptedGateway, address: str, error: InvalidRequest, status: int, words: list[str]
+) -> None:
+    gateway.scripts = [[error]]
+    result = run("generate", "a star", address=address)
+    assert result.exit_code == status
+    for word in words:
+        assert word in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_fleet_that_cannot_be_reached_is_said_with_where_to_look(address: str) -> None:
+    result = run("fleet", "--once", "--fleet-address", "127.0.0.1:1", address=address)
+    assert result.exit_code == 1
+    assert "no gateway lists its fleet at 127.0.0.1:1" in result.stderr
+    assert "--fleet-address HOST:PORT or BOTTEGA_FLEET" in result.stderr
+
+
+def test_a_missing_gateway_is_said_with_the_command_that_starts_one() -> None:
+    began_s = time.monotonic()
+    result = run("models", address="127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "bottega up" in result.stderr
+    assert "no gateway answers at 127.0.0.1:1" in result.stderr
+    assert time.monotonic() - began_s < 8
+
+
+def test_models_and_fleet_are_tables(gateway: ScriptedGateway, address: str) -> None:
+    assert "miniature" in run("models", address=address).stdout
+    fleet = run("fleet", "--once", address=address)
+    assert fleet.exit_code == 0
+    assert "4 waiting in the queue" in fleet.stdout
+
+
+def test_logs_are_readable_and_raw_on_request(own_folder: Path) -> None:
+    logs = own_folder / "state" / "logs"
+    logs.mkdir(parents=True)
+    line = {"time": "2026-01-01 10:00:01,123", "level": "ERROR", "service": "worker", "event": "engine lost", "code": 1}
+    (logs / "worker-0.log").write_text(json.dumps({**line, "exc_info": "Traceback\n  here"}) + "\n")
+    result = run("logs", "worker-0")
+    assert result.stdout == "10:00:01,123 ERROR   worker-0     engine lost code=1\n    | Traceback\n    |   here\n"
+    assert json.loads(run("logs", "--raw").stdout)["code"] == 1
+    assert run("logs", "gateway").exit_code == 2
+
+
+def test_logs_without_a_suite_say_how_to_start_one_and_where_else_to_look() -> None:
+    result = run("logs")
+    assert result.exit_code == 1
+    assert "bottega up" in result.stderr
+    assert "journalctl -u 'bottega*'" in result.stderr
+
+
+def test_stopping_without_a_suite_is_no_error() -> None:
+    result = run("stop")
+    assert result.exit_code == 0
+    assert "No suite runs" in result.stdout
+
+
+@pytest.mark.alone
+def test_help_is_quick_and_brings_no_torch() -> None:
+    code = (
+        "import sys\nfrom bottega.client.cli import main\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "heavy = {'torch', 'numpy', 'PIL', 'rich'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_the_version_is_said() -> None:
+    assert run("--version").stdout.startswith("bottega 0.")

@@ -1,0 +1,204 @@
+"""`bottega controlnets add NAME hub:OWNER/NAME`: a hub of this machine's own, and what is said without one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.scripted_controlnet import hosted
+from tests.support.full_disk import fill, small_disk
+from tests.support.running_gateway import Running, running_gateway
+
+REVISION = "0" * 40
+FILES = {
+    "config.json": b"{}",
+    "diffusion_pytorch_model.safetensors": b"weights",
+    "diffusion_pytorch_model.fp16.safetensors": b"half of them",
+    "diffusion_pytorch_model.bin": b"a pickle",
+    "README.md": b"# A ControlNet",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Hub:
+    """What it was asked for, and has: one repository, somebody/depth, at one revision."""
+
+    address: str = ""
+    asked: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self._answer(body=False)
+
+        def do_GET(self) -> None:
+            self._answer(body=True)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: the test knows what was asked."""
+
+        def _answer(self, *, body: bool) -> None:
+            path = self.path.partition("?")[0]
+            hub.asked.append(path)
+            name = path.rpartition("/")[2]
+            if path.startswith("/api/models/somebody/depth/tree/"):
+                data = json.dumps([_entry(name) for name in FILES]).encode()
+            elif path.startswith("/api/models/somebody/depth"):
+                siblings = [{"rfilename": name} for name in FILES]
+                data = json.dumps({"id": "somebody/depth", "sha": REVISION, "siblings": siblings}).encode()
+            elif path.startswith("/somebody/depth/resolve/") and name in FILES:
+                data = FILES[name]
+            else:
+                self._refuse("RepoNotFound")
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("X-Repo-Commit", REVISION)
+            self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
+            self.end_headers()
+            if body:
+                self.wfile.write(data)
+
+        def _refuse(self, code: str) -> None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
+    serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    serving.start()
+    yield hub
+    server.shutdown()
+    serving.join()
+    server.server_close()
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[Running]:
+    """A gateway, and a ControlNet server that takes what lies below a folder of the test."""
+    async with running_gateway() as running:
+        server = await running.controlnets("s1", hosted("edges"))
+        server.root = str(tmp_path / "root")
+        (tmp_path / "root").mkdir()
+        yield running
+
+
+async def add(house: Running, *arguments: str, **environment: str) -> tuple[int, str]:
+    """In a process of its own: the hub's client reads its environment when it is imported. The status, and all said."""
+    import asyncio
+
+    words = [
+        sys.executable,
+        "-m",
+        "bottega.client.cli",
+        "controlnets",
+        "add",
+        *arguments,
+        "--address",
+        house.address,
+        "--fleet-address",
+        house.fleet_address,
+    ]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = await asyncio.to_thread(
+        subprocess.run,
+        words,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**inherited, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **environment},
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+async def test_what_a_server_needs_is_brought_below_its_root_and_hosted(
+    house: Running, hub: Hub, tmp_path: Path
+) -> None:
+    status, said = await add(house, "depth", "hub:somebody/depth", HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path))
+    assert status == 0, said
+    folder = tmp_path / "root" / "hub--somebody--depth"
+    assert house.servers[0].added == [("depth", str(folder))]
+    brought = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert brought == {name: FILES[name] for name in ("config.json", "diffusion_pytorch_model.safetensors")}
+    assert not [path for path in hub.asked if path.endswith((".bin", ".md"))], "nothing else is downloaded"
+
+
+@pytest.mark.parametrize(
+    ("what", "offline", "expected"),
+    [
+        ("hub:somebody/lines", "", "the hub has no somebody/lines"),
+        ("hub:some body/depth", "", "is no name on the hub"),
+        ("hub:../../etc", "", "is no name on the hub"),
+        ("hub:somebody/depth", "1", "HF_HUB_OFFLINE forbids it"),
+    ],
+)
+async def test_what_cannot_be_brought_is_said_and_nothing_is_added(
+    house: Running, hub: Hub, tmp_path: Path, what: str, offline: str, expected: str
+) -> None:
+    environment = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline or "0"}
+    status, said = await add(house, "depth", what, **environment)
+    assert status == 1
+    assert expected in said
+    assert "Traceback" not in said
+    assert house.servers[0].added == []
+
+
+async def test_a_revision_that_is_no_unicode_is_none(house: Running, hub: Hub, tmp_path: Path) -> None:
+    environment = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path)}
+    status, said = await add(house, "depth", "hub:somebody/depth", "--revision", "a\udcff", **environment)
+    assert (status, said.strip()) == (1, r"error: somebody/depth has no revision a\udcff")
+
+
+async def test_a_hub_that_is_not_there_is_named_with_what_to_do(house: Running, tmp_path: Path) -> None:
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    status, said = await add(house, "depth", "hub:somebody/depth", **nobody)
+    assert status == 1
+    assert "the hub was not reached" in said
+    assert "copy its folder here" in said
+
+
+async def test_a_server_of_another_machine_or_without_a_root_takes_none_from_the_hub(
+    house: Running, tmp_path: Path
+) -> None:
+    house.servers[0].root = str(tmp_path / "elsewhere")
+    status, said = await add(house, "depth", "hub:somebody/depth")
+    assert (status, "cannot be written to from here" in said) == (1, True)
+    house.servers[0].root = ""
+    status, said = await add(house, "depth", "hub:somebody/depth")
+    assert (status, "the configuration has no root" in said) == (2, True)
+    status, said = await add(house, "depth", "somewhere", "--revision", "main")
+    assert (status, "--revision is of what comes from the hub" in said) == (2, True)
+
+
+def _entry(name: str) -> dict[str, object]:
+    data = FILES[name]
+    return {"type": "file", "oid": hashlib.sha1(data).hexdigest(), "size": len(data), "path": name}
+
+
+async def test_a_disk_that_is_full_is_not_taken_for_a_hub_that_is_not_there(
+    house: Running, hub: Hub, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=64 << 10) as disk:
+        house.servers[0].root = str(disk)
+        fill(disk)
+        status, said = await add(house, "depth", "hub:somebody/depth", HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path))
+    assert (status, "is full" in said, "Make room there" in said) == (1, True, True), said
+    assert "was not reached" not in said
+    assert house.servers[0].added == []

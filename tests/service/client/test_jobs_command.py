@@ -1,0 +1,365 @@
+"""`bottega jobs` and `generate --detach` as people use them, against a gateway that follows a script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from bottega.client.cli import main
+from bottega.errors import (
+    BottegaError,
+    DataLoss,
+    DeadlinePassed,
+    DeadlineUnmeetable,
+    ImageNotFound,
+    InvalidRequest,
+    JobCancelled,
+    JobNotFound,
+    StorageUnavailable,
+    Violation,
+    WorkerLost,
+)
+from bottega.rpc.status import to_job_error
+from bottega.v1 import generation_pb2, image_pb2
+from tests.fakes.scripted_gateway import SMALL, ScriptedGateway, completed, image, job, progress, queued, serving
+
+NO_UNICODE = "a\udcff"  # what a byte of a command line that is no UTF-8 becomes
+
+
+@pytest.fixture
+def gateway() -> ScriptedGateway:
+    return ScriptedGateway()
+
+
+@pytest.fixture
+def address(gateway: ScriptedGateway) -> Iterator[str]:
+    with serving(gateway) as address:
+        yield address
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder and a state folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BOTTEGA_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("TZ", "UTC")
+    monkeypatch.delenv("BOTTEGA_ADDRESS", raising=False)
+    return tmp_path
+
+
+def run(*arguments: str, address: str = "") -> Result:
+    # The scripted gateway serves its fleet at the same port.
+    said = [*arguments, *(["--address", address] if address else [])]
+    return CliRunner().invoke(main, said, env={"BOTTEGA_FLEET": address or None})
+
+
+def running(done: int = 12) -> image_pb2.Job:
+    found = job(image_pb2.JOB_STATE_RUNNING)
+    found.ClearField("images")
+    found.steps_done, found.steps_total = done, 30
+    found.spec.prompt = "A big, red star!"
+    return found
+
+
+def test_a_detached_drawing_prints_the_id_and_says_how_to_have_the_picture(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    result = run("generate", "a star", "-n", "2", "--detach", "-o", "my star.png", address=address)
+    assert result.exit_code == 0
+    assert result.stdout == "job-1\n"
+    assert "bottega jobs watch job-1" in result.stderr
+    assert "bottega jobs get job-1 -o 'my star.png' --wait" in result.stderr
+    assert gateway.submitted[0].spec.num_images == 2
+    assert not gateway.submitted[0].HasField("deadline_s")
+    assert not gateway.requests
+
+
+def test_a_timeout_of_a_detached_drawing_is_the_jobs_own(gateway: ScriptedGateway, address: str) -> None:
+    assert run("generate", "a star", "--detach", "--timeout", "90", address=address).exit_code == 0
+    assert round(gateway.submitted[0].deadline_s) == 90
+
+
+def test_previews_of_a_detached_drawing_are_a_wrong_command_line(gateway: ScriptedGateway, address: str) -> None:
+    result = run("generate", "a star", "--detach", "--preview", "look.jpg", address=address)
+    assert result.exit_code == 2
+    assert "--detach" in result.stderr
+    assert not gateway.submitted
+
+
+@pytest.mark.parametrize("arguments", [["jobs"], ["jobs", "list"], ["jobs", "--state", "failed"]])
+def test_jobs_are_a_table_and_say_where_it_goes_on(
+    gateway: ScriptedGateway, address: str, arguments: list[str]
+) -> None:
+    result = run(*arguments, address=address)
+    assert result.exit_code == 0, result.output
+    assert "job-1" in result.stdout
+    assert "failed" in result.stdout
+    assert datetime(2026, 1, 2, tzinfo=UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S") in result.stdout
+    assert result.stderr.startswith("More: bottega jobs ")
+    assert result.stderr.endswith("--page more\n")
+
+
+def test_filters_and_pages_reach_the_gateway_and_come_again_on_the_next_page(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    options = "--state failed --state cancelled --since 2h --until 2026-01-03T10:30+00:00 -n 7 --page abc"
+    before = datetime.now(UTC)
+    result = run("jobs", *options.split(), address=address)
+    asked = gateway.listed[0]
+    assert list(asked.states) == [image_pb2.JOB_STATE_FAILED, image_pb2.JOB_STATE_CANCELLED]
+    assert (asked.page_size, asked.page_token) == (7, "abc")
+    since = asked.created_after.ToDatetime(tzinfo=UTC)
+    assert abs(since - (before - timedelta(hours=2))) < timedelta(seconds=30)
+    assert asked.created_before.ToDatetime(tzinfo=UTC) == datetime(2026, 1, 3, 10, 30, tzinfo=UTC)
+    # What is said can be typed.
+    again = result.stderr.removeprefix("More: bottega ").split()
+    assert run(*again, address=address).exit_code == 0
+    assert gateway.listed[1].page_token == "more"
+    moved = gateway.listed[1].created_after.ToDatetime(tzinfo=UTC) - since
+    assert abs(moved) < timedelta(milliseconds=1), "a page later, two hours ago is still the same moment"
+    gateway.listed[1].created_after.CopyFrom(asked.created_after)
+    gateway.listed[1].page_token = "abc"
+    assert gateway.listed[1] == asked
+
+
+def test_pages_without_jobs_are_turned_until_there_are_some(gateway: ScriptedGateway, address: str) -> None:
+    gateway.pages = [image_pb2.ListJobsResponse(next_page_token=token) for token in ("second", "third")]
+    result = run("jobs", "--state", "failed", "-n", "7", address=address)
+    assert [asked.page_token for asked in gateway.listed] == ["", "second", "third"]
+    assert {(asked.page_size, tuple(asked.states)) for asked in gateway.listed} == {(7, (image_pb2.JOB_STATE_FAILED,))}
+    assert "job-1" in result.stdout
+    assert result.stderr.endswith("--page more\n")
+
+
+def test_pages_without_jobs_are_not_turned_without_end(gateway: ScriptedGateway, address: str) -> None:
+    gateway.pages = [image_pb2.ListJobsResponse(next_page_token=f"page-{number}") for number in range(1000)]
+    result = run("jobs", "--state", "failed", address=address)
+    asked = len(gateway.listed)
+    assert asked < 1000
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"More: bottega jobs --state=failed -n 20 --page page-{asked - 1}\n"
+
+
+def test_no_jobs_are_said_when_no_page_is_left(gateway: ScriptedGateway, address: str) -> None:
+    gateway.pages = [image_pb2.ListJobsResponse(next_page_token="second"), image_pb2.ListJobsResponse()]
+    result = run("jobs", "--state", "failed", address=address)
+    assert (len(gateway.listed), result.stdout, result.stderr) == (2, "", "There are no such jobs.\n")
+
+
+def test_watching_tells_how_it_goes_and_how_to_have_the_picture(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(2), progress(10), completed()]]
+    result = run("jobs", "watch", "job-1", address=address)
+    assert result.exit_code == 0
+    assert "queued, 2 before it, about 2 s" in result.stderr
+    assert "step 10 of 30" in result.stderr
+    assert result.stdout == "job-1 completed: 1 picture\n"
+    assert "bottega jobs get job-1" in result.stderr
+
+
+def test_ctrl_c_ends_the_watching_and_not_the_job(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), threading.Event()]]
+    command = [sys.executable, "-m", "bottega.client.cli", "jobs", "watch", "job-1", "--address", address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "queued" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 1
+        assert "no longer watched; the job goes on" in process.stderr.read()
+    assert gateway.cancelled == []
+
+
+def test_cancelling_says_what_became_of_the_job(gateway: ScriptedGateway, address: str) -> None:
+    result = run("jobs", "cancel", "job-1", address=address)
+    assert (result.exit_code, result.stdout) == (0, "job-1 cancelled\n")
+    assert gateway.cancelled == ["job-1"]
+
+
+def test_all_pictures_of_a_job_are_fetched(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
+    gateway.scripts = [[completed(image(0, b"first"), image(1, b"second"))]]
+    result = run("jobs", "get", "job-1", "-o", "star.png", address=address)
+    assert result.exit_code == 0, result.output
+    assert [(own_folder / f"star-{n}.png").read_bytes() for n in range(2)] == [b"first", b"second"]
+
+
+def test_a_picture_without_a_name_is_called_by_its_prompt(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    gateway.looks = [running()]
+    gateway.scripts = [[progress(20), completed()]]
+    result = run("jobs", "get", "job-1", "--wait", address=address)
+    assert result.exit_code == 0, result.output
+    assert "step 20 of 30" in result.stderr
+    assert (own_folder / "a-big-red-star-7.png").exists()
+
+
+def test_a_picture_that_is_not_there_yet_is_said_with_how_far_it_is(gateway: ScriptedGateway, address: str) -> None:
+    gateway.looks = [running(12)]
+    result = run("jobs", "get", "job-1", address=address)
+    assert result.exit_code == 1
+    assert "job job-1 is running, 12 of 30 steps done" in result.stderr
+    assert "bottega jobs get job-1 --wait" in result.stderr
+
+
+def test_a_name_for_another_format_is_refused_before_the_picture_is_fetched(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    look = job(image_pb2.JOB_STATE_COMPLETED)
+    look.spec.format = generation_pb2.IMAGE_FORMAT_WEBP
+    gateway.looks = [look]
+    result = run("jobs", "get", "job-1", "-o", "star.png", address=address)
+    assert result.exit_code == 2
+    assert "star.png is a name for png, but the picture is webp." in result.stderr
+
+
+def test_a_job_that_failed_says_why_and_what_to_do(gateway: ScriptedGateway, address: str) -> None:
+    failed = image_pb2.JobEvent(job_id="job-1", failed=to_job_error(WorkerLost("it died twice")))
+    gateway.looks = [job(image_pb2.JOB_STATE_FAILED)]
+    gateway.scripts = [[failed], [failed]]
+    for verb in ("get", "watch"):
+        result = run("jobs", verb, "job-1", address=address)
+        assert result.exit_code == 1
+        assert "error: it died twice" in result.stderr
+        assert "bottega logs" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (JobNotFound("no such job; it may have expired"), 1, ["it may have expired", "bottega jobs lists"]),
+        (ImageNotFound("the image has expired"), 1, ["has expired", "same seed"]),
+        (JobCancelled("cancelled"), 1, ["cancelled", "bottega generate"]),
+        (DataLoss("the job log is damaged"), 1, ["damaged", "bottega logs gateway"]),
+        (
+            InvalidRequest("broken", violations=[Violation(field="page_token", description="was not given out")]),
+            2,
+            ["this cannot be asked", "page_token: was not given out"],
+        ),
+    ],
+)
+def test_errors_say_what_to_do(
+    gateway: ScriptedGateway, address: str, error: BottegaError, status: int, words: list[str]
+) -> None:
+    gateway.failures = [error]
+    result = run("jobs", "cancel", "job-1", address=address)
+    assert result.exit_code == status
+    for word in words:
+        assert word in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("seconds", ["8", "0.01"])
+def test_who_waits_for_nothing_is_not_told_to_wait_for_nothing(
+    gateway: ScriptedGateway, address: str, seconds: str
+) -> None:
+    gateway.failures = [DeadlineUnmeetable("would take 80 s")]
+    result = run("generate", "a star", "--detach", "--timeout", seconds, address=address)
+    assert result.exit_code == 1
+    assert "Allow more time with --timeout SECONDS, or all that it takes" in result.stderr
+    assert "--detach" not in result.stderr
+
+
+def test_who_may_detach_is_told_so(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[DeadlineUnmeetable("would take 80 s")]]
+    result = run("generate", "a star", "--timeout", "8", address=address)
+    assert "would take 80 s" in result.stderr
+    assert "ask for fewer steps, or wait for nothing with --detach" in result.stderr
+
+
+def test_who_stops_watching_is_told_what_gives_more_time(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[progress(3), threading.Event()]]
+    result = run("jobs", "watch", "job-1", "--timeout", "0.8", address=address)
+    assert "3 of 30 steps were done, and job job-1 goes on" in result.stderr
+    assert result.stderr.endswith("  Allow more time with --timeout SECONDS.\n")
+
+
+def test_a_job_whose_own_time_is_over_needs_another_one(gateway: ScriptedGateway, address: str) -> None:
+    ended = image_pb2.JobEvent(job_id="job-1", failed=to_job_error(DeadlinePassed("its deadline has passed")))
+    gateway.scripts = [[ended]]
+    result = run("jobs", "watch", "job-1", address=address)
+    assert "error: its deadline has passed" in result.stderr
+    assert "bottega generate begins another one; --timeout SECONDS gives it more time" in result.stderr
+
+
+def test_a_full_disk_is_waited_for_and_then_said(gateway: ScriptedGateway, address: str) -> None:
+    gateway.failures = [StorageUnavailable("jobs cannot be stored", metadata={"cause": "ENOSPC"}, retry_after_s=60.0)]
+    result = run("generate", "a star", "--detach", address=address)
+    assert result.exit_code == 1
+    assert "jobs cannot be stored" in result.stderr
+    assert "disk" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["list", "--since", "noon"], ["--since", "999999d"], ["get"], ["paint", "job-1"], ["-n", "0"]]
+)
+def test_a_wrong_command_line_ends_with_status_2(gateway: ScriptedGateway, address: str, arguments: list[str]) -> None:
+    assert run("jobs", *arguments, address=address).exit_code == 2
+    assert not gateway.listed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["jobs", "get", NO_UNICODE], "job_id"),
+        (["jobs", "watch", NO_UNICODE], "job_id"),
+        (["jobs", "cancel", NO_UNICODE], "job_id"),
+        (["jobs", "list", "--page", NO_UNICODE], "page_token"),
+        (["models", "--address", NO_UNICODE], "address"),
+        (["fleet", "--address", NO_UNICODE], "address"),
+        (["fleet", "--fleet-address", NO_UNICODE], "fleet_address"),
+        (["controlnets", "add", NO_UNICODE, "folder"], "name"),
+        (["controlnets", "add", "edges", NO_UNICODE], "folder"),
+        (["loras", "add", NO_UNICODE, "/dev/null"], "name"),
+    ],
+)
+def test_arguments_that_are_no_unicode_are_refused_by_name(address: str, arguments: list[str], field: str) -> None:
+    result = run(*arguments, **({} if "--address" in arguments else {"address": address}))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"error: this cannot be asked\n  {field}: must be " in result.stderr
+
+
+def test_a_path_that_is_no_unicode_is_not_on_this_machine_nor_to_be_asked_for(address: str) -> None:
+    result = run("loras", "add", "ink", NO_UNICODE, address=address)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "there is no file or folder a\\udcff on this machine\n" in result.stderr
+    assert "must be Unicode text" in result.stderr
+
+
+def test_a_seed_beyond_its_range_is_said_with_it(address: str) -> None:
+    result = run("generate", "a star", "--seed", "1" + 30 * "0", address=address)
+    assert result.exit_code == 2
+    assert (
+        "error: this cannot be drawn\n  seed: must be a whole number, 0 to 9007199254740984; got 1000" in result.stderr
+    )
+
+
+def test_a_file_whose_name_is_no_unicode_is_written_and_said(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    gateway.scripts = [[completed()]]
+    target = own_folder / f"{NO_UNICODE}.png"
+    # A terminal of UTF-8, which CliRunner's is not as strict as.
+    result = subprocess.run(
+        [sys.executable, "-m", "bottega.client.cli", "jobs", "get", "job-1", "-o", target, "--address", address],
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert rb"a\udcff.png  64x64  seed 7" in result.stdout
+    assert target.read_bytes() == SMALL
+
+
+def test_the_help_names_every_verb() -> None:
+    result = run("jobs", "--help")
+    assert result.exit_code == 0
+    for verb in ("list", "watch", "cancel", "get"):
+        assert f"  {verb} " in result.stdout

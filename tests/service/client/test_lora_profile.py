@@ -1,0 +1,118 @@
+"""`bottega loras profile` and the SDK's part in it, against a real gateway and store with scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from bottega import errors
+from bottega.client import AsyncClient
+from bottega.client.cli import main
+from bottega.v1 import generation_pb2
+from bottega.v1 import lora_pb2 as pb
+from bottega.v1.generation_pb2 import Lora
+from tests.support.gateway_with_loras import House, lora_house
+
+PROMPTS = ("a star", "a ring", "a square", "a circle")
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    async with lora_house(tmp_path) as made:
+        yield made
+
+
+async def _profile(house: House, *arguments: object) -> Result:
+    """As in a terminal: in a thread, since the gateway lives in this one."""
+    said = [
+        "loras",
+        "profile",
+        *map(str, arguments),
+        "--address",
+        house.gateway.address,
+        "--fleet-address",
+        house.gateway.fleet_address,
+    ]
+    return await asyncio.to_thread(CliRunner().invoke, main, said)
+
+
+async def _bounds(house: House) -> list[tuple[int, int]]:
+    lora = (await house.store.stub.GetLora(pb.GetLoraRequest(name="ink"), timeout=5)).lora
+    return [(bound.num_inference_steps, bound.max_step) for bound in lora.bounds]
+
+
+async def test_it_draws_every_prompt_with_two_seeds_and_the_store_remembers_the_worst(house: House) -> None:
+    worker = await house.gateway.worker()
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    result = await _profile(house, "ink", *prompts, "--steps", 20, "--steps", 10, "--scale", 0.5)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "ink: may be late until step 2 of 20\nink: may be late until step 2 of 10\n"
+    assert [(each.spec.prompt, each.spec.num_inference_steps) for each in worker.requests] == [
+        (prompt, steps) for steps in (20, 10) for prompt in PROMPTS
+    ]
+    assert {(each.spec.num_images, each.spec.loras[0].scale) for each in worker.requests} == {(2, 0.5)}
+    assert len({each.spec.seed for each in worker.requests}) == 4
+    assert all(each.spec.loras[0].measure_similarity for each in worker.requests)
+    assert await _bounds(house) == [(10, 2), (20, 2)]
+    shown = await asyncio.to_thread(
+        CliRunner().invoke,
+        main,
+        ["loras", "show", "ink", "--address", house.gateway.address, "--fleet-address", house.gateway.fleet_address],
+    )
+    assert "step 2 of 10, step 2 of 20" in shown.stdout
+
+
+async def test_the_worst_picture_counts_and_admission_goes_by_it(house: House) -> None:
+    worker = await house.gateway.worker()
+    courses = iter([(1.0,) * 9, (1.0,) * 7 + (0.5, 0.5), (1.0,) * 9, (1.0,) * 9])
+
+    def next_course(step: int) -> None:
+        steps.append(step)
+        worker.script.similarities = next(courses, ())
+
+    steps: list[int] = []
+    worker.script.similarities = next(courses)
+    async with AsyncClient(house.gateway.address, fleet_address=house.gateway.fleet_address) as client:
+        measured = await client.profile_lora("ink", PROMPTS, num_inference_steps=9, on_prompt=next_course)
+    assert (measured.max_step, measured.prompts, steps) == (7, (9, 7, 9, 9), [9, 7, 9, 9])
+    assert measured.digest == house.ink.digest
+    fidelity = generation_pb2.FIDELITY_BALANCED
+    await house.gateway.draw(loras=[Lora(name="ink")], num_inference_steps=18, fidelity=fidelity)
+    assert worker.requests[-1].spec.loras[0].max_step == 14
+    assert not worker.requests[-1].spec.loras[0].measure_similarity
+
+
+async def test_what_was_measured_for_other_numbers_of_steps_stays(house: House) -> None:
+    await house.gateway.worker()
+    async with AsyncClient(house.gateway.address, fleet_address=house.gateway.fleet_address) as client:
+        for steps in (30, 10):
+            await client.profile_lora("ink", PROMPTS, num_inference_steps=steps)
+    assert await _bounds(house) == [(10, 2), (30, 2)]
+
+
+async def test_the_miniatures_own_need_no_prompts_and_others_do(house: House) -> None:
+    worker = await house.gateway.worker()
+    result = await _profile(house, "ink")
+    assert result.exit_code == 0, result.output
+    assert len({each.spec.prompt for each in worker.requests}) == 4
+    result = await _profile(house, "wash")
+    assert result.exit_code == 2
+    assert "bottega loras profile wash --prompt" in result.stderr
+
+
+async def test_what_cannot_be_measured_is_said_and_nothing_noted(house: House) -> None:
+    worker = await house.gateway.worker()
+    result = await _profile(house, "ink", "--prompt", "a star")
+    assert result.exit_code != 0
+    assert "at least 4 different ones" in result.stderr
+    worker.script.similarities = ()
+    result = await _profile(house, "ink")
+    assert "did not measure ink" in result.stderr
+    async with AsyncClient(house.gateway.address, fleet_address=house.gateway.fleet_address) as client:
+        with pytest.raises(errors.LoraNotFound):
+            await client.profile_lora("nobody", PROMPTS)
+    assert await _bounds(house) == []

@@ -1,0 +1,140 @@
+"""The command and the SDK with what LoRA stores have in quarantine, against a real gateway with one store or two."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from bottega import errors
+from bottega.client import AsyncClient
+from bottega.client.cli import main
+from bottega.v1 import lora_pb2 as pb
+from tests.support.gateway_with_loras import lora_store
+from tests.support.running_gateway import Running, running_gateway
+from tests.support.running_loras import PATIENCE_S, lora_file, running
+
+
+async def _run(gateway: Running, *said: str) -> Result:
+    """As in a terminal: in a thread, since the gateway lives in this one."""
+    arguments = ["loras", *said, "--address", gateway.address, "--fleet-address", gateway.fleet_address]
+    return await asyncio.to_thread(CliRunner().invoke, main, arguments)
+
+
+async def _fill(folder: Path, *names: str) -> list[pb.StoredLora]:
+    """The state of a store whose catalogue is gone."""
+    async with running(folder) as store:
+        made = [
+            await store.upload(name, lora_file(folder, seed=seed), trigger_words=[f"in {name}"])
+            for seed, name in enumerate(names)
+        ]
+    (folder / "catalogue.db").unlink()
+    return made
+
+
+async def test_the_command_lists_what_is_in_quarantine_brings_it_back_and_discards_it(tmp_path: Path) -> None:
+    ink, wash, dots = await _fill(tmp_path / "store", "ink", "wash", "dots")
+    async with running_gateway() as gateway, lora_store(gateway, tmp_path / "store", name="loras"):
+        listed = await _run(gateway)
+        assert listed.stderr.splitlines() == [
+            "3 more in quarantine, unknown to the catalogue: bottega loras quarantine lists them.",
+            "There are no LoRAs yet: bottega loras add NAME FILE.",
+        ]
+        shown = await _run(gateway, "quarantine")
+        rows = [line.split() for line in shown.stdout.splitlines() if "miniature" in line]
+        assert [(row[0], row[1], row[-2], row[-1]) for row in sorted(rows)] == [
+            (lora.name, "miniature", lora.digest[:12], "loras") for lora in (dots, ink, wash)
+        ]
+        assert str(tmp_path / "store" / "quarantine") in shown.stderr
+        assert "bottega loras rebuild brings them back" in shown.stderr
+        one = await _run(gateway, "rebuild", wash.digest[:12])
+        assert (one.exit_code, one.stdout) == (0, "wash is back for miniature\n")
+        asked = await _run(gateway, "discard", "dots")
+        assert (asked.exit_code, asked.stderr.splitlines()[0]) == (1, "1 will be deleted for good: dots")
+        gone = await _run(gateway, "discard", "dots", "--yes")
+        assert re.fullmatch(r"1 deleted, [1-9]\.\d KiB free\n", gone.stdout)
+        assert (await _run(gateway, "rebuild")).stdout == "ink is back for miniature\n"
+        assert [line.split()[0] for line in (await _run(gateway)).stdout.splitlines() if "miniature" in line] == [
+            "ink",
+            "wash",
+        ]
+        none = await _run(gateway, "rebuild")
+        assert (none.exit_code, none.stderr) == (0, "Nothing is in quarantine: the catalogue knows every file.\n")
+        assert (await _run(gateway, "quarantine")).stderr == "Nothing is in quarantine.\n"
+        unknown = await _run(gateway, "discard", "dots")
+        assert (unknown.exit_code, unknown.stderr.splitlines()[0]) == (1, "error: nothing in quarantine is called dots")
+        assert (await _run(gateway, "discard")).exit_code == 2
+
+
+async def test_the_command_says_what_could_not_be_brought_back_and_goes_on_with_the_others(tmp_path: Path) -> None:
+    ink, wash, _ = await _fill(tmp_path / "store", "ink", "wash", "dots")
+    (damaged,) = (tmp_path / "store").rglob(f"{ink.digest}.safetensors")
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    for described in (tmp_path / "store").rglob(f"{wash.digest}.*.json"):
+        described.unlink()
+    bases = {"miniature": "miniature"}
+    async with running_gateway() as gateway, lora_store(gateway, tmp_path / "store", name="loras", bases=bases):
+        done = await _run(gateway, "rebuild")
+        assert done.exit_code == 1
+        name = f"recovered-{wash.digest[:12]}"
+        assert sorted(done.stdout.splitlines()) == [
+            "2 of 3 are back; the others stay in quarantine",
+            "dots is back for miniature",
+            f"{name} is back for miniature",
+        ]
+        assert "ink is not back: the weights of ink are damaged; bring the LoRA again" in done.stderr
+        assert "not known from its files: its name, its format, its trigger words" in done.stderr
+        wrong = await _run(gateway, "rebuild", "ink", "--base", "nobody")
+        assert (wrong.exit_code, "the store has these base models: miniature" in wrong.stderr) == (1, True)
+
+
+async def test_the_command_asks_for_the_base_where_several_fit(tmp_path: Path) -> None:
+    (ink,) = await _fill(tmp_path / "store", "ink")
+    for described in (tmp_path / "store").rglob("*.json"):
+        described.unlink()
+    bases = {"miniature": "miniature", "other": "miniature"}
+    async with running_gateway() as gateway, lora_store(gateway, tmp_path / "store", name="loras", bases=bases):
+        asked = await _run(gateway, "rebuild")
+        assert asked.exit_code == 1
+        assert "it fits miniature, other: say which" in asked.stderr
+        assert "--base MODEL" in asked.stderr
+        told = await _run(gateway, "rebuild", ink.digest, "--base", "other", "--name", "ink")
+        assert told.stdout == "ink is back for other\n"
+
+
+async def test_a_lora_in_quarantine_is_looked_after_in_the_store_that_has_it(tmp_path: Path) -> None:
+    (ink,) = await _fill(tmp_path / "first", "ink")
+    (wash,) = await _fill(tmp_path / "second", "wash")
+    async with (
+        running_gateway() as gateway,
+        lora_store(gateway, tmp_path / "first", name="first"),
+        lora_store(gateway, tmp_path / "second", name="second"),
+        AsyncClient(gateway.address, fleet_address=gateway.fleet_address) as client,
+    ):
+        found = {(each.store, lora.name): lora for each in await client.lora_quarantines() for lora in each.loras}
+        assert sorted(found) == [("first", "ink"), ("second", "wash")]
+        assert await client.loras_in_quarantine() == 2
+        back = await client.restore_lora(found["second", "wash"].id)
+        assert (back.lora.digest, list(back.lora.trigger_words)) == (wash.digest, ["in wash"])
+        assert await client.discard_lora(found["first", "ink"].id) == ink.size_bytes
+        with pytest.raises(errors.LoraNotFound):
+            await client.restore_lora(found["first", "ink"].id)
+        assert [lora.name for lora in await client.loras()] == ["wash"]
+
+
+async def test_both_names_of_the_same_weights_can_be_chosen(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        for name in ("a", "b"):
+            lora = await store.upload(name, lora_file(tmp_path))
+        request = pb.PinLoraRequest(name="b", pinned=True)
+        await store.stub.PinLora(request, timeout=PATIENCE_S)
+    (folder / "catalogue.db").unlink()
+    async with running_gateway() as gateway, lora_store(gateway, folder, name="loras"):
+        either = await _run(gateway, "rebuild", lora.digest[:12])
+        assert either.exit_code == 1
+        assert f"{lora.digest[:12]} may be any of 2" in either.stderr
+        assert (await _run(gateway, "rebuild", "b", "--name", "c")).stdout == "c is back for miniature\n"

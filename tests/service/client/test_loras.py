@@ -1,0 +1,274 @@
+"""The SDK and the command with LoRAs, against a real gateway with one store or two."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from bottega import errors
+from bottega.client import AsyncClient
+from bottega.client.addons.loras.stores import lora_files
+from bottega.client.cli import main
+from bottega.loras.config import ImportConfig
+from bottega.v1 import lora_pb2 as pb
+from tests.support import running_loras
+from tests.support.gateway_with_loras import House, lora_house, lora_store
+from tests.support.running_gateway import Running, running_gateway
+from tests.support.running_loras import PATIENCE_S, lora_file, peft_folders
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    async with lora_house(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def client(house: House) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(house.gateway.address, fleet_address=house.gateway.fleet_address) as made:
+        yield made
+
+
+@pytest.fixture
+async def annex(house: House, tmp_path: Path) -> AsyncIterator[running_loras.Running]:
+    """Comes after the other one by its name."""
+    bases = {"miniature": "miniature", "third": "miniature"}
+    async with lora_store(house.gateway, tmp_path / "annex", name="second", bases=bases) as store:
+        yield store
+
+
+async def _names(store: running_loras.Running) -> list[str]:
+    answer = await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)
+    return [lora.name for lora in answer.loras]
+
+
+async def _run(house: House | Running, *said: object) -> Result:
+    """As in a terminal: in a thread, since the gateway lives in this one."""
+    gateway = house.gateway if isinstance(house, House) else house
+    arguments = ["loras", *map(str, said), "--address", gateway.address, "--fleet-address", gateway.fleet_address]
+    return await asyncio.to_thread(CliRunner().invoke, main, arguments)
+
+
+async def test_what_several_stores_have_is_one_list(
+    house: House, annex: running_loras.Running, client: AsyncClient, tmp_path: Path
+) -> None:
+    await annex.upload("pastel", lora_file(tmp_path, seed=2))
+    await annex.upload("ink", lora_file(tmp_path, seed=3))
+    listed = await client.loras()
+    assert [lora.name for lora in listed] == ["ink", "pastel", "wash"]
+    assert listed[0].digest == house.ink.digest == (await client.lora("ink")).digest, "the first store counts"
+
+
+async def test_a_lora_is_looked_after_in_the_store_that_has_it(
+    house: House, annex: running_loras.Running, client: AsyncClient, tmp_path: Path
+) -> None:
+    pastel = await annex.upload("pastel", lora_file(tmp_path, seed=2))
+    assert (await client.pin_lora("pastel")).pinned
+    with pytest.raises(errors.LoraExists):
+        await client.add_lora("pastel", lora_file(tmp_path, seed=3), base="miniature")
+    again = await client.add_lora("pastel", lora_file(tmp_path, seed=2), base="miniature")
+    assert (again.digest, again.pinned) == (pastel.digest, True)
+    await client.remove_lora("pastel")
+    assert (await _names(annex), await _names(house.store)) == ([], ["ink", "wash"])
+    with pytest.raises(errors.LoraNotFound):
+        await client.remove_lora("pastel")
+
+
+async def test_a_new_one_goes_where_its_base_is_known(
+    house: House, annex: running_loras.Running, client: AsyncClient, tmp_path: Path
+) -> None:
+    for name, base in (("a", "miniature"), ("b", "third"), ("c", "other")):
+        await client.add_lora(name, lora_file(tmp_path, seed=2), base=base)
+    assert (await _names(house.store), await _names(annex)) == (["a", "c", "ink", "wash"], ["b"])
+    with pytest.raises(errors.InvalidRequest, match="miniature, other, third"):
+        await client.add_lora("d", lora_file(tmp_path, seed=2))
+    with pytest.raises(errors.InvalidRequest, match="these base models"):
+        await client.add_lora("d", lora_file(tmp_path, seed=2), base="fourth")
+
+
+async def test_a_store_that_is_gone_hides_what_it_has_and_nothing_else(
+    house: House, annex: running_loras.Running, client: AsyncClient, tmp_path: Path
+) -> None:
+    await annex.upload("pastel", lora_file(tmp_path, seed=2))
+    await house.store.server.stop()
+    assert (await client.lora("pastel")).name == "pastel"
+    with pytest.raises(errors.NoLora, match="loras"):
+        await client.lora("ink")
+
+
+async def test_the_command_brings_lists_shows_and_removes(house: House, tmp_path: Path) -> None:
+    path = lora_file(tmp_path, seed=2, text=True)
+    added = await _run(house, "add", "pastel", path, "--base", "miniature", "--trigger", "in pastel")
+    assert re.fullmatch(r"pastel is there for miniature: 2 modules of rank 2, [1-9]\.\d KiB\n", added.stdout)
+    assert [line.split()[:2] for line in (await _run(house)).stdout.splitlines() if "miniature" in line] == [
+        ["ink", "miniature"],
+        ["pastel", "miniature"],
+    ]
+    shown = (await _run(house, "show", "pastel")).stdout
+    assert re.match(r"\s*name +pastel *\n base", shown), "no head without names"
+    for said in ("in pastel", "kohya", "not measured; a fifth of the steps", house.ink.base):
+        assert said in shown
+    assert re.search(r"in the store's memory +no\b", shown)
+    pinned = (await _run(house, "pin", "ink")).stdout
+    assert re.fullmatch(r"ink is pinned: [1-9]\.\d KiB of its store's memory are its own\n", pinned)
+    assert re.search(r"in the store's memory +yes, and stays there", (await _run(house, "show", "ink")).stdout)
+    assert (await _run(house, "unpin", "ink")).stdout == "ink is pinned no more\n"
+    assert "stays there" not in (await _run(house, "show", "ink")).stdout
+    assert (await _run(house, "remove", "pastel")).stdout == "pastel is removed\n"
+    gone = await _run(house, "show", "pastel")
+    assert (gone.exit_code, gone.stderr.splitlines()[0]) == (1, "error: no such LoRA: pastel")
+
+
+async def test_the_command_says_of_a_pin_whether_memory_has_room_for_it_now(
+    house: House, client: AsyncClient, tmp_path: Path
+) -> None:
+    async with lora_store(house.gateway, tmp_path / "small", name="small", budget_bytes=3000) as small:
+        used = await small.upload("used", lora_file(tmp_path, seed=2))
+        await small.upload("kept", lora_file(tmp_path, seed=3))
+        tiers = small.store._tiers
+        loan = await asyncio.wrap_future(tiers.borrow(used.digest))
+        said = "kept is pinned, and comes into its store's memory when others there, now in use, leave it room\n"
+        assert (await _run(house, "pin", "kept")).stdout == said
+        shown = (await _run(house, "show", "kept")).stdout
+        assert re.search(r"in the store's memory +not now, and stays there once it is", shown)
+        tiers.give_back(loan)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await client.lora("kept")).state != pb.LORA_STATE_IN_MEMORY:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.01)
+        again = await _run(house, "pin", "kept")
+        assert re.fullmatch(r"kept is pinned: [1-9]\.\d KiB of its store's memory are its own\n", again.stdout)
+
+
+async def test_the_command_says_of_a_pin_that_the_file_is_damaged_or_gone(house: House, tmp_path: Path) -> None:
+    (file,) = (tmp_path / "store").rglob(f"{house.ink.digest}.safetensors")
+    file.write_bytes(bytes(house.ink.size_bytes))
+    damaged = await _run(house, "pin", "ink")
+    assert (damaged.exit_code, damaged.stdout) == (1, "")
+    assert "ink is pinned, but its store could not load it" in damaged.stderr
+    file.unlink()
+    gone = await _run(house, "pin", "ink")
+    assert (gone.exit_code, gone.stdout) == (1, "")
+    assert "the file of ink is gone; bring it again" in gone.stderr
+
+
+async def test_the_command_says_which_trigger_words_a_lora_has_that_was_there(house: House, tmp_path: Path) -> None:
+    path = lora_file(tmp_path, seed=2)
+    add = ("add", "pastel", path, "--base", "miniature")
+    for words in ((), ("--trigger", "pale")):
+        assert "trigger words" not in (await _run(house, "remove", "pastel")).stdout
+        assert "trigger words" not in (await _run(house, *add, *words)).stdout, "it is new"
+    assert "trigger words" not in (await _run(house, *add)).stdout, "it keeps what it has"
+    assert "trigger words" not in (await _run(house, *add, "--trigger", "pale")).stdout
+    changed = await _run(house, *add, "--trigger", "in pastel", "--trigger", "soft")
+    assert changed.stdout.splitlines()[1:] == [
+        "It was there already; its trigger words are now: in pastel, soft (before: pale)"
+    ]
+    assert "in pastel, soft" in (await _run(house, "show", "pastel")).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("x", b"I am no safetensors file", "error: "),
+        ("x", b"", "is empty"),
+        ("bad name", b"x", "letters, digits"),
+        ("bad name", None, "letters, digits"),
+    ],
+)
+async def test_what_cannot_be_taken_is_said_in_words(
+    house: House, tmp_path: Path, name: str, data: bytes | None, says: str
+) -> None:
+    path = tmp_path / "given.safetensors"
+    if data is not None:
+        path.write_bytes(data)
+    result = await _run(house, "add", name, path, "--base", "miniature")
+    assert result.exit_code in {1, 2}
+    assert says in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(("given", "says"), [("empty.safetensors", "is empty"), ("folder", "holds none of")])
+def test_what_is_no_lora_is_refused_by_the_name_of_the_argument(tmp_path: Path, given: str, says: str) -> None:
+    (tmp_path / "empty.safetensors").touch()
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / given
+    with pytest.raises(errors.InvalidRequest, match=re.escape(f"path: {path} {says}")) as caught:
+        lora_files(path)
+    assert [violation.field for violation in caught.value.violations] == ["path"]
+
+
+@pytest.mark.parametrize("path", ["typo.safetensors", "x" * 300])
+async def test_a_path_that_is_not_here_is_said_to_be_none_before_the_stores_machine_is_spoken_of(
+    house: House, path: str
+) -> None:
+    result = await _run(house, "add", "god", path, "--base", "miniature")
+    assert (result.exit_code, result.stdout) == (2, "")
+    what, todo = result.stderr.splitlines()
+    assert what == f"error: there is no file or folder {path} on this machine"
+    assert todo.startswith("  Nor can the store take it from a path of its own machine: this store lets nobody")
+
+
+async def test_a_path_that_is_not_here_may_be_one_of_the_stores_machine(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    there = lora_file(root)
+    imports = ImportConfig(root=str(root))
+    async with running_gateway() as gateway, lora_store(gateway, tmp_path / "store", imports=imports) as store:
+        added = await _run(gateway, "add", "ink", there.name, "--base", "miniature")
+        assert (added.exit_code, await _names(store)) == (0, ["ink"])
+        absent = await _run(gateway, "add", "ink", "typo", "--base", "miniature")
+        assert (absent.exit_code, "machine: is no file or folder" in absent.stderr) == (2, True)
+
+
+async def test_one_that_was_asked_for_a_moment_ago_is_removed_later(house: House) -> None:
+    await house.store.stub.PrefetchLoras(pb.PrefetchLorasRequest(digests=[house.ink.digest]), timeout=PATIENCE_S)
+    result = await _run(house, "remove", "ink")
+    assert result.exit_code == 1
+    assert "try again in 30 s" in result.stderr
+
+
+async def test_a_refusal_in_the_middle_of_an_upload_is_heard(house: House, client: AsyncClient, tmp_path: Path) -> None:
+    path = tmp_path / "large.safetensors"
+    with path.open("wb") as file:
+        file.truncate(48 << 20)
+    for _ in range(3):
+        with pytest.raises(errors.InvalidRequest, match="these base models"):
+            await client.add_lora("large", path, base="fourth")
+    with pytest.raises(errors.BadLora):
+        await client.add_lora("large", path, base="other")
+
+
+async def test_a_folder_with_one_for_each_component_is_brought_as_it_is(
+    house: House, client: AsyncClient, tmp_path: Path
+) -> None:
+    folder = peft_folders(tmp_path / "peft")
+    single = await _run(house, "add", "one", folder / "unet", "--base", "miniature")
+    assert "one is there for miniature: 1 module of rank 2, " in single.stdout
+    added = await _run(house, "add", "two", folder, "--base", "miniature")
+    assert re.fullmatch(r"two is there for miniature: 2 modules of rank 3, .*\n", added.stdout), added.stderr
+    lora = await client.lora("two")
+    assert (lora.format, 0 < lora.text_bytes < lora.size_bytes) == ("PEFT", True)
+
+
+async def test_a_folder_that_lacks_a_components_weights_or_all_is_refused_with_what_it_lacks(
+    house: House, tmp_path: Path
+) -> None:
+    folder = peft_folders(tmp_path / "peft")
+    (folder / "text_encoder" / "adapter_model.safetensors").rename(folder / "text_encoder" / "adapter_model.bin")
+    result = await _run(house, "add", "x", folder, "--base", "miniature")
+    assert (result.exit_code, "text_encoder/adapter_model.safetensors cannot be read" in result.stderr) == (2, True)
+    (tmp_path / "nothing").mkdir()
+    result = await _run(house, "add", "x", tmp_path / "nothing", "--base", "miniature")
+    assert (result.exit_code, "nor a folder of PEFT's for a component (text_encoder" in result.stderr) == (2, True)
+
+
+async def test_what_cannot_be_read_is_named(house: House, tmp_path: Path) -> None:
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "adapter_model.safetensors").symlink_to("nowhere")
+    result = await _run(house, "add", "x", tmp_path / "peft", "--base", "miniature")
+    assert (result.exit_code, "adapter_model.safetensors cannot be read: No such file" in result.stderr) == (2, True)

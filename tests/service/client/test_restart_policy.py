@@ -1,0 +1,159 @@
+"""Keeping a service running, with real processes that do as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from bottega.client.suite.plan import ProcessPlan
+from bottega.client.suite.service_process import DoesNotStart, RestartPolicy, ServiceProcess
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+SERVES = """
+import json, os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(json.dumps({"event": "serving", "address": "127.0.0.1:1", "policy": os.environ["SOME"]}), flush=True)
+time.sleep(60)
+"""
+DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVES
+LISTENS = "import json, sys; print(json.dumps({'event': 'serving'}), flush=True); sys.stdin.read(1); sys.exit()"
+FAILS = "import sys; print('no such model', file=sys.stderr); sys.exit(3)"
+
+QUICK = RestartPolicy(first_wait_s=0.05, longest_wait_s=0.1, stop_grace_s=3.0)
+
+
+class Reports:
+    """A Reporter that remembers."""
+
+    def __init__(self) -> None:
+        self.served: list[str] = []
+        self.deaths: list[tuple[str, str, float]] = []
+
+    def serving(self, name: str, address: str) -> None:
+        self.served.append(address)
+
+    def died(self, name: str, how: str, wait_s: float) -> None:
+        self.deaths.append((name, how, wait_s))
+
+
+def keeper(script: str, logs: Path, reports: Reports, policy: RestartPolicy = QUICK) -> ServiceProcess:
+    plan = ProcessPlan(name="worker-0", argv=(sys.executable, "-c", script), environment={"SOME": "thing"})
+    return ServiceProcess(plan, logs, reports, policy)
+
+
+@asynccontextmanager
+async def kept(found: ServiceProcess) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(found.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_a_killed_service_is_started_again_and_its_children_go_with_it(tmp_path: Path) -> None:
+    reports = Reports()
+    found = keeper(SERVES, tmp_path, reports)
+    async with kept(found):
+        await until(lambda: len(reports.served) == 1)
+        assert found.pid is not None
+        first = psutil.Process(found.pid)
+        children = first.children()
+        assert len(children) == 1
+        first.kill()
+        await until(lambda: len(reports.served) == 2)
+        assert reports.deaths == [("worker-0", "was killed by SIGKILL", 0.05)]
+        await until(lambda: not any(alive(child) for child in children))
+    assert '"policy": "thing"' in (tmp_path / "worker-0.log").read_text()
+
+
+async def test_stopping_leaves_nothing(tmp_path: Path) -> None:
+    reports = Reports()
+    found = keeper(SERVES, tmp_path, reports)
+    async with kept(found):
+        await until(lambda: bool(reports.served))
+        assert found.pid is not None
+        family = [psutil.Process(found.pid), *psutil.Process(found.pid).children()]
+    await until(lambda: not any(alive(member) for member in family))
+    assert reports.deaths == []
+
+
+async def test_one_that_does_not_listen_is_killed_after_the_grace(tmp_path: Path) -> None:
+    reports = Reports()
+    found = keeper(DEAF, tmp_path, reports, RestartPolicy(stop_grace_s=0.2))
+    async with kept(found):
+        await until(lambda: bool(reports.served))
+        assert found.pid is not None
+        process = psutil.Process(found.pid)
+    assert not alive(process)
+
+
+async def test_one_that_never_serves_is_given_up_with_its_last_words(tmp_path: Path) -> None:
+    reports = Reports()
+    with pytest.raises(DoesNotStart) as caught:
+        async with asyncio.timeout(10):
+            await keeper(FAILS, tmp_path, reports).run()
+    assert "exited with status 3" in caught.value.message
+    assert caught.value.last_lines[-1] == "no such model"
+    assert len(reports.deaths) == 2
+
+
+async def test_one_that_has_served_is_started_again_for_ever_with_growing_waits(tmp_path: Path) -> None:
+    reports = Reports()
+    serves_and_dies = "import json\nprint(json.dumps({'event': 'serving'}))"
+    async with kept(keeper(serves_and_dies, tmp_path, reports)) as task:
+        await until(lambda: len(reports.deaths) >= 5)
+        assert not task.done()
+    assert [wait_s for _, _, wait_s in reports.deaths[:4]] == [0.05, 0.1, 0.1, 0.1]
+
+
+async def test_killing_does_not_wait(tmp_path: Path) -> None:
+    reports = Reports()
+    found = keeper(DEAF, tmp_path, reports, RestartPolicy(stop_grace_s=60.0))
+    async with kept(found) as task:
+        await until(lambda: bool(reports.served))
+        task.cancel()
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        found.kill()
+        async with asyncio.timeout(3):
+            await asyncio.wait([task])
+    assert found.pid is None
+
+
+async def test_a_service_hears_of_it_when_its_keeper_is_killed(tmp_path: Path) -> None:
+    script = f"""
+import asyncio, sys
+from pathlib import Path
+from tests.service.test_client_keeper import LISTENS, Reports, keeper
+asyncio.run(keeper(LISTENS, Path({str(tmp_path)!r}), Reports()).run())
+"""
+    root = Path(__file__).parents[3]
+    host = await asyncio.create_subprocess_exec(sys.executable, "-c", script, cwd=root)
+    log = tmp_path / "worker-0.log"
+    await until(lambda: log.exists() and "serving" in log.read_text())
+    (service,) = psutil.Process(host.pid).children()
+    await asyncio.sleep(0.2)
+    assert alive(service)
+    host.kill()
+    await host.wait()
+    await until(lambda: not alive(service))
+
+
+def alive(process: psutil.Process) -> bool:
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not true():  # noqa: ASYNC110 - what it waits for happens in another process
+            await asyncio.sleep(0.02)

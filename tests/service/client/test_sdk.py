@@ -1,0 +1,601 @@
+"""The SDK against a real gRPC server that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from bottega.client import (
+    AsyncClient,
+    Client,
+    Completed,
+    Interrupted,
+    JobState,
+    Progress,
+    Queued,
+    RetryPolicy,
+)
+from bottega.errors import (
+    BottegaError,
+    DeadlinePassed,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    JobCancelled,
+    JobNotFound,
+    ModelNotFound,
+    NoWorker,
+    QueueFull,
+    TooLarge,
+    Unavailable,
+    Violation,
+    WorkerLost,
+)
+from bottega.rpc.channel import MAX_MESSAGE_MIB
+from bottega.rpc.status import to_job_error
+from bottega.v1 import generation_pb2, image_pb2
+from tests.fakes.scripted_gateway import SMALL, ScriptedGateway, completed, image, progress, queued, serving
+
+BIG = bytes(range(256)) * 12_000  # 3 MiB: travels by GetImage
+HURRIED = RetryPolicy(patience_s=2.0, first_wait_s=0.01, longest_wait_s=0.05)
+
+
+@pytest.fixture
+def gateway() -> ScriptedGateway:
+    return ScriptedGateway()
+
+
+@pytest.fixture
+def address(gateway: ScriptedGateway) -> Iterator[str]:
+    with serving(gateway) as address:
+        yield address
+
+
+def gone_address() -> str:
+    """Where nothing listens: a port that was bound a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return f"127.0.0.1:{port}"
+
+
+def test_generate_returns_a_picture_that_saves_itself(gateway: ScriptedGateway, address: str, tmp_path: Path) -> None:
+    gateway.scripts = [[queued(), progress(3), completed()]]
+    with Client(address) as client:
+        picture = client.generate("a big red star", seed=7, num_inference_steps=30, sampler="dpmpp_2m")
+    assert (picture.seed, picture.width, picture.format, picture.job_id) == (7, 64, "png", "job-1")
+    assert picture.provenance.worker == "worker-0"
+    assert picture.save(tmp_path / "star.png").read_bytes() == SMALL
+    spec = gateway.requests[0].spec
+    assert (spec.prompt, spec.seed, spec.num_inference_steps) == ("a big red star", 7, 30)
+    assert spec.sampler == generation_pb2.SAMPLER_DPMPP_2M
+    assert not spec.HasField("negative_prompt")
+    assert gateway.cancelled == []
+
+
+def test_generate_many_returns_all_pictures_in_order(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[completed(image(0, b"first"), image(1, b"second"))]]
+    with Client(address) as client:
+        pictures = client.generate_many("stars", 2)
+    assert [(picture.data, picture.seed) for picture in pictures] == [(b"first", 7), (b"second", 8)]
+    assert gateway.requests[0].spec.num_images == 2
+
+
+async def test_the_asyncio_client_streams_typed_events(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(2), progress(3), completed()]]
+    async with AsyncClient(address) as client:
+        events = [event async for event in client.stream("a star", preview=True)]
+    assert events[:2] == [
+        Queued(job_id="job-1", place=2, estimate_s=2.5),
+        Progress(job_id="job-1", steps_done=3, steps_total=30),
+    ]
+    assert isinstance(events[2], Completed)
+    assert gateway.requests[0].preview
+
+
+def test_a_gateway_that_is_unavailable_once_is_asked_again(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[Draining("stopping")], [completed()]]
+    gateway.failures = [Unavailable("not now")]
+    with Client(address, retry=HURRIED) as client:
+        assert client.generate("a star").data == SMALL
+        assert client.models()[0].name == "miniature"
+    assert len(gateway.requests) == 2
+
+
+def test_a_broken_stream_attaches_again_with_the_same_request_id(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), progress(3), Unavailable("cut off")], [progress(9), completed()]]
+    with Client(address, retry=HURRIED) as client:
+        events = list(client.stream("a star", seed=7))
+    assert [type(event) for event in events] == [Queued, Progress, Interrupted, Progress, Completed]
+    first, second = gateway.requests
+    assert second.deadline_s < first.deadline_s  # the same moment, and less time to it
+    second.deadline_s = first.deadline_s
+    assert first == second
+    assert len(first.request_id) == 32
+    assert gateway.cancelled == []
+
+
+def test_a_call_that_a_gateway_cut_off_at_its_end_is_no_cancelled_job(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), grpc.StatusCode.CANCELLED], [grpc.StatusCode.CANCELLED], [completed()]]
+    with Client(address, retry=HURRIED) as client:
+        assert client.generate("a star").data == SMALL
+    assert len(gateway.requests) == 3
+
+
+def test_a_job_that_was_cancelled_is_not_asked_for_again(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), JobCancelled("somebody cancelled the job")], [completed()]]
+    with Client(address, retry=HURRIED) as client, pytest.raises(JobCancelled, match="somebody"):
+        client.generate("a star")
+
+
+def test_a_stream_that_ends_without_a_last_event_attaches_again(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued()], [completed()]]
+    with Client(address, retry=HURRIED) as client:
+        assert client.generate("a star").data == SMALL
+
+
+def test_big_images_come_by_get_image_even_over_a_broken_stream(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[completed(image(0, BIG, inline=False))]]
+    gateway.images = {0: BIG}
+    gateway.torn_fetches = 1
+    with Client(address, retry=HURRIED) as client:
+        assert client.generate("a star").data == BIG
+    assert gateway.torn_fetches == 0
+
+
+def test_bytes_that_do_not_match_their_digest_are_refused(gateway: ScriptedGateway, address: str) -> None:
+    wrong = image(0, SMALL)
+    wrong.data = b"other bytes"
+    gateway.scripts = [[completed(wrong)]]
+    with Client(address) as client, pytest.raises(InternalError, match="digest"):
+        client.generate("a star")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("2 fields are wrong", violations=[Violation(field="spec.width", description="not 7")]),
+        ModelNotFound("no such model", metadata={"served": "miniature"}),
+        WorkerLost("it died twice"),
+        InternalError("a fault"),
+    ],
+)
+def test_errors_keep_their_class_and_facts_and_are_not_retried(
+    gateway: ScriptedGateway, address: str, error: BottegaError
+) -> None:
+    gateway.scripts = [[queued(), error]]
+    with Client(address, retry=HURRIED) as client, pytest.raises(type(error)) as caught:
+        client.generate("a star")
+    assert caught.value.message == error.message
+    assert caught.value.metadata == error.metadata
+    assert caught.value.violations == error.violations
+    assert len(gateway.requests) == 1
+    assert gateway.cancelled == []
+
+
+def test_a_gateway_that_takes_in_as_much_as_it_can_is_asked_again(gateway: ScriptedGateway, address: str) -> None:
+    busy = QueueFull("its hands are full", metadata={"limit": "max_calls"}, retry_after_s=0.2)
+    gateway.scripts = [[busy], [queued(), completed()]]
+    gateway.failures = [busy]
+    with Client(address) as client:
+        assert [type(event) for event in client.stream("a star")] == [Interrupted, Queued, Completed]
+        assert client.submit("a star").id == "job-1"
+    assert len(gateway.submitted) == 2
+
+
+def test_a_full_queue_of_jobs_is_told_at_once(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[QueueFull("256 jobs wait already", retry_after_s=0.2)]]
+    with Client(address) as client, pytest.raises(QueueFull, match="256 jobs"):
+        client.generate("a star")
+    assert len(gateway.requests) == 1
+
+
+def test_no_worker_is_waited_for_as_long_as_the_gateway_says(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[NoWorker("none", retry_after_s=0.3)], [completed()]]
+    with Client(address, retry=HURRIED) as client:
+        events = list(client.stream("a star"))
+    assert isinstance(events[0], Interrupted)
+    assert 0.3 <= events[0].wait_s <= 0.4
+
+
+def test_a_gateway_that_restarted_may_have_no_worker_yet(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), Unavailable("cut off")], [NoWorker("none yet")], [queued(), completed()]]
+    with Client(address, retry=HURRIED) as client:
+        assert client.generate("a star").data == SMALL
+
+
+def test_a_long_time_without_news_uses_up_no_patience(gateway: ScriptedGateway, address: str) -> None:
+    quiet = threading.Event()
+    threading.Timer(0.6, quiet.set).start()
+    gateway.scripts = [[queued(), quiet, Unavailable("cut off")], [queued(), completed()]]
+    with Client(address, retry=RetryPolicy(patience_s=0.3, first_wait_s=0.01)) as client:
+        assert client.generate("a star").data == SMALL
+
+
+def test_a_job_that_ended_for_want_of_a_worker_stays_ended(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), NoWorker("none for too long", retry_after_s=0.1)]]
+    with Client(address, retry=HURRIED) as client, pytest.raises(NoWorker):
+        client.generate("a star")
+    assert len(gateway.requests) == 1
+
+
+def test_patience_ends_and_says_where_no_gateway_answered() -> None:
+    address = gone_address()
+    with (
+        Client(address, retry=RetryPolicy(patience_s=0.3, first_wait_s=0.05)) as client,
+        pytest.raises(Unavailable, match=f"no gateway answers at {address}"),
+    ):
+        client.models()
+
+
+async def test_what_is_left_behind_by_a_client_that_has_closed_is_logged(
+    gateway: ScriptedGateway, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway.scripts = [[queued(), progress(3), threading.Event()]]
+    client = AsyncClient(address)
+    stream = client.stream("a star")
+    await anext(stream)
+    await client.close()
+    await stream.aclose()
+    assert "left unfinished" in caplog.text
+
+
+def test_the_deadline_travels_to_the_gateway(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[completed()], [completed()]]
+    with Client(address) as client:
+        client.generate("a star")
+        assert 590 < gateway.seconds_left < 601
+        client.generate("a star", timeout_s=20)
+        assert 15 < gateway.seconds_left < 21
+    assert [round(request.deadline_s, -1) for request in gateway.requests] == [600, 20]
+
+
+def test_a_request_of_the_callers_own_has_a_deadline_where_the_caller_says_so(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    gateway.scripts = [[completed()], [completed()]]
+    with Client(address, retry=HURRIED) as client:
+        client.generate("a star", request_id="mine")
+        client.generate("a star", request_id="yours", deadline_s=8)
+        client.submit("a star")
+        client.submit("a star", deadline_s=9)
+        rule = "deadline_s must be a number of seconds above 0"
+        for none in (0, float("nan")):
+            with pytest.raises(InvalidRequest, match=rule):
+                client.generate("a star", deadline_s=none)
+            with pytest.raises(InvalidRequest, match=rule):
+                client.submit("a star", deadline_s=none)
+    mine, yours = gateway.requests
+    endless, bounded = gateway.submitted
+    assert not mine.HasField("deadline_s")
+    assert not endless.HasField("deadline_s")
+    assert (round(yours.deadline_s), round(bounded.deadline_s)) == (8, 9)
+
+
+def test_a_submitted_jobs_deadline_does_not_move_while_its_gateway_is_away(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    gateway.failures = [Draining("stopping", retry_after_s=0.6)]
+    with Client(address, retry=HURRIED) as client:
+        client.submit("a star", deadline_s=30)
+    first, second = gateway.submitted
+    assert 29.9 < first.deadline_s <= 30
+    assert second.deadline_s <= first.deadline_s - 0.6
+    second.deadline_s = first.deadline_s
+    assert first == second, "only the time that is left may differ"
+
+
+def test_a_job_that_nobody_would_want_any_more_is_not_submitted(gateway: ScriptedGateway, address: str) -> None:
+    gateway.failures = [Draining("stopping", retry_after_s=0.6)]
+    with Client(address, retry=HURRIED) as client, pytest.raises(DeadlinePassed, match=r"not done within 0\.5 s"):
+        client.submit("a star", deadline_s=0.5)
+    assert len(gateway.submitted) == 1
+
+
+def test_a_job_whose_own_time_is_over_is_not_said_to_go_on(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [
+        [queued(), DeadlinePassed("the deadline passed in the queue")],
+        [image_pb2.JobEvent(job_id="job-1", failed=to_job_error(DeadlinePassed("the deadline passed in the queue")))],
+    ]
+    with Client(address, retry=HURRIED) as client:
+        with pytest.raises(DeadlinePassed, match=r"^the deadline passed in the queue$"):
+            client.generate("a star", request_id="mine", deadline_s=8)
+        with pytest.raises(DeadlinePassed, match=r"^the deadline passed in the queue$"):
+            client.job("job-1").result()
+
+
+def test_running_out_of_time_cancels_the_job(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), progress(3), threading.Event()]]
+    with Client(address) as client, pytest.raises(DeadlinePassed) as late:
+        client.generate("a star", timeout_s=1.5)
+    assert gateway.cancelled == ["job-1"]
+    assert str(late.value) == "not done within 1.5 s: 3 of 30 steps were done, and job job-1 is cancelled"
+    assert late.value.metadata == {"job_id": "job-1", "steps_done": "3"}
+    assert "submit()" in late.value.__notes__[0]
+
+
+def test_a_job_that_goes_on_when_time_runs_out_is_named(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), threading.Event()], [threading.Event()]]
+    with Client(address) as client:
+        with pytest.raises(DeadlinePassed, match=r"no step was done, and job job-1 goes on") as late:
+            client.generate("a star", timeout_s=1.5, request_id="mine")
+        assert "client.job('job-1')" in late.value.__notes__[0]
+        with pytest.raises(DeadlinePassed, match=r"not done within 1\.5 s: .* job job-2 goes on"):
+            list(client.job("job-2").watch(timeout_s=1.5))
+    assert gateway.cancelled == []
+
+
+def test_a_gateway_that_says_nothing_in_time_is_told_in_our_words(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[threading.Event()]] * 2
+    with Client(address) as client, pytest.raises(DeadlinePassed) as late:
+        client.generate("a star", timeout_s=1.5)
+    assert str(late.value) == "not done within 1.5 s"
+
+
+def test_a_timeout_of_nothing_is_refused_and_not_taken_for_the_default(gateway: ScriptedGateway, address: str) -> None:
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        Client(address, timeout_s=0)
+    with Client(address) as client:
+        for wrong in (
+            lambda: client.generate("a star", timeout_s=0),
+            lambda: list(client.job("job-1").watch(timeout_s=-1)),
+            lambda: client.job("job-1").image(timeout_s=0),
+        ):
+            with pytest.raises(InvalidRequest, match="timeout_s"):
+                wrong()
+    assert not gateway.requests
+
+
+def test_leaving_a_stream_cancels_the_job_that_it_began(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), progress(3), threading.Event()]]
+    with Client(address) as client:
+        for event in client.stream("a star"):
+            if isinstance(event, Progress):
+                break
+        gc.collect()
+        assert gateway.cancel_heard.wait(5)
+    assert gateway.cancelled == ["job-1"]
+
+
+async def test_cancelling_the_task_cancels_the_job(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), threading.Event()]]
+    async with AsyncClient(address) as client:
+        drawing = asyncio.create_task(client.generate("a star"))
+        await until(lambda: bool(gateway.requests))
+        await asyncio.sleep(0.1)
+        drawing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await drawing
+    assert gateway.cancelled == ["job-1"]
+
+
+async def test_leaving_before_the_first_event_finds_the_job_and_cancels_it(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    gateway.scripts = [[threading.Event()], [queued()]]
+    async with AsyncClient(address) as client:
+        drawing = asyncio.create_task(client.generate("a star"))
+        await until(lambda: bool(gateway.requests))
+        drawing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await drawing
+    assert gateway.requests[0] == gateway.requests[1]
+    assert gateway.cancelled == ["job-1"]
+
+
+async def test_a_job_with_an_id_of_the_callers_own_goes_on_when_the_caller_leaves(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    gateway.scripts = [[queued(), threading.Event()]]
+    async with AsyncClient(address) as client, aclosing(client.stream("a star", request_id="order-17")) as events:
+        assert isinstance(await anext(events), Queued)
+    assert gateway.requests[0].request_id == "order-17"
+    assert gateway.cancelled == []
+
+
+def test_jobs_are_submitted_looked_at_listed_and_cancelled(gateway: ScriptedGateway, address: str) -> None:
+    gateway.failures = [Unavailable("once")]
+    since = datetime(2026, 1, 1, tzinfo=UTC)
+    with Client(address, fleet_address=address, retry=HURRIED) as client:
+        assert client.submit("a star", seed=1).id == "job-1"
+        found = client.job("job-1").status()
+        assert (found.state, found.state.ended, found.image_count) == (JobState.COMPLETED, True, 1)
+        assert found.created == datetime(2026, 1, 2, tzinfo=UTC)
+        page = client.list_jobs(states=[JobState.FAILED], created_after=since, page_size=5)
+        assert (page.jobs[0].state, page.next_page_token) == (JobState.FAILED, "more")
+        assert client.job("job-1").cancel().state is JobState.CANCELLED
+        assert client.fleet().queued == 4
+    assert gateway.submitted[0].request_id == gateway.submitted[1].request_id != ""
+    asked = gateway.listed[0]
+    assert (list(asked.states), asked.page_size) == ([image_pb2.JOB_STATE_FAILED], 5)
+    assert asked.created_after.ToDatetime(tzinfo=UTC) == since
+
+
+def test_a_watched_job_that_failed_raises_what_a_direct_call_would(gateway: ScriptedGateway, address: str) -> None:
+    failed = image_pb2.JobEvent(job_id="job-1", failed=to_job_error(WorkerLost("it died twice")))
+    gateway.scripts = [[progress(3), Unavailable("cut off")], [failed]]
+    with Client(address, retry=HURRIED) as client:
+        events = client.job("job-1").watch()
+        assert [type(next(events)) for _ in range(2)] == [Progress, Interrupted]
+        with pytest.raises(WorkerLost, match="died twice"):
+            next(events)
+
+
+def test_a_submitted_job_gives_its_pictures_over_a_broken_stream(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [
+        [queued(), Unavailable("cut off")],
+        [progress(3), completed(image(0, b"first"), image(1, b"2nd"))],
+    ]
+    with Client(address, retry=HURRIED) as client:
+        job = client.submit("stars", num_images=2)
+        assert [picture.data for picture in job.result()] == [b"first", b"2nd"]
+    assert gateway.submitted[0].spec.num_images == 2
+    assert gateway.cancelled == []
+
+
+def test_waiting_for_a_result_ends_in_time_and_the_job_goes_on(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[progress(3), threading.Event()]]
+    with Client(address) as client, pytest.raises(DeadlinePassed, match=r"3 of 30 steps .* job job-1 goes on"):
+        client.submit("a star").result(timeout_s=1.5)
+    assert gateway.cancelled == []
+
+
+def test_a_job_keeps_its_client_open(gateway: ScriptedGateway, address: str) -> None:
+    job = Client(address).job("job-1")
+    gc.collect()
+    assert job.status().state is JobState.COMPLETED
+    client = weakref.ref(job._client)
+    del job
+    gc.collect()
+    assert client() is None
+
+
+async def test_the_asyncio_client_has_the_same_jobs(gateway: ScriptedGateway, address: str) -> None:
+    gateway.scripts = [[queued(), completed()], [progress(3), completed()]]
+    gateway.images = {0: SMALL}
+    async with AsyncClient(address) as client:
+        job = await client.submit("a star")
+        assert [picture.data for picture in await job.result()] == [SMALL]
+        assert [type(event) async for event in client.job(job.id).watch()] == [Progress, Completed]
+        assert (await job.status()).state is JobState.COMPLETED
+        assert (await job.image()).data == SMALL
+        assert (await job.cancel()).state is JobState.CANCELLED
+
+
+def test_a_finished_picture_is_fetched_by_its_job(gateway: ScriptedGateway, address: str) -> None:
+    gateway.images = {0: SMALL}
+    with Client(address) as client:
+        picture = client.job("job-1").image()
+    assert (picture.data, picture.provenance.worker) == (SMALL, "worker-0")
+
+
+def test_an_unknown_job_is_not_found(gateway: ScriptedGateway, address: str) -> None:
+    gateway.failures = [JobNotFound("no such job")]
+    with Client(address) as client, pytest.raises(JobNotFound):
+        client.job("job-9").status()
+
+
+NO_UNICODE = "a\udcff"  # what a byte of a command line that is no UTF-8 becomes
+
+WRONG_CALLS: dict[str, Callable[[Any], object]] = {
+    "page_size": lambda client: client.list_jobs(page_size=10**12),
+    "page_token": lambda client: client.list_jobs(page_token=NO_UNICODE),
+    "states": lambda client: client.list_jobs(states=["ended"]),
+    "created_after": lambda client: client.list_jobs(created_after=datetime(2026, 1, 1)),  # noqa: DTZ001
+    "created_before": lambda client: client.list_jobs(created_before="today"),
+    "index": lambda client: client.job("job-1").image(10**12),
+    "job_id": lambda client: client.job(NO_UNICODE).status(),
+    "job_id of cancel": lambda client: client.job(None).cancel(),
+    "job_id of watch": lambda client: list(client.job(NO_UNICODE).watch()),
+    "preview": lambda client: list(client.stream("a star", preview="yes")),
+    "prompt": lambda client: client.generate(None),
+    "num_images": lambda client: client.generate_many("stars", None),
+    "seed": lambda client: client.submit("a star", seed=10**30),
+    "request_id": lambda client: client.submit("a star", request_id=NO_UNICODE),
+    "request_id of generate": lambda client: client.generate("a star", request_id=7),
+    "deadline_s": lambda client: client.submit("a star", deadline_s="soon"),
+    "timeout_s": lambda client: client.generate("a star", timeout_s=1e15),
+    "address": lambda _: Client(NO_UNICODE),
+    "cases": lambda client: client.profile_controlnet("edges", None),
+    "cases of others": lambda client: client.profile_controlnet("edges", ["edges.png"]),
+    "prompts": lambda client: client.profile_lora("ink", "a star"),
+    "prompts of others": lambda client: client.profile_lora("ink", [1, 2, 3, 4]),
+    "folder": lambda client: client.add_controlnet("edges", NO_UNICODE),
+    "name": lambda client: client.add_lora(NO_UNICODE, "ink.safetensors"),
+    "path": lambda client: client.add_lora("ink", None),
+    "path of register": lambda client: client.register_lora("ink", NO_UNICODE),
+    "trigger_words": lambda client: client.register_lora("ink", "ink", trigger_words="in ink"),
+    "pinned": lambda client: client.pin_lora("ink", pinned="yes"),
+}
+
+
+@pytest.mark.parametrize("argument", WRONG_CALLS)
+def test_what_cannot_be_sent_is_refused_by_its_name_and_nothing_is_sent(
+    gateway: ScriptedGateway, address: str, argument: str
+) -> None:
+    client = Client(address, fleet_address=address, retry=HURRIED)
+    with client, pytest.raises(InvalidRequest) as caught:
+        WRONG_CALLS[argument](client)
+    (violation,) = caught.value.violations
+    assert violation.field == argument.partition(" ")[0]
+    assert violation.description.startswith("must be ")
+    assert [*gateway.requests, *gateway.submitted, *gateway.listed, *gateway.cancelled] == []
+
+
+def _image_beside(**fields: Any) -> bytes:
+    """As large as it may be in a request with those fields."""
+    fields = {"request_id": "mine", "deadline_s": 30.0, **fields}
+
+    def request(size: int) -> image_pb2.GenerateRequest:
+        return image_pb2.GenerateRequest(
+            spec=generation_pb2.GenerationSpec(prompt="a star", image=bytes(size)), **fields
+        )
+
+    limit = MAX_MESSAGE_MIB << 20
+    image = bytes(limit - (request(limit).ByteSize() - limit))
+    assert request(len(image)).ByteSize() == limit
+    return image
+
+
+def test_the_largest_request_arrives_and_one_that_is_larger_is_refused_in_our_words(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    largest = _image_beside()
+    gateway.scripts = [[completed()]]
+    with Client(address, retry=HURRIED) as client:
+        client.generate("a star", image=largest, request_id="mine", deadline_s=30)
+        assert len(gateway.requests[0].spec.image) == len(largest)
+        client.submit("a star", image=largest, request_id="mine", deadline_s=30)
+        assert len(gateway.submitted[0].spec.image) == len(largest)
+        for draw in (client.generate, client.submit):
+            with pytest.raises(
+                TooLarge, match=r"is 24\.1 MiB, and at most 24 MiB can be sent; its input images: image 24"
+            ):
+                draw("a star", image=largest + b"x", request_id="mine", deadline_s=30)
+    assert (len(gateway.requests), len(gateway.submitted)) == (1, 1)
+
+
+def test_other_messages_that_are_too_large_are_refused_too(gateway: ScriptedGateway, address: str) -> None:
+    name = "x" * (MAX_MESSAGE_MIB << 20)
+    with Client(address, retry=HURRIED) as client:
+        for ask in (client.job(name).status, client.job(name).result, lambda: client.list_jobs(page_token=name)):
+            with pytest.raises(TooLarge, match=r"^the request is 24\.1 MiB, and at most 24 MiB can be sent$"):
+                ask()
+
+
+def test_states_may_be_said_by_their_values(gateway: ScriptedGateway, address: str) -> None:
+    with Client(address) as client:
+        client.list_jobs(states=["failed", JobState.QUEUED])  # type: ignore[list-item]
+    assert list(gateway.listed[0].states) == [image_pb2.JOB_STATE_FAILED, image_pb2.JOB_STATE_QUEUED]
+
+
+def test_a_wrong_argument_is_refused_before_anything_is_sent(gateway: ScriptedGateway, address: str) -> None:
+    with Client(address) as client, pytest.raises(InvalidRequest) as caught:
+        client.generate("a star", sampler="heun", width="wide")  # type: ignore[arg-type]
+    assert [violation.field for violation in caught.value.violations] == ["width", "sampler"]
+    assert gateway.requests == []
+
+
+def test_a_closed_client_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    client = Client("127.0.0.1:1")
+    client.close()
+    client.close()
+    left = set(threading.enumerate()) - before  # gRPC's own thread serves the whole process
+    assert "bottega-client" not in {thread.name for thread in left}
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not true():  # noqa: ASYNC110 - what it waits for happens in a thread of the server
+            await asyncio.sleep(0.01)

@@ -1,0 +1,269 @@
+"""Every command of `bottega` among strangers: what services say is shown as plain text, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+import unicodedata
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+import PIL.Image
+import PIL.PngImagePlugin
+import pytest
+from click.testing import CliRunner, Result
+
+from bottega import errors
+from bottega.client.cli import main
+from bottega.errors import BottegaError, QueueFull, Violation
+from tests.fakes import scripted_gateway
+from tests.fakes.hostile_services import FORGED, HIDDEN, HOSTILE, Manner, serving
+from tests.fakes.scripted_gateway import ScriptedGateway, completed, progress
+
+# They ask no service: tests of their own show what they say.
+LOCAL = {"up", "stop", "logs"}
+# Arguments that lead further than a name would; everything else is made from the command's own declaration.
+FURTHER: dict[str, list[str]] = {
+    "generate": ["a star", "-o", "star.png"],
+    "jobs get": ["job-1", "-o", "star.png", "--wait"],
+    "controlnets where": [HOSTILE],
+    "controlnets add": ["edges", "folder"],
+    "controlnets profile": ["edges", "edges.png"],
+    "loras add": ["ink", "ink.safetensors", "--base", "miniature", "--trigger", "ink"],
+    "loras profile": ["ink", *(word for number in range(4) for word in ("--prompt", f"a star {number}"))],
+}
+
+
+def leaves(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    if not isinstance(command, click.Group):
+        yield " ".join(path), command
+        return
+    context = click.Context(command)
+    for name in command.list_commands(context):
+        found = command.get_command(context, name)
+        assert found is not None
+        yield from leaves(found, (*path, name))
+
+
+COMMANDS = {name: command for name, command in leaves(main) if name not in LOCAL}
+
+
+def arguments_of(name: str) -> list[str]:
+    if name in FURTHER:
+        return [*name.split(), *FURTHER[name]]
+    needed = [item for item in COMMANDS[name].params if isinstance(item, click.Argument) and item.required]
+    return [*name.split(), *("edges.png" if isinstance(item.type, click.Path) else "edges" for item in needed)]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with what the commands are given, and a state folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BOTTEGA_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("BOTTEGA_ADDRESS", raising=False)
+    PIL.Image.new("RGB", (8, 8)).save("edges.png")
+    Path("ink.safetensors").write_bytes(b"weights")
+    return tmp_path
+
+
+def run(name: str, address: str) -> Result:
+    return CliRunner().invoke(main, [*arguments_of(name), "--address", address], env={"BOTTEGA_FLEET": address})
+
+
+def is_plain(result: Result) -> None:
+    assert not isinstance(result.exception, Exception), repr(result.exception)
+    assert "Traceback" not in result.output, result.output
+    assert not HIDDEN & set(result.output), repr(result.output)
+    hidden = {letter for letter in result.output if unicodedata.category(letter) in ("Cc", "Cf", "Zl", "Zp")} - {"\n"}
+    assert not hidden
+    for line in result.output.splitlines():
+        assert not line.strip().startswith(FORGED), result.output
+
+
+@pytest.mark.parametrize(
+    "manner",
+    [
+        Manner(),
+        Manner(known=False),
+        Manner(number=1e300),
+        Manner(number=-1e300),
+        Manner(number=math.nan),
+    ],
+    ids=["words", "later enumerations", "large numbers", "small numbers", "no numbers"],
+)
+def test_every_command_shows_what_services_say_as_plain_text(manner: Manner, own_folder: Path) -> None:
+    with serving(manner) as address:
+        for name in COMMANDS:
+            result = run(name, address)
+            is_plain(result)
+
+
+def test_markup_is_shown_as_it_was_written() -> None:
+    with serving(Manner()) as address:
+        for name in ("jobs list", "models", "fleet", "loras list", "loras show", "controlnets list", "generate"):
+            result = run(name, address)
+            assert result.exit_code == 0, result.output
+            assert "[/b] star" in result.output, name
+
+
+def refused(kind: type[BottegaError], **metadata: str) -> Callable[[], BottegaError]:
+    return lambda: kind(
+        HOSTILE,
+        metadata={HOSTILE[:40]: HOSTILE, **metadata},
+        violations=[Violation(field=HOSTILE, description=HOSTILE), Violation(field="lora", description=HOSTILE)],
+        retry_after_s=1e6,  # nobody waits for it
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        refused(errors.InvalidRequest),
+        refused(errors.JobNotFound),
+        refused(errors.QueueFull),
+        refused(errors.NoWorker),
+        refused(errors.DataLoss, loras=HOSTILE),
+        refused(errors.StorageUnavailable, cause=HOSTILE),
+        refused(errors.InternalError),
+    ],
+    ids=["invalid", "not found", "full", "no worker", "loss", "storage", "internal"],
+)
+def test_every_command_shows_refusals_as_plain_text(error: Callable[[], BottegaError]) -> None:
+    with serving(Manner(error=error)) as address:
+        for name in COMMANDS:
+            result = run(name, address)
+            is_plain(result)
+            assert result.exit_code != 0
+
+
+@pytest.mark.parametrize("name", ["generate", "fleet"])
+def test_what_moves_on_a_terminal_is_plain_too(name: str) -> None:
+    with serving(Manner(number=1)) as address:
+        shown_is_plain(on_terminal(arguments_of(name), address, end=b"kind"))
+
+
+def test_what_a_progress_bar_says_of_an_interruption_is_plain_too() -> None:
+    full = QueueFull(HOSTILE, metadata={"limit": "max_calls"}, retry_after_s=0.5)
+    with scripted_gateway.serving(ScriptedGateway(scripts=[[full], [progress(3), completed()]])) as address:
+        shown_is_plain(on_terminal(["jobs", "watch", "job-1"], address, end=b"completed"))
+
+
+def shown_is_plain(shown: str) -> None:
+    for hidden in ("\x1b]0;", "\x1b[2J", "\x9b", "\u202e", "\u2066", "\u200b", "\x07", "\x00", "\x08", "\u2028"):
+        assert hidden not in shown
+    assert "[/b]" in shown
+    assert "Traceback" not in shown
+    assert not any(line.strip().startswith(FORGED) for line in shown.replace("\r", "\n").split("\n"))
+
+
+def on_terminal(arguments: list[str], address: str, *, end: bytes) -> str:
+    """What a terminal of 100 columns would be sent, until the program ends or, for one that does not, some seconds."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bottega.client.cli", *arguments, "--address", address],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40", "BOTTEGA_FLEET": address},
+    )
+    os.close(theirs)
+    data, deadline_s = b"", time.monotonic() + 30
+    try:
+        while time.monotonic() < deadline_s and data.count(end) < 3:
+            if select.select([ours], [], [], 0.1)[0]:
+                try:
+                    data += os.read(ours, 1 << 16)
+                except OSError:  # it has ended
+                    break
+    finally:
+        process.kill()
+        process.wait(10)
+        os.close(ours)
+    return data.decode(errors="replace")
+
+
+def test_a_wrong_command_line_is_repeated_as_plain_text() -> None:
+    for arguments in (
+        ["generate", "a star", "--like", HOSTILE],
+        ["generate", "a star", "--control", HOSTILE],
+        ["jobs", "list", "--since", HOSTILE],
+        ["jobs", f"--{HOSTILE}"],
+        [f"--{HOSTILE}"],
+        [HOSTILE],
+        ["logs", HOSTILE],
+        ["loras", "add", "ink", HOSTILE],
+    ):
+        # Which no command line can have.
+        result = CliRunner().invoke(main, [argument.replace("\x00", "") for argument in arguments])
+        assert result.exit_code in (1, 2), (arguments, result.output)
+        assert not (HIDDEN - {"\t"}) & set(result.output), repr(result.output)
+
+
+def test_a_fault_of_the_command_itself_is_told_as_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError(HOSTILE)
+
+    monkeypatch.setattr("bottega.client.sdk.sync.Client.models", broken)
+    with serving(Manner()) as address:
+        result = CliRunner().invoke(main, ["models", "--address", address])
+    assert result.exit_code == 1
+    assert "ZeroDivisionError" in result.output
+    assert "a fault of this command itself" in result.output
+    assert not HIDDEN & set(result.output)
+
+
+@pytest.mark.parametrize("options", [[], ["--raw"], ["-n", "3"]])
+def test_logs_are_shown_as_plain_text(own_folder: Path, options: list[str]) -> None:
+    logs = own_folder / "state" / "logs"
+    logs.mkdir(parents=True)
+    forged = json.dumps({"time": "2026-01-02 10:00:00,001", "level": "ERROR", "event": FORGED})
+    fields = {
+        "time": "2026-01-02 10:00:00,000",
+        "level": HOSTILE,
+        "event": HOSTILE,
+        HOSTILE: HOSTILE,
+        "exc_info": HOSTILE,
+    }
+    lines = [
+        json.dumps(fields),
+        json.dumps({**fields, "request_id": f"a\n{forged}"}, ensure_ascii=False),
+        f"a library says \x1b[2J \u202e \r{forged}",
+        "[" * 60_000,
+    ]
+    (logs / "gateway.log").write_bytes("".join(f"{line}\n" for line in lines).encode())
+    result = CliRunner().invoke(main, ["logs", *options])
+    is_plain(result)
+    assert result.exit_code == 0
+    if "--raw" in options:
+        assert len(result.output.splitlines()) == len(lines)
+    else:
+        assert not any(line.startswith(("{", "10:00:00,001")) for line in result.output.splitlines())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"prompt": HOSTILE, "sampler": 99}),
+        json.dumps({"prompt": HOSTILE, HOSTILE: HOSTILE}),
+        json.dumps({"prompt": "a star", "controlnets": [{"name": HOSTILE}]}),
+        json.dumps({"prompt": "a star", "controlnets": [{"name": "edges"}], "model": HOSTILE}),
+        json.dumps({"prompt": HOSTILE, "model": HOSTILE}),
+    ],
+    ids=["sampler", "unknown field", "a name that cannot be", "no control image", "drawn"],
+)
+def test_a_picture_of_a_stranger_is_drawn_again_or_refused_in_plain_text(own_folder: Path, text: str) -> None:
+    info = PIL.PngImagePlugin.PngInfo()
+    info.add_itxt("bottega", text)
+    PIL.Image.new("RGB", (8, 8)).save("odd.png", pnginfo=info)
+    with serving(Manner()) as address:
+        is_plain(CliRunner().invoke(main, ["generate", "--like", "odd.png", "--address", address]))
+    drawn = [path.name for path in own_folder.iterdir() if path.name not in ("edges.png", "ink.safetensors", "odd.png")]
+    assert all(re.fullmatch(r"[a-z0-9-]+\.png", name) for name in drawn)

@@ -1,0 +1,317 @@
+"""The pool serves images from its processes, and heals when one dies or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psutil
+import pytest
+from PIL import Image
+
+from bottega.codec import CodecPool, ImageSize, Pixels
+from bottega.errors import BadImage, Code, InternalError, QueueFull, Unavailable
+from bottega.process import FramedPipe, open_pair
+from bottega.v1 import codec_pb2, generation_pb2
+from tests.samples import hostile_images as hostile
+
+PNG = generation_pb2.IMAGE_FORMAT_PNG
+# Processor seconds: a process starts with .2, and then decodes the image of the test for a second and more.
+AT_WORK_S = 0.5
+
+
+def png(width: int, height: int) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (width, height), "teal").save(out, "PNG")
+    return out.getvalue()
+
+
+@contextlib.asynccontextmanager
+async def running(**settings: Any) -> AsyncIterator[CodecPool]:
+    pool = CodecPool(**settings)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.stop()
+
+
+@contextlib.asynccontextmanager
+async def stopped_at_work(pool: CodecPool) -> AsyncIterator[None]:
+    """In the block, every process of the pool stands still once it has worked for longer than it takes to start."""
+
+    def stop(pid: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            used = process.cpu_times()
+            if used.user + used.system > AT_WORK_S and process.status() != psutil.STATUS_STOPPED:
+                process.send_signal(signal.SIGSTOP)
+
+    async def stop_all() -> None:
+        while True:
+            for pid in pool.pids:
+                stop(pid)
+            await asyncio.sleep(0.005)
+
+    stopping = asyncio.create_task(stop_all())
+    try:
+        yield
+    finally:
+        stopping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await stopping
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[CodecPool]:
+    pool = CodecPool(processes=1, deadline_s=10, max_waiting=4)
+    await pool.start()
+    yield pool
+    await pool.stop()
+
+
+async def test_the_pool_inspects_decodes_and_encodes(pool: CodecPool) -> None:
+    assert await pool.inspect(png(30, 20)) == ImageSize(width=30, height=20)
+    pixels = await pool.decode(png(30, 20), 16, 8)
+    assert (pixels.width, pixels.height) == (16, 8)
+    encoded = await pool.encode(pixels, PNG, 90, {"bottega": "{}"})
+    assert await pool.decode(encoded.data) == pixels
+    assert encoded.seconds > 0
+    assert encoded.began_s > 0
+
+
+async def test_large_images_pass(pool: CodecPool) -> None:
+    pixels = await pool.decode(png(1500, 1000), 2048, 2048)
+    assert len(pixels.data) == 2048 * 2048 * 3
+    encoded = await pool.encode(pixels, PNG, 90, {})
+    assert await pool.inspect(encoded.data) == ImageSize(width=2048, height=2048)
+
+
+async def test_a_refusal_is_bad_image_and_the_process_stays(pool: CodecPool) -> None:
+    before = pool.pids
+    with pytest.raises(BadImage, match="no PNG, JPEG or WebP image"):
+        await pool.inspect(b"not an image")
+    assert await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
+    assert pool.pids == before
+
+
+async def test_nothing_is_kept_of_an_image_until_the_next_one(pool: CodecPool) -> None:
+    image, noise = png(300, 200), os.urandom(1 << 20)
+    here = sys.getrefcount(noise)
+    await pool.inspect(image)
+    assert sys.getrefcount(image) == here
+    with pytest.raises(BadImage):
+        await pool.inspect(noise)
+    gc.collect()  # the exception leads to the frames that it came through
+    assert sys.getrefcount(noise) == here
+
+
+async def test_a_process_killed_while_idle_costs_no_call(pool: CodecPool) -> None:
+    before = pool.pids
+    os.kill(before[0], signal.SIGKILL)
+    assert await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
+    assert pool.pids != before
+
+
+async def test_a_process_that_stands_still_is_replaced_and_its_call_is_served_by_another() -> None:
+    async with running(processes=1, deadline_s=2) as pool:
+        before = pool.pids
+        os.kill(before[0], signal.SIGSTOP)
+        waiting = [asyncio.create_task(pool.inspect(png(3, side))) for side in (3, 4)]
+        assert await asyncio.gather(*waiting) == [ImageSize(width=3, height=side) for side in (3, 4)]
+        assert pool.pids != before
+        assert not psutil.pid_exists(before[0])
+
+
+async def test_an_image_that_no_process_gets_to_in_time_is_unavailable_and_not_bad(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running(processes=1, deadline_s=3) as pool, stopped_at_work(pool):
+        with pytest.raises(Unavailable, match="no codec process was done with the image within 3 s") as raised:
+            await pool.decode(hostile.png_of(4096, 4096), 4096, 4096)
+        assert raised.value.code is Code.UNAVAILABLE
+    replaced = [record for record in caplog.records if record.getMessage() == "codec process replaced"]
+    assert [record.why for record in replaced] == ["took too long"] * 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.alone
+async def test_an_image_that_keeps_its_process_busy_beyond_the_deadline_is_bad(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running(processes=1, deadline_s=0.4) as pool:
+        with pytest.raises(BadImage, match=r"more than 0\.4 s"):
+            await pool.decode(hostile.png_of(4096, 4096), 4096, 4096)
+        assert await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
+    assert len(caplog.records) == 1, "it is not tried again"
+
+
+async def test_an_image_that_reaches_the_limit_of_processor_time_is_bad_and_not_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running(processes=1) as pool:
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        call = asyncio.create_task(pool.inspect(png(3, 3)))
+        await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGPROF)  # as the limit does
+        os.kill(pid, signal.SIGCONT)
+        with pytest.raises(BadImage, match="more processor time"):
+            await call
+        assert await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
+    assert len(caplog.records) == 1, "it is not tried again"
+
+
+def test_decoding_has_a_limit_of_processor_time_that_ends_the_process() -> None:
+    ours, theirs = open_pair()
+    script = "import bottega.codec.process as process; process.DECODE_CPU_S = 0.2; process.main()"
+    command = [sys.executable, "-c", script, "--fd", str(theirs.fileno())]
+    with ours, subprocess.Popen(command, pass_fds=(theirs.fileno(),)) as process:
+        theirs.close()
+        channel = FramedPipe(ours)
+        assert channel.recv() is not None
+        decode = codec_pb2.CodecDecode(image=hostile.png_of(4096, 4096), width=8, height=8)
+        channel.send(codec_pb2.CodecCall(decode=decode).SerializeToString())
+        assert channel.recv() is None
+        assert process.wait(10) == -signal.SIGPROF
+
+
+async def test_large_images_leave_a_process_to_small_ones() -> None:
+    async with running(processes=2, max_waiting=8) as pool:
+        large = hostile.png_of(2064, 2048)
+        pids = pool.pids
+        for pid in pids[1:]:
+            os.kill(pid, signal.SIGSTOP)
+        calls: list[asyncio.Task[ImageSize]] = []
+        while len(calls) < 5:  # one is served, four wait
+            calls.append(asyncio.create_task(pool.inspect(large)))
+            await asyncio.sleep(0.05)
+        with pytest.raises(QueueFull):
+            await pool.inspect(large)
+        for _ in range(20):
+            assert await asyncio.wait_for(pool.inspect(png(3, 3)), 5) == ImageSize(width=3, height=3)
+        assert not any(call.done() for call in calls)
+        for pid in pids[1:]:
+            os.kill(pid, signal.SIGCONT)
+        assert await asyncio.gather(*calls) == [ImageSize(width=2064, height=2048)] * 5
+        assert pool.pids == pids
+
+
+async def test_who_does_not_wait_any_more_keeps_no_room(pool: CodecPool) -> None:
+    busy = await _busy(pool, 5)
+    for call in busy[1:]:
+        call.cancel()
+    await asyncio.gather(*busy[1:], return_exceptions=True)
+    again = [asyncio.create_task(pool.inspect(png(3, 3))) for _ in range(4)]
+    await asyncio.sleep(0.05)
+    await _go_on(pool, busy[:1])
+    assert await asyncio.gather(*again) == [ImageSize(width=3, height=3)] * 4
+
+
+async def test_a_call_that_kills_every_process_fails_alone(pool: CodecPool) -> None:
+    with pytest.raises(InternalError):  # a keyword that no PNG can carry ends the process
+        await pool.encode(Pixels(width=8, height=8, data=bytes(192)), PNG, 90, {"\u661f": "y"})
+    assert await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
+
+
+async def test_memory_is_bounded(pool: CodecPool) -> None:
+    child = psutil.Process(pool.pids[0])
+    assert child.rlimit(psutil.RLIMIT_AS) == (2**30, 2**30)
+
+
+async def test_waiting_calls_are_bounded(pool: CodecPool) -> None:
+    os.kill(pool.pids[0], signal.SIGSTOP)
+    calls = [asyncio.create_task(pool.inspect(png(3, 3))) for _ in range(5)]
+    await asyncio.sleep(0.05)  # one is served, four wait
+    calls += [asyncio.create_task(pool.inspect(png(3, 3))) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    assert sum(call.done() and isinstance(call.exception(), QueueFull) for call in calls) in {2, 3}
+    os.kill(pool.pids[0], signal.SIGCONT)
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert results.count(ImageSize(width=3, height=3)) >= 5
+
+
+async def _busy(pool: CodecPool, calls: int) -> list[asyncio.Task[ImageSize]]:
+    """Its process has stopped in the first of so many calls, and the others wait."""
+    os.kill(pool.pids[0], signal.SIGSTOP)
+    tasks: list[asyncio.Task[ImageSize]] = []
+    while len(tasks) < calls:
+        tasks.append(asyncio.create_task(pool.inspect(png(3, 3))))
+        await asyncio.sleep(0.02)
+    return tasks
+
+
+async def _told_s(pool: CodecPool) -> tuple[float, float]:
+    """The shortest and the longest time after which those who are refused shall come back."""
+    told: list[float] = []
+    for _ in range(50):
+        with pytest.raises(QueueFull) as raised:
+            await pool.inspect(png(3, 3))
+        assert raised.value.metadata["limit"] == "codec_queue", "by which the SDK knows that asking again soon helps"
+        assert raised.value.retry_after_s is not None
+        told.append(raised.value.retry_after_s)
+    assert len(set(told)) > 10, "who is refused together shall not come back together"
+    return min(told), max(told)
+
+
+async def _go_on(pool: CodecPool, busy: list[asyncio.Task[ImageSize]]) -> None:
+    os.kill(pool.pids[0], signal.SIGCONT)
+    await asyncio.gather(*busy)
+
+
+async def test_a_full_queue_says_when_to_come_back_by_what_calls_take(pool: CodecPool) -> None:
+    busy = await _busy(pool, 1)
+    await asyncio.sleep(1.5)
+    await _go_on(pool, busy)
+    busy = await _busy(pool, 5)
+    shortest_s, longest_s = await _told_s(pool)
+    assert 1.5 <= shortest_s < longest_s < 3.5
+    await _go_on(pool, busy)
+    for _ in range(16):
+        await pool.inspect(png(3, 3))
+    busy = await _busy(pool, 5)
+    assert (await _told_s(pool))[1] <= 0.75
+    await _go_on(pool, busy)
+
+
+async def test_a_full_queue_of_which_nothing_was_served_yet_says_the_deadline_of_a_call(pool: CodecPool) -> None:
+    busy = await _busy(pool, 5)
+    shortest_s, longest_s = await _told_s(pool)
+    assert 10 <= shortest_s < longest_s <= 15
+    await _go_on(pool, busy)
+
+
+async def test_a_call_waits_for_its_turn_within_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+    pool = CodecPool(processes=1, deadline_s=10, max_wait_s=0.3)
+    await pool.start()
+    try:
+        served, *waiting = await _busy(pool, 3)
+        for error in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 2):
+            assert isinstance(error, QueueFull)
+            assert error.metadata["limit"] == "codec_queue"
+        assert not served.done(), "one that a process has begun with has the whole deadline"
+        os.kill(pool.pids[0], signal.SIGCONT)
+        assert await served == await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
+        assert not caplog.records
+    finally:
+        await pool.stop()
+
+
+async def test_stopping_ends_the_processes_and_fails_what_waits() -> None:
+    pool = CodecPool(processes=2)
+    await pool.start()
+    pids = pool.pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    calls = [asyncio.create_task(pool.inspect(png(3, 3))) for _ in range(4)]
+    await asyncio.sleep(0.05)
+    await pool.stop()
+    assert all(isinstance(result, Unavailable) for result in await asyncio.gather(*calls, return_exceptions=True))
+    assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -1,0 +1,84 @@
+"""The process that looks at strangers' ControlNets: started when it is needed, ended when it is not, or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bottega.controlnet import inspector as inspector_module
+from bottega.controlnet.inspector import ControlNetInspector
+from bottega.errors import ControlNetUnusable, InvalidRequest, Unavailable
+from tests.samples.hostile_controlnets import REAL, changed, with_config
+
+_GONE_S = 20.0
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    shutil.copytree(REAL, tmp_path / "good")
+    with_config(tmp_path / "bad", changed("layers_per_block", 10**10))
+    return tmp_path.resolve()
+
+
+async def _gone(pid: int) -> None:
+    async with asyncio.timeout(_GONE_S):
+        while psutil.pid_exists(pid):  # noqa: ASYNC110 - another process's end has no event here
+            await asyncio.sleep(0.02)
+
+
+async def test_it_serves_several_callers_and_ends_when_nobody_has_asked_for_a_while(root: Path) -> None:
+    inspector = ControlNetInspector(idle_s=0.5)
+    try:
+        good = inspector.inspect("good", root / "good", root)
+        bad = inspector.inspect("bad", root / "bad", root)
+        again = inspector.inspect("good", root / "good", root)
+        answers = await asyncio.gather(good, bad, again, return_exceptions=True)
+        pid = inspector.pid
+        assert pid is not None
+        assert [type(answer) for answer in answers] == [type(None), InvalidRequest, type(None)]
+        await _gone(pid)
+        assert inspector.pid is None
+        await inspector.inspect("good", root / "good", root)
+    finally:
+        await inspector.stop()
+    with pytest.raises(Unavailable):
+        await inspector.inspect("good", root / "good", root)
+
+
+async def test_one_that_hangs_is_ended_and_another_one_goes_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inspector = ControlNetInspector()
+    try:
+        await inspector.inspect("good", root / "good", root)
+        hung = inspector.pid
+        assert hung is not None
+        os.kill(hung, signal.SIGSTOP)
+        monkeypatch.setattr(inspector_module, "_DEADLINE_S", 0.5)
+        with pytest.raises(ControlNetUnusable, match="more memory or time than it may"):
+            await inspector.inspect("good", root / "good", root)
+        monkeypatch.undo()
+        await _gone(hung)
+        await inspector.inspect("good", root / "good", root)
+        assert inspector.pid not in {None, hung}
+    finally:
+        await inspector.stop()
+    assert inspector.pid is None
+
+
+async def test_a_caller_that_goes_leaves_no_answer_to_the_next_one(root: Path) -> None:
+    inspector = ControlNetInspector()
+    try:
+        await inspector.inspect("good", root / "good", root)
+        asking = asyncio.create_task(inspector.inspect("bad", root / "bad", root))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await inspector.inspect("good", root / "good", root)
+    finally:
+        await inspector.stop()

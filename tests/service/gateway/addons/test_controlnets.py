@@ -1,0 +1,219 @@
+"""The real gateway over the wire, with workers and ControlNet servers that do what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from bottega import errors
+from bottega.v1 import controlnet_pb2, fleet_pb2, generation_pb2, image_pb2
+from bottega.v1.generation_pb2 import ControlNet
+from tests.fakes.scripted_controlnet import ON_DISK, hosted
+from tests.support.running_gateway import Running, refusal, running_gateway
+
+COMPLETED = image_pb2.JOB_STATE_COMPLETED
+
+
+def _png(color: str = "red", *, width: int = 32, height: int = 24) -> bytes:
+    """A control image; its size need not be the picture's."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+PNG = _png()
+
+
+def _edges(**facts: object) -> ControlNet:
+    return ControlNet(**{"name": "edges", "image": PNG, **facts})  # type: ignore[arg-type]
+
+
+async def _within(seconds: float, condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[Running]:
+    async with running_gateway(codec_processes=1, max_image_pixels=64 * 64) as running:
+        yield running
+
+
+async def test_a_picture_is_drawn_with_controlnets_and_its_provenance_says_how(house: Running) -> None:
+    worker = await house.worker()
+    server = await house.controlnets("s1", hosted("edges"), hosted("depth"))
+    nets = [_edges(controlnet_conditioning_scale=0.5), ControlNet(name="depth", image=_png("blue"), guess_mode=True)]
+    completed = await house.draw(prompt="a star", controlnets=nets)
+    (request,) = worker.requests
+    assert [net.image for net in request.spec.controlnets] == [PNG, _png("blue")]
+    edges, depth = request.spec.controlnets
+    assert edges.controlnet_conditioning_scale == 0.5
+    assert all(net.HasField("control_guidance_start") and net.control_guidance_end == 1 for net in (edges, depth))
+    assert (depth.controlnet_conditioning_scale, depth.guess_mode) == (1, True)
+    assert [(hosts.digest, [(one.name, one.address) for one in hosts.servers]) for hosts in request.controlnets] == [
+        ("hash of edges", [("s1", server.address)]),
+        ("hash of depth", [("s1", server.address)]),
+    ]
+    provenance = completed.provenance
+    assert [(net.name, net.image) for net in provenance.parameters.controlnets] == [("edges", b""), ("depth", b"")]
+    uses = [(use.name, list(use.servers), use.scale) for use in provenance.controlnets]
+    assert uses == [("edges", ["s1"], 0.5), ("depth", ["s1"], 1)]
+
+
+async def test_a_bad_control_image_is_refused_by_its_field_with_all_other_violations(house: Running) -> None:
+    worker = await house.worker()
+    await house.controlnets("s1", hosted("edges"))
+    for bad in (b"no image at all", PNG[: len(PNG) // 2], _png(width=65, height=64)):
+        nets = [_edges(), _edges(image=bad)]
+        error = await refusal(functools.partial(house.generate, controlnets=nets))
+        assert isinstance(error, errors.BadImage)
+        assert [violation.field for violation in error.violations] == ["spec.controlnets[1].image"]
+    nets = [_edges(image=b"", control_guidance_start=2.0), _edges(image=b"no image", name="no such")]
+    error = await refusal(lambda: house.generate(controlnets=nets, width=63))
+    assert type(error) is errors.InvalidRequest
+    assert {violation.field for violation in error.violations} == {
+        "spec.controlnets[0].control_guidance_start",
+        "spec.controlnets[0].image",
+        "spec.controlnets[1].name",
+        "spec.controlnets[1].image",
+        "spec.width",
+    }
+    assert worker.requests == []
+
+
+async def test_what_nobody_hosts_is_refused_as_what_it_is(house: Running) -> None:
+    await house.worker()
+    error = await refusal(lambda: house.generate(controlnets=[_edges()]))
+    assert isinstance(error, errors.NoControlNet)
+    assert error.retry_after_s
+    await house.controlnets("s1", hosted("depth"), hosted("pose", base="sdxl"))
+    error = await refusal(lambda: house.generate(controlnets=[_edges()]))
+    assert isinstance(error, errors.ControlNetNotFound)
+    assert error.metadata == {"served": "depth"}
+    error = await refusal(lambda: house.generate(controlnets=[_edges(name="pose")]))
+    assert isinstance(error, errors.ControlNetUnusable)
+    assert error.metadata["made_for"] == "sdxl"
+    error = await refusal(lambda: house.generate(controlnets=[_edges(image=b"no image")]))
+    assert isinstance(error, errors.BadImage), "what is wrong comes before what is not there"
+
+
+async def test_other_techniques_are_still_refused_and_stale_residuals_are_not(house: Running) -> None:
+    await house.worker()
+    await house.controlnets("s1", hosted("edges"))
+    techniques = generation_pb2.Techniques(stale_residuals=True)
+    await house.draw(controlnets=[_edges()], techniques=techniques)
+    techniques.approximate_cache = False
+    error = await refusal(lambda: house.generate(controlnets=[_edges()], techniques=techniques))
+    assert isinstance(error, errors.FieldNotServed)
+
+
+async def test_a_server_that_joins_is_used_at_once_and_one_that_dies_is_out_within_two_seconds(house: Running) -> None:
+    worker = await house.worker()
+    first = await house.controlnets("s1", hosted("edges"))
+    await house.draw(controlnets=[_edges()])
+    await first.die()
+    began = time.monotonic()
+    await _within(2.0, lambda: not _hosts(house))
+    job = await house.submit(prompt="a star", controlnets=[_edges()])
+    await asyncio.sleep(0.3)
+    assert (await house.job(job.job_id)).state == image_pb2.JOB_STATE_QUEUED
+    assert len(worker.requests) == 1
+    await house.controlnets("s2", hosted("edges"))
+    assert (await house.ended(job.job_id)).state == COMPLETED
+    assert worker.requests[1].controlnets[0].servers[0].name == "s2"
+    assert time.monotonic() - began < 10
+
+
+async def test_a_job_whose_controlnet_does_not_come_back_is_unavailable() -> None:
+    async with running_gateway(model_grace_s=1.5, codec_processes=1) as house:
+        worker = await house.worker()
+        server = await house.controlnets("s1", hosted("edges"))
+        worker.script.hold_at = 3
+        call = house.generate(prompt="a star", controlnets=[_edges()])
+        await asyncio.wait_for(worker.arrived.wait(), 5)
+        worker.script.failure = errors.NoControlNet("s1 is gone", metadata={"controlnets": "edges", "servers": "s1"})
+        await server.die()
+        await _within(2.0, lambda: not _hosts(house))
+        worker.script.release.set()
+        error = await refusal(lambda: call)
+        assert isinstance(error, errors.NoControlNet)
+        assert len(worker.requests) == 1
+
+
+async def test_controlnets_of_jobs_in_the_queue_are_loaded_ahead_and_nobody_waits_for_that(house: Running) -> None:
+    worker = await house.worker()
+    server = await house.controlnets("s1", hosted("edges", state=ON_DISK))
+    worker.script.hold_at = 3
+    runs = await house.submit(prompt="a star")
+    server.answers.clear()
+    began = time.monotonic()
+    waits = await house.submit(prompt="a star", controlnets=[_edges()])
+    assert time.monotonic() - began < 1.0
+    await _within(3, lambda: server.prefetched == [["edges"]])
+    server.answers.set()
+    worker.script.release.set()
+    for job in (runs, waits):
+        assert (await house.ended(job.job_id)).state == COMPLETED
+
+
+async def test_a_job_with_control_images_survives_its_gateway(tmp_path: Path) -> None:
+    nets = [_edges(controlnet_conditioning_scale=0.5), _edges(image=_png("blue"))]
+    async with running_gateway(state=str(tmp_path), codec_processes=1) as house:
+        worker = await house.worker()
+        await house.controlnets("s1", hosted("edges"))
+        worker.script.hold_at = 1
+        await house.submit(prompt="a square")
+        job = await house.submit("order-1", prompt="a star", controlnets=nets)
+        assert [net.image for net in job.spec.controlnets] == [b"", b""]
+    async with running_gateway(state=str(tmp_path), codec_processes=1) as house:
+        again = await house.submit("order-1", prompt="a star", controlnets=nets)
+        assert again.job_id == job.job_id
+        other = [nets[0], _edges(image=_png("green"))]
+        error = await refusal(lambda: house.generate("order-1", prompt="a star", controlnets=other))
+        assert isinstance(error, errors.RequestIdReused)
+        worker = await house.worker()
+        await asyncio.sleep(0.3)
+        assert not any(request.attempt.job_id == job.job_id for request in worker.requests), "nobody hosts it yet"
+        await house.controlnets("s1", hosted("edges"))
+        assert (await house.ended(job.job_id)).state == COMPLETED
+        (request,) = (one for one in worker.requests if one.attempt.job_id == job.job_id)
+        assert [net.image for net in request.spec.controlnets] == [PNG, _png("blue")]
+        assert [hosts.servers[0].name for hosts in request.controlnets] == ["s1", "s1"]
+
+
+async def test_the_fleet_shows_what_servers_host_and_metrics_count_it(house: Running) -> None:
+    await house.controlnets("s1", hosted("edges", popularity=7), hosted("depth", state=ON_DISK))
+    answer = await house.fleet.ListMembers(fleet_pb2.ListMembersRequest())
+    (server,) = (one for one in answer.members if one.registration.kind == fleet_pb2.SERVICE_KIND_CONTROLNET)
+    assert {net.name: net.popularity for net in server.load.controlnets} == {"edges": 7, "depth": 0}
+    read = house.gateway.server.registry.get_sample_value
+    assert read("bottega_members", {"kind": "controlnet"}) == 1
+    counts = {state: read("bottega_controlnets", {"state": state}) for state in ("on_disk", "loading", "loaded")}
+    assert counts == {"on_disk": 1, "loading": 0, "loaded": 1}
+
+
+async def test_a_full_fleet_takes_no_newcomer_and_says_why() -> None:
+    async with running_gateway(max_members=2) as house:
+        await house.worker()
+        await house.controlnets("s1", hosted("edges"))
+        registration = fleet_pb2.Registration(
+            kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name="s2", address="127.0.0.1:1", instance="x" * 16
+        )
+        error = await refusal(lambda: house.fleet.Join(iter([fleet_pb2.JoinRequest(registration=registration)])))
+        assert isinstance(error, errors.FleetFull)
+        assert error.metadata == {"max_members": "2"}
+        assert error.retry_after_s
+        assert controlnet_pb2.HOSTED_STATE_LOADED in {net.state for _, net in _hosts(house)}
+
+
+def _hosts(house: Running) -> list[tuple[object, controlnet_pb2.HostedControlNet]]:
+    fleet = house.gateway._foreman._fleet
+    return list(fleet.hosting.hosts("edges", ""))

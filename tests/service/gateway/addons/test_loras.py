@@ -1,0 +1,263 @@
+"""The real gateway with a real LoRA store in its fleet, and workers that do what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega import errors
+from bottega.gateway.addons.loras.client import GrpcLoraClient
+from bottega.v1 import fleet_pb2, generation_pb2, image_pb2
+from bottega.v1 import lora_pb2 as pb
+from bottega.v1.generation_pb2 import Lora, Techniques
+from tests.fakes.scripted_worker import MODEL
+from tests.support import running_loras
+from tests.support.gateway_with_loras import House, lora_house, lora_store
+from tests.support.running_gateway import refusal, running_gateway
+from tests.support.running_loras import PATIENCE_S
+
+_EXACT, _BALANCED = generation_pb2.FIDELITY_EXACT, generation_pb2.FIDELITY_BALANCED
+
+
+def _model(name: str) -> image_pb2.Model:
+    model = image_pb2.Model()
+    model.CopyFrom(MODEL)
+    model.name = name
+    return model
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    async with lora_house(tmp_path) as made:
+        yield made
+
+
+async def test_a_request_that_names_a_lora_and_no_model_goes_to_its_base(house: House) -> None:
+    miniature = await house.gateway.worker("m", model=_model("miniature"))
+    other = await house.gateway.worker("o", model=_model("other"))
+    await house.gateway.draw(prompt="a star", loras=[Lora(name="wash", scale=0.5)])
+    await house.gateway.draw(prompt="a star", loras=[Lora(name="ink")])
+    (to_other,), (to_miniature,) = other.requests, miniature.requests
+    assert (to_other.spec.model, to_miniature.spec.model) == ("other", "miniature")
+    (lora,) = to_other.spec.loras
+    assert (lora.name, lora.scale, lora.digest) == ("wash", 0.5, house.wash.digest)
+    (lora,) = to_miniature.spec.loras
+    assert (lora.scale, lora.digest) == (1.0, house.ink.digest)
+    (store,) = to_miniature.lora_stores
+    assert (store.name, store.address) == ("loras", house.store.server.address)
+
+
+async def test_a_lora_for_another_base_is_refused_and_both_are_named(house: House) -> None:
+    await house.gateway.worker("m", model=_model("miniature"))
+    await house.gateway.worker("o", model=_model("other"))
+    for spec in (
+        {"model": "miniature", "loras": [Lora(name="wash")]},
+        {"loras": [Lora(name="ink"), Lora(name="wash")]},
+    ):
+        error = await refusal(functools.partial(house.gateway.generate, **spec))
+        assert isinstance(error, errors.LoraUnusable)
+        assert "other" in error.message
+        assert "miniature" in error.message
+        assert error.metadata == {"lora": "wash", "made_for": "other", "model": "miniature"}
+
+
+async def test_a_lora_whose_base_nobody_serves_is_named_with_it(house: House) -> None:
+    await house.gateway.worker()
+    error = await refusal(lambda: house.gateway.generate(loras=[Lora(name="wash")]))
+    assert isinstance(error, errors.ModelNotFound)
+    assert error.message == "wash was made for the base model other, which no worker serves; served: miniature"
+    assert error.metadata == {"served": "miniature"}
+
+
+async def test_a_lora_that_no_store_has_is_not_found_and_without_a_store_nothing_is_known(
+    house: House, tmp_path: Path
+) -> None:
+    await house.gateway.worker()
+    unknown = [Lora(name="ink"), Lora(name="no/such"), Lora(name="nor/this")]
+    error = await refusal(lambda: house.gateway.generate(loras=unknown))
+    assert isinstance(error, errors.LoraNotFound)
+    assert error.metadata["loras"] == "no/such,nor/this"
+    async with running_gateway() as alone:
+        await alone.worker()
+        error = await refusal(lambda: alone.generate(loras=[Lora(name="ink")]))
+        assert isinstance(error, errors.NoLora)
+
+
+async def test_other_weights_than_those_that_were_pinned_are_refused(house: House) -> None:
+    worker = await house.gateway.worker()
+    await house.gateway.draw(loras=[Lora(name="ink", digest=house.ink.digest)])
+    assert len(worker.requests) == 1
+    error = await refusal(lambda: house.gateway.generate(loras=[Lora(name="ink", digest="0" * 64)]))
+    assert isinstance(error, errors.LoraUnusable)
+
+
+@pytest.mark.parametrize(
+    ("spec", "most"),
+    [
+        ({"seed": 1}, 0),
+        ({"fidelity": _EXACT}, 0),
+        ({"fidelity": _BALANCED}, 12),
+        ({}, 12),
+        ({"num_inference_steps": 60}, 24),
+        ({"techniques": Techniques(bounded_lora_loading=False)}, 0),
+        ({"seed": 1, "techniques": Techniques(bounded_lora_loading=True)}, 12),
+    ],
+)
+async def test_how_late_a_lora_may_be_is_its_profiles_matter_and_the_fidelitys(
+    house: House, spec: dict[str, Any], most: int
+) -> None:
+    bounds = [pb.LoraBound(num_inference_steps=30, max_step=12)]
+    profile = pb.SetLoraProfileRequest(name="ink", digest=house.ink.digest, bounds=bounds)
+    await house.store.stub.SetLoraProfile(profile, timeout=PATIENCE_S)
+    worker = await house.gateway.worker()
+    await house.gateway.draw(loras=[Lora(name="ink")], **spec)
+    assert worker.requests[0].spec.loras[0].max_step == most
+
+
+async def test_what_a_job_waits_for_is_prefetched_and_leased(house: House) -> None:
+    await house.gateway.worker()
+    await house.gateway.draw(loras=[Lora(name="ink")])
+    async with asyncio.timeout(PATIENCE_S):
+        while house.store.store.state(await house.store.store.get("ink")) is not True:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.02)
+    error = await running_loras.refused(house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=5))
+    assert isinstance(error, errors.LoraInUse)
+
+
+async def test_a_lora_is_not_removed_as_long_as_a_job_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bottega.gateway.addons.loras.resolver._KEEP_S", 0.1)
+    async with lora_house(tmp_path, lease_s=1.0) as house:
+        worker = await house.gateway.worker()
+        worker.script.hold_at = 10
+        job = await house.gateway.submit(loras=[Lora(name="ink")])
+        await asyncio.wait_for(worker.arrived.wait(), PATIENCE_S)
+        await asyncio.sleep(1.5)
+        error = await running_loras.refused(house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=5))
+        assert isinstance(error, errors.LoraInUse)
+        await house.gateway.images.CancelJob(image_pb2.CancelJobRequest(job_id=job.job_id), timeout=5)
+        await asyncio.sleep(1.5)
+        await house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=5)
+
+
+async def test_a_worker_that_has_the_lora_is_preferred(house: House) -> None:
+    await house.gateway.worker("w1")
+    other = await house.gateway.worker("w2")
+    other.loras = [house.ink.digest]
+    assert other.membership is not None
+    other.membership.changed()
+    await asyncio.sleep(0.2)
+    for _ in range(3):
+        completed = await house.gateway.draw(loras=[Lora(name="ink")])
+        assert completed.provenance.worker == "w2"
+
+
+@pytest.mark.parametrize(
+    ("loras", "taker"),
+    [([Lora(name="ink", scale=0.5)], "patched"), ([Lora(name="ink")], "untouched"), ([], "untouched")],
+    ids=["this set", "another scale", "no LoRA"],
+)
+async def test_of_workers_that_have_the_lora_that_with_this_very_set_in_its_weights_is_preferred(
+    house: House, loras: list[Lora], taker: str
+) -> None:
+    other, untouched, patched = [await house.gateway.worker(name) for name in ("other", "untouched", "patched")]
+    for worker in (other, untouched, patched):
+        worker.loras = [house.ink.digest, house.wash.digest]
+    patched.patched_loras = [fleet_pb2.PatchedLora(digest=house.ink.digest, scale=0.5)]
+    other.patched_loras = [fleet_pb2.PatchedLora(digest=house.wash.digest, scale=0.5)]
+    for worker in (other, untouched, patched):
+        assert worker.membership is not None
+        worker.membership.changed()
+    await asyncio.sleep(0.2)
+    for _ in range(3):
+        completed = await house.gateway.draw(loras=loras)
+        assert completed.provenance.worker == taker
+
+
+async def test_workers_are_told_where_stores_are_as_soon_as_that_changes(house: House, tmp_path: Path) -> None:
+    worker = await house.gateway.worker()
+    first = ("loras", house.store.server.address)
+    async with lora_store(house.gateway, tmp_path / "annex", name="annex") as annex:
+        await _until(lambda: worker.lora_stores == [("annex", annex.server.address), first])
+    await _until(lambda: worker.lora_stores == [first])
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - it has no event here
+            await asyncio.sleep(0.02)
+
+
+async def test_a_later_attempt_is_told_the_step_at_which_the_loras_went_in(house: House) -> None:
+    first = await house.gateway.worker("w1")
+    first.script.loras_step, first.script.hold_at = 4, 10
+    job = await house.gateway.submit(loras=[Lora(name="ink")])
+    await asyncio.wait_for(first.arrived.wait(), PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        while (await house.gateway.job(job.job_id)).steps_done < 10:  # noqa: ASYNC110 - it has no event here
+            await asyncio.sleep(0.02)
+    second = await house.gateway.worker("w2")
+    await first.die()
+    assert (await house.gateway.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+    assert not first.requests[0].HasField("loras_step")
+    assert second.requests[0].loras_step == 4
+
+
+async def test_the_step_is_kept_though_the_gateway_and_its_workers_die_together(tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    async with lora_house(tmp_path, state=state) as house:
+        first = await house.gateway.worker("w1")
+        first.script.loras_step, first.script.hold_at = 4, 10
+        job = await house.gateway.submit(loras=[Lora(name="ink")])
+        await asyncio.wait_for(first.arrived.wait(), PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await house.gateway.job(job.job_id)).steps_done < 10:  # noqa: ASYNC110 - it has no event here
+                await asyncio.sleep(0.02)
+    async with running_gateway(state=state, hold_s=0.2) as later:
+        second = await later.worker("w2")
+        assert (await later.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+    assert second.requests[0].loras_step == 4
+    assert not second.requests[0].checkpoint
+
+
+async def test_a_store_that_sends_nothing_fails_the_job_once_with_its_reason(house: House) -> None:
+    worker = await house.gateway.worker()
+    await house.gateway.worker("w2")
+    worker.script.failure = errors.NoLora("ink did not come within 60 s", metadata={"loras": "ink"})
+    house.gateway.workers[1].script.failure = worker.script.failure
+    error = await refusal(lambda: house.gateway.generate(loras=[Lora(name="ink")]))
+    assert isinstance(error, errors.NoLora)
+    assert sum(len(each.requests) for each in house.gateway.workers) == 1
+
+
+async def test_bad_fields_of_loras_are_refused_with_all_other_violations(house: House) -> None:
+    await house.gateway.worker()
+    loras = [Lora(name="ink", from_step=3), Lora(name="../x", scale=float("nan"), digest="A" * 64, max_step=-1)]
+    error = await refusal(lambda: house.gateway.generate(loras=loras, width=63))
+    assert {violation.field for violation in error.violations} == {
+        "spec.loras[1].name",
+        "spec.loras[1].scale",
+        "spec.loras[1].digest",
+        "spec.loras[1].max_step",
+        "spec.loras[1].from_step",
+        "spec.width",
+    }
+    error = await refusal(lambda: house.gateway.generate(loras=[Lora(name="ink", from_step=30)]))
+    assert [violation.field for violation in error.violations] == ["spec.loras[0].from_step"]
+
+
+async def test_who_asks_a_store_that_is_gone_hears_so_and_is_not_cut_off() -> None:
+    """Its client is closed as soon as another store is asked."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = GrpcLoraClient(f"127.0.0.1:{silent.getsockname()[1]}")
+        asked = asyncio.create_task(client.get("ink", deadline_s=0.5))
+        await asyncio.sleep(0.1)
+        closing = asyncio.create_task(client.close(grace_s=PATIENCE_S))
+        with pytest.raises(errors.NoLora, match="said nothing"):
+            await asked
+        await asyncio.wait_for(closing, PATIENCE_S)

@@ -1,0 +1,185 @@
+"""A gateway as a process, and crowds that want nothing of it: idle connections, and streams that wait.
+
+Everybody else is served meanwhile, and where something is scarce it is told as what it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from bottega.client import AsyncClient
+from bottega.errors import QueueFull, TooManyOpenFiles
+from bottega.rpc.channel import open_channel
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import image_pb2, image_pb2_grpc
+from bottega.v1.generation_pb2 import GenerationSpec
+from tests.fakes.scripted_worker import ScriptedWorker
+from tests.support.crowds import alive, connections
+from tests.support.cut_cable import laid
+from tests.support.running_gateway import refusal
+from tests.support.services import Service, Services, gateway_config, wait_until
+
+IDLE = 1_150
+STREAMS = 2_100
+# Enough for a gateway with a crowd that is kept small, and for nothing else: 85 connections.
+LOW = 256
+PATIENCE_S = 20.0
+SPEC = GenerationSpec(prompt="a star", num_inference_steps=4)
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Iterator[Services]:
+    with Services(tmp_path) as services:
+        yield services
+
+
+@contextlib.asynccontextmanager
+async def working(gateway: Service) -> AsyncIterator[ScriptedWorker]:
+    worker = await ScriptedWorker("w1", gateway.fleet).start()
+    try:
+        yield worker
+    finally:
+        await worker.die()
+
+
+def start(services: Services, *, soft: int, hard: int) -> Service:
+    return services.start("bottega.gateway", gateway_config(), run_by=["prlimit", f"--nofile={soft}:{hard}"])
+
+
+def stub(channel: grpc.aio.Channel) -> image_pb2_grpc.ImageServiceAsyncStub:
+    return image_pb2_grpc.ImageServiceStub(channel)
+
+
+async def draw(address: str) -> None:
+    """Draws one picture as a new caller does, who tries again for a moment."""
+    async with AsyncClient(address, timeout_s=PATIENCE_S) as client:
+        assert (await client.generate("a star", num_inference_steps=4)).data
+
+
+def logged(gateway: Service, *, level: str = "") -> list[str]:
+    return [str(event["event"]) for event in gateway.events() if not level or event["level"] == level]
+
+
+def levels(gateway: Service) -> set[str]:
+    return {str(event["level"]) for event in gateway.events()}
+
+
+async def test_a_gateway_that_a_shell_gave_few_files_goes_on_beside_a_thousand_idle_connections(
+    services: Services,
+) -> None:
+    hard = psutil.Process().rlimit(psutil.RLIMIT_NOFILE)[1]
+    gateway = start(services, soft=1024, hard=hard)
+    process = psutil.Process(gateway.process.pid)
+    for each in (process, *process.children()):  # what it starts has the limit from it
+        assert each.rlimit(psutil.RLIMIT_NOFILE)[0] > IDLE
+    async with working(gateway):
+        with connections(gateway.address, IDLE):
+            for _ in range(3):
+                await draw(gateway.address)
+    assert not logged(gateway, level="ERROR")
+
+
+async def test_a_gateway_that_may_have_few_files_says_so_and_lets_others_in_beside_a_crowd(services: Services) -> None:
+    gateway = start(services, soft=LOW, hard=LOW)
+    (warning,) = [event for event in gateway.events() if event["level"] == "WARNING"]
+    assert warning["limit"] == LOW
+    assert "LimitNOFILE" in warning["todo"]
+    async with working(gateway):
+        with connections(gateway.address, 2 * LOW, source="127.0.0.2") as crowd:
+            await draw(gateway.address)
+            wait_until(lambda: alive(crowd) <= LOW // 3 // 2, PATIENCE_S, "the crowd to have only its host's share")
+            for _ in range(3):
+                await draw(gateway.address)
+            assert alive(crowd), "a host keeps its share"
+        await draw(gateway.address)
+    assert not logged(gateway, level="ERROR")
+    assert "connections without calls were ended: a host had more than its share" in logged(gateway)
+
+
+async def test_connections_that_carry_calls_are_left_alone_in_a_crowd(services: Services) -> None:
+    gateway = start(services, soft=LOW, hard=LOW)
+    async with working(gateway) as worker, open_channel(gateway.address) as channel:
+        worker.script.hold_at = 1
+        held = stub(channel).Generate(image_pb2.GenerateRequest(spec=SPEC))
+        await asyncio.wait_for(anext(aiter(held)), PATIENCE_S)
+        with connections(gateway.address, 2 * LOW):  # of the same host
+            await asyncio.sleep(3)
+            worker.script.release.set()
+            async with asyncio.timeout(PATIENCE_S):
+                events = [answer.event async for answer in held]
+        assert events[-1].HasField("completed")
+
+
+async def test_no_descriptor_left_is_told_as_what_it_is_and_passes(services: Services) -> None:
+    gateway = start(services, soft=1024, hard=1024)
+    process = psutil.Process(gateway.process.pid)
+    async with working(gateway) as worker, open_channel(gateway.address) as channel:
+        worker.script.hold_at = 1
+        held = stub(channel).Generate(image_pb2.GenerateRequest(spec=SPEC))
+        await asyncio.wait_for(anext(aiter(held)), PATIENCE_S)
+        process.rlimit(psutil.RLIMIT_NOFILE, (8, 1024))  # what is open stays open, and nothing else can be opened
+        worker.script.release.set()
+        submit = image_pb2.SubmitJobRequest(spec=SPEC)
+
+        await asyncio.to_thread(wait_until, lambda: "ERROR" in levels(gateway), PATIENCE_S, "the picture to be kept")
+        told = await refusal(lambda: stub(channel).SubmitJob(submit, timeout=PATIENCE_S))
+        assert type(told) is TooManyOpenFiles
+        assert (told.metadata["cause"], told.reason_name) == ("EMFILE", "TOO_MANY_OPEN_FILES")
+        assert "LimitNOFILE" in told.message
+        assert told.retry_after_s
+        process.rlimit(psutil.RLIMIT_NOFILE, (1024, 1024))
+        async with asyncio.timeout(PATIENCE_S):
+            events = [answer.event async for answer in held]
+            assert events[-1].HasField("completed"), "nothing is lost"
+            await draw(gateway.address)
+    (said,) = logged(gateway, level="ERROR")
+    assert "too many files" in said
+    assert "disk" not in said
+
+
+async def test_callers_that_watch_by_the_thousand_keep_nobody_from_short_calls_nor_other_hosts_from_drawing(
+    services: Services,
+) -> None:
+    gateway = services.start("bottega.gateway", gateway_config())
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(working(gateway))
+        worker.script.hold_at = 1
+        cable = await stack.enter_async_context(laid(gateway.address, source="127.0.0.2"))
+        own = await stack.enter_async_context(open_channel(gateway.address))
+        beside = await stack.enter_async_context(open_channel(gateway.address))
+        other = await stack.enter_async_context(open_channel(cable.address))
+        job = (await stub(own).SubmitJob(image_pb2.SubmitJobRequest(spec=SPEC))).job
+        watches = [stub(own).WatchJob(image_pb2.WatchJobRequest(job_id=job.job_id)) for _ in range(STREAMS)]
+        for watch in watches:
+            stack.callback(watch.cancel)
+        firsts = await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
+        refused = [from_rpc_error(first) for first in firsts if isinstance(first, grpc.aio.AioRpcError)]
+        assert len(refused) == STREAMS - 512, "a connection has a quarter of max_streams while there is no other"
+        told = {(type(error), error.metadata.get("limit"), bool(error.retry_after_s)) for error in refused}
+        assert told == {(QueueFull, "max_streams", True)}
+        for channel in (own, beside, other):
+            await _short_calls(channel, job.job_id)
+        for channel in (beside, other):
+            drawing = stub(channel).Generate(image_pb2.GenerateRequest(spec=SPEC))
+            assert await asyncio.wait_for(drawing.read(), PATIENCE_S) is not grpc.aio.EOF
+        worker.script.release.set()
+        await draw(cable.address)
+
+
+async def _short_calls(channel: grpc.aio.Channel, job_id: str) -> None:
+    """None of them is refused."""
+    images = stub(channel)
+    asked = image_pb2.GetJobRequest(job_id=job_id)
+    await asyncio.gather(*(images.GetJob(asked, timeout=PATIENCE_S) for _ in range(50)))
+    await images.ListJobs(image_pb2.ListJobsRequest(), timeout=PATIENCE_S)
+    await images.ListModels(image_pb2.ListModelsRequest(), timeout=PATIENCE_S)
+    more = (await images.SubmitJob(image_pb2.SubmitJobRequest(spec=SPEC), timeout=PATIENCE_S)).job
+    await images.CancelJob(image_pb2.CancelJobRequest(job_id=more.job_id), timeout=PATIENCE_S)

@@ -1,0 +1,547 @@
+"""The real gateway over the wire, with workers that do what the test says: orders, jobs, images, bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import io
+import os
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from PIL import Image
+
+from bottega import errors
+from bottega.gateway.jobs.repository import JobRepository
+from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, image_pb2_grpc
+from bottega.v1.generation_pb2 import Lora, Techniques
+from tests.fakes.scripted_worker import MODEL
+from tests.support.running_gateway import Running, refusal, running_gateway, told
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[Running]:
+    async with running_gateway() as running:
+        yield running
+
+
+def _png(width: int, height: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+async def _within(seconds: float, condition: object) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
+
+
+async def test_a_picture_comes_with_place_progress_and_provenance(house: Running) -> None:
+    await house.worker(step_s={2: 0.01, 4: 0.015})
+    events = [answer.event async for answer in house.generate(prompt="a star", seed=7, num_images=2)]
+    kinds = [event.WhichOneof("event") for event in events]
+    assert (kinds[0], kinds[-1]) == ("queued", "completed")
+    assert set(kinds[1:-1]) <= {"progress"}
+    assert events[0].queued.place == 0
+    assert events[0].queued.estimate_s == pytest.approx(30 * 0.015)
+    completed = events[-1].completed
+    assert [(image.index, image.seed, image.data) for image in completed.images] == [
+        (0, 7, b"picture 0"),
+        (1, 8, b"picture 1"),
+    ]
+    assert completed.images[0].digest == hashlib.sha256(b"picture 0").hexdigest()
+    provenance = completed.provenance
+    assert provenance.worker == "w1"
+    assert (provenance.attempts, provenance.repeated_steps) == (1, 0)
+    assert provenance.parameters.seed == 7
+    assert provenance.parameters.sampler == generation_pb2.SAMPLER_EULER
+    assert {"validate", "queue", "route"} <= {time.stage for time in provenance.times}
+
+
+async def test_the_worker_gets_every_default_filled_in_and_the_remaining_deadline(house: Running) -> None:
+    worker = await house.worker()
+    await house.draw(prompt="a star")
+    (request,) = worker.requests
+    assert request.spec.num_inference_steps == 30
+    assert request.spec.HasField("seed")
+    assert 18 < request.deadline_s <= 20.5  # gRPC rounds a deadline up
+    assert not request.preview
+
+
+async def test_an_order_with_a_request_id_outlives_the_deadline_of_its_caller(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.hold_at = 3
+    call = house.generate("order-1", timeout=2, prompt="a star")
+    job_id = (await told(call)).job_id
+    assert isinstance(await refusal(lambda: call), errors.DeadlinePassed)
+    await asyncio.sleep(0.2)
+    assert (await house.job(job_id)).state == image_pb2.JOB_STATE_RUNNING
+    worker.script.release.set()
+    completed = await house.draw("order-1", prompt="a star")
+    assert [image.data for image in completed.images] == [b"picture 0"]
+    (request,) = worker.requests
+    assert (request.request_id, request.HasField("deadline_s")) == ("order-1", False)
+
+
+async def test_violations_come_all_at_once_and_before_everything_else(house: Running) -> None:
+    error = await refusal(lambda: house.generate("bad id", width=-1, model="no-such", loras=[Lora(name="pastel")]))
+    assert isinstance(error, errors.InvalidRequest)
+    assert {violation.field for violation in error.violations} == {"request_id", "spec.width"}
+    await house.worker()
+    error = await refusal(lambda: house.generate(width=63, loras=[Lora(name="pastel")]))
+    assert [violation.field for violation in error.violations] == ["spec.width"]
+
+
+async def test_what_is_not_served_yet_is_unimplemented_and_named(house: Running) -> None:
+    await house.worker()
+    techniques = Techniques(masked_blocks=True)
+    error = await refusal(lambda: house.generate(techniques=techniques, model="no-such"))
+    assert isinstance(error, errors.FieldNotServed)
+    assert error.metadata == {"field": "spec.techniques"}
+
+
+async def test_an_unknown_model_is_not_found_with_those_served(house: Running) -> None:
+    await house.worker()
+    error = await refusal(lambda: house.generate(model="sdxl"))
+    assert isinstance(error, errors.ModelNotFound)
+    assert error.metadata == {"served": "miniature"}
+
+
+async def test_without_any_worker_the_caller_is_asked_to_come_back(house: Running) -> None:
+    error = await refusal(lambda: house.generate(prompt="a star"))
+    assert isinstance(error, errors.NoWorker)
+    assert error.retry_after_s
+    health = health_pb2_grpc.HealthStub(house.channel)
+    status = (await health.Check(health_pb2.HealthCheckRequest())).status  # type: ignore[attr-defined]
+    assert status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_worker_that_refuses_the_job_fails_it_typed(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.failure = errors.TooLarge("too large", metadata={"limit": "max_rows"})
+    error = await refusal(lambda: house.generate(prompt="a star"))
+    assert isinstance(error, errors.TooLarge)
+    assert error.metadata == {"limit": "max_rows"}
+
+
+@pytest.mark.parametrize("failure", [None, errors.TooLarge("too large")])
+async def test_a_worker_ends_its_call_itself_after_the_last_word(
+    house: Running, failure: errors.BottegaError | None
+) -> None:
+    worker = await house.worker()
+    worker.script.failure = failure
+    worker.script.linger_s = 0.1
+    with contextlib.nullcontext() if failure is None else pytest.raises(grpc.aio.AioRpcError):
+        assert [answer async for answer in house.generate(prompt="a star")]
+    await _within(5, lambda: worker.finished == worker.begun)
+
+
+async def test_an_input_image_is_looked_at_before_anything_is_acknowledged() -> None:
+    async with running_gateway(codec_processes=1, max_image_pixels=64 * 64) as house:
+        worker = await house.worker()
+        good = _png(64, 64)
+        completed = await house.draw(prompt="a star", image=good)
+        assert completed.provenance.image_digest == hashlib.sha256(good).hexdigest()
+        assert not completed.provenance.parameters.HasField("image")
+        assert worker.requests[0].spec.image == good
+        for bad in (b"no image at all", good[: len(good) // 2], _png(65, 64)):
+            error = await refusal(functools.partial(house.generate, image=bad))
+            assert isinstance(error, errors.BadImage)
+            assert [violation.field for violation in error.violations] == ["spec.image"]
+        error = await refusal(lambda: house.generate(image=b"no image", width=63, mask_image=b""))
+        assert type(error) is errors.InvalidRequest
+        fields = ["spec.mask_image", "spec.width", "spec.image"]
+        assert [violation.field for violation in error.violations] == fields
+        error = await refusal(lambda: house.generate(image=b"no image", model="no-such"))
+        assert isinstance(error, errors.BadImage)
+        assert len(worker.requests) == 1
+        assert len((await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs) == 1
+
+
+async def test_a_job_without_request_id_ends_when_its_caller_goes(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.hold_at = 3
+    call = house.generate(prompt="a star")
+    job_id = (await told(call)).job_id
+    await asyncio.wait_for(worker.arrived.wait(), 2)
+    call.cancel()
+    cancelled = await asyncio.wait_for(worker.cancelled.get(), 2)
+    assert (cancelled.job_id, cancelled.number) == (job_id, 1)
+    assert (await house.ended(job_id)).state == image_pb2.JOB_STATE_CANCELLED
+
+
+async def test_a_job_with_request_id_continues_and_is_attached_to(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.hold_at = 3
+    first = house.generate("order-1", prompt="a star")
+    job_id = (await told(first)).job_id
+    await asyncio.wait_for(worker.arrived.wait(), 2)
+    first.cancel()
+    second = house.generate("order-1", prompt="a star")
+    event = await told(second)
+    assert (event.job_id, event.WhichOneof("event")) == (job_id, "progress")
+    worker.script.release.set()
+    images = [answer.event async for answer in second][-1].completed.images
+    again = await house.draw("order-1", prompt="a star")
+    assert list(again.images) == list(images)
+    assert len(worker.requests) == 1
+
+
+async def test_the_same_order_twice_at_once_is_drawn_once() -> None:
+    async with running_gateway(codec_processes=1) as house:
+        worker = await house.worker()
+        image = _png(64, 64)
+        both = await asyncio.gather(*(house.draw("order-1", prompt="a star", image=image) for _ in range(2)))
+        assert list(both[0].images) == list(both[1].images)
+        assert len(worker.requests) == 1
+
+
+async def test_a_request_id_with_another_spec_is_refused(house: Running) -> None:
+    await house.worker()
+    await house.draw("order-1", prompt="a star")
+    error = await refusal(lambda: house.generate("order-1", prompt="a square"))
+    assert isinstance(error, errors.RequestIdReused)
+
+
+async def test_an_order_whose_picture_has_expired_is_drawn_again() -> None:
+    async with running_gateway(results_bytes=100, max_result_bytes=100) as house:
+        worker = await house.worker()
+        worker.script.picture = lambda index: b"x" * 60
+        await house.draw("order-1", prompt="a star")
+        worker.script.picture = lambda index: b"y" * 60
+        await house.draw("order-2", prompt="a star")
+        again = await house.draw("order-1", prompt="a star")
+        assert [image.data for image in again.images] == [b"y" * 60]
+        assert len(worker.requests) == 3
+        worker.script.picture = lambda index: b"z" * 101
+        error = await refusal(lambda: house.generate(prompt="a star"))
+        assert isinstance(error, errors.TooLarge)
+
+
+async def test_what_is_drawn_again_for_a_request_id_is_drawn_with_the_seed_and_the_defaults_of_then() -> None:
+    async with running_gateway(results_bytes=100, max_result_bytes=100) as house:
+        worker = await house.worker()
+        worker.script.picture = lambda index: b"x" * 60
+        first = await house.submit("order-1", prompt="a star")
+        await house.ended(first.job_id)
+        worker.script.picture = lambda index: b"y" * 60
+        await house.draw(prompt="another that needs the room")
+        await worker.die()
+        other = image_pb2.Model()
+        other.CopyFrom(MODEL)
+        other.default_steps, other.default_guidance_scale = 12, 7.5
+        worker = await house.worker("w2", model=other)
+        again = await house.submit("order-1", prompt="a star")
+        assert again.job_id != first.job_id
+        assert again.spec == first.spec
+        await house.ended(again.job_id)
+        assert worker.requests[0].spec == first.spec
+        fresh = await house.submit("order-2", prompt="a star")
+        assert fresh.spec.num_inference_steps == 12
+
+
+async def test_large_images_are_fetched_in_chunks(house: Running) -> None:
+    worker = await house.worker()
+    data = bytes(range(256)) * 4096 * 3
+    worker.script.picture = lambda index: data
+    completed = await house.draw(prompt="a star")
+    (image,) = completed.images
+    assert (image.data, image.size_bytes) == (b"", len(data))
+    (job,) = (await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs
+    answers = [a async for a in house.images.GetImage(image_pb2.GetImageRequest(job_id=job.job_id))]
+    assert b"".join(answer.chunk for answer in answers) == data
+    assert max(len(answer.chunk) for answer in answers) == 256 << 10
+    assert answers[0].image.digest == hashlib.sha256(data).hexdigest()
+    assert not any(answer.HasField("image") for answer in answers[1:])
+
+
+async def test_an_image_that_is_not_there_is_said_to_be_so(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.hold_at = 1
+    job = await house.submit(prompt="a star")
+
+    async def get(job_id: str, index: int = 0) -> errors.BottegaError:
+        return await refusal(lambda: house.images.GetImage(image_pb2.GetImageRequest(job_id=job_id, index=index)))
+
+    assert isinstance(await get("unknown"), errors.JobNotFound)
+    assert isinstance(await get(job.job_id), errors.JobNotFinished)
+    worker.script.release.set()
+    await house.ended(job.job_id)
+    for index in (1, -1):
+        assert isinstance(await get(job.job_id, index), errors.ImageNotFound)
+
+
+async def test_a_submitted_job_is_watched_from_its_current_state_to_the_end(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.hold_at = 3
+    submitted = await house.submit(prompt="a star")
+    assert submitted.state in {image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING}
+    watch = house.images.WatchJob(image_pb2.WatchJobRequest(job_id=submitted.job_id))
+    assert (await told(watch)).WhichOneof("event") == "progress"
+    worker.script.release.set()
+    events = [answer.event async for answer in watch]
+    assert events[-1].completed.images[0].data == b"picture 0"
+    job = await house.job(submitted.job_id)
+    assert job.state == image_pb2.JOB_STATE_COMPLETED
+    assert job.create_time.ToSeconds() <= job.end_time.ToSeconds()
+    assert (job.steps_done, job.steps_total) == (30, 30)
+    assert job.images[0].data == b""
+
+
+async def test_a_fault_while_doubts_are_settled_is_logged_and_health_is_told_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(_: object) -> None:
+        monkeypatch.undo()  # the next look succeeds
+        raise ValueError("what no store should raise")
+
+    monkeypatch.setattr(JobRepository, "settle_doubts", broken)
+    async with running_gateway() as house:
+        await _within(2, lambda: any(line.exc_info for line in caplog.records))
+        await house.gateway.server.set_serving(False)
+        health = health_pb2_grpc.HealthStub(house.channel)
+        async with asyncio.timeout(5):
+            while not await _serves(health):  # noqa: ASYNC110 - it is told every second
+                await asyncio.sleep(0.05)
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
+
+
+async def _serves(health: health_pb2_grpc.HealthStub) -> bool:
+    answer = await health.Check(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_a_cancelled_job_stops_its_worker_and_says_so_to_everybody(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.hold_at = 1
+    caller = house.generate("order-1", prompt="a star")
+    job_id = (await told(caller)).job_id
+    watch = house.images.WatchJob(image_pb2.WatchJobRequest(job_id=job_id))
+    await told(watch)
+    await asyncio.wait_for(worker.arrived.wait(), 2)
+    answer = await house.images.CancelJob(image_pb2.CancelJobRequest(job_id=job_id))
+    assert answer.job.state == image_pb2.JOB_STATE_CANCELLED
+    assert (await asyncio.wait_for(worker.cancelled.get(), 5)).job_id == job_id
+    assert isinstance(await refusal(lambda: caller), errors.JobCancelled)
+    assert [a.event async for a in watch][-1].failed.code == errors.Code.CANCELLED
+    again = await house.images.CancelJob(image_pb2.CancelJobRequest(job_id=job_id))
+    assert again.job == answer.job
+
+
+async def test_jobs_are_listed_newest_first_in_pages(house: Running) -> None:
+    await house.worker()
+    ids = [(await house.submit(prompt=f"star {i}")).job_id for i in range(5)]
+    await house.ended(ids[-1])
+    listed: list[str] = []
+    token = ""
+    while True:
+        request = image_pb2.ListJobsRequest(page_size=2, page_token=token)
+        page = await house.images.ListJobs(request)
+        listed += [job.job_id for job in page.jobs]
+        token = page.next_page_token
+        if not token:
+            break
+    assert listed == ids[::-1]
+    for bad in ({"page_size": 101}, {"page_size": -1}, {"page_token": "x"}, {"states": [0]}, {"states": [77]}):
+        request = image_pb2.ListJobsRequest(**bad)
+        error = await refusal(functools.partial(house.images.ListJobs, request))
+        assert isinstance(error, errors.InvalidRequest)
+
+
+async def test_a_page_of_large_jobs_ends_early_enough_for_any_client_and_goes_on_with_its_token(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.picture = lambda index: os.urandom(64)
+    long = "x" * (16 << 10)
+    texts = {"prompt": long, "prompt_2": long, "negative_prompt": long, "negative_prompt_2": long}
+    ids = [(await house.submit(num_inference_steps=1, **texts)).job_id for _ in range(50)]
+    for job_id in ids:
+        await house.ended(job_id)
+    listed: list[str] = []
+    token, pages = "", 0
+    async with grpc.aio.insecure_channel(house.address) as channel:  # with gRPC's own limits
+        images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
+        while token or not pages:
+            page = await images.ListJobs(image_pb2.ListJobsRequest(page_size=100, page_token=token))
+            assert page.ByteSize() < 3 << 20
+            listed += [job.job_id for job in page.jobs]
+            token, pages = page.next_page_token, pages + 1
+    assert listed == ids[::-1]
+    assert 1 < pages < 10
+
+
+async def test_what_cannot_be_done_in_time_is_refused_with_the_estimate(house: Running) -> None:
+    worker = await house.worker(step_s={2: 0.1, 4: 0.2})
+    error = await refusal(lambda: house.generate(timeout=2.0, prompt="a star", num_inference_steps=30))
+    assert isinstance(error, errors.DeadlineUnmeetable)
+    assert float(error.metadata["estimate_s"]) == pytest.approx(3.0)
+    assert worker.requests == []
+    assert (await house.draw(prompt="a star", num_inference_steps=10)).images
+
+
+async def test_a_queued_job_past_its_deadline_is_dropped(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.hold_at = 1
+    await house.submit(prompt="first")
+    await asyncio.wait_for(worker.arrived.wait(), 2)
+    waits = house.generate(timeout=1.5, prompt="second")
+    job_id = (await told(waits)).job_id
+    job = await house.ended(job_id)
+    assert (job.state, job.error.code) == (image_pb2.JOB_STATE_FAILED, errors.Code.DEADLINE_EXCEEDED)
+    assert len(worker.requests) == 1
+
+
+async def test_a_running_job_past_its_deadline_is_taken_from_its_worker(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.hold_at = 1
+    call = house.generate(timeout=1.5, prompt="a star")
+    job_id = (await told(call)).job_id
+    assert (await asyncio.wait_for(worker.cancelled.get(), 5)).job_id == job_id
+    assert (await house.ended(job_id)).error.code == errors.Code.DEADLINE_EXCEEDED
+
+
+async def test_those_who_wait_are_told_their_place_and_again_when_it_changes(house: Running) -> None:
+    worker = await house.worker(step_s={2: 0.1, 4: 0.2})
+    worker.script.hold_at = 1
+    running = await house.submit(prompt="runs")
+    next_one = await house.submit(prompt="is next")
+    last = house.generate(prompt="is last")
+    first = (await told(last)).queued
+    assert first.place == 1
+    assert first.estimate_s == pytest.approx(3 * 3.0, rel=0.1)
+    await house.images.CancelJob(image_pb2.CancelJobRequest(job_id=next_one.job_id))
+    moved = (await told(last)).queued
+    assert moved.place == 0
+    last.cancel()
+    await house.images.CancelJob(image_pb2.CancelJobRequest(job_id=running.job_id))
+
+
+async def test_a_full_queue_refuses_with_the_time_to_ask_again() -> None:
+    async with running_gateway(max_queued=1) as house:
+        worker = await house.worker(step_s={2: 0.1, 4: 0.2})
+        worker.script.hold_at = 1
+        jobs = [await house.submit(prompt=f"star {i}") for i in range(2)]
+        error = await refusal(lambda: house.generate(prompt="one too many"))
+        assert isinstance(error, errors.QueueFull)
+        assert error.retry_after_s
+        worker.script.release.set()
+        for job in jobs:
+            assert (await house.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_the_backlog_is_told_to_the_worker_at_once(house: Running) -> None:
+    worker = await house.worker(step_s={2: 0.1, 4: 0.2})
+    worker.script.hold_at = 1
+    jobs = [await house.submit(prompt=f"star {i}") for i in range(3)]
+    await _within(1, lambda: worker.backlogs[-1] == 2)
+    await house.images.CancelJob(image_pb2.CancelJobRequest(job_id=jobs[2].job_id))
+    await _within(1, lambda: worker.backlogs[-1] == 1)
+
+
+async def test_a_group_is_joined_where_the_workers_measured_times_gain(house: Running) -> None:
+    worker = await house.worker(step_s={2: 0.1, 4: 0.101, 8: 0.102})
+    worker.script.hold_at = 1
+    jobs = [await house.submit(prompt=f"star {i}") for i in range(3)]
+    await _within(2, lambda: len(worker.requests) == 3)
+    worker.script.release.set()
+    for job in jobs:
+        await house.ended(job.job_id)
+
+
+async def test_jobs_are_spread_over_the_workers(house: Running) -> None:
+    workers = [await house.worker(f"w{i}", step_s={2: 0.1, 4: 0.2}) for i in range(3)]
+    for worker in workers:
+        worker.script.hold_at = 1
+    for i in range(3):
+        await house.submit(prompt=f"star {i}")
+    await _within(2, lambda: all(len(worker.requests) == 1 for worker in workers))
+
+
+async def test_previews_are_made_and_relayed_only_when_asked_for(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.preview = b"jpeg"
+    worker.script.pace_s = 0.01
+    events = [a.event async for a in house.generate(preview=True, prompt="a star")]
+    previews = [p for event in events for p in event.progress.previews]
+    assert previews
+    assert {preview.jpeg for preview in previews} == {b"jpeg"}
+    assert worker.requests[0].preview
+    events = [a.event async for a in house.generate(prompt="a star")]
+    assert not any(event.progress.previews for event in events)
+    assert not worker.requests[1].preview
+
+
+async def test_previews_come_to_whoever_asks_for_them_while_the_job_runs(house: Running) -> None:
+    worker = await house.worker(step_s={2: 0.01, 4: 0.01})
+    worker.script.preview, worker.script.pace_s, worker.script.hold_at = b"jpeg", 0.02, 3
+    watched = await house.submit(prompt="a star")
+    await house.submit("attached", prompt="a square")
+    await _within(5, lambda: len(worker.requests) == 2)
+    assert not any(request.preview for request in worker.requests)
+    watching = house.images.WatchJob(image_pb2.WatchJobRequest(job_id=watched.job_id, preview=True), timeout=20)
+    attached = house.generate("attached", preview=True, prompt="a square")
+    for call in (watching, attached):
+        await told(call)
+        await _within(5, lambda: len(worker.previewed) == 2)
+        worker.script.release.set()
+        events = [answer.event async for answer in call]
+        assert {preview.jpeg for event in events for preview in event.progress.previews} == {b"jpeg"}
+        assert events[-1].HasField("completed")
+    plain = [a.event async for a in house.generate(prompt="a circle")]
+    assert not any(event.progress.previews for event in plain)
+
+
+async def test_a_caller_that_does_not_read_holds_up_nobody_and_misses_nothing_that_counts(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.preview = b"x" * 100_000
+    worker.script.pace_s = 0.002
+    slow = house.images.WatchJob(
+        image_pb2.WatchJobRequest(
+            job_id=(await house.submit(prompt="a star", num_inference_steps=200)).job_id, preview=True
+        )
+    )
+    await house.draw(prompt="another", num_inference_steps=10)
+    await asyncio.sleep(1)
+    events = [answer.event async for answer in slow]
+    assert events[-1].WhichOneof("event") == "completed"
+    assert sum(event.WhichOneof("event") == "progress" for event in events) <= 25
+
+
+async def test_models_and_members_are_listed(house: Running) -> None:
+    await house.worker("w1")
+    await house.worker("w2")
+    (model,) = (await house.images.ListModels(image_pb2.ListModelsRequest())).models
+    assert (model.name, model.workers, model.size_multiple) == ("miniature", 2, 8)
+    members = (await house.fleet.ListMembers(fleet_pb2.ListMembersRequest())).members
+    assert [member.registration.name for member in members] == ["gateway", "w1", "w2"]
+    assert members[0].registration.address == house.address
+    assert members[0].load.memory_bytes > 10 << 20
+
+
+async def test_one_model_of_several_must_be_named(house: Running) -> None:
+    other = image_pb2.Model()
+    other.CopyFrom(MODEL)
+    other.name = "other"
+    await house.worker("w1")
+    worker = await house.worker("w2", model=other)
+    error = await refusal(lambda: house.generate(prompt="a star"))
+    assert [violation.field for violation in error.violations] == ["spec.model"]
+    await house.draw(prompt="a star", model="other")
+    assert len(worker.requests) == 1
+
+
+async def test_metrics_tell_outcomes_refusals_and_members(house: Running) -> None:
+    await house.worker()
+    await house.draw(prompt="a star")
+    await refusal(lambda: house.generate(width=-1))
+    read = house.gateway.server.registry.get_sample_value
+    assert read("bottega_jobs_total", {"outcome": "completed"}) == 1
+    assert read("bottega_refused_total", {"reason": "INVALID_REQUEST"}) == 1
+    assert read("bottega_members", {"kind": "worker"}) == 1
+    assert read("bottega_queued_jobs") == 0
+    assert read("bottega_route_seconds_count") == 1

@@ -1,0 +1,444 @@
+"""The SQLite job store when its process is killed, and when its disk is full, forbids writing, or damages the file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import logging
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
+from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
+from bottega.gateway.jobs.store.sqlite_rows import COLUMNS
+from bottega.v1.image_pb2 import JOB_STATE_COMPLETED, JOB_STATE_FAILED
+from tests.support import full_disk
+from tests.support.job_store_backends import record
+
+ROOT = Path(__file__).resolve().parents[5]
+MIB = 1 << 20
+# Written by version 3: live jobs, ended ones of each kind, one that ended under a clock far ahead, and a damaged one.
+EARLIER = Path(__file__).with_name("jobs_version_3.sqlite.gz")
+
+
+@contextlib.asynccontextmanager
+async def _open(path: Path) -> AsyncIterator[SqliteJobStore]:
+    store = SqliteJobStore(path)
+    try:
+        await store.open()
+        yield store
+    finally:
+        await store.close()
+
+
+def _killed_writer(path: Path, prefix: str, *, after_s: float = 0.0, jobs: int = 0) -> list[list[str]]:
+    """Starts a writer and kills it so long after its first word, or after so many jobs, when it writes no more.
+
+    What it said was acknowledged.
+    """
+    command = [sys.executable, "-m", "tests.support.job_store_writer", str(path), prefix, str(jobs)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        said = b"".join(process.stdout.readline() for _ in range(2 * jobs or 1))
+        time.sleep(after_s)
+        process.kill()
+        said += process.stdout.read()
+    return [line.split() for line in said.decode().splitlines() if line.count(" ") == 1]
+
+
+async def test_what_was_acknowledged_survives_kills(tmp_path: Path) -> None:
+    path, chance = tmp_path / "jobs.sqlite", random.Random(7)
+    acknowledged: dict[str, str] = {}
+    for life in range(10):
+        said = await asyncio.to_thread(_killed_writer, path, f"life{life}", after_s=chance.uniform(0, 0.06))
+        acknowledged |= {job_id: what for what, job_id in said}  # completed comes after added
+    async with _open(path) as store:
+        assert store.generation == 11
+        for job_id, what in acknowledged.items():
+            found = await store.get(job_id)
+            assert found is not None, f"{job_id} was acknowledged and is lost"
+            assert (await store.of_request(f"request of {job_id}")) == found
+            if what == "completed":
+                assert found.state == JOB_STATE_COMPLETED
+            elif found.live:
+                assert await store.inputs(job_id) == b"i" * 2000
+    assert len(acknowledged) > 50
+    assert set(acknowledged.values()) == {"added", "completed"}, "no kill landed between the two"
+
+
+async def test_a_full_disk_is_said_reads_go_on_and_it_heals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
+        async with _open(disk / "jobs.sqlite") as store:
+            added = await store.add(record("j1", request_id="r1"))
+            ballast = full_disk.fill(disk)
+            with caplog.at_level(logging.INFO):
+                for number in range(3):
+                    with pytest.raises(StorageUnavailable) as raised:
+                        await store.add(record(f"big{number}"), inputs=bytes(MIB))
+                    assert raised.value.retry_after_s is not None
+                    assert str(disk) not in raised.value.message
+                assert await store.get("j1") == await store.of_request("r1") == added
+                assert await store.page(size=9) == [added]
+                ballast.unlink()
+                await store.add(record("big2"), inputs=bytes(MIB))
+            said = [line.message for line in caplog.records if line.name.startswith("bottega.gateway")]
+            assert said == [
+                "jobs cannot be written",
+                "jobs can be written again",
+            ]
+        async with _open(disk / "jobs.sqlite") as store:
+            assert [found.job_id for found in await store.live()] == ["j1", "big2"]
+            assert len(await store.inputs("big2")) == MIB
+
+
+async def test_a_start_on_a_full_disk_reads_and_heals(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
+        path = disk / "jobs.sqlite"
+        # So few that its log is not begun anew, and all of them written: over what is there already, or was left half
+        # written, one can write without any space.
+        said = await asyncio.to_thread(_killed_writer, path, "earlier", jobs=20)
+        ballast = full_disk.fill(disk)
+        store = SqliteJobStore(path)
+        try:
+            with pytest.raises(StorageUnavailable):
+                await store.open()
+            assert await store.get(said[0][1]) is not None
+            with pytest.raises(StorageUnavailable):
+                await store.add(record("j1"))
+            ballast.unlink()
+            await store.open()
+            assert store.generation == 2
+            await store.add(record("j1"))
+        finally:
+            await store.close()
+
+
+async def test_a_start_on_a_full_disk_after_a_clean_end_reads_and_heals(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    jobs = await _filled(path)
+    store = SqliteJobStore(path)
+    try:
+        with full_disk.files_at_most(0):  # no room even for what the readers of a file share
+            for _ in range(2):
+                with pytest.raises(StorageUnavailable, match="full"):
+                    await store.open()
+                assert await store.get("j30") == jobs[30]
+                assert await store.live() == jobs
+                with pytest.raises(StorageUnavailable):
+                    await store.add(record("new"))
+        await store.open()
+        added = await store.add(record("new"))
+        assert await store.live() == [*jobs, added], "what was read while it was full is not what is read now"
+    finally:
+        await store.close()
+
+
+async def test_a_full_disk_shows_no_file_without_the_log_that_belongs_to_it(tmp_path: Path) -> None:
+    path, killed = tmp_path / "jobs.sqlite", tmp_path / "killed" / "jobs.sqlite"
+    killed.parent.mkdir()
+    async with _open(path) as store:
+        await store.add(record("j1"))
+        for name in ("jobs.sqlite", "jobs.sqlite-wal"):
+            shutil.copy(path.with_name(name), killed.with_name(name))
+    with full_disk.files_at_most(0):
+        store = SqliteJobStore(killed)
+        with pytest.raises(StorageUnavailable):
+            await store.open()
+        with pytest.raises(StorageUnavailable):
+            await store.get("j1")
+        await store.close()
+
+
+async def test_a_disk_that_forbids_writing_is_said_and_read_where_it_can_be(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
+        path = disk / "jobs.sqlite"
+        said = await asyncio.to_thread(_killed_writer, path, "earlier", after_s=0.05)
+        store = SqliteJobStore(path)
+        with full_disk.read_only(disk):
+            with pytest.raises(StorageUnavailable):
+                await store.open()
+            assert await store.get(said[0][1]) is not None
+            with pytest.raises(StorageUnavailable):
+                await SqliteJobStore(disk / "other" / "jobs.sqlite").open()
+            await store.close()
+        async with _open(path) as healed:
+            assert await healed.get(said[0][1]) is not None
+
+
+async def test_a_limit_on_files_fails_what_does_not_fit_and_nothing_after_it(tmp_path: Path) -> None:
+    async with _open(tmp_path / "jobs.sqlite") as store:
+        added = [await store.add(record("j1"))]
+        with full_disk.files_at_most(200_000):
+            big = [store.add(record(f"big{number}"), inputs=bytes(MIB)) for number in range(4)]
+            results = await asyncio.gather(*big, return_exceptions=True)
+            assert {type(result) for result in results} == {StorageUnavailable}
+            assert await store.page(size=9) == added
+            added.append(await store.add(record("small")))
+        added.append(await store.add(record("big1"), inputs=bytes(MIB)))
+        assert await store.live() == added
+
+
+async def test_the_log_of_the_file_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    async with _open(path) as store:
+        for number in range(40):
+            await store.add(record(f"j{number}"), inputs=bytes(MIB))
+        assert path.with_name("jobs.sqlite-wal").stat().st_size < 12 * MIB
+        for number in range(40):
+            await store.fail(f"j{number}", None, error=b"", state=JOB_STATE_FAILED, ended_wall=1.0)
+        for number in range(40):
+            await store.add(record(f"again{number}"), inputs=bytes(MIB))
+        assert path.stat().st_size < 50 * MIB, "the room of inputs that went is used again"
+
+
+async def _filled(path: Path) -> list[JobRecord]:
+    """A closed file with jobs in it."""
+    async with _open(path) as store:
+        return [await store.add(record(f"j{number}", request_id=f"r{number}"), inputs=b"i") for number in range(60)]
+
+
+async def _answer(store: SqliteJobStore, job: JobRecord) -> list[JobRecord | None]:
+    """What the store says about a job, by id and by request; without DataLoss."""
+    answers: list[JobRecord | None] = []
+    with contextlib.suppress(DataLoss):
+        answers.append(await store.get(job.job_id))
+    with contextlib.suppress(DataLoss):
+        answers.append(await store.of_request(job.request_id))
+    return answers
+
+
+async def test_a_damaged_file_says_what_to_do_is_not_written_and_is_read_as_far_as_it_is_good(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    jobs = await _filled(path)
+    data = bytearray(path.read_bytes())
+    page = data.index(b"spec\x00" + b"j30") // 4096 * 4096
+    data[page : page + 4096] = bytes(4096)
+    path.write_bytes(data)
+    store = SqliteJobStore(path)
+    try:
+        with pytest.raises(DataLoss, match=r"jobs\.sqlite is damaged.*Restore"):
+            await store.open()
+        for refused in (store.add(record("new")), store.begin("j0", 1, started_wall=1.0)):
+            with pytest.raises(DataLoss):
+                await refused
+        for unsure in (store.get("unknown"), store.get("j30"), store.live(), store.page(size=5)):
+            with pytest.raises(DataLoss) as raised:
+                await unsure
+            assert str(tmp_path) not in raised.value.message
+        good = [job for job in jobs if await _answer(store, job) == [job, job]]
+        assert 0 < len(good) < len(jobs)
+    finally:
+        await store.close()
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("kind", ["header", "cut", "empty page"])
+async def test_every_kind_of_damage_is_noticed_at_the_start(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "jobs.sqlite"
+    await _filled(path)
+    data = path.read_bytes()
+    damaged = {
+        "header": b"x" * 100 + data[100:],
+        "cut": data[: len(data) // 2],
+        "empty page": data[:8192] + bytes(4096) + data[12288:],
+    }
+    path.write_bytes(damaged[kind])
+    store = SqliteJobStore(path)
+    try:
+        with pytest.raises(DataLoss, match="damaged"):
+            await store.open()
+        path.write_bytes(data)  # the operator restored it
+        await store.open()
+        assert len(await store.live()) == 60
+    finally:
+        await store.close()
+
+
+async def test_a_file_without_one_of_its_parts_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    await _filled(path)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TRIGGER jobs_forgotten")
+    store = SqliteJobStore(path)
+    with pytest.raises(DataLoss, match="damaged"):
+        await store.open()
+    await store.close()
+
+
+async def test_no_flipped_bits_make_a_wrong_answer(tmp_path: Path) -> None:
+    source = tmp_path / "jobs.sqlite"
+    jobs = await _filled(source)
+    data, chance = source.read_bytes(), random.Random(11)
+    refused = noticed = 0
+    for number in range(40):
+        path = tmp_path / f"damaged{number}.sqlite"
+        damaged = bytearray(data)
+        at = data.index(b"j%d" % (number % 60)) if number % 2 else chance.randrange(100, len(data))
+        damaged[at] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        store = SqliteJobStore(path)
+        try:
+            await store.open()
+        except (DataLoss, ConfigError):
+            refused += 1
+        for job in chance.sample(jobs, 10):
+            with contextlib.suppress(StorageUnavailable):  # it could not be opened at all
+                answers = await _answer(store, job)
+                assert set(answers) <= {job}
+                noticed += len(answers) < 2
+        await store.close()
+    assert refused > 5
+    assert noticed
+
+
+async def test_damage_that_shows_while_it_runs_stops_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "jobs.sqlite"
+    await _filled(path)
+    async with _open(path) as store:
+        data = bytearray(path.read_bytes())
+        page = data.index(b"spec\x00" + b"j30") // 4096 * 4096
+        with path.open("r+b") as file:
+            file.seek(page)
+            file.write(bytes(4096))
+        for _ in range(2):
+            with pytest.raises(DataLoss):
+                await store.get("j30")
+        with pytest.raises(DataLoss):
+            await store.add(record("new"))
+        assert [line.levelname for line in caplog.records] == ["ERROR"]
+
+
+async def test_one_damaged_job_does_not_stop_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "jobs.sqlite"
+    jobs = await _filled(path)
+    good = [job for job in jobs if job.job_id not in ("j30", "j40")]
+    damage = path.read_bytes()
+    for name in (b"j30", b"j40"):
+        damage = damage.replace(b"spec\x00" + name, b"spec\x00" + b"j31")
+    path.write_bytes(damage)
+    async with _open(path) as store:
+        assert await store.get("j31") == jobs[31]
+        for hurt in (store.get("j30"), store.of_request("r30"), store.begin("j30", 1, started_wall=1.0)):
+            with pytest.raises(DataLoss):
+                await hurt
+        for _ in range(2):
+            assert await store.live() == good
+            assert await store.page(size=100) == good[::-1]
+        assert await store.page(size=3, before_sequence=jobs[41].sequence) == [jobs[39], jobs[38], jobs[37]]
+        assert await store.begin("j31", 1, started_wall=1.0)
+        assert (await store.add(record("new"))).sequence > jobs[-1].sequence
+    told = [line.__dict__["sequence"] for line in caplog.records if line.levelname == "ERROR"]
+    assert sorted(told) == [jobs[30].sequence, jobs[40].sequence], "of each once"
+
+
+async def test_a_file_of_the_version_before_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    path.write_bytes(gzip.decompress(EARLIER.read_bytes()))
+    async with _open(path) as store:
+        assert store.generation == 2
+        assert [found.job_id for found in await store.live()] == ["queued", "running"]
+        assert await store.inputs("queued") == b"inputs"
+        completed = await store.of_request("r-completed")
+        assert completed is not None
+        assert (completed.job_id, completed.provenance, completed.loras_step) == ("completed", b"how", 4)
+        assert (completed.peer, completed.ended_wall, completed.ended_steady) == ("", 120.0, 120.0)
+        later = await store.get("later")
+        assert later is not None
+        assert later.ended_steady is not None
+        assert abs(later.ended_steady - time.time()) < 60, "it ended under a clock that was ahead"
+        with pytest.raises(DataLoss):
+            await store.get("damaged")
+        assert await store.begin("running", 2, started_wall=1.0)
+        assert await store.complete("running", 2, pictures=(), provenance=b"", ended_wall=130.0)
+        added = await store.add(replace(record("new"), peer="10.0.0.7"))
+    async with _open(path) as store:
+        assert await store.get("new") == added
+        assert await store.forget(ended_before=0.0, max_jobs=4, max_bytes=1 << 30, limit=9) == 4
+        assert {found.job_id for found in await store.page(size=9)} == {"queued", "completed", "running", "new"}
+        assert await store.forget(ended_before=0.0, max_jobs=3, max_bytes=1 << 30, limit=9) == 1
+        assert await store.get("completed") is None
+
+
+async def test_an_upgrade_that_a_full_disk_stops_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    path.write_bytes(gzip.decompress(EARLIER.read_bytes()))
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        names = ", ".join(name for name in COLUMNS if name not in ("job_id", "spec", "peer", "ended_steady"))
+        for number in range(100):  # more than there is room for below
+            copy = (
+                f"INSERT INTO jobs (job_id, spec, {names}) SELECT ?, zeroblob(2000), {names} FROM jobs WHERE job_id = ?"
+            )
+            connection.execute(copy, (f"copy{number}", "completed"))
+    store = SqliteJobStore(path)
+    try:
+        # Enough for what readers share, 32 KiB, and not for all that is written.
+        with full_disk.files_at_most(64_000), pytest.raises(StorageUnavailable):
+            await store.open()
+        with pytest.raises(StorageUnavailable):
+            await store.get("completed")
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            assert connection.execute("PRAGMA user_version").fetchall() == [(3,)]
+        await store.open()
+        assert await store.get("completed") is not None
+    finally:
+        await store.close()
+
+
+async def test_the_file_of_a_later_version_or_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    later, other = tmp_path / "later.sqlite", tmp_path / "other.sqlite"
+    await _filled(later)
+    for path, statement in ((later, "PRAGMA user_version = 99"), (other, "CREATE TABLE theirs (a)")):
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute(statement)
+        before = path.read_bytes()
+        store = SqliteJobStore(path)
+        with pytest.raises(ConfigError, match=path.name):
+            await store.open()
+        await store.close()
+        assert path.read_bytes() == before
+
+
+async def test_an_add_is_not_acknowledged_before_it_could_be_committed(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    async with _open(path) as store:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            adding = asyncio.create_task(store.add(record("j1")))
+            await asyncio.sleep(0.05)
+            assert not adding.done()
+            assert await store.get("j1") is None
+            other.execute("ROLLBACK")
+        added = await asyncio.wait_for(adding, 10)
+        assert await store.get("j1") == added
+
+
+async def test_a_caller_that_is_cancelled_leaves_the_store_in_order(tmp_path: Path) -> None:
+    async with _open(tmp_path / "jobs.sqlite") as store:
+        tasks = [asyncio.create_task(store.add(record(f"j{number}"))) for number in range(50)]
+        await asyncio.sleep(0)
+        for task in tasks[::2]:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert not [result for result in results if isinstance(result, BottegaError)]
+        kept = {found.job_id for found in await store.live()}
+        assert {result.job_id for result in results if isinstance(result, JobRecord)} <= kept
+        again = [await store.add(replace(record(f"j{number}"), fingerprint="x")) for number in range(50)]
+        assert {added.job_id for added in again} == {f"j{number}" for number in range(50)}
+
+
+async def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "jobs.sqlite"
+    async with _open(path) as store:
+        await store.add(record("j1"))
+        assert [part.stat().st_mode & 0o077 for part in path.parent.iterdir()] == [0, 0, 0]
+    shutil.rmtree(path.parent)

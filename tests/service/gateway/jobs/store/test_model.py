@@ -1,0 +1,353 @@
+"""Any sequence of calls, over any number of lives and stores, does to a job store what it does to a dictionary."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from bottega.gateway.jobs.store import JobRecord, JobStore, StoredPicture
+from bottega.v1.image_pb2 import (
+    JOB_STATE_CANCELLED,
+    JOB_STATE_COMPLETED,
+    JOB_STATE_FAILED,
+    JOB_STATE_QUEUED,
+    JOB_STATE_RUNNING,
+    JobState,
+)
+from tests.support.job_store_backends import BACKENDS, record
+
+# Whether bytes reach the disk is another test's; here are many more calls than a disk would take in the time.
+_MEMORY = Path("/dev/shm")
+
+LIVE = (JOB_STATE_QUEUED, JOB_STATE_RUNNING)
+# Few of each, so that calls meet.
+NAMES = ("j0", "j1", "j2")
+JOB_IDS = st.sampled_from(NAMES)
+REQUEST_IDS = st.sampled_from(["r0", "r1", ""])
+# From the newest attempt: mostly the one that counts, or would be next.
+STEPS = st.sampled_from([0, 0, 1, 1, -1])
+PEERS = st.sampled_from(["p0", "p1"])
+TIMES = st.sampled_from([10.0, 20.5, 30.0])
+BYTES = st.binary(max_size=40)
+SAME = (
+    "job_id",
+    "request_id",
+    "peer",
+    "spec",
+    "created_wall",
+    "state",
+    "attempt",
+    "deaths",
+    "loras_step",
+    "deadline_wall",
+    "started_wall",
+    "ended_wall",
+    "pictures",
+    "provenance",
+    "error",
+)
+
+
+@dataclass
+class Known:
+    """What the model remembers of a job, said in its own words."""
+
+    job_id: str
+    request_id: str
+    spec: bytes
+    inputs: bytes
+    created_wall: float
+    order: int
+    peer: str = ""
+    state: JobState.ValueType = JOB_STATE_QUEUED
+    attempt: int = 0
+    deaths: int = 0
+    loras_step: int | None = None
+    deadline_wall: float | None = 0.0
+    started_wall: float | None = None
+    ended_wall: float | None = None
+    pictures: tuple[StoredPicture, ...] = ()
+    provenance: bytes = b""
+    error: bytes = b""
+
+    def end(self, state: JobState.ValueType, ended_wall: float) -> None:
+        self.state, self.ended_wall, self.inputs = state, ended_wall, b""
+
+
+class Machine(RuleBasedStateMachine):
+    """Two stores of the same jobs, either of which may be closed and opened again, and a dictionary."""
+
+    backend: ClassVar[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.folder = tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None)
+        self.stores: list[JobStore] = []
+        self.known: dict[str, Known] = {}
+        self.requests: dict[str, str] = {}
+        self.added = 0
+        self.generation = 0
+        self.calls = 0
+
+    def teardown(self) -> None:
+        for store in self.stores:
+            self.runner.run(store.close())
+        self.runner.close()
+        self.folder.cleanup()
+
+    def _opened(self) -> JobStore:
+        store = BACKENDS[self.backend](Path(self.folder.name))
+        self.runner.run(store.open())
+        assert store.generation > self.generation
+        self.generation = store.generation
+        return store
+
+    @initialize()
+    def open(self) -> None:
+        self.stores = [self._opened(), self._opened()]
+        for job_id, request_id in (("j0", "r0"), ("j1", "r1")):
+            self._add(0, record(job_id, request_id=request_id), b"", "")
+
+    @precondition(lambda self: self.calls > 10)
+    @rule(which=st.integers(0, 1))
+    def restart(self, which: int) -> None:
+        self.calls = 0
+        self.runner.run(self.stores[which].close())
+        self.stores[which] = self._opened()
+
+    @rule(
+        which=st.integers(0, 1),
+        job_id=JOB_IDS,
+        request_id=REQUEST_IDS,
+        replaces=JOB_IDS,
+        spec=BYTES,
+        inputs=BYTES,
+        created_wall=TIMES,
+        peer=PEERS,
+    )
+    def add(
+        self,
+        which: int,
+        job_id: str,
+        request_id: str,
+        replaces: str,
+        spec: bytes,
+        inputs: bytes,
+        created_wall: float,
+        peer: str,
+    ) -> None:
+        new = record(job_id, request_id=request_id, spec=spec or b"s", created_wall=created_wall)
+        self._add(which, replace(new, peer=peer), inputs, replaces)
+
+    def _add(self, which: int, new: JobRecord, inputs: bytes, replaces: str) -> None:
+        job_id, request_id = new.job_id, new.request_id
+        added = self.runner.run(self.stores[which].add(new, inputs=inputs, replaces=replaces))
+        holder = self.known.get(job_id)
+        if holder is None and request_id in self.requests:
+            holder = self.known[self.requests[request_id]]
+            if holder.job_id == replaces and holder.state in (JOB_STATE_FAILED, JOB_STATE_COMPLETED):
+                holder = None
+        if holder is None:
+            self.added += 1
+            holder = Known(job_id, request_id, new.spec, inputs, new.created_wall, self.added, new.peer)
+            holder.deadline_wall = new.deadline_wall
+            self.known[job_id] = holder
+            if request_id:
+                self.requests[request_id] = job_id
+        self._same(added, holder)
+
+    @rule(which=st.integers(0, 1), job_id=JOB_IDS, step=STEPS, at=TIMES)
+    def begin(self, which: int, job_id: str, step: int, at: float) -> None:
+        job, attempt = self.known.get(job_id), self._attempt(job_id, step)
+        right = job is not None and job.state in LIVE and attempt > job.attempt
+        if job is not None and job.state == JOB_STATE_QUEUED and attempt == job.attempt > 0:
+            right = True  # it was given up, and turns out not to be lost
+        assert self.runner.run(self.stores[which].begin(job_id, attempt, started_wall=at)) is right
+        if job is not None and right:
+            job.state, job.attempt = JOB_STATE_RUNNING, attempt
+            job.started_wall = at if job.started_wall is None else job.started_wall
+
+    @rule(which=st.integers(0, 1), job_id=JOB_IDS, step=STEPS, deaths=st.integers(0, 3))
+    def requeue(self, which: int, job_id: str, step: int, deaths: int) -> None:
+        attempt = self._attempt(job_id, step)
+        right = self._current(job_id, attempt)
+        assert self.runner.run(self.stores[which].requeue(job_id, attempt, deaths=deaths)) is right
+        if right:
+            self.known[job_id].state, self.known[job_id].deaths = JOB_STATE_QUEUED, deaths
+
+    @rule(which=st.integers(0, 1), job_id=JOB_IDS, step=STEPS, loras_step=st.integers(0, 3))
+    def dress(self, which: int, job_id: str, step: int, loras_step: int) -> None:
+        attempt = self._attempt(job_id, step)
+        right = self._current(job_id, attempt)
+        assert self.runner.run(self.stores[which].dress(job_id, attempt, loras_step=loras_step)) is right
+        if right:
+            self.known[job_id].loras_step = loras_step
+
+    @rule(which=st.integers(0, 1), job_id=JOB_IDS, deadline=st.none() | TIMES)
+    def extend(self, which: int, job_id: str, deadline: float | None) -> None:
+        right = job_id in self.known and self.known[job_id].state in LIVE
+        assert self.runner.run(self.stores[which].extend(job_id, deadline)) is right
+        if right:
+            self.known[job_id].deadline_wall = deadline
+
+    @rule(job_id=JOB_IDS, steps=st.lists(STEPS, min_size=1, max_size=3), provenance=BYTES, at=TIMES)
+    def complete_at_once(self, job_id: str, steps: list[int], provenance: bytes, at: float) -> None:
+        attempts = [self._attempt(job_id, step) for step in steps]
+        pictures = (StoredPicture(digest="d", size_bytes=len(provenance)),)
+
+        async def race() -> list[bool]:
+            calls = [
+                self.stores[place % 2].complete(
+                    job_id, attempt, pictures=pictures, provenance=provenance, ended_wall=at
+                )
+                for place, attempt in enumerate(attempts)
+            ]
+            return await asyncio.gather(*calls)
+
+        right = any(self._current(job_id, attempt) for attempt in attempts)
+        assert sum(self.runner.run(race())) == right
+        if right:
+            job = self.known[job_id]
+            job.pictures, job.provenance = pictures, provenance
+            job.end(JOB_STATE_COMPLETED, at)
+
+    @rule(
+        which=st.integers(0, 1),
+        job_id=JOB_IDS,
+        step=st.none() | STEPS,
+        state=st.sampled_from([JOB_STATE_FAILED, JOB_STATE_CANCELLED]),
+        error=BYTES,
+        at=TIMES,
+    )
+    def fail(
+        self, which: int, job_id: str, step: int | None, state: JobState.ValueType, error: bytes, at: float
+    ) -> None:
+        job, attempt = self.known.get(job_id), None if step is None else self._attempt(job_id, step)
+        right = job is not None and job.state in LIVE and (attempt is None or self._current(job_id, attempt))
+        call = self.stores[which].fail(job_id, attempt, error=error, state=state, ended_wall=at)
+        assert self.runner.run(call) is right
+        if job is not None and right:
+            job.error = error
+            job.end(state, at)
+
+    @rule(which=st.integers(0, 1), ended_before=TIMES, max_jobs=st.integers(0, 4), limit=st.integers(1, 2))
+    def forget(self, which: int, ended_before: float, max_jobs: int, limit: int) -> None:
+        gone = 0
+        while gone < limit and (job := self._goes_next(ended_before, max_jobs)) is not None:
+            gone += 1
+            del self.known[job.job_id]
+            self.requests = {key: job_id for key, job_id in self.requests.items() if job_id != job.job_id}
+        call = self.stores[which].forget(ended_before=ended_before, max_jobs=max_jobs, max_bytes=1 << 40, limit=limit)
+        assert self.runner.run(call) == gone
+
+    def _goes_next(self, ended_before: float, max_jobs: int) -> Known | None:
+        ended = [job for job in self.known.values() if job.ended_wall is not None]
+        ended.sort(key=lambda job: (job.ended_wall, job.order))
+        if ended and (ended[0].ended_wall or 0.0) < ended_before:
+            return ended[0]
+        if len(self.known) <= max_jobs or not ended:
+            return None
+        kind = [job for job in ended if job.state != JOB_STATE_COMPLETED] or ended
+        held = Counter(job.peer for job in kind)
+        loses = min(held, key=lambda peer: (-held[peer], peer))
+        return next(job for job in kind if job.peer == loses)
+
+    @rule(
+        which=st.integers(0, 1),
+        states=st.sets(st.sampled_from(JobState.values())),
+        after=st.none() | TIMES,
+        before=st.none() | TIMES,
+        size=st.integers(1, 4),
+    )
+    def page(
+        self, which: int, states: set[JobState.ValueType], after: float | None, before: float | None, size: int
+    ) -> None:
+        expected = [
+            job
+            for job in sorted(self.known.values(), key=lambda job: -job.order)
+            if (not states or job.state in states)
+            and (after is None or job.created_wall >= after)
+            and (before is None or job.created_wall < before)
+        ]
+        found: list[JobRecord] = []
+        while True:
+            call = self.stores[which].page(
+                size=size,
+                states=states,
+                created_after=after,
+                created_before=before,
+                before_sequence=found[-1].sequence if found else None,
+            )
+            more = self.runner.run(call)
+            found += more
+            if len(more) < size:
+                break
+        assert len(found) == len(expected)
+        for each, job in zip(found, expected, strict=True):
+            self._same(each, job)
+
+    @invariant()
+    def both_stores_know_the_same(self) -> None:
+        self.calls += 1
+        self.runner.run(self._compare())
+
+    async def _compare(self) -> None:
+        live = [job.job_id for job in sorted(self.known.values(), key=lambda job: job.order) if job.state in LIVE]
+        for store in self.stores:
+            assert [found.job_id for found in await store.live()] == live
+            for job_id in NAMES:
+                found = await store.get(job_id)
+                assert (found is None) == (job_id not in self.known)
+                if found is not None:
+                    self._same(found, self.known[job_id])
+                    assert await store.inputs(job_id) == self.known[job_id].inputs
+            for request_id in ("r0", "r1"):
+                of_request = await store.of_request(request_id)
+                assert (of_request.job_id if of_request else None) == self.requests.get(request_id)
+
+    def _attempt(self, job_id: str, step: int) -> int:
+        return (self.known[job_id].attempt if job_id in self.known else 0) + step
+
+    def _current(self, job_id: str, attempt: int) -> bool:
+        job = self.known.get(job_id)
+        return job is not None and job.state == JOB_STATE_RUNNING and job.attempt == attempt
+
+    def _same(self, found: JobRecord, job: Known) -> None:
+        for name in SAME:
+            assert getattr(found, name) == getattr(job, name), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_store_does_what_a_dictionary_would(backend: str) -> None:
+    class MachineOfBackend(Machine):
+        pass
+
+    MachineOfBackend.backend = backend
+    run_state_machine_as_test(
+        MachineOfBackend,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=60,
+            deadline=None,
+            phases=(Phase.generate,),  # shrinking would run thousands of machines; sixty steps are readable
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,153 @@
+"""Gateways that are killed: nothing that was acknowledged is lost, and nothing is drawn twice to an end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
+from bottega.rpc.channel import open_channel
+from bottega.v1 import image_pb2, image_pb2_grpc
+from bottega.v1.generation_pb2 import GenerationSpec
+from tests.fakes.scripted_worker import ScriptedWorker
+from tests.support.services import Service, Services, gateway_config
+
+READY_S = 3.0
+LIVES = 4
+# Submissions at once: with the first acknowledgement the gateway dies, and with it those on their way.
+BURST = 24
+
+
+class House:
+    """A gateway in a process of its own, always at the same place and with the same state, and a worker here."""
+
+    def __init__(self, services: Services, folder: Path) -> None:
+        self._services = services
+        self.state = folder / "state"
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.fleet = f"127.0.0.1:{free.getsockname()[1]}"
+        self.gateway: Service | None = None
+        self.channel = open_channel(self.address)
+        self.images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(self.channel)
+        self.worker = ScriptedWorker("w1", self.fleet)
+
+    async def start(self) -> None:
+        server = {"listen": self.address, "metrics_listen": "127.0.0.1:0"}
+        config = gateway_config(
+            server=server, fleet={"listen": self.fleet}, state=str(self.state), codec_processes=1, max_queued=2000
+        )
+        self.gateway = await asyncio.to_thread(self._services.start, "bottega.gateway", config, name="gateway")
+
+    async def kill(self) -> None:
+        assert self.gateway is not None
+        self.gateway.process.kill()  # now, and not when a thread is free
+        await asyncio.to_thread(self.gateway.kill)
+
+    async def submit(self, request_id: str) -> str:
+        request = image_pb2.SubmitJobRequest(request_id=request_id, spec=GenerationSpec(prompt="a star"))
+        return (await self.images.SubmitJob(request, timeout=10)).job.job_id
+
+    async def ended(self, job_id: str) -> image_pb2.Job:
+        async with asyncio.timeout(20):
+            while True:
+                job = (await self.images.GetJob(image_pb2.GetJobRequest(job_id=job_id), wait_for_ready=True)).job
+                if job.HasField("end_time"):
+                    return job
+                await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    with Services(tmp_path) as services:
+        house = House(services, tmp_path)
+        await house.start()
+        await house.worker.start()
+        yield house
+        await house.worker.die()
+        await house.channel.close()
+
+
+async def test_a_worker_brings_what_it_runs_to_the_gateway_that_comes_back(house: House) -> None:
+    house.worker.script.hold_at = 5
+    job_id = await house.submit("order-1")
+    await asyncio.wait_for(house.worker.arrived.wait(), 2)
+    queued = await house.submit("order-2")
+    await house.kill()
+    house.worker.script.release.set()
+    await house.start()
+    for ended in (await house.ended(job_id), await house.ended(queued)):
+        assert (ended.state, ended.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 1)
+    assert len(house.worker.begun) == 2
+    assert len(house.worker.requests) == 3, "it was attached to once"
+    assert await house.submit("order-1") == job_id
+
+
+async def test_nothing_acknowledged_is_lost_around_kills(house: House) -> None:
+    acknowledged: dict[str, str] = {}
+
+    async def submit(request_id: str) -> None:
+        acknowledged[request_id] = await house.submit(request_id)
+
+    for life in range(LIVES):
+        assert house.worker.membership is not None
+        await asyncio.wait_for(house.worker.membership.joined.wait(), 5)
+        before = len(acknowledged)
+        burst = [asyncio.create_task(submit(f"order-{life}-{number}")) for number in range(BURST)]
+        async with asyncio.timeout(10):
+            while len(acknowledged) == before:  # noqa: ASYNC110 - the very first acknowledgement is what counts
+                await asyncio.sleep(0)
+        await house.kill()
+        await asyncio.gather(*burst, return_exceptions=True)
+        await house.start()
+    for request_id, job_id in acknowledged.items():
+        ended = await house.ended(job_id)
+        assert ended.state == image_pb2.JOB_STATE_COMPLETED, ended
+        assert await house.submit(request_id) == job_id
+    # Every attempt has a number of its own, whatever was not written of the one before.
+    assert max(Counter(house.worker.begun).values()) == 1
+
+
+@pytest.mark.alone
+async def test_a_thousand_live_jobs_are_ready_again_within_three_seconds(house: House) -> None:
+    await house.worker.die()
+    await house.kill()
+    store = SqliteJobStore(house.state / "jobs.sqlite")
+    await store.open()
+    spec = GenerationSpec(model="miniature", prompt="a star", num_inference_steps=10, num_images=1)
+    spec.width = spec.height = 64
+    image = GenerationSpec()
+    image.CopyFrom(spec)
+    image.image = bytes(20_000)
+    await asyncio.gather(
+        *(
+            store.add(
+                JobRecord(
+                    job_id=f"{number:024x}",
+                    fingerprint="f",
+                    spec=spec.SerializeToString(),
+                    shape=(16, 16),
+                    created_wall=time.time(),
+                    size_bytes=20_100,
+                ),
+                inputs=image.SerializeToString(),
+            )
+            for number in range(1000)
+        )
+    )
+    await store.close()
+    began = time.monotonic()
+    await house.start()
+    seconds = time.monotonic() - began
+    assert seconds < READY_S
+    assert house.gateway is not None
+    (restored,) = [line for line in house.gateway.events() if line["event"] == "jobs restored"]
+    assert restored["jobs"] == 1000
+    assert restored["seconds"] < 1.0

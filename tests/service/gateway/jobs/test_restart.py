@@ -1,0 +1,536 @@
+"""What a later life of a gateway knows of an earlier one: jobs, pictures, attempts at workers; and disks that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import sqlite3
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from bottega import errors
+from bottega.gateway.config import FleetConfig, GatewayConfig, GatewayServerConfig
+from bottega.gateway.gateway import Gateway
+from bottega.gateway.scheduling import periodic
+from bottega.storage import ContentStore
+from bottega.v1 import image_pb2, image_pb2_grpc, worker_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
+from tests.fakes.scripted_worker import ScriptedWorker
+from tests.samples.jobs import sample_job
+from tests.support import full_disk
+from tests.support.running_front import png
+from tests.support.running_gateway import Running, refusal, running_gateway, told
+
+MIB = 1 << 20
+
+
+def _address() -> str:
+    """One that is free now: a later life listens where the earlier one did, and workers find it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+async def _is_serving(channel: grpc.aio.Channel) -> bool:
+    check = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    answer = await check(health_pb2.HealthCheckRequest(), timeout=5)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def _serves(channel: grpc.aio.Channel, serving: bool) -> None:
+    async with asyncio.timeout(10):
+        while await _is_serving(channel) is not serving:  # noqa: ASYNC110 - health has no event
+            await asyncio.sleep(0.05)
+
+
+async def _in_state(house: Running, job_id: str, state: image_pb2.JobState.ValueType) -> None:
+    async with asyncio.timeout(5):
+        while (await house.job(job_id)).state != state:  # noqa: ASYNC110 - GetJob is what is asked here
+            await asyncio.sleep(0.02)
+
+
+async def _image(house: Running, job_id: str) -> bytes:
+    chunks = [answer.chunk async for answer in house.images.GetImage(image_pb2.GetImageRequest(job_id=job_id))]
+    return b"".join(chunks)
+
+
+async def test_the_same_request_gives_the_same_bytes_after_a_restart_and_another_one_is_refused(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        await house.worker()
+        first = await house.draw("order-1", prompt="a star")
+        read = house.gateway.server.registry.get_sample_value
+        assert read("bottega_jobs_acknowledged_total") == 1
+        assert (read("bottega_store_commit_seconds_count") or 0) >= 3  # opened, taken, ended
+    async with running_gateway(state=str(tmp_path)) as house:
+        again = await house.draw("order-1", prompt="a star")  # nobody is here who could draw it
+        assert list(again.images) == list(first.images)
+        assert again.provenance == first.provenance
+        error = await refusal(lambda: house.generate("order-1", prompt="a square"))
+        assert isinstance(error, errors.RequestIdReused)
+        (job,) = (await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs
+        assert (job.state, job.request_id) == (image_pb2.JOB_STATE_COMPLETED, "order-1")
+        assert await _image(house, job.job_id) == b"picture 0"
+
+
+async def test_a_request_id_is_remembered_for_as_long_as_its_job(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path), jobs_ttl_s=0.5) as house:
+        worker = await house.worker()
+        await house.draw("order-1", prompt="a star")
+        await asyncio.sleep(2.2)
+        await house.draw("order-1", prompt="another")
+        assert len(worker.begun) == 2
+
+
+async def test_a_stopping_gateway_leaves_what_it_cannot_finish_to_a_later_life(tmp_path: Path) -> None:
+    address = _address()
+    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, drain_grace_s=0.5) as house:
+        worker = await house.worker()
+        worker.script.hold_at = 5
+        runs = house.generate("order-1", prompt="a star")
+        job_id = (await told(runs)).job_id
+        await asyncio.wait_for(worker.arrived.wait(), 2)
+        waits = house.generate("order-2", prompt="a square")
+        await told(waits)
+        house.workers.clear()
+        await house.gateway.server.drain(house.gateway.finish)
+        for call in (runs, waits):
+            assert isinstance(await refusal(lambda call=call: call), errors.Draining)  # type: ignore[misc]
+    worker.script.release.set()
+    async with running_gateway(state=str(tmp_path), fleet={"listen": address}) as house:
+        house.workers.append(worker)
+        done = await house.draw("order-1", prompt="a star")
+        assert done.provenance.attempts == 1
+        await house.draw("order-2", prompt="a square")
+        assert [job_id for job_id, _ in worker.begun].count(job_id) == 1
+        assert len(worker.begun) == 2
+
+
+async def test_an_adopted_attempt_brings_its_checkpoint_along(tmp_path: Path) -> None:
+    address = _address()
+    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, drain_grace_s=0.2) as house:
+        worker = await house.worker()
+        worker.script.hold_at = 20
+        job = await house.submit(prompt="a star")
+        await asyncio.wait_for(worker.arrived.wait(), 2)
+        attempt = worker_pb2.AttemptId(job_id=job.job_id, number=1)
+        checkpoint = worker_pb2.WatchCheckpointsResponse(attempt=attempt, steps_done=15, checkpoint=b"15")
+        await worker.checkpoints.put(checkpoint)
+        await asyncio.sleep(0.2)  # it crosses the wire
+        house.workers.clear()
+        await house.gateway.server.drain(house.gateway.finish)
+    async with running_gateway(state=str(tmp_path), fleet={"listen": address}) as house:
+        async with asyncio.timeout(5):
+            while len(worker.requests) < 2:  # noqa: ASYNC110 - until it is adopted
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        other = await house.worker("w2")
+        await worker.die()
+        assert (await house.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+        assert [request.checkpoint for request in other.requests] == [b"15"]
+
+
+async def test_what_nobody_claims_after_a_restart_lines_up_again_before_the_others(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path), drain_grace_s=0.2) as house:
+        worker = await house.worker()
+        worker.script.hold_at = 5
+        runs = await house.submit(prompt="a star")
+        await asyncio.wait_for(worker.arrived.wait(), 2)
+        waits = await house.submit(prompt="a square")
+        await house.gateway.server.drain(house.gateway.finish)
+    async with running_gateway(state=str(tmp_path), hold_s=0.5, model_grace_s=10) as house:
+        began = time.monotonic()
+        await asyncio.sleep(0.6)
+        other = await house.worker("w2")
+        assert (await house.ended(waits.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+        ended = await house.ended(runs.job_id)
+        assert (ended.state, ended.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 2)
+        assert [job_id for job_id, _ in other.begun] == [runs.job_id, waits.job_id]
+        assert time.monotonic() - began < 5
+
+
+async def test_a_worker_that_is_back_after_the_hold_goes_on_with_what_it_has(tmp_path: Path) -> None:
+    address = _address()
+    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, drain_grace_s=0.2) as house:
+        worker = await house.worker()
+        worker.script.hold_at = 20
+        job = await house.submit(prompt="a star")
+        await asyncio.wait_for(worker.arrived.wait(), 2)
+        await worker.leave()
+        house.workers.clear()
+        await house.gateway.server.drain(house.gateway.finish)
+    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, hold_s=0.2) as house:
+        house.workers.append(worker)
+        await _in_state(house, job.job_id, image_pb2.JOB_STATE_QUEUED)
+        assert worker.membership is not None
+        worker.membership.start()
+        await _in_state(house, job.job_id, image_pb2.JOB_STATE_RUNNING)
+        worker.script.release.set()
+        ended = await house.ended(job.job_id)
+        assert (ended.state, ended.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 1)
+        assert worker.begun == [(job.job_id, 1)]
+
+
+async def test_who_watches_a_job_that_waits_hears_at_once_after_a_restart_where_it_stands(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        await (await house.worker()).die()
+        jobs = [await house.submit(prompt=f"star {number}") for number in range(2)]
+        await house.gateway.server.drain(house.gateway.finish)
+    async with running_gateway(state=str(tmp_path)) as house:
+        for place, job in enumerate(jobs):
+            watch = house.images.WatchJob(image_pb2.WatchJobRequest(job_id=job.job_id), timeout=5)
+            event = await asyncio.wait_for(told(watch), 0.5)
+            assert event.WhichOneof("event") == "queued"
+            assert event.queued.place == place
+            watch.cancel()
+
+
+async def test_a_worker_that_joins_is_freed_of_what_counts_no_more() -> None:
+    async with running_gateway() as house:
+        worker = await house.worker()
+        await worker.leave()
+        worker.still_running("forgotten", 3)
+        assert worker.membership is not None
+        worker.membership.start()
+        stopped = await asyncio.wait_for(worker.cancelled.get(), 3)
+        assert (stopped.job_id, stopped.number) == ("forgotten", 3)
+
+
+def _as_at_a_crash(house: Running) -> None:
+    """The gateway will not be there to hear that callers have gone."""
+    house.gateway._foreman.abandon = lambda job, why="": None  # type: ignore[method-assign]
+
+
+async def test_who_gave_no_request_id_is_drawn_nothing_after_a_crash(tmp_path: Path) -> None:
+    address = _address()
+    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, drain_grace_s=0.2) as house:
+        worker = ScriptedWorker("w1", house.fleet_address)
+        worker.script.hold_at = 5
+        await worker.start()
+        calls = [house.generate(prompt="nobody's")]
+        nobodys = (await told(calls[0])).job_id
+        await asyncio.wait_for(worker.arrived.wait(), 5)  # that one is with the worker, and no other
+        calls.append(house.generate("order-1", prompt="somebody's"))
+        somebodys = (await told(calls[1])).job_id
+        submitted = (await house.submit(prompt="anybody's")).job_id
+        _as_at_a_crash(house)
+        await house.gateway.server.drain(house.gateway.finish)
+    try:
+        async with running_gateway(state=str(tmp_path), fleet={"listen": address}) as house:
+            ended = await house.ended(nobodys)
+            assert (ended.state, ended.error.reason) == (image_pb2.JOB_STATE_CANCELLED, errors.JobCancelled.reason)
+            assert ended.error.message == "its only caller went with the gateway that had the call"
+            worker.script.release.set()
+            for job_id in (somebodys, submitted):
+                assert (await house.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+            assert (await asyncio.wait_for(worker.cancelled.get(), 5)).job_id == nobodys
+    finally:
+        await worker.die()
+
+
+async def test_a_deadline_passes_by_the_wall_clock_while_there_is_no_gateway(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path), drain_grace_s=0.2) as house:
+        worker = await house.worker()
+        worker.script.hold_at = 5
+        call = house.generate(prompt="a star", timeout=1.5)
+        job_id = (await told(call)).job_id
+        _as_at_a_crash(house)
+        await house.gateway.server.drain(house.gateway.finish)
+    await asyncio.sleep(1.0)
+    async with running_gateway(state=str(tmp_path)) as house:
+        ended = await house.ended(job_id)
+        assert ended.state == image_pb2.JOB_STATE_FAILED
+        assert ended.error.reason == errors.DeadlinePassed.reason
+
+
+async def test_a_full_disk_refuses_jobs_keeps_what_was_drawn_and_heals(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=4 * MIB) as disk:
+        async with running_gateway(state=str(disk / "state")) as house:
+            worker = await house.worker()
+            worker.script.picture = lambda index: bytes(300_000)
+            done = await house.submit(prompt="done")
+            await house.ended(done.job_id)
+            worker.script.hold_at = 5
+            worker.script.picture = lambda index: b"x" * 300_000
+            call = house.generate("order-1", prompt="a star")
+            job_id = (await told(call)).job_id
+            ballast = full_disk.fill(disk)
+            worker.script.release.set()
+            await _serves(house.channel, False)
+            error = await refusal(lambda: house.generate("order-2", prompt="a square"))
+            assert isinstance(error, errors.StorageUnavailable)
+            assert error.retry_after_s
+            assert (await house.job(job_id)).state == image_pb2.JOB_STATE_RUNNING
+            assert await _image(house, done.job_id) == bytes(300_000), "what is there can be read"
+            assert len((await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs) == 2
+            ballast.unlink()
+            events = [answer.event async for answer in call]
+            assert events[-1].completed.images[0].data == b"x" * 300_000
+            assert events[-1].completed.provenance.attempts == 1
+            await _serves(house.channel, True)
+            worker.script.picture = lambda index: b"small"
+            await house.draw("order-2", prompt="a square")
+
+
+async def test_a_disk_that_cannot_be_written_at_the_start_is_waited_for(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=4 * MIB) as disk:
+        async with running_gateway(state=str(disk / "state")) as house:
+            await house.worker()
+            done = await house.submit(prompt="done")
+            await house.ended(done.job_id)
+        with full_disk.read_only(disk):
+            starting = asyncio.create_task(_started_there(str(disk / "state"), done.job_id))
+            await asyncio.sleep(1.0)
+            assert not starting.done()
+        await asyncio.wait_for(starting, 5)
+
+
+async def _started_there(state: str, job_id: str) -> None:
+    async with running_gateway(state=state) as house:
+        assert (await house.job(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_a_disk_that_comes_back_read_only_after_a_crash_is_read(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
+        state = disk / "state"
+        done = await _left_by_a_crash(tmp_path / "killed", state)
+        with full_disk.read_only(disk):
+            async with _starting(state, _address()) as starting:
+                await _read(starting, done.job_id)
+                image = starting.images.GetImage(image_pb2.GetImageRequest(job_id=done.job_id), timeout=10)
+                assert b"".join([answer.chunk async for answer in image]) == b"picture 0"
+                request = image_pb2.SubmitJobRequest(spec=GenerationSpec(prompt="a star"))
+                error = await refusal(lambda: starting.images.SubmitJob(request, timeout=10))
+                assert isinstance(error, errors.Unavailable)
+                assert not await _is_serving(starting.channel)
+        async with _starting(state, _address()) as starting:
+            await _serves(starting.channel, True)
+            assert not list((state / "images" / "incoming").iterdir())
+
+
+async def test_images_that_cannot_be_used_keep_nobody_from_reading_jobs(tmp_path: Path) -> None:
+    done = await _left_by_a_crash(tmp_path / "killed", tmp_path / "state")
+    other = ContentStore(tmp_path / "state" / "images", budget_bytes=MIB, ttl_s=60)
+    await other.open()
+    try:
+        async with _starting(tmp_path / "state", _address()) as starting:
+            await _read(starting, done.job_id)
+            image = image_pb2.GetImageRequest(job_id=done.job_id)
+            error = await refusal(lambda: starting.images.GetImage(image, timeout=10))
+            assert isinstance(error, errors.StorageUnavailable)
+            cancel = image_pb2.CancelJobRequest(job_id=done.job_id)
+            await starting.images.CancelJob(cancel, timeout=10)  # it has ended, and stays so
+            assert _generation(tmp_path / "state") == 1, "two gateways must not both count themselves in"
+            await other.close()
+            await _serves(starting.channel, True)
+            assert _generation(tmp_path / "state") == 2
+    finally:
+        await other.close()
+
+
+async def _left_by_a_crash(killed: Path, state: Path) -> image_pb2.Job:
+    """A job that was drawn, in the state of a gateway that was killed while it wrote another picture."""
+    async with running_gateway(state=str(killed)) as house:
+        await house.worker()
+        done = await house.submit(prompt="done")
+        await house.ended(done.job_id)
+        shutil.copytree(killed, state)
+    (state / "images" / "incoming" / ("f" * 64)).write_bytes(b"half")
+    return done
+
+
+async def _read(starting: Starting, job_id: str) -> None:
+    found = await starting.images.GetJob(image_pb2.GetJobRequest(job_id=job_id), timeout=10)
+    assert found.job.state == image_pb2.JOB_STATE_COMPLETED
+    listed = await starting.images.ListJobs(image_pb2.ListJobsRequest(), timeout=10)
+    assert [job.job_id for job in listed.jobs] == [job_id]
+
+
+def _generation(state: Path) -> int:
+    with contextlib.closing(sqlite3.connect(state / "jobs.sqlite")) as store:
+        ((number,),) = store.execute("SELECT number FROM generation")
+    return int(number)
+
+
+async def test_a_full_disk_at_the_start_after_a_clean_end_is_told_and_what_is_there_can_be_read(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        await house.worker()
+        done = await house.submit(prompt="done")
+        await house.ended(done.job_id)
+    with full_disk.files_at_most(0):
+        async with _starting(tmp_path, _address()) as starting:
+            found = await starting.images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=10)
+            assert found.job.state == image_pb2.JOB_STATE_COMPLETED
+            image = starting.images.GetImage(image_pb2.GetImageRequest(job_id=done.job_id), timeout=10)
+            assert b"".join([answer.chunk async for answer in image]) == b"picture 0"
+            cancel = image_pb2.CancelJobRequest(job_id="another")
+            assert isinstance(await refusal(lambda: starting.images.CancelJob(cancel, timeout=10)), errors.JobNotFound)
+
+
+async def test_who_asks_before_a_store_could_be_opened_hears_why(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=MIB) as disk:
+        ballast = full_disk.fill(disk)
+        async with _starting(disk / "state", _address()) as starting:
+            error = await refusal(lambda: starting.images.GetJob(image_pb2.GetJobRequest(job_id="j"), timeout=10))
+            assert isinstance(error, errors.StorageUnavailable)
+            assert error.message == "the disk is full"
+            ballast.unlink()
+            await _serves(starting.channel, True)
+
+
+async def test_a_cancel_that_is_refused_while_it_starts_on_a_full_disk_has_not_happened(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
+        state, address, fleet = disk / "state", _address(), _address()
+        async with running_gateway(state=str(tmp_path / "killed")) as house:
+            await (await house.worker()).die()
+            job_id = (await house.submit("order-1", prompt="a star")).job_id
+            shutil.copytree(tmp_path / "killed", state)  # as it is left by one that is killed
+        ballast = full_disk.fill(disk)
+        async with _starting(state, address, fleet) as starting:
+            cancel = image_pb2.CancelJobRequest(job_id=job_id)
+            error = await refusal(lambda: starting.images.CancelJob(cancel, timeout=10))
+            assert isinstance(error, errors.StorageUnavailable)
+            assert not await _is_serving(starting.channel)
+            ballast.unlink()
+            await _serves(starting.channel, True)
+            await asyncio.sleep(0.7)  # what waited for the disk has been tried again
+            worker = await ScriptedWorker("w2", fleet).start()
+            try:
+                for request_id in ("order-1", "order-2"):
+                    request = image_pb2.GenerateRequest(request_id=request_id, spec=GenerationSpec(prompt="a star"))
+                    events = [answer.event async for answer in starting.images.Generate(request, timeout=10)]
+                    assert events[-1].WhichOneof("event") == "completed"
+                assert worker.begun[0][0] == job_id
+            finally:
+                await worker.die()
+
+
+async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.gateway.jobs.storage._DAMAGED_RETRY_S", 0.5)
+    async with running_gateway(state=str(tmp_path / "state")) as house:
+        await house.worker()
+        done = await house.submit("order-1", prompt="done")
+        await house.ended(done.job_id)
+    whole = tmp_path / "state" / "jobs.sqlite"
+    shutil.copy(whole, tmp_path / "copy")
+    whole.write_bytes(bytes(4096) + whole.read_bytes()[4096:])
+    address = _address()
+    async with _starting(tmp_path / "state", address) as starting:
+        images = starting.images
+        for call in (
+            lambda: images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=10),
+            lambda: images.ListJobs(image_pb2.ListJobsRequest(), timeout=10),
+            lambda: images.SubmitJob(image_pb2.SubmitJobRequest(request_id="order-1"), timeout=10),
+        ):
+            error = await refusal(call)
+            assert isinstance(error, errors.DataLoss)
+            assert str(tmp_path) not in error.message
+        assert not await _is_serving(starting.channel)
+        for beside in (tmp_path / "state").glob("jobs.sqlite*"):
+            beside.unlink()
+        shutil.copy(tmp_path / "copy", whole)
+        await _serves(starting.channel, True)
+        found = (await images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=5)).job
+        assert found.state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_a_picture_that_was_seen_damaged_does_not_keep_its_request_from_being_drawn_again(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        worker = await house.worker()
+        first = await house.submit("order-1", prompt="a star")
+        await house.ended(first.job_id)
+        (stored,) = (file for file in (tmp_path / "images").rglob("*") if file.is_file())
+        stored.write_bytes(b"no picture")
+        assert isinstance(await refusal(lambda: _image(house, first.job_id)), errors.DataLoss)
+        again = await house.draw("order-1", prompt="a star")
+        assert [image.data for image in again.images] == [b"picture 0"]
+        assert len(worker.begun) == 2
+
+
+async def test_one_damaged_job_keeps_neither_the_gateway_from_starting_nor_the_others_from_their_callers(
+    tmp_path: Path,
+) -> None:
+    async with running_gateway(state=str(tmp_path), codec_processes=1) as house:
+        await (await house.worker()).die()
+        hurt = await house.submit("order-1", prompt="hurt")
+        unfed = await house.submit("order-2", prompt="unfed", image=png(64, 64), strength=0.5)
+        well = await house.submit("order-3", prompt="well")
+        await house.gateway.server.drain(house.gateway.finish)
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite")) as store, store:
+        store.execute("UPDATE jobs SET deaths = deaths + 1 WHERE job_id = ?", [hurt.job_id])
+        store.execute("UPDATE inputs SET data = x'00'")
+    async with running_gateway(state=str(tmp_path)) as house:
+        ended = await house.ended(unfed.job_id)
+        assert (ended.state, ended.error.reason) == (image_pb2.JOB_STATE_FAILED, errors.DataLoss.reason)
+        await house.worker()
+        assert (await house.ended(well.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+        assert isinstance(await refusal(lambda: house.job(hurt.job_id)), errors.DataLoss)
+        assert isinstance(await refusal(lambda: house.submit("order-1", prompt="hurt")), errors.DataLoss)
+        listed = (await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs
+        assert [job.job_id for job in listed] == [well.job_id, unfed.job_id]
+        assert await _is_serving(house.channel)
+        await house.draw("order-4", prompt="new")
+
+
+async def test_a_gateway_that_cannot_look_after_its_queue_does_not_say_that_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(periodic, "_TICK_S", 0.01)
+    monkeypatch.setattr(periodic, "_FAULTS_S", 2.0)
+    async with running_gateway() as house:
+        await house.worker()
+        stranger = sample_job()
+        stranger.spec.model = stranger.bare.model = "miniature"
+        house.gateway._foreman._queue.add(stranger)  # nobody knows of it, which is a fault of ours
+        await _serves(house.channel, False)
+        house.gateway._foreman._queue.remove(stranger)
+        await _serves(house.channel, True)
+
+
+@dataclass(slots=True, kw_only=True)
+class Starting:
+    """A gateway that listens, and may not have begun to serve."""
+
+    channel: grpc.aio.Channel
+    images: image_pb2_grpc.ImageServiceAsyncStub
+
+
+@contextlib.asynccontextmanager
+async def _starting(state: Path, address: str, fleet: str = "127.0.0.1:0") -> AsyncIterator[Starting]:
+    life = asyncio.create_task(_live(state, address, fleet))
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            await channel.channel_ready()
+            images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
+            yield Starting(channel=channel, images=images)
+            assert not life.done()
+    finally:
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+
+
+async def _live(state: Path, address: str, fleet: str) -> None:
+    server = GatewayServerConfig(listen=address, metrics_listen="127.0.0.1:0")
+    gateway = Gateway(
+        GatewayConfig(server=server, fleet=FleetConfig(listen=fleet), codec_processes=0, state=str(state))
+    )
+    try:
+        await gateway.server.start()
+        await gateway.warm_up()
+        await gateway.server.set_serving(True)
+        await asyncio.Event().wait()
+    finally:
+        await gateway.server.stop()
+        await gateway.shut_down()

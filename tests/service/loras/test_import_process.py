@@ -1,0 +1,74 @@
+"""The process that opens a stranger's LoRA is confined, and one that stands still is no fault of the file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bottega.errors import Unavailable
+from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
+from bottega.miniature import WEIGHTS
+from bottega.process import ChildProcess, sandbox_status
+from tests.support.running_loras import lora_file
+
+SECRET = "BOTTEGA_TEST_SECRET"
+
+
+def job_of(folder: Path) -> ImportJob:
+    source, output = lora_file(folder), folder / "output"
+    output.touch()
+    size_bytes = source.stat().st_size
+    return ImportJob(sources=(ImportSource(path=source),), size_bytes=size_bytes, base=WEIGHTS, output=output)
+
+
+async def started() -> psutil.Process:
+    """The import process, as soon as it is one."""
+    while True:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if "bottega.loras.importing.process" in child.cmdline():
+                    return child
+        await asyncio.sleep(0.002)
+
+
+async def test_an_import_process_has_no_secrets_and_is_confined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET, "a token")
+    importer = ImportProcesses(at_once=1, deadline_s=60, cpu_s=60)
+    run = asyncio.create_task(importer.run(job_of(tmp_path)))
+    child = await asyncio.wait_for(started(), 20)
+    environment = child.environ()
+    known = set()
+    while not run.done():
+        known.add(sandbox_status.found(child.pid))
+        await asyncio.sleep(0.002)
+    assert (await run).format == "kohya"
+    assert SECRET not in environment
+    assert environment.keys() - {"LC_CTYPE", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH"} == {
+        "MKL_NUM_THREADS",
+        "OMP_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+    }
+    assert any(found and found.no_new_privileges for found in known)
+    assert (tmp_path / "output").stat().st_size > 0
+
+
+async def test_an_import_that_stands_still_is_unavailable_and_not_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = ImportProcesses._exchange
+
+    async def stopped(importer: ImportProcesses, child: ChildProcess, job: ImportJob) -> bytes | None:
+        psutil.Process(child.pid).suspend()  # as where its disk is another machine's, which is gone
+        return await exchange(importer, child, job)
+
+    monkeypatch.setattr(ImportProcesses, "_exchange", stopped)
+    importer = ImportProcesses(at_once=1, deadline_s=2, cpu_s=60)
+    with pytest.raises(Unavailable, match="not done within 2 s"):
+        await asyncio.wait_for(importer.run(job_of(tmp_path)), 60)
+    assert not psutil.Process().children()

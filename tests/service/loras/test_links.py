@@ -1,0 +1,92 @@
+"""Links of a LoRA store over real gRPC: offers that nobody takes up, and other users of its machine."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from bottega.errors import LinksFull
+from bottega.loras.config import LinksConfig
+from bottega.rpc.status import from_rpc_error
+from bottega.transport.handshake.pending_offers import MAX_OFFERS_OF_ONE, SAFE_S
+from bottega.v1 import lora_pb2 as pb
+from tests.support.other_user import needs_root, run_as_another
+from tests.support.running_loras import PATIENCE_S, Running, config, lora_file, running
+
+# A worker of another user's, which asks for a link and for a LoRA as any worker does.
+_IMPORTS = """
+import encodings.ascii
+import grpc
+from bottega.errors import BottegaError
+from bottega.lora import messages
+from bottega.transport import Backend, Deadline, Limits, connect, offer_from_wire, send
+from bottega.v1 import lora_pb2, lora_pb2_grpc
+"""
+_FETCH = """
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    request = lora_pb2.OpenLoraLinkRequest(worker="another user")
+    offer = offer_from_wire(lora_pb2_grpc.LoraServiceStub(channel).OpenLoraLink(request, timeout=10).offer)
+limits = Limits(slots=2, slot_bytes=64 << 20)
+try:
+    with connect(offer, Deadline.after(10), limits=limits, ways=(Backend.MEMFD,)) as link:
+        send(link, messages.fetch_message(1, sys.argv[2]))
+        with link.recv(Deadline.after(10)) as incoming:
+            incoming.wait_all(Deadline.after(10))
+            print("was given", len(incoming.file or b""), "bytes of memory")
+except BottegaError as error:
+    print(type(error).__name__, error.message)
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One that every user may look into: those that pytest makes are one user's alone."""
+    made = Path(tempfile.mkdtemp(prefix="links-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+async def _asked(store: Running) -> grpc.aio.AioRpcError | None:
+    """Why a stranger is not offered a link; None where it is."""
+    try:
+        await store.stub.OpenLoraLink(pb.OpenLoraLinkRequest(worker="stranger"), timeout=PATIENCE_S)
+    except grpc.aio.AioRpcError as refused:
+        return refused
+    return None
+
+
+async def test_a_store_that_is_full_of_offers_says_when_to_ask_again_and_has_places_then(tmp_path: Path) -> None:
+    async with running(tmp_path / "store") as store:
+        answers = [await _asked(store) for _ in range(2 * MAX_OFFERS_OF_ONE)]
+        assert answers.count(None) >= MAX_OFFERS_OF_ONE
+        refused = [answer for answer in answers if answer is not None]
+        assert refused, "the machine was too slow for this to be a crowd"
+        for answer in refused:
+            error = from_rpc_error(answer)
+            assert isinstance(error, LinksFull)
+            assert (answer.code(), error.metadata) == (grpc.StatusCode.UNAVAILABLE, {"limit": "offers"})
+            assert error.retry_after_s
+        await asyncio.sleep(SAFE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            with await store.link():
+                pass
+
+
+@needs_root
+async def test_another_user_is_never_given_the_memory_of_a_lora(tmp_path: Path, folder: Path) -> None:
+    path = folder / "links.sock"
+    async with running(tmp_path / "store", config(links=LinksConfig(socket=str(path)))) as store:
+        lora = await store.upload("ink", lora_file(tmp_path, rank=400))  # more than goes by copies
+        for mode in (0o600, 0o666):  # as it is made, and as if that hurdle were not there
+            if mode != 0o600:
+                path.chmod(mode)
+            assert path.stat().st_mode & 0o777 == mode
+            told = await asyncio.to_thread(run_as_another, _FETCH, store.server.address, lora.digest, imports=_IMPORTS)
+            assert told.startswith(("PeerDead", "AuthFailed")), told

@@ -1,0 +1,456 @@
+"""A LoRA store whose catalogue is gone, damaged or older than its files: no weights are lost, and an operator gets all
+of them back."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import BadLora, DataLoss, InvalidRequest, LoraExists, LoraNotFound, TooLarge
+from bottega.loras.catalogue_file import APPLICATION_ID
+from bottega.v1 import lora_pb2 as pb
+from tests.support.running_loras import PATIENCE_S, Running, config, fetch, lora_file, refused, running, upload_requests
+
+_BOUNDS = [pb.LoraBound(num_inference_steps=30, max_step=12)]
+
+
+async def _fill(store: Running, folder: Path, *names: str) -> dict[str, pb.StoredLora]:
+    """Brings LoRAs with everything that may be known of one; the first is pinned and profiled."""
+    made = {}
+    for seed, name in enumerate(names):
+        made[name] = await store.upload(name, lora_file(folder, seed=seed), trigger_words=[f"in {name}"])
+    digest = made[names[0]].digest
+    profile = pb.SetLoraProfileRequest(name=names[0], digest=digest, bounds=_BOUNDS)
+    await store.stub.SetLoraProfile(profile, timeout=PATIENCE_S)
+    await store.stub.PinLora(pb.PinLoraRequest(name=names[0], pinned=True), timeout=PATIENCE_S)
+    return await _listed(store)
+
+
+async def _listed(store: Running) -> dict[str, pb.StoredLora]:
+    """By name, as far as it is the same whether it is in memory or not."""
+    answer = await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)
+    for lora in answer.loras:
+        lora.ClearField("state")
+    return {lora.name: lora for lora in answer.loras}
+
+
+async def _quarantine(store: Running) -> dict[str, pb.QuarantinedLora]:
+    """By name, or by id where that is not known."""
+    answer = await store.stub.ListQuarantine(pb.ListQuarantineRequest(), timeout=PATIENCE_S)
+    return {lora.name or lora.id: lora for lora in answer.loras}
+
+
+async def _restore(store: Running, id: str, **said: str) -> pb.RestoreLoraResponse:
+    answer: pb.RestoreLoraResponse = await store.stub.RestoreLora(
+        pb.RestoreLoraRequest(id=id, **said), timeout=PATIENCE_S
+    )
+    return answer
+
+
+async def _restore_all(store: Running) -> None:
+    for lora in (await _quarantine(store)).values():
+        assert not (await _restore(store, lora.id)).unknown
+
+
+async def _fetched(store: Running, digest: str) -> str:
+    """The SHA-256 of what a worker gets."""
+    with await store.link() as link:
+        return hashlib.sha256(await asyncio.to_thread(fetch, link, digest)).hexdigest()
+
+
+def _catalogue(folder: Path) -> list[Path]:
+    return sorted(folder.glob("catalogue.db*"))
+
+
+def _weights(folder: Path) -> list[Path]:
+    return sorted(folder.glob("files/??/*.safetensors"))
+
+
+async def test_without_its_catalogue_a_store_loses_no_lora_and_has_all_back_by_its_operators_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        before = await _fill(store, tmp_path, "ink", "wash", "style/dots")
+    digests = {path.stem for path in _weights(folder)}
+    for path in _catalogue(folder):
+        path.rename(tmp_path / path.name)
+    async with running(folder) as store:
+        assert await _listed(store) == {}
+        (line,) = [record for record in caplog.records if "were put into quarantine" in record.getMessage()]
+        assert "bottega loras rebuild" in line.getMessage()
+        assert line.__dict__["folder"] == str(folder / "quarantine")
+        assert {path.stem for path in (folder / "quarantine").glob("*.safetensors")} == digests
+        found = await _quarantine(store)
+        assert found.keys() == before.keys()
+        assert {lora.base for lora in found.values()} == {"miniature"}
+        assert found["ink"].size_bytes == before["ink"].size_bytes
+        await _restore_all(store)
+        assert await _listed(store) == before
+        assert await _quarantine(store) == {}
+        assert await _fetched(store, before["wash"].digest) == before["wash"].digest
+    assert list((folder / "quarantine").iterdir()) == []
+    async with running(folder) as store:
+        assert await _listed(store) == before
+        assert await _quarantine(store) == {}
+
+
+async def test_a_catalogue_that_is_put_back_has_its_files_again(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        before = await _fill(store, tmp_path, "ink", "wash")
+    for path in _catalogue(folder):
+        path.rename(tmp_path / path.name)
+    async with running(folder) as store:
+        assert len(await _quarantine(store)) == 2
+    for path in _catalogue(folder):
+        path.unlink()
+    for path in _catalogue(tmp_path):
+        path.rename(folder / path.name)
+    async with running(folder) as store:
+        assert await _listed(store) == before
+        assert await _fetched(store, before["ink"].digest) == before["ink"].digest
+
+
+@pytest.mark.parametrize("how", ["header", "middle", "tables"])
+async def test_a_damaged_catalogue_is_kept_aside_and_made_anew_from_the_files(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "store"
+    path = folder / "catalogue.db"
+    async with running(folder) as store:
+        before = await _fill(store, tmp_path, "ink", "wash")
+    if how == "tables":
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("DROP TABLE loras")
+            connection.execute("CREATE TABLE others (x)")
+    else:
+        damaged = bytearray(path.read_bytes())
+        start = 0 if how == "header" else 4096
+        damaged[start : start + 64] = b"\xff" * 64
+        path.write_bytes(damaged)
+    kept = path.read_bytes()
+    async with running(folder) as store:
+        (aside,) = folder.glob("catalogue.damaged-*.db")
+        assert aside.read_bytes() == kept
+        (line,) = [record for record in caplog.records if "is damaged" in record.getMessage()]
+        assert "bottega loras rebuild" in line.getMessage()
+        assert line.__dict__["kept"] == str(aside)
+        await _restore_all(store)
+        assert await _listed(store) == before
+
+
+async def test_a_store_does_not_start_on_a_disk_that_damages_one_catalogue_after_the_other(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        await _fill(store, tmp_path, "ink")
+    for _ in range(8):
+        (folder / "catalogue.db").write_bytes(b"x" * 4096)
+        async with running(folder):
+            pass
+    (folder / "catalogue.db").write_bytes(b"x" * 4096)
+    with pytest.raises(DataLoss, match="8 others"):
+        async with running(folder):
+            pass
+    assert len(list(folder.glob("catalogue.damaged-*.db"))) == 8
+    assert len(list((folder / "quarantine").glob("*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize("column", ["trigger_words", "digest", "base", "pinned"])
+async def test_a_damaged_row_is_not_served_and_comes_back_from_its_file(
+    tmp_path: Path, column: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "store"
+    values = {"trigger_words": '["in Ink"]', "digest": "0" * 64, "base": "miniaturf", "pinned": 0}
+    async with running(folder) as store:
+        before = await _fill(store, tmp_path, "ink", "wash", "dots")
+    with closing(sqlite3.connect(folder / "catalogue.db")) as connection, connection:
+        connection.execute(f"UPDATE loras SET {column} = ? WHERE name = 'ink'", (values[column],))
+    async with running(folder) as store:
+        assert sorted(await _listed(store)) == ["dots", "wash"]
+        page = await store.stub.ListLoras(pb.ListLorasRequest(page_size=2), timeout=PATIENCE_S)
+        assert [lora.name for lora in page.loras] == ["dots", "wash"], "it takes no place in a page"
+        error = await refused(store.stub.GetLora(pb.GetLoraRequest(name="ink"), timeout=PATIENCE_S))
+        assert (type(error), error.metadata["loras"]) == (DataLoss, "ink")
+        assert "bottega loras rebuild" in error.message
+        lines = [
+            record for record in caplog.records if "the catalogue says of a LoRA is damaged" in record.getMessage()
+        ]
+        assert [line.__dict__["lora"] for line in lines] == ["ink"], "once, by its name"
+        await _restore_all(store)
+        assert await _listed(store) == before
+    async with running(folder) as store:
+        assert await _listed(store) == before
+
+
+async def test_a_row_that_is_damaged_while_the_store_runs_is_found_and_comes_back_without_a_restart(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path / "store") as store:
+        before = await _fill(store, tmp_path, "ink", "wash")
+        with closing(sqlite3.connect(tmp_path / "store" / "catalogue.db")) as connection, connection:
+            connection.execute("UPDATE loras SET rank = rank + 1 WHERE name = 'ink'")
+        assert sorted(await _listed(store)) == ["wash"]
+        await _restore_all(store)
+        assert await _listed(store) == before
+
+
+async def test_bringing_a_lora_again_mends_its_damaged_row(tmp_path: Path) -> None:
+    async with running(tmp_path / "store") as store:
+        before = await _fill(store, tmp_path, "ink")
+        with closing(sqlite3.connect(tmp_path / "store" / "catalogue.db")) as connection, connection:
+            connection.execute("UPDATE loras SET rank = rank + 1")
+        again = await store.upload("ink", lora_file(tmp_path))
+        assert (again.digest, again.rank) == (before["ink"].digest, before["ink"].rank)
+        assert sorted(await _listed(store)) == ["ink"]
+
+
+def _as_written_by_version_1(folder: Path) -> None:
+    """The store as it was before rows had checksums, and files descriptions."""
+    for path in folder.glob("files/??/*.json"):
+        path.unlink()
+    with closing(sqlite3.connect(folder / "catalogue.db")) as connection, connection:
+        rows = connection.execute("SELECT * FROM loras").fetchall()
+        connection.execute("DROP TABLE loras")
+        connection.execute(
+            """CREATE TABLE loras (
+        name TEXT PRIMARY KEY, digest TEXT NOT NULL, base TEXT NOT NULL, rank INTEGER NOT NULL,
+        modules INTEGER NOT NULL, size_bytes INTEGER NOT NULL, text_bytes INTEGER NOT NULL, trigger_words TEXT NOT NULL,
+        format TEXT NOT NULL, bounds TEXT NOT NULL, pinned INTEGER NOT NULL, added_s REAL NOT NULL
+    ) STRICT, WITHOUT ROWID"""
+        )
+        connection.execute("CREATE INDEX loras_digest ON loras (digest)")
+        connection.executemany(f"INSERT INTO loras VALUES ({', '.join('?' * 12)})", [row[:12] for row in rows])
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute("PRAGMA user_version = 1")
+
+
+async def test_a_catalogue_of_the_first_version_is_taken_over_and_can_be_made_anew_from_then_on(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        before = await _fill(store, tmp_path, "ink", "wash")
+    _as_written_by_version_1(folder)
+    async with running(folder) as store:
+        assert await _listed(store) == before
+    (folder / "catalogue.db").unlink()
+    async with running(folder) as store:
+        await _restore_all(store)
+        assert await _listed(store) == before
+
+
+async def test_a_row_of_the_first_version_that_cannot_be_read_is_told_of_and_the_others_are_taken_over(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        await _fill(store, tmp_path, "ink", "wash")
+    _as_written_by_version_1(folder)
+    with closing(sqlite3.connect(folder / "catalogue.db")) as connection, connection:
+        connection.execute("UPDATE loras SET bounds = '[[30,' WHERE name = 'ink'")
+    async with running(folder) as store:
+        assert sorted(await _listed(store)) == ["wash"]
+        error = await refused(store.stub.GetLora(pb.GetLoraRequest(name="ink"), timeout=PATIENCE_S))
+        assert isinstance(error, DataLoss)
+        assert len(await _quarantine(store)) == 1
+
+
+async def test_weights_that_nothing_describes_come_back_for_the_base_that_they_fit_under_a_name_of_their_digest(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        lora = (await _fill(store, tmp_path, "ink"))["ink"]
+    _as_written_by_version_1(folder)
+    (folder / "catalogue.db").unlink()
+    two = config(bases={"miniature": "miniature", "copy": "miniature"})
+    async with running(folder, two) as store:
+        error = await refused(store.stub.RestoreLora(pb.RestoreLoraRequest(id=lora.digest), timeout=PATIENCE_S))
+        assert isinstance(error, InvalidRequest)
+        assert "it fits copy, miniature: say which" in error.message
+    async with running(folder) as store:
+        (found,) = (await _quarantine(store)).values()
+        assert (found.id, found.name, found.base) == (lora.digest, "", "")
+        back = await _restore(store, found.id)
+        assert back.lora.name == f"recovered-{lora.digest[:12]}"
+        assert (back.lora.base, back.lora.rank, back.lora.modules) == ("miniature", lora.rank, lora.modules)
+        assert list(back.unknown) == [
+            "its name",
+            "its format",
+            "its trigger words",
+            "its profile",
+            "when it was added",
+        ]
+        assert await _fetched(store, lora.digest) == lora.digest
+
+
+async def test_an_operator_says_the_name_and_the_base_that_are_not_known(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        lora = (await _fill(store, tmp_path, "ink"))["ink"]
+    _as_written_by_version_1(folder)
+    (folder / "catalogue.db").unlink()
+    async with running(folder) as store:
+        back = await _restore(store, lora.digest, name="style/ink", base="miniature")
+        assert (back.lora.name, back.lora.base) == ("style/ink", "miniature")
+        assert "its name" not in back.unknown
+
+
+async def test_weights_that_do_not_fit_the_base_that_is_said_are_refused(tmp_path: Path) -> None:
+    folder, other = tmp_path / "store", tmp_path / "other"
+    async with running(folder) as store:
+        lora = (await _fill(store, tmp_path, "ink"))["ink"]
+    _as_written_by_version_1(folder)
+    (folder / "catalogue.db").unlink()
+    (other / "unet").mkdir(parents=True)
+    (other / "unet" / "config.json").write_text('{"block_out_channels": [8], "layers_per_block": 1}')
+    settings = config(bases={"other": str(other)})
+    async with running(folder, settings) as store:
+        asked = pb.RestoreLoraRequest(id=lora.digest, base="other")
+        error = await refused(store.stub.RestoreLora(asked, timeout=PATIENCE_S))
+        assert isinstance(error, BadLora), error
+        error = await refused(store.stub.RestoreLora(pb.RestoreLoraRequest(id=lora.digest), timeout=PATIENCE_S))
+        assert isinstance(error, InvalidRequest)
+        assert len(await _quarantine(store)) == 1
+
+
+async def test_damaged_weights_stay_in_quarantine_and_are_not_brought_back(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        await _fill(store, tmp_path, "ink")
+    (folder / "catalogue.db").unlink()
+    (path,) = _weights(folder)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    async with running(folder) as store:
+        (found,) = (await _quarantine(store)).values()
+        error = await refused(store.stub.RestoreLora(pb.RestoreLoraRequest(id=found.id), timeout=PATIENCE_S))
+        assert (type(error), error.metadata) == (DataLoss, {"loras": "ink"})
+        assert await _listed(store) == {}
+        assert sorted(await _quarantine(store)) == ["ink"]
+
+
+async def test_of_weights_that_come_into_quarantine_twice_the_intact_ones_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    for damaged in (False, True, True):
+        async with running(folder) as store:
+            before = await _fill(store, tmp_path, "ink")
+        (folder / "catalogue.db").unlink()
+        if damaged:
+            (path,) = _weights(folder)
+            path.write_bytes(bytes(path.stat().st_size))
+    async with running(folder) as store:
+        await _restore_all(store)
+        assert await _fetched(store, before["ink"].digest) == before["ink"].digest
+
+
+async def test_several_names_of_the_same_weights_come_back_each_and_share_them_again(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        for name in ("a", "b"):
+            await store.upload(name, lora_file(tmp_path))
+        before = await _listed(store)
+    (folder / "catalogue.db").unlink()
+    async with running(folder) as store:
+        found = await _quarantine(store)
+        assert sorted(found) == ["a", "b"]
+        await _restore(store, found["a"].id)
+        assert sorted(await _listed(store)) == ["a"]
+        await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S)
+        await _restore(store, found["b"].id)
+        assert await _listed(store) == {"b": before["b"]}
+        assert await _fetched(store, before["b"].digest) == before["b"].digest
+
+
+async def test_what_was_removed_does_not_come_back(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        await _fill(store, tmp_path, "ink", "wash")
+        await store.upload("same", lora_file(tmp_path))
+        for name in ("ink", "wash"):
+            await store.stub.DeleteLora(pb.DeleteLoraRequest(name=name), timeout=PATIENCE_S)
+    (folder / "catalogue.db").unlink()
+    async with running(folder) as store:
+        assert sorted(await _quarantine(store)) == ["same"]
+
+
+async def test_a_lora_that_was_brought_again_meanwhile_gets_what_it_lacks_and_another_one_of_its_name_stays(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        before = await _fill(store, tmp_path, "ink", "wash")
+    (folder / "catalogue.db").unlink()
+    async with running(folder) as store:
+        found = await _quarantine(store)
+        again = await store.upload("ink", lora_file(tmp_path, seed=0))
+        assert not again.pinned
+        other = await store.upload("wash", lora_file(tmp_path, seed=9))
+        back = (await _restore(store, found["ink"].id)).lora
+        assert (back.pinned, list(back.bounds), list(back.trigger_words)) == (True, _BOUNDS, ["in ink"])
+        asked = pb.RestoreLoraRequest(id=found["wash"].id)
+        assert isinstance(await refused(store.stub.RestoreLora(asked, timeout=PATIENCE_S)), LoraExists)
+        assert (await _listed(store))["wash"].digest == other.digest
+        renamed = (await _restore(store, found["wash"].id, name="wash-2")).lora
+        assert (renamed.name, renamed.digest) == ("wash-2", before["wash"].digest)
+        assert await _quarantine(store) == {}
+
+
+async def test_quarantine_counts_into_the_budget_until_its_operator_discards_it(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        before = await _fill(store, tmp_path, "ink", "wash")
+    (folder / "catalogue.db").unlink()
+    tight = config(disk_bytes=sum(lora.size_bytes for lora in before.values()) + 1)
+    async with running(folder, tight) as store:
+        listed = await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)
+        assert (listed.quarantined, listed.quarantined_bytes) == (2, tight.disk_bytes - 1)
+        requests = upload_requests("new", lora_file(tmp_path, seed=5).read_bytes())
+        error = await refused(store.stub.UploadLora(requests, timeout=PATIENCE_S))
+        assert isinstance(error, TooLarge)
+        assert "bottega loras quarantine" in error.message
+        for lora in (await _quarantine(store)).values():
+            answer = await store.stub.DiscardLora(pb.DiscardLoraRequest(id=lora.id), timeout=PATIENCE_S)
+            assert answer.freed_bytes == before[lora.name].size_bytes
+            gone = store.stub.DiscardLora(pb.DiscardLoraRequest(id=lora.id), timeout=PATIENCE_S)
+            assert isinstance(await refused(gone), LoraNotFound)
+        listed = await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)
+        assert (listed.quarantined, listed.quarantined_bytes) == (0, 0)
+    assert list((folder / "quarantine").iterdir()) == []
+
+
+async def test_quarantine_comes_in_pages(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        await _fill(store, tmp_path, "ink", "wash", "dots")
+    (folder / "catalogue.db").unlink()
+    async with running(folder) as store:
+        names, token = [], ""
+        while True:
+            request = pb.ListQuarantineRequest(page_size=2, page_token=token)
+            page = await store.stub.ListQuarantine(request, timeout=PATIENCE_S)
+            names += [lora.name for lora in page.loras]
+            token = page.next_page_token
+            if not token:
+                break
+        assert sorted(names) == ["dots", "ink", "wash"]
+        assert page.folder == str(folder / "quarantine")
+
+
+async def test_what_is_no_file_of_the_stores_is_left_alone_and_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "store"
+    (folder / "files" / "my").mkdir(parents=True)
+    (folder / "files" / "my" / "own.safetensors").write_bytes(b"mine")
+    async with running(folder) as store:
+        assert await _quarantine(store) == {}
+    assert (folder / "files" / "my" / "own.safetensors").read_bytes() == b"mine"
+    assert any(record.__dict__.get("names") == ["own.safetensors"] for record in caplog.records)

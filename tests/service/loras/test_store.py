@@ -1,0 +1,476 @@
+"""A LoRA store: what is brought is imported, listed, sent by digest over links, kept over a restart, and removed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from bottega.errors import (
+    BadLora,
+    BottegaError,
+    ConfigError,
+    DataLoss,
+    InvalidRequest,
+    LoraExists,
+    LoraInUse,
+    LoraNotFound,
+    TooLarge,
+    Unavailable,
+)
+from bottega.loras import store as store_module
+from bottega.loras.config import ImportConfig, LinksConfig, OwnLora
+from bottega.loras.metrics import LoraMetrics
+from bottega.loras.store import LoraStore
+from bottega.transport import Backend
+from bottega.v1 import lora_pb2 as pb
+from tests.samples.lora_files import Part, canonical_deltas, peft
+from tests.support.running_loras import (
+    MODULE,
+    PATIENCE_S,
+    TEXT_MODULE,
+    config,
+    fetch,
+    lora_file,
+    peft_folders,
+    refused,
+    running,
+    upload_requests,
+)
+
+
+async def test_a_fault_while_memory_is_measured_is_logged_and_it_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreadable(_: object) -> int:
+        monkeypatch.undo()  # the next look succeeds
+        raise OSError("/proc cannot be read")
+
+    monkeypatch.setattr(store_module, "resident_bytes", unreadable)
+    async with running(tmp_path / "store") as store, asyncio.timeout(5):
+        while store.store.load().memory_bytes < 2**20:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
+
+
+async def test_an_uploaded_lora_is_listed_and_sent_by_its_digest(tmp_path: Path) -> None:
+    async with running(tmp_path / "store") as store:
+        lora = await store.upload("style/ink", lora_file(tmp_path, text=True), trigger_words=["in ink"])
+        assert (lora.name, lora.base, lora.rank, lora.modules) == ("style/ink", "miniature", 2, 2)
+        assert (lora.format, list(lora.trigger_words)) == ("kohya", ["in ink"])
+        assert lora.text_bytes > 0
+        got = await store.stub.GetLora(pb.GetLoraRequest(name="style/ink"), timeout=PATIENCE_S)
+        assert got.lora.digest == lora.digest
+        with await store.link() as link:
+            data = await asyncio.to_thread(fetch, link, lora.digest)
+    assert hashlib.sha256(data).hexdigest() == lora.digest
+    assert len(data) == lora.size_bytes
+    path = tmp_path / "fetched.safetensors"
+    path.write_bytes(data)
+    assert set(canonical_deltas(path)) == {f"unet.{MODULE}", "text_encoder.encoder.layers.0.self_attn.q_proj"}
+
+
+@pytest.mark.parametrize("backend", [Backend.MEMFD, Backend.TCP])
+async def test_loras_travel_over_every_backend_between_processes(tmp_path: Path, backend: Backend) -> None:
+    # Within one process links hand over references: to test the others, the offer hides that it is this one.
+    links = LinksConfig(socket=str(tmp_path / "s.sock") if backend is Backend.MEMFD else None)
+    async with running(tmp_path / "store", config(links=links)) as store:
+        lora = await store.upload("a", lora_file(tmp_path, rank=400))  # several pieces
+        response = await store.stub.OpenLoraLink(pb.OpenLoraLinkRequest(worker="w"), timeout=PATIENCE_S)
+        response.offer.process.process = "elsewhere"
+        from bottega.transport import Deadline, connect, offer_from_wire
+
+        link = await asyncio.to_thread(connect, offer_from_wire(response.offer), Deadline.after(PATIENCE_S))
+        with link:
+            assert link.answer.backend == backend
+            data = await asyncio.to_thread(fetch, link, lora.digest)
+            shared = link.counters.snapshot().received.file_bytes
+    assert shared == (lora.size_bytes if backend is Backend.MEMFD else 0)
+    assert hashlib.sha256(data).hexdigest() == lora.digest
+
+
+async def test_the_same_lora_again_changes_nothing_and_another_of_its_name_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path / "store") as store:
+        first = await store.upload("a", lora_file(tmp_path))
+        again = await store.upload("a", lora_file(tmp_path))
+        assert again == first
+        other = upload_requests("a", lora_file(tmp_path, seed=1).read_bytes())
+        assert isinstance(await refused(store.stub.UploadLora(other, timeout=PATIENCE_S)), LoraExists)
+    assert len(list((tmp_path / "store" / "files").glob("??/*.safetensors"))) == 1
+
+
+async def test_the_same_lora_again_with_other_trigger_words_gets_those_and_keeps_the_rest(tmp_path: Path) -> None:
+    path = lora_file(tmp_path)
+    root = ImportConfig(root=str(tmp_path))
+    async with running(tmp_path / "store", config(imports=root)) as store:
+        await store.upload("a", path, trigger_words=["in ink"])
+        await store.stub.PinLora(pb.PinLoraRequest(name="a", pinned=True), timeout=PATIENCE_S)
+        first = await store.store.get("a")
+        again = await store.upload("a", path, trigger_words=["inked", "drawn"])
+        assert list(again.trigger_words) == ["inked", "drawn"]
+        changed = await store.store.get("a")
+        assert changed == replace(first, trigger_words=("inked", "drawn"))
+        assert await store.upload("a", path) == again, "it says none, and so takes none away"
+        request = pb.RegisterLoraRequest(name="a", base="miniature", path=path.name, trigger_words=["third"])
+        registered = await store.stub.RegisterLora(request, timeout=PATIENCE_S)
+        assert (await store.store.get("a"), list(registered.lora.trigger_words)) == (
+            replace(first, trigger_words=("third",)),
+            ["third"],
+        )
+        other = upload_requests("a", lora_file(tmp_path, seed=1).read_bytes(), trigger_words=["fourth"])
+        assert isinstance(await refused(store.stub.UploadLora(other, timeout=PATIENCE_S)), LoraExists)
+    async with running(tmp_path / "store") as store:
+        assert (await store.store.get("a")).trigger_words == ("third",)
+
+
+async def test_what_was_brought_is_there_after_a_restart(tmp_path: Path) -> None:
+    async with running(tmp_path / "store") as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        await store.stub.PinLora(pb.PinLoraRequest(name="a", pinned=True), timeout=PATIENCE_S)
+        bounds = [pb.LoraBound(num_inference_steps=30, max_step=12)]
+        profile = pb.SetLoraProfileRequest(name="a", digest=lora.digest, bounds=bounds)
+        await store.stub.SetLoraProfile(profile, timeout=PATIENCE_S)
+    async with running(tmp_path / "store") as store:
+        kept = (await store.stub.GetLora(pb.GetLoraRequest(name="a"), timeout=PATIENCE_S)).lora
+        assert (kept.digest, kept.pinned, list(kept.bounds)) == (lora.digest, True, bounds)
+        with await store.link() as link:
+            assert len(await asyncio.to_thread(fetch, link, lora.digest)) == lora.size_bytes
+
+
+async def test_an_upload_whose_bytes_are_not_those_announced_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    data = lora_file(tmp_path).read_bytes()
+    async with running(tmp_path / "store") as store:
+        for requests, kind in (
+            (upload_requests("a", data, sha256="0" * 64), BadLora),
+            (upload_requests("a", data, size_bytes=len(data) + 1), InvalidRequest),
+            (upload_requests("a", data, size_bytes=len(data) - 1), InvalidRequest),
+            (upload_requests("a", data, size_bytes=1 << 50), InvalidRequest),
+            (upload_requests("a", data, base="other"), InvalidRequest),
+            (upload_requests("../a", data), InvalidRequest),
+            (upload_requests("a", data[:-40]), BadLora),
+            (iter([pb.UploadLoraRequest(chunk=b"x")]), InvalidRequest),
+        ):
+            error = await refused(store.stub.UploadLora(requests, timeout=PATIENCE_S))
+            assert type(error) is kind, error.message
+    assert not [path for path in (tmp_path / "store" / "files").rglob("*") if path.is_file()]
+
+
+def _parts(folder: Path, *components: str) -> tuple[list[pb.UploadLoraPart], bytes]:
+    """Of an upload of these components' files, and their bytes."""
+    files = {component: folder / component / "adapter_model.safetensors" for component in components}
+    parts = [
+        pb.UploadLoraPart(
+            component=component,
+            size_bytes=path.stat().st_size,
+            adapter_config=path.with_name("adapter_config.json").read_bytes(),
+        )
+        for component, path in files.items()
+    ]
+    return parts, b"".join(path.read_bytes() for path in files.values())
+
+
+@pytest.mark.parametrize("chunk_bytes", [1000, 1 << 20])
+async def test_one_upload_brings_the_files_of_several_components(tmp_path: Path, chunk_bytes: int) -> None:
+    folder = peft_folders(tmp_path / "peft")
+    async with running(tmp_path / "store", config(imports=ImportConfig(root=str(tmp_path)))) as store:
+        for name, components in (("a", ("unet", "text_encoder")), ("b", ("text_encoder", "unet"))):
+            parts, data = _parts(folder, *components)
+            requests = upload_requests(name, data, chunk_bytes=chunk_bytes, parts=parts)
+            uploaded = (await store.stub.UploadLora(requests, timeout=PATIENCE_S)).lora
+            request = pb.RegisterLoraRequest(name=f"registered-{name}", base="miniature", path=str(folder))
+            registered = (await store.stub.RegisterLora(request, timeout=PATIENCE_S)).lora
+            assert (uploaded.digest, uploaded.format) == (registered.digest, "PEFT")
+            assert (uploaded.modules, uploaded.rank) == (2, 3)
+        with await store.link() as link:
+            path = tmp_path / "fetched.safetensors"
+            path.write_bytes(await asyncio.to_thread(fetch, link, uploaded.digest))
+    expected = peft(
+        {("unet", MODULE): Part(rank=2, alpha=1.0), ("text_encoder", TEXT_MODULE): Part(rank=3, alpha=6.0)},
+        tmp_path / "again",
+    )
+    found = canonical_deltas(path)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name]) for name in found)
+
+
+async def test_parts_of_an_upload_that_are_not_those_announced_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    parts, data = _parts(peft_folders(tmp_path / "peft"), "unet", "text_encoder")
+    unet, text = parts
+    bare = pb.UploadLoraPart(component="unet", size_bytes=unet.size_bytes)
+    stranger = pb.UploadLoraPart(component="vae", size_bytes=text.size_bytes)
+    shorter = pb.UploadLoraPart(component="unet", size_bytes=unet.size_bytes - 1)
+    swapped = [
+        pb.UploadLoraPart(component=a.component, size_bytes=b.size_bytes, adapter_config=b.adapter_config)
+        for a, b in ((unet, text), (text, unet))
+    ]
+    wrong: list[tuple[dict[str, Any], type[BottegaError], str]] = [
+        ({"parts": [unet, unet]}, InvalidRequest, "parts"),
+        ({"parts": [unet, stranger]}, InvalidRequest, "parts"),
+        ({"parts": [shorter, text]}, InvalidRequest, "size_bytes"),
+        ({"parts": parts, "adapter_config": b"{}"}, InvalidRequest, "adapter_config"),
+        ({"parts": parts, "sha256": "0" * 64}, BadLora, "SHA-256"),
+        ({"parts": [bare, text]}, BadLora, "alpha is in adapter_config.json"),
+        ({"parts": swapped}, BadLora, ""),
+    ]
+    async with running(tmp_path / "store") as store:
+        for changed, kind, says in wrong:
+            requests = upload_requests("a", data, **changed)
+            error = await refused(store.stub.UploadLora(requests, timeout=PATIENCE_S))
+            assert isinstance(error, kind), error.message
+            assert says in str([error.message, *getattr(error, "violations", ())])
+        for cut in (data[:-1], data + b"x", data[: unet.size_bytes]):
+            facts: dict[str, Any] = {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            facts["parts"] = parts
+            error = await refused(store.stub.UploadLora(upload_requests("a", cut, **facts), timeout=PATIENCE_S))
+            assert isinstance(error, InvalidRequest), error.message
+    assert not [path for path in (tmp_path / "store" / "files").rglob("*") if path.is_file()]
+
+
+async def test_a_folder_below_the_root_is_registered_and_nothing_beside_it(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    lora_file(root)
+    lora_file(outside)
+    (root / "link").symlink_to(outside)
+    (root / "circle").symlink_to(root / "circle")
+    (root / "linked").mkdir()
+    (root / "linked" / "a.safetensors").symlink_to(next(outside.iterdir()))
+    async with running(tmp_path / "store", config(imports=ImportConfig(root=str(root)))) as store:
+
+        def register(path: str) -> object:
+            request = pb.RegisterLoraRequest(name="a", base="miniature", path=path)
+            return store.stub.RegisterLora(request, timeout=PATIENCE_S)
+
+        for path in ("../outside", "link", "linked", "circle", "x" * 4096, str(outside), "absent", "", "a\0b"):
+            assert isinstance(await refused(register(path)), InvalidRequest), path
+        response = await register(".")  # type: ignore[misc]
+        assert response.lora.modules == 1
+
+
+async def test_a_store_has_its_own_loras_from_every_start_and_keeps_what_has_their_names(tmp_path: Path) -> None:
+    own = {
+        "checked": OwnLora(path="miniature/checked"),
+        "taken": OwnLora(path=str(lora_file(tmp_path, seed=1))),
+        "broken": OwnLora(path=str(tmp_path / "absent")),
+    }
+    async with running(tmp_path / "store") as store:
+        kept = await store.upload("taken", lora_file(tmp_path))
+    async with running(tmp_path / "store", config(loras=own)) as store:
+        listed = (await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)).loras
+        assert [(lora.name, lora.format) for lora in listed] == [("checked", "PEFT"), ("taken", "kohya")]
+        assert listed[1].digest == kept.digest
+        await store.stub.DeleteLora(pb.DeleteLoraRequest(name="checked"), timeout=PATIENCE_S)
+    async with running(tmp_path / "store", config(loras=own)) as store:
+        again = await store.stub.GetLora(pb.GetLoraRequest(name="checked"), timeout=PATIENCE_S)
+        assert again.lora.digest == listed[0].digest
+
+
+async def test_a_lora_of_its_own_whose_file_is_gone_is_brought_again(tmp_path: Path) -> None:
+    own = {"ink": OwnLora(path=str(lora_file(tmp_path)))}
+    async with running(tmp_path / "store", config(loras=own)) as store:
+        lora = (await store.stub.GetLora(pb.GetLoraRequest(name="ink"), timeout=PATIENCE_S)).lora
+    (file,) = (tmp_path / "store").rglob(f"{lora.digest}.safetensors")
+    file.unlink()
+    async with running(tmp_path / "store", config(loras=own)) as store:
+        with await store.link() as link:
+            data = await asyncio.to_thread(fetch, link, lora.digest)
+    assert hashlib.sha256(data).hexdigest() == lora.digest
+
+
+async def test_a_store_brings_more_loras_of_its_own_than_may_wait_to_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.loras.importing.import_processes._MAX_WAITING", 1)
+    path = lora_file(tmp_path)
+    own = {f"ink-{number}": OwnLora(path=str(path)) for number in range(3)}
+    async with running(tmp_path / "store", config(loras=own, imports=ImportConfig(at_once=1))) as store:
+        listed = (await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)).loras
+    assert [lora.name for lora in listed] == sorted(own)
+
+
+def test_own_loras_that_cannot_be_anybodys_keep_a_store_from_starting(tmp_path: Path) -> None:
+    for own in ({"a b": OwnLora(path="x")}, {"ink": OwnLora(path="x", base="other")}):
+        with pytest.raises(ConfigError, match=next(iter(own))):
+            LoraStore(config(loras=own), folder=tmp_path, metrics=LoraMetrics(CollectorRegistry()), address=str)
+
+
+async def test_lists_come_in_pages_and_by_base(tmp_path: Path) -> None:
+    path = lora_file(tmp_path)
+    async with running(tmp_path / "store") as store:
+        for name in ("c", "a", "b"):
+            await store.upload(name, path)
+        first = await store.stub.ListLoras(pb.ListLorasRequest(page_size=2), timeout=PATIENCE_S)
+        assert ([lora.name for lora in first.loras], list(first.bases)) == (["a", "b"], ["miniature"])
+        request = pb.ListLorasRequest(page_size=2, page_token=first.next_page_token)
+        second = await store.stub.ListLoras(request, timeout=PATIENCE_S)
+        assert ([lora.name for lora in second.loras], second.next_page_token) == (["c"], "")
+        none = await store.stub.ListLoras(pb.ListLorasRequest(base="other"), timeout=PATIENCE_S)
+        assert not none.loras
+
+
+async def test_a_lora_that_was_asked_for_a_moment_ago_is_not_removed(tmp_path: Path) -> None:
+    async with running(tmp_path / "store", config(lease_s=0.5)) as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        asked = pb.PrefetchLorasRequest(digests=[lora.digest, "0" * 64])
+        accepted = await store.stub.PrefetchLoras(asked, timeout=PATIENCE_S)
+        assert list(accepted.accepted) == [lora.digest]
+        error = await refused(store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S))
+        assert isinstance(error, LoraInUse)
+        await asyncio.sleep(0.6)
+        await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S)
+        error = await refused(store.stub.GetLora(pb.GetLoraRequest(name="a"), timeout=PATIENCE_S))
+        assert isinstance(error, LoraNotFound)
+    assert not list((tmp_path / "store" / "files").glob("??/*.safetensors"))
+
+
+async def test_what_is_only_kept_is_neither_loaded_nor_removed(tmp_path: Path) -> None:
+    async with running(tmp_path / "store", config(lease_s=30.0)) as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        kept = pb.PrefetchLorasRequest(digests=[lora.digest], only_keep=True)
+        assert not (await store.stub.PrefetchLoras(kept, timeout=PATIENCE_S)).accepted
+        got = await store.stub.GetLora(pb.GetLoraRequest(name="a"), timeout=PATIENCE_S)
+        assert got.lora.state == pb.LORA_STATE_ON_DISK
+        error = await refused(store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S))
+        assert isinstance(error, LoraInUse)
+
+
+async def test_a_lora_that_is_being_sent_is_not_removed(tmp_path: Path) -> None:
+    links = LinksConfig(socket=None, bytes_per_s=10_000)
+    async with running(tmp_path / "store", config(links=links)) as store:
+        lora = await store.upload("a", lora_file(tmp_path, rank=8))
+        with await store.link() as link:
+            fetching = asyncio.create_task(asyncio.to_thread(fetch, link, lora.digest))
+            while not store.store._tiers.lent(lora.digest):  # noqa: ASYNC110 - the moment at which it begins
+                await asyncio.sleep(0.005)
+            error = await refused(store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S))
+            assert isinstance(error, LoraInUse)
+            assert len(await fetching) == lora.size_bytes
+
+
+async def test_files_of_a_name_that_others_share_stay(tmp_path: Path) -> None:
+    path = lora_file(tmp_path)
+    async with running(tmp_path / "store") as store:
+        lora = await store.upload("a", path)
+        await store.upload("b", path)
+        await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S)
+        with await store.link() as link:
+            assert len(await asyncio.to_thread(fetch, link, lora.digest)) == lora.size_bytes
+
+
+async def test_without_the_name_that_was_pinned_the_others_weights_give_way(tmp_path: Path) -> None:
+    path = lora_file(tmp_path)
+    async with running(tmp_path / "store", config(budget_bytes=3000)) as store:
+        first, other = await store.upload("a", path), await store.upload("c", lora_file(tmp_path, seed=1))
+        assert first.size_bytes < 3000 < first.size_bytes + other.size_bytes
+        await store.upload("b", path)
+        await store.stub.PinLora(pb.PinLoraRequest(name="a", pinned=True), timeout=PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            while store.store.state(await store.store.get("a")) is not True:  # noqa: ASYNC110 - loading has no event
+                await asyncio.sleep(0.01)
+        asked = pb.PrefetchLorasRequest(digests=[other.digest])
+        assert not (await store.stub.PrefetchLoras(asked, timeout=PATIENCE_S)).accepted
+        await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S)
+        assert (await store.stub.PrefetchLoras(asked, timeout=PATIENCE_S)).accepted == [other.digest]
+
+
+async def test_what_does_not_fit_beside_others_that_are_pinned_is_not_pinned(tmp_path: Path) -> None:
+    async with running(tmp_path / "store", config(budget_bytes=3000)) as store:
+        for seed, name in enumerate("ab"):
+            await store.upload(name, lora_file(tmp_path, seed=seed))
+        await store.upload("same", lora_file(tmp_path))
+        for name in ("a", "a", "same"):  # one file: it is there once
+            await store.stub.PinLora(pb.PinLoraRequest(name=name, pinned=True), timeout=PATIENCE_S)
+        error = await refused(store.stub.PinLora(pb.PinLoraRequest(name="b", pinned=True), timeout=PATIENCE_S))
+        assert (type(error), error.metadata) == (TooLarge, {"limit": "budget_bytes"})
+        assert not (await store.store.get("b")).pinned
+        for name in ("a", "same"):
+            await store.stub.PinLora(pb.PinLoraRequest(name=name, pinned=False), timeout=PATIENCE_S)
+        await store.stub.PinLora(pb.PinLoraRequest(name="b", pinned=True), timeout=PATIENCE_S)
+
+
+async def test_a_store_whose_budget_is_too_small_now_for_what_is_pinned_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path / "store") as store:
+        await store.upload("a", lora_file(tmp_path))
+        await store.stub.PinLora(pb.PinLoraRequest(name="a", pinned=True), timeout=PATIENCE_S)
+    assert "do not fit" not in caplog.text
+    async with running(tmp_path / "store", config(budget_bytes=1)):
+        assert "pinned LoRAs do not fit into memory" in caplog.text
+
+
+async def test_an_upload_that_trickles_is_ended_in_the_time_that_it_has_and_leaves_nothing(tmp_path: Path) -> None:
+    data = lora_file(tmp_path).read_bytes()
+
+    async def trickling() -> AsyncIterator[pb.UploadLoraRequest]:
+        for request in upload_requests("a", data, chunk_bytes=10):
+            yield request
+            await asyncio.sleep(0.02)
+
+    async with running(tmp_path / "store", config(imports=ImportConfig(upload_s=0.3))) as store:
+        error = await refused(store.stub.UploadLora(trickling(), timeout=PATIENCE_S))
+        assert isinstance(error, InvalidRequest)
+        assert "imports.upload_s" in error.message
+        assert not [path for path in (tmp_path / "store" / "files").rglob("*") if path.is_file()]
+        assert (await store.upload("a", lora_file(tmp_path))).modules == 1
+
+
+async def test_a_digest_that_is_not_there_is_refused_and_the_link_lives(tmp_path: Path) -> None:
+    async with running(tmp_path / "store") as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        with await store.link() as link:
+            with pytest.raises(LoraNotFound):
+                await asyncio.to_thread(fetch, link, "0" * 64)
+            assert len(await asyncio.to_thread(fetch, link, lora.digest, 2)) == lora.size_bytes
+
+
+async def test_a_file_that_was_damaged_on_the_disk_is_not_sent(tmp_path: Path) -> None:
+    async with running(tmp_path / "store") as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        (path,) = (tmp_path / "store" / "files").glob("??/*.safetensors")
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        with await store.link() as link, pytest.raises(DataLoss):
+            await asyncio.to_thread(fetch, link, lora.digest)
+
+
+async def test_what_is_too_large_for_the_disk_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path / "store", config(disk_bytes=100)) as store:
+        requests = upload_requests("a", lora_file(tmp_path).read_bytes())
+        assert isinstance(await refused(store.stub.UploadLora(requests, timeout=PATIENCE_S)), TooLarge)
+    assert not [path for path in (tmp_path / "store" / "files").rglob("*") if path.is_file()]
+
+
+async def test_an_import_that_needs_too_much_memory_or_is_not_done_in_time_is_ended_and_the_store_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.loras.importing.import_processes._ADDRESS_SPACE_BYTES", 40 << 20)
+    before = set(_children())
+    async with running(tmp_path / "store") as store:
+        requests = upload_requests("a", lora_file(tmp_path).read_bytes())
+        error = await refused(store.stub.UploadLora(requests, timeout=60))
+        assert error.reason_name in {"BAD_LORA", "INTERNAL"}
+        monkeypatch.undo()
+        assert (await store.upload("a", lora_file(tmp_path))).modules == 1
+    async with running(tmp_path / "store", config(imports=ImportConfig(deadline_s=0.001))) as store:
+        requests = upload_requests("b", lora_file(tmp_path, seed=2).read_bytes())
+        error = await refused(store.stub.UploadLora(requests, timeout=60))
+        assert type(error) is Unavailable, "in so short a time it cannot have worked: the file is not to blame"
+        assert "0.001 s" in error.message
+    assert set(_children()) == before
+
+
+def _children() -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(os.getpid()).children(recursive=True)]

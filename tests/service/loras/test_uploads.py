@@ -1,0 +1,218 @@
+"""Unfinished uploads of a LoRA store: they count before their bytes come, end when they lie idle, and leave nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import queue
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from bottega.errors import BottegaError, InvalidRequest, QueueFull, StorageUnavailable
+from bottega.loras.config import ImportConfig
+from bottega.loras.upload import Upload, receive
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import lora_pb2 as pb
+from bottega.v1 import lora_pb2_grpc
+from tests.support.full_disk import small_disk
+from tests.support.running_loras import PATIENCE_S, Running, config, lora_file, running, upload_requests
+from tests.support.services import Services, wait_until
+
+_IDLE_S = 0.5
+
+
+def _announced(name: str, size_bytes: int) -> pb.UploadLoraRequest:
+    head = pb.UploadLoraHead(name=name, base="miniature", sha256="a" * 64, size_bytes=size_bytes)
+    return pb.UploadLoraRequest(head=head)
+
+
+@contextlib.asynccontextmanager
+async def _unfinished(store: Running, size_bytes: int) -> AsyncIterator[Any]:
+    """An upload that has announced so many bytes, and sends none; the store knows it."""
+    gone = asyncio.Event()
+
+    async def said() -> AsyncIterator[pb.UploadLoraRequest]:
+        yield _announced("slow", size_bytes)
+        await gone.wait()
+
+    before = _incoming(store)
+    call = store.stub.UploadLora(said(), timeout=PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        while _incoming(store) == before:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    try:
+        yield call
+    finally:
+        gone.set()
+        call.cancel()
+
+
+def _incoming(store: Running) -> list[Path]:
+    return sorted((store.store.recovery.quarantine.folder.parent / "files" / "incoming").iterdir())
+
+
+async def _nothing_is_left(store: Running) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while _incoming(store):  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.02)
+
+
+async def _refused(store: Running, said: Iterator[pb.UploadLoraRequest]) -> BottegaError:
+    """Why an upload is refused. By gRPC's blocking call, as in the SDK: that of asyncio may lose what a server says
+    that refuses before it has heard everything."""
+
+    def call() -> BottegaError:
+        with grpc.insecure_channel(store.server.address) as channel:
+            try:
+                lora_pb2_grpc.LoraServiceStub(channel).UploadLora(said, timeout=PATIENCE_S)
+            except grpc.RpcError as error:
+                return from_rpc_error(error)
+        raise AssertionError("the call was answered")
+
+    return await asyncio.to_thread(call)
+
+
+def _small(folder: Path, **head: Any) -> Iterator[pb.UploadLoraRequest]:
+    return upload_requests("a", lora_file(folder).read_bytes(), **head)
+
+
+async def test_what_an_upload_has_announced_counts_into_the_budget_until_it_ends(tmp_path: Path) -> None:
+    settings = config(disk_bytes=10 << 20)
+    async with running(tmp_path / "store", settings) as store:
+        async with _unfinished(store, 4 << 20):
+            error = await _refused(store, _small(tmp_path, size_bytes=1 << 20))
+            assert isinstance(error, QueueFull)
+            assert "uploads under way may take" in error.message
+            assert error.retry_after_s
+            assert (await store.upload("small", lora_file(tmp_path))).modules == 1
+        await _nothing_is_left(store)
+        assert (await store.upload("a", lora_file(tmp_path, rank=64))).modules == 1
+
+
+async def test_one_host_has_half_of_the_places_for_uploads(tmp_path: Path) -> None:
+    settings = config(imports=ImportConfig(uploads=4))
+    async with running(tmp_path / "store", settings) as store:
+        async with _unfinished(store, 100), _unfinished(store, 100):
+            error = await _refused(store, _small(tmp_path))
+            assert isinstance(error, QueueFull)
+            assert error.message.startswith("your host has 2 unfinished uploads of 200 bytes")
+            assert error.retry_after_s
+        await _nothing_is_left(store)
+        await store.upload("a", lora_file(tmp_path))
+
+
+async def test_one_host_has_half_of_the_bytes_for_uploads(tmp_path: Path) -> None:
+    settings = config(imports=ImportConfig(max_bytes=10_000, upload_bytes=40_000))
+    async with (
+        running(tmp_path / "store", settings) as store,
+        _unfinished(store, 10_000),
+        _unfinished(store, 9_000),
+    ):
+        error = await _refused(store, _small(tmp_path))
+        assert isinstance(error, QueueFull)
+        assert "your host" in error.message
+
+
+async def test_a_reserve_of_the_disk_stays_free_whatever_is_announced(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=8 << 20) as disk:
+        async with running(disk / "store", config(min_free_bytes=1 << 30)) as store:
+            async with _unfinished(store, 3 << 20):
+                error = await _refused(store, _small(tmp_path, size_bytes=1 << 20))
+                assert isinstance(error, StorageUnavailable)
+                assert (error.metadata["cause"], bool(error.retry_after_s)) == ("ENOSPC", True)
+                assert "stay free (min_free_bytes)" in error.message
+            await _nothing_is_left(store)
+            await store.upload("a", lora_file(tmp_path))
+            assert shutil.disk_usage(disk).free > (8 << 20) // 20
+
+
+async def test_an_upload_ends_when_others_have_filled_the_disk_to_the_reserve(tmp_path: Path) -> None:
+    data = bytes(2 << 20)
+    with small_disk(tmp_path / "disk", size_bytes=8 << 20) as disk:
+        async with running(disk / "store", config(min_free_bytes=1 << 30)) as store:
+
+            def said() -> Iterator[pb.UploadLoraRequest]:
+                head = pb.UploadLoraHead(
+                    name="a", base="miniature", sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data)
+                )
+                yield pb.UploadLoraRequest(head=head)
+                yield pb.UploadLoraRequest(chunk=data[: 1 << 20])
+                half = 1 << 20
+                wait_until(
+                    lambda: sum(p.stat().st_size for p in _incoming(store)) >= half, PATIENCE_S, "its first half"
+                )
+                (disk / "others").write_bytes(bytes(shutil.disk_usage(disk).free - (100 << 10)))
+                yield pb.UploadLoraRequest(chunk=data[1 << 20 :])
+
+            error = await _refused(store, said())
+            assert isinstance(error, StorageUnavailable)
+            assert "min_free_bytes" in error.message
+            await _nothing_is_left(store)
+
+
+@pytest.mark.parametrize("chunk", [None, b"", b"x"], ids=["nothing", "empty chunks", "single bytes"])
+async def test_an_upload_that_lies_idle_is_ended_and_its_file_goes(tmp_path: Path, chunk: bytes | None) -> None:
+    settings = config(imports=ImportConfig(idle_s=_IDLE_S))
+    async with running(tmp_path / "store", settings) as store:
+
+        def said() -> Iterator[pb.UploadLoraRequest]:
+            yield _announced("slow", 1 << 20)
+            for _ in range(200):
+                time.sleep(_IDLE_S / 10)
+                if chunk is not None:
+                    yield pb.UploadLoraRequest(chunk=chunk)
+
+        error = await _refused(store, said())
+        assert isinstance(error, InvalidRequest)
+        assert f"bytes in {_IDLE_S} s" in error.message
+        assert _incoming(store) == []
+        await store.upload("a", lora_file(tmp_path))
+
+
+async def test_an_upload_that_comes_slowly_and_does_not_lie_idle_is_taken(tmp_path: Path) -> None:
+    """It takes longer in all than it may lie idle."""
+    chunk, idle_s = bytes(300 << 10), 4.0
+    data = chunk * 7
+
+    async def slowly() -> AsyncIterator[bytes]:
+        for _ in range(7):
+            yield chunk
+            await asyncio.sleep(idle_s / 5)
+
+    began = time.monotonic()
+    upload = Upload(sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data), adapter_config=b"")
+    await receive([tmp_path / "upload"], upload, slowly(), deadline_s=60.0, idle_s=idle_s)
+    assert time.monotonic() - began > idle_s
+    assert (tmp_path / "upload").read_bytes() == data
+
+
+def test_what_a_killed_store_had_of_uploads_goes_at_its_next_start(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    settings: dict[str, Any] = {
+        "gateway": "",
+        "server": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"},
+        "folder": str(folder),
+    }
+    said: queue.SimpleQueue[pb.UploadLoraRequest | None] = queue.SimpleQueue()
+    for request in (_announced("slow", 1 << 20), pb.UploadLoraRequest(chunk=bytes(1 << 19))):
+        said.put(request)
+    messages: Iterator[pb.UploadLoraRequest] = iter(said.get, None)
+    with Services(tmp_path) as services:
+        store = services.start("bottega.loras", settings, name="store")
+        with grpc.insecure_channel(store.address) as channel:
+            call = lora_pb2_grpc.LoraServiceStub(channel).UploadLora.future(messages, timeout=PATIENCE_S)
+            incoming = folder / "files" / "incoming"
+            wait_until(lambda: any(incoming.iterdir()), PATIENCE_S, "the upload to begin")
+            store.kill()
+            assert isinstance(call.exception(PATIENCE_S), grpc.RpcError)
+            said.put(None)
+        assert any(incoming.iterdir())
+        services.start("bottega.loras", settings, name="store")
+        assert list(incoming.iterdir()) == []

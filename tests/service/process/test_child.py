@@ -1,0 +1,122 @@
+"""A child process answers, is missed when it dies, and never outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bottega.errors import Unavailable
+from bottega.process import ChildProcess
+from bottega.process.cpu_time import CpuTime
+
+ECHO = """
+import argparse, os, resource, signal, sys, time
+from bottega.process import Channel
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--fd", type=int)
+parser.add_argument("--deaf", action="store_true")
+arguments = parser.parse_args()
+channel = Channel.from_fd(arguments.fd)
+while (frame := channel.recv()) is not None:
+    if frame == b"env":
+        frame = os.environ["TINT"].encode()
+    if frame == b"limit":
+        frame = str(resource.getrlimit(resource.RLIMIT_AS)[0]).encode()
+    channel.send(frame)
+while arguments.deaf:
+    time.sleep(1)
+"""
+
+PARENT = """
+import asyncio
+from bottega.process import ChildProcess
+
+async def main():
+    child = await ChildProcess.start("echo_child")
+    print(child.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    (tmp_path / "echo_child.py").write_text(ECHO)
+    return str(tmp_path)
+
+
+async def ask(child: ChildProcess, frame: bytes) -> bytes | None:
+    await asyncio.wait_for(child.channel.send(frame), 5)
+    return await asyncio.wait_for(child.channel.recv(), 5)
+
+
+async def test_a_child_echoes_and_exits_when_the_pipe_closes(path: str) -> None:
+    child = await ChildProcess.start("echo_child", env={"PYTHONPATH": path, "TINT": "ultramarine"})
+    assert await ask(child, b"hello") == b"hello"
+    assert await ask(child, b"env") == b"ultramarine"
+    assert os.getsid(child.pid) == child.pid
+    assert await child.stop(grace_s=5) == 0
+    assert not psutil.pid_exists(child.pid)
+
+
+async def test_limits_are_set_before_the_child_is_sent_anything(path: str) -> None:
+    child = await ChildProcess.start("echo_child", env={"PYTHONPATH": path}, limits={resource.RLIMIT_AS: 2**30})
+    assert await ask(child, b"limit") == str(2**30).encode()
+    await child.stop(grace_s=5)
+
+
+async def test_the_death_of_a_child_is_noticed(path: str) -> None:
+    child = await ChildProcess.start("echo_child", env={"PYTHONPATH": path})
+    assert await ask(child, b"alive") == b"alive"
+    notice = asyncio.create_task(child.wait())
+    receiving = asyncio.create_task(child.channel.recv())
+    os.kill(child.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(notice, 2) == -signal.SIGKILL
+    assert await asyncio.wait_for(receiving, 2) is None
+    with pytest.raises(Unavailable):
+        await child.channel.send(b"x")
+    assert await child.stop(grace_s=1) == -signal.SIGKILL
+
+
+async def test_a_child_that_does_not_stop_is_killed_after_the_grace(path: str) -> None:
+    child = await ChildProcess.start("echo_child", "--deaf", env={"PYTHONPATH": path})
+    assert await ask(child, b"alive") == b"alive"
+    began = time.monotonic()
+    assert await child.stop(grace_s=0.3) == -signal.SIGKILL
+    assert 0.3 <= time.monotonic() - began < 3
+
+
+def test_a_child_exits_when_its_parent_is_killed(path: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    gone, _alive = psutil.wait_procs([child], timeout=5)
+    assert gone == [child]
+
+
+@pytest.mark.parametrize(
+    ("script", "stood_still"), [("while True: pass", False), ("import time; time.sleep(60)", True)]
+)
+def test_a_process_that_works_is_told_from_one_that_stands_still(script: str, *, stood_still: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        spent = CpuTime(process.pid)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and spent.spent_s() < 0.5 and not stood_still:
+            time.sleep(0.01)
+        assert spent.stood_still(0.9) is stood_still
+        process.kill()
+        process.wait(5)
+    assert spent.stood_still(0.9), "nothing is known of one that is gone"

@@ -1,0 +1,128 @@
+"""A member of the fleet at a gateway's real server: it registers, reports and comes back; what is no report ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from bottega import errors
+from bottega.rpc.channel import open_channel
+from bottega.rpc.fleet_membership import FleetMembership
+from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc
+
+
+class ScriptedFleet(fleet_pb2_grpc.FleetServiceServicer):
+    def __init__(self) -> None:
+        self.reports: asyncio.Queue[fleet_pb2.JoinRequest] = asyncio.Queue()
+
+    async def Join(
+        self, requests: AsyncIterator[fleet_pb2.JoinRequest], context: object
+    ) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        yield fleet_pb2.JoinResponse(backlog=3)
+        async for request in requests:
+            await self.reports.put(request)
+
+
+class FullFleet(ScriptedFleet):
+    """Refuses the first six joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[fleet_pb2.Registration] = []
+
+    async def Join(
+        self, requests: AsyncIterator[fleet_pb2.JoinRequest], context: object
+    ) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        self.seen.append((await anext(aiter(requests))).registration)
+        if len(self.seen) <= 6:
+            raise errors.FleetFull("no room", retry_after_s=0.2)
+        yield fleet_pb2.JoinResponse()
+        await asyncio.sleep(60)
+
+
+async def _fleet(listen: str) -> tuple[Server, ScriptedFleet]:
+    server = Server("fleet", ServerConfig(listen=listen))
+    servicer = ScriptedFleet()  # type: ignore[abstract]
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(servicer, server.grpc)
+    await server.start()
+    return server, servicer
+
+
+async def test_a_member_registers_reports_and_rejoins_after_the_gateway_came_back() -> None:
+    server, fleet = await _fleet("127.0.0.1:0")
+    drawn = 0
+    member = FleetMembership(
+        server.address,
+        fleet_pb2.Registration(name="w1"),
+        load=lambda: fleet_pb2.Load(memory_bytes=drawn),
+    )
+    member.start()
+    try:
+        first = await asyncio.wait_for(fleet.reports.get(), 5)
+        assert first.registration.name == "w1"
+        assert (await asyncio.wait_for(fleet.reports.get(), 1)).load.memory_bytes == 0
+        await asyncio.wait_for(member.joined.wait(), 1)
+        assert member.backlog == 3
+        drawn = 7
+        member.changed()
+        assert (await asyncio.wait_for(fleet.reports.get(), 0.3)).load.memory_bytes == 7
+        await asyncio.wait_for(fleet.reports.get(), 1.0)  # twice a second without any change
+
+        address = server.address
+        await server.stop()
+        await asyncio.wait_for(_until(lambda: not member.joined.is_set()), 2)
+        server, fleet = await _fleet(address)
+        again = await asyncio.wait_for(fleet.reports.get(), 3)
+        assert again.registration.name == "w1"
+    finally:
+        await member.stop()
+        await server.stop()
+
+
+async def test_a_member_that_is_refused_comes_again_when_the_gateway_says() -> None:
+    server = Server("fleet", ServerConfig(listen="127.0.0.1:0"))
+    fleet = FullFleet()  # type: ignore[abstract]
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server.grpc)
+    await server.start()
+    member = FleetMembership(server.address, fleet_pb2.Registration(name="w1"), load=fleet_pb2.Load)
+    member.start()
+    try:
+        await asyncio.wait_for(member.joined.wait(), 4)  # its own back-off would take 6 s or more
+        (instance,) = {registration.instance for registration in fleet.seen}
+        assert len(instance) >= 16
+        assert len(fleet.seen) == 7
+    finally:
+        await member.stop()
+        await server.stop()
+
+
+async def test_every_process_that_joins_is_an_instance_of_its_own() -> None:
+    registration = fleet_pb2.Registration(name="w1")
+    members = [FleetMembership("127.0.0.1:1", registration, load=fleet_pb2.Load) for _ in range(2)]
+    assert len({member._registration.instance for member in members}) == 2
+    assert not registration.instance
+
+
+async def test_bytes_that_are_no_request_end_a_stream_of_requests_typed() -> None:
+    server, fleet = await _fleet("127.0.0.1:0")
+    channel = open_channel(server.address)
+    try:
+        join: Any = channel.stream_stream("/bottega.v1.FleetService/Join")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [answer async for answer in join(iter([b"", b"\xff\xff\xff"]))]
+        assert type(from_rpc_error(caught.value)) is errors.InvalidRequest
+        assert fleet.reports.qsize() == 1
+    finally:
+        await channel.close()
+        await server.stop()
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.01)

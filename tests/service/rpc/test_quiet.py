@@ -1,0 +1,89 @@
+"""Connections on which nobody says anything for ten minutes: they live, and one whose peer vanished is still noticed.
+
+With the options of our own channels and servers, over a cable that counts how often somebody connected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+import pytest
+
+from bottega.rpc.channel import channel_options, open_channel
+from bottega.v1 import image_pb2, image_pb2_grpc
+from tests.fakes.scripted_images import scripted_images, stub
+from tests.fakes.scripted_worker import ScriptedWorker
+from tests.support.cut_cable import Cable, laid
+from tests.support.running_gateway import running_gateway
+
+QUIET_S = 600.0
+# A ping every 30 s and 10 s for its answer (rpc.channel), and as much again for a machine that has other things to do.
+NOTICED_S = 80.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(QUIET_S + NOTICED_S + 120)]
+
+
+async def test_a_stream_without_news_lives_for_ten_minutes_and_a_peer_that_vanishes_then_is_noticed() -> None:
+    async with scripted_images() as (server, servicer, _), laid(server.address) as cable:
+        async with open_channel(cable.address) as channel:
+            call = stub(channel).WatchJob(image_pb2.WatchJobRequest(job_id="wait"))
+            await call.read()
+            assert not await _ended_early(call)
+            cable.go_dead()
+            began = time.monotonic()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asyncio.wait_for(call.read(), NOTICED_S)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert time.monotonic() - began > 1  # it was the ping that nobody answered
+        assert cable.carried == 1
+        servicer.release.set()
+
+
+async def test_a_blocking_clients_stream_without_news_lives_for_ten_minutes() -> None:
+    async with scripted_images() as (server, servicer, _), laid(server.address) as cable:
+        following = asyncio.create_task(asyncio.to_thread(_follow, cable.address))
+        try:
+            await asyncio.wait([following], timeout=QUIET_S)
+            assert not following.done()
+        finally:
+            servicer.release.set()
+        assert await asyncio.wait_for(following, 10) == 1
+        assert cable.carried == 1
+
+
+async def test_the_gateways_connection_to_an_idle_worker_lives_for_ten_minutes() -> None:
+    async with running_gateway() as house:
+        worker = ScriptedWorker("w1", house.fleet_address)
+        await worker.listen()
+        async with laid(worker.address) as cable:
+            await worker.join(cable.address)
+            house.workers.append(worker)
+            await _connected(cable)
+            await asyncio.sleep(QUIET_S)
+            assert cable.carried == 1
+            assert (await house.draw("after", prompt="a star")).images
+            assert cable.carried == 1
+
+
+async def _ended_early(call: grpc.aio.UnaryStreamCall[image_pb2.WatchJobRequest, image_pb2.WatchJobResponse]) -> bool:
+    reading = asyncio.create_task(call.wait_for_connection())
+    await reading
+    try:
+        await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(call.code())), QUIET_S)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _connected(cable: Cable) -> None:
+    async with asyncio.timeout(10):
+        while cable.carried == 0:  # noqa: ASYNC110 - a connection has no event
+            await asyncio.sleep(0.01)
+
+
+def _follow(address: str) -> int:
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        watching = image_pb2_grpc.ImageServiceStub(channel).WatchJob(image_pb2.WatchJobRequest(job_id="wait"))
+        return sum(1 for _ in watching)

@@ -1,0 +1,188 @@
+"""What a real server refuses: calls beyond its bounds, and what the log says of a crowd."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from bottega import errors
+from bottega.rpc.interceptor.calls import REQUEST_ID_KEY
+from bottega.rpc.operation import logs
+from bottega.rpc.status import from_rpc_error
+from bottega.sampled_log import TOLD_PER_SECOND
+from bottega.v1 import image_pb2
+from tests.fakes.scripted_images import NAME, Served, failure, scripted_images, stub
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async with scripted_images(default_deadline_s=0.3, drain_grace_s=2.0) as service:
+        yield service
+
+
+async def test_a_crowd_that_is_refused_is_a_few_lines_in_the_log_and_its_number(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    crowd = 60
+    await asyncio.gather(*(_refused(served[2], f"caller-{number}") for number in range(crowd)))
+    with pytest.raises(grpc.aio.AioRpcError):  # another kind, which the crowd does not hide
+        _ = [answer async for answer in stub(served[2]).WatchJob(image_pb2.WatchJobRequest(job_id="refuse"))]
+    assert [line.__dict__["method"] for line in _told(caplog, "call refused")][-1] == f"/{NAME}/WatchJob"
+    await _until(lambda: _refusals(caplog) == crowd + 1)
+    lines = _told(caplog, "call refused"), _told(caplog, "more calls refused")
+    # In at most three of the seconds that the log counts by.
+    assert len(lines[0]) <= 3 * TOLD_PER_SECOND + 1
+    assert 1 <= len(lines[1]) <= 3
+    for line in lines[1]:
+        assert (line.__dict__["method"], line.__dict__["reason"]) == (f"/{NAME}/GetJob", "JOB_NOT_FOUND")
+
+
+async def test_the_number_of_refusals_carries_the_fields_of_no_caller(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    bound: dict[str, set[str]] = {}
+
+    def note(record: logging.LogRecord) -> bool:
+        bound.setdefault(record.getMessage(), set()).update(logs.bound().values())
+        return True
+
+    caplog.set_level(logging.INFO)
+    caplog.handler.addFilter(note)
+    try:
+        await asyncio.gather(*(_refused(served[2], "caller") for _ in range(30)))
+        await _until(lambda: "more calls refused" in bound)
+    finally:
+        caplog.handler.removeFilter(note)
+    assert (bound["call refused"], bound["more calls refused"]) == ({"caller"}, set())
+
+
+async def test_a_server_that_stops_says_first_how_many_more_it_refused(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with scripted_images() as (_, _, channel):
+        await asyncio.gather(*(_refused(channel, "caller") for _ in range(20)))
+    assert _refusals(caplog) == 20
+
+
+async def test_a_fault_that_a_crowd_repeats_is_a_few_lines_too(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    crowd = 60
+
+    async def fail() -> None:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub(served[2]).GetJob(image_pb2.GetJobRequest(job_id="break"))
+
+    await asyncio.gather(*(fail() for _ in range(crowd)))
+    event = "call failed unexpectedly"
+    more = f"more times: {event}"
+    await _until(lambda: len(_told(caplog, event)) + _counted(_told(caplog, more)) == crowd)
+    assert len(_told(caplog, event)) <= 3 * TOLD_PER_SECOND
+    assert all(line.exc_info and line.levelno == logging.ERROR for line in _told(caplog, event))
+
+
+async def test_who_leaves_in_the_middle_of_asking_for_metrics_leaves_no_traceback(
+    served: Served, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    host, port = served[0].metrics_address.split(":")
+
+    def ask() -> None:
+        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+            stranger.sendall(b"GET /metr")
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it resets, when it goes
+
+    for _ in range(30):
+        await asyncio.to_thread(ask)
+    with await asyncio.to_thread(urllib.request.urlopen, f"http://{host}:{port}/metrics", timeout=10) as answer:
+        assert answer.status == 200
+    assert [line for line in caplog.records if line.levelno >= logging.INFO and line.name != "bottega.rpc.server"] == []
+    assert "Traceback" not in capfd.readouterr().err
+
+
+async def _refused(channel: grpc.aio.Channel, request_id: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stub(channel).GetJob(image_pb2.GetJobRequest(job_id="refuse"), metadata=((REQUEST_ID_KEY, request_id),))
+
+
+def _told(caplog: pytest.LogCaptureFixture, event: str) -> list[logging.LogRecord]:
+    return [line for line in caplog.records if line.message == event]
+
+
+def _counted(lines: Sequence[logging.LogRecord]) -> int:
+    return sum(int(line.__dict__["calls"]) for line in lines)
+
+
+def _refusals(caplog: pytest.LogCaptureFixture) -> int:
+    """Of which the log knows."""
+    return len(_told(caplog, "call refused")) + _counted(_told(caplog, "more calls refused"))
+
+
+async def test_one_call_too_many_hears_when_to_come_back_and_the_others_end() -> None:
+    async with scripted_images(max_calls=2, peer_share=1.0) as (_, servicer, channel):
+        calls = [stub(channel).GetJob(image_pb2.GetJobRequest(job_id="wait")) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        refused = from_rpc_error(await failure(channel, "one more"))
+        assert type(refused) is errors.QueueFull
+        assert refused.metadata == {"limit": "max_calls"}
+        assert refused.retry_after_s
+        servicer.release.set()
+        await asyncio.gather(*calls)
+        await stub(channel).GetJob(image_pb2.GetJobRequest())
+
+
+@pytest.mark.parametrize("crowd", [1_500, 4_000])
+async def test_each_of_a_crowd_that_comes_at_once_is_told_why_it_is_refused(crowd: int) -> None:
+    # gRPC itself would cut off what is beyond a thousand, as if somebody had cancelled it.
+    async with scripted_images(max_calls=1024, max_streams=1, peer_share=1.0) as (_, _, channel):
+        request = image_pb2.WatchJobRequest(job_id="wait")
+        watches = [stub(channel).WatchJob(request) for _ in range(crowd)]
+        firsts = await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
+        refused = [from_rpc_error(first) for first in firsts if isinstance(first, grpc.aio.AioRpcError)]
+        assert len(refused) == crowd - 1
+        assert {(type(error), error.metadata.get("limit")) for error in refused} == {(errors.QueueFull, "max_streams")}
+        for watch in watches:
+            watch.cancel()
+
+
+async def test_requests_that_do_not_come_hold_up_others_only_for_a_moment() -> None:
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.sleep(60)
+        yield b""
+
+    async with scripted_images(max_message_mib=1, max_requests_mib=2) as (_, _, channel):
+        method: Any = channel.stream_unary("/bottega.v1.ImageService/GetJob")
+        silent = [asyncio.ensure_future(method(never())) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(stub(channel).GetJob(image_pb2.GetJobRequest()), 2.9)
+        # Two have taken the room, whichever they are; nobody waits behind the third.
+        slow, _ = await asyncio.wait(silent, return_when=asyncio.FIRST_COMPLETED)
+        for call in silent:
+            call.cancel()
+        for call in slow:
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                call.result()
+            assert type(from_rpc_error(refusal.value)) is errors.QueueFull
+
+
+async def test_a_request_is_given_up_for_as_soon_as_it_is_answered_by_a_stream() -> None:
+    async with scripted_images(max_message_mib=1, max_requests_mib=1) as (_, _, channel):
+        watches = [stub(channel).WatchJob(image_pb2.WatchJobRequest(job_id="x" * (900 << 10))) for _ in range(3)]
+        for watch in watches:
+            await asyncio.wait_for(anext(aiter(watch)), 1)
+        for watch in watches:
+            watch.cancel()
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.01)

@@ -1,0 +1,98 @@
+"""Metrics of a real server, asked by those who never finish, who do not read, and by one who scrapes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+
+from bottega.rpc.operation import metrics_http
+from bottega.rpc.server import Server
+from tests.fakes.scripted_images import scripted_images
+from tests.support.crowds import alive, connections
+
+HALF = b"GET /metrics HTTP/1.1\r\nHost: x\r\n"
+CROWD = 500
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with scripted_images() as (server, _, _):
+        yield server
+
+
+async def scraped(server: Server, *, timeout_s: float = 5.0) -> str:
+    def get() -> str:
+        with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=timeout_s) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain")
+            return str(answer.read().decode())
+
+    return await asyncio.to_thread(get)
+
+
+@pytest.mark.parametrize("says", [b"", HALF], ids=["nothing", "half a request"])
+async def test_half_requests_hold_no_threads_and_a_scrape_is_answered_beside_them(server: Server, says: bytes) -> None:
+    assert "bottega_rpc_in_flight" in await scraped(server)
+    threads, files = threading.active_count(), psutil.Process().num_fds()
+    with connections(server.metrics_address, CROWD, says=says) as crowd:
+        for _ in range(3):
+            assert "bottega_rpc_in_flight" in await scraped(server)
+        assert alive(crowd) <= metrics_http.MOST_CONNECTIONS
+        assert threading.active_count() <= threads + 1
+        assert psutil.Process().num_fds() <= files + CROWD + 2 * metrics_http.MOST_CONNECTIONS
+    assert "bottega_rpc_in_flight" in await scraped(server)
+
+
+async def test_who_sends_a_request_byte_by_byte_is_not_waited_for_without_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_http, "CONNECTION_S", 0.5)
+    with connections(server.metrics_address, 1, says=HALF) as crowd:
+        began = time.monotonic()
+        while alive(crowd) and time.monotonic() - began < 10:
+            crowd[0].send(b"X")
+            await asyncio.sleep(0.1)
+        assert not alive(crowd)
+
+
+async def test_who_does_not_read_its_answer_is_not_waited_for_without_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_http, "CONNECTION_S", 0.5)
+    files = psutil.Process().num_fds()
+    with connections(server.metrics_address, 20, says=HALF + b"\r\n"):
+        await asyncio.sleep(1.5)
+        assert psutil.Process().num_fds() <= files + 20
+    assert await scraped(server)
+
+
+@pytest.mark.parametrize("head", [b"\0\xff\r\n\r\n", b"GET\r\n\r\n", b"x" * 100_000, b"GET / HTTP/9.9\r\n\r\n"])
+async def test_what_is_no_request_is_sent_away(server: Server, head: bytes) -> None:
+    with connections(server.metrics_address, 1, says=head) as crowd:
+        crowd[0].settimeout(5)
+        await asyncio.to_thread(_read_out, crowd[0])
+    assert "bottega_rpc_in_flight" in await scraped(server)
+
+
+def _read_out(connection: object) -> None:
+    try:
+        while connection.recv(4096):  # type: ignore[attr-defined]
+            pass
+    except ConnectionError:
+        return
+
+
+async def test_a_server_that_stops_ends_those_who_have_not_asked_yet() -> None:
+    async with scripted_images() as (server, _, _):
+        with connections(server.metrics_address, 10, says=HALF) as crowd:
+            await scraped(server)
+            began = time.monotonic()
+            await server.stop()
+            assert time.monotonic() - began < 3
+            await asyncio.sleep(0.1)
+            assert not alive(crowd)

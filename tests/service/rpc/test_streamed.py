@@ -1,0 +1,171 @@
+"""A real server's callers that stream their requests: they have a place of their own, and bounds of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from bottega import errors
+from bottega.rpc.channel import open_channel
+from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc, lora_pb2, lora_pb2_grpc
+from tests.fakes.scripted_images import ScriptedImages, failure, stub
+
+JOIN = "/bottega.v1.FleetService/Join"
+UPLOAD = "/bottega.v1.LoraService/UploadLora"
+CHECK = "/grpc.health.v1.Health/Check"
+MIB = 1 << 20
+
+
+class Fleet(fleet_pb2_grpc.FleetServiceServicer):
+    """Answers the first message, and hears the others."""
+
+    async def Join(
+        self, requests: AsyncIterator[fleet_pb2.JoinRequest], context: object
+    ) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        await anext(requests)
+        yield fleet_pb2.JoinResponse()
+        async for _ in requests:
+            yield fleet_pb2.JoinResponse()
+
+
+class Loras(lora_pb2_grpc.LoraServiceServicer):
+    """Says how many bytes of chunks have come."""
+
+    async def UploadLora(
+        self, requests: AsyncIterator[lora_pb2.UploadLoraRequest], context: object
+    ) -> lora_pb2.UploadLoraResponse:
+        size_bytes = sum([len(request.chunk) async for request in requests])
+        return lora_pb2.UploadLoraResponse(lora=lora_pb2.StoredLora(size_bytes=size_bytes))
+
+
+@asynccontextmanager
+async def _server(**config: Any) -> AsyncIterator[grpc.aio.Channel]:
+    server = Server("scripted", ServerConfig(**config))
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(Fleet(), server.grpc)  # type: ignore[abstract]
+    lora_pb2_grpc.add_LoraServiceServicer_to_server(Loras(), server.grpc)  # type: ignore[abstract]
+    image_pb2_grpc.add_ImageServiceServicer_to_server(ScriptedImages(), server.grpc)  # type: ignore[abstract]
+    await server.start()
+    try:
+        async with open_channel(server.address) as channel:
+            yield channel
+    finally:
+        await server.stop()
+
+
+async def _failure_of(channel: grpc.aio.Channel, method: str, *raw: bytes) -> errors.BottegaError:
+    call: Any = channel.stream_stream(method)  # which any method can be called as
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [answer async for answer in call(iter(raw))]
+    return from_rpc_error(caught.value)
+
+
+async def _joined(channel: grpc.aio.Channel) -> Any:
+    method: Any = channel.stream_stream(JOIN)
+    call = method()
+    await call.write(b"")
+    assert await asyncio.wait_for(call.read(), 5) == b""
+    return call
+
+
+async def test_the_fleet_has_its_place_where_others_find_none_and_takes_no_place_of_theirs() -> None:
+    async with _server(max_calls=2, peer_share=1.0) as channel:
+        ordered = [stub(channel).GetJob(image_pb2.GetJobRequest(job_id="wait")) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        assert type(from_rpc_error(await failure(channel, "one more"))) is errors.QueueFull
+        joined = [await _joined(channel) for _ in range(2)]
+        assert type(await _failure_of(channel, JOIN, b"")) is errors.QueueFull
+        for call in ordered:
+            call.cancel()
+        await asyncio.sleep(0.1)
+        await stub(channel).GetJob(image_pb2.GetJobRequest())
+        for call in joined:
+            call.cancel()
+
+
+async def test_first_messages_come_in_only_as_far_as_there_is_room_and_the_fleet_has_room_of_its_own() -> None:
+    async with _server(max_message_mib=1, max_requests_mib=2) as channel:
+        silent: list[Any] = [channel.stream_stream("/bottega.v1.ImageService/GetJob") for _ in range(2)]
+        calls = [method() for method in silent]  # each has the room of a message that does not come
+        await asyncio.sleep(0.1)
+        joined = await asyncio.wait_for(_joined(channel), 1)
+        join: Any = channel.stream_stream(JOIN)
+        strangers = [join() for _ in range(2)]  # they have the fleet's
+        await asyncio.sleep(0.1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(_joined(channel), 0.5)
+        await joined.write(b"")  # a member needs none
+        assert await asyncio.wait_for(joined.read(), 1) == b""
+        for call in (*calls, joined, *strangers):
+            call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("method", "fits", "beyond"),
+    [
+        pytest.param(JOIN, 1 * MIB, 2 * MIB, id="Join"),
+        pytest.param(UPLOAD, 4 * MIB, 5 * MIB, id="UploadLora"),
+    ],
+)
+@pytest.mark.parametrize("before", [0, 1], ids=["first", "later"])
+async def test_no_message_of_a_stream_is_larger_than_its_method_needs(
+    method: str, fits: int, beyond: int, before: int
+) -> None:
+    def message(size_bytes: int) -> bytes:  # of both methods; field 1 is in each another message, field 15 nobody's
+        return lora_pb2.UploadLoraRequest(chunk=b"").SerializeToString() if not size_bytes else _unknown(size_bytes)
+
+    async with _server() as channel:
+        call: Any = channel.stream_stream(method)
+        first = [message(0)] * before
+        assert [answer async for answer in call(iter([*first, message(fits)]))]
+        refused = await _failure_of(channel, method, *first, message(beyond))
+        assert type(refused) is errors.TooLarge
+        assert refused.metadata == {"limit": "message", "bytes": str(beyond)}
+
+
+def _unknown(size_bytes: int) -> bytes:
+    """A message of little more bytes, in a field that no message has."""
+    return b"\x7a" + _varint(size_bytes) + bytes(size_bytes)
+
+
+def _varint(number: int) -> bytes:
+    return bytes([number & 0x7F | 0x80, number >> 7 & 0x7F | 0x80, number >> 14 & 0x7F | 0x80, number >> 21])
+
+
+async def test_what_grpcs_own_services_are_asked_is_bounded_too_and_they_answer_as_ever() -> None:
+    async with _server() as channel:
+        request = health_pb2.HealthCheckRequest(service="x" * MIB).SerializeToString()
+        assert type(await _failure_of(channel, CHECK, request)) is errors.TooLarge
+        check: Any = channel.unary_unary(CHECK)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await check(health_pb2.HealthCheckRequest(service="nobody").SerializeToString())
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_silent_strangers_hold_up_neither_health_nor_the_fleet_and_are_not_waited_for() -> None:
+    async with _server(max_message_mib=1, max_requests_mib=1) as channel:
+        ask: Any = channel.stream_stream(CHECK)
+        reflect: Any = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        silent = [method() for method in (ask, reflect) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        joined = await asyncio.wait_for(_joined(channel), 1)
+        check: Any = channel.unary_unary(CHECK)
+        await asyncio.wait_for(check(health_pb2.HealthCheckRequest().SerializeToString()), 1)
+        crowd = [reflect() for _ in range(20)]
+        await asyncio.wait_for(check(health_pb2.HealthCheckRequest().SerializeToString()), 5)
+        assert type(from_rpc_error(await _end_of(silent[-1]))) is errors.QueueFull
+        for call in (*silent, *crowd, joined):
+            call.cancel()
+
+
+async def _end_of(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(call.read(), 5)
+    return caught.value

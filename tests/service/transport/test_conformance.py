@@ -1,0 +1,650 @@
+"""What every backend of bottega.transport promises: order, credit, prefixes, checks, deadlines, lonely deaths."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bottega.errors import (
+    AuthFailed,
+    BottegaError,
+    DeadlineExceeded,
+    LayoutMismatch,
+    LeaseExpired,
+    LinkClosed,
+    LinkError,
+    MessageAborted,
+    NoCredit,
+    StaleEpoch,
+    TooLarge,
+)
+from bottega.transport import Backend, DType, Layout, Limits, Link, TensorSpec, connect
+from tests.support.transport_backends import (
+    BACKENDS,
+    LAYOUT,
+    OTHER_LAYOUT,
+    content,
+    linked,
+    listening,
+    mapped_files,
+    open_descriptors,
+    opened,
+    patience,
+    read,
+    sealed_file,
+    soon,
+    write,
+)
+
+pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=str)
+
+LIMITS = Limits(slots=2, slot_bytes=1 << 20, layouts=3)
+LAST = len(LAYOUT.specs) - 1
+
+
+@pytest.fixture
+def ends(backend: Backend, tmp_path: Path) -> Iterator[tuple[Link, Link]]:
+    with linked(backend, tmp_path, limits=LIMITS) as both:
+        yield both
+
+
+def _sized(size_bytes: int) -> Layout:
+    return Layout.of(TensorSpec(name="only", dtype=DType.UINT8, shape=(size_bytes,)))
+
+
+def _in_thread(work: Callable[[], object]) -> Callable[[], BottegaError | None]:
+    """Starts work that waits; the answer waits for its end and gives the error that it ended with."""
+    errors: list[BottegaError] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BottegaError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def end() -> BottegaError | None:
+        thread.join(10)
+        assert not thread.is_alive(), "it still waits"
+        return errors[0] if errors else None
+
+    return end
+
+
+def test_what_is_written_in_place_arrives(ends: tuple[Link, Link]) -> None:
+    for seed, (sender, receiver) in enumerate(itertools.islice(itertools.cycle([ends, ends[::-1]]), 8)):
+        write(sender, LAYOUT, content(LAYOUT, seed))
+        assert read(receiver, LAYOUT) == content(LAYOUT, seed)
+
+
+def test_what_is_sent_from_the_senders_own_buffers_arrives(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    for seed in range(4):
+        near.send(LAYOUT, content(LAYOUT, seed), patience())
+        write(near, LAYOUT, content(LAYOUT, seed + 100))
+        assert read(far, LAYOUT) == content(LAYOUT, seed)
+        assert read(far, LAYOUT) == content(LAYOUT, seed + 100)
+
+
+def test_messages_of_both_directions_keep_their_order(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    layouts = [_sized(1), _sized(70_000), _sized(200), _sized(65)]
+
+    def send(link: Link, seed: int) -> None:
+        for number in range(100):
+            layout = layouts[number % len(layouts)]
+            link.send(layout, content(layout, seed + number), patience())
+
+    sending = [_in_thread(lambda: send(near, 0)), _in_thread(lambda: send(far, 1000))]
+    for number in range(100):
+        layout = layouts[number % len(layouts)]
+        assert read(far, layout) == content(layout, number)
+        assert read(near, layout) == content(layout, 1000 + number)
+    assert [end() for end in sending] == [None, None]
+
+
+def test_the_first_tensors_can_be_used_before_the_last_are_written(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    parts = content(LAYOUT, 5)
+    with near.begin(LAYOUT, patience()) as outgoing:
+        outgoing.views[0][:] = parts[0]
+        outgoing.ready(1)
+        incoming = far.recv(patience(), LAYOUT)
+        incoming.wait(1, patience())
+        assert bytes(incoming.view(0)) == parts[0]
+        with pytest.raises(DeadlineExceeded):
+            incoming.wait(2, soon())
+        with pytest.raises(IndexError):
+            incoming.view(1)
+        for view, part in zip(outgoing.views[1:], parts[1:], strict=True):
+            view[:] = part
+        outgoing.ready(3)
+        incoming.wait(3, patience())
+        with pytest.raises(IndexError):
+            incoming.view(3)
+        outgoing.finish()
+    incoming.wait_all(patience())
+    assert [bytes(incoming.view(index)) for index in range(LAST + 1)] == parts
+    incoming.release()
+
+
+def test_a_message_that_is_taken_back_is_never_whole_and_the_link_lives(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    for seed in range(5):  # more than there are slots
+        with near.begin(LAYOUT, patience()) as outgoing:
+            outgoing.ready(2)
+        with far.recv(patience(), LAYOUT) as incoming:
+            incoming.wait(2, patience())
+            with pytest.raises(MessageAborted):
+                incoming.wait_all(patience())
+        write(near, LAYOUT, content(LAYOUT, seed))
+        assert read(far, LAYOUT) == content(LAYOUT, seed)
+    assert near.counters.snapshot().aborted == far.counters.snapshot().aborted == 5
+
+
+def test_a_message_of_which_nothing_was_said_can_be_taken_back_in_silence(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    for _ in range(5):
+        near.begin(LAYOUT, patience()).abort()
+    with pytest.raises(DeadlineExceeded):
+        far.recv(soon())
+    write(near, LAYOUT, content(LAYOUT, 1))
+    assert read(far, LAYOUT) == content(LAYOUT, 1)
+
+
+def test_one_message_at_a_time_in_one_direction(ends: tuple[Link, Link]) -> None:
+    with ends[0].begin(LAYOUT, patience()), pytest.raises(RuntimeError, match="one message at a time"):
+        ends[0].begin(LAYOUT, patience())
+
+
+def test_without_credit_nothing_moves_and_the_link_lives(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    write(near, LAYOUT, content(LAYOUT, 1))
+    write(near, LAYOUT, content(LAYOUT, 2))
+    began = time.monotonic()
+    with pytest.raises(NoCredit):
+        near.begin(LAYOUT, soon())
+    assert time.monotonic() - began < 2
+    held = [far.recv(patience()), far.recv(patience())]
+    for incoming in held:
+        incoming.wait_all(patience())
+    with pytest.raises(NoCredit):
+        near.send(LAYOUT, content(LAYOUT, 3), soon())
+    held[1].release()
+    write(near, LAYOUT, content(LAYOUT, 3))
+    assert bytes(held[0].view(LAST)) == content(LAYOUT, 1)[LAST], "what is held was written over"
+    assert read(far, LAYOUT) == content(LAYOUT, 3)
+    held[0].release()
+    assert near.counters.snapshot().no_credit == 2
+
+
+def test_credit_that_any_thread_gives_back_wakes_the_sender(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    for seed in range(2):
+        write(near, LAYOUT, content(LAYOUT, seed))
+    incoming = far.recv(patience())
+    incoming.wait_all(patience())
+    end = _in_thread(lambda: write(near, LAYOUT, content(LAYOUT, 9)))
+    time.sleep(0.02)
+    threading.Thread(target=incoming.release).start()
+    assert end() is None
+    assert near.counters.snapshot().credit_wait_s > 0.01
+
+
+def test_a_sender_can_wait_until_all_is_given_back(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    near.drain(soon())
+    for seed in range(2):
+        write(near, LAYOUT, content(LAYOUT, seed))
+    read(far, LAYOUT)
+    with pytest.raises(DeadlineExceeded, match="still holds 1"):
+        near.drain(soon())
+    end = _in_thread(lambda: near.drain(patience()))
+    read(far, LAYOUT)
+    assert end() is None
+
+
+def test_a_full_direction_does_not_hold_up_the_other(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    for seed in range(2):
+        write(near, LAYOUT, content(LAYOUT, seed))
+    end = _in_thread(lambda: write(near, LAYOUT, content(LAYOUT, 2)))
+    write(far, LAYOUT, content(LAYOUT, 7))
+    assert read(near, LAYOUT) == content(LAYOUT, 7)
+    read(far, LAYOUT)
+    assert end() is None
+
+
+def test_a_message_may_be_given_back_before_it_is_there(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    for seed in range(4):
+        with near.begin(LAYOUT, patience()) as outgoing:
+            outgoing.ready(1)
+            far.recv(patience(), LAYOUT).release()
+            outgoing.finish()
+        write(near, LAYOUT, content(LAYOUT, seed))
+        assert read(far, LAYOUT) == content(LAYOUT, seed)
+
+
+def test_a_given_back_message_is_looked_at_no_more(ends: tuple[Link, Link]) -> None:
+    write(ends[0], LAYOUT, content(LAYOUT, 1))
+    incoming = ends[1].recv(patience())
+    incoming.wait_all(patience())
+    incoming.release()
+    incoming.release()
+    with pytest.raises(LeaseExpired):
+        incoming.view(0)
+
+
+def test_a_message_given_back_while_it_is_looked_at_has_expired(
+    ends: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = ends
+    write(near, LAYOUT, content(LAYOUT, 1))
+    incoming = far.recv(patience(), LAYOUT)
+    incoming.wait_all(patience())
+    far.end(LinkClosed("its memory is still valid"))
+
+    def meanwhile() -> float:
+        """The clock that `view` asks: another thread gives the message back between two of its lines."""
+        incoming.release()
+        return 0.0
+
+    monkeypatch.setattr("bottega.transport.channel.lifecycle.time", SimpleNamespace(monotonic=meanwhile))
+    with pytest.raises(LeaseExpired):
+        incoming.view(0)
+
+
+def test_a_wrong_layout_ends_the_link_at_both_ends_before_a_byte_is_taken(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    near.send(LAYOUT, content(LAYOUT, 1), patience())
+    with pytest.raises(LayoutMismatch, match=r"float16\[2, 5, 7\] where deepest float16\[2, 5, 8\]"):
+        far.recv(patience(), OTHER_LAYOUT)
+    with pytest.raises(LayoutMismatch):
+        near.recv(patience())
+    with pytest.raises(LayoutMismatch):
+        near.begin(LAYOUT, patience())
+    assert far.counters.snapshot().received.messages == 0
+    assert near.counters.snapshot().deaths == far.counters.snapshot().deaths == {"LayoutMismatch": 1}
+
+
+def test_more_layouts_than_are_remembered_can_be_used(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    for size_bytes in [*range(1, 12), 1, 5, 11]:
+        layout = _sized(size_bytes)
+        write(near, layout, content(layout, size_bytes))
+        assert read(far, layout) == content(layout, size_bytes)
+
+
+def test_slots_grow_with_the_messages(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    for size_bytes in (10, 100_000, 20, 1 << 20, 30):
+        layout = _sized(size_bytes)
+        for seed in range(3):
+            write(near, layout, content(layout, seed))
+            assert read(far, layout) == content(layout, seed)
+
+
+def test_large_messages_arrive_whole(backend: Backend, tmp_path: Path) -> None:
+    with linked(backend, tmp_path, limits=Limits(slots=2, slot_bytes=8 << 20)) as (near, far):
+        for size_bytes in ((1 << 18) - 1, (1 << 18) + 1, (1 << 19) + 5, (5 << 20) + 17, 8 << 20):
+            layout = Layout.of(
+                TensorSpec(name="large", dtype=DType.UINT8, shape=(size_bytes - 64,)),
+                TensorSpec(name="small", dtype=DType.UINT8, shape=(3,)),
+            )
+            end = _in_thread(functools.partial(near.send, layout, content(layout, 1), patience()))
+            assert read(far, layout) == content(layout, 1)
+            assert end() is None
+
+
+def test_a_message_beyond_the_limit_is_refused_and_the_link_lives(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    with pytest.raises(TooLarge) as raised:
+        near.begin(_sized((1 << 20) + 1), patience())
+    assert raised.value.metadata == {"limit": "slot_bytes"}
+    write(near, LAYOUT, content(LAYOUT, 1))
+    assert read(far, LAYOUT) == content(LAYOUT, 1)
+
+
+def test_buffers_that_do_not_fit_are_refused_before_anything_moves(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    parts = content(LAYOUT, 1)
+    for wrong in (parts[:-1], [*parts[:-1], parts[-1][1:]]):
+        with pytest.raises(ValueError, match="buffer"):
+            near.send(LAYOUT, wrong, patience())
+    near.send(LAYOUT, parts, patience())
+    assert read(far, LAYOUT) == parts
+
+
+def test_every_wait_ends_by_its_deadline(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        far.recv(soon())
+    with near.begin(LAYOUT, patience()) as outgoing:
+        outgoing.ready(1)
+        with far.recv(patience()) as incoming, pytest.raises(DeadlineExceeded):
+            incoming.wait_all(soon())
+    assert time.monotonic() - began < 2
+    assert near.cause is None
+    assert far.cause is None
+
+
+def test_a_close_is_told_to_the_peer(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    near.close()
+    for call in (lambda: far.recv(patience()), lambda: far.begin(LAYOUT, patience()), lambda: near.recv(patience())):
+        with pytest.raises(LinkClosed):
+            call()
+    near.close()
+    assert far.counters.snapshot().deaths == {"LinkClosed": 1}
+
+
+def test_what_is_given_back_before_a_close_has_arrived(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    received: list[list[bytes]] = []
+    end = _in_thread(lambda: received.append(read(far, LAYOUT)))
+    near.send(LAYOUT, content(LAYOUT, 4), patience())
+    near.drain(patience())
+    near.close()
+    assert end() is None
+    assert received == [content(LAYOUT, 4)]
+
+
+@pytest.mark.parametrize("send", [write, lambda link, layout, parts: link.send(layout, parts, patience())])
+def test_what_a_close_overtakes_arrives_right_or_not_at_all(
+    ends: tuple[Link, Link], send: Callable[[Link, Layout, list[bytes]], None]
+) -> None:
+    near, far = ends
+    send(near, LAYOUT, content(LAYOUT, 4))
+    near.close()
+    received = []
+    with contextlib.suppress(LinkError):
+        received.append(read(far, LAYOUT))
+    assert received in ([], [content(LAYOUT, 4)])
+
+
+def test_a_close_in_mid_message_leaves_it_unfinished(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    outgoing = near.begin(LAYOUT, patience())
+    outgoing.views[0][:] = content(LAYOUT, 3)[0]
+    outgoing.ready(1)
+    incoming = far.recv(patience())
+    incoming.wait(1, patience())
+    near.close()
+    with pytest.raises(LinkClosed):
+        incoming.wait_all(patience())
+    with pytest.raises(LinkClosed):
+        outgoing.finish()
+    assert bytes(incoming.view(0)) == content(LAYOUT, 3)[0], "what had arrived stays readable"
+    with pytest.raises(IndexError):
+        incoming.view(1)
+    assert far.counters.snapshot().received.messages == 0
+
+
+def test_a_sender_in_mid_message_is_told_why_the_peer_left(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    outgoing = near.begin(LAYOUT, patience())
+    far.close()
+
+    def go_on() -> None:
+        for count in range(1, LAST + 2):
+            outgoing.ready(count)
+            time.sleep(0.01)  # TCP takes a little before it learns that nobody is there
+        near.drain(patience())
+
+    with pytest.raises(LinkClosed):
+        go_on()
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_monitor_can_end_a_link_whose_threads_wait(ends: tuple[Link, Link], end: int) -> None:
+    near, far = ends
+    for seed in range(2):
+        write(near, LAYOUT, content(LAYOUT, seed))
+    waiting = [
+        _in_thread(lambda: near.begin(LAYOUT, patience())),
+        _in_thread(lambda: near.recv(patience())),
+        _in_thread(lambda: far.begin(LAYOUT, patience()).abort()),
+    ]
+    time.sleep(0.02)
+    began = time.monotonic()
+    ends[end].end(StaleEpoch("given up by a monitor"))
+    errors = [done() for done in waiting]
+    assert [type(error) for error in errors[:2]] == [StaleEpoch, StaleEpoch]
+    assert time.monotonic() - began < 2
+
+
+def test_within_a_host_a_message_carries_a_file_and_elsewhere_it_is_said_that_none_can(
+    ends: tuple[Link, Link], backend: Backend
+) -> None:
+    near, far = ends
+    assert near.passes_files == far.passes_files == backend.within_host
+    data = bytes(range(251)) * 1000
+    with sealed_file(data) as file:
+        if not near.passes_files:
+            with pytest.raises(ValueError, match="passes no files"):
+                near.send(LAYOUT, content(LAYOUT, 1), patience(), file=file)
+        for seed in range(4 * near.passes_files):  # more than there are slots
+            near.send(LAYOUT, content(LAYOUT, seed), patience(), file=file)
+            with far.recv(patience(), LAYOUT) as incoming:
+                incoming.wait_all(patience())
+                assert incoming.file is not None
+                assert bytes(incoming.file) == data
+                assert bytes(incoming.view(LAST)) == content(LAYOUT, seed)[LAST]
+    for seed in range(3):
+        near.send(LAYOUT, content(LAYOUT, seed), patience())
+        with far.recv(patience(), LAYOUT) as incoming:
+            assert incoming.file is None, "a file is of one message alone"
+            incoming.wait_all(patience())
+    carried = 4 * len(data) * near.passes_files
+    assert near.counters.snapshot().sent.file_bytes == far.counters.snapshot().received.file_bytes == carried
+    assert near.counters.snapshot().sent.size_bytes == (3 + 4 * near.passes_files) * LAYOUT.size_bytes
+
+
+def test_a_file_outlives_its_message_its_link_and_its_sender_and_keeps_no_descriptor(
+    backend: Backend, tmp_path: Path
+) -> None:
+    if not backend.within_host:
+        return
+    before = open_descriptors(), mapped_files()
+    files = []
+    with linked(backend, tmp_path, limits=LIMITS) as (near, far):
+        for seed in range(20):
+            with sealed_file(bytes([seed]) * 5000) as file:
+                near.send(LAYOUT, content(LAYOUT, seed), patience(), file=file)
+            with far.recv(patience()) as incoming:
+                files.append(incoming.file)
+                incoming.wait_all(patience())
+    del incoming, near, far
+    assert [bytes(file) for file in files if file is not None] == [bytes([seed]) * 5000 for seed in range(20)]
+    assert (open_descriptors(), mapped_files()) == (before[0], before[1] + 20)
+    del files
+    assert mapped_files() == before[1]
+
+
+def test_files_that_nobody_takes_are_let_go(backend: Backend, tmp_path: Path) -> None:
+    if not backend.within_host:
+        return
+    before = open_descriptors(), mapped_files()
+    with linked(backend, tmp_path, limits=LIMITS) as (near, far), sealed_file(b"x" * 5000) as file:
+        for seed in range(5):
+            near.send(LAYOUT, content(LAYOUT, seed), patience(), file=file)
+            incoming = far.recv(patience())
+            incoming.wait_all(patience())
+            incoming.release()
+            assert incoming.file is None
+        assert mapped_files() == before[1]
+        near.send(LAYOUT, content(LAYOUT, 1), patience(), file=file)  # nobody receives this one
+    del near, far, incoming
+    assert (open_descriptors(), mapped_files()) == before
+
+
+def test_a_file_counts_as_its_message_and_is_bounded_as_it_is(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    if not near.passes_files:
+        return
+    with sealed_file(bytes((1 << 20) + 1)) as large, sealed_file(b"x") as file:
+        with pytest.raises(TooLarge) as raised:
+            near.send(LAYOUT, content(LAYOUT, 1), patience(), file=large)
+        assert raised.value.metadata == {"limit": "slot_bytes"}
+        with pytest.raises(ValueError, match="empty"):
+            near.send(LAYOUT, content(LAYOUT, 1), patience(), file=replace(file, size_bytes=0))
+        for seed in range(2):
+            near.send(LAYOUT, content(LAYOUT, seed), patience(), file=file)
+        with pytest.raises(NoCredit):
+            near.send(LAYOUT, content(LAYOUT, 2), soon(), file=file)
+        read(far, LAYOUT)
+        near.send(LAYOUT, content(LAYOUT, 2), patience(), file=file)
+
+
+def test_memory_stays_valid_for_as_long_as_somebody_looks_at_it(backend: Backend, tmp_path: Path) -> None:
+    import torch
+
+    parts = content(LAYOUT, 8)
+    with linked(backend, tmp_path, limits=LIMITS) as (near, far):
+        near.send(LAYOUT, parts, patience())
+        incoming = far.recv(patience())
+        incoming.wait_all(patience())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tensor = torch.frombuffer(incoming.view(LAST), dtype=torch.uint8)
+        view = incoming.view(1)
+    del incoming, near, far
+    gc.collect()
+    assert bytes(view) == parts[1]
+    assert tensor.numpy().tobytes() == parts[LAST]
+
+
+def test_what_a_dead_link_brought_expires(backend: Backend, tmp_path: Path) -> None:
+    with linked(backend, tmp_path, limits=LIMITS, lease_s=0.05) as (near, far):
+        far.send(LAYOUT, content(LAYOUT, 1), patience())
+        incoming = near.recv(patience())
+        incoming.wait_all(patience())
+        time.sleep(0.1)
+        assert bytes(incoming.view(0)) == content(LAYOUT, 1)[0], "a living link's messages never expire"
+        far.close()
+        with pytest.raises(LinkClosed):
+            near.recv(patience())
+        incoming.view(0)
+        time.sleep(0.1)
+        with pytest.raises(LeaseExpired):
+            incoming.view(0)
+
+
+def test_prepared_layouts_have_their_memory_already(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    near.prepare(LAYOUT, patience())
+    near.prepare(LAYOUT, patience())
+    write(near, LAYOUT, content(LAYOUT, 1))
+    assert read(far, LAYOUT) == content(LAYOUT, 1)
+
+
+def test_links_die_alone(backend: Backend, tmp_path: Path) -> None:
+    with (
+        listening(tmp_path) as listener,
+        opened(listener, backend) as (near, far),
+        opened(listener, backend) as (other_near, other_far),
+    ):
+        near.send(LAYOUT, content(LAYOUT, 1), patience())
+        with pytest.raises(LayoutMismatch):
+            far.recv(patience(), OTHER_LAYOUT)
+        write(other_near, LAYOUT, content(LAYOUT, 2))
+        assert read(other_far, LAYOUT) == content(LAYOUT, 2)
+
+
+def test_links_outlive_their_listener(backend: Backend, tmp_path: Path) -> None:
+    with listening(tmp_path) as listener, opened(listener, backend) as (near, far):
+        listener.close()
+        write(near, LAYOUT, content(LAYOUT, 2))
+        assert read(far, LAYOUT) == content(LAYOUT, 2)
+
+
+def test_relinking_raises_the_epoch_and_ends_the_older_link(backend: Backend, tmp_path: Path) -> None:
+    with listening(tmp_path) as listener, opened(listener, backend) as (near, far):
+        newer = listener.offer(near.link_id)
+        assert newer.epoch == near.epoch + 1
+        for old in (near, far):
+            with pytest.raises(StaleEpoch):
+                old.recv(patience())
+        with connect(newer, patience(), ways=(backend,)) as again, listener.accept(newer, patience()) as other:
+            write(again, LAYOUT, content(LAYOUT, 2))
+            assert read(other, LAYOUT) == content(LAYOUT, 2)
+
+
+def test_an_old_epoch_is_stale(backend: Backend, tmp_path: Path) -> None:
+    with listening(tmp_path) as listener:
+        old = listener.offer()
+        listener.offer(old.link_id)
+        with pytest.raises(StaleEpoch):
+            connect(old, patience(), ways=(backend,))
+        with pytest.raises(StaleEpoch):
+            listener.accept(old, patience())
+
+
+def test_a_token_opens_one_link_once(backend: Backend, tmp_path: Path) -> None:
+    with listening(tmp_path) as listener:
+        offer = listener.offer()
+        with connect(offer, patience(), ways=(backend,)) as near:
+            for _ in range(2):  # before and after it was accepted
+                with pytest.raises(AuthFailed):
+                    connect(offer, patience(), ways=(backend,))
+                if near.counters.snapshot().sent.messages == 0:
+                    far = listener.accept(offer, patience())
+                    write(near, LAYOUT, content(LAYOUT, 1))
+            assert read(far, LAYOUT) == content(LAYOUT, 1)
+            far.close()
+
+
+def test_an_offer_expires(backend: Backend, tmp_path: Path) -> None:
+    with listening(tmp_path, token_s=0.05) as listener:
+        offer = listener.offer()
+        with pytest.raises(AuthFailed):
+            listener.accept(offer, patience())
+        with pytest.raises(AuthFailed):
+            connect(offer, patience(), ways=(backend,))
+
+
+def test_counters_tell_what_moved(ends: tuple[Link, Link]) -> None:
+    near, far = ends
+    write(near, LAYOUT, content(LAYOUT, 1))
+    near.send(OTHER_LAYOUT, content(OTHER_LAYOUT, 1), patience())
+    read(far, LAYOUT)
+    read(far, OTHER_LAYOUT)
+    sent, received = near.counters.snapshot().sent, far.counters.snapshot().received
+    assert sent.messages == received.messages == 2
+    assert sent.size_bytes == received.size_bytes == LAYOUT.size_bytes + OTHER_LAYOUT.size_bytes
+    assert 0 < sent.longest_s <= sent.seconds < 5
+    assert near.counters.snapshot().deaths == {}
+
+
+def test_the_choice_and_its_reason_are_recorded(backend: Backend, tmp_path: Path) -> None:
+    order = [way for way in Backend if list(Backend).index(way) >= list(Backend).index(backend)]
+    with listening(tmp_path) as listener:
+        offer = listener.offer()
+        with connect(offer, patience(), ways=tuple(order)) as near, listener.accept(offer, patience()) as far:
+            assert near.answer.backend == far.answer.backend == backend
+            assert near.answer.reason
+
+
+def test_a_dead_links_error_is_that_of_its_first_cause(ends: tuple[Link, Link]) -> None:
+    near, _ = ends
+    near.end(StaleEpoch("first"))
+    near.end(LinkClosed("second"))
+    with pytest.raises(LinkError) as raised:
+        near.recv(patience())
+    assert type(raised.value) is StaleEpoch
+    assert type(near.cause) is StaleEpoch

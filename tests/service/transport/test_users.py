@@ -1,0 +1,154 @@
+"""Links of one machine are for one user, or for a group that shares them, whatever another user knows or has made."""
+
+from __future__ import annotations
+
+import grp
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import AuthFailed
+from bottega.transport import Backend, Endpoints, LinkListener, Offer, connect, offer_to_wire
+from tests.support.other_user import GROUP, USER, needs_root, run_as_another
+from tests.support.services import wait_until
+from tests.support.transport_backends import LAYOUT, content, patience, write
+
+pytestmark = needs_root
+
+# A group that every Debian has, and no process here.
+SHARED = "games"
+ELSEWHERE = "1-elsewhere/0"
+
+# Takes up an offer as a worker does, by shared memory alone, and says what came of it.
+_IMPORTS = """
+import encodings.ascii
+from bottega.errors import BottegaError
+from bottega.transport import Backend, Deadline, connect, offer_from_wire
+from bottega.v1.link_pb2 import LinkOffer
+offer = offer_from_wire(LinkOffer.FromString(bytes.fromhex(sys.argv[1])))
+"""
+_CONNECT = """
+try:
+    with connect(offer, Deadline.after(5), ways=(Backend.MEMFD,)) as link:
+        with link.recv(Deadline.after(5)) as incoming:
+            incoming.wait_all(Deadline.after(5))
+            print("received", sum(len(incoming.view(at)) for at in range(len(incoming.layout.specs))), "bytes")
+except BottegaError as error:
+    print(type(error).__name__, error.message)
+"""
+# Listens where a service of ours once did, and says how much it hears of whoever comes.
+_LISTEN = """
+with socket.socket(socket.AF_UNIX) as listening:
+    listening.bind(sys.argv[1])
+    os.chmod(sys.argv[1], 0o666)
+    listening.listen()
+    listening.settimeout(20)
+    with listening.accept()[0] as connection:
+        print("heard", len(connection.recv(4096)), "bytes")
+"""
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """One that every user may look into: those that pytest makes are one user's alone."""
+    monkeypatch.delenv("BOTTEGA_LINKS_GROUP", raising=False)
+    made = Path(tempfile.mkdtemp(prefix="links-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+def _taken_up_by_another(offer: Offer, *, group: int = GROUP) -> str:
+    encoded = offer_to_wire(replace(offer, process=ELSEWHERE)).SerializeToString().hex()
+    return run_as_another(_CONNECT, encoded, imports=_IMPORTS, group=group)
+
+
+@pytest.mark.parametrize("service", ["controlnet", "loras"])
+def test_a_service_whose_folder_another_user_made_first_says_so_and_does_not_start(folder: Path, service: str) -> None:
+    squatted = folder / f"bottega-{os.geteuid()}"
+    squatted.mkdir()
+    os.chown(squatted, USER, GROUP)
+    left_out = ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR")
+    done = subprocess.run(
+        [sys.executable, "-m", f"bottega.{service}"],
+        env={name: value for name, value in os.environ.items() if name not in left_out}
+        | {"TMPDIR": str(folder), "BOTTEGA_STATE": str(folder / "state")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"bottega.{service}: {squatted} belongs to user {USER}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(squatted.iterdir())
+
+
+def test_another_user_does_not_reach_the_socket(folder: Path) -> None:
+    with LinkListener(Endpoints(unix_path=folder / "links.sock")) as listener:
+        assert "Permission denied" in _taken_up_by_another(listener.offer())
+
+
+def test_another_user_with_the_token_who_reaches_the_socket_is_turned_away(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    path = folder / "links.sock"
+    with LinkListener(Endpoints(unix_path=path)) as listener:
+        path.chmod(0o666)  # as if the first hurdle were not there
+        offer = listener.offer()
+        assert _taken_up_by_another(offer).startswith(("AuthFailed", "PeerDead"))
+        turned_away = [line.__dict__["why"] for line in caplog.records if "turned away" in line.message]
+        assert any(f"user {USER}" in why for why in turned_away)
+        ours = replace(offer, process=ELSEWHERE)
+        with connect(ours, patience()) as near, listener.accept(offer, patience()):
+            assert near.answer.backend == Backend.MEMFD, "the stranger used nothing up"
+
+
+def test_a_socket_that_another_user_put_there_hears_nothing(folder: Path) -> None:
+    theirs = folder / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, USER, GROUP)
+    path = theirs / "links.sock"
+    with LinkListener(Endpoints(unix_path=folder / "links.sock")) as listener:
+        offer = listener.offer()
+    assert offer.memfd is not None
+    lured = replace(offer, process=ELSEWHERE, memfd=replace(offer.memfd, path=str(path)))
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(run_as_another, _LISTEN, path, imports="import socket")
+        wait_until(lambda: path.exists() and path.stat().st_mode & 0o777 == 0o666, 20, "the other user's socket")
+        with pytest.raises(AuthFailed, match=rf"not to be trusted: it is a process of user {USER}, .* for user root"):
+            connect(lured, patience(), ways=(Backend.MEMFD,))
+        assert heard.result(30) == "heard 0 bytes"
+
+
+def test_services_that_are_other_users_share_links_by_their_group(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BOTTEGA_LINKS_GROUP", SHARED)
+    shared = grp.getgrnam(SHARED).gr_gid
+    os.chown(folder, -1, shared)
+    folder.chmod(0o750)  # as systemd makes it for RuntimeDirectoryMode=0750
+    with LinkListener(Endpoints(unix_path=folder / "links.sock")) as listener, ThreadPoolExecutor(1) as pool:
+        offer = listener.offer()
+        told = pool.submit(_taken_up_by_another, offer, group=shared)
+        with listener.accept(offer, patience()) as far:
+            write(far, LAYOUT, content(LAYOUT, 1))
+            assert told.result(30) == f"received {sum(spec.size_bytes for spec in LAYOUT.specs)} bytes"
+
+
+def test_a_group_that_does_not_share_links_gets_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOTTEGA_LINKS_GROUP", SHARED)
+    path = folder / "links.sock"
+    with LinkListener(Endpoints(unix_path=path)) as listener:
+        assert "Permission denied" in _taken_up_by_another(listener.offer())
+        path.chmod(0o666)
+        assert _taken_up_by_another(listener.offer()).startswith(("AuthFailed", "PeerDead"))

@@ -1,0 +1,165 @@
+"""A worker's engine that goes on with residuals of the step before: where it may, when it pays, what comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bottega.diffusion.controlnets import LocalControlNets
+from bottega.diffusion.controlnets.provider import ControlInput
+from bottega.diffusion.engine.engine import EngineLimits
+from bottega.diffusion.engine.events import JobCheckpointed
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.rows import Row
+from bottega.transport import Offer
+from bottega.worker.controlnets import StalenessPolicy
+from load.bench.throttle import Throttle
+from tests.fakes.scripted_controlnet_link import Script, ScriptedServer
+from tests.samples.controlnets import layout_of, shelf_of
+from tests.support import linked_servers
+from tests.support.controlled_engine import PLAIN, Desk, Pair, alone, controlled, on, steps_done, until
+from tests.support.linked_servers import LinkedServer
+from tests.support.stock import assert_close
+
+
+class AlwaysPipelined(StalenessPolicy):
+    """Lets everybody who may go on with old residuals do so at once."""
+
+    def pipelined(self, control: ControlInput, *, answer_s: float, transfer_s: float) -> bool:
+        return control.may_be_stale
+
+
+class Relayed(linked_servers.Offers):
+    """Offers of a server that is reached through a relay."""
+
+    def __init__(self, server: LinkedServer, throttle: Throttle) -> None:
+        super().__init__(server)
+        self._throttle = throttle
+
+    def ask(self, address: str, link_id: str) -> Future[Offer]:
+        offer = super().ask(address, link_id).result()
+        assert offer.tcp is not None
+        self._throttle.target = offer.tcp.port
+        relayed = Future[Offer]()
+        relayed.set_result(replace(offer, tcp=replace(offer.tcp, port=self._throttle.port)))
+        return relayed
+
+
+class StaleLocal(LocalControlNets):
+    """Uses the residuals of the step before, after the first: what pipelined mode shall come to."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._before: dict[tuple[object, object], list[Tensor]] = {}
+        self._now: dict[tuple[object, object], list[Tensor]] = {}
+
+    def ask(self, rows: list[Row]) -> None:
+        super().ask(rows)
+        self._before, self._now = self._now, {}
+        for row in rows:
+            (handle,) = row.controls
+            self._now[row.owner, row.half] = self._answers[row, handle]
+
+    def take(self, row: Row, point: int) -> list[Tensor]:
+        key = (row.owner, row.half)
+        return [self._before.get(key, self._now[key])[point]]
+
+
+def test_pipelined_steps_use_the_residuals_of_the_step_before_and_the_first_one_waits(
+    model: Model, folders: Mapping[str, Path], near: LinkedServer
+) -> None:
+    order = on(controlled((0, 0.8)), near, stale_residuals=True)
+    drawing = Desk(model, linked_servers.Offers(near), pace=AlwaysPipelined()).draw(order)
+    with shelf_of(model, folders) as shelf:
+        expected = alone(model, StaleLocal(shelf), order)
+    assert_close(drawing.latents[0], expected)
+    (use,) = drawing.record.controlnets
+    assert (use.pipelined, use.stale_steps) == (True, PLAIN.num_inference_steps - 1)
+
+
+def similar(order: EngineOrder) -> EngineOrder:
+    """Its ControlNets' profiles let it go on with old residuals, where the link makes that pay."""
+    hosts = tuple(replace(each, similarity=0.999) for each in order.control_hosts)
+    return replace(order, control_hosts=hosts, stale_residuals=True)
+
+
+@pytest.mark.parametrize("link", ["near", "far"])
+def test_a_server_that_computes_for_long_is_waited_for(model: Model, link: str, request: pytest.FixtureRequest) -> None:
+    server = request.getfixturevalue(link)
+    server.block_s = 0.02
+    drawing = Desk(model, linked_servers.Offers(server)).draw(similar(on(controlled((0, 0.8)), server)))
+    server.block_s = 0.0
+    assert drawing.record.controlnets[0].waited_s > 0.3
+    assert drawing.record.controlnets[0].stale_steps == 0
+
+
+def test_a_slow_link_is_not(model: Model, far: LinkedServer) -> None:
+    with Throttle(bytes_per_s=2e6) as throttle:
+        drawing = Desk(model, Relayed(far, throttle)).draw(similar(on(controlled((0, 0.8)), far)))
+    assert drawing.record.controlnets[0].stale_steps > 0
+
+
+def test_a_job_that_ends_takes_no_answers_from_those_in_its_group(model: Model, near: LinkedServer) -> None:
+    desk = Desk(
+        model,
+        linked_servers.Offers(near),
+        EngineLimits(max_rows=8, max_wait_turns=0, progress_interval_s=1e-9),
+        pace=AlwaysPipelined(),
+    )
+    order = on(controlled((0, 0.8)), near, stale_residuals=True)
+    long = desk.easel.submit(replace(order, key="long", spec=replace(order.spec, seed=2, num_inference_steps=30)))
+    until(lambda: desk.easel.turn() is not None and steps_done(long) > 0)
+    short = desk.easel.submit(replace(order, key="short", spec=replace(order.spec, num_inference_steps=3)))
+    until(lambda: desk.easel.turn() is not None and steps_done(short) == 1)
+    time.sleep(0.1)  # what both have asked for their next steps is there
+    until(lambda: not near.forwards.busy)
+    near.computes.clear()
+    time.sleep(0.1)  # what the server was about to do
+    until(lambda: desk.easel.turn() is not None and short.ended)
+    assert near.forwards.busy, "the answer of the last step, which both have asked for, is on its way"
+    near.computes.set()
+    until(lambda: desk.easel.turn() is not None and long.ended)
+    assert long.record.mean_group_requests > 1
+    assert long.record.controlnets[0].stale_steps == 30 - 1
+
+
+def test_who_wants_exact_pictures_waits_for_every_step(
+    model: Model, local: LocalControlNets, near: LinkedServer
+) -> None:
+    order = on(controlled((0, 0.8)), near)
+    drawing = Desk(model, linked_servers.Offers(near), pace=AlwaysPipelined()).draw(order)
+    assert torch.equal(drawing.latents[0], alone(model, local, order))
+    assert drawing.record.controlnets[0].stale_steps == 0
+
+
+def test_after_a_resume_the_first_pipelined_step_waits(model: Model, near: LinkedServer) -> None:
+    order = on(controlled((0, 0.8)), near, stale_residuals=True)
+    limits = EngineLimits(max_rows=2, checkpoint_interval_s=1e-9)
+    first = Desk(model, linked_servers.Offers(near), limits, pace=AlwaysPipelined()).draw(order)
+    checkpoint = first.all(JobCheckpointed)[1]
+    assert checkpoint.steps_done == 2
+    resumed = replace(order, checkpoint=checkpoint.data)
+    drawing = Desk(model, linked_servers.Offers(near), pace=AlwaysPipelined()).draw(resumed)
+    assert drawing.record.controlnets[0].stale_steps == PLAIN.num_inference_steps - 2 - 1
+
+
+def test_a_pipelined_session_whose_server_dies_waits_for_the_first_step_elsewhere(
+    model: Model, near: LinkedServer, tmp_path: Path
+) -> None:
+    script = Script(dies_at_step=2, dies_after_points=1)
+    bad = ScriptedServer("bad", tmp_path, script, tuple(layout_of(model).shapes(16, 16)))
+    order = on(controlled((0, 0.8)), bad, near, stale_residuals=True)
+    drawing = Desk(model, Pair(bad, near), pace=AlwaysPipelined()).draw(order)
+    bad.close()
+    (use,) = drawing.record.controlnets
+    assert use.servers == ("bad", "near")
+    assert 0 < use.stale_steps < PLAIN.num_inference_steps - 1

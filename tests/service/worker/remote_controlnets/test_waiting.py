@@ -1,0 +1,228 @@
+"""A worker's engine with ControlNets on servers in this process, at the ends of real links: latents, waits, losses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bottega.controlnet import links, model_registry
+from bottega.diffusion.controlnets import LocalControlNets
+from bottega.diffusion.controlnets.messages import ControlMessageKind, number_message
+from bottega.diffusion.controlnets.provider import ControlServer
+from bottega.diffusion.engine.engine import EngineLimits
+from bottega.diffusion.engine.events import JobAdvanced, JobStarted
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.model.model import Model
+from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, TooLarge, Unavailable
+from bottega.transport import Limits
+from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADING, HOSTED_STATE_ON_DISK
+from tests.fakes.scripted_controlnet_link import Script, ScriptedServer
+from tests.samples.controlnets import Gate, control_image, control_spec, layout_of, shelf_of
+from tests.support import linked_servers
+from tests.support.controlled_engine import ALONE, NAMES, PLAIN, Desk, Pair, alone, controlled, on, steps_done, until
+from tests.support.linked_servers import LinkedServer, linked_server
+from tests.support.stock import assert_close
+
+# Of a server that is silent, and of one that computes nothing.
+SILENCE_S = 0.6
+STALL_S = 2.0
+IMPATIENT = {"is silent": {"silence_s": SILENCE_S}, "computes nothing, and answers pings": {"stall_s": STALL_S}}
+
+
+CASES = {
+    "one": controlled((0, 0.8)),
+    "two": controlled((0, 0.8), (1, 1.3)),
+    "three": controlled((2, 0.5), (0, 0.8), (1, 1.3)),
+    "unguided": controlled((2, 1.1), spec=replace(PLAIN, guidance_scale=1.0)),
+    "in the middle": controlled((0, 1.0), control_guidance_start=0.2, control_guidance_end=0.8),
+    "guess mode of two": controlled((0, 1.2), (2, 0.6), guess_mode=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_server_it_ends_to_the_last_bit_as_in_the_engines_own_process(
+    model: Model, local: LocalControlNets, near: LinkedServer, far: LinkedServer, case: str
+) -> None:
+    order = CASES[case]
+    expected = alone(model, local, order)
+    for server in (near, far):
+        drawing = Desk(model, linked_servers.Offers(server)).draw(on(order, server))
+        assert torch.equal(drawing.latents[0], expected)
+        assert {use.servers for use in drawing.record.controlnets} == {(server.server.name,)}
+        assert all(use.stale_steps == 0 and not use.pipelined for use in drawing.record.controlnets)
+
+
+def test_jobs_in_company_end_as_alone_and_give_everything_back(
+    model: Model, local: LocalControlNets, near: LinkedServer
+) -> None:
+    orders = [
+        replace(
+            on(controlled((seed % 3, 0.9), spec=replace(PLAIN, seed=seed, width=64 + 32 * (seed % 3))), near), key=seed
+        )
+        for seed in range(6)
+    ]
+    desk = Desk(model, linked_servers.Offers(near), EngineLimits(max_rows=8), slots=2)
+    drawings = desk.easel.run({0: orders[:3], 2: orders[3:]})
+    for order in orders:
+        assert_close(drawings[order.key].latents[0], alone(model, local, order))
+    until(lambda: not near.links.sessions)
+    assert near.beats > near.forwards.turns  # from between the blocks of each
+    assert near.hosts.shelf.used_bytes > 0  # they stay loaded
+    assert desk.controlnets.servers == ["near"]
+
+
+def test_the_next_step_is_computed_while_the_engine_tells_of_the_last_one(model: Model, near: LinkedServer) -> None:
+    desk = Desk(model, linked_servers.Offers(near), EngineLimits(max_rows=2, progress_interval_s=1e-9))
+    computed = near.forwards.turns
+    drawing = desk.easel.submit(on(controlled((0, 0.8)), near))
+    while not steps_done(drawing):
+        for event in desk.easel.engine.turn():
+            drawing.events.append(event)
+            if isinstance(event, JobAdvanced):
+                until(lambda: near.forwards.turns == computed + 2, 5.0)
+    desk.easel.run()
+    assert near.forwards.turns == computed + PLAIN.num_inference_steps, "no step is computed twice"
+
+
+def test_a_job_whose_controlnets_nobody_has_fails_at_once(model: Model) -> None:
+    drawing = Desk(model, linked_servers.Offers()).draw(controlled((0, 1.0)))
+    assert isinstance(drawing.error, NoControlNet)
+    assert drawing.error.metadata == {"controlnets": "edges", "servers": ""}
+
+
+def test_a_server_that_cannot_be_reached_is_passed_over(
+    model: Model, local: LocalControlNets, near: LinkedServer
+) -> None:
+    offers = linked_servers.Offers(near)
+    gone = ControlServer(name="gone", address="gone")
+    order = on(controlled((0, 0.8)), near)
+    model_registry = (replace(order.control_hosts[0], servers=(gone, near.server)),)
+    drawing = Desk(model, offers).draw(replace(order, control_hosts=model_registry))
+    assert torch.equal(drawing.latents[0], alone(model, local, order))
+    assert [address for address, _ in offers.asked] == ["gone", "near"]
+    assert drawing.record.controlnets[0].servers == ("near",)
+
+
+def test_what_does_not_fit_is_said_as_the_server_says_it(model: Model, near: LinkedServer) -> None:
+    base = replace(layout_of(model), latent_channels=16)
+    drawing = Desk(model, linked_servers.Offers(near), base=base).draw(on(controlled((0, 0.8)), near))
+    assert isinstance(drawing.error, ControlNetUnusable)
+    assert "its latent_channels is 4, the model's 16" in drawing.error.message
+
+
+def test_what_the_link_has_no_room_for_is_refused_and_the_others_go_on(
+    model: Model, local: LocalControlNets, folders: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "_LIMITS", Limits(slots=8, slot_bytes=1 << 20))
+    with linked_server("narrow", folders, tmp_path) as narrow:
+        fits = on(controlled((0, 0.8)), narrow)
+        image = control_image(1, 600, 600)
+        spec = replace(PLAIN, controlnets=(control_spec("edges", image),))
+        large = on(EngineOrder(key="large", spec=spec, control_images=(image,)), narrow)
+        desk = Desk(model, linked_servers.Offers(narrow))
+        drawings = desk.easel.run({0: [fits], 2: [large]})
+    assert isinstance(drawings["large"].error, TooLarge)
+    assert drawings[fits.key].record.controlnets[0].servers == ("narrow",)
+    assert_close(drawings[fits.key].latents[0], alone(model, local, fits))
+
+
+SCRIPTS = {
+    "dies in its first answer": Script(dies_at_step=1),
+    "dies behind the deepest residuals": Script(dies_at_step=1, dies_after_points=1),
+    # Long enough for the blocks to run that need no more than is here.
+    "dies before the last residuals": Script(dies_at_step=1, dies_after_points=6, dies_after_s=0.2),
+    "is silent": Script(silent_at_step=1),
+    "computes nothing, and answers pings": Script(hangs_at_step=1),
+    "refuses the sessions": Script(refuses_loans=Unavailable("not now")),
+    "refuses a step": Script(refuses_steps=InternalError("a forward failed")),
+    "answers what nobody asked": Script(lies=lambda number: number_message(ControlMessageKind.RESIDUALS, number + 7)),
+    "answers other residuals": Script(lies=lambda number: number_message(ControlMessageKind.RESIDUALS, number)),
+    "says what only workers say": Script(lies=lambda number: number_message(ControlMessageKind.STEP, number)),
+}
+
+
+@pytest.mark.parametrize("what", SCRIPTS)
+def test_whatever_a_server_does_wrong_another_one_finishes_the_same_latent(
+    model: Model, local: LocalControlNets, near: LinkedServer, tmp_path: Path, what: str
+) -> None:
+    # The residuals of the server that goes wrong are 0: any that were used would be seen.
+    order = controlled((0, 0.8), (1, 0.5), spec=replace(PLAIN, num_inference_steps=2))
+    bad = ScriptedServer("bad", tmp_path, SCRIPTS[what], tuple(layout_of(model).shapes(16, 16)))
+    began_s = time.monotonic()
+    desk = Desk(model, Pair(bad, near), ALONE, **IMPATIENT.get(what, {}))
+    drawing = desk.draw(on(order, bad, near))
+    bad.close()
+    assert drawing.record.controlnets[0].servers[-1] == "near"  # first: a job that failed has a latent as well
+    assert torch.equal(drawing.latents[0], alone(model, local, order))
+    assert time.monotonic() - began_s < 10
+
+
+def test_a_job_that_moves_to_a_server_that_still_loads_holds_up_nobody(
+    model: Model,
+    local: LocalControlNets,
+    folders: Mapping[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate()
+    monkeypatch.setattr(model_registry, "load_controlnet", gate)
+    order = controlled((0, 0.8), spec=replace(PLAIN, num_inference_steps=3))
+    bad = ScriptedServer("bad", tmp_path, Script(dies_at_step=1), tuple(layout_of(model).shapes(16, 16)))
+    with linked_server("slow", folders, tmp_path) as slow:
+        desk = Desk(model, Pair(bad, slow))
+        moving = desk.easel.submit(on(order, bad, slow))
+        until(lambda: desk.easel.turn() is not None and bool(moving.all(JobStarted)))
+        other = desk.easel.submit(EngineOrder(key="other", spec=replace(PLAIN, width=96)))
+        until(lambda: desk.easel.turn() is not None and other.ended)
+        assert gate.waiting.is_set()
+        assert not moving.ended
+        states = {net.name: net.state for net in slow.hosts.report({})}
+        assert states == dict.fromkeys(NAMES, HOSTED_STATE_ON_DISK) | {"edges": HOSTED_STATE_LOADING}
+        gate.open()
+        desk.easel.run()
+    bad.close()
+    assert torch.equal(moving.latents[0], alone(model, local, order))
+    assert len(moving.all(JobStarted)) == 1
+    assert moving.record.controlnets[0].servers == ("bad", "slow")
+    assert moving.record.seconds["controlnets"] > 0
+
+
+def test_what_has_no_room_together_here_is_refused_at_once(
+    model: Model, folders: Mapping[str, Path], near: LinkedServer
+) -> None:
+    one_bytes = near.hosts.report({})[0].size_bytes
+    with shelf_of(model, folders, budget_bytes=one_bytes) as shelf:
+        digests = dict.fromkeys(NAMES, "d")
+        desk = Desk(model, linked_servers.Offers(), local=LocalControlNets(shelf), digests=digests)
+        began_s = time.monotonic()
+        drawing = desk.easel.submit(controlled((0, 0.8), (1, 0.5)))
+        until(lambda: desk.easel.turn() is not None and drawing.ended)
+        assert isinstance(drawing.error, TooLarge)
+        assert time.monotonic() - began_s < 5
+        assert desk.draw(replace(controlled((1, 0.5)), key="one")).record.controlnets[0].servers == ("",)
+
+
+@pytest.mark.parametrize("what", ["dies in its first answer", "is silent", "refuses a step"])
+def test_without_another_server_the_engine_finishes_it_or_says_that_nobody_can(
+    model: Model, folders: Mapping[str, Path], local: LocalControlNets, tmp_path: Path, what: str
+) -> None:
+    order = controlled((0, 0.8), spec=replace(PLAIN, num_inference_steps=2))
+    bad = ScriptedServer("bad", tmp_path, SCRIPTS[what], tuple(layout_of(model).shapes(16, 16)))
+    with shelf_of(model, folders) as shelf:
+        desk = Desk(model, Pair(bad, None), local=LocalControlNets(shelf), digests={"edges": "d"}, silence_s=SILENCE_S)
+        drawing = desk.draw(on(order, bad))
+        assert torch.equal(drawing.latents[0], alone(model, local, order))
+        assert drawing.record.controlnets[0].servers == ("bad", "")
+        other = on(order, bad)
+        elsewhere = tuple(replace(each, digest="another version") for each in other.control_hosts)
+        failed = desk.draw(replace(other, control_hosts=elsewhere))
+    assert isinstance(failed.error, NoControlNet)
+    failed = Desk(model, Pair(bad, None), silence_s=SILENCE_S).draw(on(order, bad))
+    bad.close()
+    assert isinstance(failed.error, NoControlNet)
+    assert failed.error.metadata == {"controlnets": "edges", "servers": "bad"}

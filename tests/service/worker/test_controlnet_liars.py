@@ -1,0 +1,291 @@
+"""A worker that breaks the rules of the messages loses its own link, with an error that says why; others go on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bottega.controlnet import worker_link
+from bottega.diffusion.controlnets import ControlLayout
+from bottega.diffusion.controlnets.messages import (
+    ControlMessageKind,
+    ControlStep,
+    Opening,
+    Refusal,
+    SessionSpec,
+    StepEntry,
+    kind_of,
+    number_message,
+    open_message,
+    read_number,
+    read_refusal,
+    refused_message,
+    step_message,
+)
+from bottega.diffusion.controlnets.provider import ControlInput
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.rows import Embeds, Half
+from bottega.diffusion.tensor_messages import TensorMessage
+from bottega.errors import BadFrame, DeadlineExceeded
+from bottega.transport import Deadline, DType, Layout, Link, TensorSpec, connect
+from bottega.transport import server as serving
+from tests.fakes.scripted_controlnet_link import send
+from tests.samples.controlnets import control_image, layout_of, random_controlnet, save
+from tests.support.linked_servers import LinkedServer, linked_server
+from tests.support.manual_engine import load
+
+SIDE = 64
+TOKENS = 77
+SAMPLE = torch.zeros(1, 4, 16, 16)
+SOON_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _lines(caplog: pytest.LogCaptureFixture) -> None:
+    serving.LINK_LOG.sum_up()  # the log has a few of each second, and each test ends a link
+    caplog.set_level(logging.INFO, "bottega")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load()
+
+
+@pytest.fixture(scope="module")
+def base(model: Model) -> ControlLayout:
+    return layout_of(model)
+
+
+@pytest.fixture(scope="module")
+def server(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedServer]:
+    folders = save({"edges": random_controlnet(model.backbone.unet, 0)}, tmp_path_factory.mktemp("nets"))
+    with linked_server("liars", folders, tmp_path_factory.mktemp("liars")) as server:
+        yield server
+
+
+@pytest.fixture
+def link(server: LinkedServer) -> Iterator[Link]:
+    with connect(server.offer(""), soon()) as link:
+        yield link
+
+
+@pytest.fixture(scope="module")
+def honest(server: LinkedServer, base: ControlLayout) -> Iterator[Link]:
+    """Another worker's, with a session that is open all the time."""
+    with connect(server.offer(""), soon()) as link:
+        send(link, open_message(opening(base)))
+        assert heard(link)[0] is ControlMessageKind.OPENED
+        yield link
+
+
+def opening(base: ControlLayout, *, loan: int = 1, sessions: int = 1, **changes: object) -> Opening:
+    """Sessions from number 10 on, of both halves."""
+    embeds = Embeds(
+        prompt=torch.zeros(TOKENS, base.context_width), pooled=torch.zeros(base.pooled_width), time_ids=torch.zeros(6)
+    )
+    halves = {Half.UNCONDITIONAL: embeds, Half.CONDITIONAL: embeds}
+    said = {"name": "edges", "digest": "", "height": SIDE, "width": SIDE, "scale": 1.0, "guess_mode": False}
+    control = ControlInput(name="edges", image=control_image(1), height=SIDE, width=SIDE, halves=halves)
+    return Opening(
+        loan=loan,
+        base=base,
+        dtype=torch.float32,
+        sessions=tuple(
+            SessionSpec(number=10 + place, halves=tuple(halves), **(said | changes))  # type: ignore[arg-type]
+            for place in range(sessions)
+        ),
+        controls=(control,) * sessions,
+    )
+
+
+def step(
+    number: int = 5, session: int = 10, half: Half = Half.CONDITIONAL, sample: torch.Tensor = SAMPLE
+) -> ControlStep:
+    """One row."""
+    entries = (StepEntry(session=session, half=half, sample=0),)
+    return ControlStep(number=number, entries=entries, samples=sample, timesteps=torch.tensor([500.0]))
+
+
+def changed(message: TensorMessage, name: str, tensor: torch.Tensor) -> TensorMessage:
+    """The message with another tensor of that name."""
+    kept = {spec.name: each for spec, each in zip(message.layout.specs, message.tensors, strict=True)} | {name: tensor}
+    dtypes = {torch.float32: DType.FLOAT32, torch.uint8: DType.UINT8, torch.int64: DType.INT64}
+    specs = [TensorSpec(name=key, dtype=dtypes[each.dtype], shape=tuple(each.shape)) for key, each in kept.items()]
+    return TensorMessage(layout=Layout.of(*specs), tensors=tuple(kept.values()))
+
+
+def garbled(message: TensorMessage) -> TensorMessage:
+    return changed(message, "open", torch.frombuffer(bytearray(b'{"loan": 1, "sessions": 7'), dtype=torch.uint8))
+
+
+def table(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor([[5, 0, 0], *rows])
+
+
+LIES: dict[str, Callable[[ControlLayout], TensorMessage]] = {
+    "no kind": lambda base: TensorMessage(
+        layout=Layout.of(TensorSpec(name="hello", dtype=DType.FLOAT32, shape=(1,))), tensors=(torch.zeros(1),)
+    ),
+    "what only servers say": lambda base: number_message(ControlMessageKind.PONG),
+    "a refusal": lambda base: refused_message(Refusal(loan=1, error=b"{}")),
+    "no JSON": lambda base: garbled(open_message(opening(base))),
+    "a name that is too long": lambda base: open_message(opening(base, name="x" * 201)),
+    "a scale that is no number": lambda base: open_message(opening(base, scale=float("nan"))),
+    "a picture of no height": lambda base: open_message(opening(base, height=0)),
+    "a picture beyond all bounds": lambda base: open_message(opening(base, height=16384, width=16384)),
+    "two sessions of one number": lambda base: open_message(
+        replace(opening(base, sessions=2), sessions=opening(base).sessions * 2)
+    ),
+    "no control image": lambda base: changed(open_message(opening(base)), "image.0", torch.zeros(8, 8, 4)),
+    "conditions of another width": lambda base: changed(
+        open_message(opening(base)), "prompt", torch.zeros(2, TOKENS, base.context_width + 1)
+    ),
+    "conditions of one half": lambda base: changed(
+        open_message(opening(base)), "pooled", torch.zeros(1, base.pooled_width)
+    ),
+    "a step of a session that is not open": lambda base: step_message(step(session=99)),
+    "a table that is none": lambda base: changed(step_message(step()), "step", torch.zeros(3, dtype=torch.int64)),
+    "a half that there is not": lambda base: changed(step_message(step()), "step", table([10, 2, 0])),
+    "a sample that there is not": lambda base: changed(step_message(step()), "step", table([10, 1, 1])),
+    "the same row twice": lambda base: changed(step_message(step()), "step", table([10, 1, 0], [10, 1, 0])),
+    "samples without timesteps": lambda base: changed(step_message(step()), "timesteps", torch.zeros(2)),
+    "the number of nothing": lambda base: changed(number_message(ControlMessageKind.CLOSE), "close", torch.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_ends_the_liars_link_and_no_other(
+    base: ControlLayout, honest: Link, link: Link, caplog: pytest.LogCaptureFixture, lie: str
+) -> None:
+    send(link, LIES[lie](base))
+    with pytest.raises(BadFrame):
+        heard(link)
+    ended_for(caplog, "broke the rules of its messages")
+    send(honest, step_message(step()))
+    assert heard(honest) == (ControlMessageKind.RESIDUALS, 5)
+
+
+@pytest.mark.parametrize(
+    "sample", [torch.zeros(1, 4, 16, 8), torch.zeros(1, 3, 16, 16), torch.zeros(1, 4, 16, 16, dtype=torch.int64)]
+)
+def test_a_sample_that_is_not_the_sessions_ends_the_link(
+    base: ControlLayout, link: Link, caplog: pytest.LogCaptureFixture, sample: torch.Tensor
+) -> None:
+    send(link, open_message(opening(base)))
+    assert heard(link)[0] is ControlMessageKind.OPENED
+    send(link, changed(step_message(step()), "samples", sample))
+    with pytest.raises(BadFrame):
+        heard(link)
+    ended_for(caplog, "samples")
+
+
+def test_what_cannot_be_served_is_answered_and_the_link_lives(base: ControlLayout, link: Link) -> None:
+    other = replace(base, latent_channels=16)
+    wide = replace(opening(base), base=other, loan=4)
+    for loan, message in enumerate(
+        (open_message(opening(base, loan=1, name="unknown")), open_message(opening(base, loan=2, digest="0" * 64))), 1
+    ):
+        send(link, message)
+        assert heard(link) == (ControlMessageKind.REFUSED, loan)
+    send(link, open_message(wide))
+    assert heard(link) == (ControlMessageKind.REFUSED, 4)
+    send(link, number_message(ControlMessageKind.PING))
+    assert heard(link)[0] is ControlMessageKind.PONG
+
+
+def test_a_worker_has_no_more_sessions_than_it_may(
+    base: ControlLayout, link: Link, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_link, "_MOST_SESSIONS", 2)
+    send(link, open_message(opening(base, sessions=3)))
+    with pytest.raises(BadFrame):
+        heard(link)
+    ended_for(caplog, "at most 2 sessions")
+
+
+def test_a_worker_that_begins_a_message_and_stops_is_given_up(
+    base: ControlLayout, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "MESSAGE_S", 0.2)
+    message = step_message(step())
+    outgoing = link.begin(message.layout, soon())
+    outgoing.ready(1)
+    with pytest.raises(DeadlineExceeded):
+        heard(link)
+
+
+def test_what_a_link_had_is_given_back_when_it_ends(server: LinkedServer, base: ControlLayout, honest: Link) -> None:
+    with connect(server.offer(""), soon()) as link:
+        send(link, open_message(opening(base, sessions=2)))
+        assert heard(link) == (ControlMessageKind.OPENED, 1)
+        assert server.links.sessions == {"edges": 3}
+        server.computes.clear()
+        send(link, step_message(step()))
+        until(lambda: server.forwards.busy)
+    until(lambda: server.links.sessions == {"edges": 1})
+    assert not server.forwards.busy
+    server.computes.set()
+
+
+def test_a_closed_loans_sessions_are_not_there_any_more(base: ControlLayout, link: Link) -> None:
+    send(link, open_message(opening(base)))
+    assert heard(link) == (ControlMessageKind.OPENED, 1)
+    send(link, number_message(ControlMessageKind.CLOSE, 1))
+    send(link, open_message(opening(base)))  # its numbers are free again
+    assert heard(link) == (ControlMessageKind.OPENED, 1)
+
+
+def test_a_draining_server_opens_no_sessions_and_goes_on_with_those_that_are_open(
+    model: Model, base: ControlLayout, tmp_path: Path
+) -> None:
+    folders: Mapping[str, Path] = save({"edges": random_controlnet(model.backbone.unet, 0)}, tmp_path)
+    with linked_server("draining", folders, tmp_path) as server, connect(server.offer(""), soon()) as link:
+        send(link, open_message(opening(base)))
+        assert heard(link) == (ControlMessageKind.OPENED, 1)
+        server.links.drain()
+        send(link, step_message(step()))
+        assert heard(link) == (ControlMessageKind.RESIDUALS, 5)
+        send(
+            link,
+            open_message(replace(opening(base, loan=2), sessions=(replace(opening(base).sessions[0], number=70),))),
+        )
+        assert heard(link) == (ControlMessageKind.REFUSED, 2)
+
+
+def heard(link: Link) -> tuple[ControlMessageKind, int]:
+    """The next message's kind, and its number. Raises what the link died of."""
+    with link.recv(soon()) as incoming:
+        incoming.wait_all(soon())
+        kind = kind_of(incoming.layout)
+        views = [incoming.view(index) for index in range(len(incoming.layout.specs))]
+        if kind is not ControlMessageKind.REFUSED:
+            return kind, read_number(incoming.layout, views)
+        refusal = read_refusal(incoming.layout, views)
+        return kind, -1 if refusal.loan is None else refusal.loan
+
+
+def ended_for(caplog: pytest.LogCaptureFixture, cause: str) -> None:
+    """The server's log says that a link has ended because of that. Other links may end meanwhile."""
+    until(
+        lambda: any(
+            line.message == "a worker's link has ended" and cause in str(line.__dict__["text"])
+            for line in caplog.records
+        )
+    )
+
+
+def soon() -> Deadline:
+    return Deadline.after(SOON_S)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline, "not within time"
+        time.sleep(0.01)

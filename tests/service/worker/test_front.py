@@ -1,0 +1,264 @@
+"""What the worker's front does for attempts, between a real gRPC server and an engine that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import json_format
+from PIL import Image
+
+from bottega.errors import InvalidRequest, ModelNotFound, StaleAttempt
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import error_pb2, generation_pb2, worker_pb2
+from tests.support.running_front import CONFIG, Start, eventually, images, kinds, png, request, running_workers
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    async with running_workers() as start:
+        yield start
+
+
+async def test_an_attempt_is_drawn_encoded_and_inscribed(start: Start) -> None:
+    running = await start()
+    order = request("a flat colour, 星")
+    order.spec.num_images = 2
+    events = await running.events(order)
+    assert kinds(events)[0] == "started"
+    assert kinds(events)[-1] == "completed"
+    pictures = images(events)
+    assert sorted(pictures) == [0, 1]
+    for index, data in pictures.items():
+        with Image.open(io.BytesIO(data)) as picture:
+            assert (picture.size, picture.getpixel((0, 0))) == ((16, 8), (7 + index,) * 3)
+            single = json_format.Parse(picture.info["bottega"], generation_pb2.GenerationSpec())
+            assert "a flat colour, 星. Steps: 5, CFG scale: 4, Seed: " + str(7 + index) in picture.info["parameters"]
+        expected = generation_pb2.GenerationSpec()
+        expected.CopyFrom(order.spec)
+        expected.num_images = 1
+        expected.seed = 7 + index
+        assert single == expected
+        assert "num_inference_steps" in picture.info["bottega"]
+    provenance = events[-1].completed.provenance
+    assert (provenance.worker, provenance.model_hash, provenance.bottega_version) == ("w", "abc", "0.1.0")
+    assert provenance.parameters == order.spec
+    times = {time.stage: time.seconds for time in provenance.times}
+    assert times.keys() == {"handoff", "encode_image"}
+    assert 0 < times["handoff"] < 1
+
+
+async def test_an_attempts_lines_in_the_log_carry_its_request_id(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "bottega.worker")
+    running = await start()
+    await running.events(request(request_id="log-drawn", number=2, checkpoint=b"3"))
+    await running.events(request("nan", job_id="bad", request_id="log-failed"))
+    lines = [(line.__dict__["request_id"], line) for line in caplog.records if hasattr(line, "request_id")]
+    drawn = [line for request_id, line in lines if request_id == "log-drawn"]
+    assert [line.message for line in drawn] == ["attempt started", "attempt completed"]
+    for line in drawn:
+        assert (line.__dict__["job_id"], line.__dict__["attempt"], line.__dict__["model"]) == ("job", 2, "scripted")
+    assert 0 < drawn[-1].__dict__["seconds"] < 10
+    failed = [line for request_id, line in lines if request_id == "log-failed"]
+    assert [line.message for line in failed] == ["attempt started", "attempt failed"]
+    assert failed[-1].__dict__["reason"] == "NOT_FINITE"
+
+
+async def test_the_source_image_reaches_the_engine_resized_and_no_further(start: Start) -> None:
+    running = await start()
+    events = await running.events(request(image=png(50, 40, "teal"), number=3))
+    with Image.open(io.BytesIO(images(events)[0])) as picture:
+        assert (picture.size, picture.getpixel((8, 4))) == ((16, 8), (0, 128, 128))
+        assert "image" not in json.loads(picture.info["bottega"])
+    provenance = events[-1].completed.provenance
+    assert len(provenance.image_digest) == 64
+    assert not provenance.parameters.HasField("image")
+    assert "decode_image" in {time.stage for time in provenance.times}
+
+
+async def test_formats_and_previews_are_as_asked(start: Start) -> None:
+    running = await start()
+    order = request(preview=True)
+    order.spec.format = generation_pb2.IMAGE_FORMAT_WEBP
+    order.spec.quality = 100
+    events = await running.events(order)
+    with Image.open(io.BytesIO(images(events)[0])) as picture:
+        assert picture.format == "WEBP"
+    previews = [event.progress.preview_jpeg for event in events if event.progress.preview_jpeg]
+    assert previews
+    with Image.open(io.BytesIO(previews[-1])) as preview:
+        assert (preview.format, preview.size) == ("JPEG", (8, 8))
+
+
+async def test_previews_may_be_asked_for_later(start: Start) -> None:
+    running = await start()
+    order = request("slow")
+    order.spec.num_inference_steps = 60
+    asked = worker_pb2.PreviewAttemptRequest(attempt=order.attempt)
+    assert not (await running.stub.PreviewAttempt(asked, timeout=5)).known
+    following = asyncio.create_task(running.events(order))
+    await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
+    assert (await running.stub.PreviewAttempt(asked, timeout=5)).known
+    previewed = [bool(event.progress.preview_jpeg) for event in await following if event.HasField("progress")]
+    assert previewed[0] is False
+    assert any(previewed)
+
+
+async def test_previews_asked_for_before_the_engine_has_the_attempt_are_not_forgotten(start: Start) -> None:
+    running = await start()
+    order = request("slow", image=png(2000, 2000))
+    following = asyncio.create_task(running.events(order))
+    await eventually(lambda: any(True for _ in running.worker.attempts))
+    await running.stub.PreviewAttempt(worker_pb2.PreviewAttemptRequest(attempt=order.attempt), timeout=5)
+    assert any(event.progress.preview_jpeg for event in await following)
+
+
+@pytest.mark.parametrize("field", ["num_inference_steps", "width", "height", "num_images", "sampler"])
+async def test_an_order_that_could_not_be_drawn_is_refused_at_the_door(start: Start, field: str) -> None:
+    running = await start()
+    order = request()
+    setattr(order.spec, field, 99 if field == "sampler" else 0)
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await running.events(order)
+    error = from_rpc_error(refusal.value)
+    assert isinstance(error, InvalidRequest)
+    assert [violation.field for violation in error.violations] == [f"spec.{field}"]
+    assert not list(running.worker.attempts)
+
+
+async def test_a_bad_source_image_fails_the_attempt_only(start: Start) -> None:
+    running = await start()
+    events = await running.events(request(image=b"no image"))
+    assert kinds(events) == ["failed"]
+    assert events[0].failed.reason == error_pb2.ERROR_REASON_BAD_IMAGE
+    assert kinds(await running.events(request(job_id="other")))[-1] == "completed"
+
+
+async def test_what_the_engine_refuses_is_told(start: Start) -> None:
+    running = await start()
+    events = await running.events(request("nan"))
+    assert events[-1].failed.reason == error_pb2.ERROR_REASON_NOT_FINITE
+
+
+async def test_breaking_the_stream_stops_nothing_and_attaching_gets_the_same_bytes(start: Start) -> None:
+    running = await start()
+    order = request("slow")
+    assert kinds(await running.events(order, until="progress"))[-1] == "progress"
+    first = await running.events(order)
+    again = await running.events(order)
+    assert images(first) == images(again)
+    assert images(first)
+    assert kinds(again)[-1] == "completed"
+    assert running.worker.load().running == []
+
+
+async def test_cancelling_stops_and_forgets(start: Start) -> None:
+    running = await start()
+    order = request("slow")
+    order.spec.num_inference_steps = 200
+    following = asyncio.create_task(running.events(order))
+    await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
+    cancel = worker_pb2.CancelAttemptRequest(attempt=order.attempt)
+    assert (await running.stub.CancelAttempt(cancel, timeout=5)).known
+    assert (await following)[-1].failed.reason == error_pb2.ERROR_REASON_JOB_CANCELLED
+    assert not (await running.stub.CancelAttempt(cancel, timeout=5)).known
+    listed = await running.stub.ListAttempts(worker_pb2.ListAttemptsRequest(), timeout=5)
+    assert not listed.attempts
+    await eventually(lambda: running.worker.load().fixed_s == 100)  # the engine was told, once
+    order.spec.num_inference_steps = 5
+    assert kinds(await running.events(order))[-1] == "completed"
+
+
+async def test_a_later_attempt_supersedes_and_an_earlier_one_is_refused(start: Start) -> None:
+    running = await start()
+    slow = request("slow")
+    slow.spec.num_inference_steps = 200
+    first = asyncio.create_task(running.events(slow))
+    await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
+    second = await running.events(request(number=2))
+    assert kinds(second)[-1] == "completed"
+    assert (await first)[-1].failed.reason == error_pb2.ERROR_REASON_STALE_ATTEMPT
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await running.events(slow)
+    assert isinstance(from_rpc_error(refused.value), StaleAttempt)
+
+
+async def test_an_attempt_ends_with_its_deadline(start: Start) -> None:
+    running = await start()
+    order = request("slow", deadline_s=0.2)
+    order.spec.num_inference_steps = 200
+    events = await running.events(order)
+    assert events[-1].failed.reason == error_pb2.ERROR_REASON_DEADLINE_PASSED
+
+
+async def test_checkpoints_stream_and_resume(start: Start) -> None:
+    running = await start()
+    order = request("slow")
+    order.spec.num_inference_steps = 20
+    watching = running.stub.WatchCheckpoints(worker_pb2.WatchCheckpointsRequest(), timeout=15)
+    following = asyncio.create_task(running.events(order))
+    newest = 0
+    async for checkpoint in watching:
+        assert checkpoint.attempt == order.attempt
+        assert checkpoint.steps_done > newest
+        newest = checkpoint.steps_done
+        if newest >= 3:
+            break
+    watching.cancel()
+    await following
+    resumed = request(number=2, checkpoint=b"4")
+    events = await running.events(resumed)
+    assert (events[0].started.steps_total, events[0].started.steps_resumed) == (5, 4)
+
+
+async def test_the_same_order_is_the_same_bytes_in_another_job_and_resumed_on_another_worker(start: Start) -> None:
+    one, other = await start(), await start(replace(CONFIG, name="another"))
+    order = request("a flat colour, 星")
+    order.spec.num_images = 2
+    resumed = request("a flat colour, 星", number=2, checkpoint=b"3", request_id="again")
+    resumed.spec.num_images = 2
+    again = request("a flat colour, 星", job_id="again")
+    again.spec.num_images = 2
+    first = images(await one.events(order))
+    assert sorted(first) == [0, 1]
+    assert images(await other.events(resumed)) == first
+    assert images(await other.events(again)) == first
+
+
+async def test_an_order_for_another_model_is_refused_and_nothing_of_it_is_kept(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "bottega.worker")
+    running = await start()
+    order = request()
+    for order.spec.model in ("nobody", "", "Scripted", "m" * 200):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await running.events(order)
+        error = from_rpc_error(refused.value)
+        assert (type(error), error.metadata["served"]) == (ModelNotFound, "scripted")
+    assert (list(running.worker.attempts), "attempt started" in caplog.messages) == ([], False)
+
+
+async def test_an_order_that_names_no_model_is_for_the_only_one(start: Start) -> None:
+    running = await start()
+    order = request()
+    order.spec.ClearField("model")
+    assert kinds(await running.events(order))[-1] == "completed"
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xff", b"", worker_pb2.RunAttemptRequest().SerializeToString()])
+async def test_a_request_that_names_no_attempt_is_refused(start: Start, raw: bytes) -> None:
+    running = await start()
+    run_attempt: Any = running.channel.unary_stream("/bottega.v1.WorkerService/RunAttempt")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await run_attempt(raw).read()
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -1,0 +1,195 @@
+"""The life of the worker's front: engines that are lost, a place in the fleet, draining and stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import grpc
+import psutil
+import pytest
+
+from bottega.errors import Code, InternalError
+from bottega.rpc.server import Server, ServerConfig
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import error_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
+from bottega.v1.worker_pb2 import LoraStore
+from bottega.worker import worker
+from bottega.worker.config import EngineConfig
+from tests.support.running_front import CONFIG, Start, eventually, kinds, request, running_workers
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    async with running_workers() as start:
+        yield start
+
+
+@pytest.mark.parametrize("prompt", ["die", "hang", "stall"])
+async def test_a_lost_engine_fails_what_it_held_and_is_replaced(start: Start, prompt: str) -> None:
+    running = await start()
+    before = running.engine.pid
+    bystander = request("slow", job_id="bystander")
+    bystander.spec.num_inference_steps = 200
+    beside = asyncio.create_task(running.events(bystander))
+    await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
+    events = await running.events(request(prompt))
+    for lost in (events[-1].failed, (await beside)[-1].failed):
+        assert (lost.reason, lost.code) == (error_pb2.ERROR_REASON_WORKER_LOST, Code.UNAVAILABLE)
+        assert (lost.metadata["died"], lost.metadata["held_together"]) == ("engine", "2")
+    await eventually(lambda: running.engine.pid not in {None, before})
+    await eventually(running.is_serving)
+    assert kinds(await running.events(request(number=2)))[-1] == "completed"
+
+
+async def test_a_front_that_was_stopped_itself_kills_no_engine_that_lives(start: Start) -> None:
+    running = await start()
+    before = running.engine.pid
+    order = request("slow")
+    order.spec.num_inference_steps = 200  # 4 s
+    following = asyncio.create_task(running.events(order))
+    await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
+    _be_stopped(CONFIG.stall_s + CONFIG.hang_s)
+    assert kinds(await following)[-1] == "completed"
+    _be_stopped(2 * CONFIG.hang_s)
+    await asyncio.sleep(2 * CONFIG.hang_s)
+    assert running.engine.pid == before
+
+
+def _be_stopped(seconds: float) -> None:
+    """As SIGSTOP does to a front: it hears nothing, while its engine goes on."""
+    time.sleep(seconds)
+
+
+async def test_while_there_is_no_engine_health_says_so(start: Start) -> None:
+    running = await start()
+    assert await running.is_serving()
+    assert running.engine.pid
+    os.kill(running.engine.pid, signal.SIGKILL)
+    while await running.is_serving():
+        pass
+    events = await running.events(request())
+    assert events[-1].failed.reason == error_pb2.ERROR_REASON_WORKER_LOST
+
+
+async def test_a_fault_while_results_are_swept_is_logged_and_they_are_swept_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreadable(_: object) -> int:
+        monkeypatch.undo()  # the next look succeeds
+        raise OSError("/proc cannot be read")
+
+    monkeypatch.setattr(worker, "resident_bytes", unreadable)
+    running = await start()
+    await eventually(lambda: running.worker.load().memory_bytes > 2**20)
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
+
+
+async def test_an_engine_that_never_gets_ready_ends_the_start(start: Start) -> None:
+    with pytest.raises(InternalError, match="could not be started"):
+        await start(replace(CONFIG, engine=EngineConfig(model="broken")))
+
+
+async def test_draining_refuses_new_work_and_finishes_what_runs(start: Start) -> None:
+    running = await start()
+    order = request("slow")
+    order.spec.num_inference_steps = 30
+    watching = running.stub.WatchCheckpoints(worker_pb2.WatchCheckpointsRequest(), timeout=15)
+    following = asyncio.create_task(running.events(order))
+    await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
+    draining = asyncio.create_task(running.server.drain(running.worker.drain))
+    await eventually(lambda: running.worker.load().draining)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await running.events(request(job_id="new"))
+    assert from_rpc_error(refused.value).reason == error_pb2.ERROR_REASON_DRAINING
+    assert not draining.done()
+    assert kinds(await following)[-1] == "completed"
+    assert [c.steps_done async for c in watching][-1] > 1
+    await asyncio.wait_for(draining, 5)
+
+
+async def test_what_does_not_end_within_the_grace_is_handed_over(start: Start) -> None:
+    running = await start(replace(CONFIG, server=ServerConfig(drain_grace_s=0.3)))
+    orders = [request("slow", job_id=f"job-{number}") for number in range(2)]
+    for order in orders:
+        order.spec.num_inference_steps = 200  # 4 s
+    following = [asyncio.create_task(running.events(order)) for order in orders]
+    await eventually(lambda: sum(a.steps_done > 0 for a in running.worker.attempts) == 2)
+    await asyncio.wait_for(running.server.drain(running.worker.drain), 5)
+    for events in await asyncio.gather(*following):
+        assert kinds(events)[-1] == "failed"
+        assert events[-1].failed.reason == error_pb2.ERROR_REASON_DRAINING
+        assert "hands the attempt over" in events[-1].failed.message
+
+
+async def test_stopping_leaves_no_process(start: Start) -> None:
+    others = psutil.Process().children()
+    running = await start()
+    children = [child for child in psutil.Process().children() if child not in others]
+    assert len(children) >= 2
+    await running.server.stop()
+    await running.worker.stop()
+    assert not any(child.is_running() for child in children)
+
+
+class Gateway(fleet_pb2_grpc.FleetServiceServicer):
+    """A fleet that remembers what it was told, and says that three requests wait and where a LoRA store is."""
+
+    def __init__(self) -> None:
+        self.registrations: list[fleet_pb2.Registration] = []
+        self.loads: list[fleet_pb2.Load] = []
+        self.members = 0
+
+    async def Join(
+        self, request_iterator: AsyncIterator[fleet_pb2.JoinRequest], context: object
+    ) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        self.members += 1
+        yield fleet_pb2.JoinResponse(backlog=3, lora_stores=[LoraStore(name="shelf", address="host:1")])
+        try:
+            async for message in request_iterator:
+                if message.HasField("registration"):
+                    self.registrations.append(message.registration)
+                else:
+                    self.loads.append(message.load)
+        finally:
+            self.members -= 1
+
+    async def ListMembers(self, request: object, context: object) -> fleet_pb2.ListMembersResponse:
+        raise NotImplementedError
+
+
+async def test_the_worker_is_in_the_fleet_while_its_engine_is_ready(start: Start) -> None:
+    gateway = Gateway()
+    server = Server("gateway", ServerConfig())
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(gateway, server.grpc)
+    await server.start()
+    running = await start(replace(CONFIG, gateway=server.address))
+    await eventually(lambda: bool(gateway.loads))
+    registration = gateway.registrations[0]
+    assert (registration.name, registration.address) == ("w", running.server.address)
+    assert [model.name for model in registration.models] == ["scripted"]
+    await eventually(lambda: gateway.loads[-1].fixed_s == 3)  # the backlog reached the engine
+    await eventually(lambda: list(gateway.loads[-1].loras) == ["shelf at host:1"])
+    assert gateway.loads[-1].step_times[0].rows == 2
+    assert gateway.loads[-1].max_rows == 16
+    await eventually(lambda: gateway.loads[-1].memory_bytes > 2**20)
+    told = len(gateway.loads)
+    await asyncio.sleep(1.0)
+    assert 1 <= len(gateway.loads) - told <= 4, "ten beats a second say the same, which two reports do as well"
+    slow = request("slow")
+    slow.spec.num_inference_steps = 100
+    following = asyncio.create_task(running.events(slow))
+    await eventually(lambda: any(0 < r.steps_left < 100 for r in gateway.loads[-1].running))
+    assert running.engine.pid
+    os.kill(running.engine.pid, signal.SIGKILL)
+    await eventually(lambda: gateway.members == 0)
+    await eventually(lambda: gateway.members == 1 and len(gateway.registrations) == 2)
+    await eventually(lambda: list(gateway.loads[-1].loras) == ["shelf at host:1"])  # so did they the next engine
+    assert (await following)[-1].failed.reason == error_pb2.ERROR_REASON_WORKER_LOST
+    await running.worker.stop()
+    await eventually(lambda: gateway.members == 0)
+    await server.stop()

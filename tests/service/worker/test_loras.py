@@ -1,0 +1,367 @@
+"""A worker's LoRAs come over real links from a real store: right, once, late, damaged, or never."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
+from bottega.errors import BottegaError, DataLoss, InternalError, LoraNotFound, NoLora
+from bottega.lora import canonical
+from bottega.loras.config import LinksConfig
+from bottega.rpc.server import ServerConfig
+from bottega.rpc.status import from_rpc_error
+from bottega.transport import LinkCounters, Offer, offer_from_wire
+from bottega.v1 import lora_pb2 as pb
+from bottega.v1 import lora_pb2_grpc
+from bottega.worker.loras import LoraCache, LoraLinkSettings
+from tests.samples.lora_files import Part, delta, kohya, save
+from tests.support.running_loras import MODULE, PATIENCE_S, TEXT_MODULE, Running, config, lora_file, running
+
+
+class _Offers:
+    """Asks stores themselves, where a worker's front would."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._pool = ThreadPoolExecutor(2)
+
+    def ask_loras(self, address: str, link_id: str) -> Future[Offer]:
+        self.asked += 1
+        return self._pool.submit(self._ask, address, link_id)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _ask(self, address: str, link_id: str) -> Offer:
+        with grpc.insecure_channel(address) as channel:
+            stub = lora_pb2_grpc.LoraServiceStub(channel)
+            try:
+                answer = stub.OpenLoraLink(pb.OpenLoraLinkRequest(worker="w", link_id=link_id), timeout=2)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from None
+        return offer_from_wire(answer.offer)
+
+
+def _named(stores: Iterable[Running]) -> tuple[LoraStore, ...]:
+    return tuple(LoraStore(name=store.store.name, address=store.server.address) for store in stores)
+
+
+class _Worker:
+    """A source as an engine has it."""
+
+    def __init__(self, *, budget_bytes: int = 1 << 20, dtype: torch.dtype = torch.float32) -> None:
+        self.offers = _Offers()
+        self.counters = LinkCounters()
+        self.source = LoraCache(
+            offers=self.offers,
+            device=torch.device("cpu"),
+            dtype=dtype,
+            budget_bytes=budget_bytes,
+            settings=LoraLinkSettings(),
+            counters=self.counters,
+        )
+
+    def know(self, *stores: Running) -> None:
+        self.source.know(_named(stores))
+
+    def begin(self, lora: pb.StoredLora, *stores: Running) -> LoraHandle:
+        return self.source.begin(LoraRef(name=lora.name, digest=lora.digest, stores=_named(stores)))
+
+    async def wait(self, handle: LoraHandle, seconds: float = PATIENCE_S) -> bool:
+        """Whether it is ready by then. Raises its error."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + seconds
+        while not handle.ready and loop.time() < ends:
+            await asyncio.to_thread(self.source.settle, [handle], 0.1)
+        return handle.ready
+
+    def close(self) -> None:
+        self.source.stop()
+        self.offers.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[_Worker]:
+    made = _Worker()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Running]:
+    async with running(tmp_path / "store") as made:
+        yield made
+
+
+async def test_layers_are_those_of_the_file(store: Running, worker: _Worker, tmp_path: Path) -> None:
+    parts = {("unet", MODULE): Part(rank=3, alpha=1.5), ("text_encoder", TEXT_MODULE): Part(rank=2, alpha=8.0)}
+    tensors, expected = kohya(parts)
+    lora = await store.upload("a", save(tensors, tmp_path / "a.safetensors"))
+    worker.know(store)
+    handle = worker.begin(lora)
+    assert await worker.wait(handle)
+    assert handle.text_ready
+    assert not handle.layers("text_encoder_2")
+    for name, paths in (("unet", [MODULE]), ("text_encoder", [TEXT_MODULE])):
+        layers = handle.layers(name)
+        assert list(layers) == paths
+        for path, layer in layers.items():
+            torch.testing.assert_close(delta(layer.down, layer.up, layer.scale), expected[f"{name}.{path}"])
+    assert 0 < handle.load_s < PATIENCE_S
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+async def test_layers_come_in_the_models_element_type(store: Running, tmp_path: Path, dtype: torch.dtype) -> None:
+    worker = _Worker(dtype=dtype)
+    try:
+        worker.know(store)
+        handle = worker.begin(await store.upload("a", lora_file(tmp_path)))
+        assert await worker.wait(handle)
+        assert {layer.down.dtype for layer in handle.layers("unet").values()} == {dtype}
+    finally:
+        worker.close()
+
+
+async def test_what_is_here_is_not_fetched_again(store: Running, worker: _Worker, tmp_path: Path) -> None:
+    lora = await store.upload("a", lora_file(tmp_path))
+    worker.know(store)
+    first, second = worker.begin(lora), worker.begin(lora)
+    assert await worker.wait(first)
+    assert second.ready
+    worker.source.close([first, second])
+    assert worker.begin(lora).ready
+    assert worker.source.resident == [lora.digest]
+    received = worker.counters.snapshot().received.messages
+    assert received == 2, "its head, and a piece"
+
+
+async def test_what_a_prompt_waits_for_waits_for_no_other_lora(tmp_path: Path, worker: _Worker) -> None:
+    """Of two LoRAs on a slow link both text parts are here before the rest of either is."""
+    links = LinksConfig(socket=None, bytes_per_s=50_000)
+    async with running(tmp_path / "store", config(links=links)) as store:
+        parts = {("unet", MODULE): Part(rank=64, alpha=1.0), ("text_encoder", TEXT_MODULE): Part(rank=1, alpha=1.0)}
+        loras = []
+        for seed in range(2):
+            tensors, _ = kohya(parts, seed=seed)
+            loras.append(await store.upload(f"l{seed}", save(tensors, tmp_path / f"{seed}.safetensors")))
+        worker.know(store)
+        handles = [worker.begin(lora) for lora in loras]
+        while not all(handle.text_ready for handle in handles):
+            assert not any(handle.ready for handle in handles)
+            await asyncio.to_thread(worker.source.settle, handles, 0.1)
+        assert not any(handle.ready for handle in handles)
+        assert all(TEXT_MODULE in handle.layers("text_encoder") for handle in handles)
+        for handle in handles:
+            assert await worker.wait(handle)
+
+
+async def test_nobody_spins_while_one_of_two_loras_is_here(tmp_path: Path, worker: _Worker) -> None:
+    links = LinksConfig(socket=None, bytes_per_s=50_000)
+    async with running(tmp_path / "store", config(links=links)) as store:
+        loras = [
+            await store.upload(f"l{seed}", lora_file(tmp_path, seed=seed, rank=rank))
+            for seed, rank in [(0, 1), (1, 64)]
+        ]
+        worker.know(store)
+        handles = [worker.begin(loras[0])]
+        assert await worker.wait(handles[0])
+        handles.append(worker.begin(loras[1]))
+        began_s, calls = time.monotonic(), 0
+        while not handles[1].ready:
+            await asyncio.to_thread(worker.source.settle, handles, 0.1)
+            calls += 1
+        assert time.monotonic() - began_s > 0.2, "else nothing was seen"
+        assert calls <= (time.monotonic() - began_s) / 0.1 + 4
+
+
+async def test_a_lora_that_ends_in_the_middle_is_refused_and_others_come(tmp_path: Path, worker: _Worker) -> None:
+    """Without room in memory a store sends straight from its disk, where somebody cuts the file short."""
+    links = LinksConfig(socket=None, bytes_per_s=50_000)
+    async with running(tmp_path / "store", config(budget_bytes=1, links=links)) as store:
+        cut = await store.upload("cut", lora_file(tmp_path, rank=64))
+        good = await store.upload("good", lora_file(tmp_path, seed=1))
+        (path,) = (tmp_path / "store" / "files").glob(f"??/{cut.digest}.safetensors")
+        worker.know(store)
+        handle = worker.begin(cut)
+        while not handle.text_ready:
+            await asyncio.to_thread(worker.source.settle, [handle], 0.1)
+        with path.open("r+b") as file:
+            file.truncate(cut.size_bytes // 2)
+        other = worker.begin(good)
+        with pytest.raises(InternalError, match="shorter"):
+            await worker.wait(handle)
+        assert await worker.wait(other)
+        assert worker.offers.asked == 1, "the link lives"
+
+
+async def test_what_nobody_waits_for_stays_within_the_budget(store: Running, tmp_path: Path) -> None:
+    loras = [await store.upload(f"l{seed}", lora_file(tmp_path, seed=seed)) for seed in range(3)]
+    worker = _Worker(budget_bytes=2 * 2 * 2 * 96 * 4)  # of two: down and up of rank 2, 96 wide, float32
+    try:
+        worker.know(store)
+        for lora in loras:
+            handle = worker.begin(lora)
+            assert await worker.wait(handle)
+            worker.source.close([handle])
+        assert worker.source.resident == [lora.digest for lora in loras[1:]]
+        handle = worker.begin(loras[0])
+        assert await worker.wait(handle)
+    finally:
+        worker.close()
+
+
+async def test_a_digest_that_no_store_has_is_said_and_can_be_asked_for_again(
+    store: Running, worker: _Worker, tmp_path: Path
+) -> None:
+    worker.know(store)
+    lora = pb.StoredLora(name="a", digest="0" * 64)
+    with pytest.raises(LoraNotFound, match="LoRA a: ") as caught:
+        await worker.wait(worker.begin(lora))
+    assert caught.value.metadata["loras"] == "a"
+    lora = await store.upload("b", lora_file(tmp_path))
+    assert await worker.wait(worker.begin(lora))
+
+
+async def test_another_store_is_asked_when_the_first_has_not_got_it(tmp_path: Path, worker: _Worker) -> None:
+    async with running(tmp_path / "one") as one, running(tmp_path / "two") as two:
+        lora = await two.upload("a", lora_file(tmp_path))
+        worker.know(one, two)
+        assert await worker.wait(worker.begin(lora))
+
+
+async def test_weights_of_another_digest_are_data_loss_and_others_undisturbed(tmp_path: Path, worker: _Worker) -> None:
+    # Without room in memory a store sends straight from its disk, and checks nothing: the worker does.
+    async with running(tmp_path / "store", config(budget_bytes=1)) as store:
+        good = await store.upload("good", lora_file(tmp_path))
+        bad = await store.upload("bad", lora_file(tmp_path, seed=1))
+        files = tmp_path / "store" / "files"
+        (source,) = files.glob(f"??/{good.digest}.safetensors")
+        (target,) = files.glob(f"??/{bad.digest}.safetensors")
+        target.write_bytes(source.read_bytes())
+        worker.know(store)
+        handles = [worker.begin(bad), worker.begin(good)]
+        assert await worker.wait(handles[1])
+        with pytest.raises(DataLoss, match="bad"):
+            await worker.wait(handles[0])
+        assert worker.offers.asked == 1, "the link lives"
+
+
+async def test_what_one_store_has_damaged_another_one_is_asked_for(tmp_path: Path, worker: _Worker) -> None:
+    async with running(tmp_path / "one", config(budget_bytes=1)) as one, running(tmp_path / "two") as two:
+        lora = await one.upload("a", lora_file(tmp_path))
+        _damage(tmp_path / "one")
+        worker.know(one, two)
+        with pytest.raises(DataLoss):  # and not that the other one has not got it
+            await worker.wait(worker.begin(lora))
+        await two.upload("a", lora_file(tmp_path))
+        assert await worker.wait(worker.begin(lora))
+
+
+async def test_who_read_a_damaged_text_part_hears_so_though_another_store_sends_the_whole(
+    tmp_path: Path, worker: _Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A prompt that was encoded with it would be another picture's, whatever comes afterwards."""
+    slow = config(budget_bytes=1, links=LinksConfig(socket=None, bytes_per_s=50_000))
+    parts = {("unet", MODULE): Part(rank=64, alpha=1.0), ("text_encoder", TEXT_MODULE): Part(rank=1, alpha=1.0)}
+    path = save(kohya(parts)[0], tmp_path / "a.safetensors")
+    async with running(tmp_path / "one", slow) as one, running(tmp_path / "two") as two:
+        lora = await one.upload("a", path)
+        await two.upload("a", path)
+        _damage(tmp_path / "one", behind_bytes=lora.size_bytes - _unet_bytes(tmp_path / "one"))
+        worker.know(one, two)
+        reader, waiter = worker.begin(lora), worker.begin(lora)
+        while not reader.text_ready:
+            await asyncio.to_thread(worker.source.settle, [reader], 0.1)
+        assert TEXT_MODULE in reader.layers("text_encoder")
+        assert await worker.wait(waiter), "who had not read it gets the whole"
+        with pytest.raises(NoLora, match="a came damaged"):
+            await worker.wait(reader)
+        assert "a LoRA is damaged in its store; bring it again" in caplog.messages, "its operator hears of it too"
+        assert await worker.wait(worker.begin(lora))
+
+
+def _unet_bytes(store: Path) -> int:
+    (path,) = (store / "files").glob("??/*.safetensors")
+    with path.open("rb") as file:
+        return canonical.read(file).unet_bytes
+
+
+def _damage(store: Path, *, behind_bytes: int = 0) -> None:
+    """Changes a bit of the last byte, or of the last of so many first ones."""
+    (path,) = (store / "files").glob("??/*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[(behind_bytes or len(data)) - 1] ^= 1
+    path.write_bytes(data)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+async def test_a_store_that_comes_back_is_linked_to_again_while_somebody_waits(tmp_path: Path, worker: _Worker) -> None:
+    server = ServerConfig(listen=f"127.0.0.1:{_free_port()}", metrics_listen="127.0.0.1:0", drain_grace_s=1.0)
+    folder, settings = tmp_path / "store", config(server=server)
+    async with running(folder, settings) as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        later = await store.upload("b", lora_file(tmp_path, seed=1))
+        worker.know(store)
+        assert await worker.wait(worker.begin(lora))
+    handle = worker.begin(later)
+    assert not await worker.wait(handle, 1.0)
+    async with running(folder, settings):
+        assert await worker.wait(handle)
+
+
+async def test_a_store_that_comes_back_elsewhere_is_found_by_those_who_wait(tmp_path: Path, worker: _Worker) -> None:
+    folder = tmp_path / "store"
+    async with running(folder) as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        first = store.server.address
+        handle = worker.begin(lora, store)
+        assert await worker.wait(handle), "of the stores that it names itself, while no others are known"
+        later = await store.upload("b", lora_file(tmp_path, seed=1))
+        worker.know(store)
+    handle = worker.begin(later)
+    assert not await worker.wait(handle, 0.5)
+    async with running(folder) as store:
+        assert store.server.address != first
+        worker.know(store)
+        assert await worker.wait(handle)
+
+
+async def test_what_is_asked_for_while_there_is_no_store_waits_for_the_next(tmp_path: Path, worker: _Worker) -> None:
+    async with running(tmp_path / "store") as store:
+        lora = await store.upload("a", lora_file(tmp_path))
+        worker.know(store)
+        worker.know()
+        given_up = worker.begin(pb.StoredLora(name="b", digest="1" * 64))
+        handle = worker.begin(lora)
+        assert not await worker.wait(handle, 0.3)
+        worker.source.close([given_up])
+        worker.know(store)
+        assert await worker.wait(handle)
+        with pytest.raises(LoraNotFound):
+            await worker.wait(worker.begin(pb.StoredLora(name="b", digest="1" * 64)))
+
+
+async def test_without_a_store_a_lora_is_refused_at_once(worker: _Worker) -> None:
+    handle = worker.begin(pb.StoredLora(name="a", digest="0" * 64))
+    with pytest.raises(BottegaError, match="no LoRA store"):
+        _ = handle.ready
+    assert _quick(lambda: worker.source.settle([handle], 5.0))
+
+
+def _quick(do: Callable[[], None]) -> bool:
+    began_s = time.monotonic()
+    do()
+    return time.monotonic() - began_s < 1.0

@@ -1,0 +1,161 @@
+"""LoRAs that nobody waits for any more before they are here: no memory keeps them, no link carries them further."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
+from bottega.transport import LinkCounters
+from bottega.worker.loras import LoraCache, LoraLinkSettings
+from tests.support.shared_loras import LARGE, PATIENCE_S, SMALL, QueuedOffers, Shelf, canonical_file, shelf
+
+_STORE = LoraStore(name="s", address="s")
+_MIDDLE = (64, 4096)  # some 4 MiB
+_SLOW_BYTES_PER_S = 4 << 20
+
+
+class _Worker:
+    """A source, and offers for its links."""
+
+    def __init__(self, *, budget_bytes: int = 1) -> None:
+        self.counters = LinkCounters()
+        self.offers = QueuedOffers()
+        self.source = LoraCache(
+            offers=self.offers,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            budget_bytes=budget_bytes,
+            settings=LoraLinkSettings(),
+            counters=self.counters,
+        )
+
+    def link_to(self, store: Shelf) -> None:
+        """As another process of this host would be."""
+        self.offers.brought.put(replace(store.links.offer("w", "", caller=""), process="elsewhere"))
+
+    def begin(self, digest: str) -> LoraHandle:
+        return self.source.begin(LoraRef(name="ink", digest=digest, stores=(_STORE,)))
+
+    def wait(self, holds: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < until_s
+            self.source.settle([], 0.01)
+
+    @property
+    def received_bytes(self) -> int:
+        return self.counters.snapshot().received.size_bytes
+
+
+@pytest.fixture
+def worker() -> Iterator[_Worker]:
+    made = _Worker()
+    yield made
+    made.source.stop()
+
+
+@pytest.mark.parametrize("unix", [True, False], ids=["in its memory", "in bytes"])
+def test_what_was_closed_before_it_came_never_stays(tmp_path: Path, worker: _Worker, unix: bool) -> None:
+    with shelf(tmp_path, unix=unix) as store:
+        worker.link_to(store)
+        linked, *digests = (store.put(canonical_file(SMALL, seed=seed)) for seed in range(14))
+        first = worker.begin(linked)
+        worker.wait(lambda: first.ready)
+        worker.source.close([first])
+        for digest in digests[:-1]:
+            worker.source.close([worker.begin(digest)])
+        last = worker.begin(digests[-1])  # comes after all that was asked for before it
+        worker.wait(lambda: last.ready)
+        worker.wait(lambda: not any(map(store.tiers.lent, digests)))
+        assert worker.source.resident == digests[-1:]
+        size_bytes = (tmp_path / digests[-1]).stat().st_size
+        assert worker.source.used_bytes <= size_bytes
+        assert worker.received_bytes < 8 * size_bytes, "of fourteen: the store has heard of it"
+        worker.source.close([last])
+        assert (worker.source.resident, worker.source.used_bytes) == ([], 0)
+
+
+def test_one_that_is_closed_while_it_is_checked_is_let_go(tmp_path: Path, worker: _Worker) -> None:
+    with shelf(tmp_path) as store:
+        worker.link_to(store)
+        large, small = store.put(canonical_file(LARGE)), store.put(canonical_file(SMALL))
+        handle = worker.begin(large)
+        worker.wait(lambda: handle.text_ready)
+        worker.source.close([handle])
+        assert worker.source.used_bytes == 0
+        behind = worker.begin(small)  # is checked after it
+        worker.wait(lambda: behind.ready)
+        assert worker.source.resident == [small]
+
+
+def test_a_link_carries_no_more_of_what_is_given_up(tmp_path: Path, worker: _Worker) -> None:
+    with shelf(tmp_path, unix=False, bytes_per_s=_SLOW_BYTES_PER_S) as store:
+        worker.link_to(store)
+        file = canonical_file(LARGE)
+        large, small = store.put(file), store.put(canonical_file(SMALL))
+        handle = worker.begin(large)
+        worker.wait(lambda: worker.received_bytes > 1 << 20)
+        assert (handle.text_ready, handle.ready) == (True, False)
+        worker.source.close([handle])
+        worker.wait(lambda: not store.tiers.lent(large))
+        behind = worker.begin(small)
+        worker.wait(lambda: behind.ready)
+        assert worker.received_bytes < len(file) // 4
+
+
+def test_another_who_waits_for_the_same_still_gets_it(tmp_path: Path, worker: _Worker) -> None:
+    with shelf(tmp_path, unix=False, bytes_per_s=_SLOW_BYTES_PER_S) as store:
+        worker.link_to(store)
+        digest = store.put(canonical_file(_MIDDLE))
+        one, two = worker.begin(digest), worker.begin(digest)
+        worker.wait(lambda: one.text_ready)
+        worker.source.close([one])
+        worker.source.close([one])  # is harmless
+        worker.wait(lambda: two.ready)
+        assert worker.received_bytes < 1.5 * (tmp_path / digest).stat().st_size, "once"
+
+
+def test_who_asks_again_at_once_has_all_of_it_sent_anew(tmp_path: Path, worker: _Worker) -> None:
+    """Pieces of the first answer that still come are none of the second's."""
+    with shelf(tmp_path, unix=False, bytes_per_s=_SLOW_BYTES_PER_S) as store:
+        worker.link_to(store)
+        digest = store.put(canonical_file(_MIDDLE))
+        for _ in range(3):
+            given_up = worker.begin(digest)
+            worker.wait(lambda: given_up.text_ready)  # noqa: B023 - is waited for here
+            worker.source.close([given_up])
+        handle = worker.begin(digest)
+        worker.wait(lambda: handle.ready)
+        assert len(handle.layers("unet")) == 4
+        assert worker.source.resident == [digest]
+
+
+def test_what_waits_for_a_store_and_is_given_up_is_never_asked_for(tmp_path: Path, worker: _Worker) -> None:
+    with shelf(tmp_path) as store:
+        worker.source.know(())
+        given_up, wanted = (store.put(canonical_file(SMALL, seed=seed)) for seed in range(2))
+        worker.source.close([worker.begin(given_up)])
+        handle = worker.begin(wanted)
+        worker.link_to(store)
+        worker.source.know((_STORE,))
+        worker.wait(lambda: handle.ready)
+        assert store.tiers.state(given_up) is None, "nobody had it loaded"
+
+
+def test_a_fetch_that_a_lost_store_had_not_answered_is_not_asked_for_again(tmp_path: Path, worker: _Worker) -> None:
+    with shelf(tmp_path, unix=False, bytes_per_s=_SLOW_BYTES_PER_S) as store:
+        worker.link_to(store)
+        digests = [store.put(canonical_file(_MIDDLE, seed=seed)) for seed in range(2)]
+        handles = [worker.begin(digest) for digest in digests]
+        worker.wait(lambda: handles[0].text_ready)
+    worker.source.close(handles[:1])
+    with shelf(tmp_path, unix=False) as store:
+        worker.link_to(store)
+        worker.wait(lambda: handles[1].ready)
+        assert store.tiers.state(digests[0]) is None, "nobody had it loaded"

@@ -1,0 +1,122 @@
+"""Two real workers as a pair: exact, alone while both have work, with one of them killed in the middle of a step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from bottega.rpc.channel import channel_options
+from bottega.v1 import lora_pb2, lora_pb2_grpc, worker_pb2, worker_pb2_grpc
+from bottega.v1.generation_pb2 import Lora
+from tests.chaos.peers import kill_peers
+from tests.chaos.tally import Tally
+from tests.samples.lora_files import Part, base_shapes, kohya, save
+from tests.support.running_loras import upload_requests
+from tests.support.services import SMALL_ENGINE, Services, wait_until
+from tests.support.stock import assert_same_image
+from tests.support.worker_pair import LINK_TIMEOUT_S, TIMEOUT_S, WorkerPair
+
+# Long enough to be disturbed in the middle.
+LONG = 60
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPair]:
+    with WorkerPair(tmp_path_factory.mktemp("pair"), SMALL_ENGINE) as pair:
+        yield pair
+
+
+def test_each_draws_the_same_image_with_the_other_as_alone(pair: WorkerPair) -> None:
+    alone = pair.alone("a")
+    assert not alone.provenance.HasField("pair")
+    for name, other in (("a", "b"), ("b", "a")):
+        drawn = pair.draw(name)
+        assert_same_image(drawn.pixels, alone.pixels)
+        assert drawn.provenance.exact
+        assert drawn.provenance.pair.worker == other
+        assert drawn.lent_steps > 0
+
+
+def test_the_link_within_a_host_is_shared_memory(pair: WorkerPair) -> None:
+    linked = [line for line in pair.worker("a").events() if line.get("event") == "linked to the peer"]
+    assert linked[-1]["backend"] == "memfd"
+
+
+def test_without_guidance_and_against_the_request_s_will_nothing_is_lent(pair: WorkerPair) -> None:
+    assert not pair.draw("a", guidance_scale=1.0).provenance.HasField("pair")
+    assert not pair.draw("a", guidance_scale=1.0, num_images=4).provenance.HasField("pair")
+    assert not pair.alone("a").provenance.HasField("pair")
+
+
+def test_two_with_requests_of_their_own_draw_alone_and_then_together_again(pair: WorkerPair) -> None:
+    alone = pair.alone("a", num_inference_steps=LONG)
+    drawings = [pair.begin(name, num_inference_steps=LONG) for name in "ab"]
+    for drawing in drawings:
+        drawn = drawing.result(TIMEOUT_S)
+        assert_same_image(drawn.pixels, alone.pixels)
+        assert drawn.lent_steps < LONG // 2, "only what was left when the other one had ended, and before it began"
+    assert pair.draw("a").lent_steps > 0
+
+
+def test_a_pair_of_two_models_is_refused_with_both_named(pair: WorkerPair) -> None:
+    terms = worker_pb2.PeerTerms(model_hash="another", dtype="float32")
+    with grpc.insecure_channel(pair.worker("b").address, options=channel_options()) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.OpenPeerLink(worker_pb2.OpenPeerLinkRequest(worker="a", terms=terms), timeout=TIMEOUT_S)
+        with pytest.raises(grpc.RpcError) as nameless:
+            stub.OpenPeerLink(worker_pb2.OpenPeerLinkRequest(terms=terms), timeout=TIMEOUT_S)
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "workers a and b cannot be a pair" in str(caught.value.details())
+    assert "model another" in str(caught.value.details())
+    assert nameless.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_third_worker_cannot_lead_one_that_has_its_peer(pair: WorkerPair) -> None:
+    model_hash = pair.draw("b").provenance.model_hash
+    terms = worker_pb2.PeerTerms(model_hash=model_hash, dtype="float32")
+    with grpc.insecure_channel(pair.worker("b").address, options=channel_options()) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.OpenPeerLink(worker_pb2.OpenPeerLinkRequest(worker="c", terms=terms), timeout=TIMEOUT_S)
+    assert "follows a already" in str(caught.value.details())
+
+
+@pytest.mark.alone  # a peer is used only where the cores are free for both
+def test_a_peer_killed_in_the_middle_of_a_picture_changes_nothing_and_is_used_again_when_it_is_back(
+    pair: WorkerPair,
+) -> None:
+    tally = Tally()
+    kill_peers(pair, tally, times=1, rng=random.Random(3))
+    assert tally.well, (tally.zeros, tally.faults)
+    wait_until(lambda: pair.draw("a").lent_steps > 0, LINK_TIMEOUT_S, "the pair to draw together again")
+
+
+def test_rows_with_a_lora_are_lent_too_though_the_other_has_drawn_nothing_with_one(
+    pair: WorkerPair, tmp_path: Path
+) -> None:
+    server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
+    with Services(tmp_path) as services:
+        store = services.start("bottega.loras", {"name": "loras", "gateway": "", "server": server})
+        where = [worker_pb2.LoraStore(name="loras", address=store.address)]
+        lora = Lora(name="ink", scale=1.0, max_step=0, digest=_brought(store.address, tmp_path))
+        options = {"loras": [lora], "num_inference_steps": LONG}
+        drawn = pair.draw("a", lora_stores=where, **options)
+        alone = pair.alone("a", lora_stores=where, **options)
+    assert drawn.lent_steps > 0
+    assert_same_image(drawn.pixels, alone.pixels)
+    assert (drawn.pixels != pair.alone("a", num_inference_steps=LONG).pixels).any()
+
+
+def _brought(store: str, folder: Path) -> str:
+    """The digest of a LoRA that a store has from now on."""
+    parts = {("unet", path): Part(rank=4, alpha=2.0) for path in base_shapes("unet") if path.endswith("to_q")}
+    data = save(kohya(parts)[0], folder / "ink.safetensors").read_bytes()
+    with grpc.insecure_channel(store, options=channel_options()) as channel:
+        stub = lora_pb2_grpc.LoraServiceStub(channel)
+        answer: lora_pb2.UploadLoraResponse = stub.UploadLora(upload_requests("ink", data), timeout=TIMEOUT_S)
+    return answer.lora.digest

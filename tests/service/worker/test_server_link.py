@@ -1,0 +1,182 @@
+"""A worker's link to one ControlNet server, by itself: when it cannot begin, and when too much waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bottega.diffusion.controlnets.messages import (
+    ControlMessageKind,
+    ControlStep,
+    StepEntry,
+    number_message,
+    residuals_layout,
+)
+from bottega.diffusion.controlnets.provider import ControlServer
+from bottega.diffusion.rows import Half
+from bottega.errors import DeadlineExceeded, LinkClosed, LinksFull, PeerDead, Unavailable
+from bottega.transport import Deadline, Endpoints, LinkCounters, LinkListener, Offer, TcpEndpoint
+from bottega.worker.controlnets import server_link
+from bottega.worker.controlnets.condition import ChangeCondition
+from bottega.worker.controlnets.server_link import LinkSettings, ServerLink
+from bottega.worker.controlnets.step_result import StepResult
+from tests.support.linked_servers import ELSEWHERE
+from tests.support.services import wait_until
+
+WAIT_S = 20.0
+
+
+class Slowly:
+    """Brings an offer when it is told to."""
+
+    def __init__(self) -> None:
+        self.offer = Future[Offer]()
+
+    def ask(self, address: str, link_id: str) -> Future[Offer]:
+        """See Offers."""
+        return self.offer
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[LinkListener]:
+    with LinkListener(Endpoints(unix_path=tmp_path / "links.sock")) as listener:
+        yield listener
+
+
+def begun(offers: Slowly) -> ServerLink:
+    link = ServerLink(
+        ControlServer(name="s", address="s"),
+        offers=offers,
+        news=ChangeCondition(),
+        settings=LinkSettings(),
+        counters=LinkCounters(),
+    )
+    link.start()
+    return link
+
+
+def threads_of_links() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name in ("link-s", "sends")}
+
+
+def test_a_link_on_which_too_much_waits_is_lost_and_leaves_nothing(listener: LinkListener) -> None:
+    offers = Slowly()
+    link = begun(offers)
+    message = number_message(ControlMessageKind.PING)
+    for loan in range(2000):
+        link.open(loan, message)
+    assert isinstance(link.lost, Unavailable)
+    offer = listener.offer()
+    offers.offer.set_result(replace(offer, process=ELSEWHERE))
+    with listener.accept(offer, Deadline.after(WAIT_S)) as far, pytest.raises(LinkClosed):
+        far.recv(Deadline.after(WAIT_S))
+    wait_until(lambda: not threads_of_links(), WAIT_S, "the threads of the link to end")
+
+
+class Crowded(Slowly):
+    """Has no place at first, nor is its first offer to be had any more."""
+
+    def __init__(self, listener: LinkListener) -> None:
+        super().__init__()
+        self.full = LinksFull("full", retry_after_s=0.1)
+        self._listener = listener
+        self.made: list[Offer] = []
+        self.asked = 0
+
+    def ask(self, address: str, link_id: str) -> Future[Offer]:
+        """See Offers."""
+        self.asked += 1
+        answer = Future[Offer]()
+        if self.asked <= 2:
+            answer.set_exception(self.full)
+            return answer
+        self.made.append(self._listener.offer())
+        gone = replace(self.made[-1], token=bytes(32))  # what a given up one is to the listener
+        answer.set_result(replace(gone if self.asked == 3 else self.made[-1], process=ELSEWHERE))
+        return answer
+
+
+def test_a_server_that_is_full_is_asked_again_until_it_has_a_place(listener: LinkListener) -> None:
+    offers = Crowded(listener)
+    link = begun(offers)
+    wait_until(lambda: len(offers.made) == 2 or link.lost is not None, WAIT_S, "another offer")
+    with listener.accept(offers.made[1], Deadline.after(WAIT_S)):
+        assert link.lost is None
+        assert offers.asked == 4
+    wait_until(lambda: not threads_of_links(), WAIT_S, "the threads of the link to end")
+
+
+def test_a_server_that_stays_full_is_lost_in_time_with_its_reason(
+    listener: LinkListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_link, "_CONNECT_S", 0.5)
+    offers = Slowly()
+    offers.offer.set_exception(LinksFull("full", retry_after_s=0.1))
+    link = begun(offers)
+    wait_until(lambda: link.lost is not None, WAIT_S, "the link to be lost")
+    assert isinstance(link.lost, LinksFull)
+    wait_until(lambda: not threads_of_links(), WAIT_S, "the threads of the link to end")
+
+
+def test_an_offer_that_leads_nowhere_at_all_loses_the_link(listener: LinkListener) -> None:
+    offers = Slowly()
+    link = begun(offers)
+    nowhere = TcpEndpoint(host="a" * 64 + ".example", port=1)  # no name of a host, which is no error of a socket
+    offers.offer.set_result(replace(listener.offer(), process=ELSEWHERE, memfd=None, tcp=nowhere))
+    wait_until(lambda: link.lost is not None, WAIT_S, "the link to be lost")
+    assert isinstance(link.lost, PeerDead)
+    wait_until(lambda: not threads_of_links(), WAIT_S, "the threads of the link to end")
+
+
+def test_answers_hold_slots_from_the_asking_until_they_are_refused() -> None:
+    offers = Slowly()
+    link = begun(offers)
+    replies = [
+        StepResult(residuals_layout(1, ((4, 8, 8),), torch.float32), 1) for _ in range(LinkSettings().limits.slots // 2)
+    ]
+    seen = []
+    for reply in replies:
+        seen.append(link.has_slots_to_spare)
+        link.ask(step(link.number()), reply)
+    link.spare_slots()
+    seen.append(link.has_slots_to_spare)
+    replies[0].refused = True
+    link.spare_slots()
+    seen.append(link.has_slots_to_spare)
+    assert seen == [*[True] * len(replies), False, True]
+    offers.offer.set_exception(Unavailable("no offers"))
+    link.end()
+
+
+def test_a_server_is_not_given_up_for_the_time_in_which_the_worker_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(server_link, "time", SimpleNamespace(monotonic=lambda: now))
+    server = ControlServer(name="s", address="s")
+    link = ServerLink(
+        server, offers=Slowly(), news=ChangeCondition(), settings=LinkSettings(stall_s=20.0), counters=LinkCounters()
+    )
+    link.ask(step(link.number()), StepResult(residuals_layout(1, ((4, 8, 8),), torch.float32), 1))
+
+    def look_for(seconds: float) -> None:
+        nonlocal now
+        for _ in range(int(seconds / 0.25)):
+            now += 0.25
+            link._check_pulse()
+
+    look_for(10.0)
+    now += 3600.0
+    look_for(19.0)
+    with pytest.raises(DeadlineExceeded, match="computed nothing"):
+        look_for(2.0)
+
+
+def step(number: int) -> ControlStep:
+    entry = StepEntry(session=1, half=Half.CONDITIONAL, sample=0)
+    return ControlStep(number=number, entries=(entry,), samples=torch.zeros(1, 4, 8, 8), timesteps=torch.zeros(1))

@@ -1,0 +1,210 @@
+"""On one host a worker and its store look at the same memory: no byte is copied, nothing leaks, nobody can spoil it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
+from bottega.errors import BadFrame, DataLoss
+from bottega.lora import messages
+from bottega.lora.messages import LoraMessageKind
+from bottega.transport import Backend, Deadline, Endpoints, Link, LinkCounters, LinkListener, SealedFile
+from bottega.transport.memory.sealed_file import new_file, reserve
+from bottega.worker.loras import LoraCache, LoraLinkSettings
+from tests.support.link_peer import peers
+from tests.support.shared_loras import (
+    LARGE,
+    PATIENCE_S,
+    SMALL,
+    QueuedOffers,
+    Taker,
+    canonical_file,
+    layers_digest,
+    shelf,
+    taker,
+)
+from tests.support.transport_backends import open_descriptors, patience, sealed_file
+
+# Of a worker that fetches: messages, threads, what the interpreter takes.
+_FEW_BYTES = 8 << 20
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Taker]:
+    with taker() as made:
+        yield made
+
+
+def test_a_worker_of_this_host_looks_at_the_stores_memory_and_has_no_copy(tmp_path: Path, worker: Taker) -> None:
+    small, large = canonical_file(SMALL, seed=1), canonical_file(LARGE, seed=1)
+    with shelf(tmp_path) as store:
+        digest = store.put(small)
+        first = worker.fetch(digest, store.links.offer("w", "", caller=""))  # has threads and buffers made
+        assert first["layers"] == layers_digest(small)
+        digest = store.put(large)
+        got = worker.fetch(digest)
+        assert got["layers"] == layers_digest(large)
+        assert got["own_bytes"] < _FEW_BYTES < len(large) // 4
+        assert got["shared_bytes"] > 0.99 * len(large)
+        loan = store.tiers.borrow(digest).result(PATIENCE_S)
+        assert os.fstat(loan.descriptor).st_ino in got["inodes"], "the same pages"
+        store.tiers.give_back(loan)
+        assert got["used_bytes"] > 0.99 * len(large), "they count in the worker's budget"
+        sent = store.links.counters.snapshot().sent
+        assert (sent.file_bytes, sent.size_bytes < 4096) == (len(small) + len(large), True)
+
+
+def test_a_worker_elsewhere_is_sent_bytes(tmp_path: Path, worker: Taker) -> None:
+    large = canonical_file(LARGE, seed=2)
+    with shelf(tmp_path, unix=False) as store:
+        got = worker.fetch(store.put(large), store.links.offer("w", "", caller=""))
+        assert got["layers"] == layers_digest(large)
+        assert got["own_bytes"] > 0.99 * len(large)
+        assert got["shared_bytes"] < _FEW_BYTES
+        sent = store.links.counters.snapshot().sent
+        assert (sent.file_bytes, sent.size_bytes > len(large)) == (0, True)
+
+
+def test_what_finds_no_room_in_memory_is_sent_from_the_disk_in_bytes(tmp_path: Path, worker: Taker) -> None:
+    small = canonical_file(SMALL, seed=3)
+    with shelf(tmp_path, budget_bytes=1) as store:
+        got = worker.fetch(store.put(small), store.links.offer("w", "", caller=""))
+        assert got["layers"] == layers_digest(small)
+        assert store.links.counters.snapshot().sent.file_bytes == 0
+
+
+def test_a_worker_keeps_what_its_store_lets_go_and_leaves(tmp_path: Path, worker: Taker) -> None:
+    small = canonical_file(SMALL, seed=4)
+    before = open_descriptors()
+    with shelf(tmp_path) as store:
+        digest = store.put(small)
+        worker.fetch(digest, store.links.offer("w", "", caller=""))
+        store.tiers.forget(digest)
+        (tmp_path / digest).write_bytes(b"")
+        assert store.tiers.used_bytes == 0
+        assert worker.look(digest)["layers"] == layers_digest(small)
+    assert open_descriptors() <= before
+    assert worker.look(digest)["layers"] == layers_digest(small)
+
+
+def test_workers_killed_while_they_fetch_leave_no_descriptor_in_the_store(tmp_path: Path) -> None:
+    with shelf(tmp_path) as store, peers() as others:
+        digest = store.put(canonical_file(SMALL))
+        store.tiers.give_back(store.tiers.borrow(digest).result(PATIENCE_S))
+        descriptors = []
+        for number in range(12):
+            sent = store.links.counters.snapshot().sent.file_bytes
+            pid = others.start(f"fetch:{digest}", store.links.offer("w", "", caller=""), Backend.MEMFD)
+            # Up to what its credit allows waits in its socket, unread.
+            _until(lambda: store.links.counters.snapshot().sent.file_bytes > sent)  # noqa: B023 - called at once
+            os.kill(pid, 9)
+            _until(lambda: not store.links.open)
+            assert store.tiers.lent(digest) == 0
+            if number > 1:
+                descriptors.append(open_descriptors())
+        assert max(descriptors) <= descriptors[0]
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+class _Scripted:
+    """A worker's source, and a store at the other end whose every word is the test's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.listener = LinkListener(Endpoints(unix_path=folder / "links.sock"))
+        self.offers = QueuedOffers()
+        self.source = LoraCache(
+            offers=self.offers,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            budget_bytes=1 << 20,
+            settings=LoraLinkSettings(),
+            counters=LinkCounters(),
+        )
+
+    def ask(self, digest: str) -> tuple[LoraHandle, Link]:
+        """Has a LoRA fetched; the store's end of the link, with that fetch taken in."""
+        offer = self.listener.offer()
+        self.offers.brought.put(replace(offer, process="elsewhere"))
+        handle = self.source.begin(LoraRef(name="ink", digest=digest, stores=(LoraStore(name="s", address="s"),)))
+        link = self.listener.accept(offer, patience())
+        with link.recv(patience()) as incoming:
+            incoming.wait_all(patience())
+            assert messages.kind_of(incoming.layout) is LoraMessageKind.FETCH
+        return handle, link
+
+
+@pytest.fixture
+def scripted(tmp_path: Path) -> Iterator[_Scripted]:
+    made = _Scripted(tmp_path)
+    yield made
+    made.source.stop()
+    made.listener.close()
+
+
+def _say_whole(link: Link, file: SealedFile | None) -> None:
+    whole = messages.number_message(LoraMessageKind.WHOLE, 1)
+    link.send(whole.layout, whole.buffers, patience(), file=file)
+
+
+def _say_whole_and_hear(link: Link, file: SealedFile | None) -> None:
+    _say_whole(link, file)
+    link.recv(Deadline.after(PATIENCE_S))
+
+
+def _settled(scripted: _Scripted, handle: LoraHandle) -> None:
+    """Raises why it will never be here."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not handle.ready:
+        assert time.monotonic() < until_s
+        scripted.source.settle([handle], 0.05)
+
+
+def test_a_whole_lora_of_another_digest_is_data_loss_and_the_link_lives(scripted: _Scripted) -> None:
+    handle, link = scripted.ask("0" * 64)
+    with link, sealed_file(canonical_file(SMALL)) as file:
+        _say_whole(link, file)
+        with pytest.raises(DataLoss, match="another digest"):
+            _settled(scripted, handle)
+        assert link.cause is None
+
+
+@pytest.mark.parametrize("content", [b"x", b"\0" * 8, b"\xff" * 5000, canonical_file(SMALL)[:-1]], ids=len)
+def test_a_whole_lora_that_is_none_is_data_loss(scripted: _Scripted, content: bytes) -> None:
+    handle, link = scripted.ask("0" * 64)
+    with link, sealed_file(content) as file:
+        _say_whole(link, file)
+        with pytest.raises(DataLoss, match="no LoRA"):
+            _settled(scripted, handle)
+
+
+def test_a_whole_lora_without_its_file_ends_the_link(scripted: _Scripted) -> None:
+    handle, link = scripted.ask("0" * 64)
+    with link, pytest.raises(BadFrame):
+        _say_whole_and_hear(link, None)
+    assert not handle.ready
+
+
+def test_memory_that_the_store_could_still_change_ends_the_link(scripted: _Scripted) -> None:
+    data = canonical_file(SMALL)
+    handle, link = scripted.ask(hashlib.sha256(data).hexdigest())
+    descriptor = new_file("lora")
+    reserve(descriptor, len(data))
+    os.pwrite(descriptor, data, 0)
+    with link, pytest.raises(BadFrame):
+        _say_whole_and_hear(link, SealedFile(descriptor=descriptor, size_bytes=len(data)))
+    os.close(descriptor)
+    assert not handle.ready

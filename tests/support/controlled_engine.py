@@ -1,0 +1,126 @@
+"""An engine whose ControlNets are on servers in this process, at the ends of real links, and what it is asked to draw.
+
+What the tests of several files share; it tests nothing itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from bottega.diffusion.controlnets import LocalControlNets
+from bottega.diffusion.controlnets.provider import ControlHosts
+from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.events import JobAdvanced
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.spec import ResolvedSpec
+from bottega.transport import Limits
+from bottega.worker.controlnets import LinkSettings, Offers, RemoteControlNets
+from tests.fakes.scripted_controlnet_link import ScriptedServer
+from tests.samples.controlnets import control_image, control_spec, layout_of, random_controlnet, save
+from tests.support import linked_servers
+from tests.support.linked_servers import LinkedServer
+from tests.support.manual_engine import Drawing, ManualEngine
+
+NAMES = ("edges", "depth", "layout")
+IMAGES = (control_image(1), control_image(2), control_image(3, 80, 112))
+PLAIN = ResolvedSpec(
+    prompt="a big red star on the left on a blue background", num_inference_steps=5, width=64, height=64, seed=1
+)
+ALONE = EngineLimits(max_rows=2)
+# Of servers that shall not be given up, however busy the machine is.
+PATIENCE_S = 10.0
+
+
+class Desk:
+    """An engine whose ControlNets are on servers. open: those that hold links."""
+
+    open: ClassVar[list[Desk]] = []
+
+    def __init__(self, model: Model, offers: Offers, limits: EngineLimits = ALONE, **options: Any) -> None:
+        settings = LinkSettings(
+            silence_s=options.pop("silence_s", PATIENCE_S),
+            stall_s=options.pop("stall_s", PATIENCE_S),
+            limits=Limits(slots=options.pop("slots", 8)),
+        )
+        self.controlnets = RemoteControlNets(
+            base=options.pop("base", layout_of(model)),
+            dtype=model.dtype,
+            device=model.device,
+            offers=offers,
+            settings=settings,
+            **options,
+        )
+        self.easel = ManualEngine(Engine(model, limits, controlnets=self.controlnets))
+        self.open.append(self)
+
+    def draw(self, order: EngineOrder) -> Drawing:
+        return self.easel.draw(order)
+
+    @classmethod
+    @contextmanager
+    def closing(cls) -> Iterator[None]:
+        """Ends the links of all that were made meanwhile."""
+        yield
+        for desk in cls.open:
+            desk.controlnets.stop()
+        cls.open.clear()
+
+
+def controlled(*controls: tuple[int, float], spec: ResolvedSpec = PLAIN, **options: Any) -> EngineOrder:
+    """A job with these ControlNets, by place in NAMES and scale."""
+    specs = tuple(control_spec(NAMES[place], IMAGES[place], scale, **options) for place, scale in controls)
+    images = tuple(IMAGES[place] for place, _ in controls)
+    return EngineOrder(key="controlled", spec=replace(spec, controlnets=specs), control_images=images)
+
+
+def on(order: EngineOrder, *servers: LinkedServer | ScriptedServer, **options: Any) -> EngineOrder:
+    """The order, with its ControlNets on these servers, the best first."""
+    linked = next((server for server in servers if isinstance(server, LinkedServer)), None)
+    there = tuple(server.server for server in servers)
+    hosts = tuple(
+        ControlHosts(digest=linked.digests[control.name] if linked else "", servers=there)
+        for control in order.spec.controlnets
+    )
+    return replace(order, control_hosts=hosts, **options)
+
+
+def alone(model: Model, local: LocalControlNets, order: EngineOrder) -> Tensor:
+    """The latent where all ControlNets are in the engine's process, which is stock's to the last bit."""
+    (latent,) = ManualEngine(Engine(model, ALONE, controlnets=local)).draw(order).latents
+    return latent
+
+
+class Pair:
+    """Offers of a server that follows a script, and of one that works."""
+
+    def __init__(self, bad: ScriptedServer, good: LinkedServer | None) -> None:
+        self._bad = bad
+        self._good = linked_servers.Offers(*([good] if good else []))
+
+    def ask(self, address: str, link_id: str) -> Any:
+        chosen: Offers = self._bad if address == self._bad.server.address else self._good
+        return chosen.ask(address, link_id)
+
+
+def random_folders(model: Model, folder: Path) -> dict[str, Path]:
+    """A random ControlNet for each of NAMES, saved."""
+    return save({name: random_controlnet(model.backbone.unet, seed) for seed, name in enumerate(NAMES)}, folder)
+
+
+def steps_done(drawing: Drawing) -> int:
+    return max((progress.steps_done for progress in drawing.all(JobAdvanced)), default=0)
+
+
+def until(condition: Any, within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "not within time"
+        time.sleep(0.01)

@@ -1,0 +1,121 @@
+"""A ControlNet server's engine in this process, and offers of links to it: for tests of both ends of a link.
+
+Nothing of it is faked but the gRPC that carries offers; links go by shared memory or TCP as between processes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bottega.controlnet.batch_executor import BatchExecutor
+from bottega.controlnet.config import ControlNetEngineConfig
+from bottega.controlnet.links import ControlNetLinks
+from bottega.controlnet.model_registry import ModelRegistry
+from bottega.diffusion.controlnets.provider import ControlHosts, ControlServer
+from bottega.errors import BottegaError, Unavailable
+from bottega.transport import Offer
+
+ELSEWHERE = "another process"
+
+
+class LinkedServer:
+    """Hosts these folders. computes: whether it does; else steps wait. beats: signs of life from inside forwards.
+
+    block_s: that every block of a network takes longer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folders: Mapping[str, Path],
+        folder: Path,
+        *,
+        budget_bytes: int = 1 << 30,
+        max_rows: int = 16,
+        memfd: bool = True,
+    ) -> None:
+        self.server = ControlServer(name=name, address=name)
+        socket = str(folder / f"{name}.sock") if memfd else None
+        config = ControlNetEngineConfig(budget_bytes=budget_bytes, max_rows=max_rows, links_socket=socket)
+        self.beats = 0
+        self.block_s = 0.0
+        self.hosts = ModelRegistry(
+            budget_bytes=budget_bytes,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            alive=self._beat,
+        )
+        self.forwards = BatchExecutor(max_rows=max_rows)
+        self.links = ControlNetLinks(config, hosts=self.hosts, forwards=self.forwards)
+        self.digests = {each: self.hosts.add(each, path).digest for each, path in folders.items()}
+        self.computes = threading.Event()
+        self.computes.set()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._compute, daemon=True)
+        self._thread.start()
+
+    def at(self, net: str) -> ControlHosts:
+        """Where an order finds a ControlNet."""
+        return ControlHosts(digest=self.digests[net], servers=(self.server,))
+
+    def offer(self, link_id: str) -> Offer:
+        """As the server's front hands it on, to another process."""
+        return replace(self.links.offer("tester", link_id, caller=""), process=ELSEWHERE)
+
+    def close(self) -> None:
+        """Takes no links and computes nothing any more."""
+        self._stopped.set()
+        self.computes.set()
+        self._thread.join(10)
+        self.links.close()
+        self.hosts.shelf.close()
+
+    def _beat(self) -> None:
+        time.sleep(self.block_s)
+        self.beats += 1
+        self.forwards.beat()
+
+    def _compute(self) -> None:
+        while not self._stopped.is_set():
+            self.computes.wait()
+            self.forwards.turn(0.02)
+
+
+class Offers:
+    """What a worker's front would bring: offers of these servers, by address."""
+
+    def __init__(self, *servers: LinkedServer) -> None:
+        self._servers = {server.server.address: server for server in servers}
+        self.asked: list[tuple[str, str]] = []
+
+    def ask(self, address: str, link_id: str) -> Future[Offer]:
+        """See worker.controlnets.Offers."""
+        self.asked.append((address, link_id))
+        answer = Future[Offer]()
+        try:
+            if address not in self._servers:
+                raise Unavailable(f"nothing listens at {address}")
+            answer.set_result(self._servers[address].offer(link_id))
+        except BottegaError as error:
+            answer.set_exception(error)
+        return answer
+
+
+@contextmanager
+def linked_server(
+    name: str, folders: Mapping[str, Path], folder: Path, **options: int | bool
+) -> Iterator[LinkedServer]:
+    """One that is closed at the end."""
+    server = LinkedServer(name, folders, folder, **options)  # type: ignore[arg-type]
+    try:
+        yield server
+    finally:
+        server.close()

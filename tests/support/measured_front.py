@@ -1,0 +1,74 @@
+"""A worker's front, with a scripted engine, that measures what every callback of its event loop costs.
+
+`python -m tests.support.measured_front GATEWAY` joins the fleet at that address, prints its own address and that of its
+metrics, serves until its stdin closes, then prints the costliest callbacks as JSON: CPU milliseconds and what ran.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+from bottega.codec import CodecPool
+from bottega.process.memory import IMAGE_AT_WORK_BYTES, keep_freed_memory, spare_the_collector
+from bottega.worker.__main__ import build
+from bottega.worker.config import WorkerConfig
+from bottega.worker.engine_client import EngineFront
+
+SHOWN = 10
+
+
+class Ledger:
+    """CPU time of callbacks, measured around asyncio's own way to run them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.costliest: list[tuple[float, str]] = []
+
+    def measure(self) -> None:
+        run = asyncio.Handle._run
+
+        def measured(handle: Any) -> None:
+            began_s = time.thread_time()
+            run(handle)
+            self.add((time.thread_time() - began_s) * 1000, handle)
+
+        handles: Any = asyncio.Handle
+        handles._run = measured
+
+    def add(self, cost_ms: float, handle: Any) -> None:
+        self.calls += 1
+        if len(self.costliest) < SHOWN or cost_ms > self.costliest[-1][0]:
+            self.costliest = sorted([*self.costliest, (cost_ms, what(handle._callback))], reverse=True)[:SHOWN]
+
+
+def what(callback: Any) -> str:
+    task = getattr(callback, "__self__", None)
+    return repr(task.get_coro() if isinstance(task, asyncio.Task) else callback)[:200]
+
+
+async def main() -> None:
+    keep_freed_memory(at_once_bytes=IMAGE_AT_WORK_BYTES)
+    spare_the_collector()
+    config = WorkerConfig(name="measured", gateway=sys.argv[1])
+    engine = EngineFront(config.engine, start_s=20, hang_s=10, stall_s=10, module="tests.fakes.scripted_engine")
+    pool = CodecPool(max_waiting=9 * config.max_attempts)  # as a worker has it
+    await engine.spawn()
+    await pool.start()
+    server, worker = build(config, engine, pool)
+    await server.start()
+    await worker.start()
+    ledger = Ledger()
+    ledger.measure()
+    print(server.address, server.metrics_address, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    print(json.dumps({"calls": ledger.calls, "costliest": ledger.costliest}), flush=True)
+    await server.stop()
+    await worker.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,147 @@
+"""The other worker of a pair in this process: an engine in a thread of its own, at the end of a real link.
+
+It knows engines and links; nothing of processes, and no reference.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+
+from bottega.diffusion.engine.engine import Engine
+from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
+from bottega.errors import BottegaError, Unavailable
+from bottega.transport import Endpoints, LinkCounters
+from bottega.worker.peer import Follower, Leader, PeerOffer, PeerSettings
+from tests.support.services import wait_until
+
+LINK_TIMEOUT_S = 10.0
+SILENCE_S = 2.0
+
+
+class FollowerThread:
+    """Runs what is lent to `engine`, as its process would, until the block ends. busy: as if it had jobs of its own.
+
+    pause: called before each forward. forwards: how many there were.
+    """
+
+    name = "follower"
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.busy = False
+        self.pause: Callable[[], None] = lambda: None
+        self.forwards = 0
+        self.refusal: BottegaError | None = None
+        self._posts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._following: Follower | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> FollowerThread:
+        self.come()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.go()
+        self._posts.put(None)
+        self._thread.join(LINK_TIMEOUT_S)
+
+    def come(self) -> None:
+        """Takes links."""
+        self._following = Follower(
+            Endpoints(tcp=("127.0.0.1", 0)), guests=self.engine.guests, counters=LinkCounters(), post=self._posts.put
+        )
+
+    def go(self) -> None:
+        """Is as good as dead: its link ends, and it takes no other one."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.close()
+
+    def ask_peer(self, _address: str, link_id: str) -> Future[PeerOffer]:
+        """See PeerOffers."""
+        asked = Future[PeerOffer]()
+        try:
+            if self.refusal is not None:
+                raise self.refusal
+            if self._following is None:
+                raise Unavailable("the follower is away")
+            asked.set_result(PeerOffer(offer=self._following.offer("leader", link_id, caller=""), worker=self.name))
+        except BottegaError as error:
+            asked.set_exception(error)
+        return asked
+
+    def _run(self) -> None:
+        while True:
+            try:
+                post = self._posts.get(timeout=0.01)
+            except queue.Empty:
+                pass
+            else:
+                if post is None:
+                    return
+                self.pause()
+                self.forwards += 1
+                post()
+            if self._following is not None:
+                self._following.report(busy=self.busy)
+                self._following.attend()
+
+
+class WatchedPeer:
+    """A Follower: a peer with what came back over it kept. on_lent: told of each turn that was lent, from 1."""
+
+    def __init__(self, peer: Leader, on_lent: Callable[[int], None] = lambda _: None) -> None:
+        self.turns = 0
+        self.kept: list[OffloadResult] = []
+        self._peer = peer
+        self._on_lent = on_lent
+
+    @property
+    def name(self) -> str:
+        """See Follower."""
+        return self._peer.name
+
+    @property
+    def free(self) -> bool:
+        """See Follower."""
+        return self._peer.free
+
+    @property
+    def owes(self) -> bool:
+        """See Follower."""
+        return self._peer.owes
+
+    def knows(self, guest: RemoteJob) -> bool:
+        """See Follower."""
+        return self._peer.knows(guest)
+
+    def forget(self, guest: RemoteJob) -> None:
+        """See Follower."""
+        self._peer.forget(guest)
+
+    def lend(self, rows: Sequence[OffloadedRow]) -> bool:
+        """See Follower."""
+        lent = self._peer.lend(rows)
+        self.turns += 1
+        self._on_lent(self.turns)
+        return lent
+
+    def returned(self, timeout_s: float) -> OffloadResult | None:
+        """See Follower."""
+        returned = self._peer.returned(timeout_s)
+        if returned is not None:
+            self.kept.append(returned)
+        return returned
+
+
+def led(follower: FollowerThread) -> Leader:
+    """The follower as its leader sees it, linked. Stop it."""
+    peer = Leader("follower:1", offers=follower, counters=LinkCounters(), settings=PeerSettings(silence_s=SILENCE_S))
+    peer.start()
+    wait_until(lambda: peer.free, LINK_TIMEOUT_S, "the pair to be linked")
+    return peer

@@ -1,0 +1,156 @@
+"""A real gateway on port 0 for the tests of one event loop, with stubs to call it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from bottega.errors import BottegaError
+from bottega.gateway.config import FleetConfig, GatewayConfig, GatewayServerConfig
+from bottega.gateway.gateway import Gateway
+from bottega.rpc.channel import open_channel
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
+from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1.generation_pb2 import GenerationSpec
+from tests.fakes.scripted_controlnet import ScriptedControlNetServer
+from tests.fakes.scripted_worker import ScriptedWorker
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """A gateway that serves, its stubs, and its workers."""
+
+    gateway: Gateway
+    channel: grpc.aio.Channel
+    images: image_pb2_grpc.ImageServiceAsyncStub
+    fleet: fleet_pb2_grpc.FleetServiceAsyncStub
+    workers: list[ScriptedWorker] = field(default_factory=list)
+    servers: list[ScriptedControlNetServer] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        """host:port of the gateway."""
+        return self.gateway.server.address
+
+    @property
+    def fleet_address(self) -> str:
+        """host:port where services join it."""
+        return self.gateway.fleet_listener.address
+
+    async def worker(self, name: str = "w1", **kwargs: Any) -> ScriptedWorker:
+        """Adds a scripted worker; it goes when the gateway goes."""
+        worker = await ScriptedWorker(name, self.fleet_address, **kwargs).start()
+        self.workers.append(worker)
+        return worker
+
+    async def controlnets(self, name: str, *nets: HostedControlNet) -> ScriptedControlNetServer:
+        """Adds a scripted ControlNet server, whose first report is heard; it goes when the gateway goes."""
+        server = await ScriptedControlNetServer(name, self.fleet_address, nets).start()
+        self.servers.append(server)
+        async with asyncio.timeout(5):
+            while not await self._hosts(name, len(nets)):  # noqa: ASYNC110 - a report has no event
+                await asyncio.sleep(0.01)
+        return server
+
+    async def _hosts(self, name: str, count: int) -> bool:
+        members = (await self.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
+        return any(member.registration.name == name and len(member.load.controlnets) == count for member in members)
+
+    def generate(
+        self, request_id: str = "", *, preview: bool = False, timeout: float | None = 20, **spec: Any
+    ) -> grpc.aio.UnaryStreamCall[image_pb2.GenerateRequest, image_pb2.GenerateResponse]:
+        """Calls Generate with these fields of the spec."""
+        request = image_pb2.GenerateRequest(request_id=request_id, spec=GenerationSpec(**spec), preview=preview)
+        return self.images.Generate(request, timeout=timeout)
+
+    async def draw(self, request_id: str = "", **spec: Any) -> image_pb2.Completed:
+        """Generates to the end."""
+        events = [answer.event async for answer in self.generate(request_id, **spec)]
+        return events[-1].completed
+
+    async def submit(self, request_id: str = "", **spec: Any) -> image_pb2.Job:
+        """Submits a job."""
+        request = image_pb2.SubmitJobRequest(request_id=request_id, spec=GenerationSpec(**spec))
+        return (await self.images.SubmitJob(request, timeout=20)).job
+
+    async def job(self, job_id: str) -> image_pb2.Job:
+        """How a job stands."""
+        return (await self.images.GetJob(image_pb2.GetJobRequest(job_id=job_id), timeout=20)).job
+
+    async def ended(self, job_id: str) -> image_pb2.Job:
+        """Watches a job to its end; the job then."""
+        async for _ in self.images.WatchJob(image_pb2.WatchJobRequest(job_id=job_id), timeout=20):
+            pass
+        return await self.job(job_id)
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(*, codec_processes: int = 0, **config: Any) -> AsyncIterator[Running]:
+    """Serves until the block ends. Most tests send no images and need no codec process.
+
+    state: of an earlier one that shall go on; else it has one of its own.
+    """
+    with contextlib.ExitStack() as stack:
+        config.setdefault("state", stack.enter_context(tempfile.TemporaryDirectory(prefix="bottega-test-")))
+        async with _serving(codec_processes=codec_processes, **config) as running:
+            yield running
+
+
+@contextlib.asynccontextmanager
+async def _serving(*, codec_processes: int, **config: Any) -> AsyncIterator[Running]:
+    server = GatewayServerConfig(
+        listen=config.pop("listen", "127.0.0.1:0"),
+        metrics_listen="127.0.0.1:0",
+        drain_grace_s=config.pop("drain_grace_s", 5.0),
+        default_deadline_s=config.pop("default_deadline_s", 600.0),
+        max_streams=config.pop("max_streams", 2048),
+    )
+    fleet_config = FleetConfig(**{"listen": "127.0.0.1:0"} | config.pop("fleet", {}))
+    gateway = Gateway(GatewayConfig(server=server, fleet=fleet_config, codec_processes=codec_processes, **config))
+    await gateway.server.start()
+    await gateway.warm_up()
+    await gateway.server.set_serving(True)
+    channel = open_channel(gateway.server.address)
+    images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
+    to_fleet = open_channel(gateway.fleet_listener.address)
+    fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(to_fleet)
+    running = Running(gateway=gateway, channel=channel, images=images, fleet=fleet)
+    try:
+        yield running
+    finally:
+        for worker in running.workers:
+            await worker.die()
+        for host in running.servers:
+            await host.die()
+        await channel.close()
+        await to_fleet.close()
+        await gateway.server.stop()
+        await gateway.shut_down()
+
+
+async def refusal(call: Callable[[], Any]) -> BottegaError:
+    """The typed error with which a call ends; fails when it does not."""
+    try:
+        answer = call()
+        if hasattr(answer, "__aiter__"):
+            async for _ in answer:
+                pass
+        else:
+            await answer
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    raise AssertionError("the call was not refused")
+
+
+async def told(call: Any) -> image_pb2.JobEvent:
+    """The next event of Generate or WatchJob, within 5 s."""
+    answer = await asyncio.wait_for(anext(aiter(call)), 5)
+    event: image_pb2.JobEvent = answer.event
+    return event

@@ -1,0 +1,155 @@
+"""Stock Diffusers, in this process: the reference that latents and pictures are compared with.
+
+It knows of Bottega where its embedded model is and what a spec says; nothing of how the suite draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import diffusers
+import numpy as np
+import PIL.Image
+import torch
+from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLPipeline
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bottega.diffusion.spec import ResolvedSpec
+from bottega.miniature import WEIGHTS
+
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reference:
+    """What stock draws. latent: [1, channels, height, width], finished; pixels: uint8 [height, width, 3]."""
+
+    latent: Tensor
+    pixels: Pixels
+
+
+class Stock:
+    """Draws with the pipelines as Diffusers ships them; `pixels` are uint8 [height, width, 3]."""
+
+    def __init__(self, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        self._text = load_stock(dtype).to(device)
+        self._image = variant(self._text, StableDiffusionXLImg2ImgPipeline)
+        self._scheduler_config = self._text.scheduler.config
+
+    def draw(self, prompt: str, *, seed: int, scheduler: str = "", karras: bool = False, **options: Any) -> Pixels:
+        """Text to image. scheduler: name of a class of Diffusers; the model's own without one."""
+        self._text.scheduler = self._scheduler(scheduler, karras)
+        return pixels_of(self._text(prompt, generator=_generator(seed), **options).images[0])
+
+    def redraw(self, prompt: str, image: PIL.Image.Image, *, seed: int, **options: Any) -> Pixels:
+        """Image to image, with the model's own scheduler."""
+        self._image.scheduler = self._scheduler("", False)
+        return pixels_of(self._image(prompt, image=image, generator=_generator(seed), **options).images[0])
+
+    def reference(
+        self,
+        spec: ResolvedSpec,
+        *,
+        index: int = 0,
+        image: PIL.Image.Image | None = None,
+        layout: torch.memory_format = torch.preserve_format,
+    ) -> Reference:
+        """Image `index` of a spec: a single run with its seed plus `index`.
+
+        image: source of image-to-image. layout: of the first latent in memory. Diffusers leaves that of a picture as
+        the VAE made it, channels last; sums are made in another order then, and differ in their last bits.
+        """
+        pipeline = self._text if image is None else self._image
+        options: dict[str, Any] = {"width": spec.width, "height": spec.height}
+        if image is not None:
+            options = {"image": image, "strength": spec.strength}
+        pipeline.scheduler = self._scheduler(spec.sampler.value.__name__, spec.use_karras_sigmas)
+        prepare, latents = pipeline.prepare_latents, list[Tensor]()
+
+        def prepared(*args: Any, **kwargs: Any) -> Tensor:
+            latent: Tensor = prepare(*args, **kwargs)
+            return latent.clone(memory_format=layout)
+
+        def keep(_: Any, __: int, ___: Any, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+            latents.append(kept["latents"])
+            return kept
+
+        generator = _generator(spec.seed + index)
+        with patch.object(pipeline, "prepare_latents", prepared):
+            out = pipeline(**said(spec), **options, generator=generator, callback_on_step_end=keep)
+        return Reference(latent=latents[-1], pixels=pixels_of(out.images[0]))
+
+    def _scheduler(self, name: str, karras: bool) -> Any:
+        kind = getattr(diffusers, name or self._scheduler_config["_class_name"])
+        extra = {"use_karras_sigmas": True} if karras else {}
+        return kind.from_config(self._scheduler_config, **extra)
+
+
+def load_stock(dtype: torch.dtype = torch.float32) -> Any:
+    """The text-to-image pipeline of the embedded model."""
+    pipeline = StableDiffusionXLPipeline.from_pretrained(
+        WEIGHTS, use_safetensors=True, dtype=dtype, add_watermarker=False
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def variant(stock: Any, kind: Any = StableDiffusionXLPipeline, **parts: Any) -> Any:
+    """A stock pipeline with some parts replaced."""
+    pipeline = kind(
+        **(stock.components | parts),
+        force_zeros_for_empty_prompt=stock.config.force_zeros_for_empty_prompt,
+        add_watermarker=False,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def said(spec: ResolvedSpec) -> dict[str, Any]:
+    """What a spec says of the drawing itself, as arguments of a pipeline."""
+    return {
+        "prompt": spec.prompt,
+        "prompt_2": spec.prompt_2,
+        "negative_prompt": spec.negative_prompt,
+        "negative_prompt_2": spec.negative_prompt_2,
+        "num_inference_steps": spec.num_inference_steps,
+        "guidance_scale": spec.guidance_scale,
+        "guidance_rescale": spec.guidance_rescale,
+    }
+
+
+def latent_of(pipeline: Any, spec: ResolvedSpec, **options: Any) -> Tensor:
+    """What a pipeline, with the scheduler that it has, makes of the spec."""
+    latent: Tensor = pipeline(**said(spec), generator=_generator(spec.seed), output_type="latent", **options).images
+    return latent
+
+
+def deviation(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference, as a share of max(1, max|theirs|)."""
+    return float((ours - theirs).abs().max()) / max(1.0, float(theirs.abs().max()))
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    """Within 1e-4 x max(1, max|latent|)."""
+    assert deviation(ours, theirs) <= 1e-4
+
+
+def assert_same_image(ours: Pixels, theirs: Pixels) -> None:
+    """The same image, as the project means it: no value off by more than 1, at most .1 % of them off."""
+    assert ours.shape == theirs.shape
+    off = np.abs(ours.astype(int) - theirs.astype(int))
+    assert off.max() <= 1, f"a value is off by {off.max()}"
+    share = float((off > 0).mean())
+    assert share <= 0.001, f"{share:.2%} of the values are off"
+
+
+def pixels_of(image: PIL.Image.Image) -> Pixels:
+    """uint8 [height, width, 3]."""
+    return np.asarray(image.convert("RGB"))
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(seed)

@@ -1,0 +1,132 @@
+"""Links of every backend, both ends in one process, for the tests of bottega.transport. It is no test."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from bottega.transport import (
+    Backend,
+    Deadline,
+    DType,
+    Endpoints,
+    Layout,
+    Limits,
+    Link,
+    LinkCounters,
+    LinkListener,
+    SealedFile,
+    TensorSpec,
+    connect,
+)
+from bottega.transport.memory.sealed_file import new_file, reserve, seal
+
+BACKENDS = tuple(Backend)
+PATIENCE_S = 10.0
+SOON_S = 0.05
+
+LAYOUT = Layout.of(
+    TensorSpec(name="deepest", dtype=DType.FLOAT16, shape=(2, 5, 7)),
+    TensorSpec(name="middle", dtype=DType.FLOAT32, shape=(3, 100)),
+    TensorSpec(name="scale", dtype=DType.FLOAT32, shape=()),
+    TensorSpec(name="widest", dtype=DType.UINT8, shape=(100_003,)),
+)
+OTHER_LAYOUT = Layout.of(TensorSpec(name="deepest", dtype=DType.FLOAT16, shape=(2, 5, 8)))
+
+
+def patience() -> Deadline:
+    """For what must succeed."""
+    return Deadline.after(PATIENCE_S)
+
+
+def soon() -> Deadline:
+    """For what must not."""
+    return Deadline.after(SOON_S)
+
+
+@contextlib.contextmanager
+def listening(folder: Path, *, limits: Limits | None = None, token_s: float = 30.0) -> Iterator[LinkListener]:
+    """A listener on a free port and on a unix socket in `folder`."""
+    doors = Endpoints(tcp=("127.0.0.1", 0), unix_path=folder / "links.sock")
+    with LinkListener(doors, limits=limits, token_s=token_s) as listener:
+        yield listener
+
+
+@contextlib.contextmanager
+def linked(
+    backend: Backend, folder: Path, *, limits: Limits | None = None, lease_s: float = 30.0
+) -> Iterator[tuple[Link, Link]]:
+    """Both ends of a link; each end takes in `limits` and counts for itself."""
+    with (
+        listening(folder, limits=limits) as listener,
+        opened(listener, backend, limits=limits, lease_s=lease_s) as ends,
+    ):
+        yield ends
+
+
+@contextlib.contextmanager
+def opened(
+    listener: LinkListener, backend: Backend, *, limits: Limits | None = None, lease_s: float = 30.0
+) -> Iterator[tuple[Link, Link]]:
+    """One more link of the listener's: the connecting end, the accepting end."""
+    offer = listener.offer()
+    ways = (backend,)
+    near = connect(offer, patience(), limits=limits, counters=LinkCounters(), lease_s=lease_s, ways=ways)
+    with near, listener.accept(offer, patience()) as far:
+        yield near, far
+
+
+def open_descriptors() -> int:
+    """How many this process has, those of what nobody refers to any more left out."""
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def content(layout: Layout, seed: int) -> list[bytes]:
+    """Bytes for every tensor of a layout, different for different seeds, tensors and places."""
+    period = bytes(range(251))  # a prime, so that no two places of an alignment look alike
+    parts = []
+    for number, spec in enumerate(layout.specs):
+        start = (seed * 31 + number * 7) % len(period)
+        parts.append((period * (spec.size_bytes // len(period) + 2))[start : start + spec.size_bytes])
+    return parts
+
+
+FILE_NAME = "bottega-test"
+
+
+@contextlib.contextmanager
+def sealed_file(data: bytes) -> Iterator[SealedFile]:
+    """A file that a message may carry."""
+    descriptor = new_file(FILE_NAME)
+    try:
+        reserve(descriptor, len(data))
+        os.pwrite(descriptor, data, 0)
+        seal(descriptor)
+        yield SealedFile(descriptor=descriptor, size_bytes=len(data))
+    finally:
+        os.close(descriptor)
+
+
+def mapped_files() -> int:
+    """How many of those files this process has mapped, those that nobody refers to any more left out."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count(f"memfd:{FILE_NAME}")
+
+
+def write(link: Link, layout: Layout, parts: list[bytes]) -> None:
+    """Sends a message, written in place."""
+    with link.begin(layout, patience()) as outgoing:
+        for view, part in zip(outgoing.views, parts, strict=True):
+            view[:] = part
+        outgoing.finish()
+
+
+def read(link: Link, layout: Layout) -> list[bytes]:
+    """Receives a whole message, copies it and gives it back."""
+    with link.recv(patience(), layout) as incoming:
+        incoming.wait_all(patience())
+        return [bytes(incoming.view(index)) for index in range(len(layout.specs))]

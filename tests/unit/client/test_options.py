@@ -1,0 +1,343 @@
+"""Keyword arguments to the contract and back, and what a picture can do by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import resource
+import struct
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import PIL.PngImagePlugin
+import pytest
+from google.protobuf import json_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bottega.client import ControlNet, GenerationOptions, Lora, Picture, parameters_of
+from bottega.client.types.options import options_from, spec_from
+from bottega.client.types.picture import format_of
+from bottega.errors import InternalError, InvalidRequest
+from bottega.v1 import generation_pb2
+from bottega.v1.generation_pb2 import GenerationSpec, Provenance, Techniques
+from tests.samples import hostile_images as hostile
+
+FULL: GenerationOptions = {
+    "model": "miniature",
+    "prompt_2": "a star",
+    "negative_prompt": "",
+    "negative_prompt_2": "blur",
+    "num_inference_steps": 30,
+    "guidance_scale": 4.5,
+    "guidance_rescale": 0.5,
+    "width": 64,
+    "height": 128,
+    "seed": 7,
+    "sampler": "euler_ancestral",
+    "use_karras_sigmas": True,
+    "strength": 0.4,
+    "controlnets": (
+        ControlNet("edges", controlnet_conditioning_scale=0.5, control_guidance_end=0.75, guess_mode=True),
+        ControlNet("depth", control_guidance_start=0.25),
+    ),
+    "stale_residuals": False,
+    "latent_parallelism": True,
+    "format": "webp",
+    "quality": 80,
+    "fidelity": "fast",
+}
+
+
+def png(path: Path, text: dict[str, str]) -> Path:
+    info = PIL.PngImagePlugin.PngInfo()
+    for key, value in text.items():
+        info.add_itxt(key, value)
+    PIL.Image.new("RGB", (8, 8), "red").save(path, pnginfo=info)
+    return path
+
+
+def picture(data: bytes = b"bytes") -> Picture:
+    return Picture(
+        data=data, format="png", seed=7, width=8, height=8, index=0, digest="", job_id="j", provenance=Provenance()
+    )
+
+
+def test_every_option_reaches_the_contract_and_comes_back() -> None:
+    spec = spec_from("a red star", {**FULL, "controlnets": _with_images()}, num_images=3)
+    assert (spec.prompt, spec.num_images, spec.height, spec.quality) == ("a red star", 3, 128, 80)
+    assert (spec.sampler, spec.fidelity, spec.format) == (
+        generation_pb2.SAMPLER_EULER_ANCESTRAL,
+        generation_pb2.FIDELITY_FAST,
+        generation_pb2.IMAGE_FORMAT_WEBP,
+    )
+    assert [(net.name, net.image, net.guess_mode) for net in spec.controlnets] == [
+        ("edges", b"edges", True),
+        ("depth", b"depth", False),
+    ]
+    assert options_from(spec) == FULL
+
+
+def _with_images() -> list[ControlNet]:
+    """Those of FULL, as they can be sent."""
+    return [dataclasses.replace(net, image=net.name.encode()) for net in FULL["controlnets"] or ()]
+
+
+def test_a_controlnet_counts_in_full_unless_it_says_otherwise() -> None:
+    (net,) = spec_from("a star", {"controlnets": [ControlNet("edges", b"image")]}).controlnets
+    assert (net.controlnet_conditioning_scale, net.control_guidance_start, net.control_guidance_end) == (1, 0, 1)
+    spec = GenerationSpec(controlnets=[generation_pb2.ControlNet(name="edges")])
+    assert options_from(spec) == {"controlnets": (ControlNet("edges"),)}
+
+
+def test_what_cannot_be_sent_of_controlnets_is_named_by_its_place() -> None:
+    nets: list[Any] = [
+        ControlNet("edges", "/no/such/file.png"),
+        ControlNet(7, b"x", control_guidance_end="late"),  # type: ignore[arg-type]
+        "depth",
+        ControlNet("pose"),
+    ]
+    with pytest.raises(InvalidRequest) as caught:
+        spec_from("a star", {"controlnets": nets})
+    described = {violation.field: violation.description for violation in caught.value.violations}
+    assert described.keys() == {
+        "controlnets[0].image",
+        "controlnets[1].name",
+        "controlnets[1].control_guidance_end",
+        "controlnets[2]",
+        "controlnets[3].image",
+    }
+    assert "/no/such/file.png" in described["controlnets[0].image"]
+    with pytest.raises(InvalidRequest) as caught:
+        spec_from("a star", {"controlnets": ControlNet("edges", b"x")})  # type: ignore[typeddict-item]
+    assert "list" in caught.value.violations[0].description
+
+
+def test_absent_stays_absent_and_empty_stays_empty() -> None:
+    assert not spec_from("a star", {"negative_prompt": None}).HasField("negative_prompt")
+    assert spec_from("a star", {"negative_prompt": ""}).HasField("negative_prompt")
+    assert not spec_from("a star", {}).HasField("num_images")
+
+
+def test_all_wrong_arguments_are_listed_at_once() -> None:
+    wrong = {"seed": -1, "width": 1.5, "sampler": "heun", "steps": 3, "image": "/no/such/file.png"}
+    with pytest.raises(InvalidRequest) as caught:
+        spec_from("a star", wrong)  # type: ignore[arg-type]
+    described = {violation.field: violation.description for violation in caught.value.violations}
+    assert described.keys() == wrong.keys()
+    assert "euler, euler_ancestral" in described["sampler"]
+
+
+def test_what_is_wrong_is_said_in_our_words() -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"^seed: must be a whole number, 0 to 9007199254740984; got 1000"
+    ) as caught:
+        spec_from("a star", {"seed": 10**30, "sampler": [], "image": "a\0b"})  # type: ignore[typeddict-item]
+    described = {violation.field: violation.description for violation in caught.value.violations}
+    assert described["sampler"] == "must be one of euler, euler_ancestral, ddim, dpmpp_2m; got list"
+    assert described["image"] == r"'a\x00b' cannot be the path of a file"
+
+
+def test_a_technique_without_an_argument_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="cache_entry"):
+        options_from(GenerationSpec(techniques=Techniques(cache_entry="x", stale_residuals=True)))
+
+
+def test_the_source_image_may_be_bytes_a_path_or_a_pillow_image(tmp_path: Path) -> None:
+    source = png(tmp_path / "source.png", {})
+    assert spec_from("a star", {"image": b"as it is"}).image == b"as it is"
+    assert spec_from("a star", {"image": source}).image == source.read_bytes()
+    with PIL.Image.open(source) as image:
+        sent = spec_from("a star", {"image": image}).image
+    assert PIL.Image.open(io.BytesIO(sent)).getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_a_picture_tells_how_to_draw_it_again(tmp_path: Path) -> None:
+    spec = spec_from("a red star", {**FULL, "controlnets": _with_images()})
+    for net in spec.controlnets:
+        net.ClearField("image")  # as a picture carries it
+    text = json_format.MessageToJson(spec, preserving_proto_field_name=True)
+    assert parameters_of(png(tmp_path / "star.png", {"bottega": text})) == ("a red star", FULL)
+
+
+def test_loras_are_said_by_name_by_name_and_scale_or_in_full() -> None:
+    full = Lora("pastel", 0.5, from_step=3, digest="a" * 64, max_step=6)
+    sent = spec_from("a star", {"lora": ["ink", ("outline", 0.8), full], "bounded_lora_loading": False})
+    first, second, third = sent.loras
+    assert (first.name, first.scale, first.HasField("from_step")) == ("ink", 1.0, False)
+    assert (second.name, second.scale) == ("outline", 0.8)
+    assert (third.from_step, third.digest, third.max_step) == (3, "a" * 64, 6)
+    assert sent.techniques.bounded_lora_loading is False
+    said = options_from(sent)
+    assert said.get("lora") == (Lora("ink"), Lora("outline", 0.8), full)
+    assert said.get("bounded_lora_loading") is False
+
+
+@pytest.mark.parametrize(
+    ("lora", "field"),
+    [
+        ("ink", "lora"),
+        ([3], "lora[0]"),
+        ([("ink", "x")], "lora[0]"),
+        ([Lora("ink", from_step=2**40)], "lora[0].from_step"),
+    ],
+)
+def test_what_is_no_lora_is_named(lora: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        spec_from("a star", {"lora": lora})
+    assert [violation.field for violation in refused.value.violations] == [field]
+
+
+def test_a_picture_with_a_lora_tells_how_to_draw_it_again(tmp_path: Path) -> None:
+    spec = spec_from("a star", {"lora": [Lora("pastel", 0.5, from_step=2, digest="a" * 64)]})
+    text = json_format.MessageToJson(spec, preserving_proto_field_name=True)
+    _, options = parameters_of(png(tmp_path / "star.png", {"bottega": text}))
+    assert options == {"lora": (Lora("pastel", 0.5, from_step=2, digest="a" * 64),)}
+
+
+@pytest.mark.parametrize("text", [{}, {"bottega": "not json"}, {"bottega": '{"no_such_field": 1}'}])
+def test_a_png_without_parameters_says_so(tmp_path: Path, text: dict[str, str]) -> None:
+    with pytest.raises(InvalidRequest, match="parameters"):
+        parameters_of(png(tmp_path / "other.png", text))
+
+
+def test_a_file_that_is_no_png_says_so(tmp_path: Path) -> None:
+    (tmp_path / "note.png").write_text("hello")
+    with pytest.raises(InvalidRequest, match="no PNG"):
+        parameters_of(tmp_path / "note.png")
+
+
+def test_saving_writes_the_bytes_as_they_are_and_leaves_nothing_else(tmp_path: Path) -> None:
+    assert picture().save(tmp_path / "star.png").read_bytes() == b"bytes"
+    picture(b"newer").save(tmp_path / "star.png")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("star.png", b"newer")]
+
+
+def test_saving_under_a_suffix_of_another_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="format='jpeg'"):
+        picture().save(tmp_path / "star.jpg")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_opens_in_pillow_and_shows_itself_in_notebooks(tmp_path: Path) -> None:
+    data = png(tmp_path / "star.png", {}).read_bytes()
+    assert picture(data).pil().size == (8, 8)
+    assert picture(data)._repr_mimebundle_() == {"image/png": data}
+
+
+def test_parameters_are_read_of_no_file_that_would_be_long_to_decode(tmp_path: Path) -> None:
+    path = tmp_path / "hostile.png"
+    path.write_bytes(hostile.compressed_texts(7900))
+    with pytest.raises(InvalidRequest, match=r"hostile\.png cannot be read: the image has 7900 PNG texts; at most 128"):
+        parameters_of(path)
+    path.write_bytes(png(path, {}).read_bytes().ljust(64 * 2**20 + 1, b"\0"))
+    with pytest.raises(InvalidRequest, match="67108864 bytes"):
+        parameters_of(path)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def raw_png(*chunks: bytes, width: int = 8, height: int = 8) -> bytes:
+    """A picture with these chunks behind its pixels, which it may lack."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    pixels = zlib.compress(bytes(9 * 8))
+    signature = b"\x89PNG\r\n\x1a\n"
+    return signature + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + b"".join(chunks) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"prompt": "a star", "sampler": 99}', "sampler: 99 is none that this version knows (euler, euler_ancestral"),
+        ('{"prompt": "a star", "sampler": "SAMPLER_OF_TOMORROW"}', "SAMPLER_OF_TOMORROW"),
+        ('{"fidelity": -7}', "fidelity: -7"),
+        ('{"format": 2147483647}', "format: 2147483647"),
+        ('{"num_inference_steps": 100000}', "num_inference_steps must be 1 to 200; got 100000"),
+        ('{"num_inference_steps": "many"}', "num_inference_steps"),
+        ('{"num_inference_steps": 2.5}', "2.5"),
+        ('{"seed": -1}', "seed"),
+        ('{"seed": 1e400}', "seed"),
+        ('{"seed": "18446744073709551615"}', "seed must be 0 to 9007199254740984; got 18446744073709551615"),
+        (f'{{"seed": {"9" * 5000}}}', "integer string conversion"),
+        ('{"guidance_scale": NaN}', "NaN"),
+        ('{"guidance_scale": "NaN"}', "guidance_scale must be 0 to 50; got nan"),
+        ('{"guidance_scale": "Infinity"}', "guidance_scale must be 0 to 50; got inf"),
+        ('{"strength": 0}', "strength must be above 0 and at most 1; got 0.0"),
+        ('{"prompt": 7}', "prompt"),
+        ('{"prompt": "\\ud800"}', "prompt"),
+        (f'{{"prompt": "{"x" * 20_000}"}}', "prompt is over 16384 bytes"),
+        ('{"loras": [{"name": "../up"}]}', "loras[0].name must be the name of a LoRA"),
+        ('{"loras": [{"name": "ink", "scale": "NaN"}]}', "loras[0].scale must be a finite number"),
+        ('{"loras": 7}', "loras"),
+        ('{"controlnets": [{"name": "a b"}]}', "controlnets[0].name"),
+        ('{"controlnets": {"name": "edges"}}', "controlnets"),
+        ('{"width": 0, "height": 99999}', "width must be 1 to 16384; got 0; height must be 1 to 16384; got 99999"),
+        ('{"what": 1}', "what"),
+        ('{"mask_image": "aGVsbG8="}', "mask_image"),
+        ("[7]", "cannot read"),
+        ("null", "cannot read"),
+        ("7", "cannot read"),
+        ("", "cannot read"),
+        ("[" * 100_000, "recursion"),
+        ('{"techniques": ' * 5_000, "recursion"),
+    ],
+)
+def test_parameters_that_cannot_be_are_refused_by_file_and_value(tmp_path: Path, text: str, said: str) -> None:
+    path = png(tmp_path / "odd.png", {"bottega": text})
+    with pytest.raises(InvalidRequest) as refused:
+        parameters_of(path)
+    assert str(path) in refused.value.message
+    assert said in refused.value.message
+    assert len(refused.value.message) < 1000
+    assert not refused.value.violations, "which would be shown without the file"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        raw_png(width=20_000, height=20_000),
+        raw_png(width=60_000, height=60_000),
+        raw_png(width=9_000, height=9_000),
+        raw_png(chunk(b"zTXt", b"bottega\0\0" + zlib.compress(bytes(64 << 20)))),
+        raw_png(chunk(b"iTXt", b"bottega\0\1\0\0\0" + zlib.compress(bytes(64 << 20)))),
+        raw_png(*[chunk(b"zTXt", b"k%d\0\0" % n + zlib.compress(bytes(1 << 20))) for n in range(80)]),
+        raw_png(chunk(b"tEXt", b"bottega\0" + b"x" * (300 << 10))),
+        raw_png(chunk(b"iTXt", b"bottega")),
+        raw_png(chunk(b"zTXt", b"bottega\0\7x")),
+        raw_png(chunk(b"tRNS", b"")),
+        raw_png()[:-20],
+        raw_png()[:20],
+    ],
+    ids=lambda data: f"{len(data)} bytes",
+)
+def test_a_png_of_any_kind_is_refused_within_bounds(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "odd.png"
+    path.write_bytes(data)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidRequest, match=r"odd\.png"):
+        parameters_of(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 400 << 10
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_damaged_png_is_refused_and_never_a_fault(data: st.DataObject) -> None:
+    whole = bytearray(raw_png(chunk(b"tEXt", b'bottega\0{"prompt": "a star", "seed": 7}')))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(8, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "odd.png"
+        path.write_bytes(whole)
+        with contextlib.suppress(InvalidRequest):
+            parameters_of(path)
+
+
+def test_a_format_that_only_a_later_gateway_knows_is_said_to_be_so() -> None:
+    with pytest.raises(InternalError, match="99, which this version does not know"):
+        format_of(99)  # type: ignore[arg-type]

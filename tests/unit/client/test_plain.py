@@ -1,0 +1,207 @@
+"""Text of strangers as a terminal may show it, and that nothing of the command writes to one in another way."""
+
+from __future__ import annotations
+
+import ast
+import json
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from bottega.client.cli import escaping as plain_module
+from bottega.client.cli.escaping import LONGEST, plain, plain_lines, shortened
+from bottega.client.cli.log_format import pretty
+from bottega.client.cli.terminal import Line
+
+CLI = Path(plain_module.__file__).parent
+HIDDEN = ("Cc", "Cf", "Zl", "Zp", "Cs", "Co", "Cn")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a red star", "a red star"),
+        ("[b]bold[/b] :smile: {x} %s", "[b]bold[/b] :smile: {x} %s"),
+        ("\x1b[31mred\x9b0m", r"\x1b[31mred\x9b0m"),
+        ("a\nb\rc\td\x00\x7f", r"a\nb\rc\td\x00\x7f"),
+        ("\u202eevil \u2066x\u2069 \u200f", r"\u202eevil \u2066x\u2069 \u200f"),
+        ("st\u200bar st\u200dar \ufeff\u2060\u00ad", r"st\u200bar st\u200dar \ufeff\u2060\xad"),
+        ("line\u2028para\u2029next\x85", r"line\u2028para\u2029next\x85"),
+        ("no unicode \udcff, private \ue000, tag \U000e0041", r"no unicode \udcff, private \ue000, tag \U000e0041"),
+        ("filler \u3164\u115f\u2800", r"filler \u3164\u115f\u2800"),
+        ("stern\ufe00 a\U000e0101", r"stern\ufe00 a\U000e0101"),
+        ("größer ☆ 赤い星 красная звезда ⭐\ufe0f", "größer ☆ 赤い星 красная звезда ⭐\ufe0f"),
+        ("👩\u200d🎨 می\u200cخواهم क\u094d\u200dष", "👩\u200d🎨 می\u200cخواهم क\u094d\u200dष"),
+        ("\u200dstar", r"\u200dstar"),
+        ("e\u0301", "e\u0301"),
+    ],
+)
+def test_what_a_terminal_would_not_show_as_a_letter_is_escaped(text: str, shown: str) -> None:
+    assert plain(text) == shown
+
+
+def test_towers_of_marks_end() -> None:
+    assert plain("a" + "\u0301" * 50).count("\u0301") == 4
+
+
+def test_a_text_without_end_is_cut_and_says_so() -> None:
+    cut = plain("x" * (LONGEST + 5_000_000))
+    assert cut.endswith(" ... (5000000 more letters)")
+    assert len(cut) < LONGEST + 50
+
+
+@given(st.text(max_size=200))
+def test_nothing_hidden_is_left_of_any_text(text: str) -> None:
+    shown = plain(text)
+    left = [letter for letter in shown if unicodedata.category(letter) in HIDDEN and letter not in "\u200c\u200d"]
+    assert not left
+
+
+@given(st.text(max_size=500), st.integers(2, 80))
+def test_a_shortened_text_has_room_in_its_columns(text: str, width: int) -> None:
+    shown = shortened(text, width)
+    assert cell_len(shown) <= width
+    assert "\n" not in shown
+
+
+def test_wide_letters_count_as_two_columns_and_long_words_are_cut_too() -> None:
+    assert shortened("赤" * 40, 20) == "赤" * 9 + " …"
+    assert shortened("x" * 40, 20) == "x" * 19 + "…"
+    assert shortened("a  big\n red\tstar", 20) == "a big red star"
+    assert shortened("a" + " " * 100_000 + "b", 20) == "a…"
+
+
+def test_lines_that_are_meant_stay_lines() -> None:
+    assert plain_lines("one\n\ttwo\x1b\r") == ["one", r"        two\x1b\r"]
+
+
+def text_of(line: Line) -> str:
+    return "".join(piece if isinstance(piece, str) else piece.text for piece in line)
+
+
+def test_facts_of_a_log_line_cannot_pass_for_others_or_for_another_line() -> None:
+    fields = {
+        "time": "2026-01-02 10:00:00,000",
+        "level": "INFO",
+        "event": "job accepted",
+        "request_id": "a\n10:00:00,001 ERROR gateway the disk is lost",
+        "text": 'x level=ERROR worker="w1"',
+        "worker": "w2",
+    }
+    (line,) = [text_of(row) for row in pretty("gateway", json.dumps(fields))]
+    assert line.startswith("10:00:00,000 INFO    gateway      job accepted ")
+    assert r'request_id="a\n10:00:00,001 ERROR gateway the disk is lost"' in line
+    assert line.endswith(r'text="x level=ERROR worker=\"w1\"" worker=w2')
+
+
+def test_a_traceback_stands_below_its_line() -> None:
+    line = json.dumps({"event": "failed", "exc_info": "Traceback\n  File\nKeyError: 'x'"})
+    assert [text_of(row) for row in pretty("gateway", line)][1:] == [
+        "    | Traceback",
+        "    |   File",
+        "    | KeyError: 'x'",
+    ]
+
+
+@pytest.mark.parametrize("line", ["[" * 60_000, '{"event": ' * 20_000, "no json \x1b[31m", "[1, 2]", '"text"'])
+def test_a_line_of_anything_is_shown(line: str) -> None:
+    assert list(pretty("gateway", line))
+
+
+# Whatever shows text to people is in these two; everything else gives it to them.
+ALLOWED = {"terminal.py", "escaping.py"}
+FORBIDDEN = {
+    *("click.echo", "click.secho", "click.style", "click.echo_via_pager", "print", "sys.stdout", "sys.stderr"),
+    *("Console", "Table", "TextColumn", "Text.from_markup", "Text.from_ansi", "rich.print", "Panel", "Markdown"),
+    *(
+        "Prompt.ask",
+        "Confirm.ask",
+        "click.prompt",
+        "click.confirm",
+        "set_window_title",
+        "render_str",
+        "print_exception",
+    ),
+}
+
+
+def uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Names and attributes that are read, as they are written, also when they are imported."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=owner), attr=name):
+                yield node.lineno, f"{owner}.{name}"
+                yield node.lineno, name
+            case ast.Attribute(attr=name):
+                yield node.lineno, name
+            case ast.Name(id=name):
+                yield node.lineno, name
+            case ast.ImportFrom(names=names, module=module):
+                for item in names:
+                    yield node.lineno, item.name
+                    yield node.lineno, f"{module}.{item.name}"
+
+
+def type_only(tree: ast.Module) -> ast.Module:
+    """Without what is there for the type checker alone, annotations included."""
+    for node in ast.walk(tree):
+        for name in ("returns", "annotation"):
+            if hasattr(node, name):
+                setattr(node, name, None)
+        if hasattr(node, "body") and isinstance(node.body, list):
+            node.body = [
+                item
+                for item in node.body
+                if not (isinstance(item, ast.If) and ast.unparse(item.test) == "TYPE_CHECKING")
+            ]
+    return tree
+
+
+def found_in(text: str) -> list[str]:
+    return sorted({name for _, name in uses(type_only(ast.parse(text))) if name in FORBIDDEN})
+
+
+@pytest.mark.parametrize("path", sorted(CLI.glob("*.py")), ids=lambda path: path.name)
+def test_nothing_but_the_terminal_module_writes_to_a_terminal(path: Path) -> None:
+    found = found_in(path.read_text(encoding="utf-8"))
+    assert path.name in ALLOWED or not found, found
+
+
+def test_the_terminal_modules_consoles_read_no_markup() -> None:
+    tree = ast.parse((CLI / "terminal.py").read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    consoles = [call for call in calls if ast.unparse(call.func) == "Console"]
+    assert len(consoles) == 1
+    off = {word.arg for word in consoles[0].keywords if ast.unparse(word.value) == "False"}
+    assert {"markup", "emoji", "highlight"} <= off
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import click\nclick.echo('x')",
+        "from rich.console import Console\nConsole()",
+        "from rich.progress import TextColumn",
+        "def f():\n    print('x')",
+        "import sys\nsys.stderr.write('x')",
+        "from rich.text import Text\nText.from_markup('x')",
+    ],
+)
+def test_what_would_write_in_another_way_is_found(text: str) -> None:
+    assert found_in(text)
+
+
+def test_a_style_is_no_part_of_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    from bottega.client.cli.terminal import Styled, note, say
+
+    say(Styled(text="\x1b[5mok", colour="green"), " [b]\n")
+    note("error: \x1b", Styled(text="x", bold=True, dim=True))
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("\\x1b[5mok [b]\\n\n", "error: \\x1bx\n")
+    assert click.unstyle(shown.out) == shown.out

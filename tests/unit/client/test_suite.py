@@ -1,0 +1,238 @@
+"""What `bottega up` plans, and what it keeps in its state folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from bottega.client.suite.log_reader import LogFollower, last_lines, services_with_logs
+from bottega.client.suite.orphans import end_orphans
+from bottega.client.suite.plan import PortTaken, SuiteOptions, plan_suite
+from bottega.client.suite.service_log import ServiceLog, fields_of, lines_of
+from bottega.client.suite.state import AlreadyHeld, InstanceProcess, InstanceRecord, StateFolder
+from bottega.client.transport.address import default_fleet_address
+from bottega.miniature import WEIGHTS
+
+
+def record(*children: InstanceProcess, ready: bool = True) -> InstanceRecord:
+    return InstanceRecord(pid=os.getpid(), address="127.0.0.1:8470", ready=ready, children=children)
+
+
+def held(folder: Path) -> StateFolder:
+    """A state folder that was held once, and so has all its folders."""
+    state = StateFolder(folder)
+    with state.hold():
+        return state
+
+
+def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
+    plan = plan_suite(SuiteOptions(workers=2, port=0, model="some/folder", dtype="bfloat16"), held(tmp_path))
+    assert [service.name for service in plan.services] == ["gateway", "loras", "worker-0", "worker-1", "controlnet-0"]
+    assert plan.threads == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert all(service.environment["OMP_WAIT_POLICY"] == "PASSIVE" for service in plan.services)
+    gateway = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())
+    worker = yaml.safe_load((tmp_path / "config" / "worker-1.yaml").read_text())
+    assert (gateway["server"]["listen"], gateway["fleet"]["listen"]) == (plan.address, plan.fleet_address)
+    assert worker["gateway"] == plan.fleet_address
+    assert worker["name"] == "worker-1"
+    assert worker["engine"]["model"] == str(Path("some/folder").resolve())
+    loras = yaml.safe_load((tmp_path / "config" / "loras.yaml").read_text())
+    assert (loras["bases"], loras["loras"]) == ({"folder": str(Path("some/folder").resolve())}, {})
+    assert (loras["gateway"], loras["folder"]) == (plan.fleet_address, str(tmp_path / "loras"))
+    assert (worker["engine"]["dtype"], worker["engine"]["threads"]) == ("bfloat16", plan.threads)
+
+
+def test_threads_can_be_chosen(tmp_path: Path) -> None:
+    assert plan_suite(SuiteOptions(workers=2, port=0, threads=5), held(tmp_path)).threads == 5
+
+
+def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path: Path) -> None:
+    state = held(tmp_path)
+    plan = plan_suite(SuiteOptions(controlnet_servers=2, port=0, dtype="bfloat16"), state)
+    assert [service.name for service in plan.services][2:] == ["worker-0", "controlnet-0", "controlnet-1"]
+    first, second = (yaml.safe_load((state.config / f"controlnet-{n}.yaml").read_text()) for n in (0, 1))
+    assert first["gateway"] == plan.fleet_address
+    assert first["engine"]["dtype"] == "bfloat16"
+    assert set(first["controlnets"]) == {"edges", "layout"}
+    assert first["root"] == second["root"] == str(state.controlnets)
+    assert first["catalogue"] != second["catalogue"]
+    assert plan_suite(SuiteOptions(controlnet_servers=0, port=0), state).services[-1].name == "worker-0"
+
+
+def test_the_models_own_loras_are_in_the_store_from_its_start(tmp_path: Path) -> None:
+    state = held(tmp_path)
+    plan_suite(SuiteOptions(port=0), state)
+    own = yaml.safe_load((state.config / "loras.yaml").read_text())["loras"]
+    assert {path.name for path in (WEIGHTS / "loras").iterdir()} == set(own)
+    model = tmp_path / "mine"
+    (model / "loras" / "ink").mkdir(parents=True)
+    for name in ("wash.safetensors", "notes.txt", "~.safetensors"):
+        (model / "loras" / name).touch()
+    plan_suite(SuiteOptions(port=0, model=str(model)), state)
+    assert yaml.safe_load((state.config / "loras.yaml").read_text())["loras"] == {
+        "ink": {"path": str(model / "loras" / "ink"), "base": "mine"},
+        "wash": {"path": str(model / "loras" / "wash.safetensors"), "base": "mine"},
+    }
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortTaken):
+        plan_suite(SuiteOptions(port=taken.getsockname()[1]), held(tmp_path))
+    assert list((tmp_path / "config").iterdir()) == []
+
+
+def test_any_free_port_will_do_for_the_metrics_where_any_will_do_for_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The neighbour of a port that the system gave may well be somebody else's."""
+    asked, create = [], socket.create_server
+
+    def create_server(address: tuple[str, int]) -> socket.socket:
+        asked.append(address[1])
+        return create(address)
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    plan = plan_suite(SuiteOptions(port=0), held(tmp_path))
+    assert asked == [0, 0, 0]
+    config = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())
+    ports = (config["server"]["listen"], config["fleet"]["listen"], config["server"]["metrics_listen"])
+    assert ports[:2] == (plan.address, plan.fleet_address)
+    assert len(set(ports)) == 3
+
+
+def test_only_one_instance_holds_a_state_folder(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path / "state")
+    assert not state.is_held()
+    with state.hold():
+        assert state.is_held()
+        with pytest.raises(AlreadyHeld), state.hold():
+            pass
+    assert not state.is_held()
+
+
+def test_the_address_is_only_that_of_an_instance_that_runs(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path)
+    with state.hold():
+        assert state.running_address() is None
+        state.write(record(InstanceProcess(name="gateway", pid=1, started_s=2.0)))
+        assert state.running_address() == "127.0.0.1:8470"
+    assert state.running_address() is None
+    assert state.read() == record(InstanceProcess(name="gateway", pid=1, started_s=2.0))
+
+
+def test_the_fleet_is_listed_where_one_says_else_where_the_suite_that_runs_here_has_it_else_beside_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BOTTEGA_STATE", str(tmp_path))
+    monkeypatch.delenv("BOTTEGA_FLEET", raising=False)
+    assert default_fleet_address("127.0.0.1:8470") == "127.0.0.1:8472"
+    assert default_fleet_address("drawing.example:443") == "drawing.example:8472"
+    assert default_fleet_address("[::1]:8470") == "[::1]:8472"
+    state = StateFolder(tmp_path)
+    with state.hold():
+        state.write(replace(record(), fleet_address="127.0.0.1:5555"))
+        assert default_fleet_address("127.0.0.1:8470") == "127.0.0.1:5555"
+        assert default_fleet_address("127.0.0.1:9000") == "127.0.0.1:8472", "that is another suite"
+        monkeypatch.setenv("BOTTEGA_FLEET", "fleet.example:1")
+        assert default_fleet_address("127.0.0.1:8470") == "fleet.example:1"
+    monkeypatch.delenv("BOTTEGA_FLEET")
+    assert default_fleet_address("127.0.0.1:8470") == "127.0.0.1:8472"
+
+
+def test_a_record_of_an_older_suite_is_read(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path)
+    with state.hold():
+        older = {"pid": 1, "address": "127.0.0.1:8470", "ready": True, "children": []}
+        (tmp_path / "suite.json").write_text(json.dumps(older))
+        assert state.running_address() == "127.0.0.1:8470"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}', "not json"])
+def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "suite.json").write_text(text)
+    assert StateFolder(tmp_path).read() is None
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    argv = [sys.executable, "-c", "import time; time.sleep(60)"]
+    processes = [subprocess.Popen(argv, start_new_session=True) for _ in range(2)]
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_what_a_killed_instance_left_is_ended_and_nobody_elses_process(
+    sleepers: list[subprocess.Popen[bytes]],
+) -> None:
+    left, other = sleepers
+    born_s = psutil.Process(left.pid).create_time()
+    ended = end_orphans(
+        record(
+            InstanceProcess(name="worker-0", pid=left.pid, started_s=born_s),
+            InstanceProcess(name="worker-1", pid=other.pid, started_s=born_s - 100),
+        )
+    )
+    assert ended == ("worker-0",)
+    assert not psutil.pid_exists(left.pid)
+    assert psutil.pid_exists(other.pid)
+    assert end_orphans(None) == ()
+
+
+def test_a_log_stays_within_its_bound_and_keeps_the_newest(tmp_path: Path) -> None:
+    log = ServiceLog(tmp_path, "gateway", size_bytes=1000)
+    for number in range(200):
+        log.write(f"line {number} with 100% of its text")
+    log.close()
+    files = sorted(tmp_path.iterdir())
+    assert [path.name for path in files] == ["gateway.log", "gateway.log.1"]
+    assert sum(path.stat().st_size for path in files) <= 2000
+    assert last_lines(tmp_path, ["gateway"], 1) == [("gateway", "line 199 with 100% of its text")]
+
+
+def test_logs_are_merged_by_time_and_tracebacks_stay_in_place(tmp_path: Path) -> None:
+    def line(moment: str, event: str) -> str:
+        return json.dumps({"time": f"2026-01-01 {moment}", "event": event})
+
+    (tmp_path / "gateway.log").write_text(line("10:00:01", "a") + "\n" + line("10:00:03", "c") + "\n")
+    (tmp_path / "worker-0.log").write_text("Traceback\n" + line("10:00:02", "b") + "\n")
+    assert services_with_logs(tmp_path) == ["gateway", "worker-0"]
+    merged = last_lines(tmp_path, ["gateway", "worker-0"], 10)
+    assert [fields_of(line)["event"] for _, line in merged] == ["a", "Traceback", "b", "c"]
+    assert [name for name, _ in last_lines(tmp_path, ["gateway", "worker-0"], 2)] == ["worker-0", "gateway"]
+
+
+def test_a_follower_sees_what_comes_also_after_a_rotation(tmp_path: Path) -> None:
+    log = ServiceLog(tmp_path, "gateway", size_bytes=50)
+    log.write("old")
+    follower = LogFollower(tmp_path / "gateway.log")
+    assert follower.new_lines() == []
+    log.write("new")
+    assert follower.new_lines() == ["new"]
+    log.write("x" * 60)
+    log.write("after the rotation")
+    assert "after the rotation" in follower.new_lines() + follower.new_lines()
+    follower.close()
+    log.close()
+
+
+async def test_a_line_without_an_end_comes_in_pieces() -> None:
+    stream = asyncio.StreamReader(limit=2**20)
+    stream.feed_data(b"first\n" + b"x" * 300_000 + b"\nlast")
+    stream.feed_eof()
+    lines = [line async for line in lines_of(stream)]
+    assert (lines[0], lines[-1]) == ("first", "last")
+    assert max(map(len, lines)) <= 3 * 64 * 1024
+    assert sum(map(len, lines[1:-1])) == 300_000

@@ -1,0 +1,143 @@
+"""Which rows share a ControlNet server's forwards, whose answer comes when, and what a failure costs whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequest
+from bottega.diffusion.controlnets import ControlNetCache, ControlRow, ControlSession
+from bottega.diffusion.controlnets.provider import ControlInput
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.rows import Embeds, Half
+from bottega.errors import BottegaError, InternalError
+from tests.samples.controlnets import control_image, random_controlnet, save, shelf_of
+from tests.support.manual_engine import load
+
+LOAD_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load()
+
+
+@pytest.fixture(scope="module")
+def shelf(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlNetCache]:
+    nets = {name: random_controlnet(model.backbone.unet, seed) for seed, name in enumerate(("edges", "depth"))}
+    folders: dict[str, Path] = save(nets, tmp_path_factory.mktemp("nets"))
+    with shelf_of(model, folders) as shelf:
+        yield shelf
+
+
+class Outcomes:
+    """What came of the works that were put."""
+
+    def __init__(self, forwards: BatchExecutor) -> None:
+        self.forwards = forwards
+        self.ended: dict[str, Sequence[Residuals] | BottegaError] = {}
+
+    def put(self, name: str, rows: Sequence[ControlRow], owner: object = "worker") -> None:
+        self.forwards.put(StepRequest(owner=owner, rows=rows, done=lambda outcome: self.ended.update({name: outcome})))
+
+
+def session(shelf: ControlNetCache, net: str = "edges", side: int = 64, scale: float = 1.0) -> ControlSession:
+    embeds = Embeds(prompt=torch.randn(77, 128), pooled=torch.randn(64), time_ids=torch.zeros(6))
+    halves = dict.fromkeys(Half, embeds)
+    control = ControlInput(name=net, image=control_image(1), height=side, width=side, halves=halves, scale=scale)
+    (loaded,) = shelf.borrow([net]).nets.result(LOAD_S)
+    return ControlSession(loaded, control)
+
+
+def rows(*sessions: ControlSession, side: int = 16) -> list[ControlRow]:
+    """Both halves of each."""
+    return [
+        ControlRow(session=each, half=half, sample=torch.randn(4, side, side), timestep=torch.tensor(500.0))
+        for each in sessions
+        for half in Half
+    ]
+
+
+def test_steps_of_several_workers_share_a_forward_and_each_gets_its_own_rows(shelf: ControlNetCache) -> None:
+    outcomes = Outcomes(BatchExecutor(max_rows=16))
+    asked = {name: rows(session(shelf)) for name in ("one", "two", "three")}
+    for name, mine in asked.items():
+        outcomes.put(name, mine, owner=name)
+    outcomes.forwards.turn(0.0)
+    assert (outcomes.forwards.turns, outcomes.forwards.rows) == (1, 6)
+    for name, mine in asked.items():
+        alone = Outcomes(BatchExecutor(max_rows=16))
+        alone.put(name, mine)
+        alone.forwards.turn(0.0)
+        for together, apart in zip(residuals(outcomes, name), residuals(alone, name), strict=True):
+            for one, other in zip(together.by_point, apart.by_point, strict=True):
+                torch.testing.assert_close(one[together.place], other[apart.place], atol=1e-4, rtol=1e-4)
+
+
+def test_another_controlnet_and_another_size_take_forwards_of_their_own_and_the_oldest_is_first(
+    shelf: ControlNetCache,
+) -> None:
+    outcomes = Outcomes(BatchExecutor(max_rows=16))
+    outcomes.put("edges", rows(session(shelf)))
+    outcomes.put("depth", rows(session(shelf, "depth")))
+    outcomes.put("large", rows(session(shelf, side=128), side=32))
+    outcomes.put("edges too", rows(session(shelf)))
+    order: list[set[str]] = []
+    for _ in range(3):
+        outcomes.forwards.turn(0.0)
+        order.append(set(outcomes.ended) - set().union(*order))
+    assert order == [{"edges", "edges too"}, {"depth"}, {"large"}]
+    assert not outcomes.forwards.busy
+
+
+def test_a_step_with_two_controlnets_is_answered_when_both_are_done(shelf: ControlNetCache) -> None:
+    outcomes = Outcomes(BatchExecutor(max_rows=16))
+    outcomes.put("both", rows(session(shelf), session(shelf, "depth")))
+    outcomes.forwards.turn(0.0)
+    assert not outcomes.ended
+    outcomes.forwards.turn(0.0)
+    assert len(residuals(outcomes, "both")) == 4
+
+
+def test_a_forward_has_no_more_rows_than_it_may(shelf: ControlNetCache) -> None:
+    outcomes = Outcomes(BatchExecutor(max_rows=3))
+    outcomes.put("one", rows(session(shelf)))
+    outcomes.put("two", rows(session(shelf)))
+    outcomes.forwards.turn(0.0)
+    assert set(outcomes.ended) == {"one"}
+    outcomes.forwards.turn(0.0)
+    assert outcomes.forwards.rows == 4
+    assert set(outcomes.ended) == {"one", "two"}
+
+
+def test_a_forward_that_fails_costs_only_the_step_that_makes_it_fail(shelf: ControlNetCache) -> None:
+    outcomes = Outcomes(BatchExecutor(max_rows=16))
+    bad = rows(session(shelf))
+    bad[0].session.halves[Half.UNCONDITIONAL] = Embeds(
+        prompt=torch.randn(77, 128), pooled=torch.randn(7), time_ids=torch.zeros(6)
+    )
+    outcomes.put("bad", bad)
+    outcomes.put("good", rows(session(shelf)))
+    for _ in range(3):
+        outcomes.forwards.turn(0.0)
+    assert isinstance(outcomes.ended["bad"], InternalError)
+    assert len(residuals(outcomes, "good")) == 2
+
+
+def test_what_waits_of_a_worker_that_has_gone_is_forgotten(shelf: ControlNetCache) -> None:
+    outcomes = Outcomes(BatchExecutor(max_rows=16))
+    outcomes.put("gone", rows(session(shelf)), owner="gone")
+    outcomes.put("here", rows(session(shelf)), owner="here")
+    outcomes.forwards.drop("gone")
+    outcomes.forwards.turn(0.0)
+    assert set(outcomes.ended) == {"here"}
+    assert outcomes.forwards.rows == 2
+
+
+def residuals(outcomes: Outcomes, name: str) -> Sequence[Residuals]:
+    outcome = outcomes.ended[name]
+    assert not isinstance(outcome, BottegaError)
+    return outcome

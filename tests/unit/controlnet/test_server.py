@@ -1,0 +1,176 @@
+"""A ControlNet server and what its engine tells it: when it says that it serves, and when it has drained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from bottega.controlnet import server as server_module
+from bottega.controlnet.catalogue import ControlNetCatalogue
+from bottega.controlnet.config import ControlNetConfig, ControlNetEngineConfig
+from bottega.controlnet.engine_client import ControlNetEngineClient
+from bottega.controlnet.inspector import ControlNetInspector
+from bottega.controlnet.metrics import ControlNetMetrics
+from bottega.controlnet.profiles import ProfileStore
+from bottega.controlnet.server import ControlNetServer
+from bottega.errors import BottegaError, Unavailable
+from bottega.process import EngineTimeouts
+from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
+from bottega.v1.controlnet_pb2 import HostedControlNet
+
+
+class Engine(ControlNetEngineClient):
+    """Hosts while `lives`; there is no process. asked: for what was to be hosted."""
+
+    def __init__(self) -> None:
+        super().__init__(ControlNetEngineConfig(), patience=EngineTimeouts(start_s=1, hang_s=1, stall_s=1))
+        self.lives = asyncio.Event()
+        self.asked: list[str] = []
+        self.drains = 0
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def host(self, name: str, folder: Path, root: Path | None = None) -> HostedControlNet:
+        """See ControlNetEngineClient."""
+        self.asked.append(name)
+        while not self.lives.is_set():
+            if self._gone.done():
+                raise Unavailable("there is no engine")
+            await asyncio.sleep(0.001)
+        return HostedControlNet(name=name)
+
+    async def watch(self, listener: object) -> None:
+        """See ControlNetEngineClient."""
+        await asyncio.Event().wait()
+
+    def forget(self, error: BottegaError) -> None:
+        """See ControlNetEngineClient."""
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    def drain(self) -> None:
+        """See ControlNetEngineClient."""
+        self.drains += 1
+
+    def renew(self) -> None:
+        """Another process, in place of the one that is gone."""
+        self._gone = asyncio.get_running_loop().create_future()
+
+
+async def test_an_engine_that_dies_while_it_is_told_what_to_host_is_not_said_to_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[bool] = []
+
+    async def set_serving(serving: bool) -> None:
+        said.append(serving)
+
+    engine = Engine()
+    server = _server(engine, tmp_path, set_serving)
+    engine.lives.set()
+    await server.engine_ready(ControlNetEngineReady())
+    await asyncio.sleep(0.05)
+    assert engine.asked == ["edges", "depth"]
+    engine.lives.clear()
+    await server.engine_lost("killed")
+    for _ in range(2):
+        engine.renew()
+        await server.engine_ready(ControlNetEngineReady())
+        await asyncio.sleep(0.05)
+        await server.engine_lost("killed again, while it was told")
+        await asyncio.sleep(0.05)
+    assert said == [False, False, False]
+    engine.lives.set()
+    engine.renew()
+    await server.engine_ready(ControlNetEngineReady())
+    await asyncio.sleep(0.05)
+    assert said[-1]
+
+
+async def test_a_fault_while_memory_is_measured_is_logged_and_it_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def set_serving(_: bool) -> None:
+        """Nobody asks."""
+
+    def unreadable(_: object) -> int:
+        monkeypatch.undo()  # the next look succeeds
+        raise OSError("/proc cannot be read")
+
+    monkeypatch.setattr(server_module, "resident_bytes", unreadable)
+    server = _server(Engine(), tmp_path, set_serving)
+    starting = asyncio.create_task(server.start())
+    try:
+        async with asyncio.timeout(5):
+            while server.load().memory_bytes < 2**20:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.01)
+    finally:
+        starting.cancel()
+        await server.stop()
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
+
+
+async def test_it_has_drained_when_a_beat_from_after_that_has_no_sessions(tmp_path: Path) -> None:
+    async def set_serving(_: bool) -> None:
+        """Nobody asks."""
+
+    engine = Engine()
+    server = _server(engine, tmp_path, set_serving)
+    engine.lives.set()
+    await server.engine_ready(ControlNetEngineReady())
+    await asyncio.sleep(0.05)
+    await server.engine_lost("killed before")  # which drains nothing of the next one
+    engine.renew()
+    await server.engine_ready(ControlNetEngineReady())
+    await asyncio.sleep(0.05)
+    await server.engine_said(_beat(sessions=0))
+    draining = asyncio.create_task(server.drain())
+    await asyncio.sleep(0.01)
+    for beat in (_beat(sessions=0), _beat(sessions=1), _beat(sessions=1, draining=True)):
+        await server.engine_said(beat)
+        await asyncio.sleep(0.01)
+        assert not draining.done()
+    assert engine.drains == 1
+    await server.engine_said(_beat(sessions=0, draining=True))
+    async with asyncio.timeout(5):
+        await draining
+
+
+async def test_an_engine_that_dies_or_hosts_nothing_has_drained(tmp_path: Path) -> None:
+    async def set_serving(_: bool) -> None:
+        """Nobody asks."""
+
+    engine = Engine()
+    server = _server(engine, tmp_path, set_serving)
+    await server.drain()  # nothing is hosted yet
+    engine.lives.set()
+    await server.engine_ready(ControlNetEngineReady())
+    await asyncio.sleep(0.05)
+    draining = asyncio.create_task(server.drain())
+    await asyncio.sleep(0.01)
+    assert not draining.done()
+    await server.engine_lost("killed")
+    async with asyncio.timeout(5):
+        await draining
+
+
+def _beat(*, sessions: int, draining: bool = False) -> ControlNetEngineEvent:
+    nets = [HostedControlNet(name="edges", sessions=sessions)]
+    return ControlNetEngineEvent(beat=ControlNetEngineBeat(controlnets=nets, draining=draining))
+
+
+def _server(engine: Engine, folder: Path, set_serving: Callable[[bool], Awaitable[None]]) -> ControlNetServer:
+    config = ControlNetConfig(gateway="", controlnets={"edges": "a", "depth": "b"})
+    return ControlNetServer(
+        config,
+        catalogue=ControlNetCatalogue(folder / "catalogue.json", root=None, fixed=config.controlnets),
+        profiles=ProfileStore(folder / "profiles.json"),
+        engine=engine,
+        inspector=ControlNetInspector(),
+        metrics=ControlNetMetrics(CollectorRegistry()),
+        address=lambda: "a:1",
+        set_serving=set_serving,
+    )

@@ -1,0 +1,190 @@
+"""ControlNets loaded by a thread beside sessions that run: who waits for what, what fails, what memory comes back."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bottega.diffusion.controlnets import ControlNet, ControlNetCache, ControlNetLease
+from bottega.diffusion.model.model import Model
+from bottega.errors import ControlNetNotFound, ControlNetUnusable, Draining, TooLarge
+from tests.samples.controlnets import Gate, random_controlnet, save, shelf_of, sources
+from tests.support.manual_engine import load
+
+NAMES = ("edges", "depth", "layout")
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+WAIT_S = 20.0
+
+Shelves = Callable[..., AbstractContextManager[ControlNetCache]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load()
+
+
+@pytest.fixture(scope="module")
+def folders(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    nets = {name: random_controlnet(model.backbone.unet, seed) for seed, name in enumerate(NAMES)}
+    return save(nets, tmp_path_factory.mktemp("controlnets"))
+
+
+@pytest.fixture(scope="module")
+def size_bytes(model: Model, folders: dict[str, Path]) -> int:
+    """Of each of them."""
+    return sources(model, folders)["edges"].size_bytes
+
+
+@pytest.fixture
+def shelves(model: Model, folders: dict[str, Path]) -> Shelves:
+    return partial(shelf_of, model, folders)
+
+
+def nets(hold: ControlNetLease) -> tuple[ControlNet, ...]:
+    return hold.nets.result(WAIT_S)
+
+
+def eventually(true: Callable[[], bool]) -> bool:
+    until_s = time.monotonic() + WAIT_S
+    while not true() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return true()
+
+
+def test_a_loan_has_its_controlnets_in_the_order_asked_for(shelves: Shelves) -> None:
+    with shelves() as shelf:
+        hold = shelf.borrow(["depth", "edges", "depth"])
+        assert [net.name for net in nets(hold)] == ["depth", "edges", "depth"]
+        assert nets(hold)[0] is nets(hold)[2] is nets(shelf.borrow(["depth"]))[0]
+        assert (shelf.counts.hits, shelf.counts.misses, shelf.counts.loads) == (1, 3, 2)
+        assert shelf.popularity == {"depth": 3, "edges": 1}
+        assert sorted(shelf.loaded) == ["depth", "edges"]
+
+
+def test_while_one_is_loaded_the_others_are_there_at_once(shelves: Shelves) -> None:
+    gate = Gate()
+    with shelves(load=lambda source, device: gated(gate, source, device)) as shelf:
+        nets(shelf.borrow(["edges"]))
+        slow = shelf.borrow(["depth"])
+        assert gate.waiting.wait(WAIT_S)
+        for _ in range(3):
+            quick = shelf.borrow(["edges"])
+            assert quick.nets.done()
+            shelf.give_back(quick)
+        assert not slow.nets.done()
+        gate.open()
+        assert nets(slow)[0].name == "depth"
+
+
+def gated(gate: Gate, source: Any, device: torch.device) -> ControlNet:
+    """Only depth waits for the gate."""
+    if source.name != "depth":
+        gate = Gate()
+        gate.open()
+    return gate(source, device)
+
+
+def test_what_is_borrowed_stays_and_whoever_has_no_room_waits(shelves: Shelves, size_bytes: int) -> None:
+    with shelves(budget_bytes=2 * size_bytes) as shelf:
+        first = shelf.borrow(["edges", "depth"])
+        nets(first)
+        second = shelf.borrow(["layout", "depth"])
+        time.sleep(0.1)
+        assert not second.nets.done()
+        assert sorted(shelf.loaded) == ["depth", "edges"]
+        shelf.give_back(first)
+        assert nets(second)[0].name == "layout"
+        assert shelf.used_bytes == 2 * size_bytes
+        assert shelf.counts.evictions == 1
+
+
+def test_what_is_let_go_leaves_memory(shelves: Shelves, size_bytes: int) -> None:
+    with shelves(budget_bytes=size_bytes) as shelf:
+        hold = shelf.borrow(["edges"])
+        gone = weakref.ref(nets(hold)[0].network)
+        shelf.give_back(hold)
+        del hold
+        nets(shelf.borrow(["depth"]))
+        gc.collect()
+        assert gone() is None
+
+
+def test_what_is_expected_is_loaded_ahead(shelves: Shelves) -> None:
+    with shelves() as shelf:
+        shelf.expect(["layout", "nobody knows"])
+        assert eventually(lambda: shelf.loaded == ["layout"])
+        assert shelf.borrow(["layout"]).nets.done()
+        assert (shelf.counts.hits, shelf.counts.misses) == (1, 0)
+
+
+def test_a_name_that_is_not_there_is_said_with_those_that_are(shelves: Shelves) -> None:
+    with shelves() as shelf, pytest.raises(ControlNetNotFound, match="'scribble'") as caught:
+        shelf.borrow(["edges", "scribble"])
+    assert caught.value.metadata == {"served": "depth, edges, layout"}
+
+
+def test_what_can_never_be_there_together_is_refused(shelves: Shelves, size_bytes: int) -> None:
+    with shelves(budget_bytes=2 * size_bytes) as shelf:
+        with pytest.raises(TooLarge, match="edges, depth, layout take"):
+            shelf.borrow(NAMES)
+        assert len(nets(shelf.borrow(["edges", "edges", "depth"]))) == 3
+
+
+def test_a_load_that_fails_is_told_to_those_who_wait_for_it_and_can_be_asked_for_again(
+    model: Model, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    mine = {name: Path(shutil.copytree(folder, tmp_path / name)) for name, folder in folders.items()}
+    with shelf_of(model, mine) as shelf:
+        (mine["depth"] / WEIGHTS).rename(tmp_path / "away")
+        failing, other = shelf.borrow(["depth", "edges"]), shelf.borrow(["edges"])
+        with pytest.raises(ControlNetUnusable, match="ControlNet depth"):
+            nets(failing)
+        assert nets(other)[0].name == "edges"
+        (tmp_path / "away").rename(mine["depth"] / WEIGHTS)
+        assert nets(shelf.borrow(["depth"]))[0].name == "depth"
+        assert (shelf.counts.failures, shelf.counts.loads) == (1, 2)
+        shelf.give_back(failing)  # harmless
+
+
+def test_a_loan_may_end_before_its_load_and_twice(shelves: Shelves, size_bytes: int) -> None:
+    gate = Gate()
+    with shelves(budget_bytes=size_bytes, load=gate) as shelf:
+        hold = shelf.borrow(["edges"])
+        assert gate.waiting.wait(WAIT_S)
+        shelf.give_back(hold)
+        shelf.give_back(hold)
+        gate.open()
+        assert nets(shelf.borrow(["depth"]))[0].name == "depth"
+
+
+@pytest.fixture
+def closed_in_the_middle(shelves: Shelves) -> Iterator[tuple[ControlNetCache, ControlNetLease]]:
+    gate = Gate()
+    with shelves(load=gate) as shelf:
+        hold = shelf.borrow(["edges"])
+        assert gate.waiting.wait(WAIT_S)
+        threading.Timer(0.1, gate.open).start()
+        shelf.close()
+        yield shelf, hold
+
+
+def test_closing_fails_those_who_wait_and_ends_the_thread(
+    closed_in_the_middle: tuple[ControlNetCache, ControlNetLease],
+) -> None:
+    shelf, hold = closed_in_the_middle
+    with pytest.raises(Draining):
+        nets(hold)
+    with pytest.raises(Draining):
+        shelf.borrow(["edges"])
+    assert "controlnet-loads" not in {thread.name for thread in threading.enumerate()}

@@ -1,0 +1,275 @@
+"""Who shares a turn: by measured cost, oldest first, and nobody is passed over longer than the bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bottega.diffusion.engine.batcher import Batcher
+from bottega.diffusion.rows import GroupKey
+from bottega.planning import StepTimes
+
+SHAPES = ((4, 16, 16), (4, 16, 24), (4, 32, 32))
+
+
+def key(shape: int = 0) -> GroupKey:
+    return GroupKey(shape=SHAPES[shape], tokens=77, dtype=torch.float32)
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request of so many steps."""
+
+    steps: int
+    row_count: int = 2
+    key: GroupKey = key()  # noqa: RUF009 - frozen
+    done: int = 0
+    waited: int = 0
+    turns: int = 0
+
+    @property
+    def steps_left(self) -> int:
+        return self.steps - self.done
+
+
+def times(seconds: Callable[[int], float]) -> StepTimes:
+    """Measured for the first shape; the others borrow in proportion to their area."""
+    return StepTimes.from_entries(((16, 16), rows, seconds(rows)) for rows in (1, 2, 4, 8, 16, 32))
+
+
+def proportional(rows: int) -> float:
+    """A large model: doubling the group doubles its turn."""
+    return 0.1 * rows
+
+
+def shared(rows: int) -> float:
+    """A small model: most of a turn is there anyway."""
+    return 0.1 + 0.005 * rows
+
+
+def outdated(seconds: Callable[[int], float]) -> StepTimes:
+    """The same, all of it long ago: wider turns are tried."""
+    here = times(seconds)
+    return StepTimes.from_entries(here.entries(), outdated={(shape, rows) for shape, rows, _ in here.entries()})
+
+
+def batcher(seconds: Callable[[int], float] = shared, *, max_rows: int = 16, max_wait_turns: int = 8) -> Batcher[Asked]:
+    return Batcher(times(seconds), max_rows=max_rows, max_wait_turns=max_wait_turns)
+
+
+def step(chosen: Batcher[Asked], here: list[Asked]) -> list[Asked]:
+    """One turn; those that are done leave."""
+    group = chosen.next_group()
+    for asked in here:
+        asked.turns += 1
+        asked.waited = 0 if asked in group else asked.waited + 1
+    for asked in group:
+        asked.done += 1
+        if not asked.steps_left:
+            chosen.remove(asked)
+            here.remove(asked)
+    return group
+
+
+def test_without_requests_there_is_no_group() -> None:
+    assert batcher().next_group() == []
+
+
+def test_where_a_group_pays_off_all_that_fit_share_it() -> None:
+    chosen = batcher(shared)
+    requests = [Asked(30) for _ in range(5)]
+    for asked in requests:
+        chosen.add(asked)
+    assert chosen.next_group() == requests
+
+
+def test_where_doubling_the_group_doubles_the_turn_the_oldest_runs_alone() -> None:
+    chosen = batcher(proportional)
+    first, second = Asked(30), Asked(30)
+    chosen.add(first)
+    chosen.add(second)
+    assert [chosen.next_group() for _ in range(8)] == [[first]] * 8
+
+
+def test_one_that_was_passed_over_for_the_bound_has_its_turn() -> None:
+    chosen = batcher(proportional, max_wait_turns=3)
+    first, second = Asked(30), Asked(30)
+    chosen.add(first)
+    chosen.add(second)
+    assert [chosen.next_group() for _ in range(8)] == [[first]] * 3 + [[second]] + [[first]] * 3 + [[second]]
+
+
+def test_a_request_joins_a_group_that_runs_and_leaves_it_alone() -> None:
+    chosen = batcher(shared)
+    here = [Asked(9)]
+    chosen.add(here[0])
+    first = here[0]
+    step(chosen, here)
+    second = Asked(3)
+    here.append(second)
+    chosen.add(second)
+    groups = [step(chosen, here) for _ in range(8)]
+    assert groups == [[first, second]] * 3 + [[first]] * 5
+    assert chosen.next_group() == []
+
+
+def test_a_group_has_one_key_and_no_more_rows_than_allowed() -> None:
+    chosen = batcher(shared, max_rows=6)
+    for number in range(12):
+        chosen.add(Asked(30, row_count=1 + number % 2, key=key(number % 3)))
+    for _ in range(50):
+        group = chosen.next_group()
+        assert len({asked.key for asked in group}) == 1
+        assert sum(asked.row_count for asked in group) <= 6
+
+
+def test_a_request_with_more_rows_than_a_group_may_have_runs_by_itself() -> None:
+    chosen = batcher(shared, max_rows=1)
+    here = [Asked(2), Asked(2)]
+    for asked in here:
+        chosen.add(asked)
+    assert all(len(step(chosen, here)) == 1 for _ in range(4))
+
+
+def test_an_isolated_request_shares_no_group() -> None:
+    chosen = batcher(shared)
+    requests = [Asked(30) for _ in range(3)]
+    for asked in requests:
+        chosen.add(asked)
+    chosen.next_group()
+    chosen.isolate(requests[1])
+    groups = [chosen.next_group() for _ in range(20)]
+    assert [requests[1]] in groups
+    assert all(len(group) == 1 for group in groups if requests[1] in group)
+
+
+def test_a_queue_elsewhere_widens_the_group() -> None:
+    """Two rows a request; alone it would rather run narrow, but every turn that is shared helps those behind."""
+
+    def mild(rows: int) -> float:
+        return 0.1 * float(rows**0.95)
+
+    alone, crowded = batcher(mild), batcher(mild)
+    crowded.expect(12)
+    for chosen in (alone, crowded):
+        for steps in (4, 60, 60):
+            chosen.add(Asked(steps))
+    assert len(crowded.next_group()) >= len(alone.next_group())
+
+
+Plan = list[tuple[int, int, int, int]]
+"""Arrivals: turns after the one before, steps, rows, shape."""
+
+arrivals = st.lists(
+    st.tuples(st.integers(0, 6), st.integers(1, 30), st.integers(1, 2), st.integers(0, 2)), min_size=1, max_size=30
+)
+costs = st.sampled_from([proportional, shared, lambda rows: 0.1 * rows**0.8])
+
+
+def longest_wait(chosen: Batcher[Asked], plan: Plan, at_once: int) -> int:
+    """Runs the arrivals, at most so many of them at once; the most turns that anybody was passed over."""
+    here: list[Asked] = []
+    longest, turn, due = 0, 0, 0
+    waiting = list(plan)
+    while here or waiting:
+        while waiting and len(here) < at_once and (turn >= due or not here):
+            _, steps, rows, shape = waiting.pop(0)
+            asked = Asked(steps, row_count=rows, key=key(shape))
+            chosen.add(asked)
+            here.append(asked)
+            due = turn + (waiting[0][0] if waiting else 0)
+        step(chosen, here)
+        longest = max([longest, *(asked.waited for asked in here)])
+        turn += 1
+        assert turn < 10_000
+    return longest
+
+
+@settings(max_examples=150, deadline=None)
+@given(plan=arrivals, cost=costs, max_wait_turns=st.integers(1, 8))
+def test_nobody_is_passed_over_longer_than_the_bound(
+    plan: Plan, cost: Callable[[int], float], max_wait_turns: int
+) -> None:
+    """Even if each of them needed a group of its own."""
+    chosen = batcher(cost, max_wait_turns=max_wait_turns)
+    assert longest_wait(chosen, plan, at_once=max_wait_turns + 1) <= max_wait_turns
+
+
+@settings(max_examples=150, deadline=None)
+@given(plan=arrivals, cost=costs, max_wait_turns=st.integers(1, 8))
+def test_nobody_is_passed_over_longer_where_wider_turns_are_tried(
+    plan: Plan, cost: Callable[[int], float], max_wait_turns: int
+) -> None:
+    chosen: Batcher[Asked] = Batcher(outdated(cost), max_rows=16, max_wait_turns=max_wait_turns)
+    assert longest_wait(chosen, plan, at_once=max_wait_turns + 1) <= max_wait_turns
+
+
+def test_a_turn_on_trial_is_twice_as_wide_as_pays_off_and_the_next_one_is_not() -> None:
+    chosen: Batcher[Asked] = Batcher(outdated(proportional), max_rows=16, max_wait_turns=8)
+    for _ in range(5):
+        chosen.add(Asked(30))
+    assert [len(chosen.next_group()) for _ in range(4)] == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("max_rows", [3, 16])
+def test_what_cannot_share_a_turn_is_not_tried(max_rows: int) -> None:
+    chosen: Batcher[Asked] = Batcher(outdated(proportional), max_rows=max_rows, max_wait_turns=8)
+    for number in range(3):
+        chosen.add(Asked(30, key=key(number if max_rows == 16 else 0)))
+    assert [len(chosen.next_group()) for _ in range(20)] == [1] * 20
+
+
+@settings(max_examples=150, deadline=None)
+@given(plan=arrivals, cost=costs, max_wait_turns=st.integers(1, 4))
+def test_wider_groups_keep_the_bound_for_as_many_as_fit(
+    plan: Plan, cost: Callable[[int], float], max_wait_turns: int
+) -> None:
+    """Of one key, so many as fill one group more than the bound; more than would each have a turn alone."""
+    plan = [(after, steps, 2, 0) for after, steps, _, _ in plan]
+    chosen = batcher(cost, max_rows=8, max_wait_turns=max_wait_turns)
+    assert longest_wait(chosen, plan, at_once=4 * (max_wait_turns + 1)) <= max_wait_turns
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan=arrivals, cost=costs)
+def test_beyond_that_those_that_have_begun_keep_the_bound_and_the_others_begin_in_order(
+    plan: Plan, cost: Callable[[int], float]
+) -> None:
+    chosen = batcher(cost, max_rows=4, max_wait_turns=2)
+    here = [Asked(steps, row_count=rows, key=key(shape)) for _, steps, rows, shape in plan]
+    everybody = list(here)
+    for asked in here:
+        chosen.add(asked)
+    begun: list[Asked] = []
+    while here:
+        group = step(chosen, here)
+        begun += [asked for asked in group if asked not in begun]
+        assert all(asked.waited <= 2 for asked in here if asked.done)
+    assert {id(asked) for asked in begun} == {id(asked) for asked in everybody}
+    for shape in SHAPES:
+        order = [everybody.index(asked) for asked in begun if asked.key.shape == shape]
+        assert order == sorted(order)
+
+
+@pytest.mark.alone
+def test_choosing_a_group_costs_less_than_a_tenth_of_a_millisecond() -> None:
+    chosen = batcher(shared)
+    for number in range(32):
+        chosen.add(Asked(1000 + number))
+    chosen.next_group()
+    spent: list[float] = []
+    for _ in range(160):
+        began_s = perf_counter()
+        chosen.next_group()
+        spent.append(perf_counter() - began_s)
+    assert _median(spent) < 1e-3 / 5
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,373 @@
+"""Jobs whose LoRAs are not there: who waits and how long, who does not, what each failure is, what is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobStarted, LorasIn
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.loras import TEXT_ENCODERS, UNET, LoraSet, SwapCosts
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.spec import ResolvedSpec
+from bottega.errors import DataLoss, InvalidRequest, LoraUnusable, NotFinite, Unavailable
+from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
+from tests.support.manual_engine import Drawing, ManualEngine, load
+
+SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=5, width=64, height=64, seed=1)
+LONG = replace(SPEC, num_inference_steps=30)
+EAGER = EngineLimits(max_rows=64, max_wait_turns=0, progress_interval_s=0.0, lora_timeout_s=10.0)
+
+
+class Clock:
+    """Seconds, as told."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load()
+
+
+@pytest.fixture(scope="module")
+def components(model: Model) -> dict[str, Components]:
+    unet, text = model.backbone.unet, model.text_encoders[1]
+    return {
+        "outline": {UNET: random_layers(unet, 1)},
+        "pastel": {UNET: random_layers(unet, 2), TEXT_ENCODERS[1]: random_layers(text, 3, targets=["q_proj", "fc1"])},
+        "misfit": {UNET: random_layers(text, 4, targets=["q_proj"])},
+    }
+
+
+@pytest.fixture
+def loras(components: dict[str, Components]) -> LorasByHand:
+    return LorasByHand.of(components, here=False)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def easel(model: Model, loras: LorasByHand, clock: Clock) -> Iterator[ManualEngine]:
+    engine = Engine(model, EAGER, loras=loras, clock=clock)
+    yield ManualEngine(engine)
+    engine.weights.restore()  # the next test's engine has the same model
+
+
+def styled(*names: str, spec: ResolvedSpec = SPEC, key: str = "styled", **options: Any) -> EngineOrder:
+    return EngineOrder(key=key, spec=replace(spec, loras=tuple(lora_spec(name, **options) for name in names)))
+
+
+def turn_until(easel: ManualEngine, happened: Callable[[], object]) -> None:
+    for _ in range(300):
+        if happened():
+            return
+        easel.turn()
+    raise AssertionError("it does not happen")
+
+
+def steps_done(drawing: Drawing) -> int:
+    return drawing.job.steps_done if drawing.job is not None else 0
+
+
+def test_an_exact_job_waits_before_its_first_step_and_nobody_else_does(
+    easel: ManualEngine, loras: LorasByHand, clock: Clock
+) -> None:
+    loras.text.add("outline")
+    waiting = easel.submit(styled("outline"))
+    other = easel.submit(EngineOrder(key="plain", spec=SPEC))
+    turn_until(easel, lambda: other.ended)
+    assert not waiting.events
+    clock.now_s += 2.5
+    easel.turn()
+    assert loras.settled  # it pauses instead of spinning
+    loras.come("outline")
+    easel.run()
+    assert [type(event) for event in waiting.events[:3]] == [LorasIn, JobStarted, JobAdvanced]
+    (record,) = waiting.record.loras
+    assert (record.from_step, record.load_s, record.wait_s) == (0, 1.25, 2.5)
+    assert waiting.record.seconds["loras"] == pytest.approx(2.5 + record.patch_s)
+    assert other.record.loras == ()
+    assert not loras.open
+
+
+def test_a_prompt_is_encoded_with_the_text_part_in_place_and_other_prompts_without(
+    model: Model, easel: ManualEngine, loras: LorasByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[LoraSet | None] = []
+    put = easel.engine.weights.put_in_text
+
+    def noted(each: LoraSet | None) -> float:
+        seen.append(each)
+        return put(each)
+
+    monkeypatch.setattr(easel.engine.weights, "put_in_text", noted)
+    before = {name: tensor.clone() for name, tensor in model.text_encoders[1].state_dict().items()}
+    late = easel.submit(styled("pastel", bound=3))
+    plain = easel.submit(EngineOrder(key="plain", spec=SPEC))
+    turn_until(easel, lambda: plain.all(JobStarted))
+    assert seen == [None]
+    assert late.job is None
+    loras.text.add("pastel")
+    turn_until(easel, lambda: late.all(JobStarted))
+    assert seen[1] is not None
+    assert set(seen[1].of("text_encoder_2"))
+    loras.come("pastel")
+    easel.run()
+    easel.draw(EngineOrder(key="after", spec=SPEC))
+    for name, tensor in model.text_encoders[1].state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_bounded_job_starts_at_once_and_waits_at_its_bound_while_others_go_on(
+    easel: ManualEngine, loras: LorasByHand, clock: Clock
+) -> None:
+    loras.text |= {"outline", "pastel"}
+    bounded = easel.submit(replace_bounds(styled("outline", "pastel"), 4, 2))
+    other = easel.submit(EngineOrder(key="plain", spec=LONG))
+    turn_until(easel, lambda: other.ended)
+    assert steps_done(bounded) == 2
+    loras.come("outline")
+    clock.now_s += 3.0
+    easel.turn()
+    assert steps_done(bounded) == 2  # all go in together
+    loras.come("pastel")
+    easel.run()
+    assert [event.step for event in bounded.all(LorasIn)] == [2]
+    assert [(each.name, each.from_step, each.wait_s) for each in bounded.record.loras] == [
+        ("outline", 2, 3.0),
+        ("pastel", 2, 3.0),
+    ]
+
+
+def replace_bounds(order: EngineOrder, *bounds: int) -> EngineOrder:
+    loras = tuple(replace(lora, bound=bound) for lora, bound in zip(order.spec.loras, bounds, strict=True))
+    return replace(order, spec=replace(order.spec, loras=loras))
+
+
+def test_loras_that_come_before_the_bound_go_in_at_the_next_step_which_is_told_before_it_runs(
+    easel: ManualEngine, loras: LorasByHand
+) -> None:
+    loras.text.add("outline")
+    drawing = easel.submit(styled("outline", spec=LONG, bound=20))
+    turn_until(easel, lambda: steps_done(drawing) == 3)
+    loras.come("outline")
+    easel.run()
+    place = next(place for place, event in enumerate(drawing.events) if isinstance(event, LorasIn))
+    assert [event.step for event in drawing.all(LorasIn)] == [3]
+    assert [event.steps_done for event in drawing.events[:place] if isinstance(event, JobAdvanced)] == [1, 2, 3]
+    assert drawing.record.loras[0].wait_s == 0
+
+
+def test_a_pinned_step_is_kept_whether_the_lora_is_early_or_late(easel: ManualEngine, loras: LorasByHand) -> None:
+    loras.come("outline")
+    early = easel.draw(styled("outline", key="early", from_step=3))
+    assert [event.step for event in early.all(LorasIn)] == [3]
+    loras.here.clear()
+    late = easel.submit(styled("outline", key="late", from_step=3))
+    for _ in range(20):
+        easel.turn()
+    assert steps_done(late) == 3
+    loras.come("outline")
+    easel.run()
+    assert late.record.loras[0].from_step == 3
+    assert torch.allclose(early.latents[0], late.latents[0], atol=1e-4)
+
+
+def test_all_images_of_a_job_get_their_loras_at_one_step(model: Model, loras: LorasByHand) -> None:
+    one_by_one = replace(EAGER, max_rows=2, max_wait_turns=1000)
+    easel = ManualEngine(Engine(model, one_by_one, loras=loras))
+    loras.text.add("outline")
+    drawing = easel.submit(styled("outline", spec=replace(SPEC, num_images=2), bound=4))
+    turn_until(easel, lambda: steps_done(drawing) == 3)
+    assert drawing.job is not None
+    assert [request.step for request in drawing.job.requests] == [3, 0]
+    loras.come("outline")
+    easel.run()
+    assert [event.step for event in drawing.all(LorasIn)] == [3]
+    easel.engine.weights.restore()
+    again = ManualEngine(Engine(model, one_by_one, loras=loras))
+    pinned = again.draw(styled("outline", spec=replace(SPEC, num_images=2), from_step=3))
+    again.engine.weights.restore()
+    for ours, theirs in zip(drawing.latents, pinned.latents, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("text_here", [False, True], ids=["its text never comes", "all but its text never comes"])
+def test_a_lora_that_never_comes_fails_its_job_after_the_bound_on_waiting(
+    model: Model, easel: ManualEngine, loras: LorasByHand, clock: Clock, text_here: bool
+) -> None:
+    before = {name: tensor.clone() for name, tensor in model.backbone.unet.state_dict().items()}
+    loras.text |= {"outline"} if text_here else set()
+    drawing = easel.submit(styled("outline", bound=2))
+    other = easel.submit(EngineOrder(key="plain", spec=LONG))
+    turn_until(easel, lambda: steps_done(other) == 9)
+    clock.now_s += EAGER.lora_timeout_s + 0.1
+    easel.turn()
+    assert isinstance(drawing.error, Unavailable)
+    assert "within 10 s: LoRA outline" in drawing.error.message
+    easel.run()
+    assert len(other.pixels) == 1
+    assert not loras.open
+    for name, tensor in model.backbone.unet.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["before it is encoded", "in the middle"])
+@pytest.mark.parametrize("error", [STORE_DOWN, DataLoss("the LoRA is not what was asked for")], ids=["down", "damaged"])
+def test_what_the_source_says_fails_the_job_by_that_name_and_nobody_else(
+    easel: ManualEngine, loras: LorasByHand, steps: int, error: Any
+) -> None:
+    if steps:
+        loras.text.add("outline")
+    drawing = easel.submit(styled("outline", bound=4))
+    other = easel.submit(EngineOrder(key="plain", spec=LONG))
+    turn_until(easel, lambda: steps_done(other) == 3)
+    loras.failed["outline"] = error
+    easel.run()
+    assert drawing.error is error
+    assert len(other.pixels) == 1
+    assert not loras.open
+
+
+def test_a_lora_that_does_not_fit_the_model_fails_its_job_and_touches_no_weight(
+    easel: ManualEngine, loras: LorasByHand
+) -> None:
+    loras.come("misfit")
+    drawing = easel.draw(styled("misfit", bound=2))
+    assert isinstance(drawing.error, LoraUnusable)
+    assert easel.engine.weights.pristine_bytes == 0
+    assert not loras.open
+
+
+@pytest.mark.parametrize("turns", [1, 4], ids=["while its text is fetched", "in the middle"])
+def test_a_cancelled_job_lets_go_of_its_loras(easel: ManualEngine, loras: LorasByHand, turns: int) -> None:
+    if turns > 1:
+        loras.text.add("outline")
+    easel.submit(styled("outline", bound=4))
+    for _ in range(turns):
+        easel.turn()
+    assert loras.open
+    easel.engine.cancel("styled")
+    assert not easel.engine.busy
+    assert not loras.open
+
+
+def test_what_can_never_go_in_is_refused_at_once(model: Model, easel: ManualEngine) -> None:
+    pins = (lora_spec("outline", from_step=1), lora_spec("pastel", from_step=2))
+    with pytest.raises(InvalidRequest) as caught:
+        easel.submit(EngineOrder(key=0, spec=replace(SPEC, loras=pins)))
+    assert [each.field for each in caught.value.violations] == ["spec.loras[1].from_step"]
+    with pytest.raises(InvalidRequest):
+        easel.submit(styled("outline", from_step=SPEC.num_inference_steps))
+    with pytest.raises(InvalidRequest, match="at most 0 where a LoRA is measured"):
+        easel.submit(styled("outline", from_step=1, measured=True))
+    easel.submit(styled("outline", key="at once", from_step=0, measured=True))
+    with pytest.raises(Unavailable, match="has no LoRAs"):
+        ManualEngine(Engine(model, EAGER)).submit(styled("outline"))
+
+
+class Cheap(SwapCosts):
+    """Any step is worth a patch."""
+
+    def pays(self, *_: object, **__: object) -> bool:
+        return True
+
+
+class Dear(SwapCosts):
+    """No step is worth a patch."""
+
+    def pays(self, *_: object, **__: object) -> bool:
+        return False
+
+
+def test_requests_that_come_and_go_change_the_weights_between_turns_and_share_groups_throughout(
+    model: Model, easel: ManualEngine, loras: LorasByHand
+) -> None:
+    easel.engine.weights.costs = Cheap()
+    before = {name: tensor.clone() for name, tensor in model.backbone.unet.state_dict().items()}
+    loras.come("outline", "pastel")
+    first = easel.submit(styled("outline", spec=LONG, key="first"))
+    turn_until(easel, lambda: steps_done(first) == 4)
+    states = [easel.engine.weights.patched is not None]
+    second = easel.submit(styled("outline", key="second"))
+    turn_until(easel, lambda: second.ended)
+    states.append(easel.engine.weights.patched is not None)
+    third = easel.submit(styled("pastel", key="third"))
+    turn_until(easel, lambda: steps_done(third) == 2)
+    states.append(easel.engine.weights.patched is not None)
+    turn_until(easel, lambda: third.ended)
+    easel.run()
+    states.append(easel.engine.weights.patched is not None)
+    assert states == [True, True, False, True]
+    assert easel.engine.weights.swaps == 3
+    assert second.record.mean_group_requests == third.record.mean_group_requests == 2
+    easel.engine.weights.restore()
+    for name, tensor in model.backbone.unet.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("costs", [SwapCosts, Cheap], ids=["beside the weights", "inside them"])
+def test_loras_that_are_too_strong_are_named_with_their_scales(
+    easel: ManualEngine, loras: LorasByHand, costs: type[SwapCosts]
+) -> None:
+    easel.engine.weights.costs = costs()
+    loras.come("outline", "pastel")
+    strong = (lora_spec("pastel", scale=0.5), lora_spec("outline", scale=1e38))
+    drawing = easel.draw(EngineOrder(key="strong", spec=replace(SPEC, loras=strong)))
+    assert isinstance(drawing.error, NotFinite)
+    assert "its LoRAs, pastel at scale 0.5, outline at scale 1e+38; scales nearer to 0" in drawing.error.message
+    assert drawing.error.metadata == {"loras": "pastel,outline"}
+    assert easel.draw(EngineOrder(key="plain", spec=SPEC)).all(ImageDrawn), "nothing of it stays in the weights"
+
+
+def test_a_swap_is_put_down_to_the_jobs_whose_set_went_in(easel: ManualEngine, loras: LorasByHand) -> None:
+    easel.engine.weights.costs = Cheap()
+    loras.come("outline")
+    first = easel.submit(styled("outline", spec=LONG, key="first"))
+    turn_until(easel, lambda: steps_done(first) == 4)
+    assert first.job is not None
+    put_in_s = first.job.loras.patch_s
+    assert put_in_s > 0
+    with_it = easel.submit(styled("outline", key="with it"))
+    turn_until(easel, lambda: with_it.ended)
+    beside = easel.submit(styled("outline", key="beside", scale=0.5))
+    turn_until(easel, lambda: beside.ended)
+    assert easel.engine.weights.swaps == 2, "in, and out for the sake of both"
+    patch_s = [drawing.record.loras[0].patch_s for drawing in (with_it, beside)]
+    assert patch_s == [0.0, 0.0], "it was in already; it never went in"
+    assert first.job.loras.patch_s == put_in_s
+
+
+def test_taking_a_prompts_loras_out_of_the_text_encoders_is_put_down_to_nobody(
+    easel: ManualEngine, loras: LorasByHand
+) -> None:
+    easel.engine.weights.costs = Dear()
+    loras.come("outline", "pastel")
+    styled_text = easel.draw(styled("pastel", key="text"))
+    unet_alone = easel.draw(styled("outline", key="UNet alone"))
+    assert easel.engine.weights.swaps == 0
+    assert styled_text.record.loras[0].patch_s > 0
+    assert unet_alone.record.loras[0].patch_s == 0.0
+
+
+def test_warming_up_measures_both_ways_and_leaves_the_weights_as_they_were(model: Model, loras: LorasByHand) -> None:
+    before = {name: tensor.clone() for name, tensor in model.backbone.unet.state_dict().items()}
+    engine = Engine(model, replace(EAGER, max_rows=2), loras=loras)
+    engine.warm_up()
+    assert engine.weights.swaps == 4
+    assert engine.weights.patched is None
+    for name, tensor in model.backbone.unet.state_dict().items():
+        assert torch.equal(tensor, before[name])

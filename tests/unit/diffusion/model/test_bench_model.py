@@ -1,0 +1,273 @@
+"""The bench model: a folder that the suite and stock Diffusers load, as large as asked, sane and repeatable."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+from safetensors.torch import load_file
+
+from bottega.diffusion.bench_model import DEFAULT, BenchShape, main, write_bench_model
+from bottega.diffusion.model.model import load_model
+from bottega.diffusion.model.samplers import SamplerKind
+
+SMALL = BenchShape(
+    block_out_channels=(16, 32),
+    transformer_layers=(1,),
+    layers_per_block=1,
+    head_channels=16,
+    norm_groups=8,
+    sample_size=8,
+    latent_scale=4,
+    vae_channels=8,
+    text_width=16,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model."""
+    path = tmp_path_factory.mktemp("models") / "bench"
+    write_bench_model(path, SMALL)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder: Path) -> Any:
+    """Stock Diffusers with the small model."""
+    loaded = StableDiffusionXLPipeline.from_pretrained(
+        folder, use_safetensors=True, dtype=torch.float32, add_watermarker=False
+    )
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+def test_the_engine_loads_it(folder: Path) -> None:
+    model = load_model(folder, name="bench", device=torch.device("cpu"), dtype=torch.float32)
+
+    assert (model.latent_scale, model.defaults.width, model.defaults.sampler) == (4, 32, SamplerKind.EULER)
+    assert [block.name for block in model.backbone.blocks] == [
+        "down_blocks.0",
+        "down_blocks.1",
+        "mid_block",
+        "up_blocks.0",
+        "up_blocks.1",
+    ]
+
+
+def test_three_levels_at_sdxls_scale_load_as_well(tmp_path: Path) -> None:
+    shape = dataclasses.replace(SMALL, block_out_channels=(16, 32, 32), transformer_layers=(1, 2), latent_scale=8)
+    write_bench_model(tmp_path / "bench", shape)
+
+    model = load_model(tmp_path / "bench", name="bench", device=torch.device("cpu"), dtype=torch.float32)
+
+    assert (model.latent_scale, model.defaults.width) == (8, 64)
+    assert len(model.backbone.blocks) == 7
+
+
+def test_stock_diffusers_draws_a_picture_of_grey_levels_with_it(pipeline: Any) -> None:
+    picture = pipeline("a red star", num_inference_steps=4, generator=_seeded(), output_type="np").images[0]
+
+    assert picture.shape == (32, 32, 3)
+    assert np.isfinite(picture).all()
+    assert picture.std() > 0.05
+    assert ((picture == 0) | (picture == 1)).mean() < 0.2, "most values are inside the range"
+
+
+@pytest.mark.parametrize("sampler", list(SamplerKind), ids=lambda kind: kind.name)
+def test_latents_stay_small_through_fifty_steps(pipeline: Any, sampler: SamplerKind) -> None:
+    pipeline.scheduler = getattr(diffusers, sampler.value.__name__).from_config(pipeline.scheduler.config)
+
+    latent = pipeline("a red star", num_inference_steps=50, generator=_seeded(), output_type="latent").images
+
+    assert latent.isfinite().all()
+    assert 0.3 < latent.std() < 4
+    assert latent.abs().max() < 15
+
+
+def test_the_prompt_changes_the_latent(pipeline: Any) -> None:
+    red, blue = (
+        pipeline(prompt, num_inference_steps=4, generator=_seeded(), output_type="latent").images
+        for prompt in ("a red star", "a blue ring")
+    )
+
+    assert (red - blue).abs().max() > 0.01, "far beyond the tolerance of the same image"
+
+
+def test_a_seed_repeats_every_byte_and_another_seed_does_not(folder: Path, tmp_path: Path) -> None:
+    torch.rand(3)  # wherever the global generator stands
+    write_bench_model(tmp_path / "same", SMALL)
+    write_bench_model(tmp_path / "other", SMALL, seed=1)
+
+    assert _contents(tmp_path / "same") == _contents(folder)
+    unet = "unet/diffusion_pytorch_model.safetensors"
+    assert _contents(tmp_path / "other")[unet] != _contents(folder)[unet]
+
+
+def test_the_global_generator_is_not_disturbed(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+
+    write_bench_model(tmp_path / "bench", SMALL)
+
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_weights_are_safetensors_of_the_dtype_alone(folder: Path, tmp_path: Path) -> None:
+    write_bench_model(tmp_path / "exact", dataclasses.replace(SMALL, dtype="float32"))
+
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".json", ".safetensors"}
+    assert _dtypes(folder) == {torch.float16}
+    assert _dtypes(tmp_path / "exact") == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("change", "factor"),
+    [
+        ({"block_out_channels": (32, 64)}, (3.0, 4.2)),
+        ({"transformer_layers": (4,)}, (1.2, 3.0)),
+        ({"layers_per_block": 2}, (1.2, 2.0)),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_width_and_depth_make_the_unet_larger(
+    folder: Path, tmp_path: Path, change: dict[str, Any], factor: tuple[float, float]
+) -> None:
+    write_bench_model(tmp_path / "larger", dataclasses.replace(SMALL, **change))
+
+    assert factor[0] < _unet_parameters(tmp_path / "larger") / _unet_parameters(folder) < factor[1]
+
+
+def test_every_level_has_the_transformers_asked_for(tmp_path: Path) -> None:
+    shape = dataclasses.replace(SMALL, block_out_channels=(16, 32, 32), transformer_layers=(1, 3))
+    write_bench_model(tmp_path / "bench", shape)
+
+    unet = load_model(tmp_path / "bench", name="b", device=torch.device("cpu"), dtype=torch.float32).backbone.unet
+    kinds = [
+        (name.split(".attentions")[0], int(name.split("transformer_blocks.")[1]))
+        for name, module in unet.named_modules()
+        if type(module).__name__ == "BasicTransformerBlock"
+    ]
+
+    deepest = {name: max(depth for block, depth in kinds if block == name) + 1 for name, _ in kinds}
+    assert deepest == {"down_blocks.1": 1, "down_blocks.2": 3, "mid_block": 3, "up_blocks.0": 3, "up_blocks.1": 1}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_out_channels", (16,)),
+        ("block_out_channels", (16, 32, 32, 32)),
+        ("block_out_channels", (12, 32)),
+        ("block_out_channels", (16, 24)),
+        ("block_out_channels", (0, 32)),
+        ("transformer_layers", ()),
+        ("transformer_layers", (1, 1)),
+        ("transformer_layers", (0,)),
+        ("layers_per_block", 0),
+        ("head_channels", 0),
+        ("norm_groups", 0),
+        ("sample_size", 0),
+        ("sample_size", 9),
+        ("latent_scale", 16),
+        ("vae_channels", 12),
+        ("text_width", 18),
+        ("dtype", "bfloat16"),
+    ],
+)
+def test_a_shape_that_cannot_be_built_is_refused_by_its_field(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^{field} is "):
+        dataclasses.replace(SMALL, **{field: value})  # type: ignore[arg-type]
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "notes.txt").write_text("mine")
+
+    with pytest.raises(FileExistsError, match=r"bench is there and not an empty folder"):
+        write_bench_model(tmp_path / "bench", SMALL)
+
+    assert [path.name for path in (tmp_path / "bench").iterdir()] == ["notes.txt"]
+    with pytest.raises(FileExistsError):
+        write_bench_model(tmp_path / "bench" / "notes.txt", SMALL)
+
+
+def test_an_empty_folder_is_filled_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+
+    write_bench_model(tmp_path / "bench", SMALL)
+
+    assert (tmp_path / "bench" / "model_index.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["bench"]
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*args: object, **kwargs: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(StableDiffusionXLPipeline, "save_pretrained", no_space)
+    with pytest.raises(OSError, match="no space left"):
+        write_bench_model(tmp_path / "bench", SMALL)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_takes_every_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
+        f"--{field.name.replace('_', '-')}={_written(getattr(SMALL, field.name))}"
+        for field in dataclasses.fields(BenchShape)
+    ]
+    monkeypatch.setattr(sys, "argv", ["bench_model", str(tmp_path / "bench"), *options, "--seed=3"])
+
+    main()
+
+    assert capsys.readouterr().out == f"{tmp_path / 'bench'}\n"
+    write_bench_model(tmp_path / "same", SMALL, seed=3)
+    assert _contents(tmp_path / "bench") == _contents(tmp_path / "same")
+
+
+def test_the_command_names_the_field_that_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_model", str(tmp_path / "bench"), "--transformer-layers=1,0"])
+
+    with pytest.raises(SystemExit, match="2"):
+        main()
+
+    assert "error: transformer_layers is (1, 0)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_default_has_sdxls_scale_and_three_levels() -> None:
+    assert (DEFAULT.latent_scale, DEFAULT.levels) == (8, 3)
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(1)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _dtypes(folder: Path) -> set[torch.dtype]:
+    return {tensor.dtype for path in folder.rglob("*.safetensors") for tensor in load_file(path).values()}
+
+
+def _unet_parameters(folder: Path) -> int:
+    weights = load_file(folder / "unet" / "diffusion_pytorch_model.safetensors")
+    return sum(tensor.numel() for tensor in weights.values())
+
+
+def _written(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,85 @@
+"""What is no model is refused with the reason; only a folder's own safetensors are opened, and its hash is theirs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bottega.diffusion.model.model import DEFAULTS_FILE, digest, load_model
+from bottega.miniature import WEIGHTS
+
+UNET = Path("unet", "diffusion_pytorch_model.safetensors")
+
+
+def load(folder: Path) -> None:
+    load_model(folder, name="it", device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of our own to spoil."""
+    return shutil.copytree(WEIGHTS, tmp_path / "model")
+
+
+def cut_weights(folder: Path) -> None:
+    (folder / UNET).write_bytes((folder / UNET).read_bytes()[:1000])
+
+
+def pickle_weights(folder: Path) -> None:
+    torch.save(load_file(folder / UNET), folder / "unet" / "diffusion_pytorch_model.bin")
+    (folder / UNET).unlink()
+
+
+def take_away_a_part(folder: Path) -> None:
+    shutil.rmtree(folder / "unet")
+
+
+def misshape(folder: Path) -> None:
+    path = folder / "unet" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"block_out_channels": [32, 64]}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda folder: (folder / "model_index.json").unlink(), "no file named model_index.json"),
+        (take_away_a_part, "no file named config.json"),
+        (cut_weights, "diffusion_pytorch_model.safetensors"),
+        (pickle_weights, "no file named diffusion_pytorch_model.safetensors"),
+        (misshape, "expected shape"),
+    ],
+    ids=["no index", "no part", "cut", "only a pickle", "another shape"],
+)
+def test_a_folder_that_is_no_model_is_refused_with_the_reason(
+    folder: Path, spoil: Callable[[Path], None], why: str
+) -> None:
+    spoil(folder)
+    with pytest.raises((OSError, ValueError), match=why):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["some/model", "/absent"])
+def test_a_folder_that_is_not_there_is_not_looked_for_anywhere_else(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is no folder"):
+        load(Path(name))
+
+
+def test_the_hash_follows_weights_and_configuration_but_not_defaults_and_adapters(folder: Path) -> None:
+    before = digest(folder)
+    assert len(before) == 64
+    assert before == digest(WEIGHTS)
+    (folder / DEFAULTS_FILE).write_text('{"num_inference_steps": 7}')
+    adapter = folder / "controlnets" / "another"
+    adapter.mkdir(parents=True)
+    (adapter / "config.json").write_text("{}")
+    assert digest(folder) == before
+    weights = bytearray((folder / UNET).read_bytes())
+    weights[-1] ^= 1
+    (folder / UNET).write_bytes(weights)
+    assert digest(folder) != before

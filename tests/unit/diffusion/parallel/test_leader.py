@@ -1,0 +1,132 @@
+"""When the leader of a pair lends rows, by what it has measured: against a follower that answers as it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import pytest
+import torch
+
+from bottega.diffusion.engine.forward import Prediction
+from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
+from bottega.diffusion.parallel.pair import Offloadable, Pair, PairPrediction
+from bottega.diffusion.rows import Embeds, Half, Row
+from bottega.planning import StepTimes
+
+EMBEDS = Embeds(prompt=torch.zeros(7, 8), pooled=torch.zeros(4), time_ids=torch.zeros(6))
+GUEST = RemoteJob(halves={Half.UNCONDITIONAL: EMBEDS, Half.CONDITIONAL: EMBEDS})
+OWN_S = 0.1
+
+
+class Network:
+    """Takes OWN_S for every row, says so at once, and keeps the times as an engine does."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+
+    def __call__(self, rows: Sequence[Row]) -> Prediction:
+        self._times.observe((8, 8), len(rows), OWN_S * len(rows))
+        return Prediction(noise={row: row.sample for row in rows}, seconds=OWN_S * len(rows))
+
+
+class ScriptedFollower:
+    """A Follower. seconds: that its answers take, in turn; the last one for ever after. turns: that were lent."""
+
+    name = "other"
+    owes = False
+
+    def __init__(self, *seconds: float) -> None:
+        self.free = True
+        self.turns = 0
+        self._seconds = list(seconds)
+        self._rows: Sequence[OffloadedRow] = ()
+
+    def knows(self, guest: RemoteJob) -> bool:
+        return True
+
+    def forget(self, guest: RemoteJob) -> None:
+        pass
+
+    def lend(self, rows: Sequence[OffloadedRow]) -> bool:
+        self.turns += 1
+        self._rows = rows
+        return True
+
+    def returned(self, timeout_s: float) -> OffloadResult | None:
+        seconds = self._seconds.pop(0) if len(self._seconds) > 1 else self._seconds[0]
+        return OffloadResult(noise={each.row: each.row.sample + 1 for each in self._rows}, seconds=seconds)
+
+
+def rows_of(owner: str) -> list[Row]:
+    sample = torch.zeros(4, 8, 8)
+    return [
+        Row(owner=owner, step=0, half=half, sample=sample, timestep=torch.tensor(1.0), embeds=EMBEDS) for half in Half
+    ]
+
+
+def lendable(*owners: str) -> Mapping[Hashable, Offloadable]:
+    return {owner: Offloadable(guest=GUEST, image=0) for owner in owners}
+
+
+def pair_with(*seconds: float, one_row_s: float = OWN_S) -> tuple[Pair, ScriptedFollower]:
+    """A pair and its follower. one_row_s: what a row took here when it was measured last."""
+    follower = ScriptedFollower(*seconds)
+    times = StepTimes()
+    for _ in range(20):  # settled
+        times.observe((8, 8), 2, 2 * OWN_S)
+        times.observe((8, 8), 1, one_row_s)
+    return Pair(Network(times), follower, times), follower
+
+
+def shared(pair: Pair, turns: int) -> list[bool]:
+    """Of so many turns of one guided request, which were shared."""
+    predictions = [pair.predict(rows_of("a"), lendable("a")) for _ in range(turns)]
+    return [isinstance(prediction, PairPrediction) for prediction in predictions]
+
+
+def test_every_row_has_the_noise_of_whoever_computed_it() -> None:
+    pair, _ = pair_with(OWN_S)
+    unconditional, conditional = rows = rows_of("a")
+    prediction = pair.predict(rows, lendable("a"))
+    assert isinstance(prediction, PairPrediction)
+    assert {row: float(noise.mean()) for row, noise in prediction.noise.items()} == {unconditional: 0, conditional: 1}
+    assert prediction.lent == {"a"}
+
+
+def test_all_turns_are_shared_with_a_follower_that_is_as_quick() -> None:
+    pair, follower = pair_with(OWN_S)
+    assert all(shared(pair, 50))
+    assert follower.turns == 50
+
+
+@pytest.mark.parametrize("first_s", [3 * OWN_S, 100 * OWN_S])
+def test_a_slow_first_answer_does_not_end_the_pair(first_s: float) -> None:
+    pair, _ = pair_with(first_s, OWN_S)
+    assert all(shared(pair, 20))
+
+
+def test_a_hiccup_among_quick_answers_does_not_end_it_either() -> None:
+    pair, _ = pair_with(*[OWN_S] * 5, 50 * OWN_S, OWN_S)
+    assert all(shared(pair, 20))
+
+
+def test_a_follower_that_stays_slow_is_left_alone_and_tried_again_ever_more_rarely() -> None:
+    pair, follower = pair_with(5 * OWN_S)
+    shared(pair, 100)
+    early = follower.turns
+    shared(pair, 100)
+    assert early < 15
+    assert 0 < follower.turns - early < early
+
+
+def test_one_that_is_quick_again_is_used_in_every_turn_again() -> None:
+    pair, _ = pair_with(*[5 * OWN_S] * 4, OWN_S)
+    shared(pair, 50)
+    assert all(shared(pair, 20))
+
+
+def test_a_wrong_measure_of_fewer_rows_here_does_not_keep_the_pair_apart_for_ever() -> None:
+    pair, _ = pair_with(OWN_S, one_row_s=3 * OWN_S)  # others were on the cores
+    assert not shared(pair, 1)[0]
+    shared(pair, 60)
+    assert all(shared(pair, 20))

@@ -1,0 +1,170 @@
+"""What the engines of a pair say to each other: it comes as it was sent, and what breaks a rule is not taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlServer
+from bottega.diffusion.loras import LoraSet, LoraStore
+from bottega.diffusion.parallel.messages import (
+    PairMessageKind,
+    RemoteNoise,
+    guest_message,
+    kind_of,
+    noise_message,
+    number_message,
+    read_guest,
+    read_noise,
+    read_number,
+    read_step,
+    step_message,
+)
+from bottega.diffusion.parallel.offload import OffloadedRow, RemoteJob
+from bottega.diffusion.parallel.remote_rows import RemoteRow
+from bottega.diffusion.rows import Embeds, Half, Row
+from bottega.diffusion.spec import LoraSpec
+from bottega.diffusion.tensor_messages import TensorMessage, message_of
+
+EMBEDS = {
+    half: Embeds(prompt=torch.randn(7, 8), pooled=torch.randn(8), time_ids=torch.arange(6.0)) for half in tuple(Half)
+}
+CONTROL = ControlInput(
+    name="edges",
+    image=torch.randint(0, 256, (16, 24, 3), dtype=torch.uint8),
+    height=64,
+    width=64,
+    halves={Half.CONDITIONAL: EMBEDS[Half.CONDITIONAL]},
+    scale=0.5,
+    guess_mode=True,
+    hosts=ControlHosts(digest="abc", servers=(ControlServer(name="s", address="h:1"),)),
+    may_be_stale=True,
+)
+LORA = LoraSpec(name="outline", digest="abc", scale=-0.5)
+STORE = LoraStore(name="s", address="h:2")
+GUEST = RemoteJob(
+    halves=EMBEDS, controls=(CONTROL, CONTROL), handles=("first", "second"), loras=(LORA,), lora_stores=(STORE,)
+)
+TABLE = [[5, 0, 0, 0, 0, 0], [3, 0, 1, 4, 2, 0]]
+
+
+def lent(half: Half = Half.CONDITIONAL, controls: tuple[str, ...] = (), loras: LoraSet | None = None) -> OffloadedRow:
+    row = Row(
+        owner="request",
+        step=4,
+        half=half,
+        sample=torch.randn(4, 8, 8),
+        timestep=torch.tensor(901),
+        embeds=EMBEDS[half],
+        controls=controls,
+        loras=loras,
+    )
+    return OffloadedRow(row=row, guest=GUEST, image=2)
+
+
+def step_of(**changed: Tensor) -> TensorMessage:
+    """A step of one row, with some of its tensors changed."""
+    parts: Mapping[str, Tensor] = {
+        PairMessageKind.STEP.value: torch.tensor(TABLE),
+        "timesteps": torch.zeros(1),
+        "samples": torch.zeros(1, 4, 8, 8),
+    }
+    return message_of({**parts, **changed})
+
+
+def test_a_job_comes_as_it_was_sent_but_never_with_stale_residuals() -> None:
+    message = guest_message(3, GUEST)
+    assert kind_of(message.layout) is PairMessageKind.GUEST
+    number, guest = read_guest(message.layout, message.buffers)
+    assert number == 3
+    for half in Half:
+        for name in ("prompt", "pooled", "time_ids"):
+            assert torch.equal(getattr(guest.halves[half], name), getattr(EMBEDS[half], name))
+    control = guest.controls[1]
+    assert torch.equal(control.image, CONTROL.image)
+    assert (control.name, control.scale, control.guess_mode) == ("edges", 0.5, True)
+    assert (control.hosts, control.height, control.width) == (CONTROL.hosts, 64, 64)
+    assert set(control.halves) == {Half.CONDITIONAL}
+    assert not control.may_be_stale
+    assert (guest.loras, guest.lora_stores) == ((LORA,), (STORE,))
+
+
+def test_rows_come_as_they_were_lent() -> None:
+    rows = [lent(), lent(Half.UNCONDITIONAL, ("second",), LoraSet(key=(), components={}))]
+    message = step_message(5, rows, {GUEST: 3})
+    step = read_step(message.layout, message.buffers)
+    assert step.number == 5
+    assert step.rows == (
+        RemoteRow(guest=3, image=2, half=Half.CONDITIONAL, step=4),
+        RemoteRow(guest=3, image=2, half=Half.UNCONDITIONAL, step=4, controls=(1,), loras=True),
+    )
+    assert torch.equal(step.samples, torch.stack([each.row.sample for each in rows]))
+    assert step.timesteps.tolist() == [901.0, 901.0]
+
+
+def test_noise_comes_for_the_rows_that_have_some() -> None:
+    noise = torch.randn(2, 4, 8, 8)
+    message = noise_message(RemoteNoise(number=5, places=(0, 2), noise=noise, waited_s=0.25))
+    answer = read_noise(message.layout, message.buffers)
+    assert (answer.number, answer.places, answer.waited_s) == (5, (0, 2), 0.25)
+    assert torch.equal(answer.noise, noise)
+
+
+@pytest.mark.parametrize("kind", [PairMessageKind.DECLINED, PairMessageKind.STATE, PairMessageKind.LEAVE])
+def test_a_number_comes_as_it_is(kind: PairMessageKind) -> None:
+    message = number_message(kind, 2**40)
+    assert kind_of(message.layout) is kind
+    assert read_number(message.layout, message.buffers) == 2**40
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        step_of(step=torch.tensor(TABLE[:1])),
+        step_of(step=torch.tensor(TABLE).float()),
+        step_of(step=torch.tensor([TABLE[0], [3, 0, 2, 4, 0, 0]])),
+        step_of(step=torch.tensor([TABLE[0], [3, 0, 0, 4, 256, 0]])),
+        step_of(step=torch.tensor([TABLE[0], [-1, 0, 0, 4, 0, 0]])),
+        step_of(step=torch.tensor([TABLE[0], [3, 0, 0, 4, 0, 2]])),
+        step_of(step=torch.tensor(TABLE)[:, :5]),
+        step_of(samples=torch.zeros(2, 4, 8, 8)),
+        step_of(samples=torch.zeros(1, 4, 8, 8, dtype=torch.uint8)),
+        step_of(timesteps=torch.zeros(2)),
+    ],
+    ids=[
+        "no row",
+        "floats",
+        "a third half",
+        "a ninth ControlNet",
+        "a negative job",
+        "half LoRAs",
+        "no LoRAs",
+        "samples",
+        "bytes",
+        "timesteps",
+    ],
+)
+def test_a_step_that_breaks_a_rule_is_not_taken(message: TensorMessage) -> None:
+    with pytest.raises(ValueError, match="a step"):
+        read_step(message.layout, message.buffers)
+
+
+@pytest.mark.parametrize("table", [[5, 0, 0], [5], [5, -1, 0, 1]], ids=["a row less", "no wait", "a negative wait"])
+def test_noise_without_a_number_for_each_row_is_not_taken(table: list[int]) -> None:
+    message = message_of({PairMessageKind.NOISE.value: torch.tensor(table), "rows": torch.zeros(2, 4, 8, 8)})
+    with pytest.raises(ValueError, match="noise"):
+        read_noise(message.layout, message.buffers)
+
+
+def test_a_job_without_its_conditions_is_not_taken() -> None:
+    whole = guest_message(3, GUEST)
+    header = {whole.layout.specs[0].name: whole.tensors[0]}
+    for name in ("prompt", "image.0"):
+        parts = {spec.name: tensor for spec, tensor in zip(whole.layout.specs, whole.tensors, strict=True)}
+        del parts[name]
+        message = message_of(header | parts)
+        with pytest.raises(ValueError, match=r"prompt|image 0"):
+            read_guest(message.layout, message.buffers)

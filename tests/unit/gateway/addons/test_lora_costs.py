@@ -1,0 +1,60 @@
+"""What workers lack of a job's LoRAs, in seconds: by size, and by what is in their weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from bottega.gateway.addons.loras.costs import LoraSizes, lora_costs
+from bottega.gateway.addons.loras.lora_sets import lora_set
+from bottega.gateway.fleet.members import Member
+from bottega.v1.fleet_pb2 import Load, PatchedLora, Registration
+from bottega.v1.lora_pb2 import StoredLora
+
+_INK, _WASH = "1" * 64, "2" * 64
+_SIZES = LoraSizes()
+_SIZES.note([StoredLora(digest=_INK, size_bytes=200_000_000), StoredLora(digest=_WASH, size_bytes=1_000_000)])
+_BOTH = frozenset({_INK, _WASH})
+
+
+def _member(*patched: PatchedLora, loras: frozenset[str] = _BOTH) -> Member:
+    load = Load(lora_swap_s=0.3)
+    made = Member(registration=Registration(), joined_at=0.0, heard_at=0.0, load=load)
+    made.loras, made.patched = loras, lora_set(patched)
+    return made
+
+
+def _cost(member: Member, *loras: PatchedLora) -> float:
+    return lora_costs(lora_set(loras), {"w": member}, _SIZES).get("w", 0.0)
+
+
+def _lora(digest: str, scale: float = 1.0) -> PatchedLora:
+    return PatchedLora(digest=digest, scale=scale)
+
+
+def test_what_is_not_at_hand_costs_by_its_size() -> None:
+    bare = _member(loras=frozenset({_WASH}))
+    bare.load = Load()
+    assert _cost(bare, _lora(_INK), _lora(_WASH)) == pytest.approx(0.2)
+    assert _cost(bare, _lora(_WASH)) == 0.0
+    bare.loras = frozenset()
+    assert _cost(bare, _lora(_INK), _lora(_WASH)) == pytest.approx(0.201)
+    assert _cost(bare, _lora(_WASH), _lora(_WASH, 0.5)) == pytest.approx(0.001), "it is fetched once"
+    assert _cost(bare, _lora("3" * 64)) == pytest.approx((100 << 20) / 1e9), "as usual where nobody knows"
+
+
+def test_the_very_set_in_the_weights_costs_nothing_and_every_other_a_swap() -> None:
+    patched = _member(_lora(_WASH, 0.5), _lora(_INK))
+    assert _cost(patched, _lora(_INK), _lora(_WASH, 0.5)) == 0.0, "in any order"
+    for other in ([_lora(_INK)], [_lora(_INK), _lora(_WASH, 0.6)], [_lora(_INK), _lora(_WASH, 0.5), _lora(_WASH, 0.5)]):
+        assert _cost(patched, *other) == pytest.approx(0.3), "out and in"
+    assert _cost(patched) == pytest.approx(0.1), "out"
+    assert _cost(_member(), _lora(_INK)) == pytest.approx(0.2), "in"
+    assert _cost(_member()) == 0.0
+
+
+def test_sizes_of_loras_asked_for_longest_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bottega.gateway.addons.loras.costs._MOST_SIZES", 2)
+    sizes = LoraSizes()
+    for number in ("1", "2", "1", "3"):
+        sizes.note([StoredLora(digest=number, size_bytes=1_000_000)])
+    assert [sizes.fetch_s([number]) < 0.01 for number in ("1", "2", "3")] == [True, False, True]

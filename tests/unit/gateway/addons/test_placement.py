@@ -1,0 +1,366 @@
+"""Jobs with ControlNets by the gateway's rules: where they go, what they are told, how long they wait."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bottega.errors import NoControlNet, NoWorker, QueueFull, Unavailable, WorkerLost
+from bottega.gateway.fleet.members import Member
+from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.values import JobCheckpoint
+from bottega.v1 import image_pb2
+from bottega.v1.controlnet_pb2 import HostedControlNet, ResidualProfile
+from tests.fakes.gateway_rules import FakeServer, Shop
+from tests.samples.controlnet_hosts import LOADING, ON_DISK, load, net, server
+from tests.samples.jobs import sample_job
+
+QUEUED, RUNNING = image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING
+
+
+@pytest.fixture
+async def shop() -> AsyncIterator[Shop]:
+    shop = Shop()
+    yield shop
+    await shop.foreman.stop()
+
+
+def _server(shop: Shop, *nets: HostedControlNet, name: str = "s1") -> Member:
+    port = 100 + int(name.removeprefix("s"))
+    member = shop.fleet.join(server(name, port=port))
+    shop.fleet.report(member, load(*nets))
+    return member
+
+
+def _job(shop: Shop, *names: str) -> Job:
+    return sample_job(shop.time, controlnets=names)
+
+
+def _told(shop: Shop, job: Job) -> list[tuple[str, list[str]]]:
+    """Of the newest attempt: for each ControlNet its version and servers."""
+    request = shop.client(job.worker).requests[-1]
+    assert request.attempt.job_id == job.job_id
+    return [(hosts.digest, [server.name for server in hosts.servers]) for hosts in request.controlnets]
+
+
+async def test_an_attempt_is_told_who_hosts_its_controlnets_the_best_first(shop: Shop) -> None:
+    shop.worker()
+    _server(shop, net("edges", state=ON_DISK), net("depth"), name="s1")
+    _server(shop, net("edges"), name="s2")
+    job = shop.take(_job(shop, "edges", "depth", "edges"))
+    assert _told(shop, job) == [
+        ("hash of edges", ["s2", "s1"]),
+        ("hash of depth", ["s1"]),
+        ("hash of edges", ["s2", "s1"]),
+    ]
+    (edges, *_) = shop.client().requests[-1].controlnets
+    assert [one.address for one in edges.servers] == ["127.0.0.1:102", "127.0.0.1:101"]
+
+
+@pytest.mark.parametrize(
+    ("profiles", "said"),
+    [
+        ([[("hash of m", 20, 0.995)]], 0.995),
+        ([[("hash of m", 20, 0.995)], [("hash of m", 10, 0.9)]], 0.9),  # the least of what servers know
+        ([[("hash of m", 21, 0.995)]], None),  # with fewer steps they are further apart
+        ([[("another model", 20, 0.995)]], None),
+        ([[]], None),
+    ],
+)
+async def test_an_attempt_is_told_the_profile_that_holds_for_its_model_and_steps(
+    shop: Shop, profiles: list[list[tuple[str, int, float]]], said: float | None
+) -> None:
+    shop.worker()
+    for number, known in enumerate(profiles, start=1):
+        found = [
+            ResidualProfile(model_hash=model, num_inference_steps=steps, similarity=similarity)
+            for model, steps, similarity in known
+        ]
+        _server(shop, net("edges", profiles=found), name=f"s{number}")
+    job = _job(shop, "edges")
+    job.bare.num_inference_steps = 20
+    shop.take(job)
+    (edges,) = shop.client().requests[-1].controlnets
+    assert (edges.similarity if edges.HasField("similarity") else None) == said
+
+
+async def test_controlnets_of_one_job_go_to_different_servers_where_they_can(shop: Shop) -> None:
+    shop.worker()
+    for name in ("s1", "s2"):
+        _server(shop, net("edges"), net("depth"), name=name)
+    for _ in range(8):
+        job = shop.take(_job(shop, "edges", "depth"))
+        firsts = {servers[0] for _, servers in _told(shop, job)}
+        assert firsts == {"s1", "s2"}
+        await shop.complete(job)
+
+
+async def test_what_was_given_out_counts_before_it_is_reported_and_not_after_the_job(shop: Shop) -> None:
+    for name in ("w1", "w2"):
+        shop.worker(name)
+    for name in ("s1", "s2"):
+        _server(shop, net("edges"), name=name)
+    one, other = shop.take(_job(shop, "edges")), shop.take(_job(shop, "edges"))
+    assert one.servers != other.servers
+    await shop.complete(one)
+    third = shop.take(_job(shop, "edges"))
+    assert third.servers == one.servers
+    assert shop.placement._sessions.total() == 2
+    for job in (other, third):
+        await shop.complete(job)
+    assert not shop.placement._sessions
+    assert not shop.placement._given
+
+
+async def test_jobs_that_come_together_agree_on_the_server_that_loads_for_the_first_of_them(shop: Shop) -> None:
+    for name in ("w1", "w2", "w3"):
+        shop.worker(name)
+    for name in ("s1", "s2", "s3"):
+        _server(shop, net("edges", state=ON_DISK), name=name)
+    jobs = [shop.take(_job(shop, "edges")) for _ in range(3)]
+    assert len({job.servers for job in jobs}) == 1, "or each of them would load it"
+    for job in jobs:
+        await shop.complete(job)
+    assert not shop.placement._nets
+
+
+async def test_sessions_that_a_server_reports_count_whoever_opened_them(shop: Shop) -> None:
+    shop.worker()
+    _server(shop, net("edges", sessions=3), name="s1")
+    _server(shop, net("edges"), net("depth", sessions=2), name="s2")
+    assert shop.take(_job(shop, "edges")).servers == ("s2",)
+
+
+async def test_a_job_waits_for_its_controlnet_and_holds_up_nobody(shop: Shop) -> None:
+    shop.worker()
+    member = _server(shop, net("edges"))
+    shop.fleet.leave(member, member.stream)
+    waiting = [shop.take(_job(shop, "edges")) for _ in range(40)]  # more than are looked at in one go
+    plain = shop.submit()
+    assert plain.state == RUNNING
+    assert {job.state for job in waiting} == {QUEUED}
+    await shop.complete(plain)
+    _server(shop, net("edges"), name="s2")
+    await asyncio.sleep(0.1)
+    assert waiting[0].state == RUNNING
+    assert _told(shop, waiting[0]) == [("hash of edges", ["s2"])]
+
+
+async def test_a_job_that_waits_in_vain_for_its_controlnet_fails_after_the_grace(shop: Shop) -> None:
+    worker = shop.worker()
+    member = _server(shop, net("edges"))
+    shop.fleet.leave(member, member.stream)
+    shop.time.now += 31  # beyond the patience with an earlier life's jobs
+    shop.report(worker)
+    late = _server(shop, net("edges"), name="s2")
+    shop.fleet.leave(late, late.stream)
+    job = shop.take(_job(shop, "edges"))
+    shop.foreman.start()
+    await asyncio.sleep(1.2)
+    assert job.state == QUEUED
+    shop.time.now += 31
+    shop.report(worker)
+    await asyncio.wait_for(job.ended.wait(), 3)
+    assert isinstance(job.error, NoControlNet)
+    assert job.error.metadata == {"controlnets": "edges"}
+
+
+async def test_a_server_that_stops_gets_no_new_sessions(shop: Shop) -> None:
+    shop.worker()
+    member = _server(shop, net("edges"))
+    shop.fleet.report(member, load(net("edges"), draining=True))
+    job = shop.take(_job(shop, "edges"))
+    assert job.state == QUEUED
+    assert shop.placement.missing(job) is None
+
+
+async def test_an_attempt_that_reaches_no_server_is_taken_up_where_it_was_and_the_worker_is_not_blamed(
+    shop: Shop,
+) -> None:
+    worker = shop.worker()
+    _server(shop, net("edges"), name="s1")
+    job = shop.take(_job(shop, "edges"))
+    job.keep(job.number, JobCheckpoint(steps_done=4, data=b"4"))
+    await shop.fail(job, NoControlNet("s1 is gone", metadata={"controlnets": "edges", "servers": "s1"}))
+    assert (job.state, job.losses, job.deaths) == (QUEUED, 0, 0)
+    assert shop.submit().worker == worker.name, "others go on there"
+    other = _server(shop, net("edges"), name="s2")
+    shop.worker("w2")
+    assert (job.state, job.servers) == (RUNNING, ("s2",))
+    assert shop.client("w2").requests[-1].checkpoint == b"4"
+    assert other.connected
+
+
+async def test_a_server_that_cannot_be_reached_is_asked_again_after_a_rest_and_in_the_end_the_job_fails(
+    shop: Shop,
+) -> None:
+    worker = shop.worker()
+    _server(shop, net("edges"), name="s1")
+    job = shop.take(_job(shop, "edges"))
+    began = shop.time.now
+    while job.live:
+        await shop.fail(job, NoControlNet("no server answers"))
+        assert job.state != RUNNING
+        shop.time.now += 0.5
+        shop.report(worker)
+    assert 20 < shop.time.now - began < 60
+    assert isinstance(job.error, NoControlNet)
+    assert not isinstance(job.error, NoWorker)
+
+
+async def test_a_checkpoint_of_another_version_is_not_taken_up(shop: Shop) -> None:
+    shop.worker()
+    old = _server(shop, net("edges", digest="1"), name="s1")
+    job = shop.take(_job(shop, "edges"))
+    job.keep(job.number, JobCheckpoint(steps_done=4, data=b"4"))
+    _server(shop, net("edges", digest="2"), name="s2")
+    await shop.fail(job, WorkerLost("cut off"))
+    shop.time.now += 1
+    shop.report(shop.member("w1"))
+    assert _told(shop, job) == [("1", ["s1"])]
+    assert shop.client().requests[-1].checkpoint == b"4"
+    shop.fleet.leave(old, old.stream)
+    await shop.fail(job, WorkerLost("cut off"))
+    shop.time.now += 1
+    shop.report(shop.member("w1"))
+    assert _told(shop, job) == [("2", ["s2"])]
+    assert shop.client().requests[-1].checkpoint == b""
+
+
+async def test_an_attempt_that_is_adopted_before_its_server_is_back_keeps_its_checkpoint(shop: Shop) -> None:
+    shop.worker()
+    _server(shop, net("edges"))
+    assert shop.take(_job(shop, "edges")).state == RUNNING
+    await shop.foreman.stop()
+    shop.open()
+    worker = shop.worker()
+    job = next(shop.log.live())
+    assert job.adopt(worker.name, job.number)
+    shop.dispatcher.adopt(job, worker)
+    assert _told(shop, job) == [("", [])]
+    job.keep(job.number, JobCheckpoint(steps_done=4, data=b"4"))
+    _server(shop, net("edges"))
+    await shop.fail(job, WorkerLost("cut off"))
+    shop.time.now += 1
+    shop.report(shop.member("w1"))
+    assert _told(shop, job) == [("hash of edges", ["s1"])]
+    assert shop.client().requests[-1].checkpoint == b"4"
+
+
+@pytest.mark.alone
+async def test_a_queue_of_jobs_whose_controlnet_is_away_costs_little(shop: Shop) -> None:
+    shop.worker()
+    member = _server(shop, net("edges"))
+    shop.submit()
+    for _ in range(900):
+        shop.take(_job(shop, "edges"))
+    shop.fleet.leave(member, member.stream)
+    began = time.thread_time()
+    for _ in range(20):
+        shop.foreman._matching.at_once("m")
+    assert (time.thread_time() - began) / 20 < 0.002
+
+
+async def test_a_worker_with_the_weights_at_hand_takes_what_no_server_hosts(shop: Shop) -> None:
+    shop.worker("w1")
+    shop.worker("w2")
+    shop.report(shop.member("w2"), controlnets=[net("edges")])
+    job = shop.take(_job(shop, "edges"))
+    assert job.worker == "w2"
+    assert _told(shop, job) == [("hash of edges", [])]
+    waits = shop.take(_job(shop, "edges"))
+    plain = shop.submit()
+    assert (waits.state, plain.worker) == (QUEUED, "w1"), "it holds up nobody"
+    _server(shop, net("edges"))
+    await shop.complete(plain)
+    assert waits.worker == "w1"
+
+
+@pytest.mark.parametrize(("size_bytes", "second"), [(400 << 20, "w1"), (5 << 30, "")])
+async def test_loading_the_weights_counts_as_time_that_a_worker_takes(shop: Shop, size_bytes: int, second: str) -> None:
+    shop.report(shop.worker("w1"), controlnets=[net("edges", size_bytes=size_bytes, state=ON_DISK)])
+    shop.report(shop.worker("w2"), controlnets=[net("edges", size_bytes=size_bytes)])
+    assert shop.take(_job(shop, "edges")).worker == "w2"
+    # A second to load and draw at w1 is less than to wait for w2; five seconds more are not.
+    assert shop.take(_job(shop, "edges")).worker == second
+
+
+async def test_what_jobs_in_the_queue_will_need_is_loaded_ahead(shop: Shop) -> None:
+    shop.worker()
+    _server(shop, net("edges", state=ON_DISK), net("depth"), net("pose", state=ON_DISK))
+    runs = shop.take(_job(shop, "depth"))
+    assert runs.state == RUNNING
+    shop.take(_job(shop, "edges", "depth"))
+    shop.take(_job(shop, "edges", "pose"))
+    await asyncio.sleep(0)
+    (server,) = shop.servers.values()
+    assert server.prefetched == [["edges", "pose"]]
+    assert _prefetches(shop, "asked") == 1
+
+
+async def test_a_server_that_does_not_answer_is_asked_again_and_holds_up_nothing(shop: Shop) -> None:
+    shop.worker()
+    member = _server(shop, net("edges", state=ON_DISK))
+    shop.submit()
+    shop.servers["127.0.0.1:101"] = fake = _failing()
+    job = shop.take(_job(shop, "edges"))
+    assert job.state == QUEUED
+    shop.foreman.start()
+    await asyncio.sleep(1.3)
+    assert len(fake.prefetched) >= 2
+    assert _prefetches(shop, "failed")
+    shop.fleet.report(member, load(net("edges", state=LOADING)))
+    asked = len(fake.prefetched)
+    await asyncio.sleep(1.2)
+    assert len(fake.prefetched) == asked, "it says that it loads it"
+    shop.time.now += 2
+    shop.fleet.expire()
+    await asyncio.sleep(0.1)
+    assert fake.closed, "it is lost"
+
+
+async def test_a_fault_while_controlnets_are_prefetched_is_logged_and_the_server_is_asked_again(
+    shop: Shop, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop.worker()
+    _server(shop, net("edges", state=ON_DISK))
+    shop.submit()
+    shop.servers["127.0.0.1:101"] = fake = FakeServer(failure=ValueError("what no client should raise"))
+    shop.take(_job(shop, "edges"))
+    await asyncio.sleep(0)
+    fake.failure = None
+    shop.foreman.start()
+    async with asyncio.timeout(5):
+        while not _prefetches(shop, "asked"):  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
+
+
+async def test_only_the_first_of_a_long_queue_have_their_controlnets_loaded_ahead(shop: Shop) -> None:
+    shop.worker()
+    _server(shop, *(net(f"net-{number}", state=ON_DISK) for number in range(20)))
+    shop.submit()
+    for number in range(20):
+        shop.take(_job(shop, f"net-{number}"))
+    await asyncio.sleep(0.5)
+    (server,) = shop.servers.values()
+    assert [name for names in server.prefetched for name in names] == [f"net-{number}" for number in range(8)]
+
+
+async def test_a_worker_that_is_full_rests_as_ever(shop: Shop) -> None:
+    shop.worker()
+    _server(shop, net("edges"))
+    job = shop.take(_job(shop, "edges"))
+    await shop.fail(job, QueueFull("full"))
+    assert (job.state, shop.submit().state) == (QUEUED, QUEUED)
+
+
+def _prefetches(shop: Shop, outcome: str) -> float | None:
+    return shop.registry.get_sample_value("bottega_controlnet_prefetches_total", {"outcome": outcome})
+
+
+def _failing() -> FakeServer:
+    return FakeServer(failure=Unavailable("nobody there"))

@@ -1,0 +1,148 @@
+"""What a request leaves open is filled in from the model, and what it says is kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from bottega import rules
+from bottega.gateway.api import defaults
+from bottega.v1 import generation_pb2, image_pb2
+from bottega.v1.generation_pb2 import GenerationSpec, Lora, Techniques
+from bottega.v1.lora_pb2 import LoraBound, StoredLora
+
+MODEL = image_pb2.Model(
+    name="m",
+    default_width=64,
+    default_height=48,
+    default_steps=30,
+    default_guidance_scale=4.5,
+    default_sampler=generation_pb2.SAMPLER_DDIM,
+    vae_scale_factor=4,
+)
+
+
+def test_every_default_is_filled_in() -> None:
+    full = defaults.complete(GenerationSpec(prompt="a star"), MODEL)
+    assert 0 <= full.seed < 2**32
+    assert full == GenerationSpec(
+        model="m",
+        prompt="a star",
+        num_inference_steps=30,
+        guidance_scale=4.5,
+        guidance_rescale=0,
+        width=64,
+        height=48,
+        seed=full.seed,
+        num_images=1,
+        sampler=generation_pb2.SAMPLER_DDIM,
+        fidelity=generation_pb2.FIDELITY_BALANCED,
+        format=generation_pb2.IMAGE_FORMAT_PNG,
+        quality=90,
+    )
+
+
+def test_what_was_said_is_kept_and_the_callers_spec_is_not_touched() -> None:
+    said = GenerationSpec(
+        model="m",
+        prompt="a star",
+        negative_prompt="",
+        num_inference_steps=5,
+        guidance_scale=0,
+        guidance_rescale=0.7,
+        width=32,
+        height=32,
+        seed=0,
+        num_images=3,
+        sampler=generation_pb2.SAMPLER_EULER,
+        image=b"x",
+        strength=0.8,
+        fidelity=generation_pb2.FIDELITY_FAST,
+        format=generation_pb2.IMAGE_FORMAT_WEBP,
+        quality=1,
+    )
+    before = said.SerializeToString(deterministic=True)
+    assert defaults.complete(said, MODEL) == said
+    assert said.SerializeToString(deterministic=True) == before
+
+
+def test_absent_and_empty_prompts_stay_apart() -> None:
+    full = defaults.complete(GenerationSpec(prompt_2=""), MODEL)
+    assert full.HasField("prompt_2")
+    assert not full.HasField("negative_prompt")
+
+
+@pytest.mark.parametrize(
+    ("spec", "fidelity"),
+    [
+        (GenerationSpec(seed=0), generation_pb2.FIDELITY_EXACT),
+        (GenerationSpec(), generation_pb2.FIDELITY_BALANCED),
+        (GenerationSpec(seed=1, fidelity=generation_pb2.FIDELITY_FAST), generation_pb2.FIDELITY_FAST),
+    ],
+)
+def test_only_a_given_seed_asks_for_exactness(
+    spec: GenerationSpec, fidelity: generation_pb2.Fidelity.ValueType
+) -> None:
+    assert defaults.complete(spec, MODEL).fidelity == fidelity
+
+
+def test_strength_is_filled_in_only_for_image_to_image() -> None:
+    assert not defaults.complete(GenerationSpec(), MODEL).HasField("strength")
+    assert defaults.complete(GenerationSpec(image=b"x"), MODEL).strength == 0.3
+
+
+@pytest.mark.parametrize(
+    ("spec", "most"),
+    [
+        (GenerationSpec(num_inference_steps=50), 10),
+        (GenerationSpec(num_inference_steps=50, image=b"x", strength=0.3), 3),
+        (GenerationSpec(num_inference_steps=50, image=b"x", strength=1.0), 10),
+    ],
+)
+@pytest.mark.parametrize("bounds", [[], [LoraBound(num_inference_steps=30, max_step=6)]], ids=["usual", "measured"])
+def test_a_lora_may_be_late_for_a_share_of_the_steps_that_are_made(
+    spec: GenerationSpec, most: int, bounds: list[LoraBound]
+) -> None:
+    named = GenerationSpec(loras=[Lora(name="ink")])
+    named.MergeFrom(spec)
+    full = defaults.complete(named, MODEL, [StoredLora(name="ink", digest="a" * 64, bounds=bounds)])
+    assert full.loras[0].max_step == most
+
+
+_EXACT, _BALANCED = generation_pb2.FIDELITY_EXACT, generation_pb2.FIDELITY_BALANCED
+
+
+@pytest.mark.parametrize(
+    ("spec", "switch"),
+    [
+        (GenerationSpec(seed=1, loras=[Lora(name="ink", max_step=9), Lora(name="ink")]), True),
+        (GenerationSpec(loras=[Lora(name="ink", max_step=9), Lora(name="ink")]), None),
+        (GenerationSpec(seed=1, loras=[Lora(name="ink", max_step=0), Lora(name="ink")]), None),
+        (GenerationSpec(fidelity=_EXACT, loras=[Lora(name="ink", max_step=9, from_step=2)] * 2), None),
+        (
+            GenerationSpec(
+                techniques=Techniques(bounded_lora_loading=False), loras=[Lora(name="ink", max_step=9, from_step=2)] * 2
+            ),
+            False,
+        ),
+    ],
+    ids=["by seed", "balanced", "waits", "pinned and exact", "pinned and off"],
+)
+def test_an_exact_that_nobody_asked_for_gives_way_to_a_step_that_is_told(
+    spec: GenerationSpec, switch: bool | None
+) -> None:
+    """And what is drawn says so: asked for by its own words again, it is no contradiction."""
+    stored = StoredLora(name="ink", digest="a" * 64)
+    full = defaults.complete(spec, MODEL, [stored, stored])
+    assert full.fidelity == (_EXACT if spec.HasField("seed") or spec.fidelity else _BALANCED)
+    assert full.loras[0].max_step == spec.loras[0].max_step
+    techniques = full.techniques
+    assert (techniques.bounded_lora_loading if techniques.HasField("bounded_lora_loading") else None) == switch
+    assert list(rules.check_lateness(full)) == []
+    assert defaults.complete(full, MODEL, [stored, stored]) == full
+    assert defaults.as_before(spec, full) == full
+
+
+def test_of_loras_for_which_nothing_is_told_an_exact_request_still_waits() -> None:
+    stored = StoredLora(name="ink", digest="a" * 64)
+    spec = GenerationSpec(seed=1, loras=[Lora(name="ink", max_step=9), Lora(name="ink")])
+    assert [lora.max_step for lora in defaults.complete(spec, MODEL, [stored, stored]).loras] == [9, 0]

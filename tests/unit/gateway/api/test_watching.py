@@ -1,0 +1,89 @@
+"""What those who follow a job are told, and how often."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from bottega.errors import Draining
+from bottega.gateway.api.watching import EndedEvent, Event, JobWatch, RunningEvent
+from bottega.gateway.jobs.values import QueuePosition
+from bottega.v1.generation_pb2 import Provenance
+from tests.samples.jobs import sample_job, tell
+
+
+async def _next(watch: object) -> Event:
+    event: Event = await asyncio.wait_for(anext(watch), 2)  # type: ignore[call-overload]
+    return event
+
+
+async def test_a_watch_begins_with_the_current_state_and_ends_with_thesample_job() -> None:
+    job = sample_job()
+    job.stand(QueuePosition(place=3, estimate_s=None))
+    watch = JobWatch(job).events()
+    assert await _next(watch) == QueuePosition(place=3, estimate_s=None)
+    job.begin("w1")
+    job.advance(1, 2)
+    assert await _next(watch) == RunningEvent(steps_done=2, steps_total=10, previews={})
+    job.cancel()
+    tell(job)
+    assert isinstance(await _next(watch), EndedEvent)
+    await watch.aclose()
+    assert [event async for event in JobWatch(job).events()] == [EndedEvent()]
+    assert job.listeners == set()
+
+
+async def test_a_slow_watcher_gets_the_newest_state_and_none_of_what_it_missed() -> None:
+    job = sample_job()
+    job.begin("w1")
+    watch = JobWatch(job, preview=True).events()
+    await _next(watch)
+    for step in range(1, 10):
+        job.advance(1, step)
+        job.look(1, 0, b"preview %d" % step)
+    assert await _next(watch) == RunningEvent(steps_done=9, steps_total=10, previews={0: b"preview 9"})
+    await watch.aclose()
+
+
+@pytest.mark.alone
+async def test_progress_comes_at_most_ten_times_a_second_and_the_end_at_once() -> None:
+    job = sample_job()
+    job.begin("w1")
+    watch = JobWatch(job).events()
+    clock = asyncio.get_running_loop().time
+
+    async def draw() -> float:
+        for step in range(1, 10):
+            job.advance(1, step)
+            await asyncio.sleep(0.03)
+        job.complete(1, (), Provenance())
+        tell(job)
+        return clock()
+
+    drawing = asyncio.create_task(draw())
+    told = [(clock(), event) async for event in watch]
+    gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(told[:-1])]
+    assert all(gap >= 0.099 for gap in gaps)
+    assert isinstance(told[-1][1], EndedEvent)
+    assert told[-1][0] - await drawing < 0.05
+
+
+async def test_previews_go_only_to_those_who_asked() -> None:
+    job = sample_job()
+    job.begin("w1")
+    job.look(1, 0, b"jpeg")
+    event = await _next(JobWatch(job).events())
+    assert event == RunningEvent(steps_done=0, steps_total=10, previews={})
+
+
+async def test_those_who_follow_a_job_that_goes_on_elsewhere_are_sent_away() -> None:
+    job = sample_job()
+    watch = JobWatch(job).events()
+    waiting = asyncio.create_task(_next(watch))
+    await asyncio.sleep(0)
+    job.leave(Draining("the gateway is stopping"))
+    with pytest.raises(Draining):
+        await waiting
+    assert job.live

@@ -1,0 +1,200 @@
+"""Which ControlNets a request may have, as hosts come and go, on a clock that the test turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from bottega.errors import ControlNetNotFound, ControlNetUnusable, FleetFull, InvalidRequest, NoControlNet
+from bottega.gateway.fleet.members import Member
+from bottega.gateway.fleet.registry import Fleet
+from bottega.v1 import fleet_pb2, image_pb2
+from bottega.v1.controlnet_pb2 import HostedControlNet
+from tests.samples.controlnet_hosts import BASE, LOADED, ON_DISK, again, bounds, load, net, server, worker
+from tests.samples.jobs import FakeTime
+
+MODEL = image_pb2.Model(name="m", base=BASE)
+
+
+class House:
+    """A fleet with a worker of the model "m"."""
+
+    def __init__(self) -> None:
+        self.time = FakeTime()
+        self.fleet = Fleet(lease_s=1.5, model_grace_s=30, bounds=bounds(6), clock=self.time.clock())
+        self.worker = self.fleet.join(worker())
+
+    def server(self, *nets: HostedControlNet, name: str = "s1") -> Member:
+        member = self.fleet.join(server(name, port=100 + len(self.fleet.members())))
+        self.fleet.report(member, load(*nets))
+        return member
+
+    def resolve(self, *names: str, model: image_pb2.Model = MODEL) -> None:
+        self.fleet.hosting.resolve(names, model)
+
+    def hosts(self, name: str = "edges") -> list[str]:
+        return [member.name for member, _ in self.fleet.hosting.hosts(name, BASE)]
+
+
+@pytest.fixture
+def house() -> House:
+    return House()
+
+
+def test_what_a_server_hosts_may_be_asked_for_loaded_or_not(house: House) -> None:
+    house.server(net("edges"), net("depth", state=ON_DISK))
+    house.resolve("edges", "depth", "edges")
+    house.resolve()
+
+
+def test_an_unknown_one_is_not_found_with_those_that_are_hosted_for_the_model(house: House) -> None:
+    house.server(net("edges"), net("depth"), net("pose", base="another"))
+    with pytest.raises(ControlNetNotFound) as caught:
+        house.resolve("lines", "edges", "marks")
+    assert "lines, marks" in caught.value.message
+    assert caught.value.metadata == {"served": "depth,edges"}
+
+
+def test_one_for_another_base_model_is_refused_and_both_are_named(house: House) -> None:
+    house.server(net("edges", base="base of sdxl"))
+    with pytest.raises(ControlNetUnusable) as caught:
+        house.resolve("edges")
+    for said in ("edges", "base of sdxl", "m is base of m"):
+        assert said in caught.value.message
+    house.server(net("edges"), name="s2")
+    house.resolve("edges")
+    assert house.hosts() == ["s2"]
+
+
+def test_where_a_base_is_not_known_whoever_loads_it_says_whether_it_fits(house: House) -> None:
+    house.server(net("edges", base=""), net("depth", base="another"))
+    house.resolve("edges")
+    house.resolve("edges", "depth", model=image_pb2.Model(name="m"))
+
+
+def test_before_anybody_hosted_anything_the_caller_is_asked_to_come_back(house: House) -> None:
+    with pytest.raises(NoControlNet) as caught:
+        house.resolve("edges")
+    assert caught.value.retry_after_s
+    assert caught.value.metadata == {"controlnets": "edges"}
+
+
+def test_one_is_waited_for_within_the_grace_and_unavailable_afterwards(house: House) -> None:
+    member = house.server(net("edges"))
+    house.fleet.leave(member, member.stream)
+    assert house.hosts() == []
+    house.time.now += 29
+    house.fleet.expire()
+    house.resolve("edges")
+    house.time.now += 2
+    with pytest.raises(NoControlNet):
+        house.resolve("edges")
+    house.server(net("depth"), name="s2")
+    with pytest.raises(NoControlNet):
+        house.resolve("edges")  # known, and not unknown
+
+
+def test_a_server_that_is_back_hosts_again_with_its_first_report(house: House) -> None:
+    member = house.server(net("edges"))
+    house.fleet.leave(member, member.stream)
+    assert house.fleet.join(again(member.registration)) is member
+    assert house.hosts() == []
+    house.fleet.report(member, load(net("edges")))
+    assert house.hosts() == ["s1"]
+
+
+def test_what_a_server_does_not_report_any_more_it_does_not_host(house: House) -> None:
+    member = house.server(net("edges"), net("depth"))
+    house.fleet.report(member, load(net("depth")))
+    assert (house.hosts("edges"), house.hosts("depth")) == ([], ["s1"])
+
+
+def test_a_server_that_is_lost_hosts_nothing(house: House) -> None:
+    house.server(net("edges"))
+    house.time.now += 2
+    house.fleet.expire()
+    assert house.hosts() == []
+
+
+def test_a_workers_own_serve_the_jobs_of_its_model_only(house: House) -> None:
+    other = house.fleet.join(worker("w2", model="n", port=2))
+    house.fleet.report(other, load(net("edges")))
+    with pytest.raises(ControlNetNotFound):
+        house.resolve("edges")
+    house.fleet.report(house.worker, load(net("edges")))
+    house.resolve("edges")
+
+
+def test_other_kinds_of_services_host_no_controlnets(house: House) -> None:
+    store = fleet_pb2.Registration(
+        kind=fleet_pb2.SERVICE_KIND_LORAS, name="l", address="127.0.0.1:9", instance="a store of LoRAs"
+    )
+    house.fleet.report(house.fleet.join(store), load(net("edges")))
+    assert house.hosts() == []
+
+
+def test_controlnets_are_counted_by_state_at_servers(house: House) -> None:
+    house.server(net("edges"), net("depth", state=ON_DISK))
+    house.server(net("edges"), name="s2")
+    house.fleet.report(house.worker, load(net("edges")))
+    assert (house.fleet.hosting.count(LOADED), house.fleet.hosting.count(ON_DISK)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "nets",
+    [
+        [net("")],
+        [net("../up")],
+        [net("x" * 201)],
+        [net("edges"), net("edges")],
+        [net(f"net-{number}") for number in range(1025)],
+        [net("edges", digest="x" * 129)],
+        [net("edges", base="x" * 129)],
+        [net("edges", size_bytes=-1)],
+        [net("edges", popularity=-1)],
+        [net("edges", sessions=-1)],
+        [net("edges", state=99)],
+    ],
+)
+def test_a_report_of_nonsense_is_refused_and_changes_nothing(house: House, nets: list[HostedControlNet]) -> None:
+    member = house.server(net("edges"))
+    with pytest.raises(InvalidRequest) as caught:
+        house.fleet.report(member, load(*nets))
+    assert [violation.field for violation in caught.value.violations] == ["load.controlnets"]
+    assert house.hosts() == ["s1"]
+
+
+def test_names_that_were_hosted_once_are_remembered_within_a_bound(house: House) -> None:
+    for number in range(6):
+        member = house.server(*(net(f"net-{number}-{index}") for index in range(1024)))
+        house.fleet.leave(member, member.stream)
+    assert len(house.fleet.hosting._seen) == 4096
+    house.resolve("net-5-0")
+    with pytest.raises(ControlNetNotFound):
+        house.resolve("net-0-0")
+
+
+def test_a_name_is_remembered_for_a_few_bases(house: House) -> None:
+    for number in range(20):
+        member = house.server(net("edges", base=f"base {number}"))
+        house.fleet.leave(member, member.stream)
+    assert len(house.fleet.hosting._seen["edges"]) == 8
+    house.resolve("edges", model=image_pb2.Model(name="m", base="base 19"))
+    with pytest.raises(NoControlNet):
+        house.resolve("edges", model=image_pb2.Model(name="m", base="base 0"))
+
+
+def test_a_fleet_that_is_full_takes_no_newcomer_but_those_who_come_back(house: House) -> None:
+    members = [house.server(name=f"s{number}") for number in range(5)]
+    with pytest.raises(FleetFull) as caught:
+        house.server(name="s9")
+    assert caught.value.metadata == {"max_members": "6"}
+    assert "max_members" in caught.value.message
+    house.fleet.leave(members[0], members[0].stream)
+    with pytest.raises(FleetFull):
+        house.server(name="s9")  # it may come back within its lease
+    assert house.fleet.join(again(members[0].registration)).connected
+    house.fleet.leave(members[1], members[1].stream)
+    house.time.now += 2
+    assert house.fleet.join(server("s1", port=999)).connected, "one of the same name replaces it"
+    house.fleet.expire()
+    assert house.server(name="s9").connected

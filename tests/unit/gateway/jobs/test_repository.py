@@ -1,0 +1,382 @@
+"""The jobs of a gateway, in memory and in a real store: what is found, listed, written and told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import DataLoss, InternalError, InvalidRequest, JobNotFound, NoWorker, StorageUnavailable
+from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.repository import JobFilter, JobRepository
+from bottega.gateway.jobs.storage import Storage
+from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
+from bottega.gateway.jobs.values import StoredImage
+from bottega.storage import ContentStore, os_errors
+from bottega.v1 import image_pb2
+from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.image_pb2 import JOB_STATE_CANCELLED
+from tests.samples.jobs import FakeTime, sample_job
+
+PICTURES = (StoredImage(digest="a" * 64, size_bytes=3),)
+
+
+class FailingStore(SqliteJobStore):
+    """A store whose disk is full while `full`; afterwards it says what it did all the same, where `lies`."""
+
+    full = False
+    lies = False
+    busy = False
+    gets = 0
+
+    async def get(self, job_id: str) -> JobRecord | None:
+        self.gets += 1
+        return await super().get(job_id)
+
+    async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
+        if self.lies:
+            await super().add(record, inputs=inputs, replaces=replaces)
+        self._check()
+        return await super().add(record, inputs=inputs, replaces=replaces)
+
+    async def complete(self, *args: object, **kwargs: object) -> bool:
+        if self.lies:
+            await super().complete(*args, **kwargs)  # type: ignore[arg-type]
+        self._check()
+        return await super().complete(*args, **kwargs)  # type: ignore[arg-type]
+
+    async def begin(self, job_id: str, attempt: int, *, started_wall: float) -> bool:
+        self._check()
+        return await super().begin(job_id, attempt, started_wall=started_wall)
+
+    async def fail(self, *args: object, **kwargs: object) -> bool:
+        self._check()
+        return await super().fail(*args, **kwargs)  # type: ignore[arg-type]
+
+    async def probe(self) -> None:
+        self._check()
+        await super().probe()
+
+    def _check(self) -> None:
+        if self.busy:
+            raise os_errors.unavailable("more waits for the disk than it can take", cause=os_errors.BUSY)
+        if self.full or self.lies:
+            raise os_errors.unavailable("the disk is full", cause="ENOSPC")
+
+
+@dataclass
+class Life:
+    """One life of a gateway, as far as its jobs go."""
+
+    time: FakeTime
+    store: FailingStore
+    storehouse: Storage
+    log: JobRepository
+    restored: list[Job]
+
+    @classmethod
+    async def begin(cls, folder: Path, time: FakeTime) -> Life:
+        store = FailingStore(folder / "jobs.sqlite")
+        storehouse = Storage(
+            folder=folder,
+            jobs=store,
+            images=ContentStore(folder / "images", budget_bytes=1 << 20, ttl_s=60),
+            max_jobs=100,
+            jobs_bytes=1 << 20,
+            jobs_ttl_s=3600,
+            waiting_bytes=1 << 20,
+            clock=time.clock(),
+        )
+        log = JobRepository(storehouse=storehouse, clock=time.clock())
+        await storehouse.open()
+        storehouse.start()
+        return cls(time=time, store=store, storehouse=storehouse, log=log, restored=await log.restore())
+
+    async def end(self) -> None:
+        await self.log.close()
+        await self.storehouse.close()
+
+    async def job(self, request_id: str = "") -> Job:
+        job = sample_job(self.time, request_id=request_id)
+        job.life = self.log.life
+        assert await self.log.add(job) is job
+        return job
+
+    async def ended(self, request_id: str = "") -> Job:
+        job = await self.job(request_id)
+        job.cancel()
+        await self.log.end(job)
+        return job
+
+
+@pytest.fixture
+def time() -> FakeTime:
+    return FakeTime()
+
+
+@pytest.fixture
+async def life(tmp_path: Path, time: FakeTime) -> AsyncIterator[Life]:
+    life = await Life.begin(tmp_path, time)
+    yield life
+    await life.end()
+
+
+def _ids(jobs: list[Job]) -> list[str]:
+    return [job.job_id for job in jobs]
+
+
+async def test_the_log_pages_newest_first_even_while_jobs_come_in(life: Life) -> None:
+    jobs = [await life.ended() for _ in range(5)]
+    first, token = await life.log.page(JobFilter(), size=2, token="")
+    await life.ended()
+    second, token = await life.log.page(JobFilter(), size=2, token=token)
+    third, end = await life.log.page(JobFilter(), size=2, token=token)
+    assert _ids([*first, *second, *third]) == _ids(jobs[::-1])
+    assert end == ""
+
+
+async def test_the_log_filters_by_state_and_time(life: Life) -> None:
+    old = await life.ended()
+    life.time.now += 10
+    live = await life.job()
+    assert (await life.log.page(JobFilter(states={image_pb2.JOB_STATE_QUEUED}), size=9, token=""))[0] == [live]
+    assert _ids((await life.log.page(JobFilter(before=live.created_wall), size=9, token=""))[0]) == [old.job_id]
+    assert (await life.log.page(JobFilter(after=live.created_wall), size=9, token=""))[0] == [live]
+
+
+@pytest.mark.parametrize("token", ["x", "AAAA", "%%%", "ü", "A" * 1000, "_" * 11 + "="])
+async def test_a_made_up_token_is_refused(life: Life, token: str) -> None:
+    with pytest.raises(InvalidRequest):
+        await life.log.page(JobFilter(), size=1, token=token)
+
+
+async def test_an_unknown_job_is_not_found(life: Life) -> None:
+    with pytest.raises(JobNotFound):
+        await life.log.get("nobody")
+
+
+async def test_an_ended_job_is_read_as_it_was_and_is_in_memory_no_more(life: Life) -> None:
+    job = await life.job("r")
+    job.begin("w1")
+    life.log.begun(job)
+    assert job.complete(job.number, PICTURES, Provenance(worker="w1"))
+    assert job.state == image_pb2.JOB_STATE_RUNNING, "nobody hears of it before it is written"
+    await life.log.end(job)
+    assert life.log.find(job.job_id) is None
+    for read in (await life.log.get(job.job_id), await life.log.of_request("r")):
+        assert read is not None
+        assert (read.state, read.pictures, read.provenance) == (job.state, PICTURES, job.provenance)
+        assert (read.steps_done, read.ended_wall, read.fingerprint) == (10, job.ended_wall, "f")
+        assert read.ended.is_set()
+
+
+async def test_a_later_life_knows_the_jobs_their_inputs_and_their_deadlines(tmp_path: Path, time: FakeTime) -> None:
+    first = await Life.begin(tmp_path, time)
+    queued, running = await first.job("q"), sample_job(time)
+    running.deadline = time.now + 30
+    await first.log.add(running)
+    running.begin("w1")
+    first.log.begun(running)
+    await first.ended()
+    await first.end()
+    time.now += 10
+    later = await Life.begin(tmp_path, time)
+    one, other = later.restored
+    assert (one.job_id, one.state, one.spec.image) == (queued.job_id, image_pb2.JOB_STATE_QUEUED, b"input")
+    assert (other.job_id, other.state, other.number) == (running.job_id, image_pb2.JOB_STATE_RUNNING, running.number)
+    assert other.deadline == pytest.approx(time.now + 20)
+    assert one.age_s == pytest.approx(10)
+    assert await later.log.of_request("q") is one
+    assert other.take_back(other.number)
+    assert other.begin("w2") > running.number
+    assert other.attempts == 2
+    await later.end()
+
+
+async def test_an_end_is_told_when_the_disk_takes_it(life: Life) -> None:
+    job = await life.job()
+    life.store.full = True
+    job.begin("w1")
+    life.log.begun(job)
+    job.complete(job.number, PICTURES, Provenance())
+    ending = asyncio.create_task(life.log.end(job))
+    await asyncio.sleep(0.1)
+    assert job.live
+    assert isinstance(life.storehouse.trouble, StorageUnavailable)
+    life.store.full = False
+    await asyncio.wait_for(ending, 2)
+    assert job.state == image_pb2.JOB_STATE_COMPLETED
+    record = await life.store.get(job.job_id)
+    assert record is not None
+    assert record.state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_an_end_that_was_written_though_that_failed_is_told_once(life: Life) -> None:
+    job = await life.job()
+    job.begin("w1")
+    life.log.begun(job)
+    job.complete(job.number, PICTURES, Provenance())
+    await asyncio.sleep(0.05)
+    life.store.lies = True
+    ending = asyncio.create_task(life.log.end(job))
+    await asyncio.sleep(0.05)
+    life.store.lies = False
+    await asyncio.wait_for(ending, 2)
+    assert (job.state, job.pictures) == (image_pb2.JOB_STATE_COMPLETED, PICTURES)
+
+
+async def test_an_end_that_the_store_does_not_know_of_is_no_success(life: Life) -> None:
+    job = await life.job()
+    job.begin("w1")  # and nothing is written of it
+    job.complete(job.number, PICTURES, Provenance())
+    await life.log.end(job)
+    assert job.state == image_pb2.JOB_STATE_FAILED
+    assert isinstance(job.error, InternalError)
+
+
+async def test_a_job_that_was_written_though_that_failed_goes_on_when_somebody_may_ask_for_it(life: Life) -> None:
+    found: list[Job] = []
+    life.log.on_found = found.append
+    named, nameless = sample_job(life.time, request_id="r"), sample_job(life.time)
+    life.store.lies = True
+    for job in (named, nameless):
+        with pytest.raises(StorageUnavailable):
+            await life.log.add(job)
+    assert life.log.find(named.job_id) is None
+    life.store.lies = False
+    await life.log.settle_doubts()
+    assert _ids(found) == [named.job_id]
+    assert await life.log.of_request("r") is found[0]
+    assert (await life.log.get(nameless.job_id)).state == image_pb2.JOB_STATE_CANCELLED
+
+
+async def test_a_disk_that_fails_again_while_doubts_are_settled_leaves_them_for_the_next_time(life: Life) -> None:
+    jobs = [sample_job(life.time) for _ in range(3)]
+    life.store.lies = True
+    for job in jobs:
+        with pytest.raises(StorageUnavailable):
+            await life.log.add(job)
+    life.store.lies, life.store.full = False, True
+    with pytest.raises(StorageUnavailable):
+        await life.log.settle_doubts()
+    life.store.full = False
+    await life.log.settle_doubts()
+    states = [(await life.log.get(job.job_id)).state for job in jobs]
+    assert states == [image_pb2.JOB_STATE_CANCELLED] * 3, "else it stays queued for ever, and nobody draws it"
+
+
+async def test_a_damaged_job_is_in_the_way_of_no_other_doubt(life: Life, tmp_path: Path) -> None:
+    jobs = [sample_job(life.time) for _ in range(3)]
+    life.store.lies = True
+    for job in jobs:
+        with pytest.raises(StorageUnavailable):
+            await life.log.add(job)
+    life.store.lies = False
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite", isolation_level=None)) as file:
+        file.execute("UPDATE jobs SET fingerprint = 'x' WHERE job_id = ?", (jobs[1].job_id,))
+    await life.log.settle_doubts()
+    for job in (jobs[0], jobs[2]):
+        assert (await life.log.get(job.job_id)).state == image_pb2.JOB_STATE_CANCELLED
+    with pytest.raises(DataLoss):
+        await life.log.get(jobs[1].job_id)
+
+
+async def test_what_the_disk_had_no_turn_for_is_not_looked_for_afterwards(life: Life) -> None:
+    life.store.busy = True
+    with pytest.raises(StorageUnavailable):
+        await life.log.add(sample_job(life.time))
+    life.store.busy = False
+    await life.log.settle_doubts()
+    assert life.store.gets == 0
+
+
+async def test_the_same_request_at_once_gives_one_job(life: Life) -> None:
+    jobs = [sample_job(life.time, request_id="r") for _ in range(10)]
+    added = await asyncio.gather(*(life.log.add(job) for job in jobs))
+    assert len({id(job) for job in added}) == 1
+    assert len((await life.log.page(JobFilter(), size=9, token=""))[0]) == 1
+
+
+async def _swept(life: Life) -> None:
+    """Returns when what was to be forgotten is."""
+    await asyncio.sleep(1.2)  # it sweeps every second
+
+
+@pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0])
+async def test_a_clock_that_is_set_back_or_forward_for_a_while_forgets_no_job(
+    life: Life, time: FakeTime, wrong_s: float
+) -> None:
+    before = await life.ended("before")
+    time.wrong_s = wrong_s
+    meanwhile = await life.ended("meanwhile")
+    await _swept(life)
+    time.wrong_s = 0.0
+    await _swept(life)
+    for job in (before, meanwhile):
+        assert (await life.log.get(job.job_id)).state == JOB_STATE_CANCELLED
+        assert await life.log.of_request(job.request_id) is not None
+    time.now += 3601
+    await _swept(life)
+    with pytest.raises(JobNotFound):
+        await life.log.get(meanwhile.job_id)
+
+
+@pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0])
+async def test_a_job_that_ended_under_a_wrong_clock_is_remembered_as_long_over_a_restart(
+    tmp_path: Path, time: FakeTime, wrong_s: float
+) -> None:
+    life = await Life.begin(tmp_path, time)
+    before = await life.ended("before")
+    time.wrong_s, time.now = wrong_s, time.now + 1000
+    meanwhile = await life.ended("meanwhile")
+    await life.end()
+    later = await Life.begin(tmp_path, time)
+    time.wrong_s, time.now = 0.0, time.now + 2601  # 3601 s after the first, 2601 s after the second
+    await _swept(later)
+    with pytest.raises(JobNotFound):
+        await later.log.get(before.job_id)
+    assert (await later.log.get(meanwhile.job_id)).job_id == meanwhile.job_id
+    await later.end()
+
+
+async def test_a_restart_under_a_clock_that_was_set_back_forgets_nothing_early_and_nothing_late(
+    tmp_path: Path, time: FakeTime
+) -> None:
+    life = await Life.begin(tmp_path, time)
+    job = await life.ended("r")
+    await life.end()
+    time.wrong_s = -7200.0
+    later = await Life.begin(tmp_path, time)
+    time.wrong_s, time.now = 0.0, time.now + 3500
+    await _swept(later)
+    assert (await later.log.get(job.job_id)).job_id == job.job_id
+    time.now += 101
+    await _swept(later)
+    with pytest.raises(JobNotFound):
+        await later.log.get(job.job_id)
+    await later.end()
+
+
+async def test_of_a_cancelled_job_only_the_beginnings_of_its_texts_are_kept(life: Life, time: FakeTime) -> None:
+    jobs = []
+    for end in ("cancelled", "failed"):
+        job = sample_job(time, request_id=end)
+        job.bare.prompt, job.bare.negative_prompt_2 = "star " * 3000, "short"
+        assert await life.log.add(job) is job
+        job.cancel() if end == "cancelled" else job.fail(NoWorker("none"))
+        await life.log.end(job)
+        jobs.append(job)
+    cancelled, failed = [await life.log.get(job.job_id) for job in jobs]
+    assert cancelled.bare.prompt == ("star " * 3000)[:200] + "…"
+    assert cancelled.bare == jobs[0].bare, "whoever follows it is told the same"
+    assert (cancelled.bare.negative_prompt_2, cancelled.bare.num_inference_steps) == ("short", 10)
+    assert cancelled.fingerprint == jobs[0].fingerprint
+    assert failed.bare.prompt == "star " * 3000, "it may be drawn again"
+    record = await life.store.get(cancelled.job_id)
+    assert record is not None
+    assert len(record.spec) < 500

@@ -1,0 +1,191 @@
+"""The gateway's disk: what must be written is tried until it is, within bounds; a disk that is back is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import BottegaError, DataLoss, StorageUnavailable
+from bottega.gateway.clock import Clock
+from bottega.gateway.jobs.storage import Storage
+from bottega.gateway.jobs.store import SqliteJobStore
+from bottega.storage import ContentStore, os_errors
+from bottega.v1.image_pb2 import JOB_STATE_FAILED
+from tests.support.job_store_backends import record
+
+
+class FailingImages(ContentStore):
+    """Images on a disk that is full while `full`; probes find room all the same where `small`."""
+
+    full = small = False
+
+    async def put(self, digest: str, data: bytes) -> None:
+        if self.full:
+            raise os_errors.unavailable("the disk is full", cause="ENOSPC")
+        await super().put(digest, data)
+
+    async def probe(self) -> None:
+        if self.full and not self.small:
+            raise os_errors.unavailable("the disk is full", cause="ENOSPC")
+        await super().probe()
+
+
+class SlowImages(ContentStore):
+    """Takes one image only when it may."""
+
+    slow = b"slow"
+
+    def __init__(self, folder: Path, *, budget_bytes: int, ttl_s: float) -> None:
+        super().__init__(folder, budget_bytes=budget_bytes, ttl_s=ttl_s)
+        self.reached, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def put(self, digest: str, data: bytes) -> None:
+        if data == self.slow:
+            self.reached.set()
+            await self.go_on.wait()
+        await super().put(digest, data)
+
+
+@pytest.fixture
+async def storehouse(tmp_path: Path) -> AsyncIterator[Storage]:
+    storehouse = Storage(
+        folder=tmp_path,
+        jobs=SqliteJobStore(tmp_path / "jobs.sqlite"),
+        images=FailingImages(tmp_path / "images", budget_bytes=1 << 20, ttl_s=0.5),
+        max_jobs=3,
+        jobs_bytes=1 << 20,
+        jobs_ttl_s=60,
+        waiting_bytes=100,
+        clock=Clock(),
+    )
+    await storehouse.open()
+    storehouse.start()
+    yield storehouse
+    await storehouse.close()
+
+
+def _images(storehouse: Storage) -> FailingImages:
+    assert isinstance(storehouse.images, FailingImages)
+    return storehouse.images
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(4):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
+
+
+async def test_images_wait_for_a_full_disk_within_bounds(storehouse: Storage) -> None:
+    images, changes = _images(storehouse), []
+    storehouse.on_change = lambda: changes.append(storehouse.trouble is None)
+    images.full = True
+    waiting = asyncio.create_task(storehouse.keep([b"x" * 60]))
+    await _until(lambda: storehouse.trouble is not None)
+    with pytest.raises(StorageUnavailable):
+        storehouse.check()
+    with pytest.raises(StorageUnavailable):
+        await storehouse.keep([b"y" * 60])
+    images.full = False
+    (picture,) = await asyncio.wait_for(waiting, 2)
+    assert await images.get(picture.digest) == b"x" * 60
+    await _until(lambda: storehouse.trouble is None)
+    assert changes == [False, True]
+    await storehouse.keep([b"y" * 60])  # the room is free again
+
+
+async def test_images_of_one_job_stay_together_while_others_are_kept(tmp_path: Path) -> None:
+    images = SlowImages(tmp_path / "images", budget_bytes=100, ttl_s=60)
+    house = Storage(
+        folder=tmp_path,
+        jobs=SqliteJobStore(tmp_path / "jobs.sqlite"),
+        images=images,
+        max_jobs=3,
+        jobs_bytes=1 << 20,
+        jobs_ttl_s=60,
+        waiting_bytes=1000,
+        clock=Clock(),
+    )
+    await house.open()
+    try:
+        keeping = asyncio.create_task(house.keep([b"1" * 20, images.slow]))
+        await asyncio.wait_for(images.reached.wait(), 2)
+        for other in (b"2", b"3"):  # each needs what the other had
+            await house.keep([other * 60])
+        with pytest.raises(StorageUnavailable):
+            await house.keep([b"4" * 81])  # more than can be pinned beside the first
+        images.go_on.set()
+        assert all([await images.get(picture.digest) for picture in await keeping])
+    finally:
+        await house.close()
+
+
+async def test_a_disk_with_room_for_a_probe_only_is_still_full(storehouse: Storage) -> None:
+    images = _images(storehouse)
+    images.full = images.small = True
+    waiting = asyncio.create_task(storehouse.keep([b"x"]))
+    await _until(lambda: storehouse.trouble is not None)
+    await asyncio.sleep(1.2)
+    assert storehouse.trouble is not None
+    images.full = False
+    await asyncio.wait_for(waiting, 2)
+
+
+async def test_a_busy_disk_is_no_broken_one(storehouse: Storage) -> None:
+    storehouse.failed(os_errors.unavailable("more waits than it can take", cause=os_errors.BUSY))
+    storehouse.check()
+
+
+async def test_damage_is_told_without_saying_where(storehouse: Storage, tmp_path: Path) -> None:
+    storehouse.failed(DataLoss(f"{tmp_path} is damaged"))
+    with pytest.raises(DataLoss) as caught:
+        storehouse.check()
+    assert str(tmp_path) not in caught.value.message
+
+
+async def test_jobs_and_images_are_swept(storehouse: Storage) -> None:
+    await storehouse.keep([b"x"])
+    for number in range(5):
+        await storehouse.jobs.add(record(f"j{number}"))
+        await storehouse.jobs.fail(f"j{number}", None, error=b"", state=JOB_STATE_FAILED, ended_wall=9e9)
+    await asyncio.sleep(2.2)
+    assert [kept.job_id for kept in await storehouse.jobs.page(size=9)] == ["j4", "j3", "j2"]
+    assert len(storehouse.images) == 0
+
+
+async def test_what_is_read_first_is_tried_until_it_can_be(
+    storehouse: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.gateway.jobs.storage._DAMAGED_RETRY_S", 0.1)
+    answers: list[BottegaError | None] = [
+        os_errors.unavailable("it does not answer", cause="EIO"),
+        DataLoss("damaged"),
+        None,
+    ]
+
+    async def read() -> None:
+        error = answers.pop(0)
+        if error is not None:
+            raise error
+
+    failures: list[int] = []
+    await asyncio.wait_for(storehouse.open(first=read, on_failure=lambda: failures.append(1)), 4)
+    assert (answers, failures, storehouse.trouble) == ([], [1, 1], None)
+
+
+async def test_a_damaged_store_is_looked_at_less_often_than_a_full_one(storehouse: Storage) -> None:
+    tries: list[float] = []
+
+    async def read() -> None:
+        tries.append(time.monotonic())
+        raise DataLoss("damaged") if len(tries) > 2 else os_errors.unavailable("full", cause="ENOSPC")
+
+    opening = asyncio.create_task(storehouse.open(first=read))
+    await asyncio.sleep(2.5)
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    assert len(tries) == 3
+    assert tries[2] - tries[0] < 2

@@ -1,0 +1,437 @@
+"""From accepted to ended by the gateway's rules, without a wire and on a clock that the test turns."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import weakref
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bottega.errors import (
+    BottegaError,
+    DeadlineUnmeetable,
+    Draining,
+    NoWorker,
+    Poisoned,
+    QueueFull,
+    Unavailable,
+    WorkerLost,
+)
+from bottega.gateway.jobs.job import MOST_ATTEMPTS, Job
+from bottega.gateway.scheduling import periodic
+from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
+from tests.fakes.gateway_rules import Shop
+from tests.samples.jobs import sample_job
+
+
+@pytest.fixture
+async def shop() -> AsyncIterator[Shop]:
+    shop = Shop()
+    yield shop
+    await shop.foreman.stop()
+
+
+def _calling_takes(shop: Shop, seconds: float) -> None:
+    def pass_time() -> None:
+        shop.time.now += seconds
+
+    for client in shop.clients.values():
+        client.on_call = pass_time
+
+
+async def test_routing_is_timed_from_accepted_to_the_call_of_a_worker_that_is_free(shop: Shop) -> None:
+    shop.worker()
+    _calling_takes(shop, 0.25)
+    job = shop.submit()
+    assert (job.queue_s, job.route_s) == (0, 0.25)
+    assert shop.registry.get_sample_value("bottega_route_seconds_sum") == 0.25
+
+
+async def test_routing_of_a_job_that_waited_is_timed_from_the_worker_being_free(shop: Shop) -> None:
+    shop.worker()
+    first = shop.submit()
+    waits = shop.submit()
+    assert waits.state == image_pb2.JOB_STATE_QUEUED
+    _calling_takes(shop, 0.25)
+    shop.time.now += 10
+    await shop.complete(first)
+    assert waits.state == image_pb2.JOB_STATE_RUNNING
+    assert (waits.queue_s, waits.route_s) == (10, 0.25)
+    assert shop.registry.get_sample_value("bottega_queue_seconds_sum") == 10
+
+
+async def test_the_next_job_is_bound_when_the_one_before_comes_to_its_last_turn(shop: Shop) -> None:
+    shop.worker()
+    first, waits = shop.submit(), shop.submit()
+    shop.time.now += 1
+    await shop.advance(first, 5)
+    assert waits.state == image_pb2.JOB_STATE_QUEUED
+    shop.time.now += 1
+    await shop.advance(first, 9)
+    assert waits.state == image_pb2.JOB_STATE_RUNNING
+
+
+async def test_news_that_came_during_the_pause_after_a_look_count_when_it_is_over(shop: Shop) -> None:
+    shop.worker()
+    first, waits = shop.submit(), shop.submit()
+    await shop.advance(first, 9)  # the queue was looked at at this very moment of the clock
+    assert waits.state == image_pb2.JOB_STATE_QUEUED
+    await asyncio.sleep(0.1)
+    assert waits.state == image_pb2.JOB_STATE_RUNNING
+
+
+@pytest.mark.alone
+async def test_progress_of_many_workers_costs_no_look_at_all_of_them_each_time(shop: Shop) -> None:
+    for index in range(64):
+        shop.worker(f"w{index}")
+    running = [shop.submit() for _ in range(64)]
+    for _ in range(20):
+        shop.submit()
+    observer = shop.dispatcher.observer
+    assert observer is not None
+    began = time.thread_time()
+    for steps_done in range(1, 6):
+        for job in running:
+            job.advance(1, steps_done)
+            observer.attempt_advanced(job)
+    assert (time.thread_time() - began) / (5 * 64) < 0.0001
+
+
+async def test_every_new_look_sees_how_far_the_workers_are(shop: Shop) -> None:
+    shop.worker("w1")
+    shop.worker("w2")
+    one, other = shop.submit(), shop.submit()
+    third, fourth = shop.submit(), shop.submit()
+    shop.time.now += 1
+    await shop.advance(other, 9)
+    assert (third.worker, fourth.state) == (other.worker, image_pb2.JOB_STATE_QUEUED)
+    shop.time.now += 1
+    await shop.complete(one)
+    assert fourth.worker == "w1"
+
+
+async def test_old_step_times_are_not_kept_alive(shop: Shop) -> None:
+    member = shop.worker()
+    for _ in range(3):
+        shop.submit()
+    old = weakref.ref(member.times)
+    shop.report(member)
+    shop.foreman.start()
+    await asyncio.sleep(1.2)  # those who wait have been told how it looks now
+    gc.collect()
+    assert old() is None
+
+
+async def test_of_an_attempt_that_was_stopped_nothing_waits_for_the_collector(shop: Shop) -> None:
+    shop.worker()
+    job = shop.submit()
+    await shop.advance(job, 1)
+    gc.collect()
+    gc.disable()  # what waits for it is kept
+    try:
+        shop.foreman.cancel(job)
+        await asyncio.sleep(0.05)
+        assert not [kept for kept in gc.get_objects() if type(kept).__name__ == "_Attempt"]
+    finally:
+        gc.enable()
+
+
+async def test_those_who_line_up_are_told_their_place_and_when_they_will_be_done(shop: Shop) -> None:
+    shop.worker()
+    shop.submit()
+    waiting = [shop.submit() for _ in range(3)]
+    for place, job in enumerate(waiting):
+        assert job.standing is not None
+        assert job.standing.place == place
+        assert job.standing.estimate_s == pytest.approx((2 + place) * 10 * 0.1)
+
+
+async def test_a_job_whose_caller_goes_is_cancelled_before_its_deadline_and_failed_by_it(shop: Shop) -> None:
+    for after_s, state in ((1.0, image_pb2.JOB_STATE_CANCELLED), (1.95, image_pb2.JOB_STATE_FAILED)):
+        job = sample_job(shop.time)
+        job.deadline = shop.time.now + 2
+        shop.take(job)
+        shop.time.now += after_s
+        shop.foreman.abandon(job)
+        await asyncio.wait_for(job.ended.wait(), 1)
+        assert job.state == state
+
+
+def _due(shop: Shop, in_s: float) -> Job:
+    job = sample_job(shop.time)
+    job.deadline = shop.time.now + in_s
+    return job
+
+
+async def test_a_job_that_cannot_end_before_its_deadline_is_refused_with_the_estimate(shop: Shop) -> None:
+    shop.worker()  # .1 s a turn, ten of them
+    shop.foreman.refuse_unmeetable(_due(shop, 1.1))
+    with pytest.raises(DeadlineUnmeetable) as refused:
+        shop.foreman.refuse_unmeetable(_due(shop, 0.8))
+    assert float(refused.value.metadata["estimate_s"]) == pytest.approx(1.0)
+    assert refused.value.retry_after_s is None  # alone it would be too late as well
+    for _ in range(3):
+        shop.submit()
+    shop.time.now += 0.1
+    with pytest.raises(DeadlineUnmeetable) as refused:
+        shop.foreman.refuse_unmeetable(_due(shop, 3.0))
+    assert float(refused.value.metadata["estimate_s"]) == pytest.approx(4.0)
+    assert refused.value.retry_after_s
+    with pytest.raises(DeadlineUnmeetable):
+        shop.foreman.refuse_unmeetable(_due(shop, 4.6))  # nothing to spare, behind others
+    shop.foreman.refuse_unmeetable(_due(shop, 6.0))
+
+
+async def test_nobody_is_refused_for_those_who_have_gone(shop: Shop) -> None:
+    shop.worker()
+    jobs = [shop.submit() for _ in range(3)]
+    for job in jobs:
+        shop.foreman.cancel(job)
+    shop.time.now += 0.1
+    shop.foreman.refuse_unmeetable(_due(shop, 1.2))
+
+
+async def test_nobody_is_refused_while_nothing_was_measured(shop: Shop) -> None:
+    shop.foreman.refuse_unmeetable(_due(shop, 0.1))
+    shop.fleet.report(shop.worker(), fleet_pb2.Load())
+    shop.time.now += 1
+    shop.foreman.refuse_unmeetable(_due(shop, 0.1))
+
+
+async def test_a_job_that_waits_too_long_to_be_done_in_time_is_dropped_before_its_deadline(shop: Shop) -> None:
+    shop.worker()
+    runs = shop.submit()
+    late, other = _due(shop, 5.0), shop.submit()
+    shop.take(late)
+    shop.foreman.start()
+    shop.time.now += 4.3
+    shop.report(shop.member("w1"))
+    await asyncio.wait_for(late.ended.wait(), 3)
+    assert isinstance(late.error, DeadlineUnmeetable)
+    assert (runs.live, other.live) == (True, True)
+
+
+async def test_a_job_whose_turn_comes_too_late_is_not_begun_while_others_wait(shop: Shop) -> None:
+    shop.worker()
+    runs = shop.submit()
+    late = shop.take(_due(shop, 5.0))
+    waits = shop.submit()
+    shop.time.now += 4.1  # a second is left, which is what it takes alone, and nobody knows who joins it
+    shop.report(shop.member("w1"))
+    await shop.complete(runs)
+    await asyncio.wait_for(late.ended.wait(), 2)
+    assert isinstance(late.error, DeadlineUnmeetable)
+    assert waits.worker == "w1"
+
+
+async def test_workers_that_stop_or_are_full_are_not_counted_as_lost_with_a_job() -> None:
+    shop = Shop(max_attempts=1)
+    job = shop.submit()
+    for name in ("w1", "w2", "w3"):
+        member = shop.worker(name)
+        assert job.worker == name
+        shop.report(member, draining=True)
+        await shop.fail(job, WorkerLost("cut off"))
+    for name, error in (("w4", QueueFull("full")), ("w5", Draining("stops")), ("w6", Unavailable("refused"))):
+        shop.worker(name)
+        assert job.worker == name
+        await shop.fail(job, error)
+        assert job.state == image_pb2.JOB_STATE_QUEUED
+    shop.worker("w7")
+    await shop.fail(job, WorkerLost("cut off"))
+    assert (job.state, job.attempts) == (image_pb2.JOB_STATE_FAILED, 7)
+    assert isinstance(job.error, WorkerLost)
+    await shop.foreman.stop()
+
+
+def _near_its_last_attempt(shop: Shop) -> Job:
+    """As after all attempts but one that a job may have, in the second life of a gateway."""
+    job = sample_job(shop.time)
+    job.life = 1
+    job.number = (1 << 12) + MOST_ATTEMPTS - 1
+    return shop.take(job)
+
+
+@pytest.mark.parametrize("error", [WorkerLost("cut off"), QueueFull("full")], ids=["lost", "returned"])
+async def test_the_count_of_attempts_never_runs_into_that_of_lives(error: BottegaError) -> None:
+    shop = Shop(max_attempts=MOST_ATTEMPTS)
+    job = _near_its_last_attempt(shop)
+    shop.worker()
+    assert (job.number, job.attempts) == ((2 << 12) - 1, MOST_ATTEMPTS)
+    await shop.fail(job, error)
+    await asyncio.wait_for(job.ended.wait(), 2)
+    assert isinstance(job.error, WorkerLost)
+    assert job.error.message == "4095 attempts at this job came to nothing"
+    await shop.foreman.stop()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["unclaimed", "in the queue"])
+async def test_a_restart_gives_no_job_more_attempts_than_there_are_numbers(lost: bool) -> None:
+    shop = Shop(max_attempts=MOST_ATTEMPTS, hold_s=0.01)
+    job = _near_its_last_attempt(shop)
+    shop.worker()
+    await shop.foreman.stop()
+    if lost:  # and the gateway died before it could write what follows from that
+        assert await shop.storehouse.jobs.requeue(job.job_id, job.number, deaths=0)
+    shop.open()
+    (again,) = shop.log.live()
+    await asyncio.wait_for(again.ended.wait(), 2)
+    assert (again.state, again.number) == (image_pb2.JOB_STATE_FAILED, (2 << 12) - 1)
+    await shop.foreman.stop()
+
+
+async def test_a_gateway_that_was_stopped_itself_waits_for_the_workers_of_its_jobs_once_more() -> None:
+    shop = Shop(hold_s=0.1)
+    shop.worker()
+    job = shop.submit()
+    assert job.state == image_pb2.JOB_STATE_RUNNING
+    await shop.foreman.stop()
+    shop.open()
+    (held,) = shop.log.live()
+    time.sleep(0.8)  # noqa: ASYNC251 - as SIGSTOP does: no worker could come meanwhile
+    await asyncio.sleep(0.05)
+    assert held.state == image_pb2.JOB_STATE_RUNNING, "it is held"
+    async with asyncio.timeout(5):
+        while held.state == image_pb2.JOB_STATE_RUNNING:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    assert held.state == image_pb2.JOB_STATE_QUEUED
+    await shop.foreman.stop()
+
+
+async def test_a_gateway_that_was_stopped_between_two_looks_ends_no_lease(shop: Shop) -> None:
+    looks: list[None] = []
+
+    def stopped_in_it() -> None:
+        looks.append(None)
+        if len(looks) == 1:
+            shop.time.now += 60  # wherever in the look that happens
+
+    shop.worker()
+    shop.foreman._rounds._look_after_queue = stopped_in_it  # type: ignore[method-assign]
+    shop.foreman.start()
+    async with asyncio.timeout(5):
+        while len(looks) < 2:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    assert [member.name for member in shop.fleet.members()] == ["w1"]
+
+
+async def test_telling_a_long_queue_where_it_stands_keeps_no_silent_worker_in_the_fleet(shop: Shop) -> None:
+    entered = asyncio.Event()
+
+    async def without_end() -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    shop.worker()
+    shop.foreman._standings.tell_all = without_end  # type: ignore[method-assign]
+    shop.foreman.start()
+    await asyncio.wait_for(entered.wait(), 5)
+    async with asyncio.timeout(30):
+        while shop.fleet.members():
+            shop.time.now += 0.05
+            await asyncio.sleep(0.05)
+    await shop.foreman.stop()
+
+
+async def test_a_poisonous_job_fails_alone_and_none_of_its_neighbours(shop: Shop) -> None:
+    """A worker that dies whenever the poison has come to its fourth step."""
+    worker = shop.worker(seconds=0.1)
+    shop.report(worker, seconds=0.1, fixed_s=10.0)  # turns that are nearly free to share: all run together
+    jobs = [shop.submit() for _ in range(8)]
+    poison = jobs[3]
+    assert len(shop.running(worker)) == 8
+    company: list[int] = []
+    for _ in range(200):
+        if not any(job.live for job in jobs):
+            break
+        shop.time.now += 0.3
+        shop.report(worker, seconds=0.1, fixed_s=10.0)
+        await shop.step(worker)
+        if poison.state == image_pb2.JOB_STATE_RUNNING and poison.steps_done >= 4:
+            company.append(len(shop.running(worker)))
+            await shop.kill(worker)
+    assert isinstance(poison.error, Poisoned)
+    assert company == [8, 1, 1]
+    assert [job.state for job in jobs if job is not poison] == [image_pb2.JOB_STATE_COMPLETED] * 7
+
+
+async def test_suspects_hold_up_nobody_at_another_worker(shop: Shop) -> None:
+    first = shop.worker("w1")
+    dies = shop.submit()
+    assert dies.worker == "w1"
+    shop.worker("w2")
+    runs = shop.submit()
+    await shop.kill(first)
+    assert (dies.state, dies.suspect) == (image_pb2.JOB_STATE_QUEUED, True)
+    later = shop.submit()
+    assert (later.worker, dies.state) == ("w1", image_pb2.JOB_STATE_QUEUED)
+    await shop.complete(runs)
+    shop.report(shop.member("w2"))
+    assert (dies.worker, dies.alone) == ("w2", True)
+    waits = shop.submit()
+    assert waits.state == image_pb2.JOB_STATE_QUEUED
+    await shop.complete(dies)
+    shop.report(shop.member("w2"))
+    assert waits.worker == "w2"
+
+
+async def test_a_worker_that_did_not_take_a_job_is_not_asked_again_at_once(shop: Shop) -> None:
+    member = shop.worker()
+    job = shop.submit()
+    await shop.fail(job, QueueFull("full"))
+    shop.time.now += 0.4
+    other = shop.submit()
+    assert len(shop.client().called) == 1
+    shop.time.now += 0.2
+    shop.report(member)
+    assert (job.state, other.state) == (image_pb2.JOB_STATE_RUNNING, image_pb2.JOB_STATE_QUEUED)
+
+
+async def test_a_job_that_no_worker_takes_fails_in_the_end(shop: Shop) -> None:
+    member = shop.worker()
+    job = shop.submit()
+    began = shop.time.now
+    while job.live:
+        await shop.fail(job, QueueFull("full"))
+        shop.time.now += 0.5
+        shop.report(member)
+    assert 20 < shop.time.now - began < 60
+    assert isinstance(job.error, NoWorker)
+
+
+async def test_a_fault_while_the_queue_is_looked_after_is_logged_told_and_ends_no_lease(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(periodic, "_TICK_S", 0.005)
+    shop.worker()
+    stranger = sample_job(shop.time)
+    shop.queue.add(stranger)  # nobody knows of it, which is a fault of ours
+    shop.foreman.start()
+    async with asyncio.timeout(5):
+        while shop.foreman.sound:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    assert [line.exc_info is not None for line in caplog.records if line.levelname == "ERROR"] == [True] * 3
+    shop.queue.remove(stranger)
+    async with asyncio.timeout(5):
+        while shop.fleet.members() or not shop.foreman.sound:
+            shop.time.now += 0.2  # its lease ends, and the faults are long ago
+            await asyncio.sleep(0.01)
+
+
+async def test_a_fault_in_the_stream_of_checkpoints_is_logged_and_they_are_watched_again(
+    shop: Shop, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop.worker()
+    job = shop.submit()
+    shop.client().news.put_nowait(None)
+    attempt = worker_pb2.AttemptId(job_id=job.job_id, number=job.number)
+    news = worker_pb2.WatchCheckpointsResponse(attempt=attempt, steps_done=4, checkpoint=b"4")
+    shop.client().news.put_nowait(news)
+    async with asyncio.timeout(5):
+        while job.checkpoint is None:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    assert job.checkpoint.steps_done == 4
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]

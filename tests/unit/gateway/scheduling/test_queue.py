@@ -1,0 +1,105 @@
+"""The bounded queue of waiting jobs: its order, its room and when to ask again."""
+
+from __future__ import annotations
+
+import pytest
+
+from bottega.errors import QueueFull
+from bottega.gateway.scheduling.queue import JobQueue
+from tests.samples.jobs import FakeTime, sample_job
+
+
+def test_the_queue_is_bounded_in_number_and_bytes() -> None:
+    time = FakeTime()
+    queue = JobQueue(max_jobs=2, budget_bytes=2000, clock=time.clock())
+    queue.add(sample_job(time, size_bytes=920))
+    with pytest.raises(QueueFull):
+        queue.check_room(1500)
+    queue.check_room(500)
+    second = sample_job(time, size_bytes=30)
+    queue.add(second)
+    with pytest.raises(QueueFull):
+        queue.check_room(1)
+    queue.remove(second)
+    queue.check_room(500)
+    queue.remove(second)
+
+
+def test_a_lost_job_goes_before_the_others() -> None:
+    time = FakeTime()
+    queue = JobQueue(max_jobs=9, budget_bytes=1 << 20, clock=time.clock())
+    jobs = [sample_job(time, size_bytes=30) for _ in range(3)]
+    queue.add(jobs[0])
+    queue.add(jobs[1])
+    queue.add(jobs[2], first=True)
+    assert list(queue.line("m")) == [jobs[2], jobs[0], jobs[1]]
+
+
+def test_retry_after_follows_the_measured_rate() -> None:
+    time = FakeTime()
+    queue = JobQueue(max_jobs=100, budget_bytes=1 << 20, clock=time.clock())
+    for _ in range(100):
+        queue.add(sample_job(time, size_bytes=30))
+    for _ in range(10):
+        queue.one_done()
+        time.now += 2.0
+    # One job in two seconds, and a tenth of the queue is ten jobs. Not everybody shall come back at once.
+    told = [queue.retry_after_s() for _ in range(100)]
+    assert min(told) == pytest.approx(20, rel=0.1)
+    assert max(told) == pytest.approx(30, rel=0.1)
+    assert len(set(told)) > 50
+
+
+def _hint_s(queue: JobQueue) -> float:
+    """The shortest that is told: some hear up to half as much more."""
+    return min(queue.retry_after_s() for _ in range(200))
+
+
+def _drawn(waiting: int, *, every_s: float, pictures: int = 6) -> tuple[FakeTime, JobQueue]:
+    """So many jobs wait while pictures come at that rate; the last one has just come."""
+    time = FakeTime()
+    queue = JobQueue(max_jobs=1000, budget_bytes=1 << 20, clock=time.clock())
+    for _ in range(waiting):
+        queue.add(sample_job(time, size_bytes=30))
+    for _ in range(pictures):
+        time.now += every_s
+        queue.one_done()
+    return time, queue
+
+
+@pytest.mark.parametrize("every_s", [5, 20, 31, 40, 55])
+def test_retry_after_is_the_time_of_a_picture_where_one_in_ten_is_one(every_s: float) -> None:
+    _, queue = _drawn(10, every_s=every_s)
+    assert _hint_s(queue) == pytest.approx(every_s, rel=0.05)
+
+
+@pytest.mark.parametrize("every_s", [31, 40, 60, 120, 600])
+@pytest.mark.parametrize("pictures", [2, 3, 40])
+def test_the_slower_pictures_are_the_longer_are_callers_asked_to_wait(every_s: float, pictures: int) -> None:
+    time, queue = _drawn(256, every_s=every_s, pictures=pictures)
+    for _ in range(4):
+        assert _hint_s(queue) == pytest.approx(60, rel=0.05)
+        time.now += every_s / 4
+
+
+def test_a_fleet_that_has_stalled_promises_nothing_of_what_it_once_drew() -> None:
+    time, queue = _drawn(10, every_s=1)
+    told = [_hint_s(queue)]
+    for _ in range(4):
+        time.now += 30
+        told.append(_hint_s(queue))
+    assert told == sorted(told)
+    assert told[0] == pytest.approx(1, rel=0.05)
+    assert told[-1] > 25, "four pictures in two minutes are no rate of one a second"
+
+
+@pytest.mark.parametrize("pictures", range(4))
+def test_the_time_in_which_nobody_waited_slows_no_rate(pictures: int) -> None:
+    time, queue = _drawn(0, every_s=2)
+    time.now += 3600
+    for _ in range(10):
+        queue.add(sample_job(time, size_bytes=30))
+    for _ in range(pictures):
+        time.now += 2
+        queue.one_done()
+    assert _hint_s(queue) == pytest.approx(2, rel=0.05)

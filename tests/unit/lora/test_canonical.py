@@ -1,0 +1,196 @@
+"""The canonical form of LoRAs: what is written is read again, in one order only, and nothing else is taken."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from itertools import pairwise
+from typing import cast
+
+import pytest
+
+from bottega.errors import BadLora
+from bottega.lora import canonical
+from bottega.lora.canonical import ModuleWeights, TensorData
+
+_TEXT = "encoder.layers.0.self_attn.q_proj"
+_LINEAR = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+_CONV = "down_blocks.0.resnets.0.conv1"
+
+
+def _weights(dtype: str, *shape: int, fill: int = 1) -> TensorData:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return TensorData(dtype=dtype, shape=shape, data=bytes([fill]) * (count * (4 if dtype == "F32" else 2)))
+
+
+def _modules() -> list[ModuleWeights]:
+    return [
+        ModuleWeights(
+            component="unet",
+            path=_LINEAR,
+            scale=0.5,
+            down=_weights("F16", 4, 8, fill=2),
+            up=_weights("F16", 6, 4, fill=3),
+        ),
+        ModuleWeights(
+            component="unet",
+            path=_CONV,
+            scale=2.0,
+            down=_weights("F32", 2, 3, 3, 3, fill=4),
+            up=_weights("F32", 5, 2, 1, 1, fill=5),
+        ),
+        ModuleWeights(
+            component="text_encoder",
+            path=_TEXT,
+            scale=1.0,
+            down=_weights("BF16", 3, 7, fill=6),
+            up=_weights("BF16", 7, 3, fill=7),
+        ),
+    ]
+
+
+def _written(modules: list[ModuleWeights]) -> bytes:
+    file = io.BytesIO()
+    canonical.write(file, modules)
+    return file.getvalue()
+
+
+def _parsed(data: bytes) -> canonical.CanonicalLora:
+    size = 8 + int.from_bytes(data[:8], "little")
+    return canonical.parse(data[:size], file_bytes=len(data))
+
+
+def _with_fields(data: bytes, change: dict[str, object | None]) -> bytes:
+    """The file with another header: None leaves a field out, a dict changes it."""
+    size = 8 + int.from_bytes(data[:8], "little")
+    fields = json.loads(data[8:size])
+    for name, value in change.items():
+        if value is None:
+            del fields[name]
+        else:
+            fields[name] = {**fields.get(name, {}), **cast(dict[str, object], value)}
+    text = json.dumps(fields).encode()
+    return len(text).to_bytes(8, "little") + text + data[size:]
+
+
+def test_what_was_written_is_read_again() -> None:
+    data = _written(_modules())
+    lora = _parsed(data)
+    assert lora.file_bytes == len(data)
+    assert lora.rank == 4
+    text, unet = data[lora.header_bytes :][: lora.text_bytes], data[lora.header_bytes + lora.text_bytes :]
+    assert len(unet) == lora.unet_bytes
+    given = {(module.component, module.path): module for module in _modules()}
+    for module in lora.modules:
+        section = unet if module.component == "unet" else text
+        was = given.pop((module.component, module.path))
+        assert struct.unpack("<f", section[module.scale.begin : module.scale.end]) == (was.scale,)
+        for entry, weights in ((module.down, was.down), (module.up, was.up)):
+            assert (entry.dtype, entry.shape) == (weights.dtype, weights.shape)
+            assert section[entry.begin : entry.end] == weights.data
+    assert not given
+
+
+def test_the_same_modules_give_the_same_bytes_in_whatever_order_they_come() -> None:
+    assert _written(_modules()) == _written(_modules()[::-1])
+
+
+def test_text_encoders_come_first_and_in_a_section_what_has_the_larger_items() -> None:
+    data = _written(_modules())
+    size = 8 + int.from_bytes(data[:8], "little")
+    names = [name for name in json.loads(data[8:size]) if name != "__metadata__"]
+    assert names == [
+        f"text_encoder.{_TEXT}.scale",
+        f"text_encoder.{_TEXT}.down",
+        f"text_encoder.{_TEXT}.up",
+        f"unet.{_CONV}.scale",
+        f"unet.{_LINEAR}.scale",
+        f"unet.{_CONV}.down",
+        f"unet.{_CONV}.up",
+        f"unet.{_LINEAR}.down",
+        f"unet.{_LINEAR}.up",
+    ]
+    unet = [module for module in _parsed(data).modules if module.component == "unet"]
+    entries = sorted((e for m in unet for e in (m.scale, m.down, m.up)), key=lambda entry: entry.begin)
+    assert all(before.end == after.begin for before, after in pairwise(entries))
+    assert entries[0].begin == 0
+
+
+def test_a_lora_without_text_encoders_has_an_empty_first_section() -> None:
+    lora = _parsed(_written(_modules()[:2]))
+    assert lora.text_bytes == 0
+    assert {module.component for module in lora.modules} == {"unet"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"__metadata__": {"format": "pt"}}, "metadata"),
+        ({"__metadata__": {"more": "x"}}, "metadata"),
+        ({"__metadata__": None}, "metadata"),
+        ({f"unet.{_LINEAR}.up": {"shape": [4, 6]}}, "up of unet"),
+        ({f"unet.{_LINEAR}.down": {"shape": [8, 4]}}, "up of unet"),
+        ({f"unet.{_LINEAR}.down": {"dtype": "I16"}}, "elements"),
+        ({f"unet.{_LINEAR}.scale": {"shape": [1]}}, "scale of unet"),
+        ({f"unet.{_LINEAR}.down": {"shape": [2, 2, 8]}}, "down of unet"),
+    ],
+)
+def test_a_header_that_breaks_a_rule_is_refused_with_the_rule(change: dict[str, object | None], says: str) -> None:
+    with pytest.raises(BadLora, match=says):
+        _parsed(_with_fields(_written(_modules()), change))
+
+
+@pytest.mark.parametrize("name", ["vae.conv.down", "unet.conv.weight", "unet..down", "unet.a/b.down", "unet.down"])
+def test_a_tensor_that_is_no_part_of_a_module_is_refused(name: str) -> None:
+    module = _modules()[0]
+    data = _written([module])
+    renamed = data.replace(f'"unet.{_LINEAR}.down"'.encode(), f'"{name}"'.encode())
+    size = 8 + int.from_bytes(data[:8], "little") + len(renamed) - len(data)
+    with pytest.raises(BadLora, match=r"no part of a module|order"):
+        _parsed((size - 8).to_bytes(8, "little") + renamed[8:])
+
+
+def test_a_module_that_lacks_a_part_is_refused() -> None:
+    piece = _written(_modules()[:1])
+    lora = _parsed(piece)
+    cut = piece[: len(piece) - (lora.modules[0].up.end - lora.modules[0].up.begin)]
+    with pytest.raises(BadLora, match="lacks up"):
+        _parsed(_with_fields(cut, {f"unet.{_LINEAR}.up": None}))
+
+
+def test_tensors_out_of_their_order_are_refused() -> None:
+    first, second = _modules()[0], _modules()[2]
+    data = _written([first, second])
+    size = 8 + int.from_bytes(data[:8], "little")
+    swapped = data[8:size].replace(b"text_encoder.", b"unet.").replace(_TEXT.encode(), b"a")
+    swapped = swapped.replace(f"unet.{_LINEAR}".encode(), b"text_encoder.b")
+    with pytest.raises(BadLora, match="order"):
+        _parsed(len(swapped).to_bytes(8, "little") + swapped + data[size:])
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ({"down": _weights("F16", 600, 8), "up": _weights("F16", 6, 600)}, "rank 600"),
+        ({"path": "a b"}, "no part"),
+        ({"up": _weights("F16", 6, 3)}, "up of unet"),
+    ],
+)
+def test_what_would_not_be_read_is_not_written(weights: dict[str, object], says: str) -> None:
+    given: dict[str, object] = {
+        "component": "unet",
+        "path": _LINEAR,
+        "scale": 1.0,
+        "down": _weights("F16", 4, 8),
+        "up": _weights("F16", 6, 4),
+    }
+    with pytest.raises(BadLora, match=says):
+        _written([ModuleWeights(**{**given, **weights})])  # type: ignore[arg-type]  # the test's own table
+
+
+def test_two_of_one_module_are_refused() -> None:
+    with pytest.raises(BadLora):
+        _written([_modules()[0], _modules()[0]])

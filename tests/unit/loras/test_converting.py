@@ -1,0 +1,445 @@
+"""Strangers' LoRAs become canonical: the same deltas as their definition says, and as Diffusers and PEFT load them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+
+from bottega.errors import BadLora, ConfigError
+from bottega.lora import canonical
+from bottega.loras.importing.base import Base, read_base
+from bottega.loras.importing.converting import ConvertedLora, convert
+from bottega.loras.importing.source import sources
+from bottega.miniature import WEIGHTS
+from tests.samples.lora_files import Part, base_shapes, canonical_deltas, delta, factors, kohya, names_of, peft, save
+
+_Q = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+_OUT = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_out.0"
+_CONV = "down_blocks.0.resnets.0.conv1"
+_TEXT = "encoder.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    return read_base(WEIGHTS)
+
+
+@pytest.fixture
+def imported(base: Base, tmp_path: Path) -> Callable[..., dict[str, Tensor]]:
+    def run(source: Path, adapter_config: bytes = b"") -> dict[str, Tensor]:
+        converted = convert(sources(source, adapter_config), base=base)
+        return _deltas(converted, tmp_path)
+
+    return run
+
+
+def _deltas(converted: ConvertedLora, folder: Path) -> dict[str, Tensor]:
+    path = folder / "canonical.safetensors"
+    with path.open("wb") as file:
+        canonical.write(file, converted.modules)
+    return canonical_deltas(path)
+
+
+def _assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], *, atol: float = 1e-7) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.allclose(value, theirs[name].double(), rtol=1e-5, atol=atol), name
+
+
+def test_kohya_of_every_module_with_mixed_alphas_is_what_the_definition_says(
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
+) -> None:
+    parts = {
+        (component, path): Part(rank=1 + place % 4, alpha=(None, 0.5, 1.0, 8.0)[place % 4])
+        for component in canonical.COMPONENTS
+        for place, path in enumerate(base_shapes(component))
+    }
+    tensors, expected = kohya(parts)
+    assert {path.rpartition(".")[2] for path in names_of(expected, "unet")} > {"to_q", "proj", "conv1", "conv_shortcut"}
+    _assert_same(imported(save(tensors, tmp_path / "kohya.safetensors")), expected)
+
+
+def test_a_module_whose_scale_is_wrong_would_be_noticed(
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
+) -> None:
+    tensors, expected = kohya({("unet", _Q): Part(rank=4, alpha=2.0)})
+    tensors[f"lora_unet_{_Q.replace('.', '_')}.alpha"] = torch.tensor(3.0)
+    with pytest.raises(AssertionError, match="to_q"):
+        _assert_same(imported(save(tensors, tmp_path / "a.safetensors")), expected)
+
+
+def test_kohyas_own_names_of_the_unet_mean_the_same_modules(
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
+) -> None:
+    # The second block's first layer: after one level of two layers and a halving.
+    tensors, expected = kohya({("unet", _Q): Part(rank=2, alpha=1.0), ("unet", _CONV): Part(rank=2, alpha=4.0)})
+    renamed = {
+        name.replace(_Q.replace(".", "_"), "input_blocks_4_1_transformer_blocks_0_attn1_to_q").replace(
+            _CONV.replace(".", "_"), "input_blocks_1_0_in_layers_2"
+        ): tensor
+        for name, tensor in tensors.items()
+    }
+    assert renamed.keys() != tensors.keys()
+    _assert_same(imported(save(renamed, tmp_path / "a.safetensors")), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name_of_it"), [(torch.float32, "F32"), (torch.float16, "F16"), (torch.bfloat16, "BF16")]
+)
+def test_element_types_are_kept(
+    base: Base, tmp_path: Path, dtype: torch.dtype, name_of_it: str, imported: Callable[..., dict[str, Tensor]]
+) -> None:
+    tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    path = save(tensors, tmp_path / "a.safetensors")
+    (module,) = convert(sources(path), base=base).modules
+    assert {module.down.dtype, module.up.dtype} == {name_of_it}
+    name = f"lora_unet_{_Q.replace('.', '_')}"
+    expected = delta(tensors[f"{name}.lora_down.weight"], tensors[f"{name}.lora_up.weight"], 0.5)
+    _assert_same(imported(path), {f"unet.{_Q}": expected})
+
+
+def test_matrices_written_as_convolutions_of_one_by_one_are_taken(
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
+) -> None:
+    tensors, expected = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
+    wide = {name: tensor[..., None, None] if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
+    _assert_same(imported(save(wide, tmp_path / "a.safetensors")), expected)
+
+
+def test_a_convolution_in_three_parts_is_folded_into_two(
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
+) -> None:
+    outputs, inputs, *kernel = base_shapes("unet")[_CONV]
+    generator = torch.Generator().manual_seed(1)
+    down = torch.randn(3, inputs, 1, 1, generator=generator)
+    mid = torch.randn(3, 3, *kernel, generator=generator)
+    up = torch.randn(outputs, 3, 1, 1, generator=generator)
+    name = f"lora_unet_{_CONV.replace('.', '_')}"
+    file = {"lora_down.weight": down, "lora_mid.weight": mid, "lora_up.weight": up, "alpha": torch.tensor(1.5)}
+    # LyCORIS' own: rebuild = einsum("o p, p i h w, i r -> o r h w", up, mid, down)
+    rebuilt = torch.einsum("op,pihw,ir->orhw", up[:, :, 0, 0].double(), mid.double(), down[:, :, 0, 0].double())
+    path = save({f"{name}.{part}": tensor for part, tensor in file.items()}, tmp_path / "a.safetensors")
+    # Sums of three products of order 1, of which the inner ones are rounded to F32.
+    _assert_same(imported(path), {f"unet.{_CONV}": 0.5 * rebuilt}, atol=1e-6)
+
+
+def _pipeline() -> Any:
+    return StableDiffusionXLPipeline.from_pretrained(
+        WEIGHTS, local_files_only=True, use_safetensors=True, dtype=torch.float32
+    )
+
+
+def _loaded_deltas(pipeline: Any) -> dict[str, Tensor]:
+    """What Diffusers has loaded adds to each module."""
+    shapes = {component: base_shapes(component) for component in canonical.COMPONENTS}
+    found = {}
+    for component in canonical.COMPONENTS:
+        for path, module in getattr(pipeline, component).named_modules():
+            if isinstance(module, LoraLayer) and module.active_adapters and module.lora_A:
+                (adapter,) = module.lora_A
+                spelled = next(
+                    s for s in (path, f"text_model.{path}", path.removeprefix("text_model.")) if s in shapes[component]
+                )
+                found[f"{component}.{spelled}"] = module.get_delta_weight(adapter).detach()
+    return found
+
+
+def _randomise(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA of UNet and both text encoders, with alphas of its own, as Diffusers saves it."""
+    from diffusers.training_utils import _collate_lora_metadata
+    from peft.utils import get_peft_model_state_dict
+
+    folder = tmp_path_factory.mktemp("diffusers")
+    pipeline = _pipeline()
+    unet = LoraConfig(r=4, lora_alpha=2, target_modules=["to_q", "to_out.0", "conv1"], alpha_pattern={"conv1": 8})
+    text = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "fc1"])
+    modules = {"unet": pipeline.unet, "text_encoder": pipeline.text_encoder, "text_encoder_2": pipeline.text_encoder_2}
+    for seed, (component, module) in enumerate(modules.items()):
+        module.add_adapter(unet if component == "unet" else text)
+        _randomise(module, seed)
+    StableDiffusionXLPipeline.save_lora_weights(
+        folder,
+        unet_lora_layers=get_peft_model_state_dict(pipeline.unet),
+        text_encoder_lora_layers=get_peft_model_state_dict(pipeline.text_encoder),
+        text_encoder_2_lora_layers=get_peft_model_state_dict(pipeline.text_encoder_2),
+        **_collate_lora_metadata(modules),
+    )
+    return folder
+
+
+def test_what_diffusers_saved_is_what_diffusers_loads(imported: Callable[..., dict[str, Tensor]], saved: Path) -> None:
+    pipeline = _pipeline()
+    pipeline.load_lora_weights(saved, use_safetensors=True)
+    theirs = _loaded_deltas(pipeline)
+    assert {name.partition(".")[0] for name in theirs} == set(canonical.COMPONENTS)
+    _assert_same(imported(saved), theirs)
+
+
+def test_the_first_naming_of_diffusers_is_what_diffusers_loads(
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    shapes = base_shapes("unet")
+    tensors: dict[str, Tensor] = {}
+    for path, old in ((_Q, "to_q_lora"), (_OUT, "to_out_lora")):
+        down, up = factors(shapes[path], 3, generator=generator)
+        place = path.removesuffix(".to_q").removesuffix(".to_out.0")
+        tensors |= {f"unet.{place}.processor.{old}.down.weight": down, f"unet.{place}.processor.{old}.up.weight": up}
+    down, up = factors(base_shapes("text_encoder")[_TEXT], 3, generator=generator)
+    text = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_linear_layer"
+    tensors |= {f"{text}.down.weight": down, f"{text}.up.weight": up}
+    source = save(tensors, tmp_path / "pytorch_lora_weights.safetensors")
+    pipeline = _pipeline()
+    pipeline.load_lora_weights(tmp_path, use_safetensors=True)
+    theirs = _loaded_deltas(pipeline)
+    assert len(theirs) == 3
+    _assert_same(imported(source), theirs)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_folder_of_peft_is_what_peft_loads(
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path, rslora: bool
+) -> None:
+    config = LoraConfig(
+        r=4,
+        lora_alpha=2,
+        target_modules=["to_k", "ff.net.2", "conv2"],
+        rank_pattern={"to_k": 2},
+        alpha_pattern={"ff.net.2": 16},
+        use_rslora=rslora,
+    )
+    model = get_peft_model(_pipeline().unet, config)
+    _randomise(model, 3)
+    model.save_pretrained(tmp_path)
+    theirs = {}
+    for path, module in model.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            theirs[f"unet.{path}"] = module.get_delta_weight("default").detach()
+    _assert_same(imported(tmp_path), theirs)
+    alone = imported(tmp_path / "adapter_model.safetensors", (tmp_path / "adapter_config.json").read_bytes())
+    _assert_same(alone, theirs)
+
+
+# PEFT of today still asks transformers of tomorrow.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_a_folder_with_one_of_peft_for_each_component_is_what_peft_loads(
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
+) -> None:
+    pipeline = _pipeline()
+    configs = {
+        "unet": LoraConfig(r=4, lora_alpha=2, target_modules=["to_k"]),
+        "text_encoder": LoraConfig(r=2, lora_alpha=16, target_modules=["q_proj"]),
+        "text_encoder_2": LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"]),
+    }
+    theirs = {}
+    for seed, (component, config) in enumerate(configs.items()):
+        model = get_peft_model(getattr(pipeline, component), config)
+        _randomise(model, seed)
+        model.save_pretrained(tmp_path / component)
+        for path, module in model.get_base_model().named_modules():
+            if isinstance(module, LoraLayer):
+                theirs[component, path] = module.get_delta_weight("default").detach()
+    spelled = {(c, s): p for c in configs for p in base_shapes(c) for s in (p, f"text_model.{p}")}
+    _assert_same(imported(tmp_path), {f"{c}.{spelled[c, path]}": value for (c, path), value in theirs.items()})
+
+
+def test_a_component_whose_folder_has_no_weights_to_open_is_not_left_out(base: Base, tmp_path: Path) -> None:
+    peft({("unet", _Q): Part(rank=2, alpha=1.0), ("text_encoder", _TEXT): Part(rank=2, alpha=1.0)}, tmp_path)
+    weights = tmp_path / "text_encoder" / "adapter_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+    with pytest.raises(BadLora, match=r"text_encoder holds no adapter_model\.safetensors"):
+        convert(sources(tmp_path), base=base)
+
+
+def test_a_first_file_without_tensors_leaves_those_of_the_second(base: Base, tmp_path: Path) -> None:
+    peft({("unet", _Q): Part(rank=2, alpha=1.0)}, tmp_path / "whole")
+    empty = save({}, tmp_path / "empty.safetensors", {"format": "pt"})
+    files = [*sources(empty), *sources(tmp_path / "whole")]
+    assert [module.path for module in convert(files, base=base).modules] == [_Q]
+    with pytest.raises(BadLora, match="no tensors"):
+        convert(sources(empty), base=base)
+
+
+def _refused(base: Base, tensors: dict[str, Tensor], folder: Path, **given: Any) -> str:
+    path = save(tensors, folder / "bad.safetensors", given.pop("metadata", None))
+    with pytest.raises(BadLora) as refused:
+        _import(path, given.get("adapter_config", b""), base)
+    return refused.value.message
+
+
+def _import(path: Path, adapter_config: bytes, base: Base) -> None:
+    canonical.write(io.BytesIO(), convert(sources(path, adapter_config), base=base).modules)
+
+
+_NAME = f"lora_unet_{_Q.replace('.', '_')}"
+_SHAPES = (("down", (2, 96)), ("up", (96, 2)))
+
+
+@pytest.mark.parametrize(
+    ("part", "method"),
+    [("hada_w1_a", "LoHa"), ("lokr_w1", "LoKr"), ("dora_scale", "DoRA"), ("diff", "full differences")],
+)
+def test_other_methods_are_refused_by_name(base: Base, tmp_path: Path, part: str, method: str) -> None:
+    tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
+    assert method in _refused(base, {**tensors, f"{_NAME}.{part}": torch.zeros(2, 2)}, tmp_path)
+
+
+def test_a_lora_that_matches_nothing_is_refused_with_what_it_has(base: Base, tmp_path: Path) -> None:
+    message = _refused(base, {"transformer.blocks.0.to_q.lora_A.weight": torch.zeros(2, 2)}, tmp_path)
+    assert "nothing in the file matches" in message
+    assert "transformer.blocks.0.to_q.lora_A.weight" in message
+
+
+def test_a_lora_that_matches_in_part_is_refused_with_the_list(base: Base, tmp_path: Path) -> None:
+    tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
+    extra = {f"lora_unet_down_blocks_7_attn{n}.lora_down.weight": torch.zeros(2, 2) for n in range(10)}
+    message = _refused(base, {**tensors, **extra}, tmp_path)
+    assert "10 of 13 tensors match nothing" in message
+    assert "lora_unet_down_blocks_7_attn0.lora_down.weight" in message
+    assert "and 2 more" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"lora_down.weight": torch.zeros(2, 7)}, "do not fit"),
+        ({"lora_up.weight": torch.zeros(5, 2)}, "do not fit"),
+        ({"lora_down.weight": torch.zeros(3, 96)}, "do not fit"),
+        ({"lora_down.weight": torch.full((2, 96), torch.nan)}, "not finite"),
+        ({"lora_up.weight": torch.full((96, 2), torch.inf)}, "not finite"),
+        ({"lora_up.weight": torch.full((96, 2), torch.nan, dtype=torch.bfloat16)}, "not finite"),
+        ({"lora_up.weight": torch.zeros(96, 2, dtype=torch.float64)}, "F64"),
+        ({"lora_up.weight": torch.zeros(96, 2, dtype=torch.int8)}, "I8"),
+        ({"lora_down.weight": torch.zeros(600, 96), "lora_up.weight": torch.zeros(96, 600)}, "rank 600"),
+        ({"alpha": torch.tensor(torch.nan)}, "not finite"),
+        ({"alpha": torch.zeros(3)}, "single number"),
+        ({"alpha": torch.tensor(1e300, dtype=torch.float64)}, f"unet.{_Q}: its alpha over its rank is 5e+299"),
+        ({"alpha": torch.tensor(-1e300, dtype=torch.float64)}, f"unet.{_Q}: its alpha over its rank is -5e+299"),
+        ({"lora_up.weight": None}, "lacks up"),
+        ({"lora_down.weight": None, "lora_up.weight": None}, "lacks down and up"),
+        ({"lora_A.weight": torch.zeros(2, 96)}, "same part"),
+        ({"lora_mid.weight": torch.zeros(2, 2, 3, 3)}, "lora_mid"),
+        ({"lora_mid.weight": torch.zeros(0, 0, 1, 1), "lora_down.weight": torch.zeros(0, 96, 1, 1)}, "no rank"),
+        ({"lora_mid.weight": torch.zeros(2, 2, 0, 1), "lora_down.weight": torch.zeros(2, 96, 1, 1)}, "do not fit"),
+        (
+            {"lora_mid.weight": torch.full((2, 2, 1, 1), 1e30), "lora_down.weight": torch.full((2, 96, 1, 1), 1e30)},
+            f"unet.{_Q}: the product of lora_mid and lora_down is beyond",
+        ),
+        (
+            {"lora_up.weight": torch.full((96, 2), -1e30), "lora_down.weight": torch.full((2, 96), 1e30)},
+            f"unet.{_Q}: alpha / rank * up @ down may reach 1e+60, beyond",
+        ),
+        (
+            {f"lora_{part}.weight": torch.full(shape, -1e30).bfloat16() for part, shape in _SHAPES},
+            f"unet.{_Q}: alpha / rank * up @ down may reach 1e+60, beyond",
+        ),
+        ({"alpha": torch.tensor(3e38), "lora_up.weight": torch.full((96, 2), 1e30)}, f"unet.{_Q}: alpha / rank"),
+        ({"lora_down.weight": torch.tensor(1.0)}, "no rank"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_reason(
+    base: Base, tmp_path: Path, change: dict[str, Tensor | None], says: str
+) -> None:
+    tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
+    changed = tensors | {f"{_NAME}.{part}": tensor for part, tensor in change.items() if tensor is not None}
+    for part, tensor in change.items():
+        if tensor is None:
+            del changed[f"{_NAME}.{part}"]
+    assert says in _refused(base, changed, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_strong_and_still_a_number_is_taken(base: Base, tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {f"{_NAME}.lora_{part}.weight": torch.full(shape, -1e19).to(dtype) for part, shape in _SHAPES}
+    path = save(tensors, tmp_path / "a.safetensors")  # 2 * 1e38, and the largest F32 is 3.4e38
+    (module,) = convert(sources(path), base=base).modules
+    assert module.scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (b"{", "adapter_config.json"),
+        (b'{"lora_alpha": "much"}', "lora_alpha"),
+        (b'{"lora_alpha": NaN}', "lora_alpha"),
+        (b'{"lora_alpha": 1e300}', f"unet.{_Q}: its alpha over its rank is 5e+299"),
+        (b'{"alpha_pattern": {"to_q": -1e300}}', f"unet.{_Q}: its alpha over its rank is -5e+299"),
+        (b'{"peft_type": "LOHA"}', "LOHA"),
+        (b'{"use_dora": true}', "DoRA"),
+        (b'{"init_lora_weights": "pissa_niter_4"}', "pissa"),
+        (b'{"alpha_pattern": {"(": 1}}', "alpha_pattern '(' is not taken"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_refused(base: Base, tmp_path: Path, config: bytes, says: str) -> None:
+    down, up = torch.zeros(2, 96), torch.zeros(96, 2)
+    tensors = {f"base_model.model.{_Q}.lora_A.weight": down, f"base_model.model.{_Q}.lora_B.weight": up}
+    assert says in _refused(base, tensors, tmp_path, adapter_config=config)
+
+
+def test_a_file_of_peft_without_its_configuration_is_refused_for_its_alpha(base: Base, tmp_path: Path) -> None:
+    down, up = torch.zeros(2, 96), torch.zeros(96, 2)
+    tensors = {f"base_model.model.{_Q}.lora_A.weight": down, f"base_model.model.{_Q}.lora_B.weight": up}
+    assert "alpha is in adapter_config.json" in _refused(base, tensors, tmp_path)
+
+
+def test_metadata_of_diffusers_that_cannot_be_used_is_refused(base: Base, tmp_path: Path) -> None:
+    tensors, _ = kohya({("unet", _Q): Part(rank=2)})
+    for text in ("{", "[]", json.dumps({"unet.lora_alpha": []})):
+        assert "lora_adapter_metadata" in _refused(base, tensors, tmp_path, metadata={"lora_adapter_metadata": text})
+    of_diffusers = {
+        f"unet.{_Q}.lora_{part}.weight": torch.zeros(shape) for part, shape in (("A", (2, 96)), ("B", (96, 2)))
+    }
+    alpha = json.dumps({"unet.lora_alpha": 1e300})
+    assert "5e+299" in _refused(base, of_diffusers, tmp_path, metadata={"lora_adapter_metadata": alpha})
+
+
+def test_pickled_weights_are_never_opened(base: Base, tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1)}, tmp_path / "adapter_model.bin")
+    with pytest.raises(BadLora, match="never opened"):
+        convert(sources(tmp_path), base=base)
+    with pytest.raises(BadLora, match="no safetensors"):
+        convert(sources(tmp_path / "adapter_model.bin"), base=base)
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_link_that_took_a_files_place_after_it_was_checked_is_not_read(base: Base, tmp_path: Path, file: str) -> None:
+    folder = (tmp_path / "root" / "lora").resolve()
+    peft({("unet", _Q): Part(rank=2, alpha=1.0)}, folder)
+    folder, root = folder / "unet", folder.parent
+    assert convert(sources(folder, root=root), base=base).modules
+    (folder / file).rename(tmp_path / file)
+    (folder / file).symlink_to(tmp_path / file)
+    with pytest.raises(OSError, match=r"must be below .*, links followed"):
+        convert(sources(folder, root=root), base=base)
+    assert convert(sources(folder), base=base).modules  # what its operator put there may be links
+
+
+def test_a_trigger_phrase_of_the_file_is_told(base: Base, tmp_path: Path) -> None:
+    tensors, _ = kohya({("unet", _Q): Part(rank=2)})
+    path = save(tensors, tmp_path / "a.safetensors", {"modelspec.trigger_phrase": " in ink "})
+    assert convert(sources(path), base=base).trigger_phrase == "in ink"
+
+
+def test_a_base_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        read_base(tmp_path)

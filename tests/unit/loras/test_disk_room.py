@@ -1,0 +1,119 @@
+"""Room on a LoRA store's disk: what is coming counts before it is there, and what stays free for others stays free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import QueueFull, StorageUnavailable, TooLarge
+from bottega.loras.config import ImportConfig
+from bottega.loras.disk_quota import DiskQuota
+from bottega.loras.upload_limits import UploadLimits
+from tests.support.full_disk import fill, small_disk
+
+_DISK_BYTES = 4 << 20
+
+
+def _room(folder: Path, *, budget_bytes: int = 1000, kept_bytes: int = 0, min_free_bytes: int = 0) -> DiskQuota:
+    return DiskQuota(folder, budget_bytes=budget_bytes, min_free_bytes=min_free_bytes, kept_bytes=lambda: kept_bytes)
+
+
+def test_what_is_promised_counts_until_it_is_given_back(tmp_path: Path) -> None:
+    room = _room(tmp_path, kept_bytes=300)
+    first = room.take(600)
+    assert room.reserved_bytes == 600
+    with pytest.raises(QueueFull, match="uploads under way may take 600 of the 1000 bytes") as caught:
+        room.take(101)
+    assert caught.value.retry_after_s
+    room.take(100)
+    room.give_back(first)
+    room.take(600)
+
+
+def test_what_the_budget_never_has_room_for_is_too_large(tmp_path: Path) -> None:
+    room = _room(tmp_path, kept_bytes=300)
+    room.take(600)
+    with pytest.raises(TooLarge, match=r"300 are taken, what is in quarantine included"):
+        room.take(701)
+
+
+def test_a_reservation_grows_as_far_as_there_is_room(tmp_path: Path) -> None:
+    room = _room(tmp_path)
+    first, other = room.take(100), room.take(300)
+    room.grow(first, 500)
+    assert first.size_bytes == 500
+    room.grow(other, 900)
+    assert other.size_bytes == 500
+    room.grow(other, 100)
+    assert (other.size_bytes, room.reserved_bytes) == (500, 1000)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as made:
+        yield made
+
+
+def test_what_is_written_already_is_not_counted_twice_against_the_disk(disk: Path) -> None:
+    room = _room(disk, budget_bytes=1 << 40)
+    first = room.take(3 << 20)
+    with pytest.raises(StorageUnavailable, match=f"the disk is full.* of which {3 << 20} are for uploads") as caught:
+        room.take(2 << 20)
+    assert (caught.value.metadata["cause"], bool(caught.value.retry_after_s)) == ("ENOSPC", True)
+    first.files.append(disk / "upload")
+    (disk / "upload").write_bytes(bytes(2 << 20))
+    with pytest.raises(StorageUnavailable, match=f"of which {1 << 20} are for uploads"):
+        room.take(2 << 20)
+    room.take(512 << 10)
+
+
+def test_a_share_of_the_disk_stays_free_for_others(disk: Path) -> None:
+    reserve_bytes = 100 << 10
+    room = _room(disk, budget_bytes=1 << 40, min_free_bytes=reserve_bytes)
+    with pytest.raises(StorageUnavailable, match=f"{reserve_bytes} stay free"):
+        room.take(_DISK_BYTES - reserve_bytes + 1)
+    room.take(_DISK_BYTES - reserve_bytes)
+    room.check_disk()
+    ballast = fill(disk)
+    with pytest.raises(StorageUnavailable, match="min_free_bytes"):
+        room.check_disk()
+    ballast.unlink()
+    room.check_disk()
+
+
+def test_of_a_small_disk_a_twentieth_stays_free(disk: Path) -> None:
+    room = _room(disk, budget_bytes=1 << 40, min_free_bytes=1 << 30)
+    with pytest.raises(StorageUnavailable, match=f"{_DISK_BYTES // 20} stay free"):
+        room.take(_DISK_BYTES)
+    room.take(_DISK_BYTES - _DISK_BYTES // 20)
+
+
+def test_uploads_are_bounded_in_number_and_bytes_and_one_host_has_half_of_each() -> None:
+    uploads = UploadLimits(most=4, most_bytes=100, max_bytes=10)
+
+    def refused(host: str, said: str) -> None:
+        with pytest.raises(QueueFull, match=said) as caught, uploads.admitted(host, 1):
+            pass
+        assert caught.value.retry_after_s
+
+    with uploads.admitted("a", 10), uploads.admitted("a", 10):
+        refused("a", "your host has 2 unfinished uploads of 20 bytes")
+        with uploads.admitted("b", 10), uploads.admitted("c", 10):
+            refused("d", "the store has 4 unfinished uploads of 40 bytes")
+    with uploads.admitted("a", 50):
+        refused("a", "your host has 1 unfinished uploads of 50 bytes")
+        with uploads.admitted("b", 50):
+            refused("c", "the store has 2 unfinished uploads of 100 bytes")
+
+
+def test_one_host_may_always_bring_one_file_of_the_largest_size() -> None:
+    uploads = UploadLimits(most=1, most_bytes=100, max_bytes=90)
+    with uploads.admitted("a", 90), pytest.raises(QueueFull), uploads.admitted("b", 1):
+        pass
+
+
+def test_uploads_that_may_never_be_as_large_as_a_file_may_be_are_refused_as_a_configuration() -> None:
+    with pytest.raises(ValueError, match="upload_bytes is 5; at least max_bytes, which is 6"):
+        ImportConfig(max_bytes=6, upload_bytes=5)

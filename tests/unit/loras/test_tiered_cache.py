@@ -1,0 +1,323 @@
+"""Memory over disk: what is used stays within the budget, what is pinned or being sent is not let go, loads are one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import DataLoss, LoraNotFound, StorageUnavailable, TooManyOpenFiles
+from bottega.loras.tiered_cache import CacheLease, Tier, TieredCache
+from bottega.transport.memory.sealed_file import received_file
+from tests.support.services import wait_until
+
+_SIZE = 1000
+_WAIT_S = 10.0
+
+
+class _Shelf:
+    """Tiers over files of `_SIZE` bytes each, with room for two in memory. most: in number."""
+
+    def __init__(self, folder: Path, *, room: int = 2, most: int = 100) -> None:
+        self.folder = folder
+        self.opened: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        # Called by whoever loads, when it opens the file.
+        self.before_load: Callable[[], object] = lambda: self.gate.wait(_WAIT_S)
+        self.tiers = TieredCache(self._file, budget_bytes=room * _SIZE, most=most, at_once=4)
+
+    def put(self, number: int) -> str:
+        data = bytes([number]) * _SIZE
+        digest = hashlib.sha256(data).hexdigest()
+        (self.folder / digest).write_bytes(data)
+        return digest
+
+    def lend(self, digest: str) -> CacheLease:
+        return self.tiers.borrow(digest).result(_WAIT_S)
+
+    def use(self, digest: str) -> Tier:
+        loan = self.lend(digest)
+        assert os.pread(loan.descriptor, _SIZE, 0) == (self.folder / digest).read_bytes()
+        self.tiers.give_back(loan)
+        return loan.tier
+
+    def _file(self, digest: str) -> Path:
+        if threading.current_thread().name.startswith("lora-load"):
+            self.before_load()
+            self.opened.append(digest)
+        return self.folder / digest
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[_Shelf]:
+    made = _Shelf(tmp_path)
+    yield made
+    made.gate.set()
+    made.tiers.close()
+
+
+def test_what_was_used_is_in_memory_until_others_need_the_room(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    assert [shelf.use(digest) for digest in (a, b, a)] == [Tier.LOADED, Tier.LOADED, Tier.MEMORY]
+    assert shelf.use(c) is Tier.LOADED
+    assert shelf.tiers.state(b) is None, "the one used longest ago goes"
+    assert shelf.use(a) is Tier.MEMORY
+    assert shelf.tiers.used_bytes == 2 * _SIZE
+    assert shelf.tiers.counts.evictions == 1
+
+
+def test_what_is_being_sent_is_not_let_go_and_others_come_from_the_disk(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    loans = [shelf.lend(a), shelf.lend(b)]
+    assert shelf.use(c) is Tier.DISK
+    assert shelf.tiers.used_bytes == 2 * _SIZE
+    for loan in loans:
+        shelf.tiers.give_back(loan)
+    assert shelf.use(c) is Tier.LOADED
+
+
+def test_what_is_pinned_stays(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    shelf.tiers.pin([a])
+    for digest in (a, b, c, b, c):
+        shelf.use(digest)
+    assert shelf.tiers.state(a) is True
+
+
+def test_what_is_pinned_without_room_is_loaded_when_what_was_lent_comes_back(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    loans = [shelf.lend(a), shelf.lend(b)]
+    shelf.tiers.pin([c])
+    assert shelf.tiers.state(c) is None
+    shelf.tiers.give_back(loans[0])
+    wait_until(lambda: shelf.tiers.state(c) is True, _WAIT_S, "the load")
+    assert shelf.tiers.state(a) is None
+    assert shelf.use(c) is Tier.MEMORY, "it was loaded for nobody's fetch"
+    shelf.tiers.give_back(loans[1])
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+def test_what_is_pinned_without_room_is_loaded_when_what_was_on_its_way_may_go(tmp_path: Path, damaged: bool) -> None:
+    shelf = _Shelf(tmp_path, room=1)
+    a, b = (shelf.put(number) for number in range(2))
+    if damaged:
+        (shelf.folder / a).write_bytes(b"x" * _SIZE)
+    shelf.gate.clear()
+    assert shelf.tiers.prefetch(a)
+    shelf.tiers.pin([b])
+    assert (shelf.tiers.state(a), shelf.tiers.state(b)) == (False, None)
+    shelf.gate.set()
+    wait_until(lambda: shelf.tiers.state(b) is True, _WAIT_S, "the load")
+    assert shelf.tiers.state(a) is None
+    shelf.tiers.close()
+
+
+def test_a_large_one_that_waits_for_room_keeps_no_other_one_from_its_own(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    (shelf.folder / c).write_bytes(bytes(3 * _SIZE))
+    loans = [shelf.lend(a), shelf.lend(a)]
+    other = shelf.lend(shelf.put(3))
+    shelf.tiers.pin([c, b])
+    for loan in (other, *loans):
+        shelf.tiers.give_back(loan)
+    wait_until(lambda: shelf.tiers.state(b) is True, _WAIT_S, "the load")
+    assert shelf.tiers.state(c) is None
+
+
+@pytest.mark.parametrize("size", [None, 3 * _SIZE], ids=["gone", "too large"])
+def test_one_that_cannot_be_loaded_does_not_use_up_the_only_occasion_of_the_next(
+    shelf: _Shelf, size: int | None
+) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    if size is None:
+        (shelf.folder / c).unlink()
+    else:
+        (shelf.folder / c).write_bytes(bytes(size))
+    loans = [shelf.lend(a), shelf.lend(shelf.put(3))]
+    shelf.tiers.pin([c, b])
+    shelf.tiers.give_back(loans[0])
+    wait_until(lambda: shelf.tiers.state(b) is True, _WAIT_S, "the load")
+    assert shelf.tiers.state(c) is None
+    shelf.tiers.give_back(loans[1])
+
+
+def test_what_is_pinned_and_damaged_is_said_to_be_and_read_once(
+    shelf: _Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = (shelf.put(number) for number in range(2))
+    (shelf.folder / a).write_bytes(b"x" * _SIZE)
+    shelf.tiers.pin([a])
+    wait_until(lambda: shelf.tiers.counts.failures == 1, _WAIT_S, "the failure")
+    assert [shelf.use(b) for _ in range(3)] == [Tier.LOADED, Tier.MEMORY, Tier.MEMORY]
+    assert shelf.opened.count(a) == 1
+    (line,) = caplog.records
+    assert (line.levelname, vars(line)["digest"]) == ("ERROR", a)
+    assert "damaged" in vars(line)["why"]
+
+
+def test_what_is_forgotten_while_it_waits_for_room_is_not_loaded(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    loans = [shelf.lend(a), shelf.lend(b)]
+    shelf.tiers.pin([c])
+    shelf.tiers.forget(c)
+    for loan in loans:
+        shelf.tiers.give_back(loan)
+    assert shelf.tiers.state(c) is None
+
+
+def test_where_many_small_ones_fill_memory_by_number_the_one_used_longest_ago_goes(tmp_path: Path) -> None:
+    shelf = _Shelf(tmp_path, room=100, most=3)
+    a, b, c, d, e = (shelf.put(number) for number in range(5))
+    shelf.tiers.pin([a])
+    for digest in (a, b, c, d):
+        assert shelf.use(digest) is Tier.LOADED
+    assert [shelf.tiers.state(digest) for digest in (a, b, c, d)] == [True, None, True, True]
+    loans = [shelf.lend(c), shelf.lend(d)]
+    assert not shelf.tiers.prefetch(e)
+    assert shelf.use(e) is Tier.DISK
+    for loan in loans:
+        shelf.tiers.give_back(loan)
+    assert shelf.use(e) is Tier.LOADED
+    assert [shelf.tiers.state(digest) for digest in (a, c, d)] == [True, None, True]
+    assert (shelf.tiers.counts.evictions, shelf.tiers.used_bytes) == (2, 3 * _SIZE)
+    shelf.tiers.close()
+
+
+def test_nobody_can_change_what_is_in_memory(shelf: _Shelf) -> None:
+    loan = shelf.lend(shelf.put(1))
+    assert loan.resident
+    for change in (
+        lambda: os.pwrite(loan.descriptor, b"x", 0),
+        lambda: os.ftruncate(loan.descriptor, 10),
+        lambda: os.ftruncate(loan.descriptor, 2 * _SIZE),
+    ):
+        with pytest.raises(PermissionError):
+            change()
+    assert received_file(loan.descriptor, _SIZE) == bytes([1]) * _SIZE, "as a worker takes it in"
+    shelf.tiers.give_back(loan)
+
+
+def test_one_load_serves_all_who_ask_meanwhile(shelf: _Shelf) -> None:
+    a = shelf.put(0)
+    shelf.gate.clear()
+    asked = [shelf.tiers.borrow(a) for _ in range(5)]
+    shelf.gate.set()
+    loans = [each.result(_WAIT_S) for each in asked]
+    assert shelf.opened == [a]
+    assert len({loan.descriptor for loan in loans}) == 1
+    assert shelf.tiers.lent(a) == 5
+    for loan in loans:
+        shelf.tiers.give_back(loan)
+    assert shelf.tiers.lent(a) == 0
+    assert shelf.tiers.wait_idle(0.0)
+
+
+def test_what_was_loaded_ahead_counts_as_loaded_for_the_first_who_asks_and_as_in_memory_for_the_next(
+    shelf: _Shelf,
+) -> None:
+    a = shelf.put(0)
+    assert shelf.tiers.prefetch(a)
+    wait_until(lambda: shelf.tiers.state(a) is True, _WAIT_S, "the load")
+    assert shelf.tiers.prefetch(a)
+    assert [shelf.use(a) for _ in range(3)] == [Tier.LOADED, Tier.MEMORY, Tier.MEMORY]
+    assert shelf.tiers.counts.by_tier == {Tier.LOADED: 1, Tier.MEMORY: 2}
+    assert shelf.tiers.counts.loads == 1
+
+
+def test_all_who_wait_for_a_load_have_not_found_it_in_memory(shelf: _Shelf) -> None:
+    a = shelf.put(0)
+    shelf.gate.clear()
+    assert shelf.tiers.prefetch(a)
+    asked = [shelf.tiers.borrow(a) for _ in range(2)]
+    shelf.gate.set()
+    for each in asked:
+        loan = each.result(_WAIT_S)
+        assert loan.tier is Tier.LOADED
+        shelf.tiers.give_back(loan)
+    assert shelf.use(a) is Tier.MEMORY
+    assert shelf.tiers.counts.by_tier == {Tier.LOADED: 2, Tier.MEMORY: 1}
+
+
+def test_room_is_taken_before_the_bytes_come(shelf: _Shelf) -> None:
+    shelf.gate.clear()
+    asked = [shelf.tiers.borrow(shelf.put(number)) for number in range(2)]
+    assert shelf.tiers.used_bytes == 2 * _SIZE
+    shelf.gate.set()
+    for each in asked:
+        shelf.tiers.give_back(each.result(_WAIT_S))
+
+
+def test_different_loras_load_at_the_same_time(shelf: _Shelf) -> None:
+    shelf.before_load = threading.Barrier(2, timeout=_WAIT_S).wait
+    asked = [shelf.tiers.borrow(shelf.put(number)) for number in range(2)]
+    for each in asked:
+        shelf.tiers.give_back(each.result(2 * _WAIT_S))
+
+
+def test_a_damaged_file_and_one_that_is_gone_are_told_apart_and_hold_no_room(shelf: _Shelf) -> None:
+    a = shelf.put(0)
+    (shelf.folder / a).write_bytes(b"x" * _SIZE)
+    with pytest.raises(DataLoss):
+        shelf.lend(a)
+    with pytest.raises(LoraNotFound):
+        shelf.lend("0" * 64)
+    assert shelf.tiers.used_bytes == 0
+    assert shelf.tiers.lent(a) == 0
+    assert shelf.tiers.counts.failures == 1
+
+
+def test_what_was_lent_is_readable_though_its_file_is_removed(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+    loans = [shelf.lend(digest) for digest in (a, b, c)]
+    assert loans[2].tier is Tier.DISK
+    for digest, loan in zip((a, b, c), loans, strict=True):
+        shelf.tiers.forget(digest)
+        (shelf.folder / digest).unlink()
+        assert hashlib.sha256(os.pread(loan.descriptor, _SIZE, 0)).hexdigest() == digest
+        shelf.tiers.give_back(loan)
+
+
+def test_without_a_descriptor_left_it_is_said_and_nothing_stays_lent(shelf: _Shelf) -> None:
+    a = shelf.put(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        asked = shelf.tiers.borrow(a)
+        error = asked.exception(_WAIT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert isinstance(error, TooManyOpenFiles)
+    assert "open files" in error.message
+    assert shelf.tiers.lent(a) == 0
+    assert shelf.use(a) is Tier.LOADED
+
+
+def test_without_memory_left_it_is_said_that_it_is_memory_and_nothing_stays_lent(shelf: _Shelf) -> None:
+    a = shelf.put(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_SIZE - 1, hard))  # of files without a name, too
+    try:
+        error = shelf.tiers.borrow(a).exception(_WAIT_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert isinstance(error, StorageUnavailable)
+    assert "no memory is left" in error.message
+    assert (shelf.tiers.lent(a), shelf.tiers.used_bytes) == (0, 0)
+    assert shelf.use(a) is Tier.LOADED
+
+
+def test_descriptors_do_not_grow(shelf: _Shelf) -> None:
+    digests = [shelf.put(number) for number in range(8)]
+    for digest in digests:
+        shelf.use(digest)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
+    for _ in range(5):
+        for digest in digests:
+            shelf.use(digest)
+    assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208 - names alone

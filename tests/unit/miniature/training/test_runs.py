@@ -1,0 +1,185 @@
+"""Runs of the miniature's training in its folder: the recipe, what is refused, and what a model survives."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+
+from bottega.errors import ConfigError
+from bottega.miniature import WEIGHTS
+from bottega.miniature.training.model_folder import begin_model, replace_model
+from bottega.miniature.training.parts import NETWORKS, load_parts
+from bottega.miniature.training.stages import RECIPE
+from bottega.miniature.training.train import Outcome, Training, export, train, train_all
+from tests.support.torch_threads import torch_threads
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Batches here are too small for more."""
+    with torch_threads(1):
+        yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A folder that the whole recipe has trained in, in two runs: what came of one without time, and of the next."""
+
+    folder: Path
+    cut_short: list[Outcome]
+    rest: list[Outcome]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    training = _training(tmp_path_factory.mktemp("recipe"))
+    cut_short = list(train_all(replace(training, minutes=0.0)))
+    return Recipe(folder=training.folder, cut_short=cut_short, rest=list(train_all(training)))
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Training:
+    return _training(tmp_path)
+
+
+def _training(folder: Path) -> Training:
+    return Training(folder=folder / "training", steps=1, rows=2, pictures=4)
+
+
+def _weights(model: Path) -> dict[str, str]:
+    """A digest of each network."""
+    return {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in model.rglob("*.safetensors")}
+
+
+def test_the_recipe_trains_each_part_after_those_that_it_learns_from() -> None:
+    assert list(RECIPE) == ["vae", "text", "unet", "vision", "edges", "layout", "striped", "checked", "dusk"]
+
+
+def test_the_recipe_leaves_a_model_that_the_stock_pipeline_draws_with(recipe: Recipe, tmp_path: Path) -> None:
+    assert recipe.rest == [Outcome(stage=name, steps=1) for name in RECIPE]
+    model = shutil.copytree(recipe.folder / "model", tmp_path / "model")
+
+    pipeline = StableDiffusionXLPipeline.from_pretrained(
+        model, dtype=torch.float32, use_safetensors=True, add_watermarker=False
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    (picture,) = pipeline("a red star", height=64, width=64, num_inference_steps=2).images
+
+    assert picture.size == (64, 64)
+    sizes = {file.relative_to(model).parts[0]: file.stat().st_size for file in model.glob("*/*.safetensors")}
+    assert sizes.keys() == NETWORKS.keys()
+    assert sum(sizes.values()) < 12e6
+    assert sum(file.stat().st_size for file in model.glob("controlnets/*/*.safetensors")) < 7e6
+
+
+def test_a_stage_that_minutes_cut_short_is_the_last_one_of_a_run(recipe: Recipe) -> None:
+    assert recipe.cut_short == [Outcome(stage="vae", steps=0)]
+
+
+def test_a_finished_stage_that_others_trained_on_is_left_alone(training: Training) -> None:
+    train("text", training)
+    train("unet", training)
+    before = _weights(training.folder / "model")
+
+    assert train("text", training) == Outcome(stage="text", steps=1, used_by=("unet",))
+
+    assert _weights(training.folder / "model") == before
+
+
+def test_an_unfinished_stage_that_others_trained_on_is_refused_until_its_checkpoint_is_removed(
+    training: Training,
+) -> None:
+    train("text", training)
+    train("unet", training)
+    before = _weights(training.folder / "model")
+
+    with pytest.raises(ConfigError, match=r"unet trained on what it left.*\n.*training/text\.pt"):
+        train("text", replace(training, steps=2))
+    assert _weights(training.folder / "model") == before
+
+    (training.folder / "text.pt").unlink()
+    assert train("text", replace(training, steps=2)).steps == 2
+    with pytest.raises(ConfigError, match="text trained on what it left"):
+        train("unet", replace(training, steps=2))
+
+
+def test_stages_that_share_no_network_go_on_in_any_order(training: Training) -> None:
+    train("unet", training)
+    train("decoder", training)
+
+    assert train("unet", replace(training, steps=2)) == Outcome(stage="unet", steps=2)
+
+
+def test_random_weights_are_refused_where_a_checkpoint_would_take_their_place(training: Training) -> None:
+    train("vision", training)
+
+    with pytest.raises(ConfigError, match=r"training/vision\.pt is there"):
+        train("vision", replace(training, fresh=True))
+    with pytest.raises(ConfigError, match="holds a training"):
+        next(train_all(replace(training, fresh=True)))
+    with pytest.raises(ConfigError, match="decoder cannot begin with random weights"):
+        train("decoder", replace(training, fresh=True))
+
+
+def test_random_weights_are_of_the_stages_network_or_of_all(training: Training, tmp_path: Path) -> None:
+    fresh = replace(training, fresh=True, minutes=0.0)
+    embedded = _weights(WEIGHTS)
+
+    train("vision", fresh)
+    assert _changed(embedded, _weights(training.folder / "model")) == {"clip_vision"}
+
+    everything = replace(fresh, folder=tmp_path / "other")
+    next(train_all(everything))
+    begun = _weights(everything.folder / "model")
+    assert _changed(embedded, begun) == set(NETWORKS)
+
+    next(train_all(replace(everything, fresh=False)))
+    assert _weights(everything.folder / "model")["unet"] == begun["unet"]
+
+
+def test_a_running_stage_can_be_exported_and_its_folder_stays_as_it_is(training: Training, tmp_path: Path) -> None:
+    train("unet", replace(training, steps=2))
+    before = {file: file.read_bytes() for file in training.folder.rglob("*") if file.is_file()}
+
+    assert export("unet", training.folder, tmp_path / "out") == 2
+
+    assert _weights(tmp_path / "out") == _weights(training.folder / "model")
+    assert {file: file.read_bytes() for file in training.folder.rglob("*") if file.is_file()} == before
+
+
+def test_there_is_nothing_to_export_of_a_stage_that_has_not_begun(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unet\.pt is not there"):
+        export("unet", tmp_path, tmp_path / "out")
+
+
+def test_a_model_survives_a_death_while_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "training"
+    begin_model(folder, WEIGHTS, ("clip_vision",))
+    before = _weights(folder / "model")
+    parts = load_parts(folder / "model")
+
+    def die(self: Path, target: Path) -> Path:
+        if self.name == "model.part":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    rename = Path.rename
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", die)
+        with pytest.raises(KeyboardInterrupt):
+            replace_model(parts, folder)
+
+    begin_model(folder, WEIGHTS)
+
+    assert _weights(folder / "model") == before
+
+
+def _changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    return {name for name in before if before[name] != after[name]}

@@ -1,0 +1,172 @@
+"""How many requests run together, and when each ends: against a simulation turn by turn, and by the claims made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bottega.planning import RemainingWork, StepTimes, best_width, completion_times
+
+_works = st.lists(st.builds(RemainingWork, rows=st.integers(1, 4), steps=st.integers(0, 12)), max_size=10)
+_costs = st.builds(
+    lambda fixed, each: lambda rows: fixed + each * rows,
+    st.floats(0, 0.1, allow_subnormal=False),
+    st.floats(1e-3, 0.1),
+)
+
+Cost = Callable[[int], float]
+
+
+def _proportional(rows: int) -> float:
+    return 0.05 * rows
+
+
+def _gaining(rows: int) -> float:
+    return 0.02 + 0.001 * rows
+
+
+def _line(count: int, *, steps: int = 30, rows: int = 2) -> list[RemainingWork]:
+    return [RemainingWork(rows=rows, steps=steps)] * count
+
+
+def _turn_by_turn(works: Sequence[RemainingWork], seconds: Cost, width: int) -> list[float]:
+    """When each ends, by running every turn."""
+    ends: dict[int, float] = {}
+    waiting, left, clock = list(range(len(works))), dict[int, int](), 0.0
+    while waiting or left:
+        while waiting and len(left) < width:
+            index = waiting.pop(0)
+            left[index] = works[index].steps
+            for done in [index for index, steps in left.items() if steps == 0]:
+                ends[done] = clock
+                del left[done]
+        if left:
+            clock += seconds(sum(works[index].rows for index in left))
+        for index in list(left):
+            left[index] -= 1
+            if left[index] == 0:
+                ends[index] = clock
+                del left[index]
+    return [ends[index] for index in range(len(works))]
+
+
+@given(works=_works, seconds=_costs, width=st.integers(1, 12))
+def test_completion_times_are_those_of_every_turn_run(works: list[RemainingWork], seconds: Cost, width: int) -> None:
+    assert completion_times(works, seconds, width) == pytest.approx(_turn_by_turn(works, seconds, width))
+
+
+def test_nothing_completes_where_nothing_runs() -> None:
+    assert completion_times([], _proportional, 4) == []
+
+
+def test_one_at_a_time_each_waits_for_those_before_it() -> None:
+    works = [RemainingWork(rows=2, steps=10), RemainingWork(rows=1, steps=20), RemainingWork(rows=2, steps=5)]
+
+    assert completion_times(works, _proportional, 1) == pytest.approx([1.0, 2.0, 2.5])
+
+
+def test_together_turns_get_cheaper_when_the_shorter_ones_have_left() -> None:
+    works = [RemainingWork(rows=2, steps=10), RemainingWork(rows=2, steps=20)]
+
+    assert completion_times(works, _proportional, 2) == pytest.approx([2.0, 3.0])
+
+
+def test_a_width_beyond_the_works_changes_nothing() -> None:
+    assert completion_times(_line(3), _gaining, 1 << 30) == completion_times(_line(3), _gaining, 3)
+
+
+@given(works=_works, seconds=_costs, max_rows=st.integers(1, 16))
+def test_the_width_is_the_widest_whose_mean_is_near_the_best(
+    works: list[RemainingWork], seconds: Cost, max_rows: int
+) -> None:
+    allowed = [
+        width
+        for width in range(1, len(works) + 1)
+        if width == 1 or sum(work.rows for work in works[:width]) <= max_rows
+    ]
+    sums = {width: sum(_turn_by_turn(works, seconds, width)) for width in allowed}
+
+    width = best_width(works, seconds, max_rows=max_rows)
+
+    slack = 1 + 1e-9
+    best, alone = min(sums.values(), default=0.0), sum(work.steps * seconds(work.rows) for work in works)
+    bound = min(1.05 * best, best + 0.15 * alone)
+    assert width in allowed or (not works and width == 0)
+    assert not works or sums[width] <= bound * slack
+    assert all(total * slack >= bound for wider, total in sums.items() if wider > width)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 40])
+def test_where_doubling_the_rows_doubles_the_turn_one_runs_alone(count: int) -> None:
+    assert best_width(_line(count), _proportional, max_rows=64) == 1
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (2, 2), (5, 5), (8, 8), (20, 8)])
+def test_where_a_turn_is_mostly_fixed_cost_as_many_run_as_fit(count: int, width: int) -> None:
+    assert best_width(_line(count), _gaining, max_rows=16) == width
+
+
+def test_a_gain_that_ends_at_some_width_is_used_up_to_it() -> None:
+    def until_eight_rows(rows: int) -> float:
+        return 0.02 if rows <= 8 else 0.02 * (rows - 7)
+
+    assert best_width(_line(16), until_eight_rows, max_rows=64) == 4
+
+
+def test_a_short_work_does_not_wait_for_a_long_one() -> None:
+    works = [RemainingWork(rows=2, steps=50), RemainingWork(rows=2, steps=2)]
+
+    assert best_width(works, _proportional, max_rows=16) == 2
+
+
+def test_a_work_beyond_the_bound_runs_alone() -> None:
+    assert best_width(_line(3, rows=20), _gaining, max_rows=16) == 1
+
+
+def test_rows_count_towards_the_bound_not_works() -> None:
+    works = [RemainingWork(rows=1, steps=30), RemainingWork(rows=8, steps=30), RemainingWork(rows=8, steps=30)]
+
+    assert best_width(works, _gaining, max_rows=16) == 2
+    assert best_width(works, _gaining, max_rows=17) == 3
+
+
+def test_there_is_no_width_without_works() -> None:
+    assert best_width([], _gaining, max_rows=16) == 0
+
+
+def test_a_queue_of_any_length_is_looked_at_no_further_than_32() -> None:
+    assert best_width(_line(5000, rows=1), _gaining, max_rows=1 << 30) == 32
+
+
+def test_a_cost_is_asked_for_once_per_number_of_rows() -> None:
+    asked: list[int] = []
+
+    def seconds(rows: int) -> float:
+        asked.append(rows)
+        return _gaining(rows)
+
+    best_width(_line(32), seconds, max_rows=16)
+
+    assert len(asked) == len(set(asked))
+
+
+@pytest.mark.alone
+def test_a_choice_among_32_works_takes_well_below_a_millisecond() -> None:
+    times = StepTimes.from_entries(((16, 16), rows, 0.01 + 0.004 * rows) for rows in (1, 2, 4, 8, 16))
+    works = [RemainingWork(rows=2, steps=20 + 7 * index % 31) for index in range(32)]
+    costs = []
+    for _ in range(20):
+        began = time.thread_time()
+        best_width(works, lambda rows: times.seconds((16, 16), rows) or 0.0, max_rows=16)
+        costs.append(time.thread_time() - began)
+
+    assert min(costs) < 0.0005
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_where_turns_take_no_time_that_there_is_one_at_a_time_runs_still(seconds: float) -> None:
+    assert best_width([RemainingWork(rows=2, steps=20)] * 3, lambda rows: seconds, max_rows=16) >= 1

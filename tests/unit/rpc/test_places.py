@@ -1,0 +1,112 @@
+"""Limits of calls: nobody who asks for many takes the room of those who ask for few."""
+
+from __future__ import annotations
+
+import pytest
+
+from bottega.errors import QueueFull
+from bottega.rpc.interceptor.call_limits import CallLimit, CallSlot
+from bottega.rpc.interceptor.fair_queue import FairQueue
+from bottega.rpc.peers import Peer, peer_of
+
+
+def peer(host: str, port: int = 1) -> Peer:
+    return Peer(connection=f"{host} {port}", host=host)
+
+
+def taken(places: CallLimit, who: Peer) -> list[CallSlot]:
+    """As many as `who` gets."""
+    got: list[CallSlot] = []
+    while True:
+        try:
+            got.append(places.take(who))
+        except QueueFull:
+            return got
+
+
+def streams(most: int, share: float = 0.5) -> CallLimit:
+    return CallLimit(most=most, share=share, limit="max_streams")
+
+
+def test_a_host_alone_has_its_share_and_each_of_its_connections_a_part_of_that() -> None:
+    places = streams(2048)
+    assert len(taken(places, peer("a"))) == 512
+    rest = [len(taken(places, peer("a", port))) for port in range(2, 20)]
+    assert rest[0] >= 128, "another program of the same host still has room"
+    assert 512 + sum(rest) == 1024
+
+
+def test_hosts_that_come_later_find_room_however_much_others_hold() -> None:
+    places = streams(2048)
+    held = [sum(len(taken(places, peer(host, port))) for port in range(40)) for host in "abcde"]
+    assert held[0] == 1024
+    assert all(later >= 32 for later in held)
+    assert sum(held) < 2048
+
+
+def test_a_host_has_more_again_when_others_have_gone() -> None:
+    places = streams(64)
+    first = taken(places, peer("a"))
+    alone = len(first)
+    others = taken(places, peer("b"))
+    for place in (*first, *others):
+        place.leave()
+        place.close()
+    assert len(taken(places, peer("a"))) == alone
+    assert set(places.connections()) == {"a 1"}, "who has gone is forgotten"
+
+
+def test_with_a_share_of_one_a_connection_may_have_all() -> None:
+    assert len(taken(streams(7, share=1.0), peer("a"))) == 7
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_even_of_few_places_there_is_one(most: int) -> None:
+    assert taken(streams(most), peer("a"))
+
+
+def test_who_finds_no_place_hears_which_limit_it_is_and_when_to_ask_again() -> None:
+    places = streams(4)
+    taken(places, peer("a"))
+    with pytest.raises(QueueFull) as caught:
+        places.take(peer("a"))
+    assert caught.value.metadata == {"limit": "max_streams"}
+    assert caught.value.retry_after_s
+
+
+def test_as_many_as_are_served_may_have_ended_and_be_unread() -> None:
+    places = streams(8, share=1.0)
+    for _ in range(2):
+        unread = taken(places, peer("a"))
+        assert len(unread) == 8
+        for place in unread:
+            place.leave()
+    assert not taken(places, peer("a"))
+    for place in unread:
+        place.close()
+    assert len(taken(places, peer("a"))) == 8
+
+
+@pytest.mark.parametrize(
+    ("written", "connection", "host"),
+    [
+        ("ipv4:10.0.0.7:53124", "10.0.0.7 53124", "10.0.0.7"),
+        ("ipv6:%5B::1%5D:53124", "::1 53124", "::"),
+        ("ipv6:[2001:db8:1:2:3:4:5:6]:1", "2001:db8:1:2:3:4:5:6 1", "2001:db8:1:2::"),
+        ("ipv6:%5B::ffff:10.0.0.7%5D:53124", "10.0.0.7 53124", "10.0.0.7"),
+        ("unix:/run/x.sock", "unix:/run/x.sock", "unix"),
+    ],
+)
+def test_a_host_is_an_address_without_the_port(written: str, connection: str, host: str) -> None:
+    assert peer_of(written) == Peer(connection=connection, host=host)
+
+
+async def test_those_who_wait_have_their_turns_one_host_after_the_other() -> None:
+    turns = FairQueue()
+    crowd = [turns.add(peer("a")) for _ in range(5)]
+    beside = turns.add(peer("a", 2))
+    late, gone = turns.add(peer("b")), turns.add(peer("b"))
+    turns.remove(peer("b"), gone)
+    assert [turns.pop() for _ in range(4)] == [crowd[0], late, beside, crowd[1]]
+    assert [turns.pop() for _ in range(3)] == crowd[2:]
+    assert not turns

@@ -1,0 +1,449 @@
+"""The content store: what it keeps, what it drops, and what it does on disks that are full, forbidden or damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import DataLoss, StorageUnavailable, TooLarge
+from bottega.storage import ContentStore
+from tests.support import full_disk
+
+MIB = 1 << 20
+
+
+class FakeClock:
+    """`now` passes; the clock on the wall shows what it was set to."""
+
+    now = 1e9
+    wrong_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now + self.wrong_s
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@contextlib.asynccontextmanager
+async def _store(
+    folder: Path, *, budget_bytes: int = 64 * MIB, ttl_s: float = 60, clock: FakeClock | None = None
+) -> AsyncIterator[ContentStore]:
+    clock = clock or FakeClock()
+    store = ContentStore(folder, budget_bytes=budget_bytes, ttl_s=ttl_s, clock=clock, monotonic=clock.monotonic)
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def _named(data: bytes) -> tuple[str, bytes]:
+    return hashlib.sha256(data).hexdigest(), data
+
+
+def _picture(number: int, size_bytes: int = 1000) -> tuple[str, bytes]:
+    return _named(bytes([number]) * size_bytes)
+
+
+def _file(folder: Path, digest: str) -> Path:
+    return folder / digest[:2] / digest
+
+
+async def _swept(store: ContentStore) -> None:
+    """Sweeps until there is no more to drop: on a busy machine one slice may be too short for a single file."""
+    while await store.sweep():
+        pass
+
+
+def _everything(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_an_image_comes_back_also_after_a_restart(tmp_path: Path) -> None:
+    digest, data = _picture(1)
+    async with _store(tmp_path / "deep" / "results") as store:
+        await store.put(digest, data)
+        assert await store.get(digest) == data
+        assert await store.get("0" * 64) is None
+        assert await store.get("../secret") is None
+    async with _store(tmp_path / "deep" / "results") as store:
+        assert await store.get(digest) == data
+        assert (len(store), store.size_bytes) == (1, len(data))
+
+
+async def test_a_reader_gives_parts_and_survives_the_removal_of_its_image(tmp_path: Path) -> None:
+    clock = FakeClock()
+    digest, data = _named(os.urandom(5000))
+    async with _store(tmp_path, clock=clock) as store:
+        await store.put(digest, data)
+        reader = await store.reader(digest)
+        assert reader is not None
+        async with reader:
+            assert reader.size_bytes == 5000
+            clock.now += 61
+            await _swept(store)
+            assert _everything(tmp_path) == set()
+            parts = [await reader.read(offset, 2000) for offset in (0, 2000, 4000, 6000)]
+        assert b"".join(parts) == data
+        assert await store.reader(digest) is None
+
+
+async def test_the_same_image_again_is_renewed_and_not_written(tmp_path: Path) -> None:
+    clock = FakeClock()
+    digest, data = _picture(1)
+    async with _store(tmp_path, clock=clock) as store:
+        await store.put(digest, data)
+        inode = _file(tmp_path, digest).stat().st_ino
+        clock.now += 40
+        await store.put(digest, data)
+        assert _file(tmp_path, digest).stat().st_ino == inode
+        assert store.size_bytes == len(data)
+        clock.now += 40
+        await store.sweep()
+        assert await store.get(digest) == data
+    async with _store(tmp_path, clock=clock) as store:  # the new time outlives the process
+        await store.put(digest, data)
+        assert _file(tmp_path, digest).stat().st_ino == inode
+        clock.now += 61
+        assert await store.get(digest) is None
+
+
+async def test_the_oldest_go_when_the_budget_is_used_up(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with _store(tmp_path, budget_bytes=3500, clock=clock) as store:
+        for number in range(5):
+            clock.now += 1
+            await store.put(*_picture(number))
+            assert store.size_bytes <= 3500
+        kept = [await store.get(_picture(number)[0]) is not None for number in range(5)]
+        assert kept == [False, False, True, True, True]
+        with pytest.raises(TooLarge):
+            await store.put(*_picture(9, 3501))
+    async with _store(tmp_path, budget_bytes=1500, clock=clock) as store:  # the operator gave it less
+        await _swept(store)
+        assert _everything(tmp_path) == {_picture(4)[0]}
+
+
+async def test_images_that_belong_together_do_not_go_for_another_while_they_are_put(tmp_path: Path) -> None:
+    first, older, newer = (_picture(number, 40) for number in (1, 2, 3))
+    async with _store(tmp_path, budget_bytes=100) as store:
+        with store.pinned([first[0]]):
+            for picture in (first, older, newer):
+                await store.put(*picture)
+            assert [store.holds(digest) for digest, _ in (first, older, newer)] == [True, False, True]
+        await store.put(*older)
+        assert [store.holds(digest) for digest, _ in (first, older, newer)] == [False, True, True]
+
+
+async def test_sweeping_many_is_done_in_slices_of_milliseconds(tmp_path: Path) -> None:
+    clock = FakeClock()
+    for number in range(3000):
+        digest = hashlib.sha256(str(number).encode()).hexdigest()
+        _file(tmp_path, digest).parent.mkdir(exist_ok=True)
+        _file(tmp_path, digest).touch()
+        os.utime(_file(tmp_path, digest), (clock.now, clock.now))
+    async with _store(tmp_path, clock=clock) as store:
+        assert len(store) == 3000
+        clock.now += 61
+        slices, left = 0, len(store)
+        while await store.sweep():
+            slices += 1
+            assert len(store) < left, "a slice that drops nothing never ends"
+            left = len(store)
+        assert slices > 3
+        assert _everything(tmp_path) == set()
+
+
+async def test_what_was_interrupted_goes_and_what_is_foreign_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    digest, data = _picture(1)
+    async with _store(tmp_path) as store:
+        await store.put(digest, data)
+    (tmp_path / "incoming" / ("f" * 64)).write_bytes(b"half")
+    (tmp_path / "README").write_bytes(b"of an operator")
+    (tmp_path / digest[:2] / "notes").write_bytes(b"too")
+    (tmp_path / digest[:2] / ("f" * 64)).write_bytes(b"in the wrong place")
+    (tmp_path / digest[:2] / (digest[:2] + "0" * 62)).symlink_to("/etc/passwd")
+    with caplog.at_level(logging.WARNING):
+        async with _store(tmp_path) as store:
+            assert len(store) == 1
+            assert await store.get(digest[:2] + "0" * 62) is None
+    assert not list((tmp_path / "incoming").iterdir())
+    assert {"README", "notes", "f" * 64} <= _everything(tmp_path)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_bytes(b"x" + file.read_bytes()[1:]),
+        lambda file: file.write_bytes(file.read_bytes()[:-1]),
+        lambda file: file.write_bytes(file.read_bytes() + b"x"),
+        lambda file: file.write_bytes(b""),
+        lambda file: file.unlink(),
+    ],
+    ids=["other", "shorter", "longer", "empty", "gone"],
+)
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_damaged_image_is_data_loss_until_it_is_put_again(
+    tmp_path: Path, damage: Callable[[Path], object], restart: bool
+) -> None:
+    digest, data = _picture(1)
+    async with contextlib.AsyncExitStack() as stack:
+        store = await stack.enter_async_context(_store(tmp_path))
+        await store.put(digest, data)
+        damage(_file(tmp_path, digest))
+        if restart:
+            await store.close()
+            store = await stack.enter_async_context(_store(tmp_path))
+        if restart and not _file(tmp_path, digest).exists():
+            assert await store.get(digest) is None
+        else:
+            for _ in range(2):
+                with pytest.raises(DataLoss) as raised:
+                    await store.get(digest)
+                assert str(tmp_path) not in raised.value.message
+        assert not store.holds(digest)
+        await store.put(digest, data)
+        assert store.holds(digest)
+        assert await store.get(digest) == data
+        assert (store.size_bytes, len(store)) == (len(data), 1)
+
+
+async def test_putting_an_image_again_heals_one_that_nobody_has_seen_shrink_or_go(tmp_path: Path) -> None:
+    digest, data = _picture(1)
+    async with _store(tmp_path) as store:
+        for hurt in (lambda file: os.truncate(file, 10), Path.unlink):
+            await store.put(digest, data)
+            hurt(_file(tmp_path, digest))
+            await store.put(digest, data)
+            assert await store.get(digest) == data
+
+
+async def test_an_image_that_shrinks_while_it_is_read_is_data_loss(tmp_path: Path) -> None:
+    digest, data = _picture(1)
+    async with _store(tmp_path) as store:
+        await store.put(digest, data)
+        reader = await store.reader(digest)
+        assert reader is not None
+        async with reader:
+            os.truncate(_file(tmp_path, digest), 500)
+            with pytest.raises(DataLoss):
+                await reader.read(400, 200)
+
+
+async def test_a_full_disk_is_said_leaves_nothing_half_written_and_heals(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=2 * MIB) as disk:
+        async with _store(disk / "results") as store:
+            kept, more = _picture(1, MIB // 2), _picture(2, MIB // 2)
+            await store.put(*kept)
+            ballast = full_disk.fill(disk)
+            with pytest.raises(StorageUnavailable) as raised:
+                await store.put(*more)
+            assert raised.value.metadata["cause"] == "ENOSPC"
+            assert raised.value.retry_after_s is not None
+            assert str(disk) not in raised.value.message
+            assert _everything(disk) == {kept[0], "ballast"}
+            assert await store.get(kept[0]) == kept[1]
+            assert await store.get(more[0]) is None
+            assert store.size_bytes == MIB // 2
+            ballast.unlink()
+            await store.put(*more)
+            assert await store.get(more[0]) == more[1]
+
+
+async def test_a_disk_that_forbids_writing_is_said_and_still_read(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=4 * MIB) as disk:
+        clock = FakeClock()
+        async with _store(disk / "results", clock=clock) as store:
+            await store.put(*_picture(1))
+            with full_disk.read_only(disk):
+                for number in (1, 2):
+                    with pytest.raises(StorageUnavailable, match="cannot be written"):
+                        await store.put(*_picture(number))
+                assert await store.get(_picture(1)[0]) is not None
+                clock.now += 61
+                with pytest.raises(StorageUnavailable):
+                    await store.sweep()
+                assert len(store) == 1
+            await store.put(*_picture(2))
+            await _swept(store)
+            assert _everything(disk) == {_picture(2)[0]}
+
+
+async def test_what_was_interrupted_keeps_nobody_from_reading_a_disk_that_came_back_read_only(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=4 * MIB) as disk:
+        folder, (digest, data) = disk / "results", _picture(1)
+        async with _store(folder) as store:
+            await store.put(digest, data)
+        half = folder / "incoming" / ("f" * 64)
+        half.write_bytes(b"half")
+        with full_disk.read_only(disk):
+            async with _store(folder) as store:
+                assert await store.get(digest) == data
+                assert len(store) == 1
+                with pytest.raises(StorageUnavailable, match="cannot be written"):
+                    await store.put(*_picture(2))
+                assert half.exists()
+        async with _store(folder) as store:
+            assert not half.exists()
+            await store.put(*_picture(2))
+
+
+async def test_a_leftover_that_cannot_be_removed_for_another_reason_is_said(tmp_path: Path) -> None:
+    async with _store(tmp_path):
+        pass
+    (tmp_path / "incoming" / "folder").mkdir()
+    with pytest.raises(StorageUnavailable, match="does not do what it should"):
+        await ContentStore(tmp_path, budget_bytes=MIB, ttl_s=60).open()
+
+
+async def test_a_limit_on_files_or_a_folder_in_the_way_is_said_and_heals(tmp_path: Path) -> None:
+    async with _store(tmp_path) as store:
+        digest, data = _picture(1, 100_000)
+        with full_disk.files_at_most(50_000), pytest.raises(StorageUnavailable) as raised:
+            await store.put(digest, data)
+        assert raised.value.metadata["cause"] == "EFBIG"
+        assert _everything(tmp_path) == set()
+        _file(tmp_path, digest).parent.rmdir()
+        _file(tmp_path, digest).parent.touch()
+        with pytest.raises(StorageUnavailable):
+            await store.put(digest, data)
+        _file(tmp_path, digest).parent.unlink()
+        await store.put(digest, data)
+        assert await store.get(digest) == data
+
+
+async def test_a_folder_has_one_owner_at_a_time(tmp_path: Path) -> None:
+    async with _store(tmp_path) as first:
+        (tmp_path / "incoming" / ("f" * 64)).write_bytes(b"being written by the first")
+        second = ContentStore(tmp_path, budget_bytes=MIB, ttl_s=60)
+        with pytest.raises(StorageUnavailable, match="another process"):
+            await second.open()
+        with pytest.raises(StorageUnavailable, match="not open"):
+            await second.get("0" * 64)
+        assert (tmp_path / "incoming" / ("f" * 64)).exists()
+        await first.close()
+        await second.open()
+        await second.close()
+        with pytest.raises(StorageUnavailable, match="closed"):
+            await second.get("0" * 64)
+
+
+async def test_many_at_once_do_not_get_in_each_others_way(tmp_path: Path) -> None:
+    pictures = [_named(os.urandom(2000)) for _ in range(20)]
+    async with _store(tmp_path, budget_bytes=25_000) as store:
+
+        async def churn(digest: str, data: bytes) -> None:
+            for _ in range(5):
+                await store.put(digest, data)
+                assert await store.get(digest) in (data, None)  # another one may have pushed it out
+                await store.sweep()
+
+        await asyncio.gather(*(churn(*picture) for picture in pictures * 2))
+        assert store.size_bytes == 2000 * len(store) <= 25_000
+        assert len(_everything(tmp_path)) == len(store)
+
+
+async def test_a_time_from_the_future_does_not_keep_an_image_for_ever(tmp_path: Path) -> None:
+    clock = FakeClock()
+    digest, data = _picture(1)
+    async with _store(tmp_path, clock=clock) as store:
+        await store.put(digest, data)
+    os.utime(_file(tmp_path, digest), (clock.now * 2, clock.now * 2))
+    async with _store(tmp_path, clock=clock) as store:
+        clock.now += 61
+        assert await store.get(digest) is None
+
+
+async def test_a_clock_that_was_ahead_keeps_nothing_that_was_put_under_it_or_later(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with _store(tmp_path, clock=clock, ttl_s=60) as store:
+        clock.wrong_s = 1e6
+        await store.put(*_picture(1))
+        clock.wrong_s = 0.0
+        await store.put(*_picture(2))
+        await _swept(store)
+        assert len(store) == 2
+        clock.now += 61
+        await _swept(store)
+        assert (len(store), _everything(tmp_path)) == (0, set())
+
+
+@pytest.mark.parametrize("wrong_s", [-7200.0, -30.0, 30.0, 7200.0])
+async def test_a_clock_that_is_set_back_or_forward_for_a_while_takes_no_picture(tmp_path: Path, wrong_s: float) -> None:
+    clock, before, meanwhile = FakeClock(), _picture(1)[0], _picture(2)[0]
+    async with _store(tmp_path, clock=clock) as store:
+        await store.put(*_picture(1))
+        clock.now, clock.wrong_s = clock.now + 5, wrong_s
+        await store.put(*_picture(2))
+        for moment in ("while the clock is wrong", "when it is right again"):
+            await _swept(store)
+            for digest in (before, meanwhile):
+                assert store.holds(digest), moment
+                assert await store.get(digest) is not None, moment
+            clock.now, clock.wrong_s = clock.now + 5, 0.0
+        clock.now += 46  # 61 s after the first, 56 after the second
+        assert [await store.get(digest) is not None for digest in (before, meanwhile)] == [False, True]
+        await _swept(store)
+        assert _everything(tmp_path) == {meanwhile}
+
+
+@pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0])
+async def test_a_picture_that_was_put_under_a_wrong_clock_outlives_a_restart(tmp_path: Path, wrong_s: float) -> None:
+    clock = FakeClock()
+    async with _store(tmp_path, clock=clock) as store:
+        clock.wrong_s = wrong_s
+        await store.put(*_picture(1))
+    clock.wrong_s = 0.0
+    for _ in range(2):
+        async with _store(tmp_path, clock=clock) as store:
+            assert store.holds(_picture(1)[0])
+            assert await store.get(_picture(1)[0]) is not None
+    async with _store(tmp_path, clock=clock) as store:
+        clock.now += 61
+        assert await store.get(_picture(1)[0]) is None
+
+
+async def test_a_restart_under_a_clock_that_was_set_back_takes_no_picture_now_or_later(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with _store(tmp_path, clock=clock) as store:
+        await store.put(*_picture(1))
+    clock.wrong_s = -7200.0
+    async with _store(tmp_path, clock=clock) as store:
+        assert store.holds(_picture(1)[0])
+        clock.wrong_s = 0.0
+        await _swept(store)
+        assert await store.get(_picture(1)[0]) is not None
+
+
+async def test_what_it_holds_is_known_without_a_look_at_the_disk(tmp_path: Path) -> None:
+    clock = FakeClock()
+    digest, data = _picture(1)
+    async with _store(tmp_path, clock=clock) as store:
+        await store.put(digest, data)
+        assert store.holds(digest)
+        assert not store.holds("0" * 64)
+        clock.now += 61
+        assert not store.holds(digest)
+
+
+async def test_a_probe_tells_whether_the_disk_can_be_written_and_leaves_nothing(tmp_path: Path) -> None:
+    with full_disk.small_disk(tmp_path / "disk", size_bytes=MIB) as disk:
+        async with _store(disk) as store:
+            await store.probe()
+            ballast = full_disk.fill(disk)
+            with pytest.raises(StorageUnavailable):
+                await store.probe()
+            ballast.unlink()
+            await store.probe()
+            assert _everything(disk) == set()

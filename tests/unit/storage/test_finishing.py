@@ -1,0 +1,77 @@
+"""Work that is done to its end though its caller is cancelled, also twice; what is made and unmade around a block."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from bottega.storage.shielding import finished, made
+
+_PATIENCE_S = 20.0
+
+
+async def _cancelled_twice(task: asyncio.Task[object], gate: threading.Event) -> None:
+    """While it waits for the gate, which opens then."""
+    for _ in range(2):
+        await asyncio.sleep(0.05)
+        task.cancel()
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, _PATIENCE_S)
+
+
+async def test_a_caller_that_is_cancelled_twice_is_so_when_the_work_has_ended() -> None:
+    gate, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        gate.wait(_PATIENCE_S)
+        ended.set()
+
+    await _cancelled_twice(asyncio.ensure_future(finished(asyncio.to_thread(work))), gate)
+    assert ended.is_set()
+
+
+async def test_what_work_returns_and_raises_is_its_callers() -> None:
+    assert await finished(asyncio.sleep(0, "done")) == "done"
+    with pytest.raises(ValueError, match="invalid literal"):
+        await finished(asyncio.to_thread(int, "x"))
+
+
+async def test_what_is_made_is_unmade_though_its_caller_goes_while_it_is_made(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def make() -> Path:
+        gate.wait(_PATIENCE_S)
+        (tmp_path / "made").touch()
+        return tmp_path / "made"
+
+    async def use() -> None:
+        async with made(make, Path.unlink):
+            raise AssertionError("the caller has gone")
+
+    await _cancelled_twice(asyncio.ensure_future(use()), gate)
+    assert not (tmp_path / "made").exists()
+
+
+async def test_what_is_made_is_unmade_though_its_caller_goes_while_it_is_unmade(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def unmake(path: Path) -> None:
+        gate.wait(_PATIENCE_S)
+        path.unlink()
+
+    def make() -> Path:
+        (tmp_path / "made").touch()
+        return tmp_path / "made"
+
+    async def use() -> None:
+        async with made(make, unmake) as path:
+            assert path.exists()
+
+    await _cancelled_twice(asyncio.ensure_future(use()), gate)
+    assert not (tmp_path / "made").exists()

@@ -1,0 +1,199 @@
+"""What a worker holds: followers see the state and what changes, results are kept for a while and within bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bottega.errors import JobCancelled, QueueFull, StaleAttempt
+from bottega.v1.generation_pb2 import Provenance
+from bottega.worker.attempts import (
+    Attempt,
+    AttemptKey,
+    Attempts,
+    AttemptState,
+    CompletedEvent,
+    Event,
+    FailedEvent,
+    PictureEvent,
+    ProgressEvent,
+    StartedEvent,
+)
+from bottega.worker.checkpoints import AttemptCheckpoint, CheckpointWatch
+
+KEY = AttemptKey(job_id="job", number=1)
+STARTED = StartedEvent(steps_total=10, steps_resumed=0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def attempts(clock: Clock) -> Attempts:
+    return Attempts(max_attempts=2, result_grace_s=10, result_bytes=100, clock=clock)
+
+
+def held(attempts: Attempts, job_id: str, number: int = 1) -> Attempt:
+    return attempts.add(AttemptKey(job_id=job_id, number=number))
+
+
+async def told(stream: AsyncIterator[Event]) -> Event:
+    return await asyncio.wait_for(anext(stream), 1)
+
+
+async def test_a_follower_is_told_everything_in_order() -> None:
+    attempt = Attempt(KEY)
+    stream = attempt.follow()
+    attempt.begin(STARTED)
+    assert await told(stream) == STARTED
+    attempt.advance(ProgressEvent(steps_done=3))
+    assert await told(stream) == ProgressEvent(steps_done=3)
+    attempt.add_picture(PictureEvent(index=0, data=b"png"))
+    assert await told(stream) == PictureEvent(index=0, data=b"png")
+    attempt.complete(Provenance(worker="w"))
+    assert await told(stream) == CompletedEvent(provenance=Provenance(worker="w"))
+    with pytest.raises(StopAsyncIteration):
+        await told(stream)
+    assert attempt.fetched
+
+
+async def test_a_slow_follower_is_told_only_the_newest_progress() -> None:
+    attempt = Attempt(KEY)
+    attempt.begin(STARTED)
+    stream = attempt.follow()
+    assert await told(stream) == STARTED
+    for step in (1, 2, 3):
+        attempt.advance(ProgressEvent(steps_done=step))
+    assert await told(stream) == ProgressEvent(steps_done=3)
+    attempt.advance(ProgressEvent(steps_done=2))  # older than what is known
+    assert attempt.steps_done == 3
+    attempt.advance(ProgressEvent(steps_done=4))
+    assert await told(stream) == ProgressEvent(steps_done=4)
+
+
+async def test_nothing_follows_the_end_for_one_who_was_slow_just_before_it() -> None:
+    attempt = Attempt(KEY)
+    attempt.begin(STARTED)
+    attempt.advance(ProgressEvent(steps_done=1))
+    stream = attempt.follow()
+    assert [await told(stream), await told(stream)] == [STARTED, ProgressEvent(steps_done=1)]
+    attempt.advance(ProgressEvent(steps_done=10))
+    attempt.complete(Provenance())
+    assert [event async for event in stream] == [CompletedEvent(provenance=Provenance())]
+
+
+async def test_a_second_follower_starts_from_the_current_state() -> None:
+    attempt = Attempt(KEY)
+    attempt.begin(STARTED)
+    attempt.advance(ProgressEvent(steps_done=9))
+    attempt.add_picture(PictureEvent(index=0, data=b"png"))
+    first = attempt.follow()
+    assert await told(first) == STARTED
+    await first.aclose()  # type: ignore[attr-defined]
+    assert not attempt.fetched
+    attempt.complete(Provenance())
+    events = [event async for event in attempt.follow()]
+    assert events == [
+        STARTED,
+        ProgressEvent(steps_done=9),
+        PictureEvent(index=0, data=b"png"),
+        CompletedEvent(provenance=Provenance()),
+    ]
+
+
+async def test_what_comes_after_the_end_changes_nothing() -> None:
+    attempt = Attempt(KEY)
+    attempt.add_picture(PictureEvent(index=0, data=b"png"))
+    error = JobCancelled("enough")
+    attempt.fail(error)
+    attempt.begin(STARTED)
+    attempt.advance(ProgressEvent(steps_done=1))
+    attempt.add_picture(PictureEvent(index=0, data=b"late"))
+    attempt.complete(Provenance())
+    assert attempt.state is AttemptState.FAILED
+    assert [event async for event in attempt.follow()] == [FailedEvent(error=error)]
+
+
+def test_a_later_attempt_of_a_job_supersedes_the_earlier(attempts: Attempts) -> None:
+    first = held(attempts, "job", 1)
+    second = AttemptKey(job_id="job", number=2)
+    assert attempts.find(second) is None
+    assert attempts.superseded(second) is first
+    held(attempts, "job", 2)
+    assert attempts.find(KEY) is None
+    with pytest.raises(StaleAttempt):
+        attempts.superseded(KEY)
+    assert [attempt.key for attempt in attempts] == [second]
+
+
+def test_only_so_many_are_held_that_have_not_ended(attempts: Attempts) -> None:
+    first = held(attempts, "a")
+    held(attempts, "b")
+    with pytest.raises(QueueFull):
+        held(attempts, "c")
+    first.complete(Provenance())
+    held(attempts, "c")
+
+
+def test_results_are_forgotten_after_their_grace(attempts: Attempts, clock: Clock) -> None:
+    ended, running = held(attempts, "a"), held(attempts, "b")
+    ended.complete(Provenance())
+    clock.now_s += 9
+    attempts.sweep()
+    assert list(attempts) == [ended, running]
+    clock.now_s += 2
+    attempts.sweep()
+    assert list(attempts) == [running]
+
+
+def test_beyond_the_bytes_what_was_fetched_goes_first_then_the_oldest(attempts: Attempts, clock: Clock) -> None:
+    ended = []
+    for job_id in "abc":
+        attempt = held(attempts, job_id)
+        attempt.add_picture(PictureEvent(index=0, data=bytes(40)))
+        attempt.complete(Provenance())
+        clock.now_s += 1
+        ended.append(attempt)
+    ended[1].fetched = True
+    attempts.sweep()
+    assert list(attempts) == [ended[0], ended[2]]
+    last = held(attempts, "d")
+    last.add_picture(PictureEvent(index=0, data=bytes(90)))
+    last.complete(Provenance())
+    attempts.sweep()
+    assert list(attempts) == [last]
+
+
+async def test_a_newer_checkpoint_replaces_an_unsent_one() -> None:
+    board = CheckpointWatch()
+    other = AttemptKey(job_id="other", number=1)
+
+    def checkpoint(key: AttemptKey, step: int) -> AttemptCheckpoint:
+        return AttemptCheckpoint(key=key, steps_done=step, data=b"")
+
+    for step in (1, 2, 3):
+        board.put(checkpoint(KEY, step))
+    board.put(checkpoint(other, 1))
+    stream = board.watch()
+    assert await asyncio.wait_for(anext(stream), 1) == checkpoint(KEY, 3)
+    board.put(checkpoint(other, 2))
+    assert await asyncio.wait_for(anext(stream), 1) == checkpoint(other, 2)
+    board.put(checkpoint(KEY, 4))
+    board.drop(KEY)
+    board.put(checkpoint(other, 3))
+    assert await asyncio.wait_for(anext(stream), 1) == checkpoint(other, 3)
+    board.close()
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(anext(stream), 1)

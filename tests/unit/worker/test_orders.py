@@ -1,0 +1,154 @@
+"""What a worker makes of a RunAttemptRequest."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import psutil
+import pytest
+
+from bottega.errors import InvalidRequest
+from bottega.v1 import generation_pb2, worker_pb2
+from bottega.worker.validation import order_from
+
+IMAGE_BYTES = 8 << 20
+HOSTS = worker_pb2.ControlNetHosts(
+    digest="ab", servers=[worker_pb2.ControlNetServer(name="near", address="127.0.0.1:1")]
+)
+
+FULL: dict[str, Any] = {
+    "prompt": "a star",
+    "num_inference_steps": 6,
+    "guidance_scale": 4.0,
+    "width": 64,
+    "height": 64,
+    "seed": 7,
+    "num_images": 1,
+}
+
+
+def _raw(spec: generation_pb2.GenerationSpec, **fields: Any) -> bytes:
+    fields = {"attempt": worker_pb2.AttemptId(job_id="job", number=2)} | fields
+    return worker_pb2.RunAttemptRequest(spec=spec, **fields).SerializeToString()
+
+
+def _raw_with_images() -> bytes:
+    controlnets = [generation_pb2.ControlNet(name="edges", image=b"x")]
+    spec = generation_pb2.GenerationSpec(**FULL, image=bytes(IMAGE_BYTES), strength=0.5, controlnets=controlnets)
+    return _raw(spec, request_id="r", deadline_s=3, controlnets=[HOSTS])
+
+
+def test_the_images_stand_beside_the_spec() -> None:
+    order = order_from(_raw_with_images())
+    assert len(order.image) == IMAGE_BYTES
+    assert [(control.image, control.hosts) for control in order.controls] == [(b"x", HOSTS)]
+    controlnets = [generation_pb2.ControlNet(name="edges")]
+    assert order.spec == generation_pb2.GenerationSpec(**FULL, strength=0.5, controlnets=controlnets)
+    assert (order.key.job_id, order.key.number, order.request_id, order.deadline_s) == ("job", 2, "r", 3)
+
+
+def test_an_order_whose_image_was_let_go_keeps_none_of_its_memory() -> None:
+    raw = _raw_with_images()
+    process = psutil.Process()
+    before = process.memory_info().rss
+    kept = [dataclasses.replace(order_from(raw), image=b"") for _ in range(10)]
+    assert process.memory_info().rss - before < 3 * IMAGE_BYTES
+    assert len(kept) == 10
+
+
+@pytest.mark.parametrize("name", sorted(set(FULL) - {"prompt"}))
+def test_what_the_gateway_fills_in_must_be_there(name: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        order_from(_raw(generation_pb2.GenerationSpec(**{key: FULL[key] for key in FULL if key != name})))
+    assert [violation.field for violation in refusal.value.violations] == [f"spec.{name}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_images": 0}, "num_images"),
+        ({"num_images": 9}, "num_images"),
+        ({"num_inference_steps": 0}, "num_inference_steps"),
+        ({"width": 0}, "width"),
+        ({"height": -8}, "height"),
+        ({"guidance_scale": math.nan}, "guidance_scale"),
+        ({"sampler": 99}, "sampler"),
+        ({"strength": 0.5}, "strength"),
+        ({"image": b"x"}, "strength"),
+        ({"image": b"x", "strength": 0.1}, "strength"),
+        ({"model": "m" * 201}, "model"),
+        ({"use_karras_sigmas": True, "sampler": generation_pb2.SAMPLER_DDIM}, "use_karras_sigmas"),
+        ({"techniques": {"cache_entry": "x" * 129}}, "techniques.cache_entry"),
+        ({"mask_image": b"x"}, "mask_image"),
+        ({"mask_image": b"", "image": b"x", "strength": 0.5}, "mask_image"),
+        ({"mask_image": bytes(IMAGE_BYTES + 1), "image": b"x", "strength": 0.5}, "mask_image"),
+    ],
+)
+def test_what_could_not_be_drawn_is_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        order_from(_raw(generation_pb2.GenerationSpec(**(FULL | changes))))
+    assert [violation.field for violation in refusal.value.violations] == [f"spec.{field}"]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"model": "m" * 200},
+        {"techniques": {"cache_entry": "x" * 128}},
+        *(
+            {"use_karras_sigmas": True, "sampler": sampler}
+            for sampler in (
+                generation_pb2.SAMPLER_UNSPECIFIED,
+                generation_pb2.SAMPLER_EULER,
+                generation_pb2.SAMPLER_DPMPP_2M,
+            )
+        ),
+    ],
+)
+def test_what_is_just_within_its_bounds_is_ordered(facts: dict[str, Any]) -> None:
+    spec = generation_pb2.GenerationSpec(**(FULL | facts))
+    assert order_from(_raw(spec)).spec == spec
+
+
+def test_the_largest_mask_is_taken() -> None:
+    masked = {"mask_image": bytes(IMAGE_BYTES), "image": b"x", "strength": 0.5}
+    order_from(_raw(generation_pb2.GenerationSpec(**(FULL | masked))))
+
+
+@pytest.mark.parametrize(
+    ("image", "hosts", "field"),
+    [
+        (b"x", [], "controlnets"),
+        (b"x", [HOSTS, HOSTS], "controlnets"),
+        (b"", [HOSTS], "spec.controlnets[0].image"),
+        (b"x", [worker_pb2.ControlNetHosts(digest="d" * 129)], "controlnets[0].digest"),
+        (b"x", [worker_pb2.ControlNetHosts(servers=[worker_pb2.ControlNetServer()])], "controlnets[0].servers"),
+        *(
+            (b"x", [worker_pb2.ControlNetHosts(similarity=number)], "controlnets[0].similarity")
+            for number in (math.nan, math.inf, -math.inf, 1.001, -1.001)
+        ),
+    ],
+)
+def test_a_controlnet_needs_an_image_and_hosts(image: bytes, hosts: list[Any], field: str) -> None:
+    nets = [generation_pb2.ControlNet(name="edges", image=image)]
+    with pytest.raises(InvalidRequest) as refusal:
+        order_from(_raw(generation_pb2.GenerationSpec(**FULL, controlnets=nets), controlnets=hosts))
+    assert [violation.field for violation in refusal.value.violations] == [field]
+
+
+@pytest.mark.parametrize("similarity", [-1.0, 0.0, 1.0])
+def test_residuals_may_be_as_similar_as_a_cosine_says(similarity: float) -> None:
+    hosts = worker_pb2.ControlNetHosts(digest="d" * 128, similarity=similarity)
+    nets = [generation_pb2.ControlNet(name="edges", image=b"x")]
+    order = order_from(_raw(generation_pb2.GenerationSpec(**FULL, controlnets=nets), controlnets=[hosts]))
+    assert order.controls[0].hosts == hosts
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    spec = generation_pb2.GenerationSpec(**(FULL | {"width": 0, "sampler": 99}))
+    with pytest.raises(InvalidRequest) as refusal:
+        order_from(_raw(spec, attempt=worker_pb2.AttemptId(), deadline_s=math.nan))
+    fields = {violation.field for violation in refusal.value.violations}
+    assert fields == {"attempt.job_id", "attempt.number", "spec.width", "spec.sampler", "deadline_s"}
