@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # A shell that already sits in another virtual environment must not leak into this one.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test test-gpu fuzz chaos lint protos clean
+.PHONY: help demo test test-gpu fuzz chaos faults lint protos clean
 .PRECIOUS: .venv/.ready
 
 help: ## List the commands
@@ -33,6 +33,9 @@ fuzz: .venv/.ready .venv/.stubs ## Send thousands of bad requests to every metho
 
 chaos: .venv/.ready .venv/.stubs ## Kill, freeze, fill and restart real services under load (ARGS="--part kill-workers")
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+faults: .venv/.ready .venv/.stubs ## Make one mistake after the other in a copy, and see that a test fails for each (ARGS goes to it)
+	$(BIN)/python -m tests.faults $(ARGS)
 
 lint: .venv/.ready .venv/.stubs ## Run ruff, mypy, import-linter and buf
 	$(BIN)/ruff check
