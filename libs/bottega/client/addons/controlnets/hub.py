@@ -22,10 +22,8 @@ _FILES = [
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class HubError(BottegaError):
+class HubError(BottegaError, code=Code.FAILED_PRECONDITION):
     """It is not here, and could not be brought. todo: what a person may do."""
-
-    code = Code.FAILED_PRECONDITION
 
     def __init__(self, message: str, *, todo: str = "") -> None:
         super().__init__(message)
