@@ -65,15 +65,15 @@ def test_what_a_suite_keeps_is_its_owners_alone(tmp_path: Path) -> None:
 
 def test_folders_of_an_earlier_version_are_closed_to_others(tmp_path: Path) -> None:
     state = StateFolder(tmp_path / "state")
-    for folder in (state.root, state.logs, state.config, state.controlnets, state.gateway):
+    for folder in (state.root, state.logs, state.config, (state.root / "controlnets"), (state.root / "gateway")):
         folder.mkdir(mode=0o755)
     (state.root / "suite.lock").touch(mode=0o644)
     with state.hold():
         pass
-    assert {mode(path) for path in (state.root, state.logs, state.config, state.controlnets)} == {0o700}
+    assert {mode(path) for path in (state.root, state.logs, state.config, (state.root / "controlnets"))} == {0o700}
     assert mode(state.root / "suite.lock") == 0o600
-    folders.make_own(state.gateway)
-    assert mode(state.gateway) == 0o700
+    folders.make_own(state.root / "gateway")
+    assert mode(state.root / "gateway") == 0o700
 
 
 def test_a_folder_that_holds_other_things_is_left_as_it_is_but_for_the_suites_part(tmp_path: Path) -> None:

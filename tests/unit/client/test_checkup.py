@@ -22,10 +22,11 @@ from bottega.client.checkup.machine import (
     pinned_versions,
 )
 from bottega.client.checkup.model import check_model
+from bottega.manifest import VARIABLE
 from bottega.miniature import WEIGHTS
 
 TESTED = {"bottega-libs": "0.1.0", "bottega-services": "0.1.0", "torch": "2.13.0+cpu"}
-WORKER = dict.fromkeys(("accelerate", "diffusers", "safetensors", "transformers"), "1.0")
+WORKER = dict.fromkeys(("accelerate", "diffusers", "numpy", "safetensors", "transformers"), "1.0")
 
 
 @pytest.mark.parametrize(("version", "level"), [((3, 10), Level.FAIL), ((3, 11), Level.OK), ((3, 13), Level.FAIL)])
@@ -48,10 +49,19 @@ def test_parts_of_different_releases_fail() -> None:
     assert next(check_packages({**TESTED, "bottega-protos": "0.2.0"}, {})).level is Level.FAIL
 
 
-def test_a_machine_without_torch_is_told_that_it_can_run_no_worker() -> None:
-    _, finding = check_packages({"bottega-libs": "0.1.0", "bottega-services": "0.1.0"}, {})
-    assert finding.level is Level.WARN
-    assert "torch" in finding.what
+def test_a_machine_without_torch_is_told_which_services_cannot_run_there() -> None:
+    _, *findings = check_packages({"bottega-libs": "0.1.0", "bottega-services": "0.1.0", "numpy": "2.0"}, {})
+    assert {finding.level for finding in findings} == {Level.WARN}
+    assert [finding.what.partition(" can run here")[0] for finding in findings] == ["no worker", "no ControlNet server"]
+    assert all("torch" in finding.what for finding in findings)
+    assert "bottega-services[worker]" in findings[0].todo
+
+
+def test_a_manifest_that_cannot_be_used_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "none.txt"))
+    _, finding, *_ = check_packages(TESTED, {})
+    assert finding.level is Level.FAIL
+    assert "none.txt" in finding.what
 
 
 def test_pins_come_from_the_checkout() -> None:

@@ -37,37 +37,45 @@ def held(folder: Path) -> StateFolder:
 
 
 def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
-    plan = plan_suite(SuiteOptions(workers=2, port=0, model="some/folder", dtype="bfloat16"), held(tmp_path))
-    assert [service.name for service in plan.services] == ["gateway", "loras", "worker-0", "worker-1", "controlnet-0"]
-    assert plan.threads == max(1, len(os.sched_getaffinity(0)) // 2)
-    assert all(service.environment["OMP_WAIT_POLICY"] == "PASSIVE" for service in plan.services)
+    plan = plan_suite(
+        SuiteOptions(services={"workers": 2}, port=0, model="some/folder", dtype="bfloat16"), held(tmp_path)
+    )
+    assert [process.name for process in plan.processes] == ["gateway", "loras", "worker-0", "worker-1", "controlnet-0"]
+    assert all(process.environment["OMP_WAIT_POLICY"] == "PASSIVE" for process in plan.processes)
     gateway = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())
     worker = yaml.safe_load((tmp_path / "config" / "worker-1.yaml").read_text())
-    assert (gateway["server"]["listen"], gateway["fleet"]["listen"]) == (plan.address, plan.fleet_address)
-    assert worker["gateway"] == plan.fleet_address
+    assert (gateway["server"]["listen"], gateway["fleet"]["listen"]) == (
+        plan.settings.address,
+        plan.settings.fleet_address,
+    )
+    assert worker["gateway"] == plan.settings.fleet_address
     assert worker["name"] == "worker-1"
     assert worker["engine"]["model"] == str(Path("some/folder").resolve())
     loras = yaml.safe_load((tmp_path / "config" / "loras.yaml").read_text())
     assert (loras["bases"], loras["loras"]) == ({"folder": str(Path("some/folder").resolve())}, {})
-    assert (loras["gateway"], loras["folder"]) == (plan.fleet_address, str(tmp_path / "loras"))
-    assert (worker["engine"]["dtype"], worker["engine"]["threads"]) == ("bfloat16", plan.threads)
+    assert (loras["gateway"], loras["folder"]) == (plan.settings.fleet_address, str(tmp_path / "loras"))
+    assert (worker["engine"]["dtype"], worker["engine"]["threads"]) == (
+        "bfloat16",
+        max(1, len(os.sched_getaffinity(0)) // 2),
+    )
 
 
 def test_threads_can_be_chosen(tmp_path: Path) -> None:
-    assert plan_suite(SuiteOptions(workers=2, port=0, threads=5), held(tmp_path)).threads == 5
+    plan_suite(SuiteOptions(services={"workers": 2}, port=0, threads=5), held(tmp_path))
+    assert yaml.safe_load((tmp_path / "config" / "worker-1.yaml").read_text())["engine"]["threads"] == 5
 
 
 def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path: Path) -> None:
     state = held(tmp_path)
-    plan = plan_suite(SuiteOptions(controlnet_servers=2, port=0, dtype="bfloat16"), state)
-    assert [service.name for service in plan.services][2:] == ["worker-0", "controlnet-0", "controlnet-1"]
+    plan = plan_suite(SuiteOptions(services={"controlnet_servers": 2}, port=0, dtype="bfloat16"), state)
+    assert [process.name for process in plan.processes][2:] == ["worker-0", "controlnet-0", "controlnet-1"]
     first, second = (yaml.safe_load((state.config / f"controlnet-{n}.yaml").read_text()) for n in (0, 1))
-    assert first["gateway"] == plan.fleet_address
+    assert first["gateway"] == plan.settings.fleet_address
     assert first["engine"]["dtype"] == "bfloat16"
     assert set(first["controlnets"]) == {"edges", "layout"}
-    assert first["root"] == second["root"] == str(state.controlnets)
+    assert first["root"] == second["root"] == str(state.root / "controlnets")
     assert first["catalogue"] != second["catalogue"]
-    assert plan_suite(SuiteOptions(controlnet_servers=0, port=0), state).services[-1].name == "worker-0"
+    assert plan_suite(SuiteOptions(services={"controlnet_servers": 0}, port=0), state).processes[-1].name == "worker-0"
 
 
 def test_the_models_own_loras_are_in_the_store_from_its_start(tmp_path: Path) -> None:
@@ -107,7 +115,7 @@ def test_any_free_port_will_do_for_the_metrics_where_any_will_do_for_the_gateway
     assert asked == [0, 0, 0]
     config = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())
     ports = (config["server"]["listen"], config["fleet"]["listen"], config["server"]["metrics_listen"])
-    assert ports[:2] == (plan.address, plan.fleet_address)
+    assert ports[:2] == (plan.settings.address, plan.settings.fleet_address)
     assert len(set(ports)) == 3
 
 

@@ -16,6 +16,7 @@ from bottega.controlnet.config import ControlNetConfig
 from bottega.controlnet.server import open_catalogue
 from bottega.gateway.config import GatewayConfig
 from bottega.loras.config import LoraConfig
+from bottega.manifest import ServiceSpec, read_services
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES
 from bottega.process import open_files
@@ -109,27 +110,27 @@ def test_a_machine_with_workers_only_gets_no_gateway_with_them() -> None:
     assert [setting(unit, "WantedBy") for unit in SERVICES] == ["bottega.target"] * len(SERVICES)
 
 
-@pytest.mark.parametrize(
-    ("module", "unit"),
-    [
-        ("controlnet", "bottega-controlnet@.service"),
-        ("gateway", "bottega-gateway.service"),
-        ("worker", "bottega-worker@.service"),
-        ("loras", "bottega-loras.service"),
-    ],
-)
-def test_a_configuration_that_cannot_be_used_is_not_tried_again(module: str, unit: str, tmp_path: Path) -> None:
+def test_every_service_of_the_manifest_has_the_unit_that_the_template_gives(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, DEPLOY / "units.py", tmp_path], timeout=60, check=True)
+    made = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    there = {name: (DEPLOY / "systemd" / name).read_text() for name in SERVICES}
+    assert made == there, "the template or the manifest has changed: run deploy/units.py"
+
+
+@pytest.mark.parametrize("service", read_services(), ids=lambda service: service.kind)
+def test_a_configuration_that_cannot_be_used_is_not_tried_again(service: ServiceSpec, tmp_path: Path) -> None:
+    unit = f"bottega-{service.kind}{'@' if service.count else ''}.service"
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("colour: red")
     done = subprocess.run(
-        [sys.executable, "-m", f"bottega.{module}", "--config", wrong],
+        [sys.executable, "-m", service.module, "--config", wrong],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert done.returncode == int(setting(unit, "RestartPreventExitStatus"))
-    assert f"bottega.{module}: " in done.stderr
+    assert f"{service.module}: " in done.stderr
     assert "colour" in done.stderr
 
 

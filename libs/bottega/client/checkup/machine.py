@@ -10,10 +10,11 @@ from importlib import metadata
 from pathlib import Path
 
 from bottega.client.checkup.check import CheckResult, fail, ok, warn
+from bottega.errors import ConfigError
+from bottega.manifest import VARIABLE, read_services
 from bottega.process.open_files import ENOUGH, LITTLE
 
 _OURS = ("bottega-protos", "bottega-libs", "bottega-services")
-_WORKERS = ("accelerate", "diffusers", "safetensors", "torch", "transformers")
 _PYTHON = ((3, 11), (3, 13))
 # Logs of a suite take at most 16 MiB a service; a full disk stops more than the suite.
 _LITTLE_MIB, _TOO_LITTLE_MIB = 1024, 128
@@ -34,11 +35,8 @@ def check_packages(installed: Mapping[str, str], pinned: Mapping[str, str]) -> I
     installed, pinned: versions by normalised name; pinned is empty where constraints.txt is not at hand.
     """
     yield from _check_ours(installed)
-    missing = [name for name in _WORKERS if name not in installed]
-    if missing:
-        yield warn(
-            f"no worker can run here: {', '.join(missing)} not installed", "pip install 'bottega-services[worker]'"
-        )
+    if "bottega-services" in installed:
+        yield from _check_services(installed)
     other = [
         f"{name} {version} instead of {pinned[name]}"
         for name, version in sorted(installed.items())
@@ -100,6 +98,19 @@ def pinned_versions(beside: Path = Path(__file__)) -> dict[str, str]:
             lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
             return {_normal(name): version for name, _, version in (line.partition("==") for line in lines) if version}
     return {}
+
+
+def _check_services(installed: Mapping[str, str]) -> Iterator[CheckResult]:
+    try:
+        services = read_services()
+    except ConfigError as error:
+        yield fail(f"the manifest of services cannot be used: {error.message}", f"Correct it, or unset {VARIABLE}.")
+        return
+    for service in services:
+        missing = [name for name in service.requires if name not in installed]
+        if missing:
+            what = f"no {service.title} can run here: {', '.join(missing)} not installed"
+            yield warn(what, f"pip install '{service.install}'")
 
 
 def _check_ours(installed: Mapping[str, str]) -> Iterator[CheckResult]:

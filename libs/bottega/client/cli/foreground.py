@@ -25,8 +25,9 @@ FIRST_PROMPT = "a big red star on the left on a blue background"
 def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> None:
     """Runs until SIGINT, SIGTERM or SIGHUP; a second one does not wait. Raises DoesNotStart."""
     with closing(ServiceLog(state.logs, "suite")) as log:
+        address, fleet_address = plan.settings.address, plan.settings.fleet_address
         supervisor = Supervisor(plan, state, TerminalReporter(log, quiet=in_background))
-        asyncio.run(_run(supervisor, lambda seconds: say_ready(plan.address, plan.fleet_address, seconds, state)))
+        asyncio.run(_run(supervisor, lambda seconds: say_ready(address, fleet_address, seconds, state)))
 
 
 class TerminalReporter:
@@ -76,12 +77,12 @@ async def _run(supervisor: Supervisor, on_ready: Callable[[float], None]) -> Non
 
 
 def _on_signal(stop: asyncio.Event, supervisor: Supervisor) -> Callable[[], None]:
-    def stop_or_hurry() -> None:
+    def stop_or_kill() -> None:
         if stop.is_set():
-            supervisor.hurry()
+            supervisor.kill_all()
             return
         say()
         say("Stopping; Ctrl-C once more does not wait for what runs.")
         stop.set()
 
-    return stop_or_hurry
+    return stop_or_kill

@@ -17,15 +17,26 @@ if TYPE_CHECKING:
     from bottega.client.suite.state import StateFolder
 
 
-@click.command("up")
-@click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Worker processes.")
-@click.option(
-    "--controlnet-servers",
-    type=click.IntRange(0, 64),
-    default=1,
-    show_default=True,
-    help="ControlNet server processes.",
-)
+class _WithServicesOptions(click.Command):
+    """Takes the options of the services in the manifest as well, which is only read when they are needed."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        from bottega.manifest import options_of, read_services
+
+        services = [
+            click.Option(
+                [f"--{option.name.replace('_', '-')}"],
+                type=click.IntRange(option.least, option.most),
+                default=option.default,
+                show_default=True,
+                help=option.help,
+            )
+            for option in options_of(read_services())
+        ]
+        return [*services, *super().get_params(ctx)]
+
+
+@click.command("up", cls=_WithServicesOptions)
 @click.option("--model", default="miniature", show_default=True, help="miniature, or a folder in Diffusers' layout.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
 @click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
@@ -40,7 +51,18 @@ if TYPE_CHECKING:
 @state_option
 @click.option("-d", "--detach", is_flag=True, help="Return when everything is ready; bottega stop ends it.")
 @click.option("--in-background", is_flag=True, hidden=True, help="What --detach starts.")
-def command(*, state: StateFolder, detach: bool, in_background: bool, **wished: Any) -> None:
+def command(
+    *,
+    model: str,
+    device: str,
+    dtype: str,
+    threads: int,
+    port: int,
+    state: StateFolder,
+    detach: bool,
+    in_background: bool,
+    **services: Any,
+) -> None:
     """Run the suite here: a gateway, its workers, a LoRA store and a ControlNet server.
 
     The server hosts the ControlNets in the model's own folder `controlnets`, and the store has the LoRAs in its folder
@@ -51,12 +73,13 @@ def command(*, state: StateFolder, detach: bool, in_background: bool, **wished: 
     from bottega.client.suite.service_process import DoesNotStart
     from bottega.client.suite.state import AlreadyHeld
 
-    _check_model(wished["model"])
+    _check_model(model)
+    options = SuiteOptions(model=model, device=device, dtype=dtype, threads=threads, port=port, services=services)
     try:
         if detach:
-            _detached(SuiteOptions(**wished), state)
+            _detached(options, state)
         else:
-            _foreground(SuiteOptions(**wished), state, in_background=in_background)
+            _foreground(options, state, in_background=in_background)
     except AlreadyHeld as held:
         _refuse(state, held.holders)
     except DoesNotStart as error:
@@ -84,7 +107,7 @@ def _check_model(model: str) -> None:
             fail(finding.what, "Give miniature, or a folder in Diffusers' layout: bottega up --model FOLDER")
 
 
-def _foreground(wish: SuiteOptions, state: StateFolder, *, in_background: bool) -> None:
+def _foreground(options: SuiteOptions, state: StateFolder, *, in_background: bool) -> None:
     from bottega.client.cli.foreground import run_suite
     from bottega.client.suite.orphans import end_orphans
     from bottega.client.suite.plan import plan_suite
@@ -92,22 +115,22 @@ def _foreground(wish: SuiteOptions, state: StateFolder, *, in_background: bool) 
     with state.hold():
         for name in end_orphans(state.read()):
             note(f"{name} was still running from an instance that was killed; ended it")
-        plan = plan_suite(wish, state)
+        plan = plan_suite(options, state)
         if others := state.others():
             note(f"The state folder {state.root} {others}.")
-        say(f"Bottega: {_described(plan, wish)}; logs in {state.logs}")
+        say(f"Bottega: {_described(plan)}; logs in {state.logs}")
         if not in_background:
             say("Ctrl-C stops it.")
         run_suite(plan, state, in_background=in_background)
     say("Stopped; nothing is left running.")
 
 
-def _detached(wish: SuiteOptions, state: StateFolder) -> None:
+def _detached(options: SuiteOptions, state: StateFolder) -> None:
     from bottega.client.cli.foreground import say_ready
     from bottega.client.suite.background import DidNotStart, start_in_background
 
     try:
-        began = start_in_background(wish, state)
+        began = start_in_background(options, state)
     except DidNotStart as error:
         for line in plain_lines(error.message):  # it has said already what to do
             note(line)
@@ -139,11 +162,11 @@ def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:
     )
 
 
-def _described(plan: SuitePlan, wish: SuiteOptions) -> str:
-    workers = f"{_counted(plan.workers, 'worker')} of {wish.model}"
-    if plan.controlnet_servers:
-        workers = f"{workers} and {_counted(plan.controlnet_servers, 'ControlNet server')}"
-    return f"a gateway, {workers}; {_counted(plan.threads, 'thread')} a worker"
+def _described(plan: SuitePlan) -> str:
+    """Such as "1 gateway, 1 LoRA store, 2 workers, 1 ControlNet server; miniature, 1 thread a worker"."""
+    services = (_counted(count, service.title) for service, count in plan.counts if count)
+    threads = plan.settings.threads_of(plan.settings.options["workers"])
+    return f"{', '.join(services)}; {plan.settings.model}, {_counted(threads, 'thread')} a worker"
 
 
 def _counted(count: int, what: str) -> str:

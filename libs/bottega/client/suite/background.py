@@ -38,7 +38,7 @@ class BackgroundSuite:
     seconds: float
 
 
-def start_in_background(wish: SuiteOptions, state: StateFolder) -> BackgroundSuite:
+def start_in_background(options: SuiteOptions, state: StateFolder) -> BackgroundSuite:
     """Starts an instance and waits until it is ready.
 
     Raises AlreadyHeld, StateFolderUnusable; DidNotStart with what it said; DeadlinePassed when it is still not ready.
@@ -47,11 +47,13 @@ def start_in_background(wish: SuiteOptions, state: StateFolder) -> BackgroundSui
         raise AlreadyHeld(state.holders())
     state.make()
     said = state.logs / "up.out"
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(wish).items()]
+    values = asdict(options)
+    values |= values.pop("services")
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
     began_s = time.monotonic()
     with private_files(), said.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "bottega.client.cli", "up", "--in-background", f"--state={state.root}", *options],
+            [sys.executable, "-m", "bottega.client.cli", "up", "--in-background", f"--state={state.root}", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

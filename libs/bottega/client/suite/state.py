@@ -15,12 +15,13 @@ from typing import IO
 
 from bottega.client.files import write_whole
 from bottega.errors import BottegaError, Code
+from bottega.manifest import read_services
 from bottega.state_folder import make_missing, make_private, owner_of, private_files
 
 _INSTANT_S = 0.05
 _LOCKS = Path("/proc/locks")
-# What an instance and its services make in the folder: where there is more, the folder is not theirs alone.
-_OURS = frozenset({"config", "controlnet", "controlnets", "gateway", "logs", "loras", "suite.json", "suite.lock"})
+# What an instance makes in the folder beside its services: where there is more, the folder is not theirs alone.
+_OURS = frozenset({"config", "logs", "suite.json", "suite.lock"})
 _HALF_WRITTEN = ".suite.json."
 
 
@@ -78,16 +79,6 @@ class StateFolder:
         """NAME.yaml of every service, as it was started."""
         return self.root / "config"
 
-    @property
-    def gateway(self) -> Path:
-        """The gateway's jobs and images, which outlive an instance."""
-        return self.root / "gateway"
-
-    @property
-    def controlnets(self) -> Path:
-        """Folders of ControlNets that may be added, which outlive an instance."""
-        return self.root / "controlnets"
-
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Makes the folder this process's own while the context lasts, and nobody else's to look into.
@@ -108,15 +99,16 @@ class StateFolder:
             self._check_owner()
             if self.is_ours_alone():
                 make_private(self.root)
-            for folder in (self.logs, self.config, self.controlnets):
+            for folder in (self.logs, self.config, *(self.root / name for name in _shared_folders())):
                 make_private(folder)
         except OSError as error:
             raise self._unusable(error) from None
 
     def is_ours_alone(self) -> bool:
         """Whether there is nothing in the folder but what belongs to a suite. Raises OSError."""
+        ours = _OURS.union(_shared_folders(), (service.kind for service in read_services()))
         names = [path.name for path in self.root.iterdir()]
-        return all(name in _OURS or name.startswith(_HALF_WRITTEN) for name in names)
+        return all(name in ours or name.startswith(_HALF_WRITTEN) for name in names)
 
     def others(self) -> str:
         """Who else can look into the folder, or change it, as a person hears it; empty where nobody can."""
@@ -218,3 +210,8 @@ class StateFolder:
         owner = owner_of(self.root) if isinstance(error, PermissionError) else ""
         whose = f" ({owner} owns it, or what it is to be made in)" if owner else ""
         return StateFolderUnusable(f"the state folder {self.root} cannot be used: {error.strerror}{whose}")
+
+
+def _shared_folders() -> set[str]:
+    """Names of folders that a service needs besides its own."""
+    return {name for service in read_services() for name in service.folders}

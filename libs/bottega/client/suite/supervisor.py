@@ -1,4 +1,4 @@
-"""Runs a planned suite until it is told to stop. Knows when it is ready; not how a process is kept."""
+"""Runs a planned suite until it is told to stop, and says when all of it is ready."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bottega.client.suite.service_process import RestartPolicy, ServiceListener,
 from bottega.client.suite.state import InstanceProcess, InstanceRecord, StateFolder
 from bottega.client.transport.retry import RetryPolicy
 from bottega.errors import DeadlinePassed, Unavailable
-from bottega.v1 import fleet_pb2
+from bottega.v1.fleet_pb2 import ServiceKind
 
 # How often the record is brought up to date and, until it is ready, the fleet is looked at.
 _LOOK_S = 0.3
@@ -29,44 +29,45 @@ class Supervisor:
     ) -> None:
         self._plan = plan
         self._state = state
-        self._keepers = [
-            ServiceProcess(service, state.logs, reporter, policy or RestartPolicy()) for service in plan.services
+        self._processes = [
+            ServiceProcess(process, state.logs, reporter, policy or RestartPolicy()) for process in plan.processes
         ]
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Runs the suite until `stop`; then nothing of it is left.
 
-        on_ready: called once, when the gateway serves and every worker and ControlNet server has joined it.
+        on_ready: called once, when every service serves, and all that join the gateway's fleet have joined it.
         Raises DoesNotStart when a service never serves.
         """
-        keepers = [asyncio.create_task(keeper.run()) for keeper in self._keepers]
+        running = [asyncio.create_task(process.run()) for process in self._processes]
         watching = asyncio.create_task(self._watch(on_ready))
         stopping = asyncio.create_task(stop.wait())
         try:
-            done, _ = await asyncio.wait([*keepers, watching, stopping], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([*running, watching, stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
             await _end([watching, stopping])
-            await _end(keepers)
+            await _end(running)
             self._state.forget()
 
-    def hurry(self) -> None:
+    def kill_all(self) -> None:
         """Ends what is still running, without grace."""
-        for keeper in self._keepers:
-            keeper.kill()
+        for process in self._processes:
+            process.kill()
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
-        written, ready = None, False
-        async with self._client() as client:
+        written, ready, settings = None, False, self._plan.settings
+        no_retry = RetryPolicy(patience_s=0.0)
+        async with AsyncClient(settings.address, fleet_address=settings.fleet_address, retry=no_retry) as client:
             while True:
                 if not ready and await self._all_joined(client):
                     ready = True
                     on_ready()
                 record = InstanceRecord(
                     pid=os.getpid(),
-                    address=self._plan.address,
-                    fleet_address=self._plan.fleet_address,
+                    address=settings.address,
+                    fleet_address=settings.fleet_address,
                     ready=ready,
                     children=tuple(self._children()),
                 )
@@ -75,29 +76,22 @@ class Supervisor:
                     written = record
                 await asyncio.sleep(_LOOK_S)
 
-    def _client(self) -> AsyncClient:
-        address, fleet_address = self._plan.address, self._plan.fleet_address
-        return AsyncClient(address, fleet_address=fleet_address, retry=RetryPolicy(patience_s=0.0))
-
     async def _all_joined(self, client: AsyncClient) -> bool:
-        if not all(keeper.serving.is_set() for keeper in self._keepers):
+        if not all(process.serving.is_set() for process in self._processes):
             return False
         try:
             members = (await client.fleet()).members
         except (Unavailable, DeadlinePassed):
             return False
-        joined = Counter(member.registration.kind for member in members)
-        return (
-            joined[fleet_pb2.SERVICE_KIND_WORKER] >= self._plan.workers
-            and joined[fleet_pb2.SERVICE_KIND_CONTROLNET] >= self._plan.controlnet_servers
-        )
+        kinds = (ServiceKind.Name(member.registration.kind) for member in members)
+        joined = Counter(kind.removeprefix("SERVICE_KIND_").lower() for kind in kinds)
+        return all(joined[kind] >= count for kind, count in self._plan.members.items())
 
     def _children(self) -> Iterable[InstanceProcess]:
-        for keeper in self._keepers:
-            if keeper.pid is not None and psutil.pid_exists(keeper.pid):
-                yield InstanceProcess(
-                    name=keeper.name, pid=keeper.pid, started_s=psutil.Process(keeper.pid).create_time()
-                )
+        for process in self._processes:
+            if process.pid is not None and psutil.pid_exists(process.pid):
+                started_s = psutil.Process(process.pid).create_time()
+                yield InstanceProcess(name=process.name, pid=process.pid, started_s=started_s)
 
 
 async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:

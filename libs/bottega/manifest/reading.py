@@ -1,0 +1,77 @@
+"""Reads the manifest: which services there are, in the order in which they start.
+
+A line names a Python module with a `SPEC` in it; "#" begins a comment. Services that are no part of Bottega are listed
+in manifests of their own, whose paths are in BOTTEGA_SERVICES.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from bottega.errors import ConfigError
+from bottega.manifest.spec import ServiceOption, ServiceSpec
+
+MANIFEST = Path(__file__).with_name("services.txt")
+"""Bottega's own services."""
+
+VARIABLE = "BOTTEGA_SERVICES"
+"""Manifests of other services, separated as the paths in PATH are."""
+
+# It names processes, folders, units and a label of the metrics.
+_KIND = re.compile(r"[a-z][a-z0-9-]{0,31}")
+
+
+def read_services() -> tuple[ServiceSpec, ...]:
+    """The services that a suite of this machine has. Raises ConfigError naming the manifest and the line."""
+    others = os.environ.get(VARIABLE, "").split(os.pathsep)
+    return _read((MANIFEST, *(Path(path) for path in others if path)))
+
+
+def options_of(services: tuple[ServiceSpec, ...]) -> Iterator[ServiceOption]:
+    """What `bottega up` takes for them."""
+    for service in services:
+        if service.count:
+            yield service.count
+        yield from service.options
+
+
+@functools.lru_cache
+def _read(manifests: tuple[Path, ...]) -> tuple[ServiceSpec, ...]:
+    found: dict[str, ServiceSpec] = {}
+    options: set[str] = set()
+    for where, module in _lines(manifests):
+        spec = _load(where, module)
+        if not _KIND.fullmatch(spec.kind) or spec.kind in found:
+            raise ConfigError(f"{where}: {spec.kind!r} is no name for a kind of service, or another one has it")
+        named = {option.name for option in options_of((spec,))}
+        if named & options:
+            raise ConfigError(f"{where}: another service has the option {', '.join(sorted(named & options))} already")
+        options |= named
+        found[spec.kind] = spec
+    return tuple(found.values())
+
+
+def _lines(manifests: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
+    for manifest in manifests:
+        try:
+            lines = manifest.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the manifest {manifest} cannot be read: {error}") from None
+        for number, line in enumerate(lines, 1):
+            if module := line.partition("#")[0].strip():
+                yield f"{manifest}, line {number}", module
+
+
+def _load(where: str, module: str) -> ServiceSpec:
+    try:
+        spec = importlib.import_module(module).SPEC
+    except Exception as error:  # noqa: BLE001 - it may be anybody's module
+        raise ConfigError(f"{where}: {module} cannot be imported: {error}") from None
+    if not isinstance(spec, ServiceSpec):
+        raise ConfigError(f"{where}: SPEC of {module} is no ServiceSpec")
+    return spec

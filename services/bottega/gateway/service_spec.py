@@ -1,0 +1,24 @@
+"""The gateway, as the manifest lists it."""
+
+from __future__ import annotations
+
+from bottega.manifest import ServiceSpec, SuiteSettings
+
+
+def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
+    return {
+        "name": name,
+        "server": {**suite.server, "listen": suite.address, "metrics_listen": suite.metrics_address},
+        "fleet": {"listen": suite.fleet_address},
+        "state": str(suite.state / "gateway"),
+    }
+
+
+SPEC = ServiceSpec(
+    kind="gateway",
+    title="gateway",
+    module="bottega.gateway",
+    configure=_configure,
+    joins=False,
+    install="bottega-services",
+)

@@ -1,0 +1,34 @@
+"""The worker, as the manifest lists it."""
+
+from __future__ import annotations
+
+from bottega.manifest import ServiceOption, ServiceSpec, SuiteSettings, UnitSettings
+
+_COUNT = ServiceOption(name="workers", help="Worker processes.", default=1, least=1)
+
+
+def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
+    threads = suite.threads_of(suite.options[_COUNT.name])
+    return {
+        "name": name,
+        "gateway": suite.fleet_address,
+        "server": suite.server,
+        "engine": {"model": suite.model, "device": suite.device, "dtype": suite.dtype, "threads": threads},
+    }
+
+
+SPEC = ServiceSpec(
+    kind="worker",
+    title="worker",
+    module="bottega.worker",
+    configure=_configure,
+    count=_COUNT,
+    requires=("accelerate", "diffusers", "safetensors", "torch", "transformers"),
+    install="bottega-services[worker]",
+    unit=UnitSettings(
+        on_device=True,
+        links=True,
+        reads_models=True,
+        start_s=660,  # above its start_s of 600 s: a large model takes its time to load
+    ),
+)
