@@ -134,7 +134,7 @@ async def test_a_service_hears_of_it_when_its_keeper_is_killed(tmp_path: Path) -
     script = f"""
 import asyncio, sys
 from pathlib import Path
-from tests.service.test_client_keeper import LISTENS, Reports, keeper
+from tests.service.client.test_restart_policy import LISTENS, Reports, keeper
 asyncio.run(keeper(LISTENS, Path({str(tmp_path)!r}), Reports()).run())
 """
     root = Path(__file__).parents[3]
