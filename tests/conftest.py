@@ -9,6 +9,7 @@ import os
 from collections.abc import Generator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.support.interruption import handle_signals
@@ -20,6 +21,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing is downloaded at run time; a test that tries fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# How long an example takes depends on the machine and on what else runs: a hang is seen by pytest's own time limit.
+hypothesis.settings.register_profile("bottega", deadline=None)
+hypothesis.settings.load_profile("bottega")
 
 _ALONE = "pytest.mark.alone"
 
