@@ -1,36 +1,24 @@
-"""Codec processes and the queue before them.
+"""Images decoded and encoded in a pool of codec processes: what they are sent, and whose fault a lost process was.
 
-Every process serves one call at a time, within a deadline. One that hangs is killed, one that died is
-replaced, and nothing but the call that did it fails. One of several processes never serves large images, so that
-small ones always get on, whatever is sent beside them. This module decodes nothing itself.
+A process that spent the processor time of a call, or that died twice in it, has an image to blame. One that stood
+still has not: it was stopped, or the machine was busy with everything else. This module decodes nothing itself.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import random
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+import resource
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from bottega.codec import structure
-from bottega.codec.calls import CodecQueue, CodecRequest
-from bottega.codec.limits import LARGE_PIXELS
+from bottega.codec.limits import ADDRESS_SPACE_BYTES, LARGE_PIXELS
 from bottega.codec.pixels import ImageSize, Pixels
-from bottega.codec.process_slot import ProcessSlot
-from bottega.errors import BadImage, BottegaError, InternalError, QueueFull, Unavailable
-from bottega.process import copied
+from bottega.errors import BadImage, BottegaError, InternalError, Unavailable
+from bottega.process import Loss, PoolLimits, PreparedCall, ProcessLost, ProcessPool, ProcessSpec, copied
 from bottega.v1 import codec_pb2, tensor_pb2
 from bottega.v1.generation_pb2 import ImageFormat
 
-# Calls over which the time of one is measured.
-_PACE_CALLS = 16
-_MIN_RETRY_S = 0.5
-# A caller that comes back after this share of the queue has gone finds room beside the others who wait.
-_RETRY_SHARE = 0.1
-# Longest time that is asked for, over the shortest: who was refused together shall not come back together.
-_SPREAD = 1.5
+_LIMITS = {resource.RLIMIT_AS: ADDRESS_SPACE_BYTES, resource.RLIMIT_CORE: 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,35 +48,34 @@ class CodecPool:
         self, *, processes: int = 2, deadline_s: float = 10.0, max_waiting: int = 64, max_wait_s: float | None = None
     ) -> None:
         self._deadline_s = deadline_s
-        self._max_wait_s = max_wait_s
-        self._waiting = CodecQueue(max_waiting)
-        self._took_s: deque[float] = deque(maxlen=_PACE_CALLS)
-        self._seats = [
-            ProcessSlot(
-                self._waiting, deadline_s=deadline_s, large=number > 0 or processes == 1, took_s=self._took_s.append
-            )
-            for number in range(processes)
-        ]
-        self._tasks: list[asyncio.Task[None]] = []
+        spec = ProcessSpec(
+            name="codec process",
+            module="bottega.codec.process",
+            deadline_s=deadline_s,
+            limits=_LIMITS,
+            sandbox="reads",
+        )
+        limits = PoolLimits(
+            processes=processes,
+            max_waiting=max_waiting,
+            max_wait_s=max_wait_s,
+            limit="codec_queue",
+            waiting="images wait to be decoded or encoded",
+        )
+        self._pool = ProcessPool(spec, limits)
 
     async def start(self) -> None:
         """Starts the processes and waits until they are ready. Raises InternalError when one does not start."""
-        await asyncio.gather(*(seat.fill() for seat in self._seats))
-        self._tasks = [asyncio.create_task(seat.run()) for seat in self._seats]
+        await self._pool.start()
 
     async def stop(self) -> None:
         """Stops the processes; calls that wait or run fail with Unavailable."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for call in self._waiting.get_all():
-            call.fail(Unavailable("the service is stopping"))
-        await asyncio.gather(*(seat.empty() for seat in self._seats))
+        await self._pool.stop()
 
     @property
     def pids(self) -> list[int]:
         """Ids of the processes that run."""
-        return [seat.child.pid for seat in self._seats if seat.child]
+        return self._pool.pids
 
     async def inspect(self, image: bytes) -> ImageSize:
         """Decodes the image completely and says its size. Raises BadImage, QueueFull, Unavailable."""
@@ -118,44 +105,29 @@ class CodecPool:
     async def _ask(
         self, build: Callable[[], codec_pb2.CodecCall], size_bytes: int, *, large: bool, blame: type[BottegaError]
     ) -> codec_pb2.CodecAnswer:
-        call = CodecRequest(build=build, size_bytes=size_bytes, large=large, blame=blame)
-        if not self._waiting.put(call):
-            raise self._full()
-        with self._turned_away_if_late(call):
-            answer = await call.result
+        async def prepare() -> PreparedCall:
+            return PreparedCall(frame=await copied(size_bytes, lambda: build().SerializeToString()))
+
+        try:
+            answered = await self._pool.call(prepare, large=large)
+        except ProcessLost as lost:
+            raise self._error(lost.loss, blame) from None
+        answer = await copied(len(answered), lambda: codec_pb2.CodecAnswer.FromString(answered))
         if answer.refusal:
             raise blame(answer.refusal)
         return answer
 
-    @contextlib.contextmanager
-    def _turned_away_if_late(self, call: CodecRequest) -> Iterator[None]:
-        """In the block, the call fails when no process has begun with it in time."""
-        if self._max_wait_s is None:
-            yield
-            return
-        timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._turn_away, call)
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _turn_away(self, call: CodecRequest) -> None:
-        if not call.begun:
-            call.fail(self._full())
-
-    def _full(self) -> QueueFull:
-        """What a call hears for which there is no room, or not in time."""
-        return QueueFull(
-            "too many images wait to be decoded or encoded; ask again",
-            metadata={"limit": "codec_queue"},
-            retry_after_s=random.uniform(1.0, _SPREAD) * self._due_s(),
-        )
-
-    def _due_s(self) -> float:
-        """Seconds until about a tenth of what waits will have been served, by what the last calls took."""
-        call_s = sum(self._took_s) / len(self._took_s) if self._took_s else self._deadline_s
-        calls = max(1.0, _RETRY_SHARE * len(self._waiting))
-        return min(max(calls * call_s / max(1, len(self._seats)), _MIN_RETRY_S), self._deadline_s)
+    def _error(self, loss: Loss, blame: type[BottegaError]) -> BottegaError:
+        match loss:
+            case Loss.STALLED:
+                late = f"no codec process was done with the image within {self._deadline_s:g} s"
+                return Unavailable(f"{late}; the machine may be busy", retry_after_s=1.0)
+            case Loss.OVERTIME:
+                return blame(f"the image took more than {self._deadline_s:g} s to decode or encode")
+            case Loss.CPU_LIMIT:
+                return blame("the image needs more processor time than decoding or encoding one may take")
+            case Loss.DIED:
+                return blame("the image made its decoder or encoder fail")
 
 
 def _inspect_call(image: bytes) -> codec_pb2.CodecCall:

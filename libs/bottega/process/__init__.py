@@ -1,18 +1,26 @@
-"""Child processes, the framed pipe to them, and the front of an engine process."""
+"""Child processes: the framed pipe to them, pools of them behind limits, and the supervisor of an engine process."""
 
 from bottega.process.child import ChildProcess, open_pair
 from bottega.process.copying import copied
 from bottega.process.engine_supervisor import EngineListener, EngineSupervisor, EngineTimeouts
 from bottega.process.framed_pipe import MAX_FRAME_BYTES, AsyncFramedPipe, FramedPipe
+from bottega.process.limited_process import Loss, ProcessLost, ProcessSpec
+from bottega.process.process_pool import PoolLimits, PreparedCall, ProcessPool
 
 __all__ = [
     "MAX_FRAME_BYTES",
     "AsyncFramedPipe",
-    "FramedPipe",
     "ChildProcess",
-    "EngineSupervisor",
     "EngineListener",
+    "EngineSupervisor",
     "EngineTimeouts",
+    "FramedPipe",
+    "Loss",
+    "PoolLimits",
+    "PreparedCall",
+    "ProcessLost",
+    "ProcessPool",
+    "ProcessSpec",
     "copied",
     "open_pair",
 ]

@@ -256,8 +256,8 @@ class ControlNetServer:
     async def _measure(self) -> None:
         while True:
             try:
-                children = [pid for pid in (self._engine.pid, self._inspector.pid) if pid]
-                self._memory_bytes = resident_bytes([os.getpid(), *children])
+                engine = [self._engine.pid] if self._engine.pid else []
+                self._memory_bytes = resident_bytes([os.getpid(), *engine, *self._inspector.pids])
             except Exception:  # noqa: BLE001 - the boundary of the task: without it the figure stays as it is for ever
                 _log.exception("memory could not be measured")
             await asyncio.sleep(_MEMORY_INTERVAL_S)

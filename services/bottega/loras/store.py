@@ -89,12 +89,15 @@ class LoraStore:
         )
         self._links = LoraLinks(config.links, tiers=self._tiers)
         imports = config.imports
+        self._import_processes = ImportProcesses(
+            at_once=imports.at_once, deadline_s=imports.deadline_s, cpu_s=imports.cpu_s
+        )
         self.intake = LoraImporter(
             bases=self.bases,
             config=imports,
             files=self._files,
             catalogue=self._catalogue,
-            importer=ImportProcesses(at_once=imports.at_once, deadline_s=imports.deadline_s, cpu_s=imports.cpu_s),
+            importer=self._import_processes,
             metrics=metrics,
         )
         self.recovery = LoraRecovery(
@@ -232,6 +235,7 @@ class LoraStore:
         if self._measuring:
             self._measuring.cancel()
             await asyncio.gather(self._measuring, return_exceptions=True)
+        await self._import_processes.stop()
         await asyncio.to_thread(self._links.close)
         await asyncio.to_thread(self._tiers.close)
         await self._catalogue.close()

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bottega.controlnet import inspector as inspector_module
 from bottega.controlnet.inspector import ControlNetInspector
 from bottega.errors import ControlNetUnusable, InvalidRequest, Unavailable
 from tests.samples.hostile_controlnets import REAL, changed, with_config
@@ -39,11 +38,10 @@ async def test_it_serves_several_callers_and_ends_when_nobody_has_asked_for_a_wh
         bad = inspector.inspect("bad", root / "bad", root)
         again = inspector.inspect("good", root / "good", root)
         answers = await asyncio.gather(good, bad, again, return_exceptions=True)
-        pid = inspector.pid
-        assert pid is not None
+        (pid,) = inspector.pids
         assert [type(answer) for answer in answers] == [type(None), InvalidRequest, type(None)]
         await _gone(pid)
-        assert inspector.pid is None
+        assert not inspector.pids
         await inspector.inspect("good", root / "good", root)
     finally:
         await inspector.stop()
@@ -51,23 +49,34 @@ async def test_it_serves_several_callers_and_ends_when_nobody_has_asked_for_a_wh
         await inspector.inspect("good", root / "good", root)
 
 
-async def test_one_that_hangs_is_ended_and_another_one_goes_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_stands_still_is_ended_and_another_one_goes_on(root: Path) -> None:
+    inspector = ControlNetInspector(deadline_s=5)
+    try:
+        await inspector.inspect("good", root / "good", root)
+        (hung,) = inspector.pids
+        os.kill(hung, signal.SIGSTOP)
+        await inspector.inspect("good", root / "good", root)
+        assert not psutil.pid_exists(hung)
+        assert inspector.pids != [hung]
+    finally:
+        await inspector.stop()
+    assert not inspector.pids
+
+
+async def test_one_that_reaches_its_limit_of_processor_time_says_that_the_folder_is_to_blame(root: Path) -> None:
     inspector = ControlNetInspector()
     try:
         await inspector.inspect("good", root / "good", root)
-        hung = inspector.pid
-        assert hung is not None
-        os.kill(hung, signal.SIGSTOP)
-        monkeypatch.setattr(inspector_module, "_DEADLINE_S", 0.5)
+        (pid,) = inspector.pids
+        os.kill(pid, signal.SIGSTOP)
+        asking = asyncio.create_task(inspector.inspect("good", root / "good", root))
+        await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGPROF)  # as the limit does
+        os.kill(pid, signal.SIGCONT)
         with pytest.raises(ControlNetUnusable, match="more memory or time than it may"):
-            await inspector.inspect("good", root / "good", root)
-        monkeypatch.undo()
-        await _gone(hung)
-        await inspector.inspect("good", root / "good", root)
-        assert inspector.pid not in {None, hung}
+            await asking
     finally:
         await inspector.stop()
-    assert inspector.pid is None
 
 
 async def test_a_caller_that_goes_leaves_no_answer_to_the_next_one(root: Path) -> None:

@@ -13,6 +13,7 @@ from bottega.errors import Unavailable
 from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
 from bottega.miniature import WEIGHTS
 from bottega.process import ChildProcess, sandbox_status
+from bottega.process.limited_process import LimitedProcess
 from tests.support.running_loras import lora_file
 
 SECRET = "BOTTEGA_TEST_SECRET"
@@ -61,14 +62,16 @@ async def test_an_import_process_has_no_secrets_and_is_confined(
 async def test_an_import_that_stands_still_is_unavailable_and_not_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exchange = ImportProcesses._exchange
+    exchange, pids = LimitedProcess._exchange, list[int]()
 
-    async def stopped(importer: ImportProcesses, child: ChildProcess, job: ImportJob) -> bytes | None:
+    async def stopped(process: LimitedProcess, child: ChildProcess, frame: bytes) -> bytes:
         psutil.Process(child.pid).suspend()  # as where its disk is another machine's, which is gone
-        return await exchange(importer, child, job)
+        pids.append(child.pid)
+        return await exchange(process, child, frame)
 
-    monkeypatch.setattr(ImportProcesses, "_exchange", stopped)
+    monkeypatch.setattr(LimitedProcess, "_exchange", stopped)
     importer = ImportProcesses(at_once=1, deadline_s=2, cpu_s=60)
     with pytest.raises(Unavailable, match="not done within 2 s"):
         await asyncio.wait_for(importer.run(job_of(tmp_path)), 60)
-    assert not psutil.Process().children()
+    assert len(pids) == 1, "it is not tried again"
+    assert not psutil.pid_exists(pids[0])

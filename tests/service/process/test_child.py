@@ -20,13 +20,13 @@ from bottega.process.cpu_time import CpuTime
 
 ECHO = """
 import argparse, os, resource, signal, sys, time
-from bottega.process import Channel
+from bottega.process import FramedPipe
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--fd", type=int)
 parser.add_argument("--deaf", action="store_true")
 arguments = parser.parse_args()
-channel = Channel.from_fd(arguments.fd)
+channel = FramedPipe.from_fd(arguments.fd)
 while (frame := channel.recv()) is not None:
     if frame == b"env":
         frame = os.environ["TINT"].encode()

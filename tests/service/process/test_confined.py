@@ -23,7 +23,7 @@ from bottega.process import ChildProcess, sandbox_status, seccomp
 
 PROBE = """
 import argparse, ctypes, json, os, socket, subprocess, sys, threading
-from bottega.process import Channel
+from bottega.process import FramedPipe
 
 def connect(port):
     with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
@@ -81,7 +81,7 @@ def new_import():
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--fd", type=int)
-channel = Channel.from_fd(parser.parse_args().fd)
+channel = FramedPipe.from_fd(parser.parse_args().fd)
 channel.send(b"ready")
 while (frame := channel.recv()) is not None:
     name, *arguments = json.loads(frame)
@@ -100,7 +100,7 @@ import asyncio, errno, io, json, logging, pathlib, sys
 import pyseccomp
 from PIL import Image
 from bottega.codec import CodecPool
-from bottega.process import confinement
+from bottega.process import sandbox_status
 
 refusal = pyseccomp.ERRNO(errno.EPERM)
 rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
@@ -122,7 +122,7 @@ async def main():
     Image.new("RGB", (30, 20), "teal").save(image, "PNG")
     pool = CodecPool(processes=2)
     await pool.start()
-    found = confinement.found(pool.pids[0])
+    found = sandbox_status.found(pool.pids[0])
     size = await pool.inspect(image.getvalue())
     await pool.stop()
     print(json.dumps([found.no_network, found.filtered, found.no_new_privileges, size.width, lines]))

@@ -1,0 +1,71 @@
+"""Tasks that run beside the code that starts them: logged when they fail, bounded, and ended with their owner."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from bottega.errors import QueueFull
+
+ResultT = TypeVar("ResultT")
+
+_log = logging.getLogger(__name__)
+
+
+class BackgroundTasks:
+    """name: of what they do, for the log. max_tasks: that run at once; None is without a bound.
+
+    Its owner ends it with `join`, which waits for all of them, or with `cancel`.
+    """
+
+    def __init__(self, name: str, *, max_tasks: int | None = None) -> None:
+        self._name = name
+        self._max_tasks = max_tasks
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
+        """Runs it. What it raises is logged. Raises QueueFull where as many run as may."""
+        task = self._run(work)
+        task.add_done_callback(self._log_failure)
+        return task
+
+    async def run_shielded(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """What `work` returns or raises. A caller that is cancelled meanwhile leaves it to run to its end.
+
+        Raises QueueFull where as many run as may.
+        """
+        return await asyncio.shield(self._run(work))
+
+    async def join(self, timeout_s: float | None = None) -> None:
+        """Returns when all have ended, or the time is over."""
+        if others := self._others():
+            await asyncio.wait(others, timeout=timeout_s)
+
+    async def cancel(self) -> None:
+        """Cancels all, and returns when they have ended."""
+        for task in self._others():
+            task.cancel()
+        await self.join()
+
+    def _others(self) -> set[asyncio.Task[Any]]:
+        """All but the one that asks, which cannot wait for itself."""
+        return self._tasks - {asyncio.current_task()}
+
+    def _run(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
+        if self._max_tasks is not None and len(self._tasks) >= self._max_tasks:
+            work.close()
+            raise QueueFull(f"{self._name}: {self._max_tasks} run already, as many as may at once")
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _log_failure(self, task: asyncio.Task[Any]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _log.error("a background task failed", extra={"task": self._name}, exc_info=error)

@@ -1,0 +1,73 @@
+"""Tasks beside their owner: bounded, told of when they fail, and ended with it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bottega.background_tasks import BackgroundTasks
+from bottega.errors import QueueFull
+
+
+async def _forever(ended: list[str]) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.append("ended")
+
+
+async def _fail() -> None:
+    raise ValueError("a fault")
+
+
+async def test_they_are_bounded_and_cancelled_with_their_owner() -> None:
+    ended: list[str] = []
+    tasks = BackgroundTasks("tests", max_tasks=2)
+    for _ in range(2):
+        tasks.start(_forever(ended))
+    with pytest.raises(QueueFull, match="2 run already"):
+        tasks.start(_forever(ended))
+    await asyncio.sleep(0)
+    await tasks.cancel()
+    assert (ended, len(tasks)) == (["ended"] * 2, 0)
+
+
+async def test_a_failure_is_logged_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    tasks = BackgroundTasks("tests")
+    tasks.start(_fail())
+    assert await tasks.start(asyncio.sleep(0.01, "done")) == "done"
+    (line,) = caplog.records
+    assert (line.getMessage(), vars(line)["task"]) == ("a background task failed", "tests")
+    assert line.exc_info
+
+
+async def test_what_is_shielded_runs_to_its_end_and_its_errors_are_the_callers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tasks = BackgroundTasks("tests")
+    with pytest.raises(ValueError, match="a fault"):
+        await tasks.run_shielded(_fail())
+    done = asyncio.Event()
+
+    async def work() -> None:
+        await asyncio.sleep(0.01)
+        done.set()
+
+    calling = asyncio.create_task(tasks.run_shielded(work()))
+    await asyncio.sleep(0)
+    calling.cancel()
+    await asyncio.wait([calling])
+    assert not done.is_set()
+    await tasks.join()
+    assert done.is_set()
+    assert not caplog.records
+
+
+async def test_one_of_them_can_end_the_others_but_does_not_wait_for_itself() -> None:
+    ended: list[str] = []
+    tasks = BackgroundTasks("tests")
+    tasks.start(_forever(ended))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(tasks.start(tasks.cancel()), 5)
+    assert ended == ["ended"]
