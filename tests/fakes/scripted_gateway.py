@@ -28,6 +28,7 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
 
     looks: answers of GetJob, one each; afterwards the job has completed.
     pages: answers of ListJobs, one each; afterwards one with a job that failed.
+    whole_streams: calls of Generate whose caller waited for their end.
     """
 
     scripts: list[list[Step]] = field(default_factory=list)
@@ -42,6 +43,7 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
     cancel_heard: threading.Event = field(default_factory=threading.Event)
     reports: list[fleet_pb2.Load] = field(default_factory=list)
     torn_fetches: int = 0
+    whole_streams: int = 0
     seconds_left: float = 0.0
 
     def Generate(
@@ -51,6 +53,7 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
         self.seconds_left = context.time_remaining() or 0.0
         for event in self._play(context):
             yield image_pb2.GenerateResponse(event=event)
+        self.whole_streams += context.is_active()
 
     def WatchJob(
         self, request: image_pb2.WatchJobRequest, context: grpc.ServicerContext

@@ -83,6 +83,17 @@ def test_generate_returns_a_picture_that_saves_itself(gateway: ScriptedGateway, 
     assert gateway.cancelled == []
 
 
+def test_a_call_that_brought_its_picture_is_ended_by_the_gateway_and_not_cancelled(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    late = threading.Event()
+    gateway.scripts = [[completed(), late]]
+    with Client(address) as client:
+        threading.Timer(0.2, late.set).start()
+        client.generate("a star")
+    assert gateway.whole_streams == 1
+
+
 def test_generate_many_returns_all_pictures_in_order(gateway: ScriptedGateway, address: str) -> None:
     gateway.scripts = [[completed(image(0, b"first"), image(1, b"second"))]]
     with Client(address) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from bottega.v1.image_pb2 import GetImageRequest, GetImageResponse, Image, JobEv
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 CarrierT_co = TypeVar("CarrierT_co", bound="EventCarrier", covariant=True)
+
+# A gateway that has told how a job ended ends the call itself, within this time.
+_END_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,7 @@ class EventStream(Protocol[CarrierT_co]):
 
     def __aiter__(self) -> AsyncIterator[CarrierT_co]: ...
     def cancel(self) -> bool: ...
+    async def code(self) -> grpc.StatusCode: ...
 
 
 async def ask(
@@ -99,8 +104,11 @@ async def follow(
             async for response in call:
                 backoff.heard()
                 accepted = True
+                last = response.event.WhichOneof("event") in ("completed", "failed")
+                if last:
+                    await _wait_for_end(call)
                 yield response.event
-                if response.event.WhichOneof("event") in ("completed", "failed"):
+                if last:
                     return
             failure: BottegaError = Unavailable("the gateway ended the stream before the job had ended")
         except grpc.RpcError as error:
@@ -112,6 +120,12 @@ async def follow(
         wait_s = backoff.wait_s(failure)
         yield Interrupted(error=failure, wait_s=wait_s)
         await asyncio.sleep(wait_s)
+
+
+async def _wait_for_end(call: EventStream[CarrierT_co]) -> None:
+    """Cancelling a call whose last event has come would make it a cancelled one in the gateway's metrics and logs."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(call.code(), _END_S)
 
 
 async def fetch_image(
