@@ -20,7 +20,7 @@ from load.bench.addon_reference import GUIDANCE_SCALE, PROMPT, AddonReference, A
 from load.bench.lora_files import LoraFiles, random_lora
 from load.bench.lora_suite import JOIN_S, Cast, LoraSuite, cold_cast, suite
 from load.bench.report import report
-from tests.support.services import wait_until
+from tests.support.waiting import wait_until
 
 BASE = "bench"
 THREADS = 2
@@ -82,7 +82,7 @@ def _start(new: LoraSuite, number: int, steps: int, measured: Measured) -> None:
     measured.starting_s.append(time.perf_counter() - began_s)
     measured.new_s.append(measured.starting_s[-1] + _draw(new, number, steps))
     worker.stop()
-    wait_until(lambda: not new.client.models(), JOIN_S, "the worker to leave")
+    wait_until(lambda: not new.client.models(), "the worker to leave", within_s=JOIN_S)
 
 
 def _stock(model: Path, lora: LoraFiles, number: int, steps: int) -> float:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from bottega.client import Client
 from load.bench.throttle import Throttle, free_port
-from tests.support.services import Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import Service, Services, gateway_config, worker_config
+from tests.support.waiting import wait_until
 
 JOIN_S = 60.0
 
@@ -41,7 +42,7 @@ def suite(cast: Cast, name: str, server: Mapping[str, object], engine: Mapping[s
             worker = services.start("bottega.worker", worker_config(gateway.fleet, name="worker", engine=said))
         check_apart(worker, remote)
         with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=600) as client:
-            wait_until(lambda: bool(client.models()) and bool(client.controlnets()), JOIN_S, "all to join")
+            wait_until(lambda: bool(client.models()) and bool(client.controlnets()), "all to join", within_s=JOIN_S)
             yield client
 
 

@@ -16,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bottega.client import Client
 from bottega.v1 import fleet_pb2
-from tests.support.services import Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import Service, Services, gateway_config, worker_config
+from tests.support.waiting import wait_until
 
 JOIN_S = 60.0
 _SERVER = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
@@ -81,15 +82,15 @@ class LoraSuite:
         engine = {"model": self.cast.model, "model_name": self.cast.base, **self.cast.engine}
         config = worker_config(self.gateway.fleet, name="worker", engine=engine)
         worker = self.services.start("bottega.worker", config)
-        wait_until(lambda: bool(self.client.models()), JOIN_S, "the worker to join")
+        wait_until(lambda: bool(self.client.models()), "the worker to join", within_s=JOIN_S)
         return worker
 
     def restart_store(self, settings: Mapping[str, object]) -> LoraSuite:
         """The suite with its store stopped and started again, with the same files and these settings."""
         self.store.stop()
-        wait_until(lambda: not _has_store(self.client), JOIN_S, "the store to be missed")
+        wait_until(lambda: not _has_store(self.client), "the store to be missed", within_s=JOIN_S)
         store = _start_store(self.cast, self.services, self.gateway, settings)
-        wait_until(lambda: _has_store(self.client), JOIN_S, "the store to join")
+        wait_until(lambda: _has_store(self.client), "the store to join", within_s=JOIN_S)
         return replace(self, store=store)
 
     def with_engine(self, engine: Mapping[str, object]) -> LoraSuite:
@@ -110,8 +111,10 @@ def suite(cast: Cast) -> Iterator[LoraSuite]:
             running = LoraSuite(cast=cast, client=client, store=store, services=services, gateway=gateway)
             if cast.worker:
                 running.start_worker()
-            wait_until(lambda: _has_store(client), JOIN_S, "the store to join")
-            wait_until(lambda: len(client.controlnets()) >= len(cast.controlnets), JOIN_S, "the server to join")
+            wait_until(lambda: _has_store(client), "the store to join", within_s=JOIN_S)
+            wait_until(
+                lambda: len(client.controlnets()) >= len(cast.controlnets), "the server to join", within_s=JOIN_S
+            )
             yield running
 
 

@@ -30,7 +30,8 @@ from load.bench.lora_files import random_lora
 from load.bench.lora_suite import Cast, LoraSuite, figures, suite
 from load.bench.report import percentile, report
 from load.bench.trace_shape import LORAS_A, LORAS_B, LoraCalls
-from tests.support.services import Service, wait_until
+from tests.support.services import Service
+from tests.support.waiting import wait_until
 
 MODEL = "miniature"
 PROMPT = "a big red star on the left on a blue background"
@@ -76,7 +77,7 @@ def run(
     worker = running.start_worker()
     replayed = _replay(running, worker, requests, budget_bytes, steps)
     worker.stop()
-    wait_until(lambda: not running.client.models(), LEAVE_S, "the worker to leave")
+    wait_until(lambda: not running.client.models(), "the worker to leave", within_s=LEAVE_S)
     return running, replayed
 
 

@@ -23,7 +23,8 @@ from bottega.client import AsyncClient, Client
 from load.bench.arrivals import closed_loop
 from load.bench.report import report
 from load.bench.suite import JOIN_TIMEOUT_S
-from tests.support.services import Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import Service, Services, gateway_config, worker_config
+from tests.support.waiting import wait_until
 
 PROMPT = "a big red star on the left on a blue background"
 GUIDANCE_SCALE = 5.0
@@ -44,7 +45,7 @@ def main() -> None:
         engine = {"model": "miniature", "threads": options.threads}
         worker = services.start("bottega.worker", worker_config(gateway.fleet, name="worker", engine=engine))
         with Client(gateway.address) as client:
-            wait_until(lambda: bool(client.models()), JOIN_TIMEOUT_S, "the worker to join")
+            wait_until(lambda: bool(client.models()), "the worker to join", within_s=JOIN_TIMEOUT_S)
         rounds, per_s = asyncio.run(_measure(gateway, worker, options))
     _report(rounds, per_s, options)
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bottega.client import Client
-from tests.support.services import Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import Service, Services, gateway_config, worker_config
+from tests.support.waiting import wait_until
 
 JOIN_TIMEOUT_S = 10.0
 
@@ -31,5 +32,5 @@ def running_gateway(model: str, threads: int, folder: Path) -> Iterator[Service]
         engine = {"model": model, "threads": threads}
         services.start("bottega.worker", worker_config(gateway.fleet, name="worker", engine=engine))
         with Client(gateway.address) as client:
-            wait_until(lambda: bool(client.models()), JOIN_TIMEOUT_S, "the worker to join")
+            wait_until(lambda: bool(client.models()), "the worker to join", within_s=JOIN_TIMEOUT_S)
         yield gateway

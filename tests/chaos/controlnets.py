@@ -11,11 +11,11 @@ from diffusers import UNet2DConditionModel
 
 from bottega.client import ControlNet
 from bottega.miniature import WEIGHTS
-from tests.chaos.scene import DRAW_TIMEOUT_S, JOIN_TIMEOUT_S, Drawing, Scene
+from tests.chaos.scene import JOIN_TIMEOUT_S, Drawing, Scene
 from tests.chaos.workers import SEEDS, TRIES
 from tests.samples.controlnets import control_image, random_controlnet, save
 from tests.support.running_controlnets import png
-from tests.support.services import wait_until
+from tests.support.waiting import wait_until
 
 STEPS = 60
 
@@ -28,7 +28,7 @@ def kill_controlnets(scene: Scene, *, times: int, servers: Sequence[str], rng: r
     for _ in range(TRIES * times):
         if landed == times:
             break
-        wait_until(lambda: len(scene.hosting()) >= 2, JOIN_TIMEOUT_S, "two ControlNet servers")
+        wait_until(lambda: len(scene.hosting()) >= 2, "two ControlNet servers")
         drawing, name = _caught(scene, rng)
         whole = rng.random() < 0.5
         if whole:
@@ -75,7 +75,7 @@ def _caught(scene: Scene, rng: random.Random) -> tuple[Drawing, str]:
     while True:
         seed = rng.choice(SEEDS)
         scene.undisturbed(seed, STEPS)
-        wait_until(lambda: not any(scene.hosting().values()), DRAW_TIMEOUT_S, "the sessions before to end")
+        wait_until(lambda: not any(scene.hosting().values()), "the sessions before to end")
         drawing = scene.draw(seed=seed, steps=STEPS)
         if drawing.wait_for_step(rng.randint(1, STEPS - 15)) is not None:
             running = [name for name, sessions in scene.hosting().items() if sessions]

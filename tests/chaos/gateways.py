@@ -22,7 +22,7 @@ from bottega.v1.generation_pb2 import SAMPLER_EULER_ANCESTRAL, GenerationSpec
 from bottega.v1.image_pb2 import SubmitJobRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.chaos.scene import DRAW_TIMEOUT_S, OPTIONS, PROMPT, Scene
-from tests.support.services import wait_until
+from tests.support.waiting import wait_until
 
 STEPS = 4
 LONG_STEPS = 60
@@ -86,7 +86,7 @@ def fill_disks(scene: Scene, *, times: int, rng: random.Random) -> None:
             for order in orders:
                 _expect_refusal(scene, order)
             if status is not None:
-                wait_until(lambda job=status: not scene.who_draws(job.job_id), DRAW_TIMEOUT_S, "the last step")  # type: ignore[misc]
+                wait_until(lambda job=status: not scene.who_draws(job.job_id), "the last step")  # type: ignore[misc]
                 time.sleep(1.0)  # it has come to its end, which cannot be written
                 _expect_untold(scene, status.job_id)
         began = time.monotonic()
@@ -206,7 +206,7 @@ def _full(scene: Scene) -> Iterator[None]:
         yield
     finally:
         gateway.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
-        wait_until(gateway.is_running, 1.0, "the gateway to have survived")
+        wait_until(gateway.is_running, "the gateway to have survived")
 
 
 def _new_id() -> str:

@@ -6,9 +6,9 @@ import random
 import time
 
 from tests.chaos.tally import Tally
-from tests.support.services import wait_until
 from tests.support.stock import assert_same_image
-from tests.support.worker_pair import LINK_TIMEOUT_S, TIMEOUT_S, Drawn, WorkerPair
+from tests.support.waiting import wait_until
+from tests.support.worker_pair import TIMEOUT_S, Drawn, WorkerPair
 
 ENGINE = {"model": "miniature", "threads": 1}
 STEPS = 60
@@ -30,7 +30,7 @@ def kill_peers(pair: WorkerPair, tally: Tally, *, times: int, rng: random.Random
         seed = rng.choice(SEEDS)
         if seed not in alone:
             alone[seed] = pair.alone("a", seed=seed, num_inference_steps=STEPS)
-        wait_until(lambda: pair.draw("a").lent_steps > 0, LINK_TIMEOUT_S, "rows to be lent")
+        wait_until(lambda: pair.draw("a").lent_steps > 0, "rows to be lent")
         before = pair.links("a")
         drawing = pair.begin("a", seed=seed, num_inference_steps=STEPS)
         time.sleep(rng.uniform(0.1, 0.6) * alone[seed].seconds("denoise"))

@@ -11,12 +11,11 @@ from bottega.client import Picture
 from tests.chaos.controlnets import control, host
 from tests.chaos.loras import BYTES_PER_S, LORA, keep
 from tests.chaos.scene import Scene
-from tests.support.services import STOP_TIMEOUT_S, wait_until
+from tests.support.services import STOP_TIMEOUT_S
+from tests.support.waiting import wait_until
 
 # With a checkpoint every sixth: a picture that is cut off has some to run again.
 STEPS = 60
-# In which one of the pictures under way uses a certain ControlNet server, where the gateway still gives it any.
-USED_S = 10.0
 # By what they are drawn with.
 PLAIN, CONTROLLED, STYLED, BOTH = SEEDS = (11, 12, 13, 14)
 
@@ -67,7 +66,7 @@ def _restart_all(scene: Scene, workers: Sequence[str], servers: Sequence[str], n
 def _wait_for_session(scene: Scene, name: str) -> None:
     """So that there is something to drain, where the gateway still sends anybody there: one loaded server may do."""
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: scene.hosting().get(name, 0) > 0, USED_S, f"a session at {name}")
+        wait_until(lambda: scene.hosting().get(name, 0) > 0, f"a session at {name}")
         scene.tally.count("controlnets_stopped_in_use")
 
 

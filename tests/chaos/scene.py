@@ -21,7 +21,8 @@ from bottega.client import Client, JobState, JobStatus, Picture
 from bottega.errors import BottegaError
 from bottega.v1 import fleet_pb2
 from tests.chaos.tally import Tally
-from tests.support.services import Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import Service, Services, gateway_config, worker_config
+from tests.support.waiting import wait_until
 
 PROMPT = "a big yellow square on a black background"
 # A sampler that draws noise at every step: going on needs its generator, not only the latent.
@@ -81,7 +82,7 @@ class Drawing:
             status = self.status()
             return self.over or (status is not None and status.steps_done >= step)
 
-        wait_until(reached, DRAW_TIMEOUT_S, f"{step} steps")
+        wait_until(reached, f"{step} steps")
         return status if status is not None and status.state is JobState.RUNNING else None
 
     def picture(self, tally: Tally) -> Picture | None:
@@ -168,7 +169,7 @@ class Scene:
         config = worker_config(self.fleet_address, name=name, engine=ENGINE, hang_s=HANG_S)
         service = self._services.start("bottega.worker", config, name=self._name(name))
         self._workers[name] = service
-        wait_until(lambda: name in self.joined(), JOIN_TIMEOUT_S, f"{name} to join")
+        wait_until(lambda: name in self.joined(), f"{name} to join")
         return service
 
     def start_controlnets(self, name: str, nets: Mapping[str, Path]) -> Service:
@@ -182,7 +183,7 @@ class Scene:
         }
         service = self._services.start("bottega.controlnet", config, name=self._name(name))
         self._workers[name] = service
-        wait_until(lambda: name in self.hosting(), JOIN_TIMEOUT_S, f"{name} to join")
+        wait_until(lambda: name in self.hosting(), f"{name} to join")
         return service
 
     def start_loras(self, bytes_per_s: int) -> Service:
@@ -197,7 +198,6 @@ class Scene:
         kind = fleet_pb2.SERVICE_KIND_LORAS
         wait_until(
             lambda: service.address in {member.registration.address for member in self.members(kind)},
-            JOIN_TIMEOUT_S,
             "the LoRA store to join",
         )
         return service
@@ -243,7 +243,7 @@ class Scene:
 
     def wait_for_workers(self, count: int) -> None:
         """Waits until so many have joined."""
-        wait_until(lambda: len(self.joined()) >= count, JOIN_TIMEOUT_S, f"{count} workers")
+        wait_until(lambda: len(self.joined()) >= count, f"{count} workers")
 
     def who_draws(self, job_id: str) -> str:
         """The worker that has a job; empty when none says so."""

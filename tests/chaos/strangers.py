@@ -21,9 +21,9 @@ import grpc
 from bottega.rpc.channel import open_channel
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
-from tests.chaos.scene import JOIN_TIMEOUT_S, Drawing, Scene
+from tests.chaos.scene import Drawing, Scene
 from tests.chaos.workers import SEEDS, STEPS
-from tests.support.services import wait_until
+from tests.support.waiting import wait_until
 
 # More than the gateway takes of one host.
 CROWD = 200
@@ -50,10 +50,10 @@ def join_strangers(scene: Scene, *, times: int, rng: random.Random) -> None:
             scene.tally.figures["joins_as_worker_refused"] = said["refused"]
             scene.tally.check("joins as a worker that is here", said["taken"], 0)
         with _strangers(scene, crowd=CROWD, silent=SILENT) as said:
-            wait_until(lambda said=said: said["full"] > 0, JOIN_TIMEOUT_S, "as many strangers as may be")  # type: ignore[misc]
+            wait_until(lambda said=said: said["full"] > 0, "as many strangers as may be")  # type: ignore[misc]
             _freeze_one(scene, rng)
             scene.tally.most("strangers", len(scene.members(_IDLE)))
-        wait_until(lambda: not scene.members(_IDLE), JOIN_TIMEOUT_S, "the strangers to be gone")
+        wait_until(lambda: not scene.members(_IDLE), "the strangers to be gone")
         scene.tally.count("rounds")
     scene.tally.reached("rounds", times)
     scene.tally.reached("joins_as_worker_refused", PRESSES_PER_S)
@@ -75,10 +75,10 @@ def _freeze_one(scene: Scene, rng: random.Random) -> None:
     process = scene.worker(name).process
     process.send_signal(signal.SIGSTOP)
     try:
-        wait_until(lambda: name not in scene.joined(), 30.0, "the silence to be noticed")
+        wait_until(lambda: name not in scene.joined(), "the silence to be noticed")
     finally:
         process.send_signal(signal.SIGCONT)
-    back_s = wait_until(lambda: name in scene.joined(), JOIN_TIMEOUT_S, f"{name} to come back among strangers")
+    back_s = wait_until(lambda: name in scene.joined(), f"{name} to come back among strangers")
     scene.tally.most("back_among_strangers_s", back_s)
     scene.check(drawing)
 

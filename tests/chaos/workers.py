@@ -6,8 +6,8 @@ import random
 import signal
 import time
 
-from tests.chaos.scene import ASKING_S, HANG_S, JOIN_TIMEOUT_S, NOTICED_S, Drawing, Scene
-from tests.support.services import wait_until
+from tests.chaos.scene import ASKING_S, HANG_S, NOTICED_S, Drawing, Scene
+from tests.support.waiting import wait_until
 
 STEPS = 120
 SEEDS = (1, 2, 3)
@@ -51,12 +51,12 @@ def freeze_workers(scene: Scene, *, times: int, rng: random.Random) -> None:
         began = time.monotonic()
         process.send_signal(signal.SIGSTOP)
         try:
-            wait_until(lambda name=name: name not in scene.joined(), 30.0, "the silence to be noticed")  # type: ignore[misc]
+            wait_until(lambda name=name: name not in scene.joined(), "the silence to be noticed")  # type: ignore[misc]
             noticed_s = time.monotonic() - began
             picture = scene.check(drawing)
         finally:
             process.send_signal(signal.SIGCONT)
-        wait_until(lambda name=name: name in scene.joined(), JOIN_TIMEOUT_S, f"{name} to come back")  # type: ignore[misc]
+        wait_until(lambda name=name: name in scene.joined(), f"{name} to come back")  # type: ignore[misc]
         if picture is None:
             return
         if picture.provenance.attempts >= 2:
@@ -77,10 +77,10 @@ def freeze_engines(scene: Scene, *, times: int, rng: random.Random) -> None:
         engine = scene.engine_of(name)
         began = time.monotonic()
         engine.suspend()
-        wait_until(lambda name=name: name not in scene.joined(), 60.0, "the hang to be noticed")  # type: ignore[misc]
+        wait_until(lambda name=name: name not in scene.joined(), "the hang to be noticed")  # type: ignore[misc]
         noticed_s = time.monotonic() - began
         picture = scene.check(drawing)
-        wait_until(lambda name=name: name in scene.joined(), JOIN_TIMEOUT_S, f"{name} with a new engine")  # type: ignore[misc]
+        wait_until(lambda name=name: name in scene.joined(), f"{name} with a new engine")  # type: ignore[misc]
         if picture is None:
             return
         if picture.provenance.attempts >= 2:
@@ -107,7 +107,7 @@ def freeze_fronts(scene: Scene, *, times: int, rng: random.Random) -> None:
             time.sleep(max(0.0, FROZEN_FRONT_S - (time.monotonic() - began)))
         finally:
             process.send_signal(signal.SIGCONT)
-        wait_until(lambda name=name: name in scene.joined(), JOIN_TIMEOUT_S, f"{name} to come back")  # type: ignore[misc]
+        wait_until(lambda name=name: name in scene.joined(), f"{name} to come back")  # type: ignore[misc]
         time.sleep(HANG_S)  # what it could still hold against its engine, it would by then
         if not engine.is_running() or scene.engine_of(name) != engine:
             scene.tally.faults.append(f"{name} has killed its engine, which was well")

@@ -11,8 +11,9 @@ import pytest
 from bottega.client import Client
 from bottega.rpc.channel import channel_options
 from bottega.v1.image_pb2_grpc import ImageServiceStub
-from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, worker_config
 from tests.support.stock import Stock
+from tests.support.waiting import wait_until
 
 ENGINE = {**SMALL_ENGINE, "checkpoint_interval_s": 0.2}
 
@@ -31,7 +32,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
         gateway = services.start("bottega.gateway", gateway_config())
         worker = services.start("bottega.worker", worker_config(gateway.fleet, name="w1", engine=ENGINE))
         with Client(gateway.address) as client:
-            wait_until(lambda: bool(client.models()), 10.0, "the worker to join")
+            wait_until(lambda: bool(client.models()), "the worker to join")
         yield Suite(gateway=gateway, worker=worker)
 
 

@@ -30,7 +30,8 @@ from tests.fuzz.controlnets import NET, ROOT_PREFIX
 from tests.fuzz.hosting import HOSTED, hosting
 from tests.fuzz.lora_store import LOST, ROOT, registered
 from tests.samples.hostile_controlnets import hostile_folders
-from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, worker_config
+from tests.support.waiting import wait_until
 
 # Small bounds are full after the first requests: what grows later is a leak.
 # Every join is under a name of its own, which is kept for a lease; how often and how many may join is no matter here.
@@ -91,7 +92,7 @@ class House:
             loras = self.loras.ListQuarantine(lora_pb2.ListQuarantineRequest(), timeout=_JOIN_S).loras
             return [lora.id for lora in loras if lora.name == LOST]
 
-        wait_until(lambda: bool(found()), _JOIN_S, "it to be in quarantine")
+        wait_until(lambda: bool(found()), "it to be in quarantine")
         return found()[0]
 
     def dead(self) -> list[str]:
@@ -152,8 +153,8 @@ def _house(services: Services, root: Path) -> Iterator[House]:
         grpc.insecure_channel(store.address, options=options) as to_store,
         hosting(to_fleet),
     ):
-        wait_until(lambda: bool(client.models()), _JOIN_S, "the worker to join")
-        wait_until(lambda: len(client.controlnets()) == len(HOSTED), _JOIN_S, "the ControlNets to be reported")
+        wait_until(lambda: bool(client.models()), "the worker to join")
+        wait_until(lambda: len(client.controlnets()) == len(HOSTED), "the ControlNets to be reported")
         stub: controlnet_pb2_grpc.ControlNetServiceStub = controlnet_pb2_grpc.ControlNetServiceStub(to_nets)
         (net,) = stub.ListControlNets(controlnet_pb2.ListControlNetsRequest(), timeout=_JOIN_S).controlnets
         loras: lora_pb2_grpc.LoraServiceStub = lora_pb2_grpc.LoraServiceStub(to_store)

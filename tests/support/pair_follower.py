@@ -16,7 +16,7 @@ from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, Remo
 from bottega.errors import BottegaError, Unavailable
 from bottega.transport import Endpoints, LinkCounters
 from bottega.worker.peer import Follower, Leader, PeerOffer, PeerSettings
-from tests.support.services import wait_until
+from tests.support.waiting import wait_until
 
 LINK_TIMEOUT_S = 10.0
 SILENCE_S = 2.0
@@ -143,5 +143,5 @@ def led(follower: FollowerThread) -> Leader:
     """The follower as its leader sees it, linked. Stop it."""
     peer = Leader("follower:1", offers=follower, counters=LinkCounters(), settings=PeerSettings(silence_s=SILENCE_S))
     peer.start()
-    wait_until(lambda: peer.free, LINK_TIMEOUT_S, "the pair to be linked")
+    wait_until(lambda: peer.free, "the pair to be linked")
     return peer

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import os
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -136,13 +134,3 @@ def png(width: int, height: int, colour: str = "teal") -> bytes:
     out = io.BytesIO()
     Image.new("RGB", (width, height), colour).save(out, "PNG")
     return out.getvalue()
-
-
-async def eventually(condition: Callable[[], bool | Awaitable[bool]], within_s: float = 10.0) -> None:
-    deadline_s = time.monotonic() + within_s
-    while time.monotonic() < deadline_s:
-        holds = condition()
-        if holds if isinstance(holds, bool) else await holds:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"not within {within_s:g} s")

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -136,16 +136,6 @@ def worker_config(gateway: str, *, name: str, engine: Mapping[str, object], **ov
     """Configuration of a worker of the gateway whose fleet listener is at `gateway`, on free ports."""
     server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
     return {"name": name, "gateway": gateway, "server": server, "engine": dict(engine), **overrides}
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Waits for `condition`; returns the seconds that it took. Raises AssertionError after `timeout_s`."""
-    began = time.monotonic()
-    while not condition():
-        if time.monotonic() - began > timeout_s:
-            raise AssertionError(f"waited {timeout_s:g} s for {what}")
-        time.sleep(_POLL_S)
-    return time.monotonic() - began
 
 
 def tail(log: Path, lines: int = 30) -> str:

@@ -23,12 +23,11 @@ import psutil
 
 from bottega.rpc.channel import channel_options
 from bottega.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.services import Service, Services, wait_until, worker_config
+from tests.support.services import Service, Services, worker_config
 from tests.support.stock import Pixels
+from tests.support.waiting import wait_until
 
 TIMEOUT_S = 60.0
-# A pair is tried again every second; a worker boots in some seconds, here beside others.
-LINK_TIMEOUT_S = 60.0
 OPTIONS: Mapping[str, Any] = {
     "model": "miniature",
     "prompt": "a big red star on the left on a blue background",
@@ -126,7 +125,7 @@ class WorkerPair:
 
     def wait_for_link(self, name: str, more_than: int = 0) -> None:
         """Waits until `name` leads the other one, for the next time after so many."""
-        wait_until(lambda: self.links(name) > more_than, LINK_TIMEOUT_S, f"{name} to be linked to its peer")
+        wait_until(lambda: self.links(name) > more_than, f"{name} to be linked to its peer")
 
     def draw(self, name: str, *, lora_stores: Sequence[worker_pb2.LoraStore] = (), **options: Any) -> Drawn:
         """A picture, drawn by one of them."""

@@ -12,9 +12,9 @@ from bottega.client import Client
 from bottega.errors import LoraNotFound, NoLora
 from bottega.v1 import fleet_pb2
 from tests.samples.lora_files import Part, base_shapes, kohya, save
-from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, worker_config
+from tests.support.waiting import wait_until
 
-_JOIN_S = 20.0
 _PROMPT = "a big red star on the left on a blue background"
 _DRAW: dict[str, Any] = {"seed": 3, "num_inference_steps": 6}
 
@@ -32,8 +32,8 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Se
             "bottega.loras", {"name": "loras", "gateway": gateway.fleet, "server": server}, name="store"
         )
         with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
-            wait_until(lambda: bool(client.models()), _JOIN_S, "the worker to join")
-            wait_until(lambda: _has_store(client), _JOIN_S, "the store to join")
+            wait_until(lambda: bool(client.models()), "the worker to join")
+            wait_until(lambda: _has_store(client), "the store to join")
             client.add_lora("strong", _lora(folder, seed=1))
             yield client, store
 
@@ -78,10 +78,10 @@ def test_a_worker_tells_the_fleet_what_is_in_its_weights_and_what_a_swap_takes(s
     client, _ = suite
     client.generate(_PROMPT, lora=[("strong", 0.7)], seed=3, num_inference_steps=50)
     told = [(client.lora("strong").digest, 0.7)]
-    wait_until(lambda: _in_weights(client) == told, _JOIN_S, "the set to be told")
+    wait_until(lambda: _in_weights(client) == told, "the set to be told")
     assert 0 < _load(client).lora_swap_s < 1.0
     client.generate(_PROMPT, **_DRAW)
-    wait_until(lambda: _in_weights(client) == [], _JOIN_S, "the weights to be told as untouched")
+    wait_until(lambda: _in_weights(client) == [], "the weights to be told as untouched")
 
 
 def _in_weights(client: Client) -> list[tuple[str, float]]:
@@ -103,7 +103,7 @@ def test_without_its_store_requests_with_loras_fail_and_others_do_not(
     with pytest.raises(LoraNotFound):
         client.generate(_PROMPT, lora=["nothing"], **_DRAW)
     store.kill()
-    wait_until(lambda: not _has_store(client), _JOIN_S, "the store to be missed")
+    wait_until(lambda: not _has_store(client), "the store to be missed")
     with pytest.raises(NoLora):
         Client(client.address, timeout_s=5.0).generate(_PROMPT, lora=["cold"], **_DRAW)
     assert client.generate(_PROMPT, **_DRAW).data

@@ -21,9 +21,9 @@ from bottega.v1 import fleet_pb2
 from bottega.v1.lora_pb2 import SetLoraProfileRequest
 from bottega.v1.lora_pb2_grpc import LoraServiceStub
 from tests.samples.lora_files import Part, base_shapes, kohya, save
-from tests.support.services import Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import Service, Services, gateway_config, worker_config
+from tests.support.waiting import wait_until
 
-_JOIN_S = 20.0
 _PROMPT = "a big red star on the left on a blue background"
 _DRAW: dict[str, Any] = {"seed": 3, "num_inference_steps": 20}
 # Of another model the gateway remembers for a while that it was there: without a name it would have to be guessed.
@@ -93,8 +93,8 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
                 gateway=gateway,
                 folder=folder,
             )
-            wait_until(lambda: bool(client.models()), _JOIN_S, "the worker to join")
-            wait_until(made.has_store, _JOIN_S, "the store to join")
+            wait_until(lambda: bool(client.models()), "the worker to join")
+            wait_until(made.has_store, "the store to join")
             yield made
 
 
@@ -174,14 +174,14 @@ def test_a_lora_for_another_base_of_the_fleet_is_refused_and_one_without_a_model
     worker = suite.services.start(
         "bottega.worker", worker_config(suite.gateway.fleet, name="o", engine=engine), name="o"
     )
-    wait_until(lambda: len(suite.client.models()) == 2, _JOIN_S, "the other worker to join")
+    wait_until(lambda: len(suite.client.models()) == 2, "the other worker to join")
     drawn = suite.draw(Lora("for-other"))
     assert (drawn.provenance.parameters.model, drawn.provenance.worker) == ("other", "o")
     with pytest.raises(LoraUnusable, match="miniature") as caught:
         suite.draw(Lora("for-other"), model="miniature")
     assert caught.value.metadata == {"lora": "for-other", "made_for": "other", "model": "miniature"}
     worker.stop()
-    wait_until(lambda: len(suite.client.models()) == 1, _JOIN_S, "the other worker to leave")
+    wait_until(lambda: len(suite.client.models()) == 1, "the other worker to leave")
 
 
 def test_a_store_that_dies_in_mid_fetch_fails_who_waits_for_it_and_nobody_else(suite: Suite) -> None:
@@ -190,7 +190,7 @@ def test_a_store_that_dies_in_mid_fetch_fails_who_waits_for_it_and_nobody_else(s
     fetches = _figures(suite.store)["bottega_lora_fetches_total"]
     began_s = time.monotonic()
     waiting = suite.client.submit(_PROMPT, lora=["large"], **_DRAW)
-    wait_until(lambda: _figures(suite.store)["bottega_lora_fetches_total"] > fetches, 5.0, "the fetch to begin")
+    wait_until(lambda: _figures(suite.store)["bottega_lora_fetches_total"] > fetches, "the fetch to begin")
     time.sleep(0.5)
     suite.store.kill()
     assert suite.draw(**_SHORT).data == plain

@@ -16,10 +16,10 @@ from bottega.miniature.scenes import STYLES, Scene, Thing, caption
 from bottega.v1 import fleet_pb2
 from load import stock_loras
 from load.bench.lora_styles import PLAIN, layout_of, look, use
-from tests.support.services import Services, gateway_config, wait_until, worker_config
+from tests.support.services import Services, gateway_config, worker_config
 from tests.support.stock import assert_same_image, load_stock, pixels_of
+from tests.support.waiting import wait_until
 
-_JOIN_S = 20.0
 # Whether two requests share their turns is the scheduler's choice, by what turns took of late on a busy machine.
 _TRIES = 5
 _FORMS = {"striped": "Diffusers", "checked": "PEFT", "dusk": "kohya"}
@@ -47,8 +47,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
         services.start("bottega.loras", {"name": "loras", "gateway": gateway.fleet, "server": server}, name="store")
         with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
-            wait_until(lambda: bool(client.models()), _JOIN_S, "the worker to join")
-            wait_until(lambda: _has_store(client), _JOIN_S, "the store to join")
+            wait_until(lambda: bool(client.models()), "the worker to join")
+            wait_until(lambda: _has_store(client), "the store to join")
             for style in STYLES:
                 client.add_lora(style, WEIGHTS / "loras" / style)
             yield client

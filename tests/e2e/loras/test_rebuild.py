@@ -10,9 +10,9 @@ from pathlib import Path
 from bottega.client import Client
 from bottega.v1 import fleet_pb2
 from tests.support.running_loras import lora_file
-from tests.support.services import Service, Services, gateway_config, wait_until
+from tests.support.services import Service, Services, gateway_config
+from tests.support.waiting import wait_until
 
-_JOIN_S = 20.0
 _COMMAND_S = 60.0
 
 
@@ -42,7 +42,7 @@ def test_loras_whose_catalogue_is_gone_are_brought_back_by_a_command(tmp_path: P
         settings = {"name": "loras", "gateway": gateway.fleet, "server": server, "folder": str(folder)}
         store = services.start("bottega.loras", settings, name="store")
         with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=_COMMAND_S) as client:
-            wait_until(lambda: _has_store(client), _JOIN_S, "the store to join")
+            wait_until(lambda: _has_store(client), "the store to join")
             for seed, name in enumerate(("ink", "wash")):
                 client.add_lora(name, lora_file(tmp_path, seed=seed), trigger_words=[f"in {name}"])
             client.pin_lora("ink")
@@ -51,7 +51,7 @@ def test_loras_whose_catalogue_is_gone_are_brought_back_by_a_command(tmp_path: P
             for path in folder.glob("catalogue.db*"):
                 path.rename(tmp_path / f"moved-{path.name}")
             store = services.start("bottega.loras", settings, name="store")
-            wait_until(lambda: _has_store(client), _JOIN_S, "the store to join again")
+            wait_until(lambda: _has_store(client), "the store to join again")
             warned = [event for event in store.events() if "were put into quarantine" in str(event.get("event"))]
             assert [(event["level"], event["folder"]) for event in warned] == [("WARNING", str(folder / "quarantine"))]
             assert client.loras() == ()

@@ -23,7 +23,8 @@ from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import GenerateRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.e2e.conftest import ENGINE
-from tests.support.services import START_TIMEOUT_S, Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import START_TIMEOUT_S, Service, Services, gateway_config, worker_config
+from tests.support.waiting import wait_until
 
 # Two workers draw on all cores, and losses are to be noticed in time.
 pytestmark = pytest.mark.alone
@@ -74,7 +75,7 @@ class Pair:
         server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "drain_grace_s": self.grace_s}
         config = worker_config(self.gateway.fleet, name=name, engine=ENGINE, server=server)
         worker = self.services.start("bottega.worker", config, name=life)
-        wait_until(lambda: name in self.joined(), NOTICED_S + ASKING_S, f"{name} to join")
+        wait_until(lambda: name in self.joined(), f"{name} to join", within_s=NOTICED_S + ASKING_S)
         return worker
 
     def joined(self) -> set[str]:
@@ -122,8 +123,8 @@ class Drawing:
             target=lambda: self._picture.append(pair.client.generate(PROMPT, **options)), daemon=True
         )
         self._thread.start()
-        wait_until(lambda: bool(pair.busy()), 20.0, "a worker to take the request")
-        wait_until(lambda: pair.client.list_jobs(page_size=1).jobs[0].steps_done >= steps, 20.0, f"{steps} steps")
+        wait_until(lambda: bool(pair.busy()), "a worker to take the request")
+        wait_until(lambda: pair.client.list_jobs(page_size=1).jobs[0].steps_done >= steps, f"{steps} steps")
 
     def picture(self) -> Picture:
         """The finished picture."""
@@ -159,7 +160,7 @@ def test_an_engine_killed_in_mid_request_leaves_the_same_picture(pair: Pair, und
     assert picture.data == undisturbed.data
     assert picture.provenance.attempts == 2
     assert picture.provenance.repeated_steps <= MOST_REPEATED
-    wait_until(lambda: pair.joined() == {"a", "b"}, 60.0, "the worker with a new engine")
+    wait_until(lambda: pair.joined() == {"a", "b"}, "the worker with a new engine")
 
 
 def test_a_worker_that_is_told_to_stop_loses_no_picture(pair: Pair, undisturbed: Picture) -> None:
@@ -199,7 +200,7 @@ def test_a_worker_that_leaves_is_noticed_within_two_seconds(pair: Pair, how: str
     else:
         worker.process.send_signal(signal.SIGTERM)
 
-    wait_until(lambda: name not in pair.joined(), NOTICED_S + ASKING_S, "the leave to be noticed")
+    wait_until(lambda: name not in pair.joined(), "the leave to be noticed", within_s=NOTICED_S + ASKING_S)
 
     assert worker.stop() in {0, -signal.SIGKILL}
     pair.boot(name)
@@ -209,23 +210,23 @@ def test_a_worker_that_hangs_is_noticed_within_two_seconds_and_comes_back(pair: 
     process = pair.worker("a").process
     process.send_signal(signal.SIGSTOP)
     try:
-        wait_until(lambda: "a" not in pair.joined(), NOTICED_S + ASKING_S, "the silence to be noticed")
+        wait_until(lambda: "a" not in pair.joined(), "the silence to be noticed", within_s=NOTICED_S + ASKING_S)
     finally:
         process.send_signal(signal.SIGCONT)
 
-    wait_until(lambda: "a" in pair.joined(), 5.0, "the worker to come back")
+    wait_until(lambda: "a" in pair.joined(), "the worker to come back")
 
 
 def test_requests_wait_for_a_worker_that_was_there_a_moment_ago(pair: Pair, undisturbed: Picture) -> None:
     for name in ("a", "b"):
         pair.worker(name).stop()
-    wait_until(lambda: not pair.joined(), NOTICED_S + ASKING_S, "both leaves to be noticed")
+    wait_until(lambda: not pair.joined(), "both leaves to be noticed", within_s=NOTICED_S + ASKING_S)
 
     job = pair.client.submit(PROMPT, **OPTIONS)
     assert job.status().state is JobState.QUEUED
 
     pair.boot("a")
-    wait_until(lambda: job.status().state is JobState.COMPLETED, 60.0, "the picture")
+    wait_until(lambda: job.status().state is JobState.COMPLETED, "the picture")
     assert job.image().data == undisturbed.data
 
 

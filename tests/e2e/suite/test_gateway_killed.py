@@ -8,7 +8,8 @@ from pathlib import Path
 
 from bottega.client import Client, Picture
 from tests.e2e.conftest import ENGINE
-from tests.support.services import Services, gateway_config, wait_until, worker_config
+from tests.support.services import Services, gateway_config, worker_config
+from tests.support.waiting import wait_until
 
 PROMPTS = ("a big red star", "a small blue circle", "a green square", "a yellow triangle")
 STEPS = 60
@@ -45,12 +46,12 @@ def test_four_pictures_are_the_same_when_their_gateway_is_killed(tmp_path: Path)
         gateway = services.start("bottega.gateway", config, name="gateway")
         services.start("bottega.worker", worker_config(fleet, name="w1", engine=engine))
         with Client(address) as client:
-            wait_until(lambda: bool(client.models()), 10.0, "the worker to join")
+            wait_until(lambda: bool(client.models()), "the worker to join")
             threads, undisturbed = _draw_all(address)
             for thread in threads:
                 thread.join(60)
             threads, pictures = _draw_all(address)
-            wait_until(lambda: max(_steps_done(client)) in range(10, STEPS), 20.0, "them to be drawn")
+            wait_until(lambda: max(_steps_done(client)) in range(10, STEPS), "them to be drawn")
             gateway.kill()
             services.start("bottega.gateway", config, name="gateway")
             for thread in threads:

@@ -20,7 +20,7 @@ from bottega.rpc.status import from_rpc_error
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import GenerateRequest, GetImageRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
-from tests.support.services import wait_until
+from tests.support.waiting import wait_until
 
 PROMPT = "a small green circle on a white background"
 QUICK: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 4.0}
@@ -36,7 +36,7 @@ def _pixels(data: bytes) -> npt.NDArray[np.int16]:
 
 
 def _ended(client: Client, job_id: str) -> JobState:
-    wait_until(lambda: client.job(job_id).status().state.ended, 60.0, f"{job_id} to end")
+    wait_until(lambda: client.job(job_id).status().state.ended, f"{job_id} to end")
     return client.job(job_id).status().state
 
 
@@ -60,7 +60,7 @@ def test_a_submitted_job_runs_to_its_end_and_keeps_its_picture(client: Client) -
 
 def test_whoever_watches_a_job_that_runs_may_ask_for_previews(client: Client) -> None:
     job = client.submit(PROMPT, seed=4, **LONG)
-    wait_until(lambda: job.status().steps_done > 0, 20.0, "the first step")
+    wait_until(lambda: job.status().steps_done > 0, "the first step")
 
     events = [event for event in job.watch(preview=True) if isinstance(event, Progress)]
 
@@ -113,7 +113,7 @@ def test_a_request_without_an_id_ends_when_its_caller_leaves(images: ImageServic
 
 def test_cancelling_stops_a_job_and_whoever_watches_it(client: Client) -> None:
     job = client.submit(PROMPT, num_images=8, **LONG)
-    wait_until(lambda: job.status().steps_done > 0, 30.0, "the first step")
+    wait_until(lambda: job.status().steps_done > 0, "the first step")
     with pytest.raises(JobNotFinished):
         job.image()
 

@@ -20,7 +20,8 @@ from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import GenerateRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.e2e.conftest import ENGINE, Suite
-from tests.support.services import Service, Services, gateway_config, wait_until, worker_config
+from tests.support.services import Service, Services, gateway_config, worker_config
+from tests.support.waiting import wait_until
 
 CONTRACT = {
     "gateway": {"bottega.v1.ImageService"},
@@ -64,7 +65,7 @@ def test_metrics_are_on_loopback_and_count_calls(service: Service, client: Clien
     method = "Generate" if "bottega.v1.ImageService" in _contract(service) else "RunAttempt"
     counted = re.compile(rf'bottega_rpc_calls_total\{{code="OK",method="[^"]*{method}"\}} [1-9]')
     # A call is counted when it has ended, a moment after its caller has the last message.
-    wait_until(lambda: counted.search(_metrics(service)) is not None, 2, f"{method} to be counted")
+    wait_until(lambda: counted.search(_metrics(service)) is not None, f"{method} to be counted")
 
 
 def _metrics(service: Service) -> str:
@@ -79,7 +80,7 @@ def test_logs_are_json_lines_with_the_request_id_and_the_job_id(suite: Suite, im
 
     story = {suite.gateway: ["job accepted", "job completed"], suite.worker: ["attempt started", "attempt completed"]}
     for service, told in story.items():
-        wait_until(lambda: told[-1] in _said(service, "log-me-7"), 5.0, f"the lines of {service.name}")  # noqa: B023 - at once
+        wait_until(lambda: told[-1] in _said(service, "log-me-7"), f"the lines of {service.name}")  # noqa: B023 - at once
         assert _said(service, "log-me-7") == told
         assert {line["job_id"] for line in _lines(service, "log-me-7")} == {answers[0].event.job_id}
 
@@ -111,12 +112,12 @@ def test_a_gateway_that_is_told_to_stop_finishes_what_runs_and_takes_nothing_new
         gateway = services.start("bottega.gateway", gateway_config())
         worker = services.start("bottega.worker", worker_config(gateway.fleet, name="w", engine=ENGINE))
         with Client(gateway.address) as client:
-            wait_until(lambda: bool(client.models()), 10.0, "the worker to join")
+            wait_until(lambda: bool(client.models()), "the worker to join")
             drawing = threading.Thread(
                 target=lambda: drawn.append(client.generate("a red star", num_inference_steps=100, seed=1))
             )
             drawing.start()
-            wait_until(lambda: any(job.steps_done for job in client.list_jobs().jobs), 20.0, "the first step")
+            wait_until(lambda: any(job.steps_done for job in client.list_jobs().jobs), "the first step")
 
             assert gateway.stop() == 0
             drawing.join(10.0)

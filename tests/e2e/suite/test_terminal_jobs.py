@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from bottega.client import Client
 from bottega.client.cli import main
 from tests.e2e.conftest import Suite
-from tests.support.services import wait_until
+from tests.support.waiting import wait_until
 
 JOB_ID = re.compile(r"[0-9a-f]{24}")
 PROMPT = "a big yellow square on a blue background"
@@ -63,7 +63,7 @@ def test_pages_of_the_list_have_every_job_once(bottega: CliRunner) -> None:
 
 def test_a_job_is_cancelled_and_its_picture_then_refused(bottega: CliRunner, client: Client) -> None:
     job_id = run(bottega, "generate", PROMPT, "-n", "8", "--steps", "200", "--detach").stdout.strip()
-    wait_until(lambda: client.job(job_id).status().steps_done > 0, 30.0, "the first step")
+    wait_until(lambda: client.job(job_id).status().steps_done > 0, "the first step")
 
     early = bottega.invoke(main, ["jobs", "get", job_id])
     run(bottega, "jobs", "cancel", job_id)

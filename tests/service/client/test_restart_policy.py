@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ import pytest
 
 from bottega.client.suite.plan import ProcessPlan
 from bottega.client.suite.service_process import DoesNotStart, RestartPolicy, ServiceProcess
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -64,15 +64,15 @@ async def test_a_killed_service_is_started_again_and_its_children_go_with_it(tmp
     reports = Reports()
     found = keeper(SERVES, tmp_path, reports)
     async with kept(found):
-        await until(lambda: len(reports.served) == 1)
+        await eventually(lambda: len(reports.served) == 1)
         assert found.pid is not None
         first = psutil.Process(found.pid)
         children = first.children()
         assert len(children) == 1
         first.kill()
-        await until(lambda: len(reports.served) == 2)
+        await eventually(lambda: len(reports.served) == 2)
         assert reports.deaths == [("worker-0", "was killed by SIGKILL", 0.05)]
-        await until(lambda: not any(alive(child) for child in children))
+        await eventually(lambda: not any(alive(child) for child in children))
     assert '"policy": "thing"' in (tmp_path / "worker-0.log").read_text()
 
 
@@ -80,10 +80,10 @@ async def test_stopping_leaves_nothing(tmp_path: Path) -> None:
     reports = Reports()
     found = keeper(SERVES, tmp_path, reports)
     async with kept(found):
-        await until(lambda: bool(reports.served))
+        await eventually(lambda: bool(reports.served))
         assert found.pid is not None
         family = [psutil.Process(found.pid), *psutil.Process(found.pid).children()]
-    await until(lambda: not any(alive(member) for member in family))
+    await eventually(lambda: not any(alive(member) for member in family))
     assert reports.deaths == []
 
 
@@ -91,7 +91,7 @@ async def test_one_that_does_not_listen_is_killed_after_the_grace(tmp_path: Path
     reports = Reports()
     found = keeper(DEAF, tmp_path, reports, RestartPolicy(stop_grace_s=0.2))
     async with kept(found):
-        await until(lambda: bool(reports.served))
+        await eventually(lambda: bool(reports.served))
         assert found.pid is not None
         process = psutil.Process(found.pid)
     assert not alive(process)
@@ -111,7 +111,7 @@ async def test_one_that_has_served_is_started_again_for_ever_with_growing_waits(
     reports = Reports()
     serves_and_dies = "import json\nprint(json.dumps({'event': 'serving'}))"
     async with kept(keeper(serves_and_dies, tmp_path, reports)) as task:
-        await until(lambda: len(reports.deaths) >= 5)
+        await eventually(lambda: len(reports.deaths) >= 5)
         assert not task.done()
     assert [wait_s for _, _, wait_s in reports.deaths[:4]] == [0.05, 0.1, 0.1, 0.1]
 
@@ -120,7 +120,7 @@ async def test_killing_does_not_wait(tmp_path: Path) -> None:
     reports = Reports()
     found = keeper(DEAF, tmp_path, reports, RestartPolicy(stop_grace_s=60.0))
     async with kept(found) as task:
-        await until(lambda: bool(reports.served))
+        await eventually(lambda: bool(reports.served))
         task.cancel()
         await asyncio.sleep(0.1)
         assert not task.done()
@@ -140,20 +140,14 @@ asyncio.run(keeper(LISTENS, Path({str(tmp_path)!r}), Reports()).run())
     root = Path(__file__).parents[3]
     host = await asyncio.create_subprocess_exec(sys.executable, "-c", script, cwd=root)
     log = tmp_path / "worker-0.log"
-    await until(lambda: log.exists() and "serving" in log.read_text())
+    await eventually(lambda: log.exists() and "serving" in log.read_text())
     (service,) = psutil.Process(host.pid).children()
     await asyncio.sleep(0.2)
     assert alive(service)
     host.kill()
     await host.wait()
-    await until(lambda: not alive(service))
+    await eventually(lambda: not alive(service))
 
 
 def alive(process: psutil.Process) -> bool:
     return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110 - what it waits for happens in another process
-            await asyncio.sleep(0.02)

@@ -46,6 +46,7 @@ from bottega.rpc.channel import MAX_MESSAGE_MIB
 from bottega.rpc.status import to_job_error
 from bottega.v1 import generation_pb2, image_pb2
 from tests.fakes.scripted_gateway import SMALL, ScriptedGateway, completed, image, progress, queued, serving
+from tests.support.waiting import eventually
 
 BIG = bytes(range(256)) * 12_000  # 3 MiB: travels by GetImage
 HURRIED = RetryPolicy(patience_s=2.0, first_wait_s=0.01, longest_wait_s=0.05)
@@ -382,7 +383,7 @@ async def test_cancelling_the_task_cancels_the_job(gateway: ScriptedGateway, add
     gateway.scripts = [[queued(), threading.Event()]]
     async with AsyncClient(address) as client:
         drawing = asyncio.create_task(client.generate("a star"))
-        await until(lambda: bool(gateway.requests))
+        await eventually(lambda: bool(gateway.requests))
         await asyncio.sleep(0.1)
         drawing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -396,7 +397,7 @@ async def test_leaving_before_the_first_event_finds_the_job_and_cancels_it(
     gateway.scripts = [[threading.Event()], [queued()]]
     async with AsyncClient(address) as client:
         drawing = asyncio.create_task(client.generate("a star"))
-        await until(lambda: bool(gateway.requests))
+        await eventually(lambda: bool(gateway.requests))
         drawing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await drawing
@@ -604,9 +605,3 @@ def test_a_closed_client_leaves_no_thread() -> None:
     client.close()
     left = set(threading.enumerate()) - before  # gRPC's own thread serves the whole process
     assert "bottega-client" not in {thread.name for thread in left}
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not true():  # noqa: ASYNC110 - what it waits for happens in a thread of the server
-            await asyncio.sleep(0.01)

@@ -19,7 +19,8 @@ from bottega.rpc.status import from_rpc_error
 from bottega.transport import Deadline, connect, offer_from_wire
 from tests.samples.controlnets import control_image
 from tests.support.running_controlnets import ControlNetServer, House, Worker, controlled, hosts
-from tests.support.services import Services, wait_until
+from tests.support.services import Services
+from tests.support.waiting import wait_until
 
 PER_S = 40
 # Beyond the time that an offer may be taken up, so that there are as many as there ever will be.
@@ -109,7 +110,7 @@ def test_workers_link_and_draw_while_a_stranger_asks_for_links_that_it_does_not_
 def test_places_that_nobody_took_are_free_again_and_the_log_is_short(cast: Cast) -> None:
     lines = [event["event"] for event in cast.server.service.events()]
     told, more = "an offer of a link was not taken up", "more offers of links were not taken up"
-    wait_until(lambda: _not_taken_up(cast.server, told, more) > FLOOD_S * PER_S / 2, 15, "the offers to be given up")
+    wait_until(lambda: _not_taken_up(cast.server, told, more) > FLOOD_S * PER_S / 2, "the offers to be given up")
     assert lines.count(told) < FLOOD_S * PER_S / 2
     assert more in lines
 
@@ -123,10 +124,10 @@ def _not_taken_up(server: ControlNetServer, told: str, more: str) -> int:
 
 def test_a_full_server_says_when_to_ask_again_and_a_workers_job_waits_for_it(cast: Cast) -> None:
     cast.server.kill_engine()  # its links end, and both workers need new ones
-    wait_until(lambda: cast.server.engines == 2 and cast.server.serves(), 60, "another engine to serve")
+    wait_until(lambda: cast.server.engines == 2 and cast.server.serves(), "another engine to serve")
     with ThreadPoolExecutor(9) as pool:
         crowd = [pool.submit(_answer, cast.server) for _ in range(600)]
-        wait_until(lambda: _refused(crowd), 30, "a refusal")
+        wait_until(lambda: _refused(crowd), "a refusal")
         drawn = pool.submit(cast.late.draw, SPEC, hosts(SPEC, cast.server))
         assert {answer.result(60) for answer in crowd} == {"OK", "UNAVAILABLE"}
         assert drawn.result(60).servers() == ["flooded"]

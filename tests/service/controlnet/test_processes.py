@@ -24,15 +24,14 @@ from bottega.v1.generation_pb2 import GenerationSpec
 from load.bench.throttle import Throttle
 from tests.samples.controlnets import control_image, random_controlnet, save
 from tests.support.running_controlnets import ControlNetServer, Drawn, House, Worker, controlled, hosts
-from tests.support.services import Services, wait_until
+from tests.support.services import Services
 from tests.support.stock import Pixels, assert_same_image, load_stock, pixels_of, variant
+from tests.support.waiting import wait_until
 
 IMAGES = {"edges": control_image(1), "depth": control_image(2), "layout": control_image(3, 80, 112)}
 # Long enough for a kill to land inside of it.
 LONG = controlled(("edges", IMAGES["edges"], 0.8), num_inference_steps=40)
 KILL_AT = 5
-# An engine that was killed serves again.
-BACK_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +166,7 @@ def test_two_workers_share_a_server(cast: Cast, calm: Pixels) -> None:
         first, second = pool.map(draw, (cast.bare, cast.equipped))
     assert_same_image(first.picture, calm)
     assert_same_image(second.picture, calm)
-    wait_until(lambda: cast.near.sessions() == 0, 5, "the sessions to end")
+    wait_until(lambda: cast.near.sessions() == 0, "the sessions to end")
     assert cast.near.counted("rows") - before == 2 * 2 * LONG.num_inference_steps
 
 
@@ -184,7 +183,7 @@ def test_controlnets_come_and_go_beside_a_session_that_runs(cast: Cast, calm: Pi
     drawn = cast.bare.draw(LONG, hosts(LONG, cast.far), on_step=others)
     assert_same_image(drawn.picture, calm)
     assert len(pictures) == 4
-    wait_until(lambda: cast.far.counted("evictions") > evictions, 5, "an eviction")
+    wait_until(lambda: cast.far.counted("evictions") > evictions, "an eviction")
     assert drawn.servers() == ["far"]
 
 
@@ -202,7 +201,7 @@ def test_without_another_server_the_worker_goes_on_itself_where_it_can(cast: Cas
 
 
 def test_without_anybody_to_go_on_it_fails_and_draws_nothing(cast: Cast, calm: Pixels) -> None:
-    wait_until(cast.near.serves, BACK_S, "the engine that was killed before to serve again")
+    wait_until(cast.near.serves, "the engine that was killed before to serve again")
     assert_same_image(cast.bare.draw(LONG, hosts(LONG, cast.near)).picture, calm)  # it is linked anew
     drawn = cast.bare.draw(LONG, hosts(LONG, cast.near), on_step=once(cast.near.kill_engine))
     assert isinstance(drawn.error, NoControlNet)
@@ -211,8 +210,8 @@ def test_without_anybody_to_go_on_it_fails_and_draws_nothing(cast: Cast, calm: P
 
 
 def test_a_server_that_only_stops_is_noticed_and_replaced(cast: Cast, calm: Pixels) -> None:
-    wait_until(cast.far.serves, BACK_S, "the engine that was killed before to serve again")
-    wait_until(cast.near.serves, BACK_S, "the engine that was killed before to serve again")
+    wait_until(cast.far.serves, "the engine that was killed before to serve again")
+    wait_until(cast.near.serves, "the engine that was killed before to serve again")
     began_s = time.monotonic()
     try:
         drawn = cast.bare.draw(LONG, hosts(LONG, cast.far, cast.near), on_step=once(cast.far.stop_engine))
@@ -221,7 +220,7 @@ def test_a_server_that_only_stops_is_noticed_and_replaced(cast: Cast, calm: Pixe
         assert time.monotonic() - began_s < 20
     finally:
         cast.far.continue_engine()
-    wait_until(lambda: cast.far.sessions() == 0, 10, "what the worker had there to be dropped")
+    wait_until(lambda: cast.far.sessions() == 0, "what the worker had there to be dropped")
 
 
 def test_another_version_of_a_controlnet_is_not_taken_for_the_one_meant(cast: Cast) -> None:
@@ -232,7 +231,7 @@ def test_another_version_of_a_controlnet_is_not_taken_for_the_one_meant(cast: Ca
 def test_what_is_prefetched_is_loaded_before_anybody_asks(cast: Cast) -> None:
     assert cast.far.prefetch("layout", "unknown", "edges") == ["layout", "edges"]
     loaded = controlnet_pb2.HOSTED_STATE_LOADED
-    wait_until(lambda: cast.far.hosted()["layout"].state == loaded, 10, "a prefetched ControlNet")
+    wait_until(lambda: cast.far.hosted()["layout"].state == loaded, "a prefetched ControlNet")
 
 
 def test_another_controlnet_can_be_added_below_the_root_and_nowhere_else(cast: Cast, calm: Pixels) -> None:

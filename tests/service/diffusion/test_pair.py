@@ -28,8 +28,8 @@ from tests.samples.controlnets import control_image, control_spec, random_contro
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.pair_follower import FollowerThread, WatchedPeer, led
-from tests.support.services import wait_until
 from tests.support.stock import Stock, assert_close, latent_of, load_stock, variant
+from tests.support.waiting import wait_until
 
 TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 PLAIN = ResolvedSpec(
@@ -138,10 +138,10 @@ def test_a_follower_with_something_of_its_own_to_do_is_left_alone(
     model: Model, easel: ManualEngine, peer: Leader, follower: FollowerThread
 ) -> None:
     follower.busy = True
-    wait_until(lambda: not peer.free, WAIT_S, "the follower to say so")
+    wait_until(lambda: not peer.free, "the follower to say so")
     assert easel.draw(EngineOrder(key="a", spec=PLAIN)).record.pair is None
     follower.busy = False
-    wait_until(lambda: peer.free, WAIT_S, "the follower to say so")
+    wait_until(lambda: peer.free, "the follower to say so")
     assert pair_of(leader(model, peer).draw(EngineOrder(key="b", spec=PLAIN))).steps > 0
 
 
@@ -160,7 +160,7 @@ def test_rows_whose_follower_dies_in_the_middle_of_a_step_are_computed_here_and_
     assert pair_of(drawing).taken_back_steps == 1
     assert 1 <= pair_of(drawing).steps < 5
     follower.come()
-    wait_until(lambda: peer.free, WAIT_S, "the follower to be back")
+    wait_until(lambda: peer.free, "the follower to be back")
     assert pair_of(leader(model, peer).draw(EngineOrder(key="b", spec=PLAIN))).steps > 0
 
 
@@ -180,7 +180,7 @@ def test_rows_of_a_follower_that_hangs_are_computed_here_and_its_late_answer_cha
     assert_close(drawing.latents[0], stock.reference(PLAIN).latent)
     assert pair_of(drawing).taken_back_steps == 1
     free.set()
-    wait_until(lambda: peer.free, WAIT_S, "the late answer")
+    wait_until(lambda: peer.free, "the late answer")
     again = easel.draw(EngineOrder(key="b", spec=PLAIN))
     assert_close(again.latents[0], stock.reference(PLAIN).latent)
 
@@ -192,7 +192,7 @@ def test_offers_that_no_leader_takes_up_are_bounded_and_the_leader_finds_a_place
     assert {type(error) for error in refused} == {LinksFull}
     peer = led(follower)
     try:
-        wait_until(lambda: peer.free, WAIT_S, "the pair")
+        wait_until(lambda: peer.free, "the pair")
     finally:
         peer.stop()
 
@@ -204,13 +204,13 @@ def test_a_refused_pair_is_told_once_and_tried_again(
     peer = Leader("follower:1", offers=follower, counters=LinkCounters())
     peer.start()
     try:
-        wait_until(lambda: "workers a and b" in str([vars(record) for record in caplog.records]), WAIT_S, "a warning")
+        wait_until(lambda: "workers a and b" in str([vars(record) for record in caplog.records]), "a warning")
         time.sleep(1.2)
         told = [record for record in caplog.records if record.name.endswith("leading")]
         assert len(told) == 1
         assert not peer.free
         follower.refusal = None
-        wait_until(lambda: peer.free, WAIT_S, "the pair")
+        wait_until(lambda: peer.free, "the pair")
     finally:
         peer.stop()
 
@@ -355,7 +355,7 @@ def test_rows_with_loras_are_lent_too_once_they_are_there_and_go_in_at_the_leade
             easel.turn()
         ours.come(*scales)
         easel.run()
-        wait_until(lambda: not theirs.open, WAIT_S, "the follower to let go of them")
+        wait_until(lambda: not theirs.open, "the follower to let go of them")
         peer.stop()
     easel.engine.weights.restore()
     assert [each.from_step for each in drawing.record.loras] == [4, 4]
@@ -383,4 +383,4 @@ def test_a_job_whose_loras_do_not_come_to_the_follower_is_drawn_here(
 def test_the_follower_forgets_jobs_that_have_ended(easel: ManualEngine, follower: FollowerThread) -> None:
     drawing = easel.draw(EngineOrder(key="a", spec=PLAIN))
     assert pair_of(drawing).steps > 0, "else it had nothing to forget"
-    wait_until(lambda: follower.engine.guests.count == 0, WAIT_S, "the job to be forgotten")
+    wait_until(lambda: follower.engine.guests.count == 0, "the job to be forgotten")

@@ -19,9 +19,9 @@ from tests.samples.controlnets import control_image, control_spec, layout_of, ra
 from tests.support.linked_servers import LinkedServer, Offers, linked_server
 from tests.support.manual_engine import MOST_TURNS, ManualEngine, load
 from tests.support.pair_follower import FollowerThread, WatchedPeer, led
-from tests.support.services import wait_until
 from tests.support.stock import Stock, assert_close, latent_of, load_stock, variant
 from tests.support.torch_threads import torch_threads
+from tests.support.waiting import wait_until
 
 TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 PLAIN = ResolvedSpec(
@@ -33,7 +33,6 @@ PLAIN = ResolvedSpec(
     seed=1,
 )
 IMAGES = {"edges": control_image(1), "depth": control_image(2)}
-WAIT_S = 20.0
 # In which lent turn the follower dies: the earlier ones were shared.
 FATAL = 4
 
@@ -118,7 +117,7 @@ def test_a_mixed_batch_with_controlnets_ends_as_stock_does_with_a_peer_that_dies
             easel.turn()
             if mortal.turns == FATAL and not peer.free:
                 follower.come()
-                wait_until(lambda: peer.free, WAIT_S, "the peer to be back")
+                wait_until(lambda: peer.free, "the peer to be back")
         from_server = theirs.counters.snapshot().received.size_bytes
         peer.stop()
         ours.stop()

@@ -21,8 +21,9 @@ from bottega.transport import Deadline, Limits, Link, connect, offer_from_wire
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 from tests.support.running_loras import PATIENCE_S, fetch
-from tests.support.services import Service, Services, wait_until
+from tests.support.services import Service, Services
 from tests.support.shared_loras import canonical_file
+from tests.support.waiting import wait_until
 
 _SOFT, _HARD = 100, 160
 _MOST = _HARD // 2
@@ -121,4 +122,4 @@ def test_no_more_loras_are_pinned_than_may_be_open_and_others_come_from_the_disk
         loras = stub.ListLoras(pb.ListLorasRequest(page_size=1000), timeout=PATIENCE_S).loras
         return {lora.name for lora in loras if lora.state == pb.LORA_STATE_IN_MEMORY}
 
-    wait_until(lambda: in_memory() == {_name(number) for number in range(_MOST)}, PATIENCE_S, "all loads")
+    wait_until(lambda: in_memory() == {_name(number) for number in range(_MOST)}, "all loads")

@@ -23,7 +23,8 @@ from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 from tests.support.full_disk import small_disk
 from tests.support.running_loras import PATIENCE_S, Running, config, lora_file, running, upload_requests
-from tests.support.services import Services, wait_until
+from tests.support.services import Services
+from tests.support.waiting import wait_until
 
 _IDLE_S = 0.5
 
@@ -145,9 +146,7 @@ async def test_an_upload_ends_when_others_have_filled_the_disk_to_the_reserve(tm
                 yield pb.UploadLoraRequest(head=head)
                 yield pb.UploadLoraRequest(chunk=data[: 1 << 20])
                 half = 1 << 20
-                wait_until(
-                    lambda: sum(p.stat().st_size for p in _incoming(store)) >= half, PATIENCE_S, "its first half"
-                )
+                wait_until(lambda: sum(p.stat().st_size for p in _incoming(store)) >= half, "its first half")
                 (disk / "others").write_bytes(bytes(shutil.disk_usage(disk).free - (100 << 10)))
                 yield pb.UploadLoraRequest(chunk=data[1 << 20 :])
 
@@ -209,7 +208,7 @@ def test_what_a_killed_store_had_of_uploads_goes_at_its_next_start(tmp_path: Pat
         with grpc.insecure_channel(store.address) as channel:
             call = lora_pb2_grpc.LoraServiceStub(channel).UploadLora.future(messages, timeout=PATIENCE_S)
             incoming = folder / "files" / "incoming"
-            wait_until(lambda: any(incoming.iterdir()), PATIENCE_S, "the upload to begin")
+            wait_until(lambda: any(incoming.iterdir()), "the upload to begin")
             store.kill()
             assert isinstance(call.exception(PATIENCE_S), grpc.RpcError)
             said.put(None)

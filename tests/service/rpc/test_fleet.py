@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -15,6 +15,7 @@ from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
+from tests.support.waiting import eventually
 
 
 class ScriptedFleet(fleet_pb2_grpc.FleetServiceServicer):
@@ -76,7 +77,7 @@ async def test_a_member_registers_reports_and_rejoins_after_the_gateway_came_bac
 
         address = server.address
         await server.stop()
-        await asyncio.wait_for(_until(lambda: not member.joined.is_set()), 2)
+        await eventually(lambda: not member.joined.is_set(), within_s=2.0)
         server, fleet = await _fleet(address)
         again = await asyncio.wait_for(fleet.reports.get(), 3)
         assert again.registration.name == "w1"
@@ -121,8 +122,3 @@ async def test_bytes_that_are_no_request_end_a_stream_of_requests_typed() -> Non
     finally:
         await channel.close()
         await server.stop()
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.01)

@@ -7,7 +7,7 @@ import logging
 import socket
 import struct
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -20,6 +20,7 @@ from bottega.rpc.status import from_rpc_error
 from bottega.sampled_log import TOLD_PER_SECOND
 from bottega.v1 import image_pb2
 from tests.fakes.scripted_images import NAME, Served, failure, scripted_images, stub
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ async def test_a_crowd_that_is_refused_is_a_few_lines_in_the_log_and_its_number(
     with pytest.raises(grpc.aio.AioRpcError):  # another kind, which the crowd does not hide
         _ = [answer async for answer in stub(served[2]).WatchJob(image_pb2.WatchJobRequest(job_id="refuse"))]
     assert [line.__dict__["method"] for line in _told(caplog, "call refused")][-1] == f"/{NAME}/WatchJob"
-    await _until(lambda: _refusals(caplog) == crowd + 1)
+    await eventually(lambda: _refusals(caplog) == crowd + 1)
     lines = _told(caplog, "call refused"), _told(caplog, "more calls refused")
     # In at most three of the seconds that the log counts by.
     assert len(lines[0]) <= 3 * TOLD_PER_SECOND + 1
@@ -59,7 +60,7 @@ async def test_the_number_of_refusals_carries_the_fields_of_no_caller(
     caplog.handler.addFilter(note)
     try:
         await asyncio.gather(*(_refused(served[2], "caller") for _ in range(30)))
-        await _until(lambda: "more calls refused" in bound)
+        await eventually(lambda: "more calls refused" in bound)
     finally:
         caplog.handler.removeFilter(note)
     assert (bound["call refused"], bound["more calls refused"]) == ({"caller"}, set())
@@ -85,7 +86,7 @@ async def test_a_fault_that_a_crowd_repeats_is_a_few_lines_too(
     await asyncio.gather(*(fail() for _ in range(crowd)))
     event = "call failed unexpectedly"
     more = f"more times: {event}"
-    await _until(lambda: len(_told(caplog, event)) + _counted(_told(caplog, more)) == crowd)
+    await eventually(lambda: len(_told(caplog, event)) + _counted(_told(caplog, more)) == crowd)
     assert len(_told(caplog, event)) <= 3 * TOLD_PER_SECOND
     assert all(line.exc_info and line.levelno == logging.ERROR for line in _told(caplog, event))
 
@@ -181,8 +182,3 @@ async def test_a_request_is_given_up_for_as_soon_as_it_is_answered_by_a_stream()
             await asyncio.wait_for(anext(aiter(watch)), 1)
         for watch in watches:
             watch.cancel()
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.01)

@@ -17,7 +17,8 @@ import pytest
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 from tests.support.running_loras import PATIENCE_S, lora_file, upload_requests
-from tests.support.services import Service, Services, wait_until
+from tests.support.services import Service, Services
+from tests.support.waiting import wait_until
 
 _SERVER = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
 _START_S = 60.0
@@ -58,7 +59,7 @@ def _uploading(store: Service, data: bytes, folder: Path) -> Iterator[None]:
         said.put(next(messages))
         call = lora_pb2_grpc.LoraServiceStub(channel).UploadLora.future(iter(said.get, None), timeout=PATIENCE_S)
         incoming = folder / "files" / "incoming"
-        wait_until(lambda: any(incoming.iterdir()), PATIENCE_S, "the upload to begin")
+        wait_until(lambda: any(incoming.iterdir()), "the upload to begin")
         yield
         for message in messages:
             said.put(message)

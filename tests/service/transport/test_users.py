@@ -18,8 +18,8 @@ import pytest
 from bottega.errors import AuthFailed
 from bottega.transport import Backend, Endpoints, LinkListener, Offer, connect, offer_to_wire
 from tests.support.other_user import GROUP, USER, needs_root, run_as_another
-from tests.support.services import wait_until
 from tests.support.transport_backends import LAYOUT, content, patience, write
+from tests.support.waiting import wait_until
 
 pytestmark = needs_root
 
@@ -124,7 +124,7 @@ def test_a_socket_that_another_user_put_there_hears_nothing(folder: Path) -> Non
     lured = replace(offer, process=ELSEWHERE, memfd=replace(offer.memfd, path=str(path)))
     with ThreadPoolExecutor(1) as pool:
         heard = pool.submit(run_as_another, _LISTEN, path, imports="import socket")
-        wait_until(lambda: path.exists() and path.stat().st_mode & 0o777 == 0o666, 20, "the other user's socket")
+        wait_until(lambda: path.exists() and path.stat().st_mode & 0o777 == 0o666, "the other user's socket")
         with pytest.raises(AuthFailed, match=rf"not to be trusted: it is a process of user {USER}, .* for user root"):
             connect(lured, patience(), ways=(Backend.MEMFD,))
         assert heard.result(30) == "heard 0 bytes"

@@ -18,7 +18,8 @@ from PIL import Image
 from bottega.errors import InvalidRequest, ModelNotFound, StaleAttempt
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, generation_pb2, worker_pb2
-from tests.support.running_front import CONFIG, Start, eventually, images, kinds, png, request, running_workers
+from tests.support.running_front import CONFIG, Start, images, kinds, png, request, running_workers
+from tests.support.waiting import eventually
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from bottega.v1 import error_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
 from bottega.v1.worker_pb2 import LoraStore
 from bottega.worker import worker
 from bottega.worker.config import EngineConfig
-from tests.support.running_front import CONFIG, Start, eventually, kinds, request, running_workers
+from tests.support.running_front import CONFIG, Start, kinds, request, running_workers
+from tests.support.waiting import eventually
 
 
 @pytest.fixture

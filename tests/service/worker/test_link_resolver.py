@@ -10,7 +10,7 @@ from bottega.v1 import engine_pb2, error_pb2
 from bottega.v1.worker_pb2 import PeerTerms
 from bottega.worker.link_resolver import LinkResolver
 from tests.fakes.scripted_worker import ScriptedWorker
-from tests.support.running_front import eventually
+from tests.support.waiting import eventually
 
 NOBODY = "127.0.0.1:1"
 MODEL = PeerTerms(model_hash="ab", dtype="float32")

@@ -16,9 +16,10 @@ from tests.chaos.peers import kill_peers
 from tests.chaos.tally import Tally
 from tests.samples.lora_files import Part, base_shapes, kohya, save
 from tests.support.running_loras import upload_requests
-from tests.support.services import SMALL_ENGINE, Services, wait_until
+from tests.support.services import SMALL_ENGINE, Services
 from tests.support.stock import assert_same_image
-from tests.support.worker_pair import LINK_TIMEOUT_S, TIMEOUT_S, WorkerPair
+from tests.support.waiting import wait_until
+from tests.support.worker_pair import TIMEOUT_S, WorkerPair
 
 # Long enough to be disturbed in the middle.
 LONG = 60
@@ -93,7 +94,7 @@ def test_a_peer_killed_in_the_middle_of_a_picture_changes_nothing_and_is_used_ag
     tally = Tally()
     kill_peers(pair, tally, times=1, rng=random.Random(3))
     assert tally.well, (tally.zeros, tally.faults)
-    wait_until(lambda: pair.draw("a").lent_steps > 0, LINK_TIMEOUT_S, "the pair to draw together again")
+    wait_until(lambda: pair.draw("a").lent_steps > 0, "the pair to draw together again")
 
 
 def test_rows_with_a_lora_are_lent_too_though_the_other_has_drawn_nothing_with_one(

@@ -28,7 +28,7 @@ from bottega.worker.controlnets.condition import ChangeCondition
 from bottega.worker.controlnets.server_link import LinkSettings, ServerLink
 from bottega.worker.controlnets.step_result import StepResult
 from tests.support.linked_servers import ELSEWHERE
-from tests.support.services import wait_until
+from tests.support.waiting import wait_until
 
 WAIT_S = 20.0
 
@@ -77,7 +77,7 @@ def test_a_link_on_which_too_much_waits_is_lost_and_leaves_nothing(listener: Lin
     offers.offer.set_result(replace(offer, process=ELSEWHERE))
     with listener.accept(offer, Deadline.after(WAIT_S)) as far, pytest.raises(LinkClosed):
         far.recv(Deadline.after(WAIT_S))
-    wait_until(lambda: not threads_of_links(), WAIT_S, "the threads of the link to end")
+    wait_until(lambda: not threads_of_links(), "the threads of the link to end")
 
 
 class Crowded(Slowly):
@@ -106,11 +106,11 @@ class Crowded(Slowly):
 def test_a_server_that_is_full_is_asked_again_until_it_has_a_place(listener: LinkListener) -> None:
     offers = Crowded(listener)
     link = begun(offers)
-    wait_until(lambda: len(offers.made) == 2 or link.lost is not None, WAIT_S, "another offer")
+    wait_until(lambda: len(offers.made) == 2 or link.lost is not None, "another offer")
     with listener.accept(offers.made[1], Deadline.after(WAIT_S)):
         assert link.lost is None
         assert offers.asked == 4
-    wait_until(lambda: not threads_of_links(), WAIT_S, "the threads of the link to end")
+    wait_until(lambda: not threads_of_links(), "the threads of the link to end")
 
 
 def test_a_server_that_stays_full_is_lost_in_time_with_its_reason(
@@ -120,9 +120,9 @@ def test_a_server_that_stays_full_is_lost_in_time_with_its_reason(
     offers = Slowly()
     offers.offer.set_exception(LinksFull("full", retry_after_s=0.1))
     link = begun(offers)
-    wait_until(lambda: link.lost is not None, WAIT_S, "the link to be lost")
+    wait_until(lambda: link.lost is not None, "the link to be lost")
     assert isinstance(link.lost, LinksFull)
-    wait_until(lambda: not threads_of_links(), WAIT_S, "the threads of the link to end")
+    wait_until(lambda: not threads_of_links(), "the threads of the link to end")
 
 
 def test_an_offer_that_leads_nowhere_at_all_loses_the_link(listener: LinkListener) -> None:
@@ -130,9 +130,9 @@ def test_an_offer_that_leads_nowhere_at_all_loses_the_link(listener: LinkListene
     link = begun(offers)
     nowhere = TcpEndpoint(host="a" * 64 + ".example", port=1)  # no name of a host, which is no error of a socket
     offers.offer.set_result(replace(listener.offer(), process=ELSEWHERE, memfd=None, tcp=nowhere))
-    wait_until(lambda: link.lost is not None, WAIT_S, "the link to be lost")
+    wait_until(lambda: link.lost is not None, "the link to be lost")
     assert isinstance(link.lost, PeerDead)
-    wait_until(lambda: not threads_of_links(), WAIT_S, "the threads of the link to end")
+    wait_until(lambda: not threads_of_links(), "the threads of the link to end")
 
 
 def test_answers_hold_slots_from_the_asking_until_they_are_refused() -> None:

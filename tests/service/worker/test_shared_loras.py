@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from tests.support.shared_loras import (
     taker,
 )
 from tests.support.transport_backends import open_descriptors, patience, sealed_file
+from tests.support.waiting import wait_until
 
 # Of a worker that fetches: messages, threads, what the interpreter takes.
 _FEW_BYTES = 8 << 20
@@ -104,20 +105,13 @@ def test_workers_killed_while_they_fetch_leave_no_descriptor_in_the_store(tmp_pa
             sent = store.links.counters.snapshot().sent.file_bytes
             pid = others.start(f"fetch:{digest}", store.links.offer("w", "", caller=""), Backend.MEMFD)
             # Up to what its credit allows waits in its socket, unread.
-            _until(lambda: store.links.counters.snapshot().sent.file_bytes > sent)  # noqa: B023 - called at once
+            wait_until(lambda: store.links.counters.snapshot().sent.file_bytes > sent, "the file to be sent")  # noqa: B023 - called at once
             os.kill(pid, 9)
-            _until(lambda: not store.links.open)
+            wait_until(lambda: not store.links.open, "the links to end")
             assert store.tiers.lent(digest) == 0
             if number > 1:
                 descriptors.append(open_descriptors())
         assert max(descriptors) <= descriptors[0]
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.005)
 
 
 class _Scripted:

@@ -18,7 +18,8 @@ from PIL import Image
 from bottega.miniature import WEIGHTS
 from bottega.rpc.channel import channel_options
 from bottega.v1 import error_pb2, generation_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.services import SMALL_ENGINE, Service, Services, wait_until, worker_config
+from tests.support.services import SMALL_ENGINE, Service, Services, worker_config
+from tests.support.waiting import wait_until
 
 ENGINE = {**SMALL_ENGINE, "checkpoint_interval_s": 0.1}
 TIMEOUT_S = 60.0
@@ -163,7 +164,7 @@ def test_a_killed_engine_costs_what_it_held_and_comes_back(
     assert engine is not None
     engine.send_signal(signal.SIGKILL)
     assert list(call)[-1].failed.reason == error_pb2.ERROR_REASON_WORKER_LOST
-    wait_until(lambda: is_serving(channel), 60.0, "the engine to come back")
+    wait_until(lambda: is_serving(channel), "the engine to come back")
     assert picture(run(stub, request("after"))) == picture(run(stub, request("after", number=2)))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from bottega.rpc.operation import logs
 from bottega.sampled_log import TOLD_PER_SECOND, SampledLog
-from tests.support.services import wait_until
+from tests.support.waiting import wait_until
 
 _log = logging.getLogger("crowd")
 CROWD = 500
@@ -70,7 +70,7 @@ def test_it_sums_up_by_itself_and_without_the_fields_of_whoever_it_counts(
         crowd = threading.Thread(target=come)
         crowd.start()
         crowd.join(10)
-        wait_until(lambda: _guests(caplog) == CROWD, 10, "all of them to be counted")
+        wait_until(lambda: _guests(caplog) == CROWD, "all of them to be counted")
     finally:
         caplog.handler.removeFilter(note)
     assert bound == {"came": {"one of them"}, "more came": set()}

@@ -14,7 +14,7 @@ import pytest
 from bottega.errors import DataLoss, LoraNotFound, StorageUnavailable, TooManyOpenFiles
 from bottega.loras.tiered_cache import CacheLease, Tier, TieredCache
 from bottega.transport.memory.sealed_file import received_file
-from tests.support.services import wait_until
+from tests.support.waiting import wait_until
 
 _SIZE = 1000
 _WAIT_S = 10.0
@@ -96,7 +96,7 @@ def test_what_is_pinned_without_room_is_loaded_when_what_was_lent_comes_back(she
     shelf.tiers.pin([c])
     assert shelf.tiers.state(c) is None
     shelf.tiers.give_back(loans[0])
-    wait_until(lambda: shelf.tiers.state(c) is True, _WAIT_S, "the load")
+    wait_until(lambda: shelf.tiers.state(c) is True, "the load")
     assert shelf.tiers.state(a) is None
     assert shelf.use(c) is Tier.MEMORY, "it was loaded for nobody's fetch"
     shelf.tiers.give_back(loans[1])
@@ -113,7 +113,7 @@ def test_what_is_pinned_without_room_is_loaded_when_what_was_on_its_way_may_go(t
     shelf.tiers.pin([b])
     assert (shelf.tiers.state(a), shelf.tiers.state(b)) == (False, None)
     shelf.gate.set()
-    wait_until(lambda: shelf.tiers.state(b) is True, _WAIT_S, "the load")
+    wait_until(lambda: shelf.tiers.state(b) is True, "the load")
     assert shelf.tiers.state(a) is None
     shelf.tiers.close()
 
@@ -126,7 +126,7 @@ def test_a_large_one_that_waits_for_room_keeps_no_other_one_from_its_own(shelf: 
     shelf.tiers.pin([c, b])
     for loan in (other, *loans):
         shelf.tiers.give_back(loan)
-    wait_until(lambda: shelf.tiers.state(b) is True, _WAIT_S, "the load")
+    wait_until(lambda: shelf.tiers.state(b) is True, "the load")
     assert shelf.tiers.state(c) is None
 
 
@@ -142,7 +142,7 @@ def test_one_that_cannot_be_loaded_does_not_use_up_the_only_occasion_of_the_next
     loans = [shelf.lend(a), shelf.lend(shelf.put(3))]
     shelf.tiers.pin([c, b])
     shelf.tiers.give_back(loans[0])
-    wait_until(lambda: shelf.tiers.state(b) is True, _WAIT_S, "the load")
+    wait_until(lambda: shelf.tiers.state(b) is True, "the load")
     assert shelf.tiers.state(c) is None
     shelf.tiers.give_back(loans[1])
 
@@ -153,7 +153,7 @@ def test_what_is_pinned_and_damaged_is_said_to_be_and_read_once(
     a, b = (shelf.put(number) for number in range(2))
     (shelf.folder / a).write_bytes(b"x" * _SIZE)
     shelf.tiers.pin([a])
-    wait_until(lambda: shelf.tiers.counts.failures == 1, _WAIT_S, "the failure")
+    wait_until(lambda: shelf.tiers.counts.failures == 1, "the failure")
     assert [shelf.use(b) for _ in range(3)] == [Tier.LOADED, Tier.MEMORY, Tier.MEMORY]
     assert shelf.opened.count(a) == 1
     (line,) = caplog.records
@@ -223,7 +223,7 @@ def test_what_was_loaded_ahead_counts_as_loaded_for_the_first_who_asks_and_as_in
 ) -> None:
     a = shelf.put(0)
     assert shelf.tiers.prefetch(a)
-    wait_until(lambda: shelf.tiers.state(a) is True, _WAIT_S, "the load")
+    wait_until(lambda: shelf.tiers.state(a) is True, "the load")
     assert shelf.tiers.prefetch(a)
     assert [shelf.use(a) for _ in range(3)] == [Tier.LOADED, Tier.MEMORY, Tier.MEMORY]
     assert shelf.tiers.counts.by_tier == {Tier.LOADED: 1, Tier.MEMORY: 2}

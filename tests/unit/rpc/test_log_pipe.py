@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bottega.rpc.operation.log_pipe import LogPipe, never_blocking
-from tests.support.services import wait_until
+from tests.support.waiting import wait_until
 
 PIPE_BYTES = 4096
 LINE = b"x" * 99 + b"\n"
@@ -67,7 +67,7 @@ def test_what_nobody_reads_waits_and_comes_in_order(ends: tuple[int, int]) -> No
     assert lines == [b"%098d\n" % n for n in range(500)]
     assert len(lines) > pipe_holds
     assert pipe.dropped == 0
-    wait_until(lambda: not writers(), 5, "the thread to end")
+    wait_until(lambda: not writers(), "the thread to end")
 
 
 @pytest.mark.timeout(20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.support import running_loras
 from tests.support.gateway_with_loras import House, lora_house, lora_store
 from tests.support.running_gateway import refusal, running_gateway
 from tests.support.running_loras import PATIENCE_S
+from tests.support.waiting import eventually
 
 _EXACT, _BALANCED = generation_pb2.FIDELITY_EXACT, generation_pb2.FIDELITY_BALANCED
 
@@ -183,14 +184,8 @@ async def test_workers_are_told_where_stores_are_as_soon_as_that_changes(house: 
     worker = await house.gateway.worker()
     first = ("loras", house.store.server.address)
     async with lora_store(house.gateway, tmp_path / "annex", name="annex") as annex:
-        await _until(lambda: worker.lora_stores == [("annex", annex.server.address), first])
-    await _until(lambda: worker.lora_stores == [first])
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - it has no event here
-            await asyncio.sleep(0.02)
+        await eventually(lambda: worker.lora_stores == [("annex", annex.server.address), first])
+    await eventually(lambda: worker.lora_stores == [first])
 
 
 async def test_a_later_attempt_is_told_the_step_at_which_the_loras_went_in(house: House) -> None:

@@ -25,7 +25,8 @@ from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.crowds import alive, connections
 from tests.support.cut_cable import laid
 from tests.support.running_gateway import refusal
-from tests.support.services import Service, Services, gateway_config, wait_until
+from tests.support.services import Service, Services, gateway_config
+from tests.support.waiting import wait_until
 
 IDLE = 1_150
 STREAMS = 2_100
@@ -95,7 +96,7 @@ async def test_a_gateway_that_may_have_few_files_says_so_and_lets_others_in_besi
     async with working(gateway):
         with connections(gateway.address, 2 * LOW, source="127.0.0.2") as crowd:
             await draw(gateway.address)
-            wait_until(lambda: alive(crowd) <= LOW // 3 // 2, PATIENCE_S, "the crowd to have only its host's share")
+            wait_until(lambda: alive(crowd) <= LOW // 3 // 2, "the crowd to have only its host's share")
             for _ in range(3):
                 await draw(gateway.address)
             assert alive(crowd), "a host keeps its share"
@@ -129,7 +130,7 @@ async def test_no_descriptor_left_is_told_as_what_it_is_and_passes(services: Ser
         worker.script.release.set()
         submit = image_pb2.SubmitJobRequest(spec=SPEC)
 
-        await asyncio.to_thread(wait_until, lambda: "ERROR" in levels(gateway), PATIENCE_S, "the picture to be kept")
+        await asyncio.to_thread(wait_until, lambda: "ERROR" in levels(gateway), "the picture to be kept")
         told = await refusal(lambda: stub(channel).SubmitJob(submit, timeout=PATIENCE_S))
         assert type(told) is TooManyOpenFiles
         assert (told.metadata["cause"], told.reason_name) == ("EMFILE", "TOO_MANY_OPEN_FILES")

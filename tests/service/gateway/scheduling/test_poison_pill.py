@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from bottega import errors
 from bottega.v1 import generation_pb2, image_pb2
-from tests.support.running_front import CONFIG, eventually, running_workers
+from tests.support.running_front import CONFIG, running_workers
 from tests.support.running_gateway import Running, running_gateway
+from tests.support.waiting import eventually
 
 
 async def _served(house: Running) -> bool:

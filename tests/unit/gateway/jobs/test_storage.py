@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from bottega.gateway.jobs.store import SqliteJobStore
 from bottega.storage import ContentStore, os_errors
 from bottega.v1.image_pb2 import JOB_STATE_FAILED
 from tests.support.job_store_backends import record
+from tests.support.waiting import eventually
 
 
 class FailingImages(ContentStore):
@@ -73,18 +74,12 @@ def _images(storehouse: Storage) -> FailingImages:
     return storehouse.images
 
 
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(4):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.01)
-
-
 async def test_images_wait_for_a_full_disk_within_bounds(storehouse: Storage) -> None:
     images, changes = _images(storehouse), []
     storehouse.on_change = lambda: changes.append(storehouse.trouble is None)
     images.full = True
     waiting = asyncio.create_task(storehouse.keep([b"x" * 60]))
-    await _until(lambda: storehouse.trouble is not None)
+    await eventually(lambda: storehouse.trouble is not None)
     with pytest.raises(StorageUnavailable):
         storehouse.check()
     with pytest.raises(StorageUnavailable):
@@ -92,7 +87,7 @@ async def test_images_wait_for_a_full_disk_within_bounds(storehouse: Storage) ->
     images.full = False
     (picture,) = await asyncio.wait_for(waiting, 2)
     assert await images.get(picture.digest) == b"x" * 60
-    await _until(lambda: storehouse.trouble is None)
+    await eventually(lambda: storehouse.trouble is None)
     assert changes == [False, True]
     await storehouse.keep([b"y" * 60])  # the room is free again
 
@@ -127,7 +122,7 @@ async def test_a_disk_with_room_for_a_probe_only_is_still_full(storehouse: Stora
     images = _images(storehouse)
     images.full = images.small = True
     waiting = asyncio.create_task(storehouse.keep([b"x"]))
-    await _until(lambda: storehouse.trouble is not None)
+    await eventually(lambda: storehouse.trouble is not None)
     await asyncio.sleep(1.2)
     assert storehouse.trouble is not None
     images.full = False
