@@ -19,10 +19,10 @@ from bottega.diffusion.engine.events import (
     ImageDrawn,
     JobAdvanced,
     JobCheckpointed,
+    JobDecided,
     JobFailed,
     JobFinished,
     JobStarted,
-    LorasIn,
 )
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.model.model import Model, load_model
@@ -33,7 +33,7 @@ from tests.support.stock import Pixels
 # An engine that never ends must not hang a test.
 MOST_TURNS = 1000
 
-Said = TypeVar("Said", JobStarted, LorasIn, JobAdvanced, JobCheckpointed, ImageDrawn, JobFinished, JobFailed)
+Said = TypeVar("Said", JobStarted, JobDecided, JobAdvanced, JobCheckpointed, ImageDrawn, JobFinished, JobFailed)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -78,7 +78,7 @@ def easel(model: Model, peer: Leader) -> ManualEngine:
 
 def leader(model: Model, peer: Leader) -> ManualEngine:
     """An engine that has measured nothing, so that it lends whenever it may: the two share this process's cores."""
-    return ManualEngine(Engine(model, TOGETHER, follower=peer))
+    return ManualEngine(Engine(model, TOGETHER, peer=peer))
 
 
 def pair_of(drawing: Drawing) -> PairRecord:
@@ -126,11 +126,11 @@ def test_a_request_without_guidance_never_pairs_however_many_rows_it_has(
 
 
 def test_nothing_is_lent_while_requests_queue(model: Model, easel: ManualEngine, peer: Leader) -> None:
-    easel.engine.expect(1)
+    easel.engine.set_backlog(1)
     assert easel.draw(EngineOrder(key="a", spec=PLAIN)).record.pair is None
     easel = leader(model, peer)
-    easel.engine.expect(1)
-    easel.engine.expect(0)
+    easel.engine.set_backlog(1)
+    easel.engine.set_backlog(0)
     assert pair_of(easel.draw(EngineOrder(key="b", spec=PLAIN))).steps > 0
 
 
@@ -243,7 +243,7 @@ def test_rows_with_controlnets_are_lent_too_and_end_as_stock_does(
     order = controlled(**options)
     with FollowerThread(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf))) as follower:
         peer = led(follower)
-        easel = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), follower=peer))
+        easel = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
         drawing = easel.draw(order)
         peer.stop()
     pipeline = variant(load_stock(), StableDiffusionXLControlNetPipeline, controlnet=[nets[name] for name in NAMES])
@@ -255,7 +255,7 @@ def test_rows_with_controlnets_are_lent_too_and_end_as_stock_does(
 def test_a_job_whose_controlnets_the_follower_does_not_have_is_drawn_here(
     model: Model, shelf: ControlNetCache, peer: Leader
 ) -> None:
-    easel = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), follower=peer))
+    easel = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
     alone = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
     drawing = easel.draw(controlled())
     assert drawing.record.pair is None
@@ -286,7 +286,7 @@ def test_a_job_whose_controlnets_the_follower_loses_goes_on_here_beside_rows_tha
     theirs = LosableControlNets(shelf)
     with FollowerThread(Engine(model, TOGETHER, controlnets=theirs)) as follower:
         peer = led(follower)
-        easel = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), follower=peer))
+        easel = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
         drawing = easel.submit(order)
         plain = easel.submit(EngineOrder(key="plain", spec=replace(PLAIN, num_inference_steps=30)))
         while plain.job is None or drawing.job is None or drawing.job.pair is None:
@@ -322,7 +322,7 @@ def test_waiting_for_residuals_does_not_make_a_follower_slow_nor_let_it_be_given
     with FollowerThread(Engine(model, TOGETHER, controlnets=SlowControlNets(shelf))) as follower:
         peer = led(follower)
         watched = WatchedPeer(peer)
-        easel = ManualEngine(Engine(model, TOGETHER, controlnets=SlowControlNets(shelf), follower=watched))
+        easel = ManualEngine(Engine(model, TOGETHER, controlnets=SlowControlNets(shelf), peer=watched))
         drawing = easel.draw(controlled())
         peer.stop()
     assert pair_of(drawing).taken_back_steps == 0
@@ -347,8 +347,8 @@ def test_rows_with_loras_are_lent_too_once_they_are_there_and_go_in_at_the_leade
     other = Engine(load(), TOGETHER, loras=theirs)  # it has weights of its own, as another process has
     with FollowerThread(other) as follower:
         peer = led(follower)
-        easel = ManualEngine(Engine(model, TOGETHER, loras=ours, follower=peer))
-        easel.engine.weights.costs.pays = lambda *_, **__: patches  # type: ignore[method-assign]
+        easel = ManualEngine(Engine(model, TOGETHER, loras=ours, peer=peer))
+        easel.engine.lora_weights.costs.pays = lambda *_, **__: patches  # type: ignore[method-assign]
         loras = tuple(lora_spec(name, scale, bound=6) for name, scale in scales.items())
         drawing = easel.submit(EngineOrder(key="a", spec=replace(PLAIN, num_inference_steps=9, loras=loras)))
         while drawing.job is None or drawing.job.steps_done < 4:
@@ -357,7 +357,7 @@ def test_rows_with_loras_are_lent_too_once_they_are_there_and_go_in_at_the_leade
         easel.run()
         wait_until(lambda: not theirs.open, "the follower to let go of them")
         peer.stop()
-    easel.engine.weights.restore()
+    easel.engine.lora_weights.restore()
     assert [each.from_step for each in drawing.record.loras] == [4, 4]
     spec = replace(PLAIN, num_inference_steps=9)
     assert_close(drawing.latents[0], styled_latent(pipeline, spec, scales, 4))
@@ -372,10 +372,10 @@ def test_a_job_whose_loras_do_not_come_to_the_follower_is_drawn_here(
     theirs.failed["outline"] = STORE_DOWN
     with FollowerThread(Engine(load(), TOGETHER, loras=theirs)) as follower:
         peer = led(follower)
-        easel = ManualEngine(Engine(model, TOGETHER, loras=LorasByHand.of(components), follower=peer))
+        easel = ManualEngine(Engine(model, TOGETHER, loras=LorasByHand.of(components), peer=peer))
         drawing = easel.draw(EngineOrder(key="a", spec=replace(PLAIN, loras=(lora_spec("outline"),))))
         peer.stop()
-    easel.engine.weights.restore()
+    easel.engine.lora_weights.restore()
     assert drawing.record.pair is None
     assert_close(drawing.latents[0], styled_latent(pipeline, PLAIN, {"outline": 1.0}))
 

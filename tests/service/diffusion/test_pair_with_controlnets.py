@@ -108,7 +108,7 @@ def test_a_mixed_batch_with_controlnets_ends_as_stock_does_with_a_peer_that_dies
     with FollowerThread(Engine(model, TOGETHER, controlnets=theirs)) as follower:
         peer = led(follower)
         mortal = WatchedPeer(peer, lambda turn: follower.go() if turn == FATAL else None)
-        easel = ManualEngine(Engine(model, TOGETHER, controlnets=ours, follower=mortal))
+        easel = ManualEngine(Engine(model, TOGETHER, controlnets=ours, peer=mortal))
         for turn in range(MOST_TURNS):
             for order in arrivals.pop(turn, ()):
                 easel.submit(order)

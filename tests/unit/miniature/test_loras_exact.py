@@ -76,10 +76,10 @@ def test_an_embedded_lora_draws_what_stock_draws_with_its_file(
     uses = tuple(LoraSpec(name=name, digest=imported.digests[name], scale=scale) for name, scale in scales.items())
     spec = ResolvedSpec(prompt=PROMPT, num_inference_steps=6, width=64, height=64, seed=5, loras=uses)
     engine = Engine(model, EngineLimits(max_wait_turns=0), loras=imported.loras)
-    engine.weights.costs.pays = lambda *_, **__: patches  # type: ignore[method-assign]
+    engine.lora_weights.costs.pays = lambda *_, **__: patches  # type: ignore[method-assign]
 
     drawn = ManualEngine(engine).draw(EngineOrder(key="styled", spec=spec)).latents[0]
-    engine.weights.restore()
+    engine.lora_weights.restore()
 
     use(stock, scales)
     theirs = latent_of(stock, spec)

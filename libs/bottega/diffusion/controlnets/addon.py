@@ -1,37 +1,67 @@
-"""The ControlNet sessions of one job: begun when its prompt has been encoded, ended with it.
+"""ControlNets as an add-on of the engine: a job's sessions are begun when its prompt is encoded, and end with it.
 
-Knows the job's spec and whoever holds sessions; knows no forwards.
+It knows the job's spec and whoever holds sessions; residuals are added by the forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-
-from torch import Tensor
+from dataclasses import replace
 
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlNets, ControlRecord
+from bottega.diffusion.engine.addon import AddOn, JobAddOn
 from bottega.diffusion.engine.encode import Conditions
-from bottega.diffusion.engine.events import ControlUse
-from bottega.diffusion.engine.request import ActiveControl
+from bottega.diffusion.engine.events import ControlUse, EngineRecord
+from bottega.diffusion.engine.forward import Prediction
+from bottega.diffusion.engine.job import EngineJob, EngineOrder
+from bottega.diffusion.engine.request import ActiveControl, Request
+from bottega.diffusion.parallel.offload import RemoteJob
 from bottega.diffusion.rows import Half
 from bottega.diffusion.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InternalError, Unavailable
 
+# The stage of waiting for them, before the first step and in steps, of jobs that use some.
+CONTROLNETS = "controlnets"
+# How long a job waits for its ControlNets: the largest in use has 5 GB, a minute's reading from a slow disk, and
+# another one may have to be waited for first.
+OPENING_TIMEOUT_S = 120.0
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class ControlSessions:
-    """Those of one job; without a provider there are none.
 
-    active: by session, what the job's requests are told of it. begun: what it began with. places: of its ControlNet in
-    the spec.
+class ControlNetAddOn(AddOn):
+    """provider: holds the sessions; None where this worker has no ControlNets."""
+
+    def __init__(self, provider: ControlNets | None) -> None:
+        self._provider = provider
+
+    def open(self, order: EngineOrder) -> JobAddOn | None:
+        """The sessions of an order with ControlNets, not begun yet."""
+        return JobControlNets(self._provider, order) if order.spec.controlnets else None
+
+    def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
+        """Returns when one of the sessions has opened or failed, or after the timeout."""
+        handles = [handle for part in parts if isinstance(part, JobControlNets) for handle in part.handles]
+        if handles and self._provider is not None:
+            self._provider.settle(handles, timeout_s)
+
+
+class JobControlNets(JobAddOn):
+    """The sessions of one job.
+
+    active: what the job's requests are told of them; begun: what they began with; places: of their ControlNets in the
+    spec. One whose ControlNet is not needed any more when the job is resumed has none.
     """
 
-    provider: ControlNets | None = None
-    active: tuple[ActiveControl, ...] = ()
-    begun: tuple[ControlInput, ...] = ()
-    places: tuple[int, ...] = ()
-    records: tuple[ControlRecord, ...] | None = None
+    def __init__(self, provider: ControlNets | None, order: EngineOrder) -> None:
+        self.active: tuple[ActiveControl, ...] = ()
+        self.begun: tuple[ControlInput, ...] = ()
+        self._provider = provider
+        self._order = order
+        self._requests: Sequence[Request] = ()
+        self._places: tuple[int, ...] = ()
+        self._records: tuple[ControlRecord, ...] | None = None
+        self._waiting_since_s: float | None = None
+        self._waited_s = 0.0
+        self._encoder_s = 0.0
 
     @property
     def handles(self) -> list[Hashable]:
@@ -39,92 +69,119 @@ class ControlSessions:
         return [control.handle for control in self.active]
 
     @property
-    def opened(self) -> bool:
-        """Whether every session can be asked. Raises the BottegaError that one of them failed with."""
-        return self.provider is None or self.records is not None or self.provider.opened(self.handles)
+    def waiting(self) -> bool:
+        """Whether the job waits for a session to open."""
+        return self._waiting_since_s is not None
 
-    def needed(self, step: int) -> bool:
+    def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
+        """Begins the sessions that the steps to come need. Raises BottegaError where one can never be opened."""
+        self._requests = job.requests
+        self.begin(conditions, from_step=min(request.step for request in job.requests))
+        self._waiting_since_s = now_s
+        for request in job.requests:
+            request.controls = self.active
+
+    def begin(self, conditions: Conditions, *, from_step: int) -> None:
+        """Begins the sessions that the steps from `from_step` on need. Raises BottegaError, see `attach`."""
+        spec, images = self._order.spec, self._order.control_images
+        if len(images) != len(spec.controlnets):
+            raise InternalError(f"{len(images)} control images came for {len(spec.controlnets)} ControlNets")
+        spans = [spec.control_steps(control) for control in spec.controlnets]
+        self._places = tuple(place for place, (_, last) in enumerate(spans) if last > from_step)
+        if not self._places:
+            return
+        if self._provider is None:
+            raise Unavailable("this worker has no ControlNets")
+        self.begun = tuple(self._input(place, conditions) for place in self._places)
+        handles = self._provider.open(self.begun)
+        self.active = tuple(
+            ActiveControl(handle=handle, first=spans[place][0], last=spans[place][1], halves=frozenset(control.halves))
+            for place, handle, control in zip(self._places, handles, self.begun, strict=True)
+        )
+
+    def update(self, now_s: float) -> None:
+        """A job begins when its sessions are open. One whose server died in a step that needs it waits again: whoever
+        goes on with it may have to load it first, and nobody else shall wait for that.
+        """
+        if self._opened():
+            if self._waiting_since_s is not None:
+                self._waited_s += now_s - self._waiting_since_s
+                self._waiting_since_s = None
+        elif self._waiting_since_s is None:
+            if any(
+                control.first <= request.step < control.last for control in self.active for request in self._requests
+            ):
+                self._waiting_since_s = now_s
+        elif now_s - self._waiting_since_s > OPENING_TIMEOUT_S:
+            raise Unavailable(f"the ControlNets were not there within {OPENING_TIMEOUT_S:g} s")
+        step = min(request.step for request in self._requests)
+        if all(control.last <= step for control in self.active):
+            self.close()  # before the job's end: others may wait for the room
+
+    def blocks(self, request: Request) -> bool:
+        """All of the job's requests wait together."""
+        return self.waiting
+
+    def after_forward(self, prediction: Prediction) -> float:
+        """Waiting for residuals counts for every job with sessions in the forward."""
+        if not self.active:
+            return 0.0
+        self._waited_s += prediction.waited_s
+        self._encoder_s += prediction.encoder_s
+        return prediction.waited_s
+
+    def offload(self, remote: RemoteJob) -> RemoteJob:
+        """The other worker opens sessions of its own with the same ControlNets."""
+        return replace(remote, controls=self.begun, handles=tuple(self.handles))
+
+    def report(self, record: EngineRecord) -> EngineRecord:
+        """What the ControlNets came to, in the spec's order; those that took no part included."""
+        spec = self._order.spec
+        records = dict(zip(self._places, self._records or (), strict=False))
+        uses = tuple(
+            _use(spec, control, records.get(place, ControlRecord())) for place, control in enumerate(spec.controlnets)
+        )
+        return replace(
+            record,
+            seconds={**record.seconds, CONTROLNETS: self._waited_s},
+            encoder_s=self._encoder_s,
+            controlnets=uses,
+            exact=record.exact and not any(use.stale_steps for use in uses),
+        )
+
+    def close(self) -> None:
+        """Ends the sessions."""
+        if self._provider is not None and self.active and self._records is None:
+            self._records = self._provider.close(self.handles)
+
+    def _opened(self) -> bool:
+        """Whether every session can be asked. Raises the BottegaError that one of them failed with."""
+        if self._provider is None or not self.active or self._records is not None:
+            return True
+        return self._provider.opened(self.handles)
+
+    def _needed(self, step: int) -> bool:
         """Whether any of them is active at this step."""
         return any(control.first <= step < control.last for control in self.active)
 
-    def over(self, step: int) -> bool:
-        """Whether none of them is needed at this step or later."""
-        return all(control.last <= step for control in self.active)
-
-    def close(self) -> None:
-        """Ends them. Harmless the second time."""
-        if self.provider is not None and self.records is None:
-            self.records = self.provider.close(self.handles)
-
-    def uses(self, spec: ResolvedSpec) -> tuple[ControlUse, ...]:
-        """What the job's ControlNets came to, in the spec's order; those that took no part included."""
-        records = dict(zip(self.places, self.records or (), strict=False))
-        return tuple(
-            _use(spec, control, records.get(place, ControlRecord())) for place, control in enumerate(spec.controlnets)
+    def _input(self, place: int, conditions: Conditions) -> ControlInput:
+        order, spec = self._order, self._order.spec
+        control = spec.controlnets[place]
+        halves = {Half.CONDITIONAL: conditions.conditional}
+        if conditions.unconditional is not None and not control.guess_mode:
+            halves = {Half.UNCONDITIONAL: conditions.unconditional, **halves}
+        return ControlInput(
+            name=control.name,
+            image=order.control_images[place],
+            height=spec.height,
+            width=spec.width,
+            halves=halves,
+            scale=control.controlnet_conditioning_scale,
+            guess_mode=control.guess_mode,
+            hosts=order.control_hosts[place] if order.control_hosts else ControlHosts(),
+            may_be_stale=order.stale_residuals and not control.measured,
+            measured=control.measured,
         )
-
-
-def open_controls(
-    provider: ControlNets | None,
-    spec: ResolvedSpec,
-    images: Sequence[Tensor],
-    conditions: Conditions,
-    *,
-    from_step: int,
-    hosts: Sequence[ControlHosts] = (),
-    may_be_stale: bool = False,
-) -> ControlSessions:
-    """Begins the sessions that the steps from `from_step` on need.
-
-    images: one for each of the spec's ControlNets. hosts: for each, where it is beside here; none where all are here.
-    Raises BottegaError where one can never be opened.
-    """
-    hosts = hosts or [ControlHosts() for _ in images]
-    if len(images) != len(spec.controlnets):
-        raise InternalError(f"{len(images)} control images came for {len(spec.controlnets)} ControlNets")
-    needed = [
-        (place, control) for place, control in enumerate(spec.controlnets) if spec.control_steps(control)[1] > from_step
-    ]
-    if not needed:
-        return ControlSessions()
-    if provider is None:
-        raise Unavailable("this worker has no ControlNets")
-    controls = [
-        replace(
-            _control(spec, control, images[place], conditions),
-            hosts=hosts[place],
-            may_be_stale=may_be_stale and not control.measured,
-        )
-        for place, control in needed
-    ]
-    handles = provider.open(controls)
-    active = [
-        ActiveControl(
-            handle=handle,
-            first=spec.control_steps(control)[0],
-            last=spec.control_steps(control)[1],
-            halves=frozenset(begun.halves),
-        )
-        for handle, begun, (_, control) in zip(handles, controls, needed, strict=True)
-    ]
-    places = tuple(place for place, _ in needed)
-    return ControlSessions(provider=provider, active=tuple(active), begun=tuple(controls), places=places)
-
-
-def _control(spec: ResolvedSpec, control: ControlSpec, image: Tensor, conditions: Conditions) -> ControlInput:
-    halves = {Half.CONDITIONAL: conditions.conditional}
-    if conditions.unconditional is not None and not control.guess_mode:
-        halves = {Half.UNCONDITIONAL: conditions.unconditional, **halves}
-    return ControlInput(
-        name=control.name,
-        image=image,
-        height=spec.height,
-        width=spec.width,
-        halves=halves,
-        scale=control.controlnet_conditioning_scale,
-        guess_mode=control.guess_mode,
-        measured=control.measured,
-    )
 
 
 def _use(spec: ResolvedSpec, control: ControlSpec, record: ControlRecord) -> ControlUse:

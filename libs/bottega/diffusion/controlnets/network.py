@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bottega.diffusion.controlnets.configuration import NetworkConfig, read_fields, read_network_config
 from bottega.diffusion.controlnets.folder import WeightsFile, opened_weights, read_config, weights_bytes
 from bottega.diffusion.controlnets.layout import ControlLayout, controlnet_layout
-from bottega.diffusion.engine.heartbeat import beat_in
+from bottega.diffusion.heartbeat import call_after_blocks
 from bottega.diffusion.model.backbone import Inputs
 from bottega.errors import ControlNetUnusable, InvalidRequest
 from bottega.plain_text import excerpt
@@ -73,7 +73,7 @@ class ControlNet:
 
     def tell_alive(self, alive: Callable[[], None]) -> None:
         """Calls `alive` often from inside a forward, however long it takes; it must be quick."""
-        beat_in((self.network,), alive)
+        call_after_blocks((self.network,), alive)
 
     @torch.inference_mode()
     def embed(self, image: Tensor, *, rows: int) -> Tensor:

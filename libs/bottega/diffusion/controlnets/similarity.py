@@ -46,7 +46,7 @@ class SimilarityMeter:
         cosines = self.cosines
         return math.fsum(cosines) / len(cosines) if cosines else None
 
-    def saw(self, row: Row, point: int, residual: Tensor) -> None:
+    def observe(self, row: Row, point: int, residual: Tensor) -> None:
         """A forward has taken this at a point of the row's step."""
         half = (row.owner, row.half)
         steps = self._newest.setdefault(half, {})
@@ -119,7 +119,7 @@ class MeasuredControlNets:
         if self._meters:
             for handle, addend in zip(row.controls, addends, strict=True):
                 if handle in self._meters:
-                    self._meters[handle].saw(row, point, addend)
+                    self._meters[handle].observe(row, point, addend)
         return addends
 
 

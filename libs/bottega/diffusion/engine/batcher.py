@@ -38,17 +38,17 @@ Request = TypeVar("Request", bound=BatchCandidate)
 
 @dataclass(slots=True, eq=False)
 class _Slot(Generic[Request]):
-    """A request in the batcher. turn: of its last step, or in which it was admitted. alone: shares no group."""
+    """A request in the batcher. turn: of its last step, or in which it was admitted. exclusive: shares no group."""
 
     request: Request
     turn: int = 0
     admitted: bool = False
-    alone: bool = False
+    exclusive: bool = False
 
     @property
     def group(self) -> object:
         """What it must have in common with the others of its group."""
-        return self if self.alone else self.request.key
+        return self if self.exclusive else self.request.key
 
     @property
     def rows(self) -> int:
@@ -68,7 +68,7 @@ class Batcher(Generic[Request]):
         self._times = times
         self.max_rows = max_rows
         self._max_wait_turns = max_wait_turns
-        self._seats: list[_Slot[Request]] = []
+        self._slots: dict[Request, _Slot[Request]] = {}
         self._admitted: list[_Slot[Request]] = []
         self._widths: dict[object, int] = {}
         self._trials: dict[object, int] = {}
@@ -78,36 +78,34 @@ class Batcher(Generic[Request]):
 
     def add(self, request: Request) -> None:
         """Takes in a request that is not done."""
-        self._seats.append(_Slot(request))
+        self._slots[request] = _Slot(request)
         self._planned_at = -_REPLAN_TURNS
 
     def remove(self, request: Request) -> None:
         """Forgets a request, done or not. Harmless when it is not here."""
-        self._seats = [seat for seat in self._seats if seat.request is not request]
-        # The next plan makes them anew; but there is none while nothing runs, and a request holds a device's memory.
-        self.regroup()
+        if self._slots.pop(request, None) is not None:
+            # At once: while nothing runs there is no next plan, and a request that is kept holds a device's memory.
+            self.regroup()
 
     @property
     def requests(self) -> Iterator[Request]:
         """Those that are here, in order of arrival."""
-        return (seat.request for seat in self._seats)
+        return iter(self._slots)
 
     def __contains__(self, request: object) -> bool:
-        return any(seat.request is request for seat in self._seats)
+        return request in self._slots
 
     def regroup(self) -> None:
         """Requests share groups with others than before: their keys have changed."""
         self._admitted, self._widths, self._trials = [], {}, {}
         self._planned_at = -_REPLAN_TURNS
 
-    def isolate(self, request: Request) -> None:
+    def make_exclusive(self, request: Request) -> None:
         """From now on the request shares no group: somebody in its last one made the turn fail."""
-        for seat in self._seats:
-            if seat.request is request:
-                seat.alone = True
+        self._slots[request].exclusive = True
         self._planned_at = -_REPLAN_TURNS
 
-    def expect(self, backlog: int) -> None:
+    def set_backlog(self, backlog: int) -> None:
         """So many requests wait elsewhere and will come when there is room."""
         self._backlog = min(backlog, _MAX_BACKLOG)
 
@@ -118,7 +116,7 @@ class Batcher(Generic[Request]):
         self._turn += 1
         if not self._admitted:
             return []
-        urgent = sorted(self._admitted, key=lambda seat: seat.turn)
+        urgent = sorted(self._admitted, key=lambda slot: slot.turn)
         lack = self._lack(urgent)
         if lack < 0:
             members = self._fill(self._admitted[0], self._admitted, self._width_now(self._admitted[0]))
@@ -126,46 +124,46 @@ class Batcher(Generic[Request]):
             # Just in time is enough to be served in turn; later than that, the group takes all it can.
             width = self._width_now(urgent[0]) if lack == 0 else len(urgent)
             members = self._fill(urgent[0], urgent, width)
-        for seat in members:
-            seat.turn = self._turn
+        for slot in members:
+            slot.turn = self._turn
         if self._trials and len(members) > self._widths[members[0].group]:
             self._times.tried()
             self._planned_at = -_REPLAN_TURNS  # the next turn is as wide as pays off by what this one took
-        return [seat.request for seat in members]
+        return [slot.request for slot in members]
 
     def _plan(self) -> None:
         """Chooses the widths, and whom to admit: as many as the bound on waiting allows."""
         self._planned_at = self._turn
         by_group: dict[object, list[_Slot[Request]]] = {}
-        for seat in self._seats:
-            by_group.setdefault(seat.group, []).append(seat)
-        self._widths = {group: self._width(seats) for group, seats in by_group.items()}
+        for slot in self._slots.values():
+            by_group.setdefault(slot.group, []).append(slot)
+        self._widths = {group: self._width(slots) for group, slots in by_group.items()}
         self._admitted = []
-        for seat in self._seats:
-            fits = self._admit(seat)
-            if not (fits or seat.admitted):
+        for slot in self._slots.values():
+            fits = self._admit(slot)
+            if not (fits or slot.admitted):
                 self._admitted.pop()
                 break
-            if not seat.admitted:
-                seat.admitted, seat.turn = True, self._turn
-        trials = {group: self._trial(seats) for group, seats in self._groups().items()}
+            if not slot.admitted:
+                slot.admitted, slot.turn = True, self._turn
+        trials = {group: self._trial(slots) for group, slots in self._groups().items()}
         self._trials = {group: width for group, width in trials.items() if width > self._widths[group]}
 
-    def _trial(self, seats: Sequence[_Slot[Request]]) -> int:
+    def _trial(self, slots: Sequence[_Slot[Request]]) -> int:
         """How many of a group should have one turn together, because what it takes is outdated; 0 when it is not."""
-        width = self._widths[seats[0].group]
-        for wider in range(min(most_on_trial(width), len(seats)), width, -1):
-            rows = sum(seat.rows for seat in seats[:wider])
-            if rows <= self.max_rows and self._times.outdated(_shape(seats[0].request), rows):
+        width = self._widths[slots[0].group]
+        for wider in range(min(most_on_trial(width), len(slots)), width, -1):
+            rows = sum(slot.rows for slot in slots[:wider])
+            if rows <= self.max_rows and self._times.outdated(_shape(slots[0].request), rows):
                 return wider
         return 0
 
-    def _width(self, seats: Sequence[_Slot[Request]]) -> int:
-        if seats[0].alone:
+    def _width(self, slots: Sequence[_Slot[Request]]) -> int:
+        if slots[0].exclusive:
             return 1
-        works = [_work(seat.request) for seat in seats]
-        typical = RemainingWork(rows=works[-1].rows, steps=seats[-1].request.steps)
-        shape = _shape(seats[0].request)
+        works = [_work(slot.request) for slot in slots]
+        typical = RemainingWork(rows=works[-1].rows, steps=slots[-1].request.steps)
+        shape = _shape(slots[0].request)
 
         def seconds(rows: int) -> float:
             measured = self._times.seconds(shape, rows)
@@ -174,9 +172,9 @@ class Batcher(Generic[Request]):
         width = best_width([*works, *[typical] * self._backlog], seconds, max_rows=self.max_rows)
         return max(1, min(width, len(works)))
 
-    def _admit(self, seat: _Slot[Request]) -> bool:
+    def _admit(self, slot: _Slot[Request]) -> bool:
         """Admits one more, in wider groups than planned where needed; whether the bound on waiting allows it."""
-        self._admitted.append(seat)
+        self._admitted.append(slot)
         while self._turns_for_all() > self._max_wait_turns + 1:
             narrow = [group for group, (count, capacity) in self._counts().items() if self._widths[group] < capacity]
             if not narrow:
@@ -194,16 +192,16 @@ class Batcher(Generic[Request]):
     def _counts(self) -> dict[object, tuple[int, int]]:
         """By group: how many are admitted, and how many of the largest among them fit into a turn."""
         return {
-            group: (len(same), max(1, self.max_rows // max(seat.rows for seat in same)))
+            group: (len(same), max(1, self.max_rows // max(slot.rows for slot in same)))
             for group, same in self._groups().items()
         }
 
     def _groups(self) -> dict[object, list[_Slot[Request]]]:
         """Those who are admitted, by group."""
-        seats: dict[object, list[_Slot[Request]]] = {}
-        for seat in self._admitted:
-            seats.setdefault(seat.group, []).append(seat)
-        return seats
+        slots: dict[object, list[_Slot[Request]]] = {}
+        for slot in self._admitted:
+            slots.setdefault(slot.group, []).append(slot)
+        return slots
 
     def _lack(self, urgent: Sequence[_Slot[Request]]) -> int:
         """Turns that are missing if somebody else than the most urgent is served now; below 0, none are.
@@ -211,21 +209,21 @@ class Batcher(Generic[Request]):
         urgent: all that are admitted, those that have waited longest first.
         """
         # Each may wait for so many turns more, this one included; the groups up to its own must fit into them.
-        spare = [self._max_wait_turns - (self._turn - 1 - seat.turn) for seat in urgent]
+        spare = [self._max_wait_turns - (self._turn - 1 - slot.turn) for slot in urgent]
         return max(place - 1 - left for place, left in zip(self._places(urgent), spare, strict=True))
 
-    def _places(self, seats: Sequence[_Slot[Request]]) -> list[int]:
-        """For each of `seats`, in which turn it is served when groups are filled in this order, from 1."""
+    def _places(self, slots: Sequence[_Slot[Request]]) -> list[int]:
+        """For each of `slots`, in which turn it is served when groups are filled in this order, from 1."""
         filling: dict[object, _Filling] = {}
         places: list[int] = []
         turns = 0
-        for seat in seats:
-            current = filling.get(seat.group)
-            if current is None or not current.takes(seat.rows, self._widths[seat.group], self.max_rows):
+        for slot in slots:
+            current = filling.get(slot.group)
+            if current is None or not current.takes(slot.rows, self._widths[slot.group], self.max_rows):
                 turns += 1
-                current = filling[seat.group] = _Filling(turn=turns)
+                current = filling[slot.group] = _Filling(turn=turns)
             current.requests += 1
-            current.rows += seat.rows
+            current.rows += slot.rows
             places.append(current.turn)
         return places
 
@@ -236,14 +234,14 @@ class Batcher(Generic[Request]):
     def _fill(self, leader: _Slot[Request], order: Sequence[_Slot[Request]], width: int) -> list[_Slot[Request]]:
         members = [leader]
         filled = _Filling(requests=1, rows=leader.rows)
-        for seat in order:
-            if seat is leader or seat.group != leader.group:
+        for slot in order:
+            if slot is leader or slot.group != leader.group:
                 continue
-            if not filled.takes(seat.rows, width, self.max_rows):
+            if not filled.takes(slot.rows, width, self.max_rows):
                 break
-            members.append(seat)
+            members.append(slot)
             filled.requests += 1
-            filled.rows += seat.rows
+            filled.rows += slot.rows
         return members
 
 

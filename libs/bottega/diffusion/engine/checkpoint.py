@@ -16,40 +16,49 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from bottega.diffusion.engine.decisions import NO_DECISIONS, Decisions
 from bottega.diffusion.engine.request import RequestState
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerState
 from bottega.diffusion.spec import ResolvedSpec
 
-VERSION = 1
+VERSION = 2
 
 _HEADER = "bottega"
 _DIGEST = "digest"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JobState:
+    """All that another engine needs to go on with a job, beside its spec. images: in their order."""
+
+    images: Sequence[RequestState]
+    decisions: Decisions = NO_DECISIONS
 
 
 class CheckpointMismatch(ValueError):
     """The checkpoint is of another model, another job or another version, or it is damaged."""
 
 
-def write_checkpoint(model: Model, spec: ResolvedSpec, states: Sequence[RequestState]) -> bytes:
-    """The states of all images of a job, in their order."""
+def write_checkpoint(model: Model, spec: ResolvedSpec, job: JobState) -> bytes:
+    """The state of a job as bytes."""
     tensors: dict[str, Tensor] = {}
     images: list[dict[str, object]] = []
-    for index, state in enumerate(states):
+    for index, state in enumerate(job.images):
         tensors[f"{index}.latent"] = state.latent
         tensors[f"{index}.generator"] = state.generator
         tensors |= {f"{index}.sampler.{name}": tensor for name, tensor in state.sampler.tensors.items()}
-        images.append({"step": state.step, "sampler": state.sampler.numbers, "loras_from": state.loras_from})
+        images.append({"step": state.step, "sampler": state.sampler.numbers})
     # LoRAs are noted by what they are and their step, never by how they were added.
     loras = [{"name": lora.name, "digest": lora.digest, "scale": lora.scale} for lora in spec.loras]
-    header = _identity(model, spec) | {"images": images, "loras": loras}
+    header = _identity(model, spec) | {"images": images, "loras": loras, "decisions": dataclasses.asdict(job.decisions)}
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header[_DIGEST] = _digest(header, whole)
     return safetensors.torch.save(whole, metadata={_HEADER: json.dumps(header)})
 
 
-def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> list[RequestState]:
-    """The states that were written, on the CPU.
+def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> JobState:
+    """The state that was written, its tensors on the CPU.
 
     Raises CheckpointMismatch when they are not of this model, element type and spec, or not as they were written.
     """
@@ -62,13 +71,14 @@ def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> list[Reque
         if header.pop(_DIGEST) != _digest(header, tensors):
             raise CheckpointMismatch("it is damaged")
         states = [_state(index, image, tensors) for index, image in enumerate(header["images"])]
+        decisions = Decisions(**header["decisions"])
     except (safetensors.SafetensorError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointMismatch(f"it is damaged: {type(error).__name__}") from error
     for state in states:
         _check(state, model, spec)
     if len(states) != spec.num_images:
         raise CheckpointMismatch(f"it has {len(states)} images, not {spec.num_images}")
-    return states
+    return JobState(images=states, decisions=decisions)
 
 
 def _identity(model: Model, spec: ResolvedSpec) -> dict[str, Any]:
@@ -107,7 +117,6 @@ def _state(index: int, image: dict[str, Any], tensors: dict[str, Tensor]) -> Req
         latent=tensors[f"{index}.latent"],
         generator=tensors[f"{index}.generator"],
         sampler=SamplerState(tensors=kept, numbers=numbers),
-        loras_from=None if image["loras_from"] is None else int(image["loras_from"]),
     )
 
 

@@ -1,14 +1,13 @@
 """The engine's loop: every turn encodes at most one prompt, runs one group for one step, decodes at most one latent.
 
-Jobs join and leave between any two turns. Knows models, requests and groups; knows no processes and no wire.
+Jobs join and leave between any two turns. It knows models, jobs and groups; it knows no processes and no wire.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from types import MappingProxyType
@@ -16,30 +15,39 @@ from types import MappingProxyType
 import torch
 
 from bottega import rules
+from bottega.diffusion.controlnets.addon import ControlNetAddOn
 from bottega.diffusion.controlnets.provider import ControlNets
 from bottega.diffusion.controlnets.similarity import MeasuredControlNets
+from bottega.diffusion.engine.addon import AddOn, Parts, close_parts, open_parts
 from bottega.diffusion.engine.batcher import Batcher
 from bottega.diffusion.engine.checkpoint import write_checkpoint
-from bottega.diffusion.engine.events import Event, ImageDrawn, JobAdvanced, JobCheckpointed, JobFailed, JobFinished
+from bottega.diffusion.engine.events import (
+    Event,
+    ImageDrawn,
+    JobAdvanced,
+    JobCheckpointed,
+    JobFailed,
+    JobFinished,
+)
 from bottega.diffusion.engine.forward import Denoiser
-from bottega.diffusion.engine.heartbeat import beat_in
 from bottega.diffusion.engine.job import EngineJob, EngineOrder, open_job
+from bottega.diffusion.engine.measured import MeasuredForward
 from bottega.diffusion.engine.preview import LatentPreview
 from bottega.diffusion.engine.readiness import ReadinessGate
 from bottega.diffusion.engine.request import Request
-from bottega.diffusion.engine.step import Stepper, check_fixed_rows
+from bottega.diffusion.engine.step import Stepper
 from bottega.diffusion.errors import named, not_finite
+from bottega.diffusion.heartbeat import Heartbeat, call_after_blocks
 from bottega.diffusion.loras import LoraSource, LoraWeights
-from bottega.diffusion.loras.addon import JobLoras, ask_for_loras
+from bottega.diffusion.loras.addon import LoraAddOn
 from bottega.diffusion.model.decode import decode_latent
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import OffloadTarget
-from bottega.diffusion.parallel.remote_rows import RemoteJobs, RemoteLoras
+from bottega.diffusion.parallel.pair import Pair
+from bottega.diffusion.parallel.remote_rows import RemoteJobs
 from bottega.diffusion.spec import ResolvedSpec, undrawable
 from bottega.errors import TooLarge
 from bottega.planning import StepTimes
-
-_log = logging.getLogger(__name__)
 
 # Beyond a few times the size that it was made for a model draws nonsense, and attention grows with the square: one
 # such request would hold up everybody else's turns for minutes.
@@ -57,7 +65,7 @@ class EngineLimits:
     byte whatever runs beside them; 0 is off. max_wait_turns: that a request may be passed over.
     max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
     checkpoint_interval_s: a job that runs has a checkpoint at least so often.
-    progress_interval_s: progress is told at most so often.
+    progress_interval_s: progress is reported at most so often.
     lora_timeout_s: how long a job waits for its LoRAs. pristine_on_host: what restores weights is kept in host memory.
     """
 
@@ -73,19 +81,20 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _WaitingOrder:
-    """A job whose prompt has not been encoded."""
+    """A job whose prompt has not been encoded. addons: its parts."""
 
     order: EngineOrder
-    loras: JobLoras
+    addons: Parts
 
 
 class Engine:
     """Draws jobs on one device. One thread calls everything.
 
-    turns: that ran a group. fixed_s: seconds that a job takes beside its steps: encoding, and decoding one image.
-    controlnets: where its jobs' ControlNets are. loras: who brings its jobs' LoRAs. weights: what LoRAs do to them.
-    follower: the other worker of a pair, which computes rows for this one. guests: the rows that this one computes for
-    it.
+    controlnets: runs its jobs' ControlNets. loras: brings their LoRAs. addons: what jobs may need beside these.
+    peer: the other worker of a pair, to which rows of its groups may be offloaded. heartbeat: beats while a turn runs.
+
+    fixed_s: seconds that a job takes beside its steps: encoding, and decoding one image.
+    lora_weights: which LoRAs are in the weights. guests: the rows that this engine computes for its peer.
     """
 
     def __init__(
@@ -95,36 +104,47 @@ class Engine:
         *,
         controlnets: ControlNets | None = None,
         loras: LoraSource | None = None,
-        follower: OffloadTarget | None = None,
+        addons: Sequence[AddOn] = (),
+        peer: OffloadTarget | None = None,
+        heartbeat: Heartbeat | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_fixed_rows(limits.fixed_rows, model.device)
         self.model = model
-        self.turns = 0
         self.fixed_s = 0.0
         self.step_times = StepTimes()
         self._limits = limits
         self._clock = clock
-        self._loras = loras
-        self._controlnets = MeasuredControlNets(controlnets) if controlnets is not None else None
-        self.weights = LoraWeights(model, patches=not limits.fixed_rows, pristine_on_host=limits.pristine_on_host)
+        self._waiting: deque[_WaitingOrder] = deque()
+        self._jobs: dict[Hashable, EngineJob] = {}
+        self._jobs_by_request: dict[Request, EngineJob] = {}
+        self._preview = LatentPreview.fit(model)
+
+        provider = MeasuredControlNets(controlnets) if controlnets is not None else None
+        self.lora_weights = LoraWeights(model, patches=not limits.fixed_rows, pristine_on_host=limits.pristine_on_host)
+        lora_addon = LoraAddOn(model, loras, self.lora_weights, timeout_s=limits.lora_timeout_s, clock=clock)
+        self._addons = (lora_addon, ControlNetAddOn(provider), *addons)
+
         self._batcher: Batcher[Request] = Batcher(
             self.step_times, max_rows=limits.fixed_rows or limits.max_rows, max_wait_turns=limits.max_wait_turns
         )
-        self._arrivals: deque[_WaitingOrder] = deque()
-        self._jobs: dict[Hashable, EngineJob] = {}
-        self._owners: dict[Request, EngineJob] = {}
-        self._entry = ReadinessGate(self._batcher, self.weights, controlnets=self._controlnets, loras=loras)
-        denoiser = Denoiser(model.backbone, self.weights, self._controlnets, fixed_rows=limits.fixed_rows)
-        self._stepper = Stepper(denoiser, self.weights, self._batcher, self._owners, self.step_times, follower=follower)
+        self._readiness = ReadinessGate(self._batcher, self._addons)
+        denoiser = Denoiser(model.backbone, self.lora_weights, provider, fixed_rows=limits.fixed_rows)
+        self._forward = MeasuredForward(denoiser, self.step_times, self._addons)
+        if heartbeat is not None:
+            call_after_blocks((model.backbone.unet, model.vae, *model.text_encoders), heartbeat.beat)
+        self._pair = None
+        if peer is not None:
+            self._pair = Pair(self._forward.predict, peer, self.step_times, heartbeat or Heartbeat())
+        self._stepper = Stepper(self._forward, self._batcher, self._jobs_by_request, self._addons, self._pair)
         self.guests = RemoteJobs(
-            self._stepper.predict,
+            self._forward.predict,
             device=model.device,
             dtype=model.dtype,
             controlnets=controlnets,
-            loras=RemoteLoras(source=loras, weights=self.weights, timeout_s=limits.lora_timeout_s, clock=clock),
+            loras=lora_addon,
+            clock=clock,
         )
-        self._preview = LatentPreview.fit(model)
 
     @property
     def jobs(self) -> Mapping[Hashable, EngineJob]:
@@ -132,21 +152,26 @@ class Engine:
         return MappingProxyType(self._jobs)
 
     @property
+    def turns(self) -> int:
+        """That ran a group, so far."""
+        return self._stepper.turns
+
+    @property
     def max_pixels(self) -> int:
-        """Most pixels of one image: as told, or what the model is made for and some more."""
+        """Most pixels of one image: as configured, or what the model is made for and some more."""
         own = self.model.defaults.width * self.model.defaults.height
         return self._limits.max_pixels or max(_OWN_SIZES * own, _LEAST_MAX_PIXELS)
 
     @property
     def busy(self) -> bool:
         """Whether a turn would do anything."""
-        return bool(self._arrivals or self._jobs)
+        return bool(self._waiting or self._jobs)
 
     def submit(self, order: EngineOrder) -> None:
         """Takes a job in; its first event comes with the turn that encodes it.
 
-        Raises InvalidRequest for one of which nothing can be drawn, TooLarge, naming the limit, and Unavailable where
-        it has LoRAs and nobody brings any.
+        Raises InvalidRequest for one of which nothing can be drawn, TooLarge, naming the limit, and what an add-on
+        raises that cannot serve it, Unavailable for instance.
         """
         rules.refuse(list(undrawable(order.spec, self.model.size_multiple)))
         pixels = order.spec.width * order.spec.height
@@ -156,53 +181,38 @@ class Engine:
                 f"{self.max_pixels} (max_pixels)",
                 metadata={"limit": "max_pixels", "max_pixels": str(self.max_pixels)},
             )
-        loras = ask_for_loras(
-            self._loras,
-            order.spec.loras,
-            order.lora_stores,
-            now_s=self._clock(),
-            timeout_s=self._limits.lora_timeout_s,
-            bound=order.spec.lora_bound,
-            step=order.spec.lora_step,
-        )
-        self._arrivals.append(_WaitingOrder(order=order, loras=loras))
+        self._waiting.append(_WaitingOrder(order=order, addons=open_parts(self._addons, order)))
 
     def cancel(self, key: Hashable) -> None:
         """Drops a job. Harmless when it is not here."""
-        for arrival in [each for each in self._arrivals if each.order.key == key]:
-            self._arrivals.remove(arrival)
-            arrival.loras.close()
+        for waiting in [each for each in self._waiting if each.order.key == key]:
+            self._waiting.remove(waiting)
+            close_parts(waiting.addons)
         if key in self._jobs:
             self._forget(self._jobs[key])
 
-    def tell_alive(self, alive: Callable[[], None]) -> None:
-        """Calls `alive` often from inside a turn, however long it takes; it must be quick."""
-        beat_in((self.model.backbone.unet, self.model.vae, *self.model.text_encoders), alive)
-        if self._stepper.pair is not None:
-            self._stepper.pair.alive = alive
-
-    def show(self, key: Hashable) -> None:
-        """Draws previews of a job from now on. Harmless when it is not here."""
-        self._arrivals = deque(
+    def enable_previews(self, key: Hashable) -> None:
+        """The job's progress has previews from now on. Harmless when it is not here."""
+        self._waiting = deque(
             replace(each, order=replace(each.order, preview=True)) if each.order.key == key else each
-            for each in self._arrivals
+            for each in self._waiting
         )
         if key in self._jobs:
             job = self._jobs[key]
             job.order = replace(job.order, preview=True)
 
-    def expect(self, backlog: int) -> None:
+    def set_backlog(self, requests: int) -> None:
         """So many requests wait elsewhere and will come when there is room."""
-        self._batcher.expect(backlog)
-        if self._stepper.pair is not None:
-            self._stepper.pair.backlog = backlog
+        self._batcher.set_backlog(requests)
+        if self._pair is not None:
+            self._pair.backlog = requests
 
     def steps_left(self) -> Iterator[tuple[Hashable, int]]:
         """Every job that is here, with its steps to go."""
         for job in self._jobs.values():
             yield job.key, job.steps_total - job.steps_done
-        for arrival in self._arrivals:
-            yield arrival.order.key, arrival.order.spec.num_images * arrival.order.spec.steps
+        for waiting in self._waiting:
+            yield waiting.order.key, waiting.order.spec.num_images * waiting.order.spec.steps
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -211,95 +221,73 @@ class Engine:
         spec = ResolvedSpec(prompt="", num_inference_steps=2, width=defaults.width, height=defaults.height)
         for _ in range(2):  # the first time pays for what is made once
             began_s = perf_counter()
-            job = open_job(self.model, EngineOrder(key="", spec=spec))
+            job = open_job(self.model, EngineOrder(key="", spec=spec), {}, self._clock())
             decode_latent(self.model, job.requests[0].latent)
             self.fixed_s = perf_counter() - began_s
-        self._stepper.warm_up(job.requests[0].rows()[0], with_loras=self._loras is not None)
+        self._forward.warm_up(job.requests[0].rows()[0], self._batcher.max_rows)
 
     def turn(self) -> Iterator[Event]:
-        """One turn, and what there is to say about it, as it happens. Harmless when there is nothing to do."""
-        yield from self._encode()
-        yield from self._begin()
+        """One turn, and its events as they happen. Harmless when there is nothing to do."""
+        yield from self._encode_next()
+        yield from self._update_readiness()
         turns = self.turns
-        yield from self._denoise()
-        yield from self._decode()
+        yield from self._step()
+        yield from self._decode_next()
         if self.turns == turns:
-            jobs = self._jobs.values()
-            self._entry.pause([*(each.loras for each in self._arrivals), *(job.loras for job in jobs)])
+            self._readiness.wait(
+                [*(each.addons for each in self._waiting), *(job.addons for job in self._jobs.values())]
+            )
 
-    def _encode(self) -> Iterator[Event]:
-        """The oldest prompt whose LoRAs for the text encoders are here; fails those whose never will be."""
+    def _encode_next(self) -> Iterator[Event]:
+        """Encodes the oldest prompt that has all it needs; fails those that never will."""
         now_s = self._clock()
-        for arrival in list(self._arrivals):
+        for waiting in list(self._waiting):
             try:
-                if not arrival.loras.text_ready(now_s):
+                if not all(part.prompt_ready(now_s) for part in waiting.addons.values()):
                     continue
             except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
-                self._arrivals.remove(arrival)
-                arrival.loras.close()
-                yield JobFailed(key=arrival.order.key, error=named(error))
+                self._waiting.remove(waiting)
+                yield self._refuse(waiting, error)
                 continue
-            self._arrivals.remove(arrival)
-            yield from self._open(arrival.order, arrival.loras)
+            self._waiting.remove(waiting)
+            yield from self._open(waiting, now_s)
             return
 
-    def _open(self, order: EngineOrder, loras: JobLoras) -> Iterator[Event]:
+    def _open(self, waiting: _WaitingOrder, now_s: float) -> Iterator[Event]:
         try:
-            text = loras.text_set(self.weights)
-            seconds = self.weights.put_in_text(text)
-            loras.patch_s = seconds if text is not None else 0.0  # else another's was taken out
+            for addon in self._addons:
+                addon.before_prompt(waiting.addons.get(addon))
             began_s = perf_counter()
-            job = open_job(self.model, order, self._controlnets, loras)
+            job = open_job(self.model, waiting.order, waiting.addons, now_s)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
-            loras.close()
-            yield JobFailed(key=order.key, error=named(error))
+            yield self._refuse(waiting, error)
             return
         job.seconds["encode"] = perf_counter() - began_s
         self._jobs[job.key] = job
-        self._owners |= dict.fromkeys(job.runs, job)
-        self._entry.add(job, self._clock())
+        self._jobs_by_request |= dict.fromkeys(job.runs, job)
 
-    def _begin(self) -> Iterator[Event]:
-        """Lets jobs go on whose ControlNets and LoRAs are there; fails those whose never will be; ends what is over."""
+    def _refuse(self, waiting: _WaitingOrder, error: Exception) -> JobFailed:
+        close_parts(waiting.addons)
+        return JobFailed(key=waiting.order.key, error=named(error))
+
+    def _update_readiness(self) -> Iterator[Event]:
+        """Lets requests go on whose add-ons are there; fails the jobs whose add-ons never will be."""
         now_s = self._clock()
         for job in list(self._jobs.values()):
             try:
-                yield from self._entry.look(job, now_s)
+                yield from self._readiness.update(job, now_s)
             except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
                 yield self._fail(job, error)
 
-    def _denoise(self) -> Iterator[Event]:
-        self._stepper.choose_weights()
-        began_s = perf_counter()
-        group = self._batcher.next_group()
-        if not group:
+    def _step(self) -> Iterator[Event]:
+        """One denoising step of a group, and what there is to say about it."""
+        outcome = self._stepper.step()
+        if outcome is None:
             return
-        self.turns += 1
-        jobs = list(dict.fromkeys(self._owners[request] for request in group))
-        rows = [row for request in group for row in request.rows()]
-        try:
-            prediction = self._stepper.predict_shared(rows, jobs)
-        except Exception as error:  # noqa: BLE001 - the boundary of a turn: the next one may go well
-            yield from self._blame(group, error)
-            return
-        failed, sampler_s = self._stepper.advance(group, prediction.noise)
-        self._stepper.ask_ahead([request for request in group if self._owners[request] not in failed])
-        for job in jobs:
-            job.took(prediction, sampler_s=sampler_s, turn_s=perf_counter() - began_s)
-        for job in jobs:
-            if job in failed:
-                yield self._fail(job, failed[job])
-            else:
-                yield from self._report(job)
-
-    def _blame(self, group: list[Request], error: Exception) -> Iterator[Event]:
-        """A turn failed. Whoever ran alone fails; of several, each is tried alone from now on."""
-        if len(group) > 1:
-            _log.warning("a turn failed; its requests are retried one by one", extra={"why": type(error).__name__})
-            for request in group:
-                self._batcher.isolate(request)
-            return
-        yield self._fail(self._owners[group[0]], error)
+        for job, error in outcome.failed.items():
+            yield self._fail(job, error)
+        for job in outcome.jobs:
+            yield from self._report(job)
 
     def _report(self, job: EngineJob) -> Iterator[Event]:
         """Progress and checkpoint, where they are due."""
@@ -307,30 +295,26 @@ class Engine:
         ended = job.steps_done == job.steps_total
         if ended or now_s - job.reported_s >= self._limits.progress_interval_s:
             job.reported_s = now_s
-            yield self._progress(job)
+            shown = job.previewed()
+            preview = self._preview.draw(shown.estimate) if job.order.preview else None
+            yield JobAdvanced(key=job.key, steps_done=job.steps_done, preview_index=shown.index, preview=preview)
         if not ended and job.checkpoint_due(now_s, self._limits.checkpoint_interval_s):
             if not all(request.finite for request in job.requests):
                 yield self._fail(job, not_finite(job.order.spec.loras))
                 return
             job.checkpoint_s, job.checkpoint_steps = now_s, job.steps_done
-            states = [request.state() for request in job.requests]
-            data = write_checkpoint(self.model, job.order.spec, states)
+            data = write_checkpoint(self.model, job.order.spec, job.state())
             yield JobCheckpointed(key=job.key, steps_done=job.steps_done, data=data)
 
-    def _progress(self, job: EngineJob) -> JobAdvanced:
-        shown = job.shown()
-        preview = self._preview.draw(shown.estimate) if job.order.preview else None
-        return JobAdvanced(key=job.key, steps_done=job.steps_done, preview_index=shown.index, preview=preview)
-
-    def _decode(self) -> Iterator[Event]:
-        """The oldest latent that is finished."""
+    def _decode_next(self) -> Iterator[Event]:
+        """Decodes the oldest latent that is finished."""
         for job in self._jobs.values():
             request = job.undrawn()
             if request is not None:
-                yield from self._draw(job, request)
+                yield from self._decode(job, request)
                 return
 
-    def _draw(self, job: EngineJob, request: Request) -> Iterator[Event]:
+    def _decode(self, job: EngineJob, request: Request) -> Iterator[Event]:
         try:
             if not request.finite:
                 raise not_finite(job.order.spec.loras)
@@ -353,11 +337,23 @@ class Engine:
 
     def _forget(self, job: EngineJob) -> None:
         del self._jobs[job.key]
-        self._entry.forget(job)
-        job.controls.close()
-        job.loras.close()
-        if self._stepper.pair is not None and job.guest is not None:
-            self._stepper.pair.forget(job.guest)
+        close_parts(job.addons)
+        if self._pair is not None and job.guest is not None:
+            self._pair.forget(job.guest)
         for request in job.runs:
-            del self._owners[request]
+            del self._jobs_by_request[request]
             self._batcher.remove(request)
+
+
+def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:
+    """Raises ValueError where so many rows would not make pictures equal byte for byte."""
+    if fixed_rows == 1:
+        raise ValueError("fixed_rows is 1, but a guided request has two rows; 0 switches it off")
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    if threads > 1 and fixed_rows % (2 * threads):
+        # Measured: with 2 threads and 5, 6, 7 or 10 rows the last bit of a row depends on its place; with 4, 8, 12
+        # and 16 it does not. A thread's share must be whole and even.
+        raise ValueError(
+            f"fixed_rows is {fixed_rows}; with {threads} threads it must be a multiple of {2 * threads}, else the last "
+            "bits of a picture depend on its place in the group; or set threads to 1"
+        )

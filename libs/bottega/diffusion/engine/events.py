@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from bottega.diffusion.engine.decisions import Decisions
 from bottega.errors import BottegaError
 
 
@@ -20,14 +21,14 @@ class JobStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LorasIn:
-    """The job's LoRAs are here and go in at this step of every image; told before it runs.
+class JobDecided:
+    """What this attempt has decided so far; said before the steps that it changes.
 
-    A later attempt must be told of the step (Order.loras_step), else it may not draw the same picture.
+    A later attempt must be told (EngineOrder.decisions), else it may not draw the same picture.
     """
 
     key: Hashable
-    step: int
+    decisions: Decisions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,7 +118,8 @@ class EngineRecord:
     seconds: by stage (encode, controlnets, loras, denoise, batch, decode); a turn that it shared counts in full.
     mean_group_requests: images in the groups that its steps ran in, on average.
     encoder_s: of the denoising steps with ControlNets, the time before the first residual was needed.
-    pair: what the other worker of a pair did for it; None where it was lent nothing.
+    exact: whether no add-on has approximated anything.
+    pair: what the other worker of a pair did for it; None where no rows were offloaded.
     """
 
     begin_step: int
@@ -127,6 +129,7 @@ class EngineRecord:
     controlnets: tuple[ControlUse, ...] = ()
     encoder_s: float = 0.0
     loras: tuple[LoraRecord, ...] = ()
+    exact: bool = True
     pair: PairRecord | None = None
 
 
@@ -146,4 +149,4 @@ class JobFailed:
     error: BottegaError
 
 
-Event = JobStarted | LorasIn | JobAdvanced | JobCheckpointed | ImageDrawn | JobFinished | JobFailed
+Event = JobStarted | JobDecided | JobAdvanced | JobCheckpointed | ImageDrawn | JobFinished | JobFailed

@@ -1,6 +1,6 @@
 """One job in the engine: from its order to its images' requests, and the record of what happened to it.
 
-Knows no groups and no other jobs.
+It knows its own add-ons' parts by their interface; it knows no groups and no other jobs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from time import perf_counter
 
 from torch import Tensor
 
-from bottega.diffusion.controlnets.addon import ControlSessions, open_controls
-from bottega.diffusion.controlnets.provider import ControlHosts, ControlNets
-from bottega.diffusion.engine.checkpoint import read_checkpoint
+from bottega.diffusion.controlnets.provider import ControlHosts
+from bottega.diffusion.engine.addon import Parts
+from bottega.diffusion.engine.checkpoint import JobState, read_checkpoint
+from bottega.diffusion.engine.decisions import NO_DECISIONS, Decisions
 from bottega.diffusion.engine.encode import Conditions, encode_image, encode_prompts
 from bottega.diffusion.engine.events import EngineRecord, PairRecord
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.loras import LoraStore
-from bottega.diffusion.loras.addon import JobLoras
-from bottega.diffusion.loras.similarity import LatentMeter
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import RemoteJob
 from bottega.diffusion.parallel.pair import PairPrediction
@@ -37,10 +36,6 @@ _log = logging.getLogger(__name__)
 _CHECKPOINT_SHARE = 0.1
 
 STAGES = ("encode", "denoise", "batch", "decode")
-# Of jobs that use some: waiting for them, before the first step and in steps.
-CONTROLNETS = "controlnets"
-# Of jobs that use some: what could not go on for want of them, and changing weights for them.
-LORAS = "loras"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,9 +47,9 @@ class EngineOrder:
     control_hosts: where each of those is, beside here; without them they are here.
     stale_residuals: whether residuals may be one step old. latent_parallelism: whether the other worker of a pair may
     compute rows.
-    lora_stores: that have the spec's LoRAs, the best first. loras_step: at which they went in in an earlier attempt,
-    where it told so.
-    checkpoint: of an earlier attempt; empty to begin at the beginning. preview: whether to show the way.
+    lora_stores: that have the spec's LoRAs, the best first.
+    decisions: of earlier attempts. checkpoint: of an earlier attempt; empty to begin at the beginning.
+    preview: whether progress has previews.
     """
 
     key: Hashable
@@ -64,7 +59,7 @@ class EngineOrder:
     control_hosts: tuple[ControlHosts, ...] = ()
     stale_residuals: bool = False
     lora_stores: tuple[LoraStore, ...] = ()
-    loras_step: int | None = None
+    decisions: Decisions = NO_DECISIONS
     latent_parallelism: bool = True
     checkpoint: bytes = b""
     preview: bool = False
@@ -72,22 +67,23 @@ class EngineOrder:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineJob:
-    """A job whose prompt has been encoded. truncations: see Conditions. encoder_s, pair: see EngineRecord.
+    """A job whose prompt has been encoded. truncations: see Conditions. pair: see EngineRecord.
 
-    meter: measures what its LoRAs change, where the order says so.
-    started: whether its ControlNets have been there, and it was told to have begun.
-    guest: what the other worker of a pair is told of it; None where none of its rows may be lent.
+    addons: its parts of the engine's add-ons. pinned: what earlier attempts decided; decided: what this one has decided
+    and told. extra: requests that are denoised beside its images, to measure by; the images are handed out after them.
+    started: whether JobStarted was emitted. guest: what the other worker of a pair is told of it; None where
+    none of its rows may be offloaded.
     """
 
     order: EngineOrder
     requests: Sequence[Request]
     truncations: dict[str, str]
-    controls: ControlSessions = field(default_factory=ControlSessions)
-    loras: JobLoras = field(default_factory=JobLoras)
-    meter: LatentMeter = field(default_factory=LatentMeter)
+    addons: Parts
+    pinned: Decisions
+    decided: Decisions = NO_DECISIONS
+    extra: Sequence[Request] = ()
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     guest: RemoteJob | None = None
-    encoder_s: float = 0.0
     pair: PairRecord | None = None
     drawn: set[int] = field(default_factory=set)
     started: bool = False
@@ -105,7 +101,7 @@ class EngineJob:
     @property
     def runs(self) -> tuple[Request, ...]:
         """All that is denoised for it: its images, and what is measured beside them."""
-        return (*self.requests, *self.meter.shadows)
+        return (*self.requests, *self.extra)
 
     @property
     def steps_total(self) -> int:
@@ -123,8 +119,8 @@ class EngineJob:
         return sum(request.resumed_from - request.begin for request in self.requests)
 
     def undrawn(self) -> Request | None:
-        """An image whose latent is finished, and which has not been handed out; none before all was measured."""
-        if not self.meter.done:
+        """An image whose latent is finished, and which has not been handed out; none while something is measured."""
+        if not all(request.done for request in self.extra):
             return None
         return next((request for request in self.requests if request.done and request.index not in self.drawn), None)
 
@@ -139,24 +135,29 @@ class EngineJob:
         share = max(1, math.ceil(_CHECKPOINT_SHARE * self.steps_total))
         return steps > 0 and (steps >= share or now_s - self.checkpoint_s >= interval_s)
 
-    def opened(self, waited_s: float) -> None:
-        """Its ControlNets, if it uses some, were there after so long; again, when they had been lost."""
-        if self.order.spec.controlnets:
-            self.seconds[CONTROLNETS] += waited_s
+    def state(self) -> JobState:
+        """All that another engine needs to go on with it, beside its spec."""
+        return JobState(
+            images=[request.state() for request in self.requests], decisions=self.decided.or_else(self.pinned)
+        )
 
-    def took(self, prediction: Prediction, *, sampler_s: float, turn_s: float) -> None:
-        """One of its steps ran in a turn of so many seconds; waiting for ControlNets is its own only if it has some."""
+    def note_step(self, request: Request, *, group_requests: int) -> None:
+        """A request of the job has made a step in a group of so many."""
+        for part in self.addons.values():
+            part.after_step(request)
+        self._steps += 1
+        self._group_requests += group_requests
+
+    def note_turn(self, prediction: Prediction, *, sampler_s: float, turn_s: float) -> None:
+        """One of its steps ran in a turn of so many seconds; waiting for an add-on is its own only if it has a part."""
         denoise_s = prediction.seconds + sampler_s
-        waited_s = prediction.waited_s if self.controls.active else 0.0
+        waited_s = sum(part.after_forward(prediction) for part in self.addons.values())
         self.seconds["denoise"] += denoise_s
         self.seconds["batch"] += turn_s - denoise_s - waited_s
-        if self.controls.active:
-            self.seconds[CONTROLNETS] += waited_s
-            self.encoder_s += prediction.encoder_s
 
-    def lent(self, prediction: PairPrediction, worker: str) -> None:
+    def note_offload(self, prediction: PairPrediction, worker: str) -> None:
         """One of its steps ran in a turn of a pair whose other worker has this name."""
-        steps = sum(request in prediction.lent for request in self.requests)
+        steps = sum(request in prediction.offloaded for request in self.requests)
         taken_back = sum(request in prediction.taken_back for request in self.requests)
         if not steps and not taken_back:
             return
@@ -168,29 +169,22 @@ class EngineJob:
             waited_s=before.waited_s + prediction.peer_wait_s,
         )
 
-    def shared(self, requests: int) -> None:
-        """One of its steps ran in a group of so many requests."""
-        self._steps += 1
-        self._group_requests += requests
-
-    def shown(self) -> Request:
+    def previewed(self) -> Request:
         """The image that a preview shows: the first that is under way, else the last."""
         return next((request for request in self.requests if not request.done), self.requests[-1])
 
     def record(self) -> EngineRecord:
         """What happened to it."""
-        if self.order.spec.loras:
-            self.seconds[LORAS] = self.loras.wait_s + self.loras.patch_s
-        return EngineRecord(
+        record = EngineRecord(
             begin_step=self.requests[0].begin,
             truncations=self.truncations,
             seconds=self.seconds,
             mean_group_requests=self._group_requests / self._steps if self._steps else 0.0,
-            controlnets=self.controls.uses(self.order.spec),
-            encoder_s=self.encoder_s,
-            loras=self.loras.records(self.meter.similarities),
             pair=self.pair,
         )
+        for part in self.addons.values():
+            record = part.report(record)
+        return record
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -200,67 +194,37 @@ class EngineJob:
         self.seconds[name] += perf_counter() - began_s
 
 
-def open_job(
-    model: Model, order: EngineOrder, controlnets: ControlNets | None = None, loras: JobLoras | None = None
-) -> EngineJob:
+def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float) -> EngineJob:
     """The first stage: encodes prompt and picture, and goes on from the checkpoint where there is one that fits.
 
-    Its ControlNet sessions are begun, and need not be open yet. loras: what they do to the text encoders is in place.
+    addons: its parts, which may be waiting for something still. Raises what the first of them raises.
     """
     conditions = encode_prompts(model, order.spec)
-    requests = _resumed(model, order, conditions) or _begun(model, order, conditions)
-    shadows = _begun(model, order, conditions) if order.spec.loras_measured else ()
-    steps = sum(request.step - request.begin for request in requests)
+    state = _resumed_state(model, order) if all(part.resumable for part in addons.values()) else None
+    if state is None:
+        requests, pinned = new_requests(model, order, conditions), order.decisions
+    else:
+        requests = [
+            Request(model, order.spec, conditions, index=index, resume=image)
+            for index, image in enumerate(state.images)
+        ]
+        pinned = state.decisions.or_else(order.decisions)
     job = EngineJob(
         order=order,
         requests=requests,
         truncations=conditions.truncations,
-        loras=loras or JobLoras(),
-        meter=LatentMeter(shadows),
-        checkpoint_steps=steps,
+        addons=addons,
+        pinned=pinned,
     )
-    _pin(job)
-    if order.spec.controlnets:
-        step = min(request.step for request in requests)
-        job.controls = open_controls(
-            controlnets,
-            order.spec,
-            order.control_images,
-            conditions,
-            from_step=step,
-            hosts=order.control_hosts,
-            may_be_stale=order.stale_residuals,
-        )
-        job.seconds[CONTROLNETS] = 0.0
-        for request in requests:
-            request.controls = job.controls.active
-    job.guest = _guest(order, conditions, job.controls)
+    job.checkpoint_steps = job.steps_done
+    for part in addons.values():
+        part.attach(job, conditions, now_s)
+    job.guest = _remote_job(job, conditions)
     return job
 
 
-def _pin(job: EngineJob) -> None:
-    """An attempt goes on with the step at which the LoRAs went in before it, if they did."""
-    decided = next((request.loras_from for request in job.requests if request.loras_from is not None), None)
-    pinned = job.order.loras_step if decided is None else decided
-    if pinned is not None:
-        job.loras.step = pinned
-
-
-def _guest(order: EngineOrder, conditions: Conditions, controls: ControlSessions) -> RemoteJob | None:
-    """What another worker must know to compute rows of the job. Without guidance there is nothing to halve."""
-    if conditions.unconditional is None or not order.latent_parallelism:
-        return None
-    halves = {Half.UNCONDITIONAL: conditions.unconditional, Half.CONDITIONAL: conditions.conditional}
-    return RemoteJob(
-        halves=halves,
-        controls=controls.begun,
-        handles=tuple(controls.handles),
-        loras=order.spec.loras,
-        lora_stores=order.lora_stores,
-    )
-
-
-def _begun(model: Model, order: EngineOrder, conditions: Conditions) -> list[Request]:
+def new_requests(model: Model, order: EngineOrder, conditions: Conditions) -> list[Request]:
+    """The order's images, before their first steps."""
     spec = order.spec
     if (spec.strength is None) != (order.image is None):
         raise InternalError("a strength came without an image, or an image without one")
@@ -268,16 +232,22 @@ def _begun(model: Model, order: EngineOrder, conditions: Conditions) -> list[Req
     return [Request(model, spec, conditions, index=index, image=image) for index in range(spec.num_images)]
 
 
-def _resumed(model: Model, order: EngineOrder, conditions: Conditions) -> list[Request]:
-    """The requests as the order's checkpoint has them; none where there is none that fits.
-
-    None as well where LoRAs are measured: what was measured before the checkpoint is not in it.
-    """
-    if not order.checkpoint or order.spec.loras_measured:
-        return []
+def _resumed_state(model: Model, order: EngineOrder) -> JobState | None:
+    """What the order's checkpoint holds; None where it has none that fits."""
+    if not order.checkpoint:
+        return None
     try:
-        states = read_checkpoint(order.checkpoint, model, order.spec)
-        return [Request(model, order.spec, conditions, index=index, resume=state) for index, state in enumerate(states)]
+        return read_checkpoint(order.checkpoint, model, order.spec)
     except ValueError as error:
         _log.warning("a checkpoint does not fit; the job begins again", extra={"why": str(error)})
-        return []
+        return None
+
+
+def _remote_job(job: EngineJob, conditions: Conditions) -> RemoteJob | None:
+    """What another worker must know to compute rows of the job. Without guidance there is nothing to halve."""
+    if conditions.unconditional is None or not job.order.latent_parallelism:
+        return None
+    remote = RemoteJob(halves={Half.UNCONDITIONAL: conditions.unconditional, Half.CONDITIONAL: conditions.conditional})
+    for part in job.addons.values():
+        remote = part.offload(remote)
+    return remote

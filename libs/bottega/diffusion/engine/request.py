@@ -24,16 +24,12 @@ from bottega.diffusion.spec import ResolvedSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestState:
-    """All that another engine needs to go on with a request, beside its spec.
-
-    loras_from: the step at which its LoRAs go in, or went in; None where that is not decided.
-    """
+    """All that another engine needs to go on with a request, beside its spec and its job's decisions."""
 
     step: int
     latent: Tensor
     generator: Tensor
     sampler: SamplerState
-    loras_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +90,6 @@ class Request:
             self.latent = self._start(model, image)
         else:
             self.step = resume.step
-            self.loras_from = resume.loras_from
             self.latent = resume.latent.to(model.device, model.dtype)
             self._generator.set_state(resume.generator)
             self._sampler.restore(resume.sampler, resume.step, model.device)
@@ -181,7 +176,6 @@ class Request:
             latent=self.latent,
             generator=self._generator.get_state(),
             sampler=self._sampler.state(),
-            loras_from=self.loras_from,
         )
 
     def _start(self, model: Model, image: LatentDistribution | None) -> Tensor:

@@ -1,156 +1,138 @@
-"""One step of one group: with which weights, and whether on this worker alone or shared with the other of a pair.
+"""One denoising step: `Stepper.step` is a turn of the engine, from choosing a group to its new latents.
 
-Knows requests, rows and the jobs that they are of; knows no events and no order in which jobs come and go.
+It knows requests, rows and the jobs that they are of; it tells nobody, and does not know when jobs come and go.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from time import perf_counter
 
-import torch
 from torch import Tensor
 
+from bottega.diffusion.engine.addon import AddOn
 from bottega.diffusion.engine.batcher import Batcher
-from bottega.diffusion.engine.forward import Denoiser, Prediction
+from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.job import EngineJob
+from bottega.diffusion.engine.measured import MeasuredForward
 from bottega.diffusion.engine.request import Request
-from bottega.diffusion.loras import LoraWeights
-from bottega.diffusion.parallel.offload import OffloadTarget
 from bottega.diffusion.parallel.pair import Offloadable, Pair, PairPrediction
 from bottega.diffusion.rows import Half, Row
-from bottega.planning import StepTimes
 
-# The warm-up measures wider turns until one takes so long: the rest is learnt from real ones.
-_WARM_UP_TURN_S = 1.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepOutcome:
+    """What a turn did. jobs: that made a step. failed: those that cannot go on, and why."""
+
+    jobs: Sequence[EngineJob] = ()
+    failed: Mapping[EngineJob, Exception] = field(default_factory=dict)
 
 
 class Stepper:
-    """Makes steps. owners: the job of every request, as they come and go. pair: where there is a follower."""
+    """jobs: by request, as they come and go. pair: shares rows with another worker, where there is one.
+
+    turns: that ran a group, so far.
+    """
 
     def __init__(
         self,
-        denoiser: Denoiser,
-        weights: LoraWeights,
+        forward: MeasuredForward,
         batcher: Batcher[Request],
-        owners: Mapping[Request, EngineJob],
-        step_times: StepTimes,
-        *,
-        follower: OffloadTarget | None,
+        jobs: Mapping[Request, EngineJob],
+        addons: Sequence[AddOn],
+        pair: Pair | None,
     ) -> None:
-        self.pair = Pair(self.predict, follower, step_times) if follower is not None else None
-        self._denoiser = denoiser
-        self._weights = weights
+        self._forward = forward
         self._batcher = batcher
-        self._owners = owners
-        self._step_times = step_times
+        self._jobs = jobs
+        self._addons = addons
+        self._pair = pair
+        self.turns = 0
 
-    def warm_up(self, row: Row, *, with_loras: bool) -> None:
-        """Measures turns of 1, 2, 4, ... rows like this one until one takes a second, and what LoRAs cost."""
-        count = 1
-        while count <= self._batcher.max_rows:
-            rows = [replace(row) for _ in range(count)]
-            self._denoiser.predict(rows)  # the first of its size pays for what is made once
-            if max(self.predict(rows).seconds for _ in range(3)) > _WARM_UP_TURN_S:
-                break
-            count *= 2
-        if with_loras:
-            self._measure_loras(row)
+    def step(self) -> StepOutcome | None:
+        """One denoising step of the next group; None where no request is ready for one."""
+        self._prepare_weights()
+        began_s = perf_counter()
+        group = self._batcher.next_group()
+        if not group:
+            return None
+        self.turns += 1
+        jobs = list(dict.fromkeys(self._jobs[request] for request in group))
+        rows = [row for request in group for row in request.rows()]
+        try:
+            prediction = self._predict(rows, jobs)
+        except Exception as error:  # noqa: BLE001 - the boundary of a turn: the next one may go well
+            return self._forward_failed(group, error)
+        predicted_s = perf_counter()
+        failed = self._advance(group, prediction.noise)
+        sampler_s = perf_counter() - predicted_s
+        self._ask_ahead([request for request in group if self._jobs[request] not in failed])
+        for job in jobs:
+            job.note_turn(prediction, sampler_s=sampler_s, turn_s=perf_counter() - began_s)
+        return StepOutcome(jobs=[job for job in jobs if job not in failed], failed=failed)
 
-    def choose_weights(self) -> None:
-        """Between two turns: LoRAs go into the weights, or out of them, as those under way need them."""
+    def _prepare_weights(self) -> None:
+        """Between two turns add-ons may change weights, as the requests under way need them."""
         requests = list(self._batcher.requests)
-        if not any(request.loras_now or request.key.weights for request in requests) and not self._weights.patched:
-            return
         if not requests:
             return  # what is in the weights stays: the next job may want the same
         height, width = requests[0].key.shape[1:]
-        step_s = self._step_times.seconds((height, width), sum(request.row_count for request in requests))
-        seconds = self._weights.choose(
-            [request.loras_now for request in requests],
-            steps=max(request.steps_left for request in requests),
-            step_s=step_s or 0.0,
-        )
-        moved = [request for request in requests if request.share_weights(self._weights.patched_key)]
-        if moved:
+        step_s = self._forward.step_times.seconds((height, width), sum(request.row_count for request in requests))
+        regrouped = [addon.before_group(requests, step_s or 0.0) for addon in self._addons]
+        if any(regrouped):
             self._batcher.regroup()
-        patched = self._weights.patched
-        # Of those whose set went in, each had to wait so long. A set that is only taken out is nobody's.
-        for job in {self._owners[request] for request in requests if request.loras_now is not None}:
-            job.loras.patch_s += seconds if job.loras.loras is patched else 0.0
 
-    def predict_shared(self, rows: list[Row], jobs: list[EngineJob]) -> Prediction:
-        """One turn's noise, some of it by the other worker where there is one and it pays."""
-        if self.pair is None:
-            return self.predict(rows)
-        lendable: dict[Hashable, Offloadable] = {
+    def _predict(self, rows: list[Row], jobs: Sequence[EngineJob]) -> Prediction:
+        """The noise of these rows, some of it by the other worker of a pair where that pays."""
+        if self._pair is None:
+            return self._forward.predict(rows)
+        offloadable: dict[Hashable, Offloadable] = {
             request: Offloadable(guest=job.guest, image=request.index)
             for job in jobs
             if job.guest is not None
             for request in job.requests
         }
-        prediction = self.pair.predict(rows, lendable)
+        prediction = self._pair.predict(rows, offloadable)
         if isinstance(prediction, PairPrediction):
             for job in jobs:
-                job.lent(prediction, self.pair.name)
+                job.note_offload(prediction, self._pair.name)
         return prediction
 
-    def predict(self, rows: Sequence[Row]) -> Prediction:
-        """One turn of these rows on this worker, and what is learnt of its time."""
-        prediction = self._denoiser.predict(rows)
-        if len(prediction.noise) == len(rows):  # else some of them ran only half of it
-            _, height, width = rows[0].sample.shape
-            plain_s = self._step_times.seconds((height, width), len(rows))
-            if self._weights.saw_step([row.loras for row in rows], prediction.seconds, plain_s) or plain_s is None:
-                self._step_times.observe((height, width), len(rows), prediction.seconds)
-        return prediction
-
-    def advance(self, group: list[Request], noise: dict[Row, Tensor]) -> tuple[dict[EngineJob, Exception], float]:
-        """Makes the step of those whose predictions are here. Returns whose failed, and the seconds it took."""
+    def _advance(self, group: Sequence[Request], noise: Mapping[Row, Tensor]) -> dict[EngineJob, Exception]:
+        """Guidance and sampler: the step of those requests whose predictions are here. Returns whose failed."""
         halves: dict[Hashable, dict[Half, Tensor]] = {}
         for row, predicted in noise.items():
             halves.setdefault(row.owner, {})[row.half] = predicted
         stepped = [request for request in group if request in halves]
         failed: dict[EngineJob, Exception] = {}
-        began_s = perf_counter()
         for request in stepped:
-            job = self._owners[request]
+            job = self._jobs[request]
             try:
                 request.advance(halves[request])
-                job.meter.saw(request)
+                job.note_step(request, group_requests=len(stepped))
             except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
                 failed[job] = error
-            job.shared(len(stepped))
             if request.done:
                 self._batcher.remove(request)
-        return failed, perf_counter() - began_s
+        return failed
 
-    def ask_ahead(self, group: Sequence[Request]) -> None:
+    def _ask_ahead(self, requests: Sequence[Request]) -> None:
         """Has the ControlNets of these begin their next steps, before anything else is done.
 
         Not in a pair: only at their turn is it decided which worker computes which rows, and asks for them.
         """
-        if self.pair is None:
-            self._denoiser.ask_ahead([row for request in group if not request.done for row in request.rows()])
+        if self._pair is None:
+            self._forward.ask_ahead([row for request in requests if not request.done for row in request.rows()])
 
-    def _measure_loras(self, row: Row) -> None:
-        """What LoRAs cost beside the weights and inside them, by one that changes nothing."""
-        probe = self._weights.probe()
-        for _ in range(3):
-            self.predict([replace(row, loras=probe)])
-        self._weights.measure_swap(probe)
-
-
-def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:
-    """Raises ValueError where so many rows would not make pictures equal byte for byte."""
-    if fixed_rows == 1:
-        raise ValueError("fixed_rows is 1, but a guided request has two rows; 0 switches it off")
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
-    if threads > 1 and fixed_rows % (2 * threads):
-        # Measured: with 2 threads and 5, 6, 7 or 10 rows the last bit of a row depends on its place; with 4, 8, 12
-        # and 16 it does not. A thread's share must be whole and even.
-        raise ValueError(
-            f"fixed_rows is {fixed_rows}; with {threads} threads it must be a multiple of {2 * threads}, else the last "
-            "bits of a picture depend on its place in the group; or set threads to 1"
-        )
+    def _forward_failed(self, group: Sequence[Request], error: Exception) -> StepOutcome:
+        """A request that was alone fails its job; of several, each runs alone from now on, to find which one it is."""
+        if len(group) == 1:
+            return StepOutcome(failed={self._jobs[group[0]]: error})
+        _log.warning("a turn failed; its requests are retried one by one", extra={"why": type(error).__name__})
+        for request in group:
+            self._batcher.make_exclusive(request)
+        return StepOutcome()

@@ -1,14 +1,18 @@
-"""The LoRAs of one job: asked for when it comes, in force from one step of all its images on.
+"""LoRAs as an add-on of the engine: asked for when a job comes, in force from one step of all its images on.
 
-Knows the job's spec and whoever brings LoRAs; knows no groups, and not how LoRAs are added.
+It knows the job's spec, whoever brings LoRAs, and the weights that they go into; it knows no groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from bottega.diffusion.engine.events import LoraRecord
+from bottega.diffusion.engine.addon import AddOn, JobAddOn
+from bottega.diffusion.engine.decisions import Decisions
+from bottega.diffusion.engine.encode import Conditions
+from bottega.diffusion.engine.events import EngineRecord, LoraRecord
+from bottega.diffusion.engine.job import EngineJob, EngineOrder, new_requests
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.loras import (
     TEXT_ENCODERS,
@@ -21,86 +25,217 @@ from bottega.diffusion.loras import (
     LoraWeights,
     ScaledLora,
 )
+from bottega.diffusion.loras.similarity import LatentMeter
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.parallel.offload import RemoteJob
+from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import LoraSpec
 from bottega.errors import NoLora, Unavailable
 
+# The stage of what could not go on for want of LoRAs, and of changing weights for them, of jobs that use some.
+LORAS = "loras"
+
+
+class LoraAddOn(AddOn):
+    """source: brings LoRAs, where somebody does. weights: what they go into. timeout_s: how long a job's may take."""
+
+    def __init__(
+        self,
+        model: Model,
+        source: LoraSource | None,
+        weights: LoraWeights,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.weights = weights
+        self._model = model
+        self._source = source
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._parts: dict[Request, JobLoras] = {}
+
+    def open(self, order: EngineOrder) -> JobAddOn | None:
+        """Asks for an order's LoRAs. Raises Unavailable where nobody brings any."""
+        spec = order.spec
+        return self.ask(spec.loras, order.lora_stores, bound=spec.lora_bound, step=spec.lora_step)
+
+    def ask(
+        self, specs: Sequence[LoraSpec], stores: tuple[LoraStore, ...], *, bound: int = 0, step: int | None = None
+    ) -> JobLoras | None:
+        """Asks these stores for LoRAs; None for none. bound, step: see JobLoras. Raises as `open` does."""
+        if not specs:
+            return None
+        if self._source is None:
+            raise Unavailable("this worker has no LoRAs")
+        refs = [LoraRef(name=spec.name, digest=spec.digest, stores=stores) for spec in specs]
+        return JobLoras(
+            addon=self,
+            source=self._source,
+            specs=tuple(specs),
+            stores=stores,
+            handles=tuple(self._source.begin(ref) for ref in refs),
+            since_s=self._clock(),
+            timeout_s=self._timeout_s,
+            bound=bound,
+            step=step,
+        )
+
+    def before_prompt(self, part: JobAddOn | None) -> None:
+        """Makes the text encoders have this job's LoRAs in them, or none. Raises LoraUnusable."""
+        text = part.text_set() if isinstance(part, JobLoras) else None
+        seconds = self.weights.put_in_text(text)
+        if isinstance(part, JobLoras) and text is not None:
+            part.patch_s = seconds
+
+    def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
+        """Returns when more of their LoRAs is here, or has failed, or after the timeout."""
+        if self._source is not None:
+            handles = [handle for part in parts if isinstance(part, JobLoras) for handle in part.handles]
+            self._source.settle(handles, timeout_s)
+
+    def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
+        """Puts LoRAs into the UNet's weights, or takes them out, as all requests under way need them."""
+        if not self.weights.patched and not any(request.loras_now or request.key.weights for request in requests):
+            return False
+        seconds = self.weights.choose(
+            [request.loras_now for request in requests],
+            steps=max(request.steps_left for request in requests),
+            step_s=step_s,
+        )
+        patched = self.weights.patched
+        # Of those whose set went in, each had to wait so long. A set that is only taken out is nobody's.
+        for part in {self._parts[request] for request in requests if request.loras_now is not None}:
+            part.patch_s += seconds if part.loras is patched else 0.0
+        moved = [request for request in requests if request.share_weights(self.weights.patched_key)]
+        return bool(moved)
+
+    def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
+        """Learns what LoRAs beside the weights cost."""
+        return self.weights.observe_forward([row.loras for row in rows], seconds, plain_s)
+
+    def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:
+        """Measures what LoRAs cost beside the weights and inside them, by one that changes nothing."""
+        if self._source is None:
+            return
+        probe = self.weights.probe()
+        for _ in range(3):
+            predict([replace(row, loras=probe)])
+        self.weights.measure_swap(probe)
+
+    def attach(self, part: JobLoras, requests: Sequence[Request]) -> None:
+        """The part of a job has these requests, until it is detached."""
+        self._parts |= dict.fromkeys(requests, part)
+
+    def detach(self, requests: Sequence[Request]) -> None:
+        """These requests are over. Harmless for others."""
+        for request in requests:
+            self._parts.pop(request, None)
+
+    def shadows(self, order: EngineOrder, conditions: Conditions) -> Sequence[Request]:
+        """The order's images once more, to be denoised without LoRAs in the UNet; none where none is measured."""
+        return new_requests(self._model, order, conditions) if order.spec.loras_measured else ()
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class JobLoras:
-    """Without a source there are none. since_s: when they were asked for; timeout_s: how long they may take.
+class JobLoras(JobAddOn):
+    """The LoRAs of one job. since_s: when they were asked for; timeout_s: how long they may take.
 
     bound: the step that no image makes without them. step: that at which they go in, once it is decided.
     wait_s, patch_s: see LoraRecord.
     """
 
-    source: LoraSource | None = None
-    specs: tuple[LoraSpec, ...] = ()
-    handles: tuple[LoraHandle, ...] = ()
-    since_s: float = 0.0
-    timeout_s: float = 0.0
+    addon: LoraAddOn
+    source: LoraSource
+    specs: tuple[LoraSpec, ...]
+    stores: tuple[LoraStore, ...]
+    handles: tuple[LoraHandle, ...]
+    since_s: float
+    timeout_s: float
     bound: int = 0
     step: int | None = None
     loras: LoraSet | None = None
     wait_s: float = 0.0
     patch_s: float = 0.0
+    _requests: Sequence[Request] = ()
+    _blocked: frozenset[Request] = frozenset()
+    _meter: LatentMeter = field(default_factory=LatentMeter)
     _load_s: tuple[float, ...] = ()
-    _waiting_since_s: float | None = field(default=None, repr=False)
+    _waiting_since_s: float | None = None
 
     @property
-    def pending(self) -> bool:
+    def waiting(self) -> bool:
         """Whether some are still to come."""
-        return self.source is not None and self.loras is None
+        return self.loras is None
 
-    def text_ready(self, now_s: float) -> bool:
-        """Whether the prompt can be encoded. Raises the BottegaError for which it never can."""
-        there = self._there([handle.text_ready for handle in self.handles], now_s)
-        self._note_wait(None if there else now_s, now_s)
-        return there
+    @property
+    def resumable(self) -> bool:
+        """Not where a LoRA is measured: what was measured before the checkpoint is not in it."""
+        return not any(spec.measured for spec in self.specs)
 
-    def text_set(self, weights: LoraWeights) -> LoraSet | None:
+    def prompt_ready(self, now_s: float) -> bool:
+        """Whether what they do to the text encoders is here."""
+        ready = self._all_here([handle.text_ready for handle in self.handles], now_s)
+        self._note_wait(not ready, now_s)
+        return ready
+
+    def text_set(self) -> LoraSet | None:
         """What they do to the text encoders; None where they leave them alone. Raises LoraUnusable."""
-        if not self.handles:
-            return None
-        made = weights.text_set(self._uses(TEXT_ENCODERS))
+        made = self.addon.weights.text_set(self._scaled(TEXT_ENCODERS))
         return made if any(made.of(name) for name in TEXT_ENCODERS) else None
 
-    def arrive(self, weights: LoraWeights, requests: Sequence[Request], now_s: float) -> bool:
-        """Puts them into the requests if all are here; whether that was now.
+    def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
+        """An attempt goes on with the step at which they went in before it, if they did."""
+        self._requests = job.requests
+        if job.pinned.loras_step is not None:
+            self.step = job.pinned.loras_step
+        job.extra = self.addon.shadows(job.order, conditions)
+        self._meter = LatentMeter(job.extra)
+        self.addon.attach(self, job.requests)
+
+    def update(self, now_s: float) -> None:
+        """Puts them into the requests once all are here, and says which requests cannot go on without them.
 
         They go in at one step of all images: the first that none of them has begun, where none is pinned.
         Raises the BottegaError for which they never will be here, LoraUnusable or NoLora among them.
         """
-        if not self.pending or not self._there([handle.ready for handle in self.handles], now_s):
-            return False
-        self.loras = weights.unet_set(self._uses((UNET,)))
-        if self.step is None:
-            self.step = max(request.step for request in requests)
-        for request in requests:
-            request.loras, request.loras_from = self.loras, self.step
-        self._note_wait(None, now_s)
-        self.close()
-        return True
-
-    def block(self, requests: Sequence[Request], now_s: float) -> set[Request]:
-        """Those that cannot make their next step without them."""
+        if self.loras is not None:
+            return
+        if self._all_here([handle.ready for handle in self.handles], now_s):
+            self.loras = self.addon.weights.unet_set(self._scaled((UNET,)))
+            if self.step is None:
+                self.step = max(request.step for request in self._requests)
+            for request in self._requests:
+                request.loras, request.loras_from = self.loras, self.step
+            self._release()
+        under_way = {request for request in self._requests if not request.done}
         last = self.bound if self.step is None else self.step
-        blocked = {request for request in requests if self.pending and not request.done and request.step >= last}
-        under_way = sum(not request.done for request in requests)
-        self._note_wait(now_s if blocked and len(blocked) == under_way else None, now_s)
-        return blocked
+        blocked = {request for request in under_way if self.waiting and request.step >= last}
+        self._note_wait(bool(blocked) and blocked == under_way, now_s)
+        self._blocked = frozenset(blocked | set(self._meter.shadows) if self.waiting else ())
 
-    def close(self) -> None:
-        """Nobody needs what the source has any more. Harmless the second time."""
-        if self.source is not None and self.handles:
-            self._load_s = tuple(handle.load_s for handle in self.handles)
-            self.source.close(self.handles)
-            self.handles = ()
+    def blocks(self, request: Request) -> bool:
+        """None but those that have come to the bound, and what they are measured by."""
+        return request in self._blocked
 
-    def records(self, similarities: tuple[float, ...] = ()) -> tuple[LoraRecord, ...]:
-        """What they came to; nothing before they are in. similarities: what was measured of all of them together."""
+    def decide(self, decisions: Decisions) -> Decisions:
+        """The step at which they went in."""
+        return decisions if self.loras is None else replace(decisions, loras_step=self.step)
+
+    def after_step(self, request: Request) -> None:
+        """Where it is measured, compares the latents with and without."""
+        self._meter.observe(request)
+
+    def offload(self, remote: RemoteJob) -> RemoteJob:
+        """The other worker fetches them from the same stores; from which step on a row has them, is said row by row."""
+        return replace(remote, loras=self.specs, lora_stores=self.stores)
+
+    def report(self, record: EngineRecord) -> EngineRecord:
+        """What they came to; nothing before they are in."""
+        record = replace(record, seconds={**record.seconds, LORAS: self.wait_s + self.patch_s})
         if self.step is None or self.loras is None:
-            return ()
-        return tuple(
+            return record
+        loras = tuple(
             LoraRecord(
                 name=spec.name,
                 digest=spec.digest,
@@ -109,58 +244,44 @@ class JobLoras:
                 load_s=load_s,
                 wait_s=self.wait_s,
                 patch_s=self.patch_s,
-                similarities=similarities if spec.measured else (),
+                similarities=self._meter.similarities if spec.measured else (),
             )
             for spec, load_s in zip(self.specs, self._load_s, strict=True)
         )
+        return replace(record, loras=loras, exact=record.exact and self.step <= record.begin_step)
 
-    def _uses(self, components: Sequence[str]) -> list[ScaledLora]:
+    def close(self) -> None:
+        """Nobody needs what the source has any more."""
+        self._release()
+        self.addon.detach(self._requests)
+
+    def _release(self) -> None:
+        if self.handles:
+            self._load_s = tuple(handle.load_s for handle in self.handles)
+            self.source.close(self.handles)
+            self.handles = ()
+
+    def _scaled(self, components: Sequence[str]) -> list[ScaledLora]:
         return [
             ScaledLora(digest=spec.digest, scale=spec.scale, layers={name: handle.layers(name) for name in components})
             for spec, handle in zip(self.specs, self.handles, strict=True)
         ]
 
-    def _there(self, ready: Sequence[bool], now_s: float) -> bool:
-        if all(ready):
+    def _all_here(self, here: Sequence[bool], now_s: float) -> bool:
+        if all(here):
             return True
         if now_s - self.since_s > self.timeout_s:
-            late = [spec.name for spec, here in zip(self.specs, ready, strict=True) if not here]
+            late = [spec.name for spec, ready in zip(self.specs, here, strict=True) if not ready]
             raise NoLora(
                 f"not here within {self.timeout_s:g} s: LoRA {', '.join(late)}; is the LoRA store slow, or down?",
                 metadata={"loras": ",".join(late)},
             )
         return False
 
-    def _note_wait(self, waiting_since_s: float | None, now_s: float) -> None:
+    def _note_wait(self, waits: bool, now_s: float) -> None:
         """Counts a wait that has ended, or notes one that begins."""
-        if self._waiting_since_s is not None and waiting_since_s is None:
+        if waits and self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        elif not waits and self._waiting_since_s is not None:
             self.wait_s += now_s - self._waiting_since_s
-        if self._waiting_since_s is None or waiting_since_s is None:
-            self._waiting_since_s = waiting_since_s
-
-
-def ask_for_loras(
-    source: LoraSource | None,
-    specs: Sequence[LoraSpec],
-    stores: tuple[LoraStore, ...],
-    *,
-    now_s: float,
-    timeout_s: float,
-    bound: int = 0,
-    step: int | None = None,
-) -> JobLoras:
-    """Asks for a job's LoRAs, in these stores. Raises Unavailable where nobody brings any."""
-    if not specs:
-        return JobLoras()
-    if source is None:
-        raise Unavailable("this worker has no LoRAs")
-    refs = [LoraRef(name=spec.name, digest=spec.digest, stores=stores) for spec in specs]
-    return JobLoras(
-        source=source,
-        specs=tuple(specs),
-        handles=tuple(source.begin(ref) for ref in refs),
-        since_s=now_s,
-        timeout_s=timeout_s,
-        bound=bound,
-        step=step,
-    )
+            self._waiting_since_s = None

@@ -40,7 +40,7 @@ class SwapCosts:
         per_byte = _FIRST_S_PER_BYTE if self._s_per_byte is None else self._s_per_byte
         return touched_bytes * per_byte
 
-    def saw_step(self, key: SetKey, seconds: float, plain_s: float) -> None:
+    def observe_step(self, key: SetKey, seconds: float, plain_s: float) -> None:
         """A step whose rows all had this set by the side path. plain_s: what it takes without."""
         share = min(max(seconds / plain_s - 1.0, 0.0), 2.0 * self.share(key) + 0.1)  # a hiccup is no measurement
         self._share += _WEIGHT * (share - self._share)
@@ -49,7 +49,7 @@ class SwapCosts:
         if len(self._shares) > _MAX_SETS:
             del self._shares[next(iter(self._shares))]
 
-    def saw_patch(self, touched_bytes: int, seconds: float) -> None:
+    def observe_patch(self, touched_bytes: int, seconds: float) -> None:
         """A patch of so many bytes of weights; restoring writes them once more, in about half the time."""
         if touched_bytes:
             measured = 1.5 * seconds / touched_bytes

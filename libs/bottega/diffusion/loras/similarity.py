@@ -35,7 +35,7 @@ class LatentMeter:
         """After each step, the cosine of the latents with and without LoRAs; of several images, the least."""
         return tuple(self._least[step] for step in sorted(self._least))
 
-    def saw(self, request: Request) -> None:
+    def observe(self, request: Request) -> None:
         """An image, or its shadow, has made a step."""
         if not self.shadows:
             return

@@ -103,7 +103,7 @@ class LoraWeights:
         seconds = perf_counter() - began_s
         self.swaps += 1
         if loras is not None and patcher.pristine_bytes <= copied:  # the next one will find the copies made
-            self.costs.saw_patch(patcher.touched_bytes(loras), seconds)
+            self.costs.observe_patch(patcher.touched_bytes(loras), seconds)
         return seconds
 
     def choose(self, sets: Sequence[LoraSet | None], *, steps: int, step_s: float) -> float:
@@ -138,14 +138,14 @@ class LoraWeights:
         """The forward is over."""
         self._side_path.leave()
 
-    def saw_step(self, sets: Sequence[LoraSet | None], seconds: float, plain_s: float | None) -> bool:
+    def observe_forward(self, sets: Sequence[LoraSet | None], seconds: float, plain_s: float | None) -> bool:
         """Learns from a forward what the side path costs. plain_s: what it takes without LoRAs, where that is known.
 
         Whether the forward says how long a plain one takes.
         """
         beside = {each for each in sets if each is not None and each is not self.patched}
         if len(beside) == 1 and plain_s and all(each is not None for each in sets):
-            self.costs.saw_step(next(iter(beside)).key, seconds, plain_s)
+            self.costs.observe_step(next(iter(beside)).key, seconds, plain_s)
         return not beside
 
     def probe(self) -> LoraSet:

@@ -3,7 +3,7 @@
 The first tensor of a message has the name of its kind. Who receives one checks it here, from a copy, before anything is
 done with it; what breaks a rule raises ValueError. Knows jobs by number; knows no links.
 
-    leader -> follower    guest: a job's conditions and control images     ready, or refused: with ControlNets or LoRAs,
+    leader -> follower    job: its conditions and control images           ready, or refused: with ControlNets or LoRAs,
                                                                            and again whenever that changes
                           step: latents and timesteps of rows              noise, or declined
                           leave: a job has ended                           -
@@ -87,7 +87,7 @@ class _Lora:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JobHeader:
-    """What a guest message says beside its tensors. halves: of the conditions, in the tensors' order."""
+    """What a job message says beside its tensors. halves: of the conditions, in the tensors' order."""
 
     number: _Number
     halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
@@ -125,7 +125,7 @@ def kind_of(layout: Layout) -> PairMessageKind:
 
 
 def guest_message(number: int, guest: RemoteJob) -> TensorMessage:
-    """A guest message."""
+    """The message that tells the other worker of a job."""
     embeds = list(guest.halves.values())
     controls = tuple(
         _Control(
@@ -176,7 +176,7 @@ def read_guest(layout: Layout, views: Sequence[memoryview]) -> tuple[int, Remote
 
 
 def step_message(number: int, rows: Sequence[OffloadedRow], guests: Mapping[RemoteJob, int]) -> TensorMessage:
-    """A step message. guests: their numbers."""
+    """A step message. guests: the numbers of their jobs."""
     table = [[number, 0, 0, 0, 0, 0]]
     for each in rows:
         active = [each.guest.handles.index(handle) for handle in each.row.controls]
@@ -208,7 +208,14 @@ def read_step(layout: Layout, views: Sequence[memoryview]) -> RemoteStep:
     return RemoteStep(
         number=number,
         rows=tuple(
-            RemoteRow(guest=guest, image=image, half=Half(half), step=step, controls=_places(mask), loras=bool(styled))
+            RemoteRow(
+                guest=guest,
+                image=image,
+                half=Half(half),
+                step=step,
+                controls=_places(mask),
+                loras=bool(styled),
+            )
             for guest, image, half, step, mask, styled in rows
         ),
         samples=samples.clone(),

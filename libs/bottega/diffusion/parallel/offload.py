@@ -35,7 +35,7 @@ class RemoteJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OffloadedRow:
-    """A row that the follower is to compute. image: its place among the guest's."""
+    """A row that the follower is to compute. image: its place among the job's."""
 
     row: Row
     guest: RemoteJob

@@ -13,6 +13,7 @@ from time import perf_counter
 from torch import Tensor
 
 from bottega.diffusion.engine.forward import Prediction
+from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, OffloadTarget, RemoteJob
 from bottega.diffusion.rows import Row
 from bottega.planning import Shape, StepTimes, rows_to_lend
@@ -42,28 +43,32 @@ class Offloadable:
 class PairPrediction(Prediction):
     """What a turn of a pair made, see Prediction; its seconds are all but the waiting for residuals.
 
-    lent: owners of rows that the follower computed. taken_back: of rows that it was lent and that did not come.
+    offloaded: owners of rows that the follower computed. taken_back: of rows that it was lent and that did not come.
     peer_wait_s: for them, when everything else was done.
     """
 
-    lent: frozenset[Hashable] = frozenset()
+    offloaded: frozenset[Hashable] = frozenset()
     taken_back: frozenset[Hashable] = frozenset()
     peer_wait_s: float = 0.0
 
 
 class Pair:
-    """predict: a forward here. times: of those, kept by whoever runs them. alive: called often while it waits.
+    """predict: a forward here. times: of those, kept by whoever runs them. heartbeat: beats while it waits.
 
     backlog: requests that wait elsewhere for a worker.
     """
 
     def __init__(
-        self, predict: Callable[[Sequence[Row]], Prediction], follower: OffloadTarget, times: StepTimes
+        self,
+        predict: Callable[[Sequence[Row]], Prediction],
+        target: OffloadTarget,
+        times: StepTimes,
+        heartbeat: Heartbeat,
     ) -> None:
-        self.alive: Callable[[], None] = lambda: None
         self.backlog = 0
         self._here = predict
-        self._follower = follower
+        self._target = target
+        self._heartbeat = heartbeat
         self._times = times
         self._theirs = StepTimes()
         self._unused_turns = 0
@@ -73,11 +78,11 @@ class Pair:
     @property
     def name(self) -> str:
         """Of the follower's worker."""
-        return self._follower.name
+        return self._target.name
 
     def forget(self, guest: RemoteJob) -> None:
         """A job has ended."""
-        self._follower.forget(guest)
+        self._target.forget(guest)
 
     def predict(self, rows: Sequence[Row], lendable: Mapping[Hashable, Offloadable]) -> Prediction:
         """One turn's noise. lendable: by owner, those whose rows the follower may compute.
@@ -103,22 +108,22 @@ class Pair:
             seconds=perf_counter() - began_s - waited_s,
             waited_s=waited_s,
             encoder_s=own.encoder_s,
-            lent=owners if rest is None else frozenset(),
+            offloaded=owners if rest is None else frozenset(),
             taken_back=owners if rest is not None else frozenset(),
             peer_wait_s=peer_wait_s,
         )
 
     def _lend(self, rows: Sequence[Row], lendable: Mapping[Hashable, Offloadable]) -> list[Row]:
         """Sends away what the other should compute; those rows."""
-        free = self._follower.free
+        free = self._target.free
         able = [
             OffloadedRow(row=row, guest=known.guest, image=known.image)
             for row in rows
-            if free and (known := lendable.get(row.owner)) and self._follower.knows(known.guest)
+            if free and (known := lendable.get(row.owner)) and self._target.knows(known.guest)
         ]
         count = self._count(_shape(rows[0]), len(rows), len(able)) if able else 0
         lent = able[len(able) - count :]
-        if not lent or not self._follower.lend(lent):
+        if not lent or not self._target.lend(lent):
             return []
         return [each.row for each in lent]
 
@@ -143,14 +148,14 @@ class Pair:
         expected_s = self._theirs.seconds(shape, rows) or self._times.seconds(shape, rows) or 0.0
         until_s = perf_counter() + max(_LEAST_PATIENCE_S, _PATIENCE * (expected_s + residuals_s))
         while (left_s := until_s - perf_counter()) > 0:
-            owed = self._follower.owes  # asked first: what comes in between is still taken
-            returned = self._follower.returned(min(left_s, _LOOK_S))
+            owed = self._target.owes  # asked first: what comes in between is still taken
+            returned = self._target.returned(min(left_s, _LOOK_S))
             if returned is not None:
                 self._learn(shape, rows, returned.seconds)
                 return returned
             if not owed:
                 return None
-            self.alive()
+            self._heartbeat.beat()
         self._learn(shape, rows, _PATIENCE * expected_s)
         return None
 

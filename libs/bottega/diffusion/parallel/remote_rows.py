@@ -14,8 +14,7 @@ from torch import Tensor
 
 from bottega.diffusion.controlnets.provider import ControlNets
 from bottega.diffusion.engine.forward import Prediction
-from bottega.diffusion.loras import LoraSource, LoraWeights
-from bottega.diffusion.loras.addon import JobLoras, ask_for_loras
+from bottega.diffusion.loras.addon import JobLoras, LoraAddOn
 from bottega.diffusion.parallel.offload import RemoteJob
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.errors import BottegaError, Unavailable
@@ -23,7 +22,7 @@ from bottega.errors import BottegaError, Unavailable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteRow:
-    """One row of a step. controls: places of its guest's ControlNets that are active in it. loras: whether its
+    """One row of a step. controls: places of its job's ControlNets that are active in it. loras: whether its
     LoRAs are."""
 
     guest: int
@@ -32,27 +31,6 @@ class RemoteRow:
     step: int
     controls: tuple[int, ...] = ()
     loras: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RemoteLoras:
-    """Who brings guests' LoRAs, how long each may take, and what they go into."""
-
-    source: LoraSource | None
-    weights: LoraWeights
-    timeout_s: float
-    clock: Callable[[], float]
-
-    def ask(self, guest: RemoteJob) -> JobLoras:
-        """Raises Unavailable where nobody brings any."""
-        return ask_for_loras(
-            self.source, guest.loras, guest.lora_stores, now_s=self.clock(), timeout_s=self.timeout_s, step=0
-        )
-
-    def here(self, loras: JobLoras) -> bool:
-        """Whether they are here. Raises the BottegaError for which they never will be."""
-        loras.arrive(self.weights, (), self.clock())
-        return not loras.pending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,10 +57,10 @@ class RemoteJobStatus:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _AdmittedJob:
-    """A guest that is here. handles: of its sessions. opened: whether all its rows can be computed, as was told."""
+    """A job of the peer. handles: of its sessions. opened: whether its rows can be computed, as the peer was told."""
 
     guest: RemoteJob
-    loras: JobLoras
+    loras: JobLoras | None
     handles: tuple[Hashable, ...] = ()
     opened: bool = False
 
@@ -99,24 +77,26 @@ class RemoteJobs:
         device: torch.device,
         dtype: torch.dtype,
         controlnets: ControlNets | None,
-        loras: RemoteLoras,
+        loras: LoraAddOn,
+        clock: Callable[[], float],
     ) -> None:
         self._predict = predict
         self._device = device
         self._dtype = dtype
         self._controlnets = controlnets
         self._loras = loras
-        self._seats: dict[int, _AdmittedJob] = {}
+        self._clock = clock
+        self._admitted: dict[int, _AdmittedJob] = {}
 
     @property
     def count(self) -> int:
         """How many are here."""
-        return len(self._seats)
+        return len(self._admitted)
 
     @property
     def opening(self) -> bool:
         """Whether `settled` has something to look at."""
-        return any(not seat.opened for seat in self._seats.values())
+        return any(not admitted.opened for admitted in self._admitted.values())
 
     def admit(self, number: int, guest: RemoteJob) -> None:
         """Takes a job in. Raises BottegaError where its ControlNets or LoRAs can never be here."""
@@ -127,40 +107,43 @@ class RemoteJobs:
             handles = self._controlnets.open(guest.controls)
         halves = {half: self._here(embeds) for half, embeds in guest.halves.items()}
         try:
-            loras = self._loras.ask(guest)
+            loras = self._loras.ask(guest.loras, guest.lora_stores, step=0)
         except BottegaError:
             self._close(handles)
             raise
-        opened = not handles and not loras.pending
-        self._seats[number] = _AdmittedJob(guest=RemoteJob(halves=halves), loras=loras, handles=handles, opened=opened)
+        opened = not handles and loras is None
+        self._admitted[number] = _AdmittedJob(
+            guest=RemoteJob(halves=halves), loras=loras, handles=handles, opened=opened
+        )
 
     def settled(self) -> list[RemoteJobStatus]:
         """What has changed since the last call: ControlNets and LoRAs have come, or never will, or a ControlNet's
         server was lost, and whoever goes on with it has to begin first.
         """
         news: list[RemoteJobStatus] = []
-        for number, seat in list(self._seats.items()):
-            before = seat.opened
+        for number, admitted in list(self._admitted.items()):
+            before = admitted.opened
             try:
-                seat.opened = (before or self._loras.here(seat.loras)) and self._sessions_open(seat)
+                admitted.opened = (before or self._loras_here(admitted)) and self._sessions_open(admitted)
             except BottegaError as error:
                 self.dismiss(number)
                 news.append(RemoteJobStatus(guest=number, ready=False, error=error))
                 continue
-            if seat.opened != before:
-                news.append(RemoteJobStatus(guest=number, ready=seat.opened))
+            if admitted.opened != before:
+                news.append(RemoteJobStatus(guest=number, ready=admitted.opened))
         return news
 
     def dismiss(self, number: int) -> None:
         """Forgets a job. Harmless when it is not here."""
-        seat = self._seats.pop(number, None)
-        if seat is not None:
-            self._close(seat.handles)
-            seat.loras.close()
+        admitted = self._admitted.pop(number, None)
+        if admitted is not None:
+            self._close(admitted.handles)
+            if admitted.loras is not None:
+                admitted.loras.close()
 
     def clear(self) -> None:
         """Forgets all."""
-        for number in list(self._seats):
+        for number in list(self._admitted):
             self.dismiss(number)
 
     def compute(self, rows: Sequence[RemoteRow], samples: Tensor, timesteps: Tensor) -> ComputedRows | None:
@@ -178,10 +161,11 @@ class RemoteJobs:
         return ComputedRows(places=tuple(noise), noise=torch.stack(list(noise.values())), waited_s=prediction.waited_s)
 
     def _row(self, row: RemoteRow, sample: Tensor, timestep: Tensor) -> Row:
-        seat = self._seats.get(row.guest)
-        known = seat is not None and row.half in seat.guest.halves
-        lacks = seat is not None and row.loras and seat.loras.loras is None
-        if seat is None or not known or lacks or max(row.controls, default=-1) >= len(seat.handles):
+        admitted = self._admitted.get(row.guest)
+        known = admitted is not None and row.half in admitted.guest.halves
+        loras = admitted.loras.loras if admitted is not None and admitted.loras is not None and row.loras else None
+        lacks = row.loras and loras is None
+        if admitted is None or not known or lacks or max(row.controls, default=-1) >= len(admitted.handles):
             raise ValueError(f"a row is of job {row.guest}, which is not here as it says")
         return Row(
             # Rows of one image belong together, and no other engine's do.
@@ -190,13 +174,19 @@ class RemoteJobs:
             half=row.half,
             sample=sample,
             timestep=timestep,
-            embeds=seat.guest.halves[row.half],
-            controls=tuple(seat.handles[place] for place in row.controls),
-            loras=seat.loras.loras if row.loras else None,
+            embeds=admitted.guest.halves[row.half],
+            controls=tuple(admitted.handles[place] for place in row.controls),
+            loras=loras,
         )
 
-    def _sessions_open(self, seat: _AdmittedJob) -> bool:
-        return self._controlnets is None or not seat.handles or self._controlnets.opened(seat.handles)
+    def _loras_here(self, admitted: _AdmittedJob) -> bool:
+        """Raises the BottegaError for which they never will be."""
+        if admitted.loras is not None:
+            admitted.loras.update(self._clock())
+        return admitted.loras is None or not admitted.loras.waiting
+
+    def _sessions_open(self, admitted: _AdmittedJob) -> bool:
+        return self._controlnets is None or not admitted.handles or self._controlnets.opened(admitted.handles)
 
     def _close(self, handles: tuple[Hashable, ...]) -> None:
         if handles and self._controlnets is not None:

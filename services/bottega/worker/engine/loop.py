@@ -64,7 +64,7 @@ class WorkerEngineLoop:
 
     def run(self) -> None:
         """Serves until the pipe closes, which ends the process."""
-        self._engine.tell_alive(self._beat_if_due)
+        self._studio.heartbeat.subscribe(self._beat_if_due)
         self._studio.controlnets.tell_alive(self._beat_if_due)
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         if self._studio.peer is not None:
@@ -147,9 +147,9 @@ class WorkerEngineLoop:
             case "cancel":
                 self._engine.cancel(key_of(command.cancel.attempt))
             case "backlog":
-                self._engine.expect(command.backlog.requests)
+                self._engine.set_backlog(command.backlog.requests)
             case "preview":
-                self._engine.show(key_of(command.preview.attempt))
+                self._engine.enable_previews(key_of(command.preview.attempt))
             case "lora_stores":
                 self._studio.loras.know(stores_of(command.lora_stores.stores))
 

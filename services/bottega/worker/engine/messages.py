@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bottega.diffusion.controlnets import ControlLayout
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlServer
+from bottega.diffusion.engine.decisions import Decisions
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import (
     ControlUse,
@@ -17,11 +18,11 @@ from bottega.diffusion.engine.events import (
     ImageDrawn,
     JobAdvanced,
     JobCheckpointed,
+    JobDecided,
     JobFailed,
     JobFinished,
     JobStarted,
     LoraRecord,
-    LorasIn,
     PairRecord,
 )
 from bottega.diffusion.engine.job import EngineOrder
@@ -89,7 +90,7 @@ def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Eng
         stale_residuals=_may_be_stale(start.spec),
         latent_parallelism=_may_be_lent(start.spec),
         lora_stores=stores_of(start.lora_stores),
-        loras_step=start.loras_step if start.HasField("loras_step") else None,
+        decisions=Decisions(loras_step=start.loras_step if start.HasField("loras_step") else None),
         checkpoint=start.checkpoint,
         preview=start.preview,
     )
@@ -104,8 +105,8 @@ def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
                 attempt=attempt, steps_total=event.steps_total, steps_resumed=event.steps_resumed
             )
             return engine_pb2.EngineEvent(started=started)
-        case LorasIn():
-            loras_in = engine_pb2.EngineLorasIn(attempt=attempt, step=event.step)
+        case JobDecided():
+            loras_in = engine_pb2.EngineLorasIn(attempt=attempt, step=event.decisions.loras_step or 0)
             return engine_pb2.EngineEvent(loras_in=loras_in)
         case JobAdvanced():
             progress = engine_pb2.EngineProgress(
@@ -179,12 +180,12 @@ def beat_of(
         controlnets=at_hand.report(),
         links=link_counts(controlnets.counters, open_links=len(controlnets.servers) + loras.linked + peer_links),
         loras=loras.resident[-_MOST_LORAS:],
-        lora_swaps=engine.weights.swaps,
-        lora_pristine_bytes=engine.weights.pristine_bytes,
+        lora_swaps=engine.lora_weights.swaps,
+        lora_pristine_bytes=engine.lora_weights.pristine_bytes,
         patched_loras=[
-            fleet_pb2.PatchedLora(digest=digest, scale=scale) for digest, scale in engine.weights.patched_key
+            fleet_pb2.PatchedLora(digest=digest, scale=scale) for digest, scale in engine.lora_weights.patched_key
         ],
-        lora_swap_s=engine.weights.swap_s,
+        lora_swap_s=engine.lora_weights.swap_s,
     )
     return engine_pb2.EngineEvent(beat=beat)
 
@@ -260,8 +261,7 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
         model_hash=engine.model.digest,
         dtype=engine.model.dtype_name,
         device=str(engine.model.device),
-        exact=not any(use.stale_steps for use in record.controlnets)
-        and all(lora.from_step <= record.begin_step for lora in record.loras),
+        exact=record.exact,
         begin_step=record.begin_step,
         truncations=[generation_pb2.Truncation(field=name, text=text) for name, text in record.truncations.items()],
         times=[generation_pb2.StageTime(stage=name, seconds=seconds) for name, seconds in record.seconds.items()],

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import DTYPES, load_model, pick_device
 from bottega.miniature import WEIGHTS
 from bottega.rpc.address import split
@@ -28,7 +29,7 @@ from bottega.worker.peer import Follower, Leader, PeerSettings
 class Runtime:
     """All that draws. at_hand: the ControlNets of this process; controlnets: those, and those on servers.
 
-    loras: those of stores. peer: the other worker of a pair, as this engine leads it; None where it is none.
+    loras: those of stores. heartbeat: of the engine's turns. peer: the other worker of a pair, as this engine leads it.
     """
 
     config: EngineConfig
@@ -36,6 +37,7 @@ class Runtime:
     controlnets: RemoteControlNets
     at_hand: ConfiguredControlNets
     loras: LoraCache
+    heartbeat: Heartbeat
     peer: Leader | None = None
 
     def follow(self, post: Callable[[Callable[[], None]], None]) -> Follower | None:
@@ -93,6 +95,15 @@ def start(config: EngineConfig, desk: LinkRequests) -> Runtime:
         settings=LoraLinkSettings(silence_s=config.lora_silence_s),
         counters=controlnets.counters,
     )
-    engine = Engine(model, limits, controlnets=controlnets, loras=loras, follower=peer)
+    heartbeat = Heartbeat()
+    engine = Engine(model, limits, controlnets=controlnets, loras=loras, peer=peer, heartbeat=heartbeat)
     engine.warm_up()
-    return Runtime(config=config, engine=engine, controlnets=controlnets, at_hand=at_hand, loras=loras, peer=peer)
+    return Runtime(
+        config=config,
+        engine=engine,
+        controlnets=controlnets,
+        at_hand=at_hand,
+        loras=loras,
+        heartbeat=heartbeat,
+        peer=peer,
+    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
-from bottega.diffusion.controlnets.addon import open_controls
+from bottega.diffusion.controlnets.addon import JobControlNets
 from bottega.diffusion.controlnets.provider import ControlInput
 from bottega.diffusion.controlnets.similarity import SimilarityMeter
 from bottega.diffusion.engine.encode import encode_prompts
@@ -105,7 +105,9 @@ def test_what_is_measured_is_never_one_step_old(model: Model, shelf: ControlNetC
             prompt="", width=64, height=64, controlnets=(control_spec("edges", image, measured=measured),)
         )
         conditions = encode_prompts(model, spec)
-        sessions = open_controls(Listening(shelf), spec, [image], conditions, from_step=0, may_be_stale=True)
+        order = EngineOrder(key=0, spec=spec, control_images=(image,), stale_residuals=True)
+        sessions = JobControlNets(Listening(shelf), order)
+        sessions.begin(conditions, from_step=0)
         sessions.close()
     assert [control.may_be_stale for control in asked] == [False, True]
 
@@ -114,7 +116,7 @@ def test_a_step_that_is_repeated_counts_once_and_as_it_came_last() -> None:
     meter = SimilarityMeter()
     for step, values in ((0, [1.0, 0.0]), (1, [0.0, 1.0]), (1, [1.0, 1.0]), (2, [1.0, 1.0])):
         slot = torch.tensor(values)
-        meter.saw(row(step), 0, slot)
+        meter.observe(row(step), 0, slot)
         slot.zero_()  # its sender has the memory back
     assert meter.cosines == pytest.approx([0.5**0.5, 1.0])
     assert meter.similarity == pytest.approx((0.5**0.5 + 1.0) / 2)
@@ -123,7 +125,7 @@ def test_a_step_that_is_repeated_counts_once_and_as_it_came_last() -> None:
 def test_steps_that_are_no_neighbours_are_not_compared() -> None:
     meter = SimilarityMeter()
     for step in (0, 2, 4):
-        meter.saw(row(step), 0, torch.ones(2))
+        meter.observe(row(step), 0, torch.ones(2))
     assert meter.similarity is None
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
-from bottega.diffusion.controlnets.addon import open_controls
+from bottega.diffusion.controlnets.addon import OPENING_TIMEOUT_S, JobControlNets
 from bottega.diffusion.engine import forward, readiness
 from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.engine import Engine, EngineLimits
@@ -189,7 +189,7 @@ def test_a_job_does_not_wait_for_ever(model: Model, shelves: Shelves) -> None:
         easel = easel_of(model, shelf, clock=lambda: now_s)
         drawing = easel.submit(controlled())
         easel.turn()
-        now_s = readiness.OPENING_TIMEOUT_S + 1
+        now_s = OPENING_TIMEOUT_S + 1
         easel.run()
         assert isinstance(drawing.error, Unavailable)
         assert "within 120 s" in drawing.error.message
@@ -210,7 +210,8 @@ def test_with_fixed_rows_company_changes_no_byte(model: Model, shelves: Shelves)
 def opened(model: Model, controlnets: LocalControlNets, order: EngineOrder) -> Request:
     """A request as it stands when its server has died: its session is begun here, and its ControlNet not loaded."""
     conditions = encode_prompts(model, order.spec)
-    sessions = open_controls(controlnets, order.spec, order.control_images, conditions, from_step=0)
+    sessions = JobControlNets(controlnets, order)
+    sessions.begin(conditions, from_step=0)
     return Request(model, order.spec, conditions, controls=sessions.active)
 
 

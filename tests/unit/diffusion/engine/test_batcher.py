@@ -137,13 +137,13 @@ def test_a_request_with_more_rows_than_a_group_may_have_runs_by_itself() -> None
     assert all(len(step(chosen, here)) == 1 for _ in range(4))
 
 
-def test_an_isolated_request_shares_no_group() -> None:
+def test_an_exclusive_request_shares_no_group() -> None:
     chosen = batcher(shared)
     requests = [Asked(30) for _ in range(3)]
     for asked in requests:
         chosen.add(asked)
     chosen.next_group()
-    chosen.isolate(requests[1])
+    chosen.make_exclusive(requests[1])
     groups = [chosen.next_group() for _ in range(20)]
     assert [requests[1]] in groups
     assert all(len(group) == 1 for group in groups if requests[1] in group)
@@ -156,7 +156,7 @@ def test_a_queue_elsewhere_widens_the_group() -> None:
         return 0.1 * float(rows**0.95)
 
     alone, crowded = batcher(mild), batcher(mild)
-    crowded.expect(12)
+    crowded.set_backlog(12)
     for chosen in (alone, crowded):
         for steps in (4, 60, 60):
             chosen.add(Asked(steps))

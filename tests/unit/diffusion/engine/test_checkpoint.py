@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bottega.diffusion.engine import checkpoint
-from bottega.diffusion.engine.checkpoint import CheckpointMismatch, read_checkpoint, write_checkpoint
+from bottega.diffusion.engine.checkpoint import CheckpointMismatch, JobState, read_checkpoint, write_checkpoint
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.engine.events import JobCheckpointed
 from bottega.diffusion.engine.job import EngineOrder
@@ -87,7 +87,7 @@ def test_a_job_cut_at_any_step_ends_as_an_unbroken_one(
 def test_a_job_of_several_images_some_of_them_done_ends_as_an_unbroken_one(model: Model, easel: ManualEngine) -> None:
     order = EngineOrder(key=1, spec=replace(SPEC, num_images=3, sampler=SamplerKind.DPMPP_2M, guidance_rescale=0.5))
     left = cut(model, order, 11 + 6)
-    assert [state.step for state in read_checkpoint(left.data, model, order.spec)] == [11, 5, 0]
+    assert [state.step for state in read_checkpoint(left.data, model, order.spec).images] == [11, 5, 0]
     resumed = assert_resumes(easel, order, left)
     assert len(resumed.pixels) == 3
 
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_a_large_picture_is_under_a_mebibyte(model: Model) -> No
     state = RequestState(step=5, latent=latent, generator=torch.Generator().get_state(), sampler=sampler.state())
     assert latent.dtype == torch.float16
     assert len(state.sampler.tensors) == 1
-    assert 2 * latent.numel() * 2 < len(write_checkpoint(model, spec, [state])) < 2**20
+    assert 2 * latent.numel() * 2 < len(write_checkpoint(model, spec, JobState(images=[state]))) < 2**20
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,9 @@ def kept(unbroken: Drawing) -> JobCheckpointed:
 def with_state(**changes: Any) -> Callable[[Model, bytes], bytes]:
     """Writes a good checkpoint anew, its state changed."""
     return lambda model, data: write_checkpoint(
-        model, SHORT, [replace(state, **changes) for state in read_checkpoint(data, model, SHORT)]
+        model,
+        SHORT,
+        JobState(images=[replace(state, **changes) for state in read_checkpoint(data, model, SHORT).images]),
     )
 
 
@@ -177,8 +179,8 @@ def of_another(**changes: Any) -> Callable[[Model, bytes], bytes]:
     def write(model: Model, data: bytes) -> bytes:
         its_model = replace(model, **{name: value for name, value in changes.items() if hasattr(model, name)})
         its_spec = replace(SHORT, **{name: value for name, value in changes.items() if hasattr(SHORT, name)})
-        states = [read_checkpoint(data, model, SHORT)[0] for _ in range(its_spec.num_images)]
-        return write_checkpoint(its_model, its_spec, states)
+        states = [read_checkpoint(data, model, SHORT).images[0] for _ in range(its_spec.num_images)]
+        return write_checkpoint(its_model, its_spec, JobState(images=states))
 
     return write
 
@@ -237,7 +239,7 @@ def test_a_checkpoint_that_does_not_fit_is_logged_and_the_job_begins_again(
 
 
 def test_no_bit_of_a_checkpoint_can_change_unnoticed(model: Model, kept: JobCheckpointed) -> None:
-    assert read_checkpoint(kept.data, model, SHORT)[0].step == 2
+    assert read_checkpoint(kept.data, model, SHORT).images[0].step == 2
     for bit in random.Random(0).sample(range(8 * len(kept.data)), 400):
         with pytest.raises(CheckpointMismatch):
             read_checkpoint(flipped(kept.data, bit), model, SHORT)

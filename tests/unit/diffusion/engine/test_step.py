@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobStarted
 from bottega.diffusion.engine.job import STAGES, EngineOrder
+from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
@@ -132,15 +133,15 @@ def test_previews_asked_for_on_the_way_come_from_then_on(model: Model) -> None:
     easel = ManualEngine(Engine(model, replace(TOGETHER, progress_interval_s=1e-9)))
     for key in (0, 1):
         easel.submit(EngineOrder(key=key, spec=SPEC))
-    easel.engine.show(1)  # which waits to be encoded
+    easel.engine.enable_previews(1)  # which waits to be encoded
     shown: dict[object, list[bool]] = {0: [], 1: []}
     while easel.engine.busy:
         for event in easel.turn():
             if isinstance(event, JobAdvanced):
                 shown[event.key].append(event.preview is not None)
         if len(shown[0]) == 3:
-            easel.engine.show(0)
-    easel.engine.show(0)  # harmless when it is gone
+            easel.engine.enable_previews(0)
+    easel.engine.enable_previews(0)  # harmless when it is gone
     assert shown == {0: [False] * 3 + [True] * 3, 1: [True] * 6}
 
 
@@ -253,9 +254,10 @@ def test_drawing_leaves_the_process_own_random_numbers_alone(model: Model) -> No
 
 def test_a_turn_tells_that_it_is_alive_from_within(model: Model) -> None:
     """A slow turn must not be taken for a hang."""
-    easel = ManualEngine(Engine(model, EngineLimits()))
+    heartbeat = Heartbeat()
+    easel = ManualEngine(Engine(model, EngineLimits(), heartbeat=heartbeat))
     beats: list[int] = []
-    easel.engine.tell_alive(lambda: beats.append(easel.engine.turns))
+    heartbeat.subscribe(lambda: beats.append(easel.engine.turns))
     easel.submit(EngineOrder(key=1, spec=replace(SPEC, num_inference_steps=1)))
     for _ in easel.turn():
         pass

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bottega.diffusion.controlnets import LocalControlNets
 from bottega.diffusion.engine.engine import Engine, EngineLimits
-from bottega.diffusion.engine.events import JobCheckpointed, LorasIn
+from bottega.diffusion.engine.events import JobCheckpointed, JobDecided
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
@@ -71,15 +71,15 @@ def easels(model: Model, loras: LorasByHand) -> Iterator[Easels]:
 
     def make(patches: bool | None = None, limits: EngineLimits = TOGETHER, **options: Any) -> ManualEngine:
         for engine in engines:
-            engine.weights.restore()
+            engine.lora_weights.restore()
         engines.append(Engine(model, limits, loras=loras, **options))
         if patches is not None:
-            engines[-1].weights.costs.pays = lambda *_, **__: patches  # type: ignore[method-assign]
+            engines[-1].lora_weights.costs.pays = lambda *_, **__: patches  # type: ignore[method-assign]
         return ManualEngine(engines[-1])
 
     yield make
     for engine in engines:
-        engine.weights.restore()
+        engine.lora_weights.restore()
 
 
 @pytest.mark.parametrize("patches", [False, True], ids=["beside", "inside"])
@@ -92,13 +92,13 @@ def test_a_set_of_loras_draws_what_stock_with_peft_draws(
     theirs = styled_latent(stock, SPEC, scales)
     assert_close(drawing.latents[0], theirs)
     assert (theirs - latent_of(load_stock(), SPEC)).abs().max() > 0.05  # the LoRAs matter
-    assert (easel.engine.weights.patched is not None) == patches
+    assert (easel.engine.lora_weights.patched is not None) == patches
     assert [(each.name, each.scale, each.from_step) for each in drawing.record.loras] == [
         (name, scale, 0) for name, scale in scales.items()
     ]
     plain = easel.draw(EngineOrder(key="plain", spec=SPEC))
     assert_close(plain.latents[0], latent_of(load_stock(), SPEC))
-    assert easel.engine.weights.patched is None
+    assert easel.engine.lora_weights.patched is None
 
 
 def test_unlike_sets_plain_rows_and_controlnets_share_groups_and_each_is_its_own_stock_picture(
@@ -120,7 +120,7 @@ def test_unlike_sets_plain_rows_and_controlnets_share_groups_and_each_is_its_own
         easel = easels(patches=True, controlnets=LocalControlNets(shelf))
         orders = [styled_order(scales, spec, key) for key, (spec, scales) in jobs.items()]
         drawings = easel.run({0: [*orders, replace(controlled, control_images=(image,))]})
-        assert easel.engine.weights.swaps <= 2  # for the last ones, when they are alone
+        assert easel.engine.lora_weights.swaps <= 2  # for the last ones, when they are alone
         alone = easels(patches=False, controlnets=LocalControlNets(shelf))
         assert_close(
             drawings["controlled"].latents[0],
@@ -156,7 +156,7 @@ def test_a_late_set_draws_what_stock_draws_that_is_switched_at_that_step(
             easel.turn()
         loras.come(*scales)
         easel.run()
-    assert [event.step for event in drawing.all(LorasIn)] == [3]
+    assert [event.decisions.loras_step for event in drawing.all(JobDecided)] == [3]
     assert_close(drawing.latents[0], styled_latent(stock, SPEC, scales, 3))
     assert (drawing.latents[0] - styled_latent(stock, SPEC, scales)).abs().max() > 0.01
 
@@ -175,10 +175,10 @@ def test_a_resumed_attempt_uses_its_loras_from_the_same_step(
         easel.turn()
     loras.come("pastel")
     easel.run()
-    (went_in,) = first.all(LorasIn)
+    (went_in,) = first.all(JobDecided)
     checkpoint = next(event.data for event in first.all(JobCheckpointed) if event.steps_done == at)
     again = easels(limits=every_step)
-    order = replace(styled_order(scales, spec, bound=6), checkpoint=checkpoint, loras_step=went_in.step)
+    order = replace(styled_order(scales, spec, bound=6), checkpoint=checkpoint, decisions=went_in.decisions)
     resumed = again.draw(order)
     assert [each.from_step for each in resumed.record.loras] == [3]
     assert resumed.job is not None

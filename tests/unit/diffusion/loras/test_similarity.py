@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from bottega.diffusion.engine.decisions import Decisions
 from bottega.diffusion.engine.engine import Engine, EngineLimits
-from bottega.diffusion.engine.events import ImageDrawn, JobCheckpointed, JobStarted, LorasIn
+from bottega.diffusion.engine.events import ImageDrawn, JobCheckpointed, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.loras import TEXT_ENCODERS, UNET
 from bottega.diffusion.model.model import Model
@@ -46,7 +47,7 @@ def loras(components: dict[str, Components]) -> LorasByHand:
 def easel(model: Model, loras: LorasByHand) -> Iterator[ManualEngine]:
     engine = Engine(model, EAGER, loras=loras)
     yield ManualEngine(engine)
-    engine.weights.restore()
+    engine.lora_weights.restore()
 
 
 def _order(name: str = "style", *, key: str = "measured", spec: ResolvedSpec = SPEC, **options: Any) -> EngineOrder:
@@ -108,7 +109,7 @@ def test_nothing_is_drawn_before_the_loras_are_there_whatever_their_bound(
     assert not drawing.events
     loras.come("style")
     easel.run()
-    assert [event.step for event in drawing.all(LorasIn)] == [0]
+    assert [event.decisions.loras_step for event in drawing.all(JobDecided)] == [0]
     assert len(_measured(drawing)) == SPEC.num_inference_steps
 
 
@@ -116,10 +117,10 @@ def test_a_later_attempt_measures_from_the_beginning(model: Model, components: d
     often = ManualEngine(Engine(model, replace(EAGER, checkpoint_interval_s=0.0), loras=LorasByHand.of(components)))
     first = often.draw(_order())
     checkpoint = first.all(JobCheckpointed)[-1].data
-    again = often.draw(replace(_order(key="again"), checkpoint=checkpoint, loras_step=0))
+    again = often.draw(replace(_order(key="again"), checkpoint=checkpoint, decisions=Decisions(loras_step=0)))
     assert again.all(JobStarted)[0].steps_resumed == 0
     assert _measured(again) == pytest.approx(_measured(first), abs=1e-5)
-    often.engine.weights.restore()
+    often.engine.lora_weights.restore()
 
 
 def test_a_cancelled_one_leaves_nothing_behind(easel: ManualEngine) -> None:

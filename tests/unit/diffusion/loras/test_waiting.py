@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from bottega.diffusion.engine.engine import Engine, EngineLimits
-from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobStarted, LorasIn
+from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.loras import TEXT_ENCODERS, UNET, LoraSet, SwapCosts
+from bottega.diffusion.loras.addon import JobLoras
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import DataLoss, InvalidRequest, LoraUnusable, NotFinite, Unavailable
@@ -63,7 +64,7 @@ def clock() -> Clock:
 def easel(model: Model, loras: LorasByHand, clock: Clock) -> Iterator[ManualEngine]:
     engine = Engine(model, EAGER, loras=loras, clock=clock)
     yield ManualEngine(engine)
-    engine.weights.restore()  # the next test's engine has the same model
+    engine.lora_weights.restore()  # the next test's engine has the same model
 
 
 def styled(*names: str, spec: ResolvedSpec = SPEC, key: str = "styled", **options: Any) -> EngineOrder:
@@ -95,7 +96,7 @@ def test_an_exact_job_waits_before_its_first_step_and_nobody_else_does(
     assert loras.settled  # it pauses instead of spinning
     loras.come("outline")
     easel.run()
-    assert [type(event) for event in waiting.events[:3]] == [LorasIn, JobStarted, JobAdvanced]
+    assert [type(event) for event in waiting.events[:3]] == [JobDecided, JobStarted, JobAdvanced]
     (record,) = waiting.record.loras
     assert (record.from_step, record.load_s, record.wait_s) == (0, 1.25, 2.5)
     assert waiting.record.seconds["loras"] == pytest.approx(2.5 + record.patch_s)
@@ -107,13 +108,13 @@ def test_a_prompt_is_encoded_with_the_text_part_in_place_and_other_prompts_witho
     model: Model, easel: ManualEngine, loras: LorasByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[LoraSet | None] = []
-    put = easel.engine.weights.put_in_text
+    put = easel.engine.lora_weights.put_in_text
 
     def noted(each: LoraSet | None) -> float:
         seen.append(each)
         return put(each)
 
-    monkeypatch.setattr(easel.engine.weights, "put_in_text", noted)
+    monkeypatch.setattr(easel.engine.lora_weights, "put_in_text", noted)
     before = {name: tensor.clone() for name, tensor in model.text_encoders[1].state_dict().items()}
     late = easel.submit(styled("pastel", bound=3))
     plain = easel.submit(EngineOrder(key="plain", spec=SPEC))
@@ -145,7 +146,7 @@ def test_a_bounded_job_starts_at_once_and_waits_at_its_bound_while_others_go_on(
     assert steps_done(bounded) == 2  # all go in together
     loras.come("pastel")
     easel.run()
-    assert [event.step for event in bounded.all(LorasIn)] == [2]
+    assert [event.decisions.loras_step for event in bounded.all(JobDecided)] == [2]
     assert [(each.name, each.from_step, each.wait_s) for each in bounded.record.loras] == [
         ("outline", 2, 3.0),
         ("pastel", 2, 3.0),
@@ -165,8 +166,8 @@ def test_loras_that_come_before_the_bound_go_in_at_the_next_step_which_is_told_b
     turn_until(easel, lambda: steps_done(drawing) == 3)
     loras.come("outline")
     easel.run()
-    place = next(place for place, event in enumerate(drawing.events) if isinstance(event, LorasIn))
-    assert [event.step for event in drawing.all(LorasIn)] == [3]
+    place = next(place for place, event in enumerate(drawing.events) if isinstance(event, JobDecided))
+    assert [event.decisions.loras_step for event in drawing.all(JobDecided)] == [3]
     assert [event.steps_done for event in drawing.events[:place] if isinstance(event, JobAdvanced)] == [1, 2, 3]
     assert drawing.record.loras[0].wait_s == 0
 
@@ -174,7 +175,7 @@ def test_loras_that_come_before_the_bound_go_in_at_the_next_step_which_is_told_b
 def test_a_pinned_step_is_kept_whether_the_lora_is_early_or_late(easel: ManualEngine, loras: LorasByHand) -> None:
     loras.come("outline")
     early = easel.draw(styled("outline", key="early", from_step=3))
-    assert [event.step for event in early.all(LorasIn)] == [3]
+    assert [event.decisions.loras_step for event in early.all(JobDecided)] == [3]
     loras.here.clear()
     late = easel.submit(styled("outline", key="late", from_step=3))
     for _ in range(20):
@@ -196,11 +197,11 @@ def test_all_images_of_a_job_get_their_loras_at_one_step(model: Model, loras: Lo
     assert [request.step for request in drawing.job.requests] == [3, 0]
     loras.come("outline")
     easel.run()
-    assert [event.step for event in drawing.all(LorasIn)] == [3]
-    easel.engine.weights.restore()
+    assert [event.decisions.loras_step for event in drawing.all(JobDecided)] == [3]
+    easel.engine.lora_weights.restore()
     again = ManualEngine(Engine(model, one_by_one, loras=loras))
     pinned = again.draw(styled("outline", spec=replace(SPEC, num_images=2), from_step=3))
-    again.engine.weights.restore()
+    again.engine.lora_weights.restore()
     for ours, theirs in zip(drawing.latents, pinned.latents, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
 
@@ -248,7 +249,7 @@ def test_a_lora_that_does_not_fit_the_model_fails_its_job_and_touches_no_weight(
     loras.come("misfit")
     drawing = easel.draw(styled("misfit", bound=2))
     assert isinstance(drawing.error, LoraUnusable)
-    assert easel.engine.weights.pristine_bytes == 0
+    assert easel.engine.lora_weights.pristine_bytes == 0
     assert not loras.open
 
 
@@ -296,25 +297,25 @@ class Dear(SwapCosts):
 def test_requests_that_come_and_go_change_the_weights_between_turns_and_share_groups_throughout(
     model: Model, easel: ManualEngine, loras: LorasByHand
 ) -> None:
-    easel.engine.weights.costs = Cheap()
+    easel.engine.lora_weights.costs = Cheap()
     before = {name: tensor.clone() for name, tensor in model.backbone.unet.state_dict().items()}
     loras.come("outline", "pastel")
     first = easel.submit(styled("outline", spec=LONG, key="first"))
     turn_until(easel, lambda: steps_done(first) == 4)
-    states = [easel.engine.weights.patched is not None]
+    states = [easel.engine.lora_weights.patched is not None]
     second = easel.submit(styled("outline", key="second"))
     turn_until(easel, lambda: second.ended)
-    states.append(easel.engine.weights.patched is not None)
+    states.append(easel.engine.lora_weights.patched is not None)
     third = easel.submit(styled("pastel", key="third"))
     turn_until(easel, lambda: steps_done(third) == 2)
-    states.append(easel.engine.weights.patched is not None)
+    states.append(easel.engine.lora_weights.patched is not None)
     turn_until(easel, lambda: third.ended)
     easel.run()
-    states.append(easel.engine.weights.patched is not None)
+    states.append(easel.engine.lora_weights.patched is not None)
     assert states == [True, True, False, True]
-    assert easel.engine.weights.swaps == 3
+    assert easel.engine.lora_weights.swaps == 3
     assert second.record.mean_group_requests == third.record.mean_group_requests == 2
-    easel.engine.weights.restore()
+    easel.engine.lora_weights.restore()
     for name, tensor in model.backbone.unet.state_dict().items():
         assert torch.equal(tensor, before[name])
 
@@ -323,7 +324,7 @@ def test_requests_that_come_and_go_change_the_weights_between_turns_and_share_gr
 def test_loras_that_are_too_strong_are_named_with_their_scales(
     easel: ManualEngine, loras: LorasByHand, costs: type[SwapCosts]
 ) -> None:
-    easel.engine.weights.costs = costs()
+    easel.engine.lora_weights.costs = costs()
     loras.come("outline", "pastel")
     strong = (lora_spec("pastel", scale=0.5), lora_spec("outline", scale=1e38))
     drawing = easel.draw(EngineOrder(key="strong", spec=replace(SPEC, loras=strong)))
@@ -334,31 +335,33 @@ def test_loras_that_are_too_strong_are_named_with_their_scales(
 
 
 def test_a_swap_is_put_down_to_the_jobs_whose_set_went_in(easel: ManualEngine, loras: LorasByHand) -> None:
-    easel.engine.weights.costs = Cheap()
+    easel.engine.lora_weights.costs = Cheap()
     loras.come("outline")
     first = easel.submit(styled("outline", spec=LONG, key="first"))
     turn_until(easel, lambda: steps_done(first) == 4)
     assert first.job is not None
-    put_in_s = first.job.loras.patch_s
+    (part,) = first.job.addons.values()
+    assert isinstance(part, JobLoras)
+    put_in_s = part.patch_s
     assert put_in_s > 0
     with_it = easel.submit(styled("outline", key="with it"))
     turn_until(easel, lambda: with_it.ended)
     beside = easel.submit(styled("outline", key="beside", scale=0.5))
     turn_until(easel, lambda: beside.ended)
-    assert easel.engine.weights.swaps == 2, "in, and out for the sake of both"
+    assert easel.engine.lora_weights.swaps == 2, "in, and out for the sake of both"
     patch_s = [drawing.record.loras[0].patch_s for drawing in (with_it, beside)]
     assert patch_s == [0.0, 0.0], "it was in already; it never went in"
-    assert first.job.loras.patch_s == put_in_s
+    assert part.patch_s == put_in_s
 
 
 def test_taking_a_prompts_loras_out_of_the_text_encoders_is_put_down_to_nobody(
     easel: ManualEngine, loras: LorasByHand
 ) -> None:
-    easel.engine.weights.costs = Dear()
+    easel.engine.lora_weights.costs = Dear()
     loras.come("outline", "pastel")
     styled_text = easel.draw(styled("pastel", key="text"))
     unet_alone = easel.draw(styled("outline", key="UNet alone"))
-    assert easel.engine.weights.swaps == 0
+    assert easel.engine.lora_weights.swaps == 0
     assert styled_text.record.loras[0].patch_s > 0
     assert unet_alone.record.loras[0].patch_s == 0.0
 
@@ -367,7 +370,7 @@ def test_warming_up_measures_both_ways_and_leaves_the_weights_as_they_were(model
     before = {name: tensor.clone() for name, tensor in model.backbone.unet.state_dict().items()}
     engine = Engine(model, replace(EAGER, max_rows=2), loras=loras)
     engine.warm_up()
-    assert engine.weights.swaps == 4
-    assert engine.weights.patched is None
+    assert engine.lora_weights.swaps == 4
+    assert engine.lora_weights.patched is None
     for name, tensor in model.backbone.unet.state_dict().items():
         assert torch.equal(tensor, before[name])

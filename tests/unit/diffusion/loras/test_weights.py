@@ -287,17 +287,17 @@ def test_a_layer_without_a_module_that_it_fits_is_refused_by_name(net: Net, path
 def test_a_patch_pays_when_enough_steps_are_left_for_what_was_measured() -> None:
     costs, key = SwapCosts(), (("a", 1.0),)
     for _ in range(50):
-        costs.saw_step(key, 1.1, 1.0)
-        costs.saw_patch(1000, 2.0)
+        costs.observe_step(key, 1.1, 1.0)
+        costs.observe_patch(1000, 2.0)
     assert costs.share(key) == pytest.approx(0.1, abs=0.02)
     assert costs.swap_s(1000) == pytest.approx(3.0)
-    costs.saw_patch(500, 1.0)
+    costs.observe_patch(500, 1.0)
     assert costs.last_swap_s == pytest.approx(1.5)
     needed = next(steps for steps in itertools.count() if pays(costs, key, steps))
     assert 25 <= needed <= 36
     assert not pays(costs, key, needed - 1)
     for _ in range(50):
-        costs.saw_step(key, 1.4, 1.0)
+        costs.observe_step(key, 1.4, 1.0)
     assert pays(costs, key, needed // 2)
 
 
@@ -308,10 +308,10 @@ def pays(costs: SwapCosts, key: SetKey, steps: int) -> bool:
 def test_one_hiccup_does_not_decide_and_what_is_remembered_is_bounded() -> None:
     costs = SwapCosts()
     usual = costs.share(())
-    costs.saw_step((("a", 1.0),), 100.0, 1.0)
+    costs.observe_step((("a", 1.0),), 100.0, 1.0)
     assert costs.share(()) < 2 * usual
     for each in range(1000):
-        costs.saw_step(((str(each), 1.0),), 1.2, 1.0)
+        costs.observe_step(((str(each), 1.0),), 1.2, 1.0)
     assert len(costs._shares) <= 64
 
 

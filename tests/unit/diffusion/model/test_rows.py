@@ -23,7 +23,7 @@ from diffusers import (
 from peft import LoraConfig
 from torch import Tensor
 
-from bottega.diffusion.engine.checkpoint import read_checkpoint, write_checkpoint
+from bottega.diffusion.engine.checkpoint import JobState, read_checkpoint, write_checkpoint
 from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.forward import Denoiser
 from bottega.diffusion.engine.request import ActiveControl, Request
@@ -185,9 +185,9 @@ def resumed_request(model: Model, denoiser: Denoiser) -> Request:
     first = request(model, RESUMED)
     for _ in range(6):
         step(denoiser, [first])
-    data = write_checkpoint(model, RESUMED, [first.state()])
+    data = write_checkpoint(model, RESUMED, JobState(images=[first.state()]))
     step(denoiser, [first])  # what happens later is not in the checkpoint
-    return request(model, RESUMED, resume=read_checkpoint(data, model, RESUMED)[0])
+    return request(model, RESUMED, resume=read_checkpoint(data, model, RESUMED).images[0])
 
 
 def step(denoiser: Denoiser, group: list[Request]) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bottega.diffusion.engine.forward import Prediction
+from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
 from bottega.diffusion.parallel.pair import Offloadable, Pair, PairPrediction
 from bottega.diffusion.rows import Embeds, Half, Row
@@ -75,7 +76,7 @@ def pair_with(*seconds: float, one_row_s: float = OWN_S) -> tuple[Pair, Scripted
     for _ in range(20):  # settled
         times.observe((8, 8), 2, 2 * OWN_S)
         times.observe((8, 8), 1, one_row_s)
-    return Pair(Network(times), follower, times), follower
+    return Pair(Network(times), follower, times, Heartbeat()), follower
 
 
 def shared(pair: Pair, turns: int) -> list[bool]:
@@ -90,7 +91,7 @@ def test_every_row_has_the_noise_of_whoever_computed_it() -> None:
     prediction = pair.predict(rows, lendable("a"))
     assert isinstance(prediction, PairPrediction)
     assert {row: float(noise.mean()) for row, noise in prediction.noise.items()} == {unconditional: 0, conditional: 1}
-    assert prediction.lent == {"a"}
+    assert prediction.offloaded == {"a"}
 
 
 def test_all_turns_are_shared_with_a_follower_that_is_as_quick() -> None:

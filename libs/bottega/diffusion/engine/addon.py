@@ -1,0 +1,141 @@
+"""The interface of an add-on: what a job waits for before a step, what it decides, and what the provenance says of it.
+
+The engine has a list of add-ons and names none of them. Each gives a job its own part, when the job needs any:
+
+    submitted      AddOn.open              asks for what takes time; refuses what can never be had
+    encoding       JobAddOn.prompt_ready   whether the prompt can be read
+                   AddOn.before_prompt     makes the text encoders ready for this job
+    encoded        JobAddOn.attach         the job's requests exist: gives them what they need
+    before a turn  JobAddOn.update         takes in what has come
+                   JobAddOn.blocks         which requests cannot make their next step
+                   JobAddOn.decide         what a later attempt has to repeat
+    each turn      AddOn.before_group, after_forward
+                   JobAddOn.after_forward, after_step
+    ended          JobAddOn.report, close
+
+ControlNets (bottega.diffusion.controlnets.addon) and LoRAs (bottega.diffusion.loras.addon) are two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from bottega.diffusion.engine.decisions import Decisions
+from bottega.diffusion.rows import Row
+
+if TYPE_CHECKING:
+    from bottega.diffusion.engine.encode import Conditions
+    from bottega.diffusion.engine.events import EngineRecord
+    from bottega.diffusion.engine.forward import Prediction
+    from bottega.diffusion.engine.job import EngineJob, EngineOrder
+    from bottega.diffusion.engine.request import Request
+    from bottega.diffusion.parallel.offload import RemoteJob
+
+
+class JobAddOn:
+    """What one job has of an add-on. What is not overridden does nothing."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is still to come that the job may have to wait for."""
+        return False
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the job may go on from a checkpoint."""
+        return True
+
+    def prompt_ready(self, now_s: float) -> bool:
+        """Whether the prompt can be encoded. Raises the BottegaError for which it never can."""
+        return True
+
+    def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
+        """The job's prompt is encoded, and its requests are made. Raises BottegaError where the job can never begin."""
+
+    def update(self, now_s: float) -> None:
+        """Takes in what has come, and gives back what is not needed any more.
+
+        Raises the BottegaError for which the job can never go on.
+        """
+
+    def blocks(self, request: Request) -> bool:
+        """Whether the request, which is not done, cannot make its next step now."""
+        return False
+
+    def decide(self, decisions: Decisions) -> Decisions:
+        """The decisions of this attempt, with those of this add-on in them once they are made."""
+        return decisions
+
+    def after_forward(self, prediction: Prediction) -> float:
+        """A step of the job ran in this forward. Returns the seconds of it that the job waited for the add-on."""
+        return 0.0
+
+    def after_step(self, request: Request) -> None:
+        """A request of the job has made a step."""
+
+    def offload(self, remote: RemoteJob) -> RemoteJob:
+        """What the other worker of a pair has to know to compute rows of this job, with this add-on's part in it."""
+        return remote
+
+    def report(self, record: EngineRecord) -> EngineRecord:
+        """What happened to the job, with this add-on's part in it."""
+        return record
+
+    def close(self) -> None:
+        """The job is over, or was never begun. Harmless the second time."""
+
+
+class AddOn:
+    """One kind of thing that jobs may need beside the model. What is not overridden does nothing."""
+
+    def open(self, order: EngineOrder) -> JobAddOn | None:
+        """What a submitted job has of it; None where it needs nothing. Raises BottegaError where it can never be."""
+        return None
+
+    def before_prompt(self, part: JobAddOn | None) -> None:
+        """The prompt of a job with this part, or with none, is encoded next. Raises BottegaError where it cannot be."""
+
+    def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
+        """Returns when more has come of what these wait for, or after the timeout. parts: some that are waiting."""
+
+    def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
+        """A group is chosen next. Whether a request shares groups with others than before: its key has changed.
+
+        requests: all that may be in it. step_s: seconds of a step of all of them, 0 where that is not known.
+        """
+        return False
+
+    def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
+        """Learns what a forward of these rows took. Whether one of as many plain rows takes as long.
+
+        plain_s: what that is known to take.
+        """
+        return True
+
+    def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:
+        """The engine is about to serve. row: of the model's usual size. predict: runs a forward of such rows."""
+
+
+Parts = Mapping[AddOn, JobAddOn]
+"""A job's parts, by add-on; of those that it needs."""
+
+
+def open_parts(addons: Sequence[AddOn], order: EngineOrder) -> Parts:
+    """The parts of a job that is submitted. Raises the BottegaError of the first add-on that cannot serve it."""
+    parts: dict[AddOn, JobAddOn] = {}
+    try:
+        for addon in addons:
+            part = addon.open(order)
+            if part is not None:
+                parts[addon] = part
+    except Exception:
+        close_parts(parts)
+        raise
+    return parts
+
+
+def close_parts(parts: Parts) -> None:
+    """Closes all of them."""
+    for part in parts.values():
+        part.close()

@@ -1,0 +1,19 @@
+"""What an attempt decides that a later attempt of its job has to repeat, to draw the same picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """One field for each decision; None is not decided. loras_step: the step from which the LoRAs are in force."""
+
+    loras_step: int | None = None
+
+    def or_else(self, earlier: Decisions) -> Decisions:
+        """These, and the earlier ones where these decide nothing."""
+        return Decisions(loras_step=earlier.loras_step if self.loras_step is None else self.loras_step)
+
+
+NO_DECISIONS = Decisions()
