@@ -206,7 +206,7 @@ def test_a_refused_pair_is_told_once_and_tried_again(
     try:
         wait_until(lambda: "workers a and b" in str([vars(record) for record in caplog.records]), "a warning")
         time.sleep(1.2)
-        told = [record for record in caplog.records if record.name.endswith("leading")]
+        told = [record for record in caplog.records if record.name.endswith("leader")]
         assert len(told) == 1
         assert not peer.free
         follower.refusal = None
