@@ -11,6 +11,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from xdist.remote import Producer  # type: ignore[import-untyped]
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 from tests.support.interruption import handle_signals
 
@@ -27,6 +29,8 @@ hypothesis.settings.register_profile("bottega", deadline=None)
 hypothesis.settings.load_profile("bottega")
 
 _ALONE = "pytest.mark.alone"
+# Folders whose files share the services of a fixture of their session, which each process of the tests would start.
+_SHARING = frozenset({"tests/e2e/suite"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,6 +68,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unseen = [path for path in {item.path for item in parts[False]} if part == "beside" and not _has_mark(path)]
         if unseen:
             raise pytest.UsageError(f"the second part would not find the tests of {unseen}: write {_ALONE} in them")
+
+
+class _FoldersTogether(LoadFileScheduling):  # type: ignore[misc]  # it has no types
+    """A process takes a file at a time, and at once all files of a folder whose tests share what they started."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        folder = file.rpartition("/")[0]
+        return folder if folder in _SHARING else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    """See _FoldersTogether."""
+    return _FoldersTogether(config, log)
 
 
 def _has_mark(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""One running suite for all end-to-end tests: a gateway and a worker of the embedded model, as real processes."""
+"""One running suite for many end-to-end tests: gateway, worker of the embedded model and LoRA store, as processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from bottega.client import Client
 from bottega.rpc.channel import channel_options
+from bottega.v1 import fleet_pb2
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, worker_config
 from tests.support.stock import Stock
@@ -20,10 +21,11 @@ ENGINE = {**SMALL_ENGINE, "checkpoint_interval_s": 0.2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """A gateway with one worker that has joined it."""
+    """A gateway with one worker and a LoRA store that have joined it."""
 
     gateway: Service
     worker: Service
+    store: Service
 
 
 @pytest.fixture(scope="session")
@@ -31,9 +33,23 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     with Services(tmp_path_factory.mktemp("suite")) as services:
         gateway = services.start("bottega.gateway", gateway_config())
         worker = services.start("bottega.worker", worker_config(gateway.fleet, name="w1", engine=ENGINE))
-        with Client(gateway.address) as client:
+        store = services.start("bottega.loras", store_config(gateway.fleet))
+        with Client(gateway.address, fleet_address=gateway.fleet) as client:
             wait_until(lambda: bool(client.models()), "the worker to join")
-        yield Suite(gateway=gateway, worker=worker)
+            wait_until(lambda: has_store(client), "the store to join")
+        yield Suite(gateway=gateway, worker=worker, store=store)
+
+
+def store_config(gateway: str, **overrides: object) -> dict[str, object]:
+    """Configuration of a LoRA store of the gateway whose fleet listener is at `gateway`, on free ports."""
+    server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
+    return {"name": "loras", "gateway": gateway, "server": server, **overrides}
+
+
+def has_store(client: Client) -> bool:
+    """Whether the gateway sees a LoRA store."""
+    kind = fleet_pb2.SERVICE_KIND_LORAS
+    return any(member.registration.kind == kind for member in client.fleet().members)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -10,24 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bottega.client import Client, Lora, Picture
-from bottega.errors import LoraUnusable, NoLora
-from bottega.miniature import WEIGHTS
-from bottega.v1 import fleet_pb2
-from bottega.v1.lora_pb2 import SetLoraProfileRequest
-from bottega.v1.lora_pb2_grpc import LoraServiceStub
+from bottega.errors import NoLora
+from tests.e2e.conftest import has_store, store_config
 from tests.samples.lora_files import Part, base_shapes, kohya, save
 from tests.support.services import Service, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
 
 _PROMPT = "a big red star on the left on a blue background"
 _DRAW: dict[str, Any] = {"seed": 3, "num_inference_steps": 20}
-# Of another model the gateway remembers for a while that it was there: without a name it would have to be guessed.
-_SHORT: dict[str, Any] = {"seed": 3, "num_inference_steps": 4, "model": "miniature"}
+_SHORT: dict[str, Any] = {"seed": 3, "num_inference_steps": 4}
 _LATEST = 16
 # A LoRA of rank 4 takes .8 s, about ten steps; one of rank 16, in all modules, 13 s.
 _BYTES_PER_S = 150_000
@@ -41,60 +35,42 @@ _ENGINE = {
     "lora_timeout_s": _TIMEOUT_S,
     "lora_silence_s": _SILENCE_S,
 }
-_SERVER = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """worker: of the miniature; another one, where a test starts it, has its weights under another name."""
+    """A gateway with a worker of the miniature and a LoRA store behind a slow link."""
 
-    services: Services
     client: Client
     store: Service
     worker: Service
-    gateway: Service
     folder: Path
 
-    def add(self, name: str, *, base: str = "miniature", **parts: Any) -> None:
+    def add(self, name: str, **parts: Any) -> None:
         """Brings a LoRA."""
-        self.client.add_lora(name, _lora(self.folder / f"{name}.safetensors", **parts), base=base)
+        self.client.add_lora(name, _lora(self.folder / f"{name}.safetensors", **parts), base="miniature")
 
     def draw(self, *loras: Lora, **options: Any) -> Picture:
         """With these LoRAs."""
         return self.client.generate(_PROMPT, lora=loras, **{**_DRAW, **options})
 
-    def has_store(self) -> bool:
-        """Whether the gateway sees one."""
-        kind = fleet_pb2.SERVICE_KIND_LORAS
-        return any(member.registration.kind == kind for member in self.client.fleet().members)
-
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     folder = tmp_path_factory.mktemp("late")
-    other = folder / "other"
-    shutil.copytree(WEIGHTS, other)
     with Services(folder) as services:
         gateway = services.start("bottega.gateway", gateway_config(), name="gateway")
         worker = services.start("bottega.worker", worker_config(gateway.fleet, name="w", engine=_ENGINE), name="worker")
-        store = {
-            "name": "loras",
-            "gateway": gateway.fleet,
-            "server": _SERVER,
-            "links": {"bytes_per_s": _BYTES_PER_S},
-            "bases": {"miniature": "miniature", "other": str(other)},
-        }
+        store = store_config(gateway.fleet, links={"bytes_per_s": _BYTES_PER_S})
         with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
             made = Suite(
-                services=services,
                 client=client,
                 store=services.start("bottega.loras", store, name="store"),
                 worker=worker,
-                gateway=gateway,
                 folder=folder,
             )
             wait_until(lambda: bool(client.models()), "the worker to join")
-            wait_until(made.has_store, "the store to join")
+            wait_until(lambda: has_store(client), "the store to join")
             yield made
 
 
@@ -154,34 +130,6 @@ def test_a_profile_is_measured_with_real_pictures_and_remembered(suite: Suite) -
     assert 0 <= measured.max_step == min(measured.prompts) < 10
     (bound,) = suite.client.lora("measured").bounds
     assert (bound.num_inference_steps, bound.max_step) == (10, measured.max_step)
-
-
-def test_its_profile_says_until_which_step_a_lora_may_be_late(suite: Suite) -> None:
-    suite.add("profiled", seed=8, rank=12)  # takes 2.4 s, some thirty steps
-    profile = SetLoraProfileRequest(name="profiled", digest=suite.client.lora("profiled").digest)
-    profile.bounds.add(num_inference_steps=2 * _DRAW["num_inference_steps"], max_step=4)
-    with grpc.insecure_channel(suite.store.address) as channel:
-        LoraServiceStub(channel).SetLoraProfile(profile, timeout=_TIMEOUT_S)
-    drawn = suite.draw(Lora("profiled"), bounded_lora_loading=True)
-    (use,) = drawn.provenance.loras
-    assert use.from_step == 2, "without a profile it were the fourth"
-    assert use.wait_s > 0
-
-
-def test_a_lora_for_another_base_of_the_fleet_is_refused_and_one_without_a_model_goes_to_its_own(suite: Suite) -> None:
-    suite.add("for-other", seed=6, base="other")
-    engine = {**_ENGINE, "model": str(suite.folder / "other")}
-    worker = suite.services.start(
-        "bottega.worker", worker_config(suite.gateway.fleet, name="o", engine=engine), name="o"
-    )
-    wait_until(lambda: len(suite.client.models()) == 2, "the other worker to join")
-    drawn = suite.draw(Lora("for-other"))
-    assert (drawn.provenance.parameters.model, drawn.provenance.worker) == ("other", "o")
-    with pytest.raises(LoraUnusable, match="miniature") as caught:
-        suite.draw(Lora("for-other"), model="miniature")
-    assert caught.value.metadata == {"lora": "for-other", "made_for": "other", "model": "miniature"}
-    worker.stop()
-    wait_until(lambda: len(suite.client.models()) == 1, "the other worker to leave")
 
 
 def test_a_store_that_dies_in_mid_fetch_fails_who_waits_for_it_and_nobody_else(suite: Suite) -> None:

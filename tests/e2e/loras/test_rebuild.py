@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from bottega.client import Client
-from bottega.v1 import fleet_pb2
+from tests.e2e.conftest import has_store, store_config
 from tests.support.running_loras import lora_file
 from tests.support.services import Service, Services, gateway_config
 from tests.support.waiting import wait_until
@@ -29,20 +29,14 @@ def _bottega(gateway: Service, *said: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _has_store(client: Client) -> bool:
-    kind = fleet_pb2.SERVICE_KIND_LORAS
-    return any(member.registration.kind == kind for member in client.fleet().members)
-
-
 def test_loras_whose_catalogue_is_gone_are_brought_back_by_a_command(tmp_path: Path) -> None:
     folder = tmp_path / "loras"
-    server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
     with Services(tmp_path) as services:
         gateway = services.start("bottega.gateway", gateway_config(), name="gateway")
-        settings = {"name": "loras", "gateway": gateway.fleet, "server": server, "folder": str(folder)}
+        settings = store_config(gateway.fleet, folder=str(folder))
         store = services.start("bottega.loras", settings, name="store")
         with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=_COMMAND_S) as client:
-            wait_until(lambda: _has_store(client), "the store to join")
+            wait_until(lambda: has_store(client), "the store to join")
             for seed, name in enumerate(("ink", "wash")):
                 client.add_lora(name, lora_file(tmp_path, seed=seed), trigger_words=[f"in {name}"])
             client.pin_lora("ink")
@@ -51,7 +45,7 @@ def test_loras_whose_catalogue_is_gone_are_brought_back_by_a_command(tmp_path: P
             for path in folder.glob("catalogue.db*"):
                 path.rename(tmp_path / f"moved-{path.name}")
             store = services.start("bottega.loras", settings, name="store")
-            wait_until(lambda: _has_store(client), "the store to join again")
+            wait_until(lambda: has_store(client), "the store to join again")
             warned = [event for event in store.events() if "were put into quarantine" in str(event.get("event"))]
             assert [(event["level"], event["folder"]) for event in warned] == [("WARNING", str(folder / "quarantine"))]
             assert client.loras() == ()

@@ -83,6 +83,7 @@ def flood(images: ImageServiceStub, specs: list[GenerationSpec]) -> Iterator[set
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["refused", "large"])
 def test_hostile_images_beside_ordinary_requests_delay_them_little(
     suite: Suite, images: ImageServiceStub, kind: str

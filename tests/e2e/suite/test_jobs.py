@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import time
 import uuid
 from typing import Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from bottega.client import Client, Completed, JobState, Progress
-from bottega.errors import ImageNotFound, JobCancelled, JobNotFinished, RequestIdReused
-from bottega.rpc.status import from_rpc_error
+from bottega.client import Client, JobState, Progress
+from bottega.errors import ImageNotFound, RequestIdReused
 from bottega.v1.generation_pb2 import GenerationSpec
-from bottega.v1.image_pb2 import GenerateRequest, GetImageRequest
+from bottega.v1.image_pb2 import GenerateRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.support.waiting import wait_until
 
@@ -67,18 +63,6 @@ def test_whoever_watches_a_job_that_runs_may_ask_for_previews(client: Client) ->
     assert any(event.previews for event in events)
 
 
-def test_watching_tells_the_state_first_and_the_end_last(client: Client) -> None:
-    job = client.submit(PROMPT, seed=4, **{**LONG, "num_inference_steps": 80})
-
-    events = list(job.watch())
-
-    assert isinstance(events[-1], Completed)
-    assert any(isinstance(event, Progress) for event in events)
-    again = list(job.watch())
-    assert isinstance(again[-1], Completed)
-    assert again[-1].images[0].data == events[-1].images[0].data
-
-
 def test_the_same_request_id_gives_the_same_bytes_and_draws_once(client: Client) -> None:
     request_id = uuid.uuid4().hex
     first = client.generate(PROMPT, request_id=request_id, **QUICK)
@@ -90,18 +74,6 @@ def test_the_same_request_id_gives_the_same_bytes_and_draws_once(client: Client)
         client.generate("something else", request_id=request_id, **QUICK)
 
 
-def test_a_request_with_an_id_goes_on_when_its_caller_leaves(images: ImageServiceStub, client: Client) -> None:
-    request_id = uuid.uuid4().hex
-    spec = GenerationSpec(prompt=PROMPT, num_inference_steps=60, seed=1)
-    call = images.Generate(GenerateRequest(request_id=request_id, spec=spec), timeout=60)
-    job_id = next(call).event.job_id
-    call.cancel()
-
-    assert _ended(client, job_id) is JobState.COMPLETED
-    attached = client.generate(PROMPT, request_id=request_id, num_inference_steps=60, seed=1)
-    assert attached.job_id == job_id
-
-
 def test_a_request_without_an_id_ends_when_its_caller_leaves(images: ImageServiceStub, client: Client) -> None:
     # Long enough to be left, and on a slow machine still done within its deadline, else it would be refused.
     call = images.Generate(GenerateRequest(spec=GenerationSpec(prompt=PROMPT, num_inference_steps=200)), timeout=60)
@@ -109,60 +81,3 @@ def test_a_request_without_an_id_ends_when_its_caller_leaves(images: ImageServic
     call.cancel()
 
     assert _ended(client, job_id) is JobState.CANCELLED
-
-
-def test_cancelling_stops_a_job_and_whoever_watches_it(client: Client) -> None:
-    job = client.submit(PROMPT, num_images=8, **LONG)
-    wait_until(lambda: job.status().steps_done > 0, "the first step")
-    with pytest.raises(JobNotFinished):
-        job.image()
-
-    began = time.monotonic()
-    job.cancel()
-
-    assert _ended(client, job.id) is JobState.CANCELLED
-    with pytest.raises(JobCancelled):
-        list(job.watch())
-    client.generate(PROMPT, **QUICK)
-    assert time.monotonic() - began < 5.0, "the cancelled job went on computing"
-    assert job.cancel().state is JobState.CANCELLED
-
-
-def test_jobs_are_listed_newest_first_in_pages(client: Client) -> None:
-    made = [client.submit(PROMPT, seed=seed, **QUICK).id for seed in range(5)]
-    for job_id in made:
-        _ended(client, job_id)
-
-    seen: list[str] = []
-    token = ""
-    while len(seen) < 5:
-        page = client.list_jobs(page_size=2, page_token=token)
-        assert len(page.jobs) == 2
-        seen += [job.job_id for job in page.jobs]
-        token = page.next_page_token
-
-    assert seen[:5] == made[::-1]
-    running = client.list_jobs(states=[JobState.QUEUED, JobState.RUNNING]).jobs
-    assert not set(made) & {job.job_id for job in running}
-
-
-def test_an_image_comes_in_chunks_whose_digest_is_told_first(images: ImageServiceStub, client: Client) -> None:
-    picture = client.generate(PROMPT, seed=2, **QUICK)
-
-    answers = list(images.GetImage(GetImageRequest(job_id=picture.job_id, index=0), timeout=10))
-
-    data = b"".join(answer.chunk for answer in answers)
-    assert data == picture.data
-    assert answers[0].image.digest == hashlib.sha256(data).hexdigest()
-    assert answers[0].image.size_bytes == len(data)
-    assert not any(answer.HasField("image") for answer in answers[1:])
-
-
-def test_a_deadline_that_passes_is_told_as_such(images: ImageServiceStub) -> None:
-    spec = GenerationSpec(prompt=PROMPT, num_inference_steps=200, num_images=8)
-
-    with pytest.raises(grpc.RpcError) as raised:
-        list(images.Generate(GenerateRequest(spec=spec), timeout=1.0))
-
-    code = from_rpc_error(raised.value).code
-    assert code.name in {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}

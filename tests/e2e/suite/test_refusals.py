@@ -5,27 +5,17 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from typing import Any
 
-import grpc
 import PIL.Image
 import pytest
 
 from bottega.client import Client
 from bottega.errors import (
     BadImage,
-    ControlNetNotFound,
-    FieldNotServed,
     InvalidRequest,
-    JobNotFound,
     ModelNotFound,
-    NoControlNet,
     TooLarge,
 )
-from bottega.rpc.status import from_rpc_error
-from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Techniques
-from bottega.v1.image_pb2 import GenerateRequest, SubmitJobRequest
-from bottega.v1.image_pb2_grpc import ImageServiceStub
 
 PROMPT = "a red star"
 
@@ -44,20 +34,6 @@ def _bomb() -> bytes:
 
     header = struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-
-
-def _refusal(images: ImageServiceStub, spec: GenerationSpec) -> BaseException:
-    """The typed error of Generate, which must be that of SubmitJob too."""
-    found = []
-    for call in (
-        lambda: list(images.Generate(GenerateRequest(spec=spec), timeout=30)),
-        lambda: images.SubmitJob(SubmitJobRequest(spec=spec), timeout=30),
-    ):
-        with pytest.raises(grpc.RpcError) as raised:
-            call()
-        found.append(from_rpc_error(raised.value))
-    assert type(found[0]) is type(found[1])
-    return found[0]
 
 
 def test_an_unknown_model_is_not_found_with_the_list_of_those_served(client: Client) -> None:
@@ -89,44 +65,6 @@ def test_every_violation_is_listed_at_once(client: Client) -> None:
     assert expected | {"use_karras_sigmas", "strength", "quality"} <= fields
 
 
-@pytest.mark.parametrize(
-    ("extra", "field"),
-    [
-        ({"image": _png(), "mask_image": _png()}, "mask_image"),
-        ({"techniques": Techniques(approximate_cache=True)}, "techniques"),
-    ],
-)
-def test_a_field_that_is_not_served_is_named(images: ImageServiceStub, extra: dict[str, Any], field: str) -> None:
-    error = _refusal(images, GenerationSpec(prompt=PROMPT, **extra))
-
-    assert isinstance(error, FieldNotServed)
-    assert field in error.metadata["field"]
-
-
-def test_a_bad_value_is_told_before_a_field_that_is_not_served(images: ImageServiceStub) -> None:
-    techniques = Techniques(approximate_cache=True)
-    error = _refusal(images, GenerationSpec(prompt=PROMPT, techniques=techniques, num_inference_steps=0))
-
-    assert isinstance(error, InvalidRequest)
-    assert "num_inference_steps" in error.violations[0].field
-
-
-@pytest.mark.parametrize("data", [b"no image", _png()[:60], _bomb()], ids=["text", "cut", "bomb"])
-def test_a_control_image_that_cannot_be_decoded_is_named(images: ImageServiceStub, data: bytes) -> None:
-    nets = [ControlNet(name="edges", image=_png()), ControlNet(name="edges", image=data)]
-    error = _refusal(images, GenerationSpec(prompt=PROMPT, controlnets=nets))
-
-    assert isinstance(error, BadImage)
-    assert [violation.field for violation in error.violations] == ["spec.controlnets[1].image"]
-
-
-def test_a_controlnet_that_nobody_hosts_is_no_picture_without_it(images: ImageServiceStub) -> None:
-    net = ControlNet(name="no-such", image=_png())
-    error = _refusal(images, GenerationSpec(prompt=PROMPT, controlnets=[net]))
-
-    assert isinstance(error, NoControlNet | ControlNetNotFound)
-
-
 @pytest.mark.parametrize("data", [b"no image", _png()[:60], _bomb()], ids=["text", "cut", "bomb"])
 def test_an_image_that_cannot_be_decoded_is_refused_before_it_is_acknowledged(client: Client, data: bytes) -> None:
     before = len(client.list_jobs(page_size=100).jobs)
@@ -143,10 +81,3 @@ def test_a_request_that_cannot_fit_is_refused_with_the_limit_named(client: Clien
 
     with pytest.raises((TooLarge, InvalidRequest), match=str(model.max_pixels)):
         client.generate(PROMPT, width=side, height=side)
-
-
-def test_unknown_jobs_are_not_found(client: Client) -> None:
-    job = client.job("no-such-job")
-    for call in (job.status, job.cancel, job.image, job.result):
-        with pytest.raises(JobNotFound):
-            call()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bottega.client import Client
-from bottega.errors import LoraNotFound, NoLora
 from bottega.v1 import fleet_pb2
 from tests.samples.lora_files import Part, base_shapes, kohya, save
-from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
 
 _PROMPT = "a big red star on the left on a blue background"
@@ -20,27 +17,10 @@ _DRAW: dict[str, Any] = {"seed": 3, "num_inference_steps": 6}
 
 
 @pytest.fixture(scope="module")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Service]]:
-    """A client of the suite, and its LoRA store, which has `strong`."""
-    folder = tmp_path_factory.mktemp("loras")
-    with Services(folder) as services:
-        gateway = services.start("bottega.gateway", gateway_config(), name="gateway")
-        engine = {**SMALL_ENGINE, "lora_timeout_s": 3.0, "lora_silence_s": 2.0}
-        services.start("bottega.worker", worker_config(gateway.fleet, name="w", engine=engine), name="worker")
-        server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
-        store = services.start(
-            "bottega.loras", {"name": "loras", "gateway": gateway.fleet, "server": server}, name="store"
-        )
-        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
-            wait_until(lambda: bool(client.models()), "the worker to join")
-            wait_until(lambda: _has_store(client), "the store to join")
-            client.add_lora("strong", _lora(folder, seed=1))
-            yield client, store
-
-
-def _has_store(client: Client) -> bool:
-    kind = fleet_pb2.SERVICE_KIND_LORAS
-    return any(member.registration.kind == kind for member in client.fleet().members)
+def client(client: Client, tmp_path_factory: pytest.TempPathFactory) -> Client:
+    """Of the suite, whose store has `strong`."""
+    client.add_lora("strong", _lora(tmp_path_factory.mktemp("loras"), seed=1))
+    return client
 
 
 def _lora(folder: Path, *, seed: int) -> Path:
@@ -52,8 +32,7 @@ def _lora(folder: Path, *, seed: int) -> Path:
     return save(kohya(parts, seed=seed)[0], folder / f"lora-{seed}.safetensors")
 
 
-def test_a_picture_with_a_lora_is_another_one_and_the_same_again(suite: tuple[Client, Service]) -> None:
-    client, _ = suite
+def test_a_picture_with_a_lora_is_another_one_and_the_same_again(client: Client) -> None:
     plain = client.generate(_PROMPT, **_DRAW)
     drawn = client.generate(_PROMPT, lora=[("strong", 0.8)], **_DRAW)
     assert drawn.pil().tobytes() != plain.pil().tobytes()
@@ -68,14 +47,12 @@ def test_a_picture_with_a_lora_is_another_one_and_the_same_again(suite: tuple[Cl
     assert client.generate(_PROMPT, **_DRAW).data == plain.data, "nothing of a LoRA stays in the weights"
 
 
-def test_a_lora_of_scale_zero_changes_nothing(suite: tuple[Client, Service]) -> None:
-    client, _ = suite
+def test_a_lora_of_scale_zero_changes_nothing(client: Client) -> None:
     plain = client.generate(_PROMPT, **_DRAW)
     assert client.generate(_PROMPT, lora=[("strong", 0.0)], **_DRAW).pil().tobytes() == plain.pil().tobytes()
 
 
-def test_a_worker_tells_the_fleet_what_is_in_its_weights_and_what_a_swap_takes(suite: tuple[Client, Service]) -> None:
-    client, _ = suite
+def test_a_worker_tells_the_fleet_what_is_in_its_weights_and_what_a_swap_takes(client: Client) -> None:
     client.generate(_PROMPT, lora=[("strong", 0.7)], seed=3, num_inference_steps=50)
     told = [(client.lora("strong").digest, 0.7)]
     wait_until(lambda: _in_weights(client) == told, "the set to be told")
@@ -93,17 +70,3 @@ def _load(client: Client) -> fleet_pb2.Load:
     kind = fleet_pb2.SERVICE_KIND_WORKER
     (worker,) = (member for member in client.fleet().members if member.registration.kind == kind)
     return worker.load
-
-
-def test_without_its_store_requests_with_loras_fail_and_others_do_not(
-    suite: tuple[Client, Service], tmp_path: Path
-) -> None:
-    client, store = suite
-    client.add_lora("cold", _lora(tmp_path, seed=2))
-    with pytest.raises(LoraNotFound):
-        client.generate(_PROMPT, lora=["nothing"], **_DRAW)
-    store.kill()
-    wait_until(lambda: not _has_store(client), "the store to be missed")
-    with pytest.raises(NoLora):
-        Client(client.address, timeout_s=5.0).generate(_PROMPT, lora=["cold"], **_DRAW)
-    assert client.generate(_PROMPT, **_DRAW).data
