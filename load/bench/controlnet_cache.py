@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 
-from bottega.planning import CacheItem, EvictionOrder, LoadCache, LoadLease, Popularity
+from bottega.caching import CacheItem, EvictionOrder, LoadClaim, LoadPlan, Popularity
 from load.bench.arrivals import poisson
 from load.bench.report import report
 from load.bench.trace_shape import A, B, Service
@@ -85,11 +85,11 @@ ORDERS: dict[str, Callable[[], EvictionOrder]] = {
 class Replay:
     """A shelf with places for so many ControlNets of one size, on a clock of its own."""
 
-    shelf: LoadCache
+    shelf: LoadPlan
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _order: itertools.count[int] = field(default_factory=itertools.count)
     _now_s: float = 0.0
-    _loans: list[LoadLease] = field(default_factory=list)
+    _loans: list[LoadClaim] = field(default_factory=list)
 
     def request(self, at_s: float, names: Sequence[str]) -> None:
         """A request arrives; requests come in their order."""
@@ -128,7 +128,7 @@ class Outcome:
 
 def replay(service: Service, order: EvictionOrder, *, places: int, requests: int, rate_per_s: float) -> Outcome:
     """Draws requests of a service, the same for every order."""
-    run = Replay(shelf=LoadCache(places, order))
+    run = Replay(shelf=LoadPlan(places, order))
     drawn = itertools.islice(service.draw(random.Random(service.name)), requests)
     arrivals = poisson(rate_per_s, [0] * requests, random.Random(1))
     learnt = int(LEARNING * requests)
@@ -141,7 +141,7 @@ def replay(service: Service, order: EvictionOrder, *, places: int, requests: int
     return Outcome(misses=misses / (hits + misses), loads=loads / (hits + misses))
 
 
-def _counts(shelf: LoadCache) -> tuple[int, int, int]:
+def _counts(shelf: LoadPlan) -> tuple[int, int, int]:
     return shelf.counts.hits, shelf.counts.misses, shelf.counts.loads
 
 

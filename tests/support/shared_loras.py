@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bottega.errors import PeerDead
+from bottega.caching import TieredCache
+from bottega.errors import LoraNotFound, PeerDead
 from bottega.lora import canonical
 from bottega.lora.canonical import BACKBONE, ModuleWeights, TensorData
 from bottega.lora.safetensors_header import LENGTH_BYTES, header_bytes
 from bottega.loras.config import LinksConfig
 from bottega.loras.links import LoraLinks
-from bottega.loras.tiered_cache import TieredCache
 from bottega.transport import Offer, offer_from_wire, offer_to_wire
 from bottega.v1.link_pb2 import LinkOffer
 
@@ -93,7 +93,14 @@ class Shelf:
 @contextlib.contextmanager
 def shelf(folder: Path, *, unix: bool = True, bytes_per_s: int = 0, budget_bytes: int = 1 << 30) -> Iterator[Shelf]:
     """unix: whether it has a door for its own host. bytes_per_s: of every link; 0 is without a limit."""
-    tiers = TieredCache(lambda digest: folder / digest, budget_bytes=budget_bytes, most=100, at_once=2)
+    tiers = TieredCache(
+        lambda digest: folder / digest,
+        what="LoRA",
+        missing=lambda digest: LoraNotFound("there is none", metadata={"loras": digest}),
+        budget_bytes=budget_bytes,
+        max_entries=100,
+        max_loads=2,
+    )
     config = LinksConfig(socket=str(folder / "links.sock") if unix else None, bytes_per_s=bytes_per_s)
     links = LoraLinks(config, tiers=tiers)
     try:

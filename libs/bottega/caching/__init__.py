@@ -1,1 +1,30 @@
-"""What is kept within a budget: which entries go first, what is loaded next, and the tiers of memory over disk."""
+"""What is kept within a budget of bytes: files in memory over disk, values that a thread loads, and what goes first.
+
+TieredCache keeps files in sealed memory over the disk; LoadCache loads values for those who borrow them; LruCache and
+Popularity say which entry goes first.
+"""
+
+from bottega.caching.load_cache import Lease, LoadCache, Loader
+from bottega.caching.load_plan import CacheItem, LoadClaim, LoadCommand, LoadCounts, LoadPlan
+from bottega.caching.lru_cache import LruCache, LruEntry
+from bottega.caching.popularity import EvictionOrder, Popularity
+from bottega.caching.tiered_cache import CacheLease, Tier, TieredCache, TierStatistics
+
+__all__ = [
+    "CacheItem",
+    "CacheLease",
+    "EvictionOrder",
+    "Lease",
+    "LoadCache",
+    "LoadClaim",
+    "LoadCommand",
+    "LoadCounts",
+    "LoadPlan",
+    "Loader",
+    "LruCache",
+    "LruEntry",
+    "Popularity",
+    "Tier",
+    "TierStatistics",
+    "TieredCache",
+]

@@ -1,237 +1,202 @@
-"""What to load and what to let go within a byte budget: adapters on a shelf, from which requests borrow.
+"""Values, such as weights of adapters, that one thread loads within a budget of bytes, and that many borrow.
 
-A state machine that loads nothing itself: whoever owns the memory asks `next_load`, obeys, and says what came of
-it. Knows names and sizes; knows no torch, no threads and no clock.
+What is loaded and let go, and when, is decided by LoadPlan; this carries it out.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
+import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar
 
-from bottega.caching.popularity import EvictionOrder
-from bottega.errors import TooLarge
+from bottega.caching.load_plan import CacheItem, LoadClaim, LoadCommand, LoadCounts, LoadPlan
+from bottega.caching.popularity import Popularity
+from bottega.errors import BottegaError, Draining, InternalError
 
-# Loans after which something that was expected and never borrowed counts like everything else.
-_PATIENCE = 100
+ValueT = TypeVar("ValueT")
+LoadedT_co = TypeVar("LoadedT_co", covariant=True)
 
+_log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheItem:
-    """Something that can be on the shelf."""
-
-    name: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadCommand:
-    """An order to the owner of the memory: first forget `evicted`, then load `name`."""
-
-    name: str
-    evicted: tuple[str, ...]
+# A load that has begun cannot be broken off; what it loaded is dropped with the process.
+_STOP_S = 30.0
 
 
-@dataclass(slots=True, kw_only=True)
-class LoadCounts:
-    """What has happened since the start. hits, misses: uses that found the item loaded, or did not."""
+class Loader(Protocol[LoadedT_co]):
+    """What there is to be loaded. what: one of it is, for people."""
 
-    hits: int = 0
-    misses: int = 0
-    loads: int = 0
-    failures: int = 0
-    evictions: int = 0
+    what: str
+
+    def size_bytes(self, name: str) -> int:
+        """That it takes in memory. Raises BottegaError where there is none of that name. Any thread may ask."""
+        ...
+
+    def load(self, name: str) -> LoadedT_co:
+        """Loads it, in the cache's thread. Raises BottegaError saying why it cannot be."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class LoadLease:
-    """Items that one request borrows together. granted: they stay, and are loaded as far as they are not yet."""
+class Lease(Generic[ValueT]):
+    """What one request has borrowed. Its values are there when `values` has a result, in the order asked for.
 
-    items: tuple[CacheItem, ...]
-    granted: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class _Residence:
-    """An item that is loaded or being loaded."""
-
-    size_bytes: int
-    loaded: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class _KnownItem:
-    """An item that somebody has asked for. expected_until: by number of loans. broken: its last load failed."""
-
-    size_bytes: int
-    expected_until: int = 0
-    broken: bool = False
-
-
-class LoadCache:
-    """Items within `budget_bytes`, one load at a time.
-
-    Items on loan are never let go. Loans are granted in their order, each with all its items at once, so that two
-    requests never wait for each other's. Of what is not on loan, `order` says what goes first. When nobody waits,
-    what is expected is loaded ahead, and what is far more popular than what is here comes back: an unpopular item
-    takes the place of a popular one only while it is used.
+    Its exception is the BottegaError for which one of them cannot be.
     """
 
-    def __init__(self, budget_bytes: int, order: EvictionOrder) -> None:
-        self.counts = LoadCounts()
-        self._budget_bytes = budget_bytes
-        self._order = order
-        self._places: dict[str, _Residence] = {}
-        self._known: dict[str, _KnownItem] = {}
-        self._waiting: list[LoadLease] = []
-        self._users: Counter[str] = Counter()
-        self._loading: str | None = None
-        self._lent = 0
+    claim: LoadClaim
+    values: Future[tuple[ValueT, ...]] = field(default_factory=Future)
+
+
+class LoadCache(Generic[ValueT]):
+    """Any thread may call it, and no call waits for a load. popularity: in what order values are let go."""
+
+    def __init__(self, loader: Loader[ValueT], *, budget_bytes: int, popularity: Popularity | None = None) -> None:
+        self._loader = loader
+        self._popularity = popularity or Popularity()
+        self._plan = LoadPlan(budget_bytes, self._popularity)
+        self._values: dict[str, ValueT] = {}
+        self._leases: list[Lease[ValueT]] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._load_all, name=f"{loader.what} loads", daemon=True)
+        self._thread.start()
+
+    @property
+    def counts(self) -> LoadCounts:
+        """Hits, misses, loads, failures and evictions since the start."""
+        with self._changed:
+            return replace(self._plan.counts)
+
+    @property
+    def popularity(self) -> dict[str, int]:
+        """Uses among the last ones, by name, the most popular first."""
+        with self._changed:
+            return self._popularity.counts
 
     @property
     def loaded(self) -> list[str]:
         """Names of what is loaded."""
-        return [name for name, place in self._places.items() if place.loaded]
+        with self._changed:
+            return self._plan.loaded
 
     @property
     def coming(self) -> list[str]:
-        """Names of what is not loaded and will be as soon as it can: what is being loaded, or was asked for."""
-        wanted = dict.fromkeys(item.name for loan in self._waiting for item in loan.items) | dict.fromkeys(self._users)
-        loading = [self._loading] if self._loading is not None else []
-        return [*loading, *(name for name in wanted if name not in self._places)]
+        """Names of what is being loaded, or waits for it because somebody has asked."""
+        with self._changed:
+            return self._plan.coming
 
     @property
     def used_bytes(self) -> int:
         """Of what is loaded or being loaded."""
-        return sum(place.size_bytes for place in self._places.values())
+        with self._changed:
+            return self._plan.used_bytes
 
-    def borrow(self, items: Sequence[CacheItem]) -> LoadLease:
-        """Counts a use of each and begins a loan of all of them.
+    def borrow(self, names: Sequence[str]) -> Lease[ValueT]:
+        """Begins a lease of these, together.
 
-        Raises TooLarge when they can never be here together.
+        Raises what the loader says of a name, TooLarge where they have no room together, Draining once it is closed.
         """
-        together = sum({item.name: item.size_bytes for item in items}.values())
-        if together > self._budget_bytes:
-            names = ", ".join(dict.fromkeys(item.name for item in items))
-            raise TooLarge(
-                f"{names} take {together} bytes together; there is room for {self._budget_bytes} (budget_bytes)",
-                metadata={"limit": "budget_bytes", "budget_bytes": str(self._budget_bytes)},
-            )
-        self._lent += 1
-        for item in items:
-            self._order.used(item.name)
-            self._know(item).expected_until = 0
-        loan = LoadLease(items=tuple(items))
-        self._waiting.append(loan)
-        self._grant()
-        return loan
+        items = [self._item(name) for name in names]
+        with self._changed:
+            if self._closed:
+                raise self._closing()
+            lease: Lease[ValueT] = Lease(claim=self._plan.borrow(items))
+            self._leases.append(lease)
+            self._answer()
+            self._changed.notify()
+        return lease
 
-    def give_back(self, loan: LoadLease) -> None:
-        """Ends a loan, granted or not."""
-        if loan.granted:
-            self._users.subtract(item.name for item in loan.items)
-            self._users += Counter()  # drops those without users
+    def give_back(self, lease: Lease[ValueT]) -> None:
+        """Ends a lease. Harmless when it has ended."""
+        with self._changed:
+            if lease in self._leases:
+                self._leases.remove(lease)
+                self._plan.give_back(lease.claim)
+                self._answer()
+                self._changed.notify()
+        lease.values.cancel()
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Requests that wait elsewhere will borrow these. Names that are not known are left out."""
+        items = []
+        for name in names:
+            try:
+                items.append(self._item(name))
+            except BottegaError:
+                continue
+        with self._changed:
+            self._plan.expect(items)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends the loads and fails the leases that wait for one."""
+        with self._changed:
+            self._closed = True
+            for lease in [lease for lease in self._leases if not lease.values.done()]:
+                self._fail(lease, self._closing())
+            self._changed.notify()
+        self._thread.join(_STOP_S)
+        if not self._thread.is_alive():
+            self._values.clear()
+
+    def _item(self, name: str) -> CacheItem:
+        return CacheItem(name=name, size_bytes=self._loader.size_bytes(name))
+
+    def _closing(self) -> Draining:
+        return Draining(f"the {self._loader.what}s of this process are being put away")
+
+    def _load_all(self) -> None:
+        while (command := self._next()) is not None:
+            self._load(command.name)
+
+    def _load(self, name: str) -> None:
+        """By itself, so that nothing is kept of one value while the next one is loaded."""
+        try:
+            value = self._loader.load(name)
+        except Exception as error:  # noqa: BLE001 - the boundary of a load: its failure is told to those who wait
+            self._on_failed(name, error)
         else:
-            self._waiting.remove(loan)
-        self._grant()
+            self._on_loaded(name, value)
 
-    def expect(self, items: Iterable[CacheItem]) -> None:
-        """Requests that wait elsewhere will borrow these: they are loaded ahead while nobody here waits."""
-        for item in items:
-            if item.size_bytes <= self._budget_bytes:
-                self._know(item).expected_until = self._lent + _PATIENCE
-
-    def next_load(self) -> LoadCommand | None:
-        """What to load now; None while something is being loaded, or nothing is to be."""
-        if self._loading is not None:
-            return None
-        for name in self._users:
-            if name not in self._places:
-                # Granted only where all that is on loan has room: what is in the way is not on loan.
-                victims = self._victims(name, self._idle())
-                assert victims is not None, "no more is lent than there is room for"
-                return self._begin(name, victims)
-        return self._ahead()
-
-    def finished(self, name: str) -> None:
-        """The load has succeeded."""
-        self._places[name].loaded = True
-        self._known[name].broken = False
-        self._loading = None
-        self.counts.loads += 1
-
-    def failed(self, name: str) -> None:
-        """The load has failed: it is tried again only for those who ask anew, so the caller ends the loans of it."""
-        del self._places[name]
-        self._known[name].broken = True
-        self._loading = None
-        self.counts.failures += 1
-
-    def _know(self, item: CacheItem) -> _KnownItem:
-        known = self._known.setdefault(item.name, _KnownItem(size_bytes=item.size_bytes))
-        if item.name not in self._places:  # what is here has the size that it had when it was loaded
-            known.size_bytes = item.size_bytes
-        return known
-
-    def _grant(self) -> None:
-        """Grants loans, first come first served, while all that is on loan has room together."""
-        while self._waiting:
-            first = self._waiting[0]
-            names = {item.name for item in first.items} | set(self._users)
-            if sum(self._known[name].size_bytes for name in names) > self._budget_bytes:
-                return
-            self._waiting.pop(0)
-            first.granted = True
-            for item in first.items:
-                place = self._places.get(item.name)
-                if place is not None and place.loaded:
-                    self.counts.hits += 1
-                else:
-                    self.counts.misses += 1
-                self._users[item.name] += 1
-
-    def _idle(self) -> list[str]:
-        """What may be let go, the first to go first: what is expected goes last."""
-        idle = [name for name, place in self._places.items() if place.loaded and name not in self._users]
-        return sorted(idle, key=lambda name: (self._expected(name), self._order.value(name)))
-
-    def _expected(self, name: str) -> bool:
-        return self._known[name].expected_until > self._lent
-
-    def _victims(self, name: str, candidates: Sequence[str]) -> list[str] | None:
-        """Whom of `candidates`, in their order, the item takes the place of; None where it has no room even so."""
-        lack = self.used_bytes + self._known[name].size_bytes - self._budget_bytes
-        victims: list[str] = []
-        for candidate in candidates:
-            if lack <= 0:
-                break
-            victims.append(candidate)
-            lack -= self._places[candidate].size_bytes
-        return victims if lack <= 0 else None
-
-    def _begin(self, name: str, victims: Sequence[str]) -> LoadCommand:
-        for victim in victims:
-            del self._places[victim]
-        self._places[name] = _Residence(size_bytes=self._known[name].size_bytes)
-        self._loading = name
-        self.counts.evictions += len(victims)
-        return LoadCommand(name=name, evicted=tuple(victims))
-
-    def _ahead(self) -> LoadCommand | None:
-        """What to load though nobody waits for it: what is expected, then what is worth it."""
-        if self._waiting:
-            return None  # room will be needed for those
-        absent = [
-            name
-            for name, known in self._known.items()
-            if name not in self._places
-            and not known.broken
-            and (self._expected(name) or self._order.worth_replacing(name, ()))
-        ]
-        idle = [name for name in self._idle() if not self._expected(name)]
-        for name in sorted(absent, key=lambda name: (self._expected(name), self._order.value(name)), reverse=True):
-            victims = self._victims(name, idle)
-            if victims is not None and (self._expected(name) or self._order.worth_replacing(name, victims)):
-                return self._begin(name, victims)
+    def _next(self) -> LoadCommand | None:
+        """Waits for the next load and forgets what makes room for it; None once the cache is closed."""
+        with self._changed:
+            while not self._closed:
+                command = self._plan.next_load()
+                if command is not None:
+                    for name in command.evicted:
+                        del self._values[name]
+                    return command
+                self._changed.wait()
         return None
+
+    def _on_loaded(self, name: str, value: ValueT) -> None:
+        with self._changed:
+            self._plan.finished(name)
+            self._values[name] = value
+            self._answer()
+
+    def _on_failed(self, name: str, error: Exception) -> None:
+        what = self._loader.what
+        told = error if isinstance(error, BottegaError) else InternalError(f"the {what} {name} cannot be loaded")
+        _log.error("a %s cannot be loaded", what, extra={"entry": name, "why": str(error)}, exc_info=told is not error)
+        with self._changed:
+            self._plan.failed(name)
+            for lease in list(self._leases):
+                if lease.claim.granted and any(item.name == name for item in lease.claim.items):
+                    self._fail(lease, told)
+
+    def _answer(self) -> None:
+        """Hands the values to every lease whose values are all here."""
+        for lease in self._leases:
+            names = [item.name for item in lease.claim.items]
+            if lease.claim.granted and not lease.values.done() and all(name in self._values for name in names):
+                lease.values.set_result(tuple(self._values[name] for name in names))
+
+    def _fail(self, lease: Lease[ValueT], error: BottegaError) -> None:
+        self._leases.remove(lease)
+        self._plan.give_back(lease.claim)
+        lease.values.set_exception(error)

@@ -3,8 +3,6 @@
 The gateway's scheduler and the worker's engine decide by the same functions, so that they agree.
 """
 
-from bottega.caching.load_cache import CacheItem, LoadCache, LoadCommand, LoadCounts, LoadLease
-from bottega.caching.popularity import EvictionOrder, Popularity
 from bottega.planning.cost import Shape, StepTimes
 from bottega.planning.lora_bounds import LEAST_LATENT_SIMILARITY, latest_step
 from bottega.planning.pairing import rows_to_lend
@@ -15,14 +13,7 @@ from bottega.planning.work import RemainingWork, control_steps, rows_per_image, 
 __all__ = [
     "LEAST_LATENT_SIMILARITY",
     "LEAST_SIMILARITY",
-    "EvictionOrder",
-    "CacheItem",
-    "LoadCommand",
-    "LoadLease",
-    "Popularity",
     "Shape",
-    "LoadCache",
-    "LoadCounts",
     "StepTimes",
     "RemainingWork",
     "best_width",

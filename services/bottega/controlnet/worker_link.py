@@ -120,7 +120,7 @@ class ControlNetWorkerLink(LinkHandler):
             return
         self._loans[opening.loan] = _ControlLease(opening=opening, hold=hold)
         # Called by whoever loads, under its lock: what is to be done is done by the thread that answers.
-        hold.nets.add_done_callback(lambda _: self.answer(lambda link: self._opened(link, opening.loan)))
+        hold.values.add_done_callback(lambda _: self.answer(lambda link: self._opened(link, opening.loan)))
 
     def _check(self, opening: Opening) -> None:
         numbers = {session.number for session in opening.sessions}
@@ -138,7 +138,7 @@ class ControlNetWorkerLink(LinkHandler):
         if loan is None:
             return  # closed meanwhile
         try:
-            nets = loan.hold.nets.result(timeout=0)
+            nets = loan.hold.values.result(timeout=0)
             sessions = [ControlSession(net, control) for net, control in zip(nets, loan.opening.controls, strict=True)]
         except Exception as error:  # noqa: BLE001 - the boundary of a loan: its failure is not the others'
             self._give_back(number)

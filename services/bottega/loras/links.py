@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bottega.caching import TieredCache
 from bottega.loras.config import LinksConfig
-from bottega.loras.tiered_cache import TieredCache
 from bottega.loras.worker_link import LoraWorkerLink
 from bottega.rpc.address import split
 from bottega.transport import (

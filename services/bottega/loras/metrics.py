@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bottega.loras.tiered_cache import Tier, TierStatistics
+from bottega.caching import Tier, TierStatistics
 from bottega.rpc.operation.link_metrics import LinkMetrics
 from bottega.v1.link_pb2 import LinkCounts
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bottega import rules
+from bottega.caching import TieredCache
 from bottega.errors import (
     BottegaError,
     ConfigError,
@@ -34,7 +35,6 @@ from bottega.loras.links import LoraLinks
 from bottega.loras.metrics import LoraMetrics, StoreStatistics
 from bottega.loras.records import CatalogueRecord
 from bottega.loras.recovery import LoraRecovery, RestoredLora
-from bottega.loras.tiered_cache import TieredCache
 from bottega.miniature import WEIGHTS
 from bottega.process import open_files
 from bottega.process.memory import resident_bytes
@@ -83,9 +83,11 @@ class LoraStore:
         self._most_in_memory = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
         self._tiers = TieredCache(
             self._files.path,
+            what="LoRA",
+            missing=missing_lora,
             budget_bytes=config.budget_bytes,
-            most=self._most_in_memory,
-            at_once=config.loads_at_once,
+            max_entries=self._most_in_memory,
+            max_loads=config.loads_at_once,
         )
         self._links = LoraLinks(config.links, tiers=self._tiers)
         imports = config.imports
@@ -143,7 +145,7 @@ class LoraStore:
         async with self.intake.keeping:
             record = await self._catalogue.get(name)
             left_s = max(0.0, self._leases.get(record.digest, 0.0) - time.monotonic())
-            if self._tiers.lent(record.digest) or left_s:
+            if self._tiers.leases(record.digest) or left_s:
                 wait_s = max(1.0, left_s)
                 raise LoraInUse(
                     f"{name} is in use: it is being sent to workers, or a job needs it or did a moment ago; "
@@ -333,6 +335,11 @@ class LoraStore:
             except Exception:  # noqa: BLE001 - the boundary of the task: without it the figure stays as it is for ever
                 _log.exception("memory could not be measured")
             await asyncio.sleep(_MEMORY_INTERVAL_S)
+
+
+def missing_lora(digest: str) -> LoraNotFound:
+    """The error for weights that the store does not have."""
+    return LoraNotFound("the store has no LoRA of that digest", metadata={"loras": digest})
 
 
 def _base(name: str, folder: str) -> Path:

@@ -7,11 +7,11 @@ from __future__ import annotations
 import os
 import time
 
+from bottega.caching import CacheLease
 from bottega.errors import BottegaError, DataLoss, InternalError
 from bottega.lora import messages
 from bottega.lora.canonical import CanonicalLora, parse
 from bottega.lora.safetensors_header import LENGTH_BYTES, header_bytes
-from bottega.loras.tiered_cache import CacheLease
 from bottega.transport import Deadline, Link
 
 # A message that is not taken in this time never will be.

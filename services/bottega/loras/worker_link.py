@@ -14,10 +14,10 @@ from concurrent.futures import Future
 
 from google.protobuf import json_format
 
+from bottega.caching import CacheLease, TieredCache
 from bottega.errors import BottegaError, InternalError, NoSharedMemory, TooLarge
 from bottega.lora import messages
 from bottega.lora.messages import LoraMessageKind
-from bottega.loras.tiered_cache import CacheLease, TieredCache
 from bottega.loras.transfer import LoraTransfer, RateLimiter
 from bottega.rpc.status import to_job_error
 from bottega.transport import Incoming, Link, LinkHandler, LinkListener, Offer, SealedFile, send

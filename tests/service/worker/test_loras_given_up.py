@@ -72,7 +72,7 @@ def test_what_was_closed_before_it_came_never_stays(tmp_path: Path, worker: _Wor
             worker.source.close([worker.begin(digest)])
         last = worker.begin(digests[-1])  # comes after all that was asked for before it
         worker.wait(lambda: last.ready)
-        worker.wait(lambda: not any(map(store.tiers.lent, digests)))
+        worker.wait(lambda: not any(map(store.tiers.leases, digests)))
         assert worker.source.resident == digests[-1:]
         size_bytes = (tmp_path / digests[-1]).stat().st_size
         assert worker.source.used_bytes <= size_bytes
@@ -103,7 +103,7 @@ def test_a_link_carries_no_more_of_what_is_given_up(tmp_path: Path, worker: _Wor
         worker.wait(lambda: worker.received_bytes > 1 << 20)
         assert (handle.text_ready, handle.ready) == (True, False)
         worker.source.close([handle])
-        worker.wait(lambda: not store.tiers.lent(large))
+        worker.wait(lambda: not store.tiers.leases(large))
         behind = worker.begin(small)
         worker.wait(lambda: behind.ready)
         assert worker.received_bytes < len(file) // 4

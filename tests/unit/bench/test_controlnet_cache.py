@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from bottega.planning import Popularity
+from bottega.caching import Popularity
 from load.bench.controlnet_cache import BOUND, JUDGED, ONE_BY_ONE_PER_S, LeastRecentlyUsed, replay
 from load.bench.trace_shape import A, B, Service
 

@@ -48,7 +48,7 @@ def session(shelf: ControlNetCache, net: str = "edges", side: int = 64, scale: f
     embeds = Embeds(prompt=torch.randn(77, 128), pooled=torch.randn(64), time_ids=torch.zeros(6))
     halves = dict.fromkeys(Half, embeds)
     control = ControlInput(name=net, image=control_image(1), height=side, width=side, halves=halves, scale=scale)
-    (loaded,) = shelf.borrow([net]).nets.result(LOAD_S)
+    (loaded,) = shelf.borrow([net]).values.result(LOAD_S)
     return ControlSession(loaded, control)
 
 

@@ -34,7 +34,7 @@ class _LocalSession:
     @property
     def failed(self) -> bool:
         """Whether its ControlNet can never be here."""
-        return self.hold.nets.done() and self.hold.nets.exception() is not None
+        return self.hold.values.done() and self.hold.values.exception() is not None
 
 
 class LocalControlNets:
@@ -137,8 +137,8 @@ class LocalControlNets:
 
     def _session(self, seat: _LocalSession) -> ControlSession | None:
         """The seat's session, begun once its ControlNet is here. Raises the BottegaError for which it never will."""
-        if seat.session is None and seat.hold.nets.done():
-            net = seat.hold.nets.result()[seat.place]
+        if seat.session is None and seat.hold.values.done():
+            net = seat.hold.values.result()[seat.place]
             seat.session = ControlSession(net, seat.control)
         return seat.session
 
@@ -150,5 +150,5 @@ def _seat(handle: Hashable) -> _LocalSession:
 
 def _pending(handles: Sequence[Hashable]) -> set[Future[tuple[ControlNet, ...]]]:
     """The loans of these handles that still wait for a load."""
-    holds = {_seat(handle).hold.nets for handle in handles}
+    holds = {_seat(handle).hold.values for handle in handles}
     return {nets for nets in holds if not nets.done()}

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from bottega.caching import LruCache
 from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
 from bottega.errors import BottegaError, DataLoss, LoraNotFound, NoLora
 from bottega.transport import LinkCounters
@@ -45,14 +46,14 @@ class LoraCache:
         self._offers = offers
         self._device = device
         self._dtype = dtype
-        self._budget_bytes = budget_bytes
         self._settings = settings
         self._counters = counters
         self._known: tuple[LoraStore, ...] | None = None
         self._unasked: list[LoraDownload] = []  # for want of a store
         self._links: OrderedDict[str, StoreLink] = OrderedDict()
-        # The one used longest ago first.
-        self._arrivals: OrderedDict[str, LoraDownload] = OrderedDict()
+        self._arrivals = LruCache[LoraDownload](
+            budget_bytes=budget_bytes, on_evict=lambda _, arrival: self._refusals.pop(arrival, None)
+        )
         self._refusals: dict[LoraDownload, dict[str, BottegaError]] = {}  # by address
         self._changed = threading.Condition()
         self._news = 0
@@ -61,12 +62,12 @@ class LoraCache:
     @property
     def resident(self) -> list[str]:
         """Digests of what is here, the newest used last."""
-        return [digest for digest, arrival in list(self._arrivals.items()) if arrival.ready]
+        return [digest for digest, arrival in self._arrivals.items() if arrival.ready]
 
     @property
     def used_bytes(self) -> int:
         """Of what is here."""
-        return sum(arrival.size_bytes for arrival in list(self._arrivals.values()))
+        return self._arrivals.used_bytes
 
     @property
     def linked(self) -> int:
@@ -89,11 +90,12 @@ class LoraCache:
         with self._changed:
             arrival = self._arrivals.get(ref.digest)
             if arrival is None or arrival.error is not None:
-                arrival = self._arrivals[ref.digest] = LoraDownload(ref, device=self._device, dtype=self._dtype)
+                arrival = LoraDownload(ref, device=self._device, dtype=self._dtype)
+                self._arrivals.add(ref.digest, arrival)
                 self._ask(arrival)
             arrival.users += 1
             if arrival.error is None:
-                self._arrivals.move_to_end(ref.digest)
+                self._arrivals.use(ref.digest)
         return DownloadHandle(arrival)
 
     def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:
@@ -114,7 +116,7 @@ class LoraCache:
                     handle.arrival.users -= 1
                     if not handle.arrival.users and not handle.arrival.ready:
                         self._give_up(handle.arrival)
-            self._let_go()
+            self._arrivals.trim_idle()
 
     def stop(self) -> None:
         """Ends all links."""
@@ -191,7 +193,7 @@ class LoraCache:
         self._refusals.pop(arrival, None)
         self._unasked = [each for each in self._unasked if each is not arrival]
         if self._arrivals.get(arrival.ref.digest) is arrival:
-            del self._arrivals[arrival.ref.digest]
+            self._arrivals.remove(arrival.ref.digest)
         for link in self._links.values():
             link.give_up(arrival)
 
@@ -199,7 +201,7 @@ class LoraCache:
         arrival.error = error
         self._refusals.pop(arrival, None)
         if self._arrivals.get(arrival.ref.digest) is arrival:
-            del self._arrivals[arrival.ref.digest]
+            self._arrivals.remove(arrival.ref.digest)
         self._news += 1
         self._changed.notify_all()
 
@@ -207,17 +209,6 @@ class LoraCache:
         with self._changed:
             self._news += 1
             self._changed.notify_all()
-
-    def _let_go(self) -> None:
-        """Of what is here and nobody waits for, as much as is over the budget, that used longest ago first."""
-        idle = [arrival for arrival in self._arrivals.values() if arrival.ready and not arrival.users]
-        excess = sum(arrival.size_bytes for arrival in idle) - self._budget_bytes
-        for arrival in idle:
-            if excess <= 0:
-                return
-            excess -= arrival.size_bytes
-            del self._arrivals[arrival.ref.digest]
-            self._refusals.pop(arrival, None)
 
 
 def _settled(handle: LoraHandle) -> bool:

@@ -65,6 +65,11 @@ class LoraDownload:
         """Whether all of it is here, and is what was asked for."""
         return self.arrived_s is not None
 
+    @property
+    def is_idle(self) -> bool:
+        """See LruEntry."""
+        return self.ready and not self.users
+
     def layers(self, component: str) -> Layers:
         """What it does to one component."""
         return self._layers[component]

@@ -52,7 +52,7 @@ def shelves(model: Model, folders: dict[str, Path]) -> Shelves:
 
 
 def nets(hold: ControlNetLease) -> tuple[ControlNet, ...]:
-    return hold.nets.result(WAIT_S)
+    return hold.values.result(WAIT_S)
 
 
 def eventually(true: Callable[[], bool]) -> bool:
@@ -80,9 +80,9 @@ def test_while_one_is_loaded_the_others_are_there_at_once(shelves: Shelves) -> N
         assert gate.waiting.wait(WAIT_S)
         for _ in range(3):
             quick = shelf.borrow(["edges"])
-            assert quick.nets.done()
+            assert quick.values.done()
             shelf.give_back(quick)
-        assert not slow.nets.done()
+        assert not slow.values.done()
         gate.open()
         assert nets(slow)[0].name == "depth"
 
@@ -101,7 +101,7 @@ def test_what_is_borrowed_stays_and_whoever_has_no_room_waits(shelves: Shelves, 
         nets(first)
         second = shelf.borrow(["layout", "depth"])
         time.sleep(0.1)
-        assert not second.nets.done()
+        assert not second.values.done()
         assert sorted(shelf.loaded) == ["depth", "edges"]
         shelf.give_back(first)
         assert nets(second)[0].name == "layout"
@@ -124,7 +124,7 @@ def test_what_is_expected_is_loaded_ahead(shelves: Shelves) -> None:
     with shelves() as shelf:
         shelf.expect(["layout", "nobody knows"])
         assert eventually(lambda: shelf.loaded == ["layout"])
-        assert shelf.borrow(["layout"]).nets.done()
+        assert shelf.borrow(["layout"]).values.done()
         assert (shelf.counts.hits, shelf.counts.misses) == (1, 0)
 
 
@@ -187,4 +187,4 @@ def test_closing_fails_those_who_wait_and_ends_the_thread(
         nets(hold)
     with pytest.raises(Draining):
         shelf.borrow(["edges"])
-    assert "controlnet-loads" not in {thread.name for thread in threading.enumerate()}
+    assert "ControlNet loads" not in {thread.name for thread in threading.enumerate()}

@@ -76,7 +76,7 @@ def assert_all_given_back(shelf: ControlNetCache) -> None:
     """With room for one, the other one has room only when that one is on loan no more."""
     for name in ("edges", "depth"):
         hold = shelf.borrow([name])
-        assert hold.nets.result(WAIT_S)
+        assert hold.values.result(WAIT_S)
         shelf.give_back(hold)
 
 

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from bottega.caching import CacheItem, EvictionOrder, LoadClaim, LoadPlan, Popularity
 from bottega.errors import TooLarge
-from bottega.planning import CacheItem, EvictionOrder, LoadCache, LoadLease, Popularity, control_steps
+from bottega.planning import control_steps
 from load.bench.controlnet_cache import LeastFrequentlyUsed, LeastRecentlyUsed
 
 BUDGET = 10
@@ -29,8 +30,8 @@ class Operations(RuleBasedStateMachine):
 
     def __init__(self, order: EvictionOrder) -> None:
         super().__init__()
-        self.shelf = LoadCache(BUDGET, order)
-        self.loans: list[LoadLease] = []
+        self.shelf = LoadPlan(BUDGET, order)
+        self.loans: list[LoadClaim] = []
         self.memory: set[str] = set()
         self.loading: str | None = None
         self.granted_uses = 0
@@ -108,7 +109,7 @@ class Operations(RuleBasedStateMachine):
             self.give_back(0)
 
 
-def names_of(loan: LoadLease) -> Sequence[str]:
+def names_of(loan: LoadClaim) -> Sequence[str]:
     return [item.name for item in loan.items]
 
 
@@ -118,22 +119,22 @@ def test_whatever_happens_the_promises_hold(order: Callable[[], EvictionOrder]) 
     run_state_machine_as_test(lambda: Operations(order()), settings=quick)  # type: ignore[arg-type]  # any factory
 
 
-def shelf_with(budget: int, *uses: str, order: EvictionOrder | None = None) -> LoadCache:
+def shelf_with(budget: int, *uses: str, order: EvictionOrder | None = None) -> LoadPlan:
     """A shelf after these uses, one after the other, each over before the next, nothing loaded unasked."""
-    shelf = LoadCache(budget, order or Popularity())
+    shelf = LoadPlan(budget, order or Popularity())
     for name in uses:
         use(shelf, name)
     return shelf
 
 
-def use(shelf: LoadCache, *names: str) -> None:
+def use(shelf: LoadPlan, *names: str) -> None:
     loan = shelf.borrow(items(*names))
     while not set(names) <= set(shelf.loaded):
         serve(shelf)
     shelf.give_back(loan)
 
 
-def serve(shelf: LoadCache) -> str | None:
+def serve(shelf: LoadPlan) -> str | None:
     """One load, if one is due."""
     load = shelf.next_load()
     if load is None:
@@ -142,7 +143,7 @@ def serve(shelf: LoadCache) -> str | None:
     return load.name
 
 
-def settle(shelf: LoadCache) -> list[str]:
+def settle(shelf: LoadPlan) -> list[str]:
     """All loads that are due; what is loaded then."""
     while serve(shelf):
         pass
@@ -208,7 +209,7 @@ def test_what_is_expected_and_never_comes_does_not_stay_for_ever() -> None:
 
 
 def test_those_who_wait_come_before_what_is_expected() -> None:
-    shelf = LoadCache(2, Popularity())
+    shelf = LoadPlan(2, Popularity())
     shelf.expect(items("x"))
     shelf.borrow(items("y"))
     assert serve(shelf) == "y"
@@ -216,7 +217,7 @@ def test_those_who_wait_come_before_what_is_expected() -> None:
 
 
 def test_what_is_on_loan_is_not_let_go_and_the_next_one_waits() -> None:
-    shelf = LoadCache(1, Popularity())
+    shelf = LoadPlan(1, Popularity())
     first, second = shelf.borrow(items("x")), shelf.borrow(items("y"))
     assert settle(shelf) == ["x"]
     assert [first.granted, second.granted] == [True, False]
@@ -226,7 +227,7 @@ def test_what_is_on_loan_is_not_let_go_and_the_next_one_waits() -> None:
 
 
 def test_two_requests_never_hold_what_the_other_one_needs() -> None:
-    shelf = LoadCache(3, Popularity())
+    shelf = LoadPlan(3, Popularity())
     first, second = shelf.borrow(items("x", "y")), shelf.borrow(items("y", "z", "x"))
     third = shelf.borrow(items("w", "v"))
     assert (first.granted, second.granted, third.granted) == (True, True, False)
@@ -238,7 +239,7 @@ def test_two_requests_never_hold_what_the_other_one_needs() -> None:
 
 
 def test_a_load_that_failed_is_tried_again_only_for_who_asks_anew() -> None:
-    shelf = LoadCache(2, Popularity())
+    shelf = LoadPlan(2, Popularity())
     for _ in range(3):
         loan = shelf.borrow(items("x"))
         assert shelf.next_load() is not None
@@ -249,7 +250,7 @@ def test_a_load_that_failed_is_tried_again_only_for_who_asks_anew() -> None:
 
 
 def test_a_loan_given_back_before_it_was_granted_is_forgotten() -> None:
-    shelf = LoadCache(1, Popularity())
+    shelf = LoadPlan(1, Popularity())
     shelf.borrow(items("x"))
     shelf.give_back(shelf.borrow(items("y")))
     assert settle(shelf) == ["x"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from bottega.caching import CacheLease, Tier, TieredCache
 from bottega.errors import DataLoss, LoraNotFound, StorageUnavailable, TooManyOpenFiles
-from bottega.loras.tiered_cache import CacheLease, Tier, TieredCache
 from bottega.transport.memory.sealed_file import received_file
 from tests.support.waiting import wait_until
 
@@ -30,7 +30,14 @@ class _Shelf:
         self.gate.set()
         # Called by whoever loads, when it opens the file.
         self.before_load: Callable[[], object] = lambda: self.gate.wait(_WAIT_S)
-        self.tiers = TieredCache(self._file, budget_bytes=room * _SIZE, most=most, at_once=4)
+        self.tiers = TieredCache(
+            self._file,
+            what="LoRA",
+            missing=lambda digest: LoraNotFound("there is none", metadata={"loras": digest}),
+            budget_bytes=room * _SIZE,
+            max_entries=most,
+            max_loads=4,
+        )
 
     def put(self, number: int) -> str:
         data = bytes([number]) * _SIZE
@@ -48,7 +55,7 @@ class _Shelf:
         return loan.tier
 
     def _file(self, digest: str) -> Path:
-        if threading.current_thread().name.startswith("lora-load"):
+        if threading.current_thread().name.startswith("LoRA loads"):
             self.before_load()
             self.opened.append(digest)
         return self.folder / digest
@@ -211,10 +218,10 @@ def test_one_load_serves_all_who_ask_meanwhile(shelf: _Shelf) -> None:
     loans = [each.result(_WAIT_S) for each in asked]
     assert shelf.opened == [a]
     assert len({loan.descriptor for loan in loans}) == 1
-    assert shelf.tiers.lent(a) == 5
+    assert shelf.tiers.leases(a) == 5
     for loan in loans:
         shelf.tiers.give_back(loan)
-    assert shelf.tiers.lent(a) == 0
+    assert shelf.tiers.leases(a) == 0
     assert shelf.tiers.wait_idle(0.0)
 
 
@@ -268,7 +275,7 @@ def test_a_damaged_file_and_one_that_is_gone_are_told_apart_and_hold_no_room(she
     with pytest.raises(LoraNotFound):
         shelf.lend("0" * 64)
     assert shelf.tiers.used_bytes == 0
-    assert shelf.tiers.lent(a) == 0
+    assert shelf.tiers.leases(a) == 0
     assert shelf.tiers.counts.failures == 1
 
 
@@ -294,7 +301,7 @@ def test_without_a_descriptor_left_it_is_said_and_nothing_stays_lent(shelf: _She
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert isinstance(error, TooManyOpenFiles)
     assert "open files" in error.message
-    assert shelf.tiers.lent(a) == 0
+    assert shelf.tiers.leases(a) == 0
     assert shelf.use(a) is Tier.LOADED
 
 
@@ -308,7 +315,7 @@ def test_without_memory_left_it_is_said_that_it_is_memory_and_nothing_stays_lent
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert isinstance(error, StorageUnavailable)
     assert "no memory is left" in error.message
-    assert (shelf.tiers.lent(a), shelf.tiers.used_bytes) == (0, 0)
+    assert (shelf.tiers.leases(a), shelf.tiers.used_bytes) == (0, 0)
     assert shelf.use(a) is Tier.LOADED
 
 

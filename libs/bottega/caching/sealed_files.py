@@ -1,4 +1,4 @@
-"""One LoRA read from the disk into memory without a name, whole, checked and then sealed. Knows no tiers."""
+"""A file read from the disk into memory without a name: whole, checked and then sealed."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from bottega.transport.memory.sealed_file import reserve, seal
 _PIECE_BYTES = 4 << 20
 
 
-def load(source: int, target: int, size_bytes: int, *, digest: str | None) -> None:
+def load(source: int, target: int, size_bytes: int, *, digest: str | None, what: str) -> None:
     """Copies the file `source` into the new file `target`, which nobody can change from then on.
 
-    digest: to be checked, where it is. Raises DataLoss, StorageUnavailable.
+    digest: SHA-256 that it must have; None is not checked. what: a file is, for people.
+    Raises DataLoss, StorageUnavailable.
     """
-    _take_memory(target, size_bytes)
+    _take_memory(target, size_bytes, what)
     with os_errors.translated():
-        _copy(source, target, size_bytes, digest)
+        _copy(source, target, size_bytes, digest, what)
         seal(target)
 
 
-def _take_memory(target: int, size_bytes: int) -> None:
+def _take_memory(target: int, size_bytes: int, what: str) -> None:
     try:
         reserve(target, size_bytes)
     except OSError as error:
         cause = errno.errorcode.get(error.errno or 0, "ENOMEM")
-        what = f"no memory is left for a LoRA of {size_bytes} bytes: free some, or lower the store's budget_bytes"
-        raise os_errors.unavailable(what, cause=cause) from error
+        full = f"no memory is left for a {what} of {size_bytes} bytes: free some, or lower the store's budget_bytes"
+        raise os_errors.unavailable(full, cause=cause) from error
 
 
-def _copy(source: int, target: int, size_bytes: int, digest: str | None) -> None:
+def _copy(source: int, target: int, size_bytes: int, digest: str | None, what: str) -> None:
     hashed = hashlib.sha256()
     buffer = bytearray(min(_PIECE_BYTES, size_bytes))
     done = 0
@@ -46,4 +47,4 @@ def _copy(source: int, target: int, size_bytes: int, digest: str | None) -> None
             hashed.update(piece)
         os.pwrite(target, piece, done - got)
     if done != size_bytes or (digest is not None and hashed.hexdigest() != digest):
-        raise DataLoss("the LoRA's file is damaged; its operator has to bring it again")
+        raise DataLoss(f"the {what}'s file is damaged; its operator has to bring it again")

@@ -1,0 +1,323 @@
+"""Files read through two tiers: host memory within a budget, over the disk.
+
+What is in memory lies in files without a name (memfd), sealed once they are loaded: other processes of this host are
+given those themselves, and whoever has one can only read it. Where the cache lets one go that others have, its pages
+are theirs from then on, and in their budgets. Loads run in parallel, one for each file. What finds no room in memory,
+because all that is there is pinned or leased, is read from the disk; a file of the disk is given to nobody, for who
+shortens it would end those who read it. What is pinned is loaded as soon as there is room. Keys are SHA-256, by which
+a file is checked when it is loaded for the first time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from bottega.caching.lru_cache import LruCache
+from bottega.caching.sealed_files import load
+from bottega.errors import BottegaError, StorageUnavailable
+from bottega.process import open_files
+from bottega.storage import os_errors
+from bottega.transport.memory.sealed_file import new_file
+
+_log = logging.getLogger(__name__)
+
+
+class Tier(StrEnum):
+    """Where a file was when somebody asked for it.
+
+    MEMORY: it was there already, and not only because of this. LOADED: it was read from the disk into memory for this:
+    it was on its way, or it had come ahead and this is the first to have it. DISK: memory had no room for it.
+    """
+
+    MEMORY = "memory"
+    LOADED = "loaded"
+    DISK = "disk"
+
+
+@dataclass(slots=True, kw_only=True)
+class TierStatistics:
+    """What has happened since the start. by_tier: leases, by where the file was. load_s: seconds of loading."""
+
+    by_tier: Counter[Tier]
+    loads: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    failures: int = 0
+    evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CacheLease:
+    """Bytes that stay readable until it is given back, whatever else is loaded or deleted. Read them with os.preadv.
+
+    resident: in memory, sealed.
+    """
+
+    digest: str
+    descriptor: int
+    size_bytes: int
+    tier: Tier
+    resident: bool
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class CacheEntry:
+    """A file in memory, or on its way there until `loaded` ends.
+
+    leases: that have not ended. awaits_fetch: it was loaded for a fetch that is still to come.
+    """
+
+    descriptor: int
+    size_bytes: int
+    loaded: Future[None] = field(default_factory=Future)
+    awaits_fetch: bool
+    leases: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """See LruEntry."""
+        return self.loaded.done() and not self.leases
+
+
+class TieredCache:
+    """Any thread may call it.
+
+    path: where the file of a digest is. what: a file is, for people. missing: the error for a digest without a file.
+    budget_bytes, max_entries: of what is in memory; each holds a file descriptor. max_loads: that run at once.
+    """
+
+    def __init__(
+        self,
+        path: Callable[[str], Path],
+        *,
+        what: str,
+        missing: Callable[[str], BottegaError],
+        budget_bytes: int,
+        max_entries: int,
+        max_loads: int,
+    ) -> None:
+        self.counts = TierStatistics(by_tier=Counter())
+        self._path = path
+        self._what = what
+        self._missing = missing
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._memory = LruCache[CacheEntry](
+            budget_bytes=budget_bytes, max_entries=max_entries, on_evict=lambda _, entry: os.close(entry.descriptor)
+        )
+        # Pinned, and without room or file so far.
+        self._awaited: deque[str] = deque()
+        self._leases: Counter[str] = Counter()
+        self._trusted: set[str] = set()
+        self._pool = ThreadPoolExecutor(max_workers=max_loads, thread_name_prefix=f"{what} loads")
+
+    @property
+    def used_bytes(self) -> int:
+        """Of what is in memory, or on its way there."""
+        with self._lock:
+            return self._memory.used_bytes
+
+    def state(self, digest: str) -> bool | None:
+        """Whether it is in memory; False while it is on its way there, None where it is not."""
+        entry = self._memory.get(digest)
+        return None if entry is None else entry.loaded.done()
+
+    def leases(self, digest: str) -> int:
+        """Those of it that have not been given back."""
+        return self._leases[digest]
+
+    def wait_idle(self, seconds: float) -> bool:
+        """Whether nothing is leased, or will not be within so many seconds. It blocks."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._leases, seconds)
+
+    def pin(self, digests: Iterable[str]) -> None:
+        """These, and no others, are loaded as soon as there is room, and stay in memory once they are there."""
+        with self._lock:
+            pinned = list(digests)
+            self._memory.pinned = frozenset(pinned)
+            self._awaited = deque(digest for digest in pinned if self._entry(digest, awaits_fetch=False) is None)
+
+    def prefetch(self, digest: str) -> bool:
+        """Has it in memory soon, where there is room; whether it will be."""
+        with self._lock:
+            return self._entry(digest) is not None
+
+    def borrow(self, digest: str) -> Future[CacheLease]:
+        """The file's bytes, as soon as they can be read. It fails with `missing`, DataLoss, StorageUnavailable."""
+        with self._lock:
+            self._leases[digest] += 1
+            entry = self._entry(digest)
+            if entry is not None:
+                tier = Tier.LOADED if entry.awaits_fetch or not entry.loaded.done() else Tier.MEMORY
+                entry.awaits_fetch = False
+                entry.leases += 1
+                self.counts.by_tier[tier] += 1
+        outcome: Future[CacheLease] = Future()
+        if entry is None:
+            self._pool.submit(self._lease_from_disk, digest, outcome)
+        else:
+            entry.loaded.add_done_callback(lambda loaded: self._lease(digest, entry, tier, loaded, outcome))
+        return outcome
+
+    def give_back(self, lease: CacheLease) -> None:
+        """Ends a lease."""
+        with self._lock:
+            self._uncount(lease.digest)
+            entry = self._memory.get(lease.digest)
+            if lease.resident and entry is not None and entry.descriptor == lease.descriptor:
+                entry.leases -= 1
+                self._load_awaited()
+                return
+        os.close(lease.descriptor)
+
+    def forget(self, digest: str) -> None:
+        """It is deleted: memory lets it go."""
+        with self._lock:
+            self._trusted.discard(digest)
+            self._memory.pinned -= {digest}
+            if digest in self._awaited:
+                self._awaited.remove(digest)
+            entry = self._memory.get(digest)
+            if entry is not None and entry.is_idle:
+                self._memory.evict([digest])
+                self._load_awaited()
+
+    def close(self) -> None:
+        """Loads nothing more, and gives the memory back."""
+        with self._lock:
+            self._awaited.clear()
+        self._pool.shutdown(cancel_futures=True)
+        with self._lock:
+            self._memory.clear()
+
+    def _entry(self, digest: str, *, awaits_fetch: bool = True) -> CacheEntry | None:
+        """The file in memory, or being loaded from now on; None where it has no room or no file. Under the lock.
+
+        awaits_fetch: of one that is loaded from now on.
+        """
+        found = self._memory.use(digest)
+        if found is not None:
+            return found
+        try:
+            size_bytes = self._path(digest).stat().st_size
+        except OSError:
+            return None  # whoever reads it from the disk says why
+        gone = self._memory.make_room(size_bytes)
+        if gone is None:
+            return None
+        self.counts.evictions += gone
+        try:
+            descriptor = new_file(self._what)
+        except OSError as error:  # no descriptor is left, most likely: whoever reads it from the disk says so
+            _log.warning("a %s cannot be had in memory", self._what, extra={"digest": digest, "why": error.strerror})
+            return None
+        entry = CacheEntry(descriptor=descriptor, size_bytes=size_bytes, awaits_fetch=awaits_fetch)
+        self._memory.add(digest, entry)
+        self._pool.submit(self._load, digest, entry)
+        return entry
+
+    def _load_awaited(self) -> None:
+        """Begins to load what is pinned and could not be loaded before; each is tried once. Under the lock.
+
+        One that has still no room or no file waits on, and keeps none of the others from its own.
+        """
+        for _ in range(len(self._awaited)):
+            digest = self._awaited.popleft()
+            if self._entry(digest, awaits_fetch=False) is None:
+                self._awaited.append(digest)
+
+    def _load(self, digest: str, entry: CacheEntry) -> None:
+        """In a thread of the pool."""
+        began = time.monotonic()
+        try:
+            self._copy(digest, entry)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the load is awaited
+            # Nobody awaits what is loaded ahead.
+            facts = {"digest": digest, "why": str(error)}
+            _log.error("a %s cannot be loaded into memory", self._what, extra=facts)
+            with self._lock:
+                self.counts.failures += 1
+                self._memory.evict([digest])
+            entry.loaded.set_exception(error)
+        else:
+            with self._lock:
+                self.counts.loads += 1
+                self.counts.loaded_bytes += entry.size_bytes
+                self.counts.load_s += time.monotonic() - began
+            entry.loaded.set_result(None)
+        with self._lock:  # it has left its room, or may be let go from now on
+            self._load_awaited()
+
+    def _copy(self, digest: str, entry: CacheEntry) -> None:
+        source = self._open(digest)
+        try:
+            # Once since the start: a disk that has changed a bit is noticed here, and by every worker.
+            check = None if digest in self._trusted else digest
+            load(source, entry.descriptor, entry.size_bytes, digest=check, what=self._what)
+        finally:
+            os.close(source)
+        self._trusted.add(digest)
+
+    def _lease(
+        self, digest: str, entry: CacheEntry, tier: Tier, loaded: Future[None], outcome: Future[CacheLease]
+    ) -> None:
+        error = loaded.exception()
+        if error is None:
+            outcome.set_result(
+                CacheLease(
+                    digest=digest,
+                    descriptor=entry.descriptor,
+                    size_bytes=entry.size_bytes,
+                    tier=tier,
+                    resident=True,
+                )
+            )
+            return
+        with self._lock:
+            self._uncount(digest)
+        outcome.set_exception(error)
+
+    def _lease_from_disk(self, digest: str, outcome: Future[CacheLease]) -> None:
+        """In a thread of the pool."""
+        try:
+            descriptor = self._open(digest)
+        except BottegaError as error:
+            with self._lock:
+                self._uncount(digest)
+            outcome.set_exception(error)
+            return
+        with self._lock:
+            self.counts.by_tier[Tier.DISK] += 1
+        size_bytes = os.fstat(descriptor).st_size
+        outcome.set_result(
+            CacheLease(digest=digest, descriptor=descriptor, size_bytes=size_bytes, tier=Tier.DISK, resident=False)
+        )
+
+    def _open(self, digest: str) -> int:
+        try:
+            return os.open(self._path(digest), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise self._missing(digest) from None
+        except OSError as error:
+            if open_files.is_cause(error):
+                raise open_files.too_many(error) from error
+            raise StorageUnavailable(
+                f"the {self._what} {digest[:12]} cannot be read: {error.strerror}",
+                retry_after_s=os_errors.RETRY_AFTER_S,
+            ) from error
+
+    def _uncount(self, digest: str) -> None:
+        self._leases[digest] -= 1
+        if not self._leases[digest]:
+            del self._leases[digest]
+            self._idle.notify_all()
