@@ -55,10 +55,12 @@ class BottegaError(Exception):
     reason: ClassVar[ErrorReason.ValueType] = error_pb2.ERROR_REASON_UNSPECIFIED
 
     def __init_subclass__(cls, *, code: Code | None = None, reason: ErrorReason.ValueType | None = None) -> None:
-        """code, reason: of the class; absent they are those of its parent."""
+        """code, reason: absent are those of its parent. Without its own reason no class comes off the wire."""
         super().__init_subclass__()
-        cls.code = cls.code if code is None else code
-        cls.reason = cls.reason if reason is None else reason
+        if code is not None:
+            cls.code = code
+        if reason is not None:
+            cls.reason = reason
 
     def __init__(
         self,
