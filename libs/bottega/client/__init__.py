@@ -10,18 +10,19 @@
 AsyncClient is the same for asyncio. What goes wrong is raised as a class of bottega.errors.
 """
 
-from bottega.client.addons.controlnets.hosting import (
+from bottega.client.addons.controlnets.types import (
     AddedControlNet,
     ControlNetHost,
+    MeasuredProfile,
+    ProfileCase,
     Readiness,
     ResidualProfile,
     ServedControlNet,
 )
-from bottega.client.addons.controlnets.profiling import MeasuredProfile, ProfileCase
 from bottega.client.addons.loras.profiling import LoraBoundMeasured
-from bottega.client.sdk.aio import AsyncClient
 from bottega.client.sdk.aio_job import AsyncJob
-from bottega.client.sdk.sync import Client, Job
+from bottega.client.sdk.clients import AsyncClient, Client
+from bottega.client.sdk.sync import Job
 from bottega.client.transport.retry import RetryPolicy
 from bottega.client.types.control import ControlNet
 from bottega.client.types.events import Completed, Event, Interrupted, Preview, Progress, Queued

@@ -105,7 +105,7 @@ async def test_a_server_that_refuses_or_is_gone_is_named_and_the_others_have_it(
     assert result.exit_code == 1
     assert result.stdout.startswith("s1 hosts depth")
     assert "s2: ControlNet depth cannot be used: no weights in /srv/depth" in result.stderr
-    assert f"s3: s3 does not answer at {gone.address}" in result.stderr
+    assert f"s3: ControlNet server s3 does not answer at {gone.address}" in result.stderr
     assert good.added == [("depth", "/srv/depth")]
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from bottega import errors
 from bottega.client import AsyncClient
-from bottega.client.addons.loras.stores import lora_files
+from bottega.client.addons.loras.upload import find_lora_files
 from bottega.client.cli import main
 from bottega.loras.config import ImportConfig
 from bottega.v1 import lora_pb2 as pb
@@ -198,7 +198,7 @@ def test_what_is_no_lora_is_refused_by_the_name_of_the_argument(tmp_path: Path, 
     (tmp_path / "folder").mkdir()
     path = tmp_path / given
     with pytest.raises(errors.InvalidRequest, match=re.escape(f"path: {path} {says}")) as caught:
-        lora_files(path)
+        find_lora_files(path)
     assert [violation.field for violation in caught.value.violations] == ["path"]
 
 

@@ -211,7 +211,7 @@ def test_a_fault_of_the_command_itself_is_told_as_plain_text(monkeypatch: pytest
     def broken(*_: object) -> None:
         raise ZeroDivisionError(HOSTILE)
 
-    monkeypatch.setattr("bottega.client.sdk.sync.Client.models", broken)
+    monkeypatch.setattr("bottega.client.sdk.clients.Client.models", broken)
     with serving(Manner()) as address:
         result = CliRunner().invoke(main, ["models", "--address", address])
     assert result.exit_code == 1

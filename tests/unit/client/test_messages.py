@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from bottega.client.types.messages import filled, items_of, put, put_moment, shown
+from bottega.client.types.messages import as_list, build_message, describe, set_field, set_timestamp
 from bottega.errors import InvalidRequest
 from bottega.v1 import generation_pb2, image_pb2, lora_pb2
 
@@ -17,7 +17,7 @@ NO_UNICODE = "a\udcff"  # what a byte of a command line that is no UTF-8 becomes
 
 
 def rule(message: Any, name: str, value: object) -> str:
-    (violation,) = put(message, name, value)
+    (violation,) = set_field(message, name, value)
     assert violation.field == name
     return violation.description
 
@@ -33,7 +33,7 @@ def test_a_number_too_large_for_floating_point_is_refused() -> None:
     said = rule(generation_pb2.GenerationSpec(), "guidance_scale", 10**400)
     assert said.startswith("must be a number, 0 to 50; got 1000")
     assert not list(
-        put(generation_pb2.GenerationSpec(), "guidance_scale", math.nan)
+        set_field(generation_pb2.GenerationSpec(), "guidance_scale", math.nan)
     )  # can be sent: it is refused there
 
 
@@ -50,12 +50,14 @@ def test_other_kinds_are_said_by_name() -> None:
 
 def test_all_wrong_arguments_are_refused_at_once() -> None:
     with pytest.raises(InvalidRequest, match=r"page_size: .* \(and 1 more\)") as refused:
-        filled(image_pb2.ListJobsRequest(), page_size=10**12, page_token=7)
+        build_message(image_pb2.ListJobsRequest(), page_size=10**12, page_token=7)
     assert [violation.field for violation in refused.value.violations] == ["page_size", "page_token"]
 
 
 def test_what_can_be_sent_is_set() -> None:
-    request = filled(lora_pb2.RegisterLoraRequest(), name="ink", path="a/b", trigger_words=("in ink", "ink style"))
+    request = build_message(
+        lora_pb2.RegisterLoraRequest(), name="ink", path="a/b", trigger_words=("in ink", "ink style")
+    )
     assert (request.name, request.path, list(request.trigger_words)) == ("ink", "a/b", ["in ink", "ink style"])
 
 
@@ -67,8 +69,8 @@ def test_a_list_of_texts_is_one(words: object) -> None:
 
 def test_one_text_is_no_list_of_its_letters() -> None:
     with pytest.raises(InvalidRequest, match="states: must be a list of job states; got 'failed'"):
-        items_of("failed", name="states", what="job states")
-    assert items_of(iter("ab"), name="states", what="job states") == ["a", "b"]
+        as_list("failed", name="states", what="job states")
+    assert as_list(iter("ab"), name="states", what="job states") == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -80,18 +82,18 @@ def test_one_text_is_no_list_of_its_letters() -> None:
     ],
 )
 def test_a_moment_has_a_time_zone(moment: object, said: str) -> None:
-    (violation,) = put_moment(Timestamp(), moment, path="created_after")
+    (violation,) = set_timestamp(Timestamp(), moment, path="created_after")
     assert violation.field == "created_after"
     assert violation.description.startswith(said)
 
 
 def test_a_moment_is_that_of_its_zone() -> None:
     stamp = Timestamp()
-    assert not list(put_moment(stamp, datetime(2026, 1, 2, 3, tzinfo=timezone(timedelta(hours=2))), path="x"))
+    assert not list(set_timestamp(stamp, datetime(2026, 1, 2, 3, tzinfo=timezone(timedelta(hours=2))), path="x"))
     assert stamp.ToDatetime(tzinfo=UTC) == datetime(2026, 1, 2, 1, tzinfo=UTC)
 
 
 def test_what_was_given_is_never_said_at_length() -> None:
-    assert shown("x" * 1000) == f"{'x' * 1000!r}"[:60] + "..."
-    assert shown(object()) == "object"
-    assert shown(10**5000) == "a number of thousands of digits"
+    assert describe("x" * 1000) == f"{'x' * 1000!r}"[:60] + "..."
+    assert describe(object()) == "object"
+    assert describe(10**5000) == "a number of thousands of digits"

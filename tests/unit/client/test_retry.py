@@ -48,7 +48,7 @@ def test_patience_counts_from_the_last_answer() -> None:
     clock.now_s += 1.0
     with pytest.raises(Unavailable):
         waits.wait_s(GONE)
-    waits.heard()
+    waits.reset()
     assert waits.wait_s(GONE) == pytest.approx(0.1)
 
 
@@ -70,7 +70,7 @@ def test_a_gateway_that_has_answered_and_is_gone_is_waited_for_as_long_as_one_wi
     clock = Clock()
     policy = RetryPolicy(patience_s=10.0, reach_s=1.0, first_wait_s=0.1)
     waits = Backoff(policy, CallDeadline(at_s=1000.0, allowed_s=60.0), clock=clock, draw=lambda least, most: most)
-    waits.heard()
+    waits.reset()
     clock.now_s += 9.5
     waits.wait_s(GONE)
     clock.now_s += 1.0

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bottega.client.addons.controlnets.hosting import controlnets_of
 from bottega.client.checkup.check import CheckResult, fail, ok, warn
-from bottega.client.sdk.aio import AsyncClient
+from bottega.client.sdk.clients import AsyncClient
 from bottega.client.transport.retry import RetryPolicy
 from bottega.errors import BottegaError
 from bottega.rpc.channel import channel_options

@@ -12,8 +12,8 @@ from bottega.client.cli.gateway_options import address_option, connect, fleet_op
 from bottega.client.cli.terminal import note, say
 
 if TYPE_CHECKING:
-    from bottega.client.addons.controlnets.profiling import MeasuredProfile, ProfileCase
-    from bottega.client.sdk.sync import Client
+    from bottega.client.addons.controlnets.types import MeasuredProfile, ProfileCase
+    from bottega.client.sdk.clients import Client
 
 _MINIATURE = "miniature"
 # Of the embedded model's own scenes; measured, four differ in the fourth decimal.
@@ -47,7 +47,7 @@ def command(
 
 
 def _given(images: Sequence[Path], prompt: str) -> Iterator[ProfileCase]:
-    from bottega.client.addons.controlnets.profiling import ProfileCase
+    from bottega.client.addons.controlnets.types import ProfileCase
 
     for image in images:
         yield ProfileCase(prompt=prompt, image=image)
@@ -57,7 +57,7 @@ def _scenes(client: Client, name: str, model: str | None) -> Iterator[ProfileCas
     """Of the embedded model, for its own ControlNets."""
     import random
 
-    from bottega.client.addons.controlnets.profiling import ProfileCase
+    from bottega.client.addons.controlnets.types import ProfileCase
     from bottega.miniature.scenes import DRAWN, caption, held_out_scenes, random_layout
 
     served = [one.name for one in client.models() if model in (None, one.name)]

@@ -13,7 +13,7 @@ from bottega.client.cli.gateway_options import address_option, connect, fleet_op
 from bottega.client.cli.terminal import fail, new_table, note, print_table, say
 
 if TYPE_CHECKING:
-    from bottega.client.addons.controlnets.hosting import AddedControlNet, ServedControlNet
+    from bottega.client.addons.controlnets.types import AddedControlNet, ServedControlNet
 
 _HASH_LETTERS = 12
 _HUB = "hub:"

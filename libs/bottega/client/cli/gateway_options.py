@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from bottega.client.sdk.sync import Client
+    from bottega.client.sdk.clients import Client
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -61,7 +61,7 @@ def timeout_option(command: CommandT) -> CommandT:
 
 def connect(address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Client:
     """A client as patient as a person."""
-    from bottega.client.sdk.sync import Client
+    from bottega.client.sdk.clients import Client
     from bottega.client.transport.retry import RetryPolicy
 
     fleet_address = asked_fleet_address(click.get_current_context())

@@ -18,7 +18,7 @@ from bottega.client.cli.terminal import fail, note, say
 
 if TYPE_CHECKING:
     from bottega.client.cli.output_files import OutputTarget
-    from bottega.client.sdk.sync import Client
+    from bottega.client.sdk.clients import Client
     from bottega.client.types.events import Completed, Progress
     from bottega.client.types.options import GenerationOptions
     from bottega.v1.generation_pb2 import ControlNetUse, Provenance

@@ -10,7 +10,7 @@ from bottega.client.cli.gateway_options import address_option, connect, fleet_op
 from bottega.client.cli.terminal import note, say
 
 if TYPE_CHECKING:
-    from bottega.client.sdk.sync import Client
+    from bottega.client.sdk.clients import Client
     from bottega.v1.lora_pb2 import StoredLora
 
 _MINIATURE = "miniature"

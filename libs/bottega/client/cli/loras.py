@@ -17,7 +17,7 @@ from bottega.client.cli.sizes import shown_size
 from bottega.client.cli.terminal import fail, new_table, note, print_table, say
 
 if TYPE_CHECKING:
-    from bottega.client.sdk.sync import Client
+    from bottega.client.sdk.clients import Client
     from bottega.v1.lora_pb2 import StoredLora
 
 _HASH_LETTERS = 12

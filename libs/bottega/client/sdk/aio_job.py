@@ -8,11 +8,11 @@ from contextlib import aclosing
 from bottega.client.transport.calls import fetch_image
 from bottega.client.transport.connection import GatewayConnection
 from bottega.client.transport.retry import CallTimeout
-from bottega.client.transport.timeouts import LastProgress, late
-from bottega.client.transport.watching import watch
+from bottega.client.transport.timeouts import LastProgress, timeout_error
+from bottega.client.transport.watching import watch_job
 from bottega.client.types.events import Completed, Event
 from bottega.client.types.jobs import JobStatus, status_from
-from bottega.client.types.messages import filled
+from bottega.client.types.messages import build_message
 from bottega.client.types.picture import Picture, picture_from
 from bottega.errors import InternalError
 from bottega.v1 import image_pb2
@@ -34,8 +34,8 @@ class AsyncJob:
 
     async def status(self) -> JobStatus:
         """How it stands."""
-        request = filled(image_pb2.GetJobRequest(), job_id=self.id)
-        return status_from((await self._connection.ask(self._connection.images.GetJob, request)).job)
+        request = build_message(image_pb2.GetJobRequest(), job_id=self.id)
+        return status_from((await self._connection.call(self._connection.images.GetJob, request)).job)
 
     async def watch(self, *, preview: bool = False, timeout_s: float | None = None) -> AsyncGenerator[Event, None]:
         """Its events from its current state on, the last one Completed. Raises what ended it otherwise.
@@ -44,17 +44,17 @@ class AsyncJob:
         timeout_s: stop watching after so many seconds; the client's own when absent.
         """
         images, terms = self._connection.images, self._connection.terms(timeout_s)
-        request = filled(image_pb2.WatchJobRequest(), job_id=self.id, preview=preview)
-        heard = LastProgress(job_id=self.id)
+        request = build_message(image_pb2.WatchJobRequest(), job_id=self.id, preview=preview)
+        last = LastProgress(job_id=self.id)
         try:
             async with aclosing(
-                watch(lambda left_s: images.WatchJob(request, timeout=left_s), images, terms)
+                watch_job(lambda left_s: images.WatchJob(request, timeout=left_s), images, terms)
             ) as events:
                 async for event in events:
-                    heard.note(event)
+                    last.update(event)
                     yield event
         except CallTimeout as error:
-            raise late(error, heard, goes_on=True) from error
+            raise timeout_error(error, last, goes_on=True) from error
 
     async def result(self, *, timeout_s: float | None = None) -> tuple[Picture, ...]:
         """Its pictures, in order, as soon as they are there. Raises what ended it otherwise.
@@ -70,13 +70,13 @@ class AsyncJob:
     async def image(self, index: int = 0, *, timeout_s: float | None = None) -> Picture:
         """One of its finished pictures. Raises JobNotFinished while there are none."""
         terms = self._connection.terms(timeout_s)
-        request = filled(image_pb2.GetImageRequest(), job_id=self.id, index=index)
+        request = build_message(image_pb2.GetImageRequest(), job_id=self.id, index=index)
         image, data = await fetch_image(self._connection.images.GetImage, request, terms)
         provenance = (await self.status()).provenance or Provenance()
         return picture_from(image, data, job_id=self.id, provenance=provenance)
 
     async def cancel(self) -> JobStatus:
         """Cancels it, and says how it stands then; one that has ended stays as it is."""
-        request = filled(image_pb2.CancelJobRequest(), job_id=self.id)
-        answer = await self._connection.ask(self._connection.images.CancelJob, request)
+        request = build_message(image_pb2.CancelJobRequest(), job_id=self.id)
+        answer = await self._connection.call(self._connection.images.CancelJob, request)
         return status_from(answer.job)

@@ -35,14 +35,14 @@ class LoopThread:
                 let_go.wait(_LET_GO_S)
             raise
 
-    def pull(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+    def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """The items, each run for when it is asked for; leaving closes `items`. None of them may be None."""
-        pulled = _Pulled(items)
+        iteration = _Iteration(items)
         try:
-            while (item := self.run(pulled.next())) is not None:
+            while (item := self.run(iteration.next())) is not None:
                 yield item
         finally:
-            self.run(pulled.close())
+            self.run(iteration.close())
 
     def stop(self) -> None:
         """Ends the loop and its thread."""
@@ -51,7 +51,7 @@ class LoopThread:
         self._loop.close()
 
 
-class _Pulled(Generic[T]):
+class _Iteration(Generic[T]):
     """A generator that is asked for one item at a time, and may be closed while it is asked."""
 
     def __init__(self, items: AsyncGenerator[T, None]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
-from bottega.client.sdk.aio import AsyncClient
+from bottega.client.sdk.clients import AsyncClient
 from bottega.client.suite.plan import SuitePlan
 from bottega.client.suite.service_process import RestartPolicy, ServiceListener, ServiceProcess
 from bottega.client.suite.state import InstanceProcess, InstanceRecord, StateFolder

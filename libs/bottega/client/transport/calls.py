@@ -67,7 +67,7 @@ class EventStream(Protocol[CarrierT_co]):
     async def code(self) -> grpc.StatusCode: ...
 
 
-async def ask(
+async def call_with_retries(
     method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT],
     request: RequestT,
     terms: CallTerms,
@@ -84,11 +84,11 @@ async def ask(
         try:
             return await method(request, timeout=terms.deadline.remaining_s())
         except grpc.RpcError as error:
-            failure = _worth_another_try(error, terms)
+            failure = _retryable(error, terms)
         await asyncio.sleep(backoff.wait_s(failure))
 
 
-async def follow(
+async def follow_events(
     attach: Callable[[float], EventStream[CarrierT_co]], terms: CallTerms
 ) -> AsyncGenerator[JobEvent | Interrupted, None]:
     """A job's events until its last one, over as many streams as that takes.
@@ -102,7 +102,7 @@ async def follow(
         call = attach(terms.deadline.remaining_s())
         try:
             async for response in call:
-                backoff.heard()
+                backoff.reset()
                 accepted = True
                 last = response.event.WhichOneof("event") in ("completed", "failed")
                 if last:
@@ -112,11 +112,11 @@ async def follow(
                     return
             failure: BottegaError = Unavailable("the gateway ended the stream before the job had ended")
         except grpc.RpcError as error:
-            failure = _worth_another_try(error, terms, accepted=accepted)
+            failure = _retryable(error, terms, accepted=accepted)
         finally:
             call.cancel()
         if accepted:
-            backoff.heard()  # it was well until now, however long nothing happened that was worth a word
+            backoff.reset()  # it was well until now, however long nothing happened that was worth a word
         wait_s = backoff.wait_s(failure)
         yield Interrupted(error=failure, wait_s=wait_s)
         await asyncio.sleep(wait_s)
@@ -140,7 +140,7 @@ async def fetch_image(
         try:
             return await _read_image(call)
         except grpc.RpcError as error:
-            failure = _worth_another_try(error, terms)
+            failure = _retryable(error, terms)
         finally:
             call.cancel()
         await asyncio.sleep(backoff.wait_s(failure))
@@ -163,7 +163,7 @@ async def _read_image(call: grpc.aio.UnaryStreamCall[GetImageRequest, GetImageRe
     return image, bytes(data)
 
 
-def _worth_another_try(error: grpc.RpcError, terms: CallTerms, *, accepted: bool = False) -> Unavailable | QueueFull:
+def _retryable(error: grpc.RpcError, terms: CallTerms, *, accepted: bool = False) -> Unavailable | QueueFull:
     """What the gateway meant, where asking again may help. Raises it where it does not."""
     failure: BottegaError = from_rpc_error(error)
     answered = was_answered(error)

@@ -28,8 +28,8 @@ class CancelOnExit:
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = False
 
-    def say(self, request: GenerateRequest, job_id: str) -> None:
-        """Cancels the job in the background.
+    def cancel_soon(self, request: GenerateRequest, job_id: str) -> None:
+        """Begins to cancel the job, in the background.
 
         job_id: empty when the caller left before hearing it; then the request_id finds the job.
         """
@@ -40,8 +40,8 @@ class CancelOnExit:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def said(self) -> None:
-        """Waits until all of them are, each within its own deadline; nothing can be said any more afterwards."""
+    async def finish(self) -> None:
+        """Waits until all of them are cancelled, each within its own deadline; takes no more of them afterwards."""
         while self._tasks:
             await asyncio.wait(self._tasks)
         self._over = True
@@ -67,7 +67,7 @@ class CancelOnExit:
             call.cancel()
 
 
-def is_over(error: BottegaError) -> bool:
+def job_has_ended(error: BottegaError) -> bool:
     """Whether the error says that the job has ended, or never began."""
     if isinstance(error, Unavailable):
         return isinstance(error, NoWorker | WorkerLost)

@@ -1,4 +1,4 @@
-"""One gateway as the SDK's parts share it: where it is, how to ask it, and for how long. Knows no pictures."""
+"""One gateway as the SDK's parts share it: its address, its channels, and how long calls to it may take."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import replace
 import grpc
 
 from bottega.client.transport.address import default_fleet_address
-from bottega.client.transport.calls import CallTerms, RequestT, ResponseT, ask
+from bottega.client.transport.calls import CallTerms, RequestT, ResponseT, call_with_retries
 from bottega.client.transport.retry import CallDeadline, RetryPolicy
-from bottega.client.types.messages import UNSENDABLE, shown
+from bottega.client.types.messages import UNSENDABLE, describe
 from bottega.errors import InvalidRequest, Violation
 from bottega.rpc.channel import open_channel
 from bottega.v1.fleet_pb2 import ListMembersRequest, ListMembersResponse
@@ -35,26 +35,25 @@ class GatewayConnection:
         self._fleet_channel: grpc.aio.Channel | None = None
         self._timeout_s = CallDeadline.after(timeout_s).allowed_s
         self._retry = retry
-        self._channel = _opened("address", address)
+        self._channel = _open("address", address)
         self.images = ImageServiceStub(self._channel)
         if fleet_address is not None:
-            self._fleet_channel = _opened("fleet_address", fleet_address)
+            self._fleet_channel = _open("fleet_address", fleet_address)
 
     def terms(self, timeout_s: float | None) -> CallTerms:
         """Those of a call that may take so long; None is as long as the connection says."""
         deadline = CallDeadline.after(self._timeout_s if timeout_s is None else timeout_s)
         return CallTerms(address=self.address, deadline=deadline, retry=self._retry)
 
-    async def ask(
+    async def call(
         self,
         method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT],
         request: RequestT,
         *,
         before_try: Callable[[RequestT], None] = lambda _: None,
     ) -> ResponseT:
-        """The answer of a call that draws nothing. before_try: as in bottega.client.transport.calls."""
-        terms = self.terms(min(_SHORT_CALL_S, self._timeout_s))
-        return await ask(method, request, terms, before_try=before_try)
+        """The answer of a call that draws nothing. before_try: as in call_with_retries."""
+        return await call_with_retries(method, request, self._short_terms(), before_try=before_try)
 
     async def fleet(self) -> ListMembersResponse:
         """Who has joined. Nothing but this needs the fleet listener to be reached."""
@@ -62,9 +61,9 @@ class GatewayConnection:
         if address is None:
             address = await asyncio.to_thread(default_fleet_address, self.address)
         if self._fleet_channel is None:
-            self._fleet_address, self._fleet_channel = address, _opened("fleet_address", address)
-        terms = replace(self.terms(min(_SHORT_CALL_S, self._timeout_s)), address=address, fleet=True)
-        return await ask(FleetServiceStub(self._fleet_channel).ListMembers, ListMembersRequest(), terms)
+            self._fleet_address, self._fleet_channel = address, _open("fleet_address", address)
+        terms = replace(self._short_terms(), address=address, fleet=True)
+        return await call_with_retries(FleetServiceStub(self._fleet_channel).ListMembers, ListMembersRequest(), terms)
 
     async def close(self) -> None:
         """Ends the channels."""
@@ -72,11 +71,14 @@ class GatewayConnection:
         if self._fleet_channel is not None:
             await self._fleet_channel.close()
 
+    def _short_terms(self) -> CallTerms:
+        return self.terms(min(_SHORT_CALL_S, self._timeout_s))
 
-def _opened(name: str, address: str) -> grpc.aio.Channel:
-    """Connects to nobody yet."""
+
+def _open(name: str, address: str) -> grpc.aio.Channel:
+    """The channel; it connects when it is used first. name: of the argument, for an address that is none."""
     try:
         return open_channel(address)
     except (AttributeError, *UNSENDABLE):  # gRPC's own, for what is no text
-        rule = f"must be HOST:PORT; got {shown(address)}"
+        rule = f"must be HOST:PORT; got {describe(address)}"
         raise InvalidRequest(f"{name}: {rule}", violations=[Violation(field=name, description=rule)]) from None

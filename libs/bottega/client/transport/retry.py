@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bottega.client.types.messages import shown
+from bottega.client.types.messages import describe
 from bottega.errors import BottegaError, DeadlinePassed, InvalidRequest, Unavailable, Violation
 
 # Thirty years. gRPC takes a moment that is much further away for one that has passed.
@@ -52,7 +52,7 @@ class CallDeadline:
         name: of the argument that said so.
         """
         if not isinstance(seconds, int | float) or not 0 < seconds <= _LONGEST_S:
-            rule = f"must be a number of seconds above 0, at most {_LONGEST_S:g}; got {shown(seconds)}"
+            rule = f"must be a number of seconds above 0, at most {_LONGEST_S:g}; got {describe(seconds)}"
             raise InvalidRequest(f"{name} {rule}", violations=[Violation(field=name, description=rule)])
         return cls(at_s=time.monotonic() + seconds, allowed_s=seconds)
 
@@ -87,7 +87,7 @@ class Backoff:
         self._well_s = self._clock()
         self._reached = False
 
-    def heard(self) -> None:
+    def reset(self) -> None:
         """The gateway did what it was asked: start over."""
         self._tries = 0
         self._well_s = self._clock()

@@ -17,31 +17,31 @@ _ENDS = "Allow more time (timeout_s), or submit() a job that outlives the call a
 
 @dataclass(slots=True, kw_only=True)
 class LastProgress:
-    """What a caller has heard of a job so far; no job_id when it has heard nothing."""
+    """How far a job came, as its caller was told; no job_id when nothing was told."""
 
     job_id: str = ""
     steps_done: int = 0
     steps_total: int = 0
 
-    def note(self, event: Event) -> None:
+    def update(self, event: Event) -> None:
         """Takes in what an event tells."""
         self.job_id = getattr(event, "job_id", self.job_id)
         if isinstance(event, Progress):
             self.steps_done, self.steps_total = event.steps_done, event.steps_total
 
 
-def late(error: DeadlinePassed, heard: LastProgress, *, goes_on: bool) -> DeadlinePassed:
+def timeout_error(error: DeadlinePassed, last: LastProgress, *, goes_on: bool) -> DeadlinePassed:
     """The error with what is known of the job; what to do stands in its notes.
 
     goes_on: the job outlives its caller.
     """
-    if not heard.job_id:
+    if not last.job_id:
         return error
-    steps = f"{heard.steps_done} of {heard.steps_total} steps were done" if heard.steps_total else "no step was done"
+    steps = f"{last.steps_done} of {last.steps_total} steps were done" if last.steps_total else "no step was done"
     state = "goes on" if goes_on else "is cancelled"
-    told = CallTimeout(
-        f"{error.message}: {steps}, and job {heard.job_id} {state}",
-        metadata={**error.metadata, "job_id": heard.job_id, "steps_done": str(heard.steps_done)},
+    error = CallTimeout(
+        f"{error.message}: {steps}, and job {last.job_id} {state}",
+        metadata={**error.metadata, "job_id": last.job_id, "steps_done": str(last.steps_done)},
     )
-    told.add_note(_GOES_ON.format(job_id=heard.job_id) if goes_on else _ENDS)
-    return told
+    error.add_note(_GOES_ON.format(job_id=last.job_id) if goes_on else _ENDS)
+    return error

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from bottega.client.transport.calls import CallTerms, CarrierT_co, EventStream, check_digest, fetch_image, follow
+from bottega.client.transport.calls import CallTerms, CarrierT_co, EventStream, check_digest, fetch_image, follow_events
 from bottega.client.types.events import Completed, Event, Interrupted, progress_from, queued_from
 from bottega.client.types.picture import picture_from
 from bottega.errors import InternalError
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from bottega.v1.image_pb2_grpc import ImageServiceAsyncStub
 
 
-async def watch(
+async def watch_job(
     attach: Callable[[float], EventStream[CarrierT_co]], images: ImageServiceAsyncStub, terms: CallTerms
 ) -> AsyncGenerator[Event, None]:
     """The events of the job that `attach` opens, ending with Completed.
 
     Pictures that did not ride in the last event are fetched. Raises the BottegaError that ended the job.
     """
-    async with aclosing(follow(attach, terms)) as items:
+    async with aclosing(follow_events(attach, terms)) as items:
         async for item in items:
             if isinstance(item, Interrupted):
                 yield item

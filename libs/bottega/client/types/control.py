@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from bottega.client.types.messages import UNSENDABLE, put, shown
+from bottega.client.types.messages import UNSENDABLE, describe, set_field
 from bottega.errors import Violation
 from bottega.v1 import generation_pb2
 
@@ -52,7 +52,7 @@ _NUMBERS = ("controlnet_conditioning_scale", "control_guidance_start", "control_
 _NO_IMAGE = (AttributeError, OSError, TypeError, ValueError)
 
 
-def add_to(spec: generation_pb2.GenerationSpec, nets: object) -> Iterator[Violation]:
+def add_controlnets(spec: generation_pb2.GenerationSpec, nets: object) -> Iterator[Violation]:
     """Adds a request's ControlNets to its spec, and says what of them cannot be sent. Reads images that are paths."""
     if not isinstance(nets, list | tuple):
         yield Violation(field="controlnets", description=f"must be a list of ControlNet; got {type(nets).__name__}")
@@ -79,7 +79,7 @@ def controlnet_from(message: generation_pb2.ControlNet) -> ControlNet:
     )
 
 
-def put_image(
+def set_image(
     message: generation_pb2.GenerationSpec | generation_pb2.ControlNet, image: object, *, path: str = "image"
 ) -> Iterator[Violation]:
     """Puts an image into a message, or says why that cannot be. path: what its caller calls it."""
@@ -99,7 +99,7 @@ def _encoded(image: Any) -> bytes:
         except OSError as error:
             raise OSError(f"{image} cannot be read: {error.strerror}") from None
         except UNSENDABLE:
-            raise ValueError(f"{shown(image)} cannot be the path of a file") from None
+            raise ValueError(f"{describe(image)} cannot be the path of a file") from None
     if not hasattr(image, "save"):
         raise TypeError(f"must be bytes, a path or a Pillow image; got {type(image).__name__}")
     buffer = io.BytesIO()
@@ -109,8 +109,8 @@ def _encoded(image: Any) -> bytes:
 
 def _add(message: generation_pb2.ControlNet, net: ControlNet, path: str) -> Iterator[Violation]:
     for name in ("name", "guess_mode", "measure_similarity", *_NUMBERS):
-        yield from put(message, name, getattr(net, name), path=f"{path}.{name}")
+        yield from set_field(message, name, getattr(net, name), path=f"{path}.{name}")
     if net.image is None:
         yield Violation(field=f"{path}.image", description="is missing: bytes, a path or a Pillow image")
     else:
-        yield from put_image(message, net.image, path=f"{path}.image")
+        yield from set_image(message, net.image, path=f"{path}.image")

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from bottega.client.types.messages import filled, items_of, put_moment, shown
+from bottega.client.types.messages import as_list, build_message, describe, set_timestamp
 from bottega.errors import Violation
 from bottega.rules import refuse
 from bottega.v1 import image_pb2
@@ -100,21 +100,21 @@ def page_request(
 ) -> image_pb2.ListJobsRequest:
     """What asks for a page. Raises InvalidRequest for arguments that cannot be sent, TooLarge."""
     request = image_pb2.ListJobsRequest()
-    wanted = items_of(states, name="states", what="job states")
+    wanted = as_list(states, name="states", what="job states")
     broken = [each for state in wanted for each in _put_state(request, state)]
     if created_after is not None:
-        broken.extend(put_moment(request.created_after, created_after, path="created_after"))
+        broken.extend(set_timestamp(request.created_after, created_after, path="created_after"))
     if created_before is not None:
-        broken.extend(put_moment(request.created_before, created_before, path="created_before"))
+        broken.extend(set_timestamp(request.created_before, created_before, path="created_before"))
     refuse(broken)
-    return filled(request, page_size=page_size, page_token=page_token)
+    return build_message(request, page_size=page_size, page_token=page_token)
 
 
 def _put_state(request: image_pb2.ListJobsRequest, state: object) -> Iterator[Violation]:
     if isinstance(state, str) and state in _ASKED_FOR:  # by its value, as equality has it
         request.states.append(image_pb2.JobState.Value(f"JOB_STATE_{JobState(state).name}"))
     else:
-        yield Violation(field="states", description=f"must be of {', '.join(_ASKED_FOR)}; got {shown(state)}")
+        yield Violation(field="states", description=f"must be of {', '.join(_ASKED_FOR)}; got {describe(state)}")
 
 
 def _state(state: image_pb2.JobState.ValueType) -> JobState:

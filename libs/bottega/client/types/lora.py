@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bottega.client.types.messages import put, shown
+from bottega.client.types.messages import describe, set_field
 from bottega.errors import Violation
 from bottega.v1 import generation_pb2
 
@@ -45,7 +45,7 @@ def add_loras(spec: generation_pb2.GenerationSpec, loras: object) -> Iterator[Vi
         lora = _meant(given)
         if lora is None:
             yield Violation(
-                field=path, description=f"must be a Lora, a name, or a name and a scale; got {shown(given)}"
+                field=path, description=f"must be a Lora, a name, or a name and a scale; got {describe(given)}"
             )
         else:
             yield from _add(spec.loras.add(), lora, path)
@@ -73,4 +73,4 @@ def _add(message: generation_pb2.Lora, lora: Lora, path: str) -> Iterator[Violat
     for name in ("name", "scale", *_OPTIONAL, "measure_similarity"):
         value = getattr(lora, name)
         if value is not None or name not in _OPTIONAL:
-            yield from put(message, name, value, path=f"{path}.{name}")
+            yield from set_field(message, name, value, path=f"{path}.{name}")

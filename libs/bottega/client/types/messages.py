@@ -41,17 +41,17 @@ _KINDS = {
 _MOST_LETTERS = 60
 
 
-def filled(message: MessageT, /, **arguments: object) -> MessageT:
+def build_message(message: MessageT, /, **arguments: object) -> MessageT:
     """The message, with the field of every argument set; a caller leaves out what is absent.
 
     Raises InvalidRequest that names every argument that cannot be sent, and TooLarge for more than a message can carry.
     """
-    rules.refuse([broken for name, value in arguments.items() for broken in put(message, name, value)])
+    rules.refuse([broken for name, value in arguments.items() for broken in set_field(message, name, value)])
     check_size(message)
     return message
 
 
-def put(message: Message, name: str, value: object, *, path: str | None = None) -> Iterator[Violation]:
+def set_field(message: Message, name: str, value: object, *, path: str | None = None) -> Iterator[Violation]:
     """Sets one field, or says why that cannot be. path: what its caller calls it; absent is the field's name."""
     field = cast("FieldDescriptor", message.DESCRIPTOR.fields_by_name[name])
     if field.is_repeated:
@@ -63,28 +63,30 @@ def put(message: Message, name: str, value: object, *, path: str | None = None) 
         yield Violation(field=path or name, description=_rule(field, value))
 
 
-def put_moment(stamp: Timestamp, moment: object, *, path: str) -> Iterator[Violation]:
+def set_timestamp(stamp: Timestamp, moment: object, *, path: str) -> Iterator[Violation]:
     """Sets a moment, or says why that cannot be: a datetime that has no time zone may mean several."""
     if not isinstance(moment, datetime) or moment.utcoffset() is None:
-        yield Violation(field=path, description=f"must be a datetime with a time zone; got {shown(moment)}")
+        yield Violation(field=path, description=f"must be a datetime with a time zone; got {describe(moment)}")
         return
     try:
         stamp.FromDatetime(moment)
     except UNSENDABLE:
-        yield Violation(field=path, description=f"must be a moment of the years 1 to 9999, in UTC; got {shown(moment)}")
+        yield Violation(
+            field=path, description=f"must be a moment of the years 1 to 9999, in UTC; got {describe(moment)}"
+        )
 
 
-def items_of(values: object, *, name: str, what: str) -> list[Any]:
+def as_list(values: object, *, name: str, what: str) -> list[Any]:
     """What a caller gave as several. Raises InvalidRequest for what is not: one text is no list of its letters.
 
     what: the items are, for what is said.
     """
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        rules.refuse([Violation(field=name, description=f"must be a list of {what}; got {shown(values)}")])
+        rules.refuse([Violation(field=name, description=f"must be a list of {what}; got {describe(values)}")])
     return list(cast("Iterable[Any]", values))
 
 
-def shown(value: object) -> str:
+def describe(value: object) -> str:
     """A value as it is repeated to whoever gave it: never long, and never in another's words."""
     if isinstance(value, datetime):
         return value.isoformat()
@@ -97,7 +99,7 @@ def shown(value: object) -> str:
 
 def _put_all(field: Any, values: object, path: str) -> Iterator[Violation]:
     try:
-        field.extend(items_of(values, name=path, what="texts"))
+        field.extend(as_list(values, name=path, what="texts"))
     except InvalidRequest as error:
         yield from error.violations
     except UNSENDABLE:
@@ -106,9 +108,9 @@ def _put_all(field: Any, values: object, path: str) -> Iterator[Violation]:
 
 def _rule(field: FieldDescriptor, value: object) -> str:
     if field.type == FieldDescriptor.TYPE_BYTES:
-        return f"must be bytes; got {shown(value)}"
+        return f"must be bytes; got {describe(value)}"
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING and isinstance(value, str):
-        return f"must be Unicode text, which UTF-8 can carry; got {shown(value)}"
+        return f"must be Unicode text, which UTF-8 can carry; got {describe(value)}"
     kind = _KINDS.get(field.cpp_type, "a whole number")
     bounds = _RANGES.get(field.name)
-    return f"must be {kind}{f', {bounds[0]} to {bounds[1]}' if bounds else ''}; got {shown(value)}"
+    return f"must be {kind}{f', {bounds[0]} to {bounds[1]}' if bounds else ''}; got {describe(value)}"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast
 
-from bottega.client.types.control import ControlNet, ImageSource, add_to, controlnet_from, put_image
+from bottega.client.types.control import ControlNet, ImageSource, add_controlnets, controlnet_from, set_image
 from bottega.client.types.lora import LoraLike, add_loras, lora_from
-from bottega.client.types.messages import put, shown
+from bottega.client.types.messages import describe, set_field
 from bottega.client.types.picture import FORMATS, Format
 from bottega.errors import InvalidRequest, Violation
 from bottega.rules import refuse
@@ -102,9 +102,9 @@ def spec_from(prompt: str, options: GenerationOptions, *, num_images: int = 1) -
     spec = GenerationSpec()
     unknown = sorted(options.keys() - set(_OPTIONS))
     broken = [Violation(field=name, description="there is no such argument") for name in unknown]
-    broken.extend(put(spec, "prompt", prompt))
+    broken.extend(set_field(spec, "prompt", prompt))
     if num_images != 1:
-        broken.extend(put(spec, "num_images", num_images))
+        broken.extend(set_field(spec, "num_images", num_images))
     for name in _OPTIONS:
         if (value := options.get(name)) is not None:
             broken.extend(_add(spec, name, value))
@@ -139,15 +139,15 @@ def _name_of(argument: str, number: int) -> str:
 
 def _add(spec: GenerationSpec, name: str, value: object) -> Iterator[Violation]:
     if name == "controlnets":
-        yield from add_to(spec, value)
+        yield from add_controlnets(spec, value)
     elif name == "lora":
         yield from add_loras(spec, value)
     elif name == "image":
-        yield from put_image(spec, value)
+        yield from set_image(spec, value)
     elif name not in _NAMED:
-        yield from put(spec.techniques if name in _TECHNIQUES else spec, name, value)
+        yield from set_field(spec.techniques if name in _TECHNIQUES else spec, name, value)
     elif isinstance(value, str) and value in _NAMED[name]:
         setattr(spec, name, _NAMED[name][value])
     else:
-        rule = f"must be one of {', '.join(_NAMED[name])}; got {shown(value)}"
+        rule = f"must be one of {', '.join(_NAMED[name])}; got {describe(value)}"
         yield Violation(field=name, description=rule)

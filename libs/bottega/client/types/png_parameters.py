@@ -14,7 +14,7 @@ from typing import BinaryIO
 from google.protobuf import json_format
 
 from bottega import rules
-from bottega.client.types.messages import shown
+from bottega.client.types.messages import describe
 from bottega.client.types.options import GenerationOptions, options_from
 from bottega.errors import BadImage, InvalidRequest, Violation
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -68,9 +68,9 @@ def _check(spec: GenerationSpec) -> Iterator[Violation]:
     """What breaks a rule that knows no model; each names its value where it is not too long to be repeated."""
     for name, (low, high) in rules.RANGES.items():
         if spec.HasField(name) and not low <= getattr(spec, name) <= high:  # type: ignore[arg-type]
-            yield Violation(field=name, description=f"must be {low} to {high}; got {shown(getattr(spec, name))}")
+            yield Violation(field=name, description=f"must be {low} to {high}; got {describe(getattr(spec, name))}")
     if spec.HasField("strength") and not 0 < spec.strength <= 1:
-        yield Violation(field="strength", description=f"must be above 0 and at most 1; got {shown(spec.strength)}")
+        yield Violation(field="strength", description=f"must be above 0 and at most 1; got {describe(spec.strength)}")
     yield from rules.check_texts(spec)
     yield from rules.check_model_name(spec)
     yield from rules.check_controlnets(spec)

@@ -5,12 +5,12 @@ Draws as everybody does, on whatever workers there are. Knows no gateway's and n
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.types.lora import Lora
-from bottega.client.types.messages import items_of, shown
+from bottega.client.types.messages import as_list, describe
 from bottega.client.types.picture import Picture
 from bottega.errors import InternalError, LoraUnusable, Violation
 from bottega.planning import latest_step
@@ -35,23 +35,8 @@ class LoraBoundMeasured:
     prompts: tuple[int, ...]
 
 
-class GenerateManyCall(Protocol):
-    """AsyncClient.generate_many."""
-
-    def __call__(
-        self,
-        prompt: str,
-        num_images: int,
-        *,
-        seed: int,
-        model: str | None,
-        num_inference_steps: int | None,
-        lora: Sequence[Lora],
-    ) -> Awaitable[tuple[Picture, ...]]: ...
-
-
 async def measure_lora(
-    draw: GenerateManyCall,
+    client: AsyncGatewayClient,
     name: str,
     prompts: Sequence[str],
     *,
@@ -70,7 +55,7 @@ async def measure_lora(
     bounds: list[int] = []
     digests: set[str] = set()
     for number, prompt in enumerate(prompts):
-        picture, *_ = await draw(
+        picture, *_ = await client.generate_many(
             prompt, SEEDS, seed=SEEDS * number, model=model, num_inference_steps=num_inference_steps, lora=[lora]
         )
         use = _use(picture, name)
@@ -88,10 +73,10 @@ async def measure_lora(
 
 
 def _check_prompts(prompts: object) -> Iterator[Violation]:
-    given = items_of(prompts, name="prompts", what="texts")
+    given = as_list(prompts, name="prompts", what="texts")
     wrong = [prompt for prompt in given if not isinstance(prompt, str)]
     if wrong:
-        yield Violation(field="prompts", description=f"must be texts; got {shown(wrong[0])}")
+        yield Violation(field="prompts", description=f"must be texts; got {describe(wrong[0])}")
     elif len(set(given)) < LEAST_PROMPTS:
         rule = f"at least {LEAST_PROMPTS} different ones are needed: one picture says little of the next"
         yield Violation(field="prompts", description=rule)

@@ -1,0 +1,198 @@
+"""The clients' methods about LoRAs: those that the stores have, their quarantine, and how late one may come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from bottega.client.addons.loras.profiling import LoraBoundMeasured, measure_lora
+from bottega.client.addons.loras.stores import CALL_S, call_owner, choose_store, find_lora, lora_stores, open_store
+from bottega.client.addons.loras.upload import IMPORT_S, read_lora, upload
+from bottega.client.addons.service_calls import all_pages
+from bottega.client.sdk.aio import AsyncGatewayClient
+from bottega.client.sdk.blocking import blocking
+from bottega.client.sdk.sync import GatewayClient
+from bottega.client.types.messages import build_message
+from bottega.errors import LoraNotFound
+from bottega.v1 import lora_pb2
+from bottega.v1.fleet_pb2 import Registration
+from bottega.v1.lora_pb2 import QuarantinedLora, RestoreLoraResponse, StoredLora
+
+if TYPE_CHECKING:
+    from bottega.v1.lora_pb2_grpc import LoraServiceAsyncStub
+
+AnswerT = TypeVar("AnswerT")
+
+_PAGE_SIZE = 500
+# The first page of a quarantine has its store look over all of its files.
+_QUARANTINE_S = 120.0
+# All of a file is read and hashed.
+_RESTORE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreQuarantine:
+    """What one store has in quarantine. folder: on its machine."""
+
+    store: str
+    folder: str
+    loras: tuple[QuarantinedLora, ...]
+
+
+class AsyncLoras(AsyncGatewayClient):
+    """What AsyncClient offers about LoRAs."""
+
+    async def loras(self) -> tuple[StoredLora, ...]:
+        """The LoRAs that the suite has, by name, as the contract describes them."""
+        found: dict[str, StoredLora] = {}
+        for store in await self._lora_stores():
+            request = lora_pb2.ListLorasRequest(page_size=_PAGE_SIZE)
+            async with open_store(store) as stub:
+                async for page in all_pages(stub.ListLoras, request, timeout_s=CALL_S, what=f"LoRA store {store.name}"):
+                    for lora in page.loras:
+                        found.setdefault(lora.name, lora)
+        return tuple(found[name] for name in sorted(found))
+
+    async def lora(self, name: str) -> StoredLora:
+        """One LoRA of the suite."""
+        build_message(lora_pb2.GetLoraRequest(), name=name)
+        _, lora = await find_lora(await self._lora_stores(), name)
+        return lora
+
+    async def add_lora(
+        self, name: str, path: Path, *, base: str | None = None, trigger_words: Sequence[str] = ()
+    ) -> StoredLora:
+        """Uploads a LoRA: a safetensors file, or a folder of PEFT or Diffusers.
+
+        base: the model that it was made for; absent where the store knows one alone. trigger_words: those of one that
+        is there already change, where some are given.
+        """
+        build_message(lora_pb2.UploadLoraHead(), name=name, trigger_words=trigger_words)  # before anything is read
+        files, head = await asyncio.to_thread(read_lora, path)
+        store, base = await choose_store(await self._lora_stores(), name, base)
+        build_message(head, name=name, base=base, trigger_words=trigger_words)
+        return await upload(store, head, files)
+
+    async def register_lora(
+        self, name: str, path: str, *, base: str | None = None, trigger_words: Sequence[str] = ()
+    ) -> StoredLora:
+        """Has the store take in a file or folder of its own machine, below the root that its configuration allows."""
+        request = build_message(lora_pb2.RegisterLoraRequest(), name=name, path=path, trigger_words=trigger_words)
+        store, base = await choose_store(await self._lora_stores(), name, base)
+        build_message(request, base=base)
+        async with open_store(store) as stub:
+            return (await stub.RegisterLora(request, timeout=IMPORT_S)).lora
+
+    async def remove_lora(self, name: str) -> None:
+        """Forgets a LoRA. Raises LoraNotFound, LoraInUse."""
+        request = build_message(lora_pb2.DeleteLoraRequest(), name=name)
+        store, _ = await find_lora(await self._lora_stores(), name)
+        async with open_store(store) as stub:
+            await stub.DeleteLora(request, timeout=CALL_S)
+
+    async def pin_lora(self, name: str, pinned: bool = True) -> StoredLora:
+        """Keeps a LoRA in the store's memory, or no longer. Its state says whether it is there yet."""
+        request = build_message(lora_pb2.PinLoraRequest(), name=name, pinned=pinned)
+        store, _ = await find_lora(await self._lora_stores(), name)
+        async with open_store(store) as stub:
+            return (await stub.PinLora(request, timeout=CALL_S)).lora
+
+    async def profile_lora(
+        self,
+        name: str,
+        prompts: Sequence[str],
+        *,
+        scale: float = 1.0,
+        num_inference_steps: int | None = None,
+        model: str | None = None,
+        on_prompt: Callable[[int], None] = lambda _: None,
+    ) -> LoraBoundMeasured:
+        """Draws two pictures of each prompt with the LoRA and without, and has the store remember how late it may come.
+
+        That is the first step after which the latents' cosine is below .99, in the worst of the pictures. Requests that
+        allow it (by their fidelity, or bounded_lora_loading) then make that many steps of this number of steps without
+        it, at most, where it is not at the worker yet; those of another number, in proportion.
+        prompts: at least four, of the kind that the LoRA is used with, its trigger words included.
+        scale: the strongest that you use it with. num_inference_steps: of the pictures; absent is the model's default.
+        on_prompt: told the step of each.
+        """
+        measured = await measure_lora(
+            self,
+            name,
+            prompts,
+            scale=scale,
+            num_inference_steps=num_inference_steps,
+            model=model,
+            on_prompt=on_prompt,
+        )
+        store, known = await find_lora(await self._lora_stores(), name)
+        bounds = {bound.num_inference_steps: bound.max_step for bound in known.bounds}
+        bounds[measured.num_inference_steps] = measured.max_step
+        request = lora_pb2.SetLoraProfileRequest(name=name, digest=measured.digest)
+        for steps, step in sorted(bounds.items()):
+            request.bounds.add(num_inference_steps=steps, max_step=step)
+        async with open_store(store) as stub:
+            await stub.SetLoraProfile(request, timeout=CALL_S)
+        return measured
+
+    async def lora_quarantines(self) -> tuple[StoreQuarantine, ...]:
+        """Files of each LoRA store that its catalogue does not list; the store looks for them first."""
+        found = []
+        for store in await self._lora_stores():
+            request, what = lora_pb2.ListQuarantineRequest(page_size=_PAGE_SIZE), f"The quarantine of {store.name}"
+            loras: list[QuarantinedLora] = []
+            async with open_store(store) as stub:
+                async for page in all_pages(stub.ListQuarantine, request, timeout_s=_QUARANTINE_S, what=what):
+                    loras += page.loras
+            found.append(StoreQuarantine(store=store.name, folder=page.folder, loras=tuple(loras)))
+        return tuple(found)
+
+    async def loras_in_quarantine(self) -> int:
+        """How many LoRAs are there, as far as their stores know without looking for more."""
+        number = 0
+        for store in await self._lora_stores():
+            async with open_store(store) as stub:
+                number += (await stub.ListLoras(lora_pb2.ListLorasRequest(page_size=1), timeout=CALL_S)).quarantined
+        return number
+
+    async def restore_lora(self, id: str, *, name: str = "", base: str = "") -> RestoreLoraResponse:
+        """Brings a LoRA back from quarantine; the answer says what of it could not be known.
+
+        name, base: empty is what is known of it, else a name made of its digest, and the one base that it fits.
+        Raises LoraNotFound, LoraExists, DataLoss, BadLora, InvalidRequest.
+        """
+        request = build_message(lora_pb2.RestoreLoraRequest(), id=id, name=name, base=base)
+        return await self._call_quarantine(id, lambda stub: stub.RestoreLora(request, timeout=_RESTORE_S))
+
+    async def discard_lora(self, id: str) -> int:
+        """Deletes a LoRA from quarantine, for good; bytes that became free. Raises LoraNotFound."""
+        request = build_message(lora_pb2.DiscardLoraRequest(), id=id)
+        answer = await self._call_quarantine(id, lambda stub: stub.DiscardLora(request, timeout=_QUARANTINE_S))
+        return answer.freed_bytes
+
+    async def _call_quarantine(self, id: str, call: Callable[[LoraServiceAsyncStub], Awaitable[AnswerT]]) -> AnswerT:
+        missing = LoraNotFound(f"nothing in quarantine has the id {id}", metadata={"loras": id})
+        _, answer = await call_owner(await self._lora_stores(), call, missing=missing)
+        return answer
+
+    async def _lora_stores(self) -> Sequence[Registration]:
+        return lora_stores(await self.fleet())
+
+
+class Loras(GatewayClient):
+    """What Client offers about LoRAs."""
+
+    loras = blocking(AsyncLoras.loras)
+    lora = blocking(AsyncLoras.lora)
+    add_lora = blocking(AsyncLoras.add_lora)
+    register_lora = blocking(AsyncLoras.register_lora)
+    remove_lora = blocking(AsyncLoras.remove_lora)
+    pin_lora = blocking(AsyncLoras.pin_lora)
+    profile_lora = blocking(AsyncLoras.profile_lora)
+    lora_quarantines = blocking(AsyncLoras.lora_quarantines)
+    loras_in_quarantine = blocking(AsyncLoras.loras_in_quarantine)
+    restore_lora = blocking(AsyncLoras.restore_lora)
+    discard_lora = blocking(AsyncLoras.discard_lora)

@@ -1,0 +1,33 @@
+"""The two clients that users make: what is asked of the gateway, and the methods of every add-on service.
+
+An add-on is one module of bottega.client.addons with two classes, and one name in each of the two lists of bases here.
+"""
+
+from __future__ import annotations
+
+from bottega.client.addons.controlnets.client import AsyncControlNets, ControlNets
+from bottega.client.addons.loras.client import AsyncLoras, Loras
+
+
+class AsyncClient(AsyncControlNets, AsyncLoras):
+    """A connection to a gateway.
+
+    address: host:port; $BOTTEGA_ADDRESS or 127.0.0.1:8470 when absent.
+    fleet_address: host:port where the gateway lists its services, which fleet() and the methods about ControlNets and
+        LoRAs need; drawing needs it not. $BOTTEGA_FLEET when absent, else that of the suite that runs here, else port
+        8472 of the gateway's machine.
+    timeout_s: deadline of every picture that is given none; above 0.
+    retry: how to go on while the gateway is UNAVAILABLE, or serves as many calls as it can; nothing else is retried.
+
+    Make it inside a running event loop, and close it (`async with` does): pictures that were begun here
+    and left unfinished are cancelled then. Every method raises classes of bottega.errors.
+    """
+
+
+class Client(ControlNets, Loras):
+    """A connection to a gateway, without asyncio; AsyncClient documents the arguments.
+
+    Safe to share between threads. Close it (`with` does); one that is forgotten closes when it is collected.
+    """
+
+    _kind = AsyncClient
