@@ -22,8 +22,8 @@ from diffusers import ControlNetModel, UNet2DConditionModel
 from PIL import Image
 
 from bottega.client import ControlNet, Picture
-from bottega.diffusion.bench_model import BenchShape, write_bench_model
 from load.bench.addon_reference import CONTROL_SCALE, GUIDANCE_SCALE, PROMPT, AddonReference, Answer, Ask
+from load.bench.bench_model import BenchShape, write_bench_model
 from load.bench.lora_files import TRANSFORMERS, LoraFiles, random_lora
 from load.bench.lora_suite import Cast, LoraSuite, cold_cast, processor_s, suite
 from load.bench.report import report

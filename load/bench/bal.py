@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import median
 
 from bottega.client import Lora, Picture
-from bottega.diffusion.bench_model import DEFAULT, write_bench_model
 from load.bench.addon_reference import GUIDANCE_SCALE, PROMPT, AddonReference, Ask
 from load.bench.bal_quality import Quality, compare
+from load.bench.bench_model import DEFAULT, write_bench_model
 from load.bench.lora_files import LoraFiles, random_lora
 from load.bench.lora_suite import Cast, LoraSuite, cold_cast, suite
 from load.bench.report import report

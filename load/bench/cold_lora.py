@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from bottega.diffusion.bench_model import BenchShape, write_bench_model
 from load.bench.addon_reference import GUIDANCE_SCALE, PROMPT, AddonReference, Ask
+from load.bench.bench_model import BenchShape, write_bench_model
 from load.bench.lora_files import LoraFiles, random_lora
 from load.bench.lora_suite import JOIN_S, Cast, LoraSuite, cold_cast, suite
 from load.bench.report import report

@@ -26,7 +26,7 @@ from diffusers import ControlNetModel, UNet2DConditionModel
 from PIL import Image
 
 from bottega.client import Client, Completed, ControlNet, Picture, Progress
-from bottega.diffusion.bench_model import BenchShape, write_bench_model
+from load.bench.bench_model import BenchShape, write_bench_model
 from load.bench.controlnet_follow import CASES
 from load.bench.controlnet_reference import ControlledReference
 from load.bench.controlnet_stale import follow

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.diffusion.bench_model import write_bench_model
+from load.bench.bench_model import write_bench_model
 from load.bench.report import report
 from tests.support.worker_pair import Drawn, WorkerPair
 

@@ -119,9 +119,9 @@ def suite_side(model: Path) -> Answers:
     from bottega.diffusion.engine.events import JobFailed
     from bottega.diffusion.engine.job import EngineOrder
     from bottega.diffusion.loras import LoraRef, LoraWeights, ScaledLora
-    from bottega.diffusion.loras.local import LocalLoras
     from bottega.diffusion.model.model import load_model
     from bottega.diffusion.spec import LoraSpec, ResolvedSpec
+    from load.bench.local_loras import LocalLoras
 
     loaded = load_model(model, name="bench", device=torch.device("cpu"), dtype=torch.float32)
     loaded_kib = _memory_kib("VmRSS")

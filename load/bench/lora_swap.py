@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from bottega.diffusion.bench_model import BenchShape, write_bench_model
 from bottega.miniature import WEIGHTS
+from load.bench.bench_model import BenchShape, write_bench_model
 from load.bench.lora_files import random_lora
 from load.bench.lora_sides import Side
 from load.bench.report import report

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 
 from bottega.client import Client, Picture
-from bottega.diffusion.bench_model import write_bench_model
 from bottega.miniature import WEIGHTS
+from load.bench.bench_model import write_bench_model
 from load.bench.reference import Batch, Reference
 from load.bench.report import report
 from load.bench.suite import running

@@ -13,7 +13,6 @@ import torch
 
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.loras.local import LocalLoras
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import LoraSpec, ResolvedSpec
 from bottega.lora import canonical
@@ -23,6 +22,7 @@ from bottega.loras.importing.source import sources
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES
 from load import stock_loras
+from load.bench.local_loras import LocalLoras
 from load.bench.lora_styles import use
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.stock import assert_close, latent_of, load_stock

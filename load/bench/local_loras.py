@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
-from bottega.diffusion.loras.lora import Layers
-from bottega.diffusion.loras.reading import read_layers
-from bottega.diffusion.loras.source import LoraHandle, LoraRef
+import torch
+from torch import Tensor
+
+from bottega.diffusion.loras import UNET, Layers, LoraHandle, LoraLayer, LoraRef
 from bottega.errors import DataLoss, LoraNotFound
 from bottega.lora import canonical
+from bottega.lora.canonical import CanonicalLora
+from bottega.lora.safetensors_header import TensorEntry
 
 _THREADS = 4
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -90,4 +95,21 @@ class LocalLoras:
         if hashlib.sha256(content).hexdigest() != ref.digest:
             raise DataLoss(f"LoRA {ref.name} is not what its digest says", metadata={"loras": ref.name})
         text = content[said.header_bytes : said.header_bytes + said.text_bytes]
-        return read_layers(said, text=text, unet=content[said.header_bytes + said.text_bytes :]), monotonic()
+        return _read_layers(said, text, content[said.header_bytes + said.text_bytes :]), monotonic()
+
+
+def _read_layers(said: CanonicalLora, text: memoryview, unet: memoryview) -> dict[str, dict[str, LoraLayer]]:
+    """The layers by component and module path. text, unet: the file's sections, in writable memory."""
+    layers: dict[str, dict[str, LoraLayer]] = {}
+    for module in said.modules:
+        section = unet if module.component == UNET else text
+        (scale,) = struct.unpack_from("<f", section, module.scale.begin)
+        layers.setdefault(module.component, {})[module.path] = LoraLayer(
+            down=_view(section, module.down), up=_view(section, module.up), scale=scale
+        )
+    return layers
+
+
+def _view(section: memoryview, entry: TensorEntry) -> Tensor:
+    raw = torch.frombuffer(section[entry.begin : entry.end], dtype=_DTYPES[entry.dtype])
+    return raw.view(entry.shape)

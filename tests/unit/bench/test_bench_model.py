@@ -14,9 +14,9 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from safetensors.torch import load_file
 
-from bottega.diffusion.bench_model import DEFAULT, BenchShape, main, write_bench_model
 from bottega.diffusion.model.model import load_model
 from bottega.diffusion.model.samplers import SamplerKind
+from load.bench.bench_model import DEFAULT, BenchShape, main, write_bench_model
 
 SMALL = BenchShape(
     block_out_channels=(16, 32),

@@ -1,6 +1,6 @@
 """A model folder of SDXL's topology with random weights, of any width and depth: for measuring speed, not for pictures.
 
-It writes Diffusers' layout and knows neither engine nor benches. `python -m bottega.diffusion.bench_model FOLDER`
+It writes Diffusers' layout and knows neither engine nor benches. `python -m load.bench.bench_model FOLDER`
 writes one; its options are the fields of BenchShape.
 """
 
@@ -115,7 +115,7 @@ def write_bench_model(folder: Path, shape: BenchShape = DEFAULT, seed: int = 0) 
 
 def main() -> None:
     """Writes the model that the arguments ask for, and says where it is."""
-    parser = argparse.ArgumentParser(prog="python -m bottega.diffusion.bench_model", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m load.bench.bench_model", description=__doc__)
     parser.add_argument("folder", type=Path, help="to write; empty, or not there")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
     for field in dataclasses.fields(DEFAULT):
