@@ -217,7 +217,7 @@ class TieredCache:
             return None
         self.counts.evictions += gone
         try:
-            descriptor = new_file(self._what)
+            descriptor = new_file(self._what.lower())
         except OSError as error:  # no descriptor is left, most likely: whoever reads it from the disk says so
             _log.warning("a %s cannot be had in memory", self._what, extra={"digest": digest, "why": error.strerror})
             return None
