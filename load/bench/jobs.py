@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from bottega import kinds
 from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
 from bottega.rpc.channel import open_channel
 from bottega.rpc.fleet_membership import FleetMembership
@@ -198,7 +199,7 @@ async def _stubs(address: str) -> AsyncIterator[Stubs]:
 async def _idle_worker(gateway: str) -> AsyncIterator[None]:
     """A worker that says that it is stopping: its model is served, and it is given nothing."""
     registration = fleet_pb2.Registration(
-        kind=fleet_pb2.SERVICE_KIND_WORKER, name="idle", address="127.0.0.1:9", version="bench", models=[MODEL]
+        kind=kinds.WORKER, name="idle", address="127.0.0.1:9", version="bench", models=[MODEL]
     )
     membership = FleetMembership(gateway, registration, load=lambda: fleet_pb2.Load(draining=True))
     membership.start()

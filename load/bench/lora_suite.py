@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from bottega import kinds
 from bottega.client import Client
-from bottega.v1 import fleet_pb2
 from tests.support.services import Service, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
 
@@ -160,7 +160,7 @@ def _start_server(cast: Cast, services: Services, gateway: Service) -> Service:
 
 
 def _has_store(client: Client) -> bool:
-    kind = fleet_pb2.SERVICE_KIND_LORAS
+    kind = kinds.LORAS
     return any(member.registration.kind == kind for member in client.fleet().members)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from bottega import kinds
 from bottega.client import Client, JobState, JobStatus, Picture
 from bottega.errors import BottegaError
 from bottega.v1 import fleet_pb2
@@ -195,7 +196,7 @@ class Scene:
             "links": {"bytes_per_s": bytes_per_s},
         }
         service = self._workers["loras"] = self._services.start("bottega.loras", config, name=self._name("loras"))
-        kind = fleet_pb2.SERVICE_KIND_LORAS
+        kind = kinds.LORAS
         wait_until(
             lambda: service.address in {member.registration.address for member in self.members(kind)},
             "the LoRA store to join",
@@ -224,13 +225,13 @@ class Scene:
         (engine,) = [child for child in front.children() if any(".engine" in part for part in child.cmdline())]
         return engine
 
-    def members(self, kind: fleet_pb2.ServiceKind.ValueType = fleet_pb2.SERVICE_KIND_WORKER) -> list[fleet_pb2.Member]:
+    def members(self, kind: str = kinds.WORKER) -> list[fleet_pb2.Member]:
         """The workers that the gateway knows, or members of another kind."""
         return [m for m in self.client.fleet().members if m.registration.kind == kind]
 
     def hosting(self) -> dict[str, int]:
         """The ControlNet servers that the gateway knows and that host something, with their sessions, by name."""
-        members = self.members(fleet_pb2.SERVICE_KIND_CONTROLNET)
+        members = self.members(kinds.CONTROLNET)
         return {
             member.registration.name: sum(net.sessions for net in member.load.controlnets)
             for member in members

@@ -31,7 +31,7 @@ SILENT = 100
 # Joins under a worker's name in a second.
 PRESSES_PER_S = 20
 # A kind that is given nothing to do.
-_IDLE = fleet_pb2.SERVICE_KIND_CACHE
+_IDLE = "idle"
 _STOP_S = 20.0
 
 

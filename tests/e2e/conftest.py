@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
+from bottega import kinds
 from bottega.client import Client
 from bottega.rpc.channel import channel_options
-from bottega.v1 import fleet_pb2
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, worker_config
 from tests.support.stock import Stock
@@ -48,7 +48,7 @@ def store_config(gateway: str, **overrides: object) -> dict[str, object]:
 
 def has_store(client: Client) -> bool:
     """Whether the gateway sees a LoRA store."""
-    kind = fleet_pb2.SERVICE_KIND_LORAS
+    kind = kinds.LORAS
     return any(member.registration.kind == kind for member in client.fleet().members)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
+from bottega import kinds
 from bottega.errors import BottegaError, WorkerLost
 from bottega.gateway.addons.controlnets.placement import ControlNetPlacement
 from bottega.gateway.addons.controlnets.prefetch import ControlNetPrefetcher
@@ -160,7 +161,7 @@ class Shop:
         """A worker joins and reports turns whose time doubles with their rows. seconds: of one row."""
         model = image_pb2.Model(name="m", model_hash="hash of m", vae_scale_factor=4)
         address = f"127.0.0.1:{len(self.clients) + 1}"
-        said = fleet_pb2.Registration(kind=fleet_pb2.SERVICE_KIND_WORKER, name=name, address=address, models=[model])
+        said = fleet_pb2.Registration(kind=kinds.WORKER, name=name, address=address, models=[model])
         member = self.fleet.join(controlnet_hosts.again(said))
         self.report(member, seconds=seconds)
         return member

@@ -18,6 +18,7 @@ from google.protobuf.descriptor import FieldDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from bottega import kinds
 from bottega.errors import BottegaError
 from bottega.rpc.channel import channel_options
 from bottega.rpc.status import to_grpc_status
@@ -151,9 +152,9 @@ def _make_usable(message: Message, address: str, *, last: bool) -> None:
     match message:
         case fleet_pb2.ListMembersResponse():
             (example, *_) = message.members
-            for kind in (*fleet_pb2.ServiceKind.values(), 99):
+            for kind in (kinds.WORKER, kinds.CONTROLNET, kinds.LORAS):
                 message.members.add().CopyFrom(example)
-                message.members[-1].registration.kind = kind  # type: ignore[assignment]
+                message.members[-1].registration.kind = kind
             for member in message.members:
                 member.registration.address = address
         case lora_pb2.ListLorasResponse():

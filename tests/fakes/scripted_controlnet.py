@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from bottega import kinds
 from bottega.errors import BottegaError
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.server import Server, ServerConfig
@@ -55,7 +56,7 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         controlnet_pb2_grpc.add_ControlNetServiceServicer_to_server(self, self._server.grpc)
         await self._server.start()
         registration = fleet_pb2.Registration(
-            kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name=self.name, address=self.address, version="test", device="cpu"
+            kind=kinds.CONTROLNET, name=self.name, address=self.address, version="test", device="cpu"
         )
         self.membership = FleetMembership(self._gateway, registration, load=self.load)
         self.membership.start()

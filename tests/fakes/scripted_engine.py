@@ -65,8 +65,8 @@ class Engine:
                 del self.drawings[command.cancel.attempt.job_id]
             case "backlog":
                 self.backlog = command.backlog.requests
-            case "lora_stores":
-                self.lora_stores = [f"{store.name} at {store.address}" for store in command.lora_stores.stores]
+            case "services":
+                self.lora_stores = [f"{store.name} at {store.address}" for store in command.services.services]
             case "preview":
                 if command.preview.attempt.job_id in self.drawings:
                     self.drawings[command.preview.attempt.job_id].start.preview = True

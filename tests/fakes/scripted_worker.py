@@ -11,6 +11,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from bottega import kinds
 from bottega.errors import BottegaError, Unavailable
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.server import Server, ServerConfig
@@ -105,19 +106,20 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             self.registration(),
             load=self.load,
             on_backlog=self.backlogs.append,
-            on_lora_stores=self._take_lora_stores,
+            on_services=self._take_services,
         )
         self.membership.start()
         await asyncio.wait_for(self.membership.joined.wait(), join_timeout_s)
         return self
 
-    def _take_lora_stores(self, stores: Sequence[worker_pb2.LoraStore]) -> None:
-        self.lora_stores = [(store.name, store.address) for store in stores]
+    def _take_services(self, services: Sequence[fleet_pb2.ServiceAddress]) -> None:
+        self.lora_stores = [(service.name, service.address) for service in services if service.kind == kinds.LORAS]
 
     def registration(self) -> fleet_pb2.Registration:
         """Who it is."""
         return fleet_pb2.Registration(
-            kind=fleet_pb2.SERVICE_KIND_WORKER,
+            kind=kinds.WORKER,
+            uses=[kinds.LORAS],
             name=self.name,
             address=self.address,
             version="test",

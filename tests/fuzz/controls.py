@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from bottega import kinds
 from bottega.v1 import fleet_pb2
 from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED, HostedControlNet, ResidualProfile
 from bottega.v1.generation_pb2 import ControlNet, Lora
@@ -95,7 +96,7 @@ def control_loads(case: Any) -> Iterator[Case]:
         "well profiled": [net(profiles=[_profile(f"m{number}") for number in range(16)])],
     }
     for name, nets in good.items():
-        yield case(f"{name} ControlNets", kind=fleet_pb2.SERVICE_KIND_CONTROLNET, load=fleet_pb2.Load(controlnets=nets))
+        yield case(f"{name} ControlNets", kind=kinds.CONTROLNET, load=fleet_pb2.Load(controlnets=nets))
     bad = {
         "1025": [net(f"n{number}") for number in range(1025)],
         "twice the same": [net(), net()],
@@ -109,7 +110,7 @@ def control_loads(case: Any) -> Iterator[Case]:
         "with 17 profiles": [net(profiles=[_profile(f"m{number}") for number in range(17)])],
     }
     for name, nets in bad.items():
-        for kind in (fleet_pb2.SERVICE_KIND_CONTROLNET, fleet_pb2.SERVICE_KIND_LORAS):
+        for kind in (kinds.CONTROLNET, kinds.LORAS):
             whole = case(f"ControlNets {name}, from {kind}", kind=kind, load=fleet_pb2.Load(controlnets=nets))
             yield dataclasses.replace(whole, code=INVALID, fields=frozenset({"load.controlnets"}))
 

@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
+from bottega import kinds
 from bottega.v1 import controlnet_pb2, fleet_pb2, generation_pb2, image_pb2, lora_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
@@ -206,12 +207,10 @@ def _process(kind: fleet_pb2.Registration, number: int) -> fleet_pb2.Registratio
 def _kinds() -> Sequence[fleet_pb2.Registration]:
     model = image_pb2.Model(name="other", model_hash="ab" * 32, dtype="float32", default_width=64, default_height=64)
     worker = fleet_pb2.Registration(
-        kind=fleet_pb2.SERVICE_KIND_WORKER, name="other", address="127.0.0.1:1", models=[model], device="cpu"
+        kind=kinds.WORKER, name="other", address="127.0.0.1:1", models=[model], device="cpu"
     )
-    store = fleet_pb2.Registration(
-        kind=fleet_pb2.SERVICE_KIND_LORAS, name="loras", address="localhost:1", version="0.1.0"
-    )
-    server = fleet_pb2.Registration(kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name="others", address="127.0.0.1:1")
+    store = fleet_pb2.Registration(kind=kinds.LORAS, name="loras", address="localhost:1", version="0.1.0")
+    server = fleet_pb2.Registration(kind=kinds.CONTROLNET, name="others", address="127.0.0.1:1")
     return [worker, store, server]
 
 

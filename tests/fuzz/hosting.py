@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import grpc
 
+from bottega import kinds
 from bottega.v1 import controlnet_pb2, fleet_pb2, fleet_pb2_grpc
 from bottega.v1.controlnet_pb2 import HostedControlNet
 
@@ -31,7 +32,7 @@ def hosting(fleet: grpc.Channel) -> Iterator[None]:
 
     def said() -> Iterator[fleet_pb2.JoinRequest]:
         registration = fleet_pb2.Registration(
-            kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name="nets", address="127.0.0.1:1", instance=_INSTANCE
+            kind=kinds.CONTROLNET, name="nets", address="127.0.0.1:1", instance=_INSTANCE
         )
         yield fleet_pb2.JoinRequest(registration=registration)
         yield fleet_pb2.JoinRequest(load=_load())

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from bottega import kinds
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from tests.fuzz.case import INF, INVALID, NAN, OK, Case, shown
 from tests.fuzz.controls import control_loads
@@ -39,7 +40,7 @@ def joining_corpus() -> Iterator[Case]:
 
     def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, load: Any = None, **changes: Any) -> Case:
         number = next(numbers)  # one of the name of another that has just left would have to wait
-        facts = {"kind": fleet_pb2.SERVICE_KIND_LORAS, "name": f"fuzz {number}", "address": "127.0.0.1:1"}
+        facts = {"kind": kinds.LORAS, "name": f"fuzz {number}", "address": "127.0.0.1:1"}
         whole: dict[str, Any] = {**facts, "instance": f"instance {number:020}", **changes}
         first = fleet_pb2.JoinRequest(registration=fleet_pb2.Registration(**whole))
         second = fleet_pb2.JoinRequest(load=load or fleet_pb2.Load())
@@ -48,8 +49,8 @@ def joining_corpus() -> Iterator[Case]:
         return Case(method="Join", name=name, raw=raw, code=code, fields=named)
 
     yield case("a store of LoRAs")
-    for kind in (0, 99, -1):
-        yield case(f"kind {kind}", INVALID, "kind", kind=kind)
+    for kind in ("", "Worker", "a b", "-", "x" * 33, "x" * 10_000):
+        yield case(f"kind {kind[:33]!r}", INVALID, "kind", kind=kind)
     for name in ("", "x" * 129, "x" * (1 << 20)):
         yield case(f"name {shown(name)}", INVALID, "name", name=name)
     for address in (
@@ -83,7 +84,7 @@ def joining_corpus() -> Iterator[Case]:
         "address",
         "instance",
         "models",
-        kind=0,
+        kind="",
         name="",
         address="",
         instance="",
@@ -154,7 +155,7 @@ def _planned(case: Any) -> Iterator[Case]:
     model = image_pb2.Model(name="other", default_width=64, default_height=64, default_steps=200)
     for name, facts in loads.items():
         load = fleet_pb2.Load(**facts)
-        yield case(f"a worker: {name}", kind=fleet_pb2.SERVICE_KIND_WORKER, models=[model], load=load)
+        yield case(f"a worker: {name}", kind=kinds.WORKER, models=[model], load=load)
 
 
 def _running(job_id: str) -> fleet_pb2.RunningAttempt:

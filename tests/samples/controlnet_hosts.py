@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bottega import kinds
 from bottega.gateway.fleet.join_limits import JoinBounds
 from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet
@@ -29,15 +30,13 @@ def load(*nets: HostedControlNet, draining: bool = False) -> fleet_pb2.Load:
 def server(name: str = "s1", port: int = 101) -> fleet_pb2.Registration:
     """A ControlNet server."""
     address = f"127.0.0.1:{port}"
-    return fleet_pb2.Registration(
-        kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name=name, address=address, instance=instance(name, address)
-    )
+    return fleet_pb2.Registration(kind=kinds.CONTROLNET, name=name, address=address, instance=instance(name, address))
 
 
 def worker(name: str = "w1", *, model: str = "m", base: str = BASE, port: int = 1) -> fleet_pb2.Registration:
     """A worker of a model."""
     return fleet_pb2.Registration(
-        kind=fleet_pb2.SERVICE_KIND_WORKER,
+        kind=kinds.WORKER,
         name=name,
         address=f"127.0.0.1:{port}",
         models=[image_pb2.Model(name=model, base=base)],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bottega import kinds
 from bottega.v1 import fleet_pb2
 from bottega.v1 import lora_pb2 as pb
 from tests.support import running_loras
@@ -53,5 +54,5 @@ async def lora_store(
 
 async def _stores(gateway: Running) -> set[str]:
     members = (await gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
-    kind = fleet_pb2.SERVICE_KIND_LORAS
+    kind = kinds.LORAS
     return {member.registration.name for member in members if member.registration.kind == kind}

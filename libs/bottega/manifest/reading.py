@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from bottega.errors import ConfigError
+from bottega.kinds import is_kind
 from bottega.manifest.spec import ServiceOption, ServiceSpec
 
 MANIFEST = Path(__file__).with_name("services.txt")
@@ -21,9 +21,6 @@ MANIFEST = Path(__file__).with_name("services.txt")
 
 VARIABLE = "BOTTEGA_SERVICES"
 """Manifests of other services, separated as the paths in PATH are."""
-
-# It names processes, folders, units and a label of the metrics.
-_KIND = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
 
 def read_services() -> tuple[ServiceSpec, ...]:
@@ -46,7 +43,7 @@ def _read(manifests: tuple[Path, ...]) -> tuple[ServiceSpec, ...]:
     options: set[str] = set()
     for where, module in _lines(manifests):
         spec = _load(where, module)
-        if not _KIND.fullmatch(spec.kind) or spec.kind in found:
+        if not is_kind(spec.kind) or spec.kind in found:
             raise ConfigError(f"{where}: {spec.kind!r} is no name for a kind of service, or another one has it")
         named = {option.name for option in options_of((spec,))}
         if named & options:

@@ -1,6 +1,6 @@
 """How a service stays in the gateway's fleet: one Join stream, opened again for ever.
 
-It does not know what the service does; load, backlog and LoRA stores cross by callbacks.
+It does not know what the service does; load, backlog and other services' addresses cross by callbacks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from bottega.errors import BottegaError, JobCancelled, MethodNotServed, Unavaila
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
-from bottega.v1.worker_pb2 import LoraStore
 
 # The gateway's lease is 1.5 s; three reports fit into it.
 REPORT_INTERVAL_S = 0.5
@@ -53,7 +52,7 @@ class FleetMembership:
     its own where it has none.
     load: called in the event loop for every report; must be quick.
     on_backlog: called in the event loop with the number of requests that wait for this service.
-    on_lora_stores: called in the event loop, as a worker's, with the LoRA stores that there are, again and again.
+    on_services: called in the event loop with the services of the kinds that it uses, again and again.
     """
 
     def __init__(
@@ -63,13 +62,13 @@ class FleetMembership:
         *,
         load: Callable[[], fleet_pb2.Load],
         on_backlog: Callable[[int], None] = _ignore,
-        on_lora_stores: Callable[[Sequence[LoraStore]], None] = _ignore,
+        on_services: Callable[[Sequence[fleet_pb2.ServiceAddress]], None] = _ignore,
     ) -> None:
         self._gateway = gateway
         self._registration = _with_instance(registration)
         self._load = load
         self._on_backlog = on_backlog
-        self._on_lora_stores = on_lora_stores
+        self._on_services = on_services
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._refusal: str | None = None
@@ -153,7 +152,7 @@ class FleetMembership:
             self.joined.set()
         self.backlog = response.backlog
         self._on_backlog(response.backlog)
-        self._on_lora_stores(response.lora_stores)
+        self._on_services(response.services)
 
     async def _reports(self) -> AsyncIterator[fleet_pb2.JoinRequest]:
         yield fleet_pb2.JoinRequest(registration=self._registration)

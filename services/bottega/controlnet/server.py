@@ -12,6 +12,7 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from bottega import kinds
 from bottega.controlnet.catalogue import ControlNetCatalogue
 from bottega.controlnet.config import ControlNetConfig
 from bottega.controlnet.engine_client import ControlNetEngineClient
@@ -219,7 +220,7 @@ class ControlNetServer:
 
     def _join(self) -> FleetMembership:
         registration = fleet_pb2.Registration(
-            kind=fleet_pb2.SERVICE_KIND_CONTROLNET,
+            kind=kinds.CONTROLNET,
             name=self.name,
             address=self._address(),
             version=self._version,

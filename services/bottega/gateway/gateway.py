@@ -9,6 +9,7 @@ import logging
 import time
 from pathlib import Path
 
+from bottega import kinds
 from bottega.codec import CodecPool
 from bottega.errors import StorageUnavailable
 from bottega.gateway.addons.controlnets.client import GrpcControlNetClient
@@ -55,7 +56,7 @@ class Gateway:
         self._telling: asyncio.Task[None] | None = None
         self.server = Server("gateway", config.server)
         self.fleet_listener = self.server.beside(config.fleet, name="fleet")
-        self._this = fleet_pb2.Registration(kind=fleet_pb2.SERVICE_KIND_GATEWAY, name=config.name, version=version())
+        self._this = fleet_pb2.Registration(kind=kinds.GATEWAY, name=config.name, version=version())
         metrics = GatewayMetrics(self.server.registry)
         fleet = Fleet(
             lease_s=config.lease_s,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from bottega.manifest import read_services
 
 _QUEUE_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 # Routing shall take at most .6 ms.
@@ -59,6 +61,8 @@ class GatewayMetrics:
             registry=registry,
         )
         self._members = Gauge("bottega_members", "Services that have joined, by kind.", ("kind",), registry=registry)
+        self._own_kinds = {service.kind for service in read_services()}
+        self._listed_kinds: set[str] = set()
 
     def acknowledged(self) -> None:
         """Counts a job that is durable."""
@@ -105,6 +109,10 @@ class GatewayMetrics:
         self._queue_s.observe(queue_s)
         self._route_s.observe(route_s)
 
-    def members(self, kind: str, count: int) -> None:
-        """Says how many services of a kind are here."""
-        self._members.labels(kind).set(count)
+    def members(self, counts: Mapping[str, int]) -> None:
+        """Says how many services are here, by kind. Kinds of others are listed while they are here."""
+        for kind in self._listed_kinds - counts.keys():
+            self._members.remove(kind)
+        for kind in counts.keys() | self._own_kinds:
+            self._members.labels(kind).set(counts.get(kind, 0))
+        self._listed_kinds = counts.keys() - self._own_kinds

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bottega import rules
+from bottega import kinds, rules
 from bottega.caching import TieredCache
 from bottega.errors import (
     BottegaError,
@@ -309,7 +309,7 @@ class LoraStore:
 
     def _join(self) -> FleetMembership:
         registration = fleet_pb2.Registration(
-            kind=fleet_pb2.SERVICE_KIND_LORAS,
+            kind=kinds.LORAS,
             name=self.name,
             address=self._address(),
             version=self._version,

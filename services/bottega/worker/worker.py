@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
+from bottega import kinds
 from bottega.codec import CodecPool
 from bottega.errors import (
     BottegaError,
@@ -89,7 +90,7 @@ class Worker:
         self._tasks: list[asyncio.Task[None]] = []
         self._memory_bytes = 0
         self._backlog = -1
-        self._lora_stores: list[tuple[str, str]] = []
+        self._services: list[fleet_pb2.ServiceAddress] = []
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -206,7 +207,7 @@ class Worker:
     async def engine_ready(self, ready: engine_pb2.EngineReady) -> None:
         """See EngineListener."""
         _log.info("engine ready", extra={"model": ready.model.name, "device": ready.device, "pid": self._engine.pid})
-        self._backlog, self._lora_stores = -1, []
+        self._backlog, self._services = -1, []
         self._model, self._model_name = ready.model, ready.model.name
         if self._config.gateway:
             self._membership = self._join(ready)
@@ -300,19 +301,20 @@ class Worker:
 
     def _join(self, ready: engine_pb2.EngineReady) -> FleetMembership:
         registration = fleet_pb2.Registration(
-            kind=fleet_pb2.SERVICE_KIND_WORKER,
+            kind=kinds.WORKER,
             name=self.name,
             address=self._address(),
             version=self._version,
             models=[ready.model],
             device=ready.device,
+            uses=[kinds.LORAS],
         )
         return FleetMembership(
             self._config.gateway,
             registration,
             load=self.load,
             on_backlog=self._pass_backlog,
-            on_lora_stores=self._pass_lora_stores,
+            on_services=self._pass_services,
         )
 
     async def _leave(self) -> None:
@@ -332,12 +334,11 @@ class Worker:
         with contextlib.suppress(WorkerLost):  # no engine now: the next one is told by the next report
             self._engine.send(engine_pb2.EngineCommand(backlog=backlog))
 
-    def _pass_lora_stores(self, stores: Sequence[worker_pb2.LoraStore]) -> None:
-        told = [(store.name, store.address) for store in stores]
-        if told == self._lora_stores:
+    def _pass_services(self, services: Sequence[fleet_pb2.ServiceAddress]) -> None:
+        if list(services) == self._services:
             return
-        self._lora_stores = told
-        command = engine_pb2.EngineCommand(lora_stores=engine_pb2.EngineLoraStores(stores=stores))
+        self._services = list(services)
+        command = engine_pb2.EngineCommand(services=engine_pb2.EngineServices(services=services))
         with contextlib.suppress(WorkerLost):  # as above
             self._engine.send(command)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bottega import kinds
 from bottega.client import Client
 from bottega.v1 import fleet_pb2
 from tests.samples.lora_files import Part, base_shapes, kohya, save
@@ -67,6 +68,6 @@ def _in_weights(client: Client) -> list[tuple[str, float]]:
 
 def _load(client: Client) -> fleet_pb2.Load:
     """Of the worker."""
-    kind = fleet_pb2.SERVICE_KIND_WORKER
+    kind = kinds.WORKER
     (worker,) = (member for member in client.fleet().members if member.registration.kind == kind)
     return worker.load

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from bottega import kinds
 from bottega.client import AsyncClient
 from bottega.errors import BadImage, BottegaError, DeadlinePassed, QueueFull, TooLarge
 from bottega.rpc.channel import open_channel
@@ -163,7 +164,7 @@ async def test_many_callers_that_do_not_read_take_bounded_memory_and_who_reads_g
 async def test_many_strangers_that_would_join_with_large_messages_take_bounded_memory_and_a_member_gets_in(
     tmp_path: Path,
 ) -> None:
-    registration = fleet_pb2.Registration(kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name="x" * (20 << 20))
+    registration = fleet_pb2.Registration(kind=kinds.CONTROLNET, name="x" * (20 << 20))
     raw = fleet_pb2.JoinRequest(registration=registration).SerializeToString()
 
     async def refused(channel: grpc.aio.Channel) -> BottegaError:

@@ -17,7 +17,6 @@ from bottega.errors import Code, InternalError
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
-from bottega.v1.worker_pb2 import LoraStore
 from bottega.worker import worker
 from bottega.worker.config import EngineConfig
 from tests.support.running_front import CONFIG, Start, kinds, request, running_workers
@@ -149,7 +148,9 @@ class Gateway(fleet_pb2_grpc.FleetServiceServicer):
         self, request_iterator: AsyncIterator[fleet_pb2.JoinRequest], context: object
     ) -> AsyncIterator[fleet_pb2.JoinResponse]:
         self.members += 1
-        yield fleet_pb2.JoinResponse(backlog=3, lora_stores=[LoraStore(name="shelf", address="host:1")])
+        yield fleet_pb2.JoinResponse(
+            backlog=3, services=[fleet_pb2.ServiceAddress(kind="loras", name="shelf", address="host:1")]
+        )
         try:
             async for message in request_iterator:
                 if message.HasField("registration"):

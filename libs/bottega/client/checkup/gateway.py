@@ -11,6 +11,7 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bottega import kinds
 from bottega.client.addons.controlnets.hosting import controlnets_of
 from bottega.client.checkup.check import CheckResult, fail, ok, warn
 from bottega.client.sdk.clients import AsyncClient
@@ -61,7 +62,7 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
             todo if at_fault else "bottega logs gateway says more.",
         )
         return
-    workers = [member for member in fleet.members if member.registration.kind == fleet_pb2.SERVICE_KIND_WORKER]
+    workers = [member for member in fleet.members if member.registration.kind == kinds.WORKER]
     models = sorted({model.name for worker in workers for model in worker.registration.models})
     if workers:
         yield ok(f"{len(workers)} joined, for {', '.join(models)}")
@@ -74,7 +75,7 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
 
 
 def _check_controlnets(fleet: fleet_pb2.ListMembersResponse) -> Iterator[CheckResult]:
-    servers = [member for member in fleet.members if member.registration.kind == fleet_pb2.SERVICE_KIND_CONTROLNET]
+    servers = [member for member in fleet.members if member.registration.kind == kinds.CONTROLNET]
     nets = controlnets_of(fleet)
     if servers:
         names = sorted({net.name for net in nets})

@@ -53,7 +53,7 @@ def _row(member: Member) -> tuple[str, ...]:
     who, load = member.registration, member.load
     return (
         who.name,
-        _kind(member),
+        who.kind,
         who.address,
         ", ".join([*(model.name for model in who.models), *_controlnets(load)]),
         who.device,
@@ -62,15 +62,6 @@ def _row(member: Member) -> tuple[str, ...]:
         f"{load.memory_bytes / 2**20:.0f} MiB" if load.memory_bytes else "",
         _duration(member.joined_s),
     )
-
-
-def _kind(member: Member) -> str:
-    from bottega.v1.fleet_pb2 import ServiceKind
-
-    kind = member.registration.kind
-    if kind not in ServiceKind.values():
-        return f"kind {kind}"  # of a later version
-    return ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower()
 
 
 def _controlnets(load: Load) -> list[str]:
@@ -85,10 +76,10 @@ def _controlnets(load: Load) -> list[str]:
 
 def _running(member: Member) -> str:
     """Attempts of a worker, sessions of a ControlNet server."""
-    from bottega.v1.fleet_pb2 import SERVICE_KIND_CONTROLNET
+    from bottega import kinds
 
     load = member.load
-    serves = member.registration.kind == SERVICE_KIND_CONTROLNET
+    serves = member.registration.kind == kinds.CONTROLNET
     count = sum(net.sessions for net in load.controlnets) if serves else len(load.running)
     return f"{count} (draining)" if load.draining else str(count)
 

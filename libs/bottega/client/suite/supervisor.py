@@ -15,7 +15,6 @@ from bottega.client.suite.service_process import RestartPolicy, ServiceListener,
 from bottega.client.suite.state import InstanceProcess, InstanceRecord, StateFolder
 from bottega.client.transport.retry import RetryPolicy
 from bottega.errors import DeadlinePassed, Unavailable
-from bottega.v1.fleet_pb2 import ServiceKind
 
 # How often the record is brought up to date and, until it is ready, the fleet is looked at.
 _LOOK_S = 0.3
@@ -83,8 +82,7 @@ class Supervisor:
             members = (await client.fleet()).members
         except (Unavailable, DeadlinePassed):
             return False
-        kinds = (ServiceKind.Name(member.registration.kind) for member in members)
-        joined = Counter(kind.removeprefix("SERVICE_KIND_").lower() for kind in kinds)
+        joined = Counter(member.registration.kind for member in members)
         return all(joined[kind] >= count for kind, count in self._plan.members.items())
 
     def _children(self) -> Iterable[InstanceProcess]:

@@ -10,7 +10,6 @@ import grpc
 import psutil
 
 from bottega.errors import DeadlinePassed, Draining, InvalidRequest, MethodNotServed, Violation
-from bottega.gateway.addons.loras.resolver import where
 from bottega.gateway.clock import Clock
 from bottega.gateway.config import DEFAULT_FLEET_ADDRESS
 from bottega.gateway.fleet.join_limits import PendingJoins
@@ -20,10 +19,12 @@ from bottega.gateway.scheduling.queue import JobQueue
 from bottega.process.memory import resident_bytes
 from bottega.rpc.interceptor.call_limits import full
 from bottega.rpc.peers import host_of
-from bottega.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Requests = AsyncIterator[fleet_pb2.JoinRequest]
+# Services of a kind that a member is told of; a fleet has one, or a few.
+_MOST_SERVICES = 8
 # Between two words to a member on how many wait for it: a fraction of a turn, which is all that they can move. Under a
 # flood of submissions the number is another one each time.
 _PAUSE_S = 0.015
@@ -52,7 +53,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         try:
             while member.connected and member.stream == stream:
                 wake.clear()
-                yield fleet_pb2.JoinResponse(backlog=member.backlog, lora_stores=self._lora_stores(member))
+                yield fleet_pb2.JoinResponse(backlog=member.backlog, services=self._services_for(member))
                 await asyncio.sleep(_PAUSE_S)
                 await wake.wait()
             if member.stream == stream:
@@ -80,8 +81,12 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         ]
         return fleet_pb2.ListMembersResponse(members=[this, *others], queued=len(self._queue))
 
-    def _lora_stores(self, member: Member) -> list[worker_pb2.LoraStore]:
-        return where(self._fleet.lora_stores) if member.is_worker else []
+    def _services_for(self, member: Member) -> list[fleet_pb2.ServiceAddress]:
+        return [
+            fleet_pb2.ServiceAddress(kind=kind, name=service.name, address=service.registration.address)
+            for kind in member.registration.uses
+            for service in self._fleet.services(kind)[:_MOST_SERVICES]
+        ]
 
     async def _first(self, requests: _Requests, crowded_out: asyncio.Future[None]) -> fleet_pb2.JoinRequest | None:
         """The first message, or None at the end of the stream. Raises DeadlinePassed, Draining, QueueFull."""

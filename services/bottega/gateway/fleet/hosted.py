@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from bottega import kinds
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, NoControlNet
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.members import Member
@@ -35,7 +36,7 @@ class HostedIndex:
 
     def take(self, member: Member) -> None:
         """A member has reported what it hosts."""
-        if not (member.is_worker or member.is_controlnet_server):
+        if not (member.is_worker or member.kind == kinds.CONTROLNET):
             return
         nets = tuple(member.load.controlnets)
         names = {net.name for net in nets}
@@ -84,7 +85,7 @@ class HostedIndex:
 
     def count(self, state: HostedState.ValueType) -> int:
         """How many ControlNets the servers have in a state; one counts for each of its servers."""
-        servers = (nets for member, nets in self._of.items() if member.is_controlnet_server)
+        servers = (nets for member, nets in self._of.items() if member.kind == kinds.CONTROLNET)
         return sum(net.state == state for nets in servers for net in nets)
 
     def _known(self, name: str, model: str) -> bool:

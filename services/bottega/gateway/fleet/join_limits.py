@@ -30,7 +30,8 @@ _KNOWN_S = 3600.0
 # When to ask again where members have to go first: nobody knows when that is.
 _FULL_RETRY_S = 5.0
 
-MemberKey = tuple[int, str]
+MemberKey = tuple[str, str]
+"""Kind and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

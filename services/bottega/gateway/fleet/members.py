@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from bottega import kinds
 from bottega.gateway.addons.loras.lora_sets import LoraSetKey
 from bottega.planning import StepTimes
 from bottega.v1 import fleet_pb2, image_pb2
@@ -22,8 +23,7 @@ class Member:
 
     load, steps_left, times, loras, patched: as it last reported; steps_left is of the attempts that it runs, by job;
     loras are digests of those that it has at hand, patched is the set in its weights.
-    name: unique in the fleet. is_worker: it draws pictures. is_controlnet_server: it runs ControlNets for workers.
-    is_lora_store: workers fetch LoRAs from it.
+    name: unique among those of its kind. is_worker: it draws pictures.
     instance: what its process alone knows, and the gateway never shows. host: where its newest stream comes from.
     stream: counts its Join streams; only the newest one speaks for it.
     rests_until: on the monotonic clock; until then it gets nothing new, of jobs or of ControlNets' sessions.
@@ -47,16 +47,13 @@ class Member:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     # Asked for of every member at every look of the scheduler, where a message would be too slow to ask.
     name: str = field(init=False)
+    kind: str = field(init=False)
     is_worker: bool = field(init=False)
-    is_controlnet_server: bool = field(init=False)
-    is_lora_store: bool = field(init=False)
     _served: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.name, kind = self.registration.name, self.registration.kind
-        self.is_worker = kind == fleet_pb2.SERVICE_KIND_WORKER
-        self.is_controlnet_server = kind == fleet_pb2.SERVICE_KIND_CONTROLNET
-        self.is_lora_store = kind == fleet_pb2.SERVICE_KIND_LORAS
+        self.name, self.kind = self.registration.name, self.registration.kind
+        self.is_worker = self.kind == kinds.WORKER
         self._served = frozenset(model.name for model in self.models)
 
     @property

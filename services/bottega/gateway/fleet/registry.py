@@ -12,12 +12,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bottega import rules
+from bottega import kinds, rules
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable, Violation
 from bottega.gateway.addons.loras.lora_sets import lora_set
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.hosted import HostedIndex
-from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits
+from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey
 from bottega.gateway.fleet.members import FleetObserver, Member
 from bottega.gateway.fleet.validation import MAX_MODELS, check_load, check_registration
 from bottega.planning import StepTimes
@@ -46,7 +46,6 @@ class Fleet:
     """The registry.
 
     lease_s: silence after which a member is lost. closed: set when nobody may join any more.
-    lora_stores: that are here, by name; workers are told when others are.
     """
 
     def __init__(self, *, lease_s: float, model_grace_s: float, bounds: JoinBounds, clock: Clock) -> None:
@@ -54,11 +53,10 @@ class Fleet:
         self._limits = JoinLimits(bounds, clock)
         self._model_grace_s = model_grace_s
         self._clock = clock
-        self._members: dict[tuple[int, str], Member] = {}
+        self._members: dict[MemberKey, Member] = {}
         self._seen: dict[str, LastSeenModel] = {}
         self._wholes: dict[str, image_pb2.Model] = {}  # until somebody comes or goes
         self.hosting = HostedIndex(grace_s=model_grace_s, clock=clock)
-        self.lora_stores: tuple[Member, ...] = ()
         self.closed = asyncio.Event()
         self.observer: FleetObserver | None = None
 
@@ -149,7 +147,12 @@ class Fleet:
     def members(self) -> list[Member]:
         """Who is here, by kind and name."""
         connected = (member for member in self._members.values() if member.connected)
-        return sorted(connected, key=lambda member: (member.registration.kind, member.name))
+        return sorted(connected, key=lambda member: (member.kind, member.name))
+
+    def services(self, kind: str) -> list[Member]:
+        """Services of a kind that are here, by name. Those that use the kind are woken when others are."""
+        here = (member for member in self._members.values() if member.connected and member.kind == kind)
+        return sorted(here, key=lambda member: member.name)
 
     def serving(self, model: str) -> list[Member]:
         """Workers of a model that are here."""
@@ -160,7 +163,7 @@ class Fleet:
         now = self._clock.monotonic()
         return [m for m in self.serving(model) if not m.load.draining and m.rests_until <= now]
 
-    def let_rest(self, name: str, *, kind: fleet_pb2.ServiceKind.ValueType = fleet_pb2.SERVICE_KIND_WORKER) -> None:
+    def let_rest(self, name: str, *, kind: str = kinds.WORKER) -> None:
         """A service has just not taken what it was given, whatever it reports: it is given nothing for a moment."""
         member = self._members.get((kind, name))
         if member is not None:
@@ -235,7 +238,7 @@ class Fleet:
 
     def _check_models(self, registration: fleet_pb2.Registration, others: Iterable[Member]) -> None:
         """A job may go to any worker of its model, and go on at any other: so they all must serve the same."""
-        if registration.kind != fleet_pb2.SERVICE_KIND_WORKER:
+        if registration.kind != kinds.WORKER:
             return
         served = {model.name: (model, other) for other in others for model in other.models}
         for model in registration.models:
@@ -275,14 +278,9 @@ class Fleet:
             self._seen[model.name] = LastSeenModel(model=model, at=now)
         while len(self._seen) > MAX_MODELS:
             del self._seen[min(self._seen, key=lambda name: self._seen[name].at)]
-        if member.is_lora_store:
-            self._list_lora_stores()
-
-    def _list_lora_stores(self) -> None:
-        self.lora_stores = tuple(member for member in self.members() if member.is_lora_store)
-        for member in self._members.values():
-            if member.is_worker:
-                member.wake.set()
+        for user in self._members.values():
+            if member.kind in user.registration.uses:
+                user.wake.set()
 
 
 def _without_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registration:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from bottega import rules
 from bottega.errors import ConfigError, Violation
+from bottega.kinds import is_kind
 from bottega.rpc.address import split
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet, HostedState
@@ -18,6 +19,9 @@ from bottega.v1.generation_pb2 import Sampler
 
 MAX_MODELS = 256
 """Of one service, and names that are remembered after their last worker has left."""
+
+MAX_USED_KINDS = 16
+"""Of services, that a service asks to be told of."""
 
 MAX_CONTROLNETS = 1024
 """Of one service."""
@@ -37,9 +41,11 @@ _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 
 def check_registration(registration: fleet_pb2.Registration) -> Iterator[Violation]:
     """What is wrong with a newcomer."""
-    known = set(fleet_pb2.ServiceKind.values()) - {fleet_pb2.SERVICE_KIND_UNSPECIFIED}
-    if registration.kind not in known:
-        yield _violation("kind", "must be a known kind of service")
+    if not is_kind(registration.kind):
+        yield _violation("kind", "must be 1 to 32 characters of [a-z0-9-], the first a letter")
+    uses = registration.uses
+    if len(uses) > MAX_USED_KINDS or len(set(uses)) < len(uses) or not all(map(is_kind, uses)):
+        yield _violation("uses", f"must be kinds of services, at most {MAX_USED_KINDS}, each once")
     if not 0 < len(registration.name) <= _MAX_CHARACTERS:
         yield _violation("name", f"must be 1 to {_MAX_CHARACTERS} characters")
     if not _is_address(registration.address):

@@ -34,7 +34,6 @@ from bottega.gateway.scheduling.recovery import AttemptRecovery
 from bottega.gateway.scheduling.scheduler import Scheduler
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
 from bottega.v1 import image_pb2
-from bottega.v1.fleet_pb2 import ServiceKind
 
 
 class JobController:
@@ -262,7 +261,7 @@ class JobController:
         if not member.connected:
             self._count_members()
         self._stop_stale_attempts(member)
-        for model in self._queue.models() if member.is_controlnet_server else [model.name for model in member.models]:
+        for model in [model.name for model in member.models] if member.is_worker else self._queue.models():
             self._matching.soon(model)
 
     def member_lost(self, member: Member) -> None:
@@ -293,9 +292,7 @@ class JobController:
         self._endings.fail(job, DeadlinePassed(f"the deadline passed {where}"))
 
     def _count_members(self) -> None:
-        counts = Counter(member.registration.kind for member in self._fleet.members())
-        for kind in ServiceKind.values()[1:]:
-            self._metrics.members(ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower(), counts[kind])
+        self._metrics.members(Counter(member.registration.kind for member in self._fleet.members()))
 
 
 async def _out_of_hand(job: Job) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from bottega import kinds
 from bottega.diffusion.errors import named
 from bottega.errors import BottegaError, Unavailable
 from bottega.process import FramedPipe
@@ -150,8 +151,9 @@ class WorkerEngineLoop:
                 self._engine.set_backlog(command.backlog.requests)
             case "preview":
                 self._engine.enable_previews(key_of(command.preview.attempt))
-            case "lora_stores":
-                self._studio.loras.know(stores_of(command.lora_stores.stores))
+            case "services":
+                stores = (service for service in command.services.services if service.kind == kinds.LORAS)
+                self._studio.loras.know(stores_of(stores))
 
     def _beat_if_due(self) -> None:
         if time.monotonic() - self._beaten_s >= _BEAT_S:

@@ -232,7 +232,7 @@ def _lora(lora: generation_pb2.Lora) -> LoraSpec:
     )
 
 
-def stores_of(stores: Iterable[worker_pb2.LoraStore]) -> tuple[LoraStore, ...]:
+def stores_of(stores: Iterable[worker_pb2.LoraStore | fleet_pb2.ServiceAddress]) -> tuple[LoraStore, ...]:
     """LoRA stores as the engine knows them."""
     return tuple(LoraStore(name=store.name, address=store.address) for store in stores)
 

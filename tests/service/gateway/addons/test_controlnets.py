@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from bottega import errors
+from bottega import errors, kinds
 from bottega.v1 import controlnet_pb2, fleet_pb2, generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet
 from tests.fakes.scripted_controlnet import ON_DISK, hosted
@@ -192,7 +192,7 @@ async def test_a_job_with_control_images_survives_its_gateway(tmp_path: Path) ->
 async def test_the_fleet_shows_what_servers_host_and_metrics_count_it(house: Running) -> None:
     await house.controlnets("s1", hosted("edges", popularity=7), hosted("depth", state=ON_DISK))
     answer = await house.fleet.ListMembers(fleet_pb2.ListMembersRequest())
-    (server,) = (one for one in answer.members if one.registration.kind == fleet_pb2.SERVICE_KIND_CONTROLNET)
+    (server,) = (one for one in answer.members if one.registration.kind == kinds.CONTROLNET)
     assert {net.name: net.popularity for net in server.load.controlnets} == {"edges": 7, "depth": 0}
     read = house.gateway.server.registry.get_sample_value
     assert read("bottega_members", {"kind": "controlnet"}) == 1
@@ -205,7 +205,7 @@ async def test_a_full_fleet_takes_no_newcomer_and_says_why() -> None:
         await house.worker()
         await house.controlnets("s1", hosted("edges"))
         registration = fleet_pb2.Registration(
-            kind=fleet_pb2.SERVICE_KIND_CONTROLNET, name="s2", address="127.0.0.1:1", instance="x" * 16
+            kind=kinds.CONTROLNET, name="s2", address="127.0.0.1:1", instance="x" * 16
         )
         error = await refusal(lambda: house.fleet.Join(iter([fleet_pb2.JoinRequest(registration=registration)])))
         assert isinstance(error, errors.FleetFull)

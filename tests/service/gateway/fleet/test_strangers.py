@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from bottega import errors
+from bottega import errors, kinds
 from bottega.client import AsyncClient
 from bottega.rpc.channel import open_channel
 from bottega.rpc.fleet_membership import FleetMembership
@@ -33,7 +33,7 @@ async def house() -> AsyncIterator[Running]:
 def _stranger(name: str, number: int = 0, **facts: object) -> fleet_pb2.Registration:
     """Of a store, which is given nothing to do."""
     whole: dict[str, object] = {
-        "kind": fleet_pb2.SERVICE_KIND_LORAS,
+        "kind": kinds.LORAS,
         "name": name,
         "address": "127.0.0.1:9",
         "instance": f"stranger {number:020}",
@@ -137,7 +137,7 @@ async def test_joins_under_a_workers_name_fail_none_of_its_jobs(house: Running) 
     worker.script.pace_s = 0.05
     jobs = [await house.submit(prompt="a star", num_inference_steps=40) for _ in range(3)]
     await asyncio.wait_for(worker.arrived.wait(), 2)
-    worker_kind, model = fleet_pb2.SERVICE_KIND_WORKER, worker.registration().models
+    worker_kind, model = kinds.WORKER, worker.registration().models
     refused = 0
     async with _fleet(house) as fleet:
         for number in range(60):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bottega import kinds
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, FleetFull, InvalidRequest, NoControlNet
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
@@ -125,9 +126,7 @@ def test_a_workers_own_serve_the_jobs_of_its_model_only(house: House) -> None:
 
 
 def test_other_kinds_of_services_host_no_controlnets(house: House) -> None:
-    store = fleet_pb2.Registration(
-        kind=fleet_pb2.SERVICE_KIND_LORAS, name="l", address="127.0.0.1:9", instance="a store of LoRAs"
-    )
+    store = fleet_pb2.Registration(kind=kinds.LORAS, name="l", address="127.0.0.1:9", instance="a store of LoRAs")
     house.fleet.report(house.fleet.join(store), load(net("edges")))
     assert house.hosts() == []
 

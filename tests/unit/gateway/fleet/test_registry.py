@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bottega import kinds
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.members import Member
@@ -44,7 +45,7 @@ def _fleet() -> tuple[Fleet, Watcher]:
 
 def _worker(name: str = "w1", model: str = "m", port: int = 1, **facts: Any) -> fleet_pb2.Registration:
     return fleet_pb2.Registration(
-        kind=fleet_pb2.SERVICE_KIND_WORKER,
+        kind=kinds.WORKER,
         name=name,
         address=f"127.0.0.1:{port}",
         models=[image_pb2.Model(name=model, **facts)],
@@ -170,8 +171,7 @@ def test_a_draining_worker_gets_no_new_jobs_but_is_still_listed() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"kind": fleet_pb2.SERVICE_KIND_UNSPECIFIED},
-        {"kind": 99},
+        {"kind": ""},
         {"name": ""},
         {"name": "x" * 129},
         {"address": ""},
@@ -209,7 +209,7 @@ def test_the_limits_of_a_model_are_those_of_the_workers_that_are_here() -> None:
 def test_only_workers_serve_models() -> None:
     fleet, _ = _fleet()
     net = _worker("edges", "edges")
-    net.kind = fleet_pb2.SERVICE_KIND_CONTROLNET
+    net.kind = kinds.CONTROLNET
     fleet.join(net)
     assert (fleet.models(), fleet.workers("edges"), fleet.expected("edges")) == ([], [], False)
     worker = fleet.join(_worker("w1", "m"))

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from bottega import kinds
 from bottega.gateway.fleet.validation import check_load, check_registration
 from bottega.v1.controlnet_pb2 import HostedControlNet, ResidualProfile
-from bottega.v1.fleet_pb2 import SERVICE_KIND_WORKER, Load, Registration, RunningAttempt, StepTime
+from bottega.v1.fleet_pb2 import Load, Registration, RunningAttempt, StepTime
 from bottega.v1.image_pb2 import Model
 from bottega.v1.worker_pb2 import AttemptId
 
@@ -20,7 +21,8 @@ PROFILE: Any = {"model_hash": "m", "num_inference_steps": 30, "similarity": 0.9}
 
 # Values that are taken, and that are not.
 REGISTRATION: dict[str, tuple[list[Any], list[Any]]] = {
-    "kind": ([1, 6], [0, 7, 99, -1]),
+    "kind": (["a", "my-own", "x" * 32], ["", "Worker", "a b", "-a", "x" * 33]),
+    "uses": ([[], [f"k{n}" for n in range(16)]], [["a", "a"], ["A"], [f"k{n}" for n in range(17)]]),
     "name": (["x" * 128], ["", "x" * 129]),
     "address": (["a:1", "x" * 254 + ":1", "[::1]:65535"], ["", "a:0", "a:65536", "x" * 255 + ":1", "unix:/run/x"]),
     "version": (["", "x" * 128], ["x" * 129]),
@@ -67,7 +69,7 @@ def _cases(bounds: dict[str, tuple[list[Any], list[Any]]], side: int) -> list[tu
 
 
 def _of_registration(**facts: Any) -> list[str]:
-    whole = {"kind": SERVICE_KIND_WORKER, "name": "w", "address": "a:1", "instance": "x" * 32, **facts}
+    whole = {"kind": kinds.WORKER, "name": "w", "address": "a:1", "instance": "x" * 32, **facts}
     return [violation.field for violation in check_registration(Registration(**whole))]
 
 

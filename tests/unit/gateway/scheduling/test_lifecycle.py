@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from bottega import kinds
 from bottega.errors import (
     BottegaError,
     InvalidRequest,
@@ -97,7 +98,7 @@ class Process:
 
     def registration(self) -> fleet_pb2.Registration:
         model = image_pb2.Model(name="m", vae_scale_factor=4)
-        kind = fleet_pb2.SERVICE_KIND_WORKER
+        kind = kinds.WORKER
         instance = controlnet_hosts.instance(self.name, self.address)
         return fleet_pb2.Registration(
             kind=kind, name=self.name, address=self.address, models=[model], instance=instance
@@ -208,7 +209,7 @@ class Wire(Shop):
             try:
                 process.member = self.fleet.join(process.registration())
             except (InvalidRequest, Unavailable):
-                holder = self.fleet._members[fleet_pb2.SERVICE_KIND_WORKER, process.name]
+                holder = self.fleet._members[kinds.WORKER, process.name]
                 assert holder.registration.address != process.address
                 return
         self.fleet.report(process.member, process.load())

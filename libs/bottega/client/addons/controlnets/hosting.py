@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from bottega import kinds
 from bottega.client.addons.controlnets.types import ControlNetHost, Readiness, ResidualProfile, ServedControlNet
 from bottega.v1 import controlnet_pb2, fleet_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet
@@ -59,7 +60,7 @@ def _host(member: fleet_pb2.Member, net: HostedControlNet) -> ControlNetHost:
     return ControlNetHost(
         name=member.registration.name,
         address=member.registration.address,
-        server=member.registration.kind == fleet_pb2.SERVICE_KIND_CONTROLNET,
+        server=member.registration.kind == kinds.CONTROLNET,
         readiness=_READINESS.get(net.state, Readiness.UNKNOWN),
         popularity=net.popularity,
         sessions=net.sessions,

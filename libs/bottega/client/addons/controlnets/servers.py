@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from bottega import kinds
 from bottega.client.addons.controlnets.types import AddedControlNet, ResidualProfile
 from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.types.messages import build_message
 from bottega.errors import BottegaError, ControlNetNotFound, InvalidRequest, NoControlNet, Unavailable, Violation
 from bottega.v1 import controlnet_pb2
 from bottega.v1.controlnet_pb2_grpc import ControlNetServiceStub
-from bottega.v1.fleet_pb2 import SERVICE_KIND_CONTROLNET, ListMembersResponse, Registration
+from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
 
 if TYPE_CHECKING:
     from bottega.v1.controlnet_pb2_grpc import ControlNetServiceAsyncStub
@@ -27,7 +28,7 @@ _CALLS = ServiceCalls(kind="controlnet", noun="ControlNet server", unavailable=U
 
 def controlnet_servers(fleet: ListMembersResponse, *, name: str | None = None) -> list[Registration]:
     """All of them, or the one of that name. Raises NoControlNet without any, InvalidRequest where none has the name."""
-    servers = [member.registration for member in fleet.members if member.registration.kind == SERVICE_KIND_CONTROLNET]
+    servers = [member.registration for member in fleet.members if member.registration.kind == kinds.CONTROLNET]
     if not servers:
         raise NoControlNet("no ControlNet server has joined")
     chosen = [server for server in servers if name in (None, server.name)]
@@ -78,7 +79,7 @@ async def store_profile(
     hosts = [
         (member.registration, net.digest)
         for member in fleet.members
-        if member.registration.kind == SERVICE_KIND_CONTROLNET
+        if member.registration.kind == kinds.CONTROLNET
         for net in member.load.controlnets
         if net.name == name and digest in (None, net.digest)
     ]

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from bottega import rules
+from bottega import kinds, rules
 from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.types.messages import build_message
 from bottega.errors import BottegaError, LoraNotFound, NoLora, Violation
-from bottega.v1.fleet_pb2 import SERVICE_KIND_LORAS, ListMembersResponse, Registration
+from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
 from bottega.v1.lora_pb2 import GetLoraRequest, ListLorasRequest, StoredLora
 from bottega.v1.lora_pb2_grpc import LoraServiceStub
 
@@ -28,7 +28,7 @@ def lora_stores(fleet: ListMembersResponse) -> Sequence[Registration]:
 
     Raises NoLora where there is no store.
     """
-    members = [member for member in fleet.members if member.registration.kind == SERVICE_KIND_LORAS]
+    members = [member for member in fleet.members if member.registration.kind == kinds.LORAS]
     if not members:
         raise NoLora("no LoRA store has joined; bottega fleet shows who has")
     return [member.registration for member in sorted(members, key=lambda member: member.load.draining)]

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from bottega import kinds
 from bottega.errors import NoControlNet
 from bottega.gateway.addons.controlnets.ranking import ServerCandidate, best_first
 from bottega.gateway.clock import Clock
@@ -16,7 +17,7 @@ from bottega.gateway.fleet.hosted import nobody_hosts
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
-from bottega.v1 import controlnet_pb2, fleet_pb2, worker_pb2
+from bottega.v1 import controlnet_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -104,7 +105,7 @@ class ControlNetPlacement:
         """An attempt has found no server to go on with: those are given nothing for a moment, else the worker is."""
         named = [name for name in error.metadata.get("servers", "").split(",") if name]
         for server in named or job.servers:
-            self._fleet.let_rest(server, kind=fleet_pb2.SERVICE_KIND_CONTROLNET)
+            self._fleet.let_rest(server, kind=kinds.CONTROLNET)
         if not named and not job.servers:
             self._fleet.let_rest(job.worker)
 
@@ -142,7 +143,7 @@ class ControlNetPlacement:
         """ControlNet servers that take new sessions with it."""
         now = self._clock.monotonic()
         for member, net in self._fleet.hosting.hosts(name, self._fleet.base(job.bare.model)):
-            if member.is_controlnet_server and not member.load.draining and member.rests_until <= now:
+            if member.kind == kinds.CONTROLNET and not member.load.draining and member.rests_until <= now:
                 yield member, net
 
     def _workers(self, job: Job, name: str) -> Iterator[tuple[Member, HostedControlNet]]:

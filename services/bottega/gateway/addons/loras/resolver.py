@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
+from bottega import kinds
 from bottega.errors import BottegaError, LoraNotFound, LoraUnusable, NoLora
 from bottega.gateway.addons.loras.costs import LoraSizes
 from bottega.gateway.fleet.members import Member
@@ -121,7 +122,7 @@ class LoraResolver:
 
     def _stores(self) -> list[Member]:
         """Those that are here, one that is about to stop last."""
-        return sorted(self._fleet.lora_stores, key=lambda member: member.load.draining)
+        return sorted(self._fleet.services(kinds.LORAS), key=lambda member: member.load.draining)
 
     def _client(self, store: Member) -> LoraClient:
         address = store.registration.address
