@@ -27,7 +27,7 @@ from bottega.gateway.scheduling.queue import JobQueue
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet
 from bottega.v1.generation_pb2 import Provenance
-from tests.fakes.memory_storage import Shelf, at_once, memory_storehouse
+from tests.fakes.memory_storage import Shelf, at_once, memory_storage
 from tests.samples import controlnet_hosts
 from tests.samples.jobs import FakeTime, sample_job
 
@@ -116,8 +116,8 @@ class Shop:
         metrics = GatewayMetrics(self.registry)
         self.fleet = Fleet(lease_s=1.5, model_grace_s=30, bounds=controlnet_hosts.bounds(256), clock=clock)
         self.placement = ControlNetPlacement(fleet=self.fleet, clock=clock)
-        self.storehouse = memory_storehouse(clock, self.shelf)
-        self.log = JobRepository(storehouse=self.storehouse, clock=clock)
+        self.storehouse = memory_storage(clock, self.shelf)
+        self.log = JobRepository(storage=self.storehouse, clock=clock)
         self.queue = JobQueue(max_jobs=1000, budget_bytes=1 << 24, clock=clock)
         loras = LoraResolver(connect=_no_store, fleet=self.fleet)
         self.lora_sizes = loras.sizes
@@ -142,20 +142,25 @@ class Shop:
             hold_s=self._hold_s,
             clock=clock,
         )
-        self.storehouse.on_change = lambda: self.foreman.pause(self.storehouse.trouble is not None)
         if self.storehouse.trouble is None:
-            self.foreman.restore(at_once(self.log.restore()))
+            self._open_storage()
         else:
-            self.log.read_only()
+            self.log.allow_reads()
 
     def heal(self) -> None:
         """There is room on the disk again, and the gateway finds out."""
         self.shelf.full = False
-        at_once(self.storehouse.open(first=self._begin))
+        self._open_storage()
 
-    async def _begin(self) -> None:
+    def _open_storage(self) -> None:
+        at_once(self.storehouse.open(restore=self._restore, on_change=self._pause))
+
+    def _pause(self) -> None:
+        self.foreman.pause(self.storehouse.trouble is not None)
+
+    async def _restore(self) -> None:
         if not self.log.restored:
-            self.foreman.restore(await self.log.restore())
+            self.foreman.restore(await self.log.restore(self.foreman.submit))
 
     def worker(self, name: str = "w1", *, seconds: float = 0.1) -> Member:
         """A worker joins and reports turns whose time doubles with their rows. seconds: of one row."""

@@ -1,11 +1,11 @@
-"""A storehouse in memory that answers at once, for tests of the gateway's rules on a clock that is turned by hand.
+"""A storage in memory that answers at once, for tests of the gateway's rules on a clock that is turned by hand.
 
 Its job store keeps the rules of every store, and runs through the conformance tests as the others do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from bottega.errors import StorageUnavailable
 from bottega.gateway.clock import Clock
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.store import EndTime, JobRecord, StoredPicture
+from bottega.gateway.jobs.store import ALL_JOBS, Change, EndTime, JobFilter, JobRecord
 from bottega.storage import ContentStore, os_errors
-from bottega.v1.image_pb2 import JobState
+from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
 
 ResultT = TypeVar("ResultT")
 
@@ -36,7 +36,7 @@ class Shelf:
 
 
 class MemoryJobStore:
-    """See JobStore. Several stores may have the same shelf."""
+    """A JobStore. Several stores may have the same shelf."""
 
     def __init__(self, shelf: Shelf | None = None) -> None:
         self._shelf = shelf or Shelf()
@@ -66,7 +66,7 @@ class MemoryJobStore:
         known = await self.get(record.job_id)
         if known is None and record.request_id:
             known = await self.of_request(record.request_id)
-            if known is not None and known.gives_way_to(record, replaces=replaces):
+            if known is not None and known.is_replaced_by(record, replaces=replaces):
                 known = None
         if known is not None:
             return known
@@ -78,48 +78,16 @@ class MemoryJobStore:
             self._shelf.inputs[record.job_id] = inputs
         return taken
 
-    async def begin(self, job_id: str, attempt: int, *, started_wall: float) -> bool:
-        return await self._change(job_id, lambda record: record.begun(attempt, started_wall=started_wall))
-
-    async def requeue(self, job_id: str, attempt: int, *, deaths: int) -> bool:
-        return await self._change(job_id, lambda record: record.requeued(attempt, deaths=deaths))
-
-    async def dress(self, job_id: str, attempt: int, *, loras_step: int) -> bool:
-        return await self._change(job_id, lambda record: record.dressed(attempt, loras_step=loras_step))
-
-    async def extend(self, job_id: str, deadline_wall: float | None) -> bool:
-        return await self._change(job_id, lambda record: record.extended(deadline_wall))
-
-    async def complete(
-        self,
-        job_id: str,
-        attempt: int,
-        *,
-        pictures: tuple[StoredPicture, ...],
-        provenance: bytes,
-        ended_wall: float,
-        ended_steady: float | None = None,
-    ) -> bool:
-        end = EndTime.at(ended_wall, ended_steady)
-        return await self._change(
-            job_id, lambda record: record.completed(attempt, pictures=pictures, provenance=provenance, end=end)
-        )
-
-    async def fail(
-        self,
-        job_id: str,
-        attempt: int | None,
-        *,
-        error: bytes,
-        state: JobState.ValueType,
-        ended_wall: float,
-        ended_steady: float | None = None,
-        spec: bytes | None = None,
-    ) -> bool:
-        end = EndTime.at(ended_wall, ended_steady)
-        return await self._change(
-            job_id, lambda record: record.failed(attempt, error=error, state=state, end=end, spec=spec)
-        )
+    async def update(self, job_id: str, change: Change) -> bool:
+        self._check_room()
+        record = await self.get(job_id)
+        after = change(record) if record else None
+        if after is None:
+            return False
+        self._shelf.jobs[after.sequence] = after
+        if not after.live:
+            self._shelf.inputs.pop(job_id, None)
+        return True
 
     async def get(self, job_id: str) -> JobRecord | None:
         self._check()
@@ -147,21 +115,15 @@ class MemoryJobStore:
         return [record for record in self._shelf.jobs.values() if record.live]
 
     async def page(
-        self,
-        *,
-        size: int,
-        states: Collection[JobState.ValueType] = (),
-        created_after: float | None = None,
-        created_before: float | None = None,
-        before_sequence: int | None = None,
+        self, wanted: JobFilter = ALL_JOBS, *, size: int, before_sequence: int | None = None
     ) -> list[JobRecord]:
         self._check()
         found = [
             record
             for record in reversed(self._shelf.jobs.values())
-            if (not states or record.state in states)
-            and (created_after is None or record.created_wall >= created_after)
-            and (created_before is None or record.created_wall < created_before)
+            if (not wanted.states or record.state in wanted.states)
+            and (wanted.created_after is None or record.created_wall >= wanted.created_after)
+            and (wanted.created_before is None or record.created_wall < wanted.created_before)
             and (before_sequence is None or record.sequence < before_sequence)
         ]
         return found[:size]
@@ -187,17 +149,6 @@ class MemoryJobStore:
 
     async def probe(self) -> None:
         self._check_room()
-
-    async def _change(self, job_id: str, follow: Callable[[JobRecord], JobRecord | None]) -> bool:
-        self._check_room()
-        record = await self.get(job_id)
-        after = follow(record) if record else None
-        if after is None:
-            return False
-        self._shelf.jobs[after.sequence] = after
-        if not after.live:
-            self._shelf.inputs.pop(job_id, None)
-        return True
 
     def _check_room(self) -> None:
         self._check_full()
@@ -243,9 +194,9 @@ class MemoryImages(ContentStore):
         return False
 
 
-def memory_storehouse(clock: Clock, shelf: Shelf | None = None) -> Storage:
+def memory_storage(clock: Clock, shelf: Shelf | None = None) -> Storage:
     """One that is open, as far as there is room on the shelf."""
-    storehouse = Storage(
+    storage = Storage(
         folder=Path("/nowhere"),
         jobs=MemoryJobStore(shelf),
         images=MemoryImages(),
@@ -256,10 +207,10 @@ def memory_storehouse(clock: Clock, shelf: Shelf | None = None) -> Storage:
         clock=clock,
     )
     try:
-        at_once(storehouse.jobs.open())
+        at_once(storage.jobs.open())
     except StorageUnavailable as error:
-        storehouse.failed(error)
-    return storehouse
+        storage.report_failure(error)
+    return storage
 
 
 def at_once(work: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -274,7 +225,7 @@ def at_once(work: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 def _dispensable(ended: list[JobRecord], *, by_bytes: bool) -> JobRecord:
     """Which goes first where there are too many. ended: oldest end first."""
-    kind = [record for record in ended if not record.finished] or ended
+    kind = [record for record in ended if record.state != JOB_STATE_COMPLETED] or ended
     held: dict[str, int] = {}
     for record in kind:
         held[record.peer] = held.get(record.peer, 0) + (_size_bytes(record) if by_bytes else 1)
@@ -283,5 +234,5 @@ def _dispensable(ended: list[JobRecord], *, by_bytes: bool) -> JobRecord:
 
 
 def _size_bytes(record: JobRecord) -> int:
-    pictures = sum(len(picture.digest) for picture in record.pictures)
-    return _RECORD_BYTES + len(record.spec) + pictures + len(record.provenance) + len(record.error)
+    images = sum(len(image.digest) for image in record.images)
+    return _RECORD_BYTES + len(record.spec) + images + len(record.provenance) + len(record.error)

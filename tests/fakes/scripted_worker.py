@@ -186,7 +186,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 self._running[key] = total - step
                 self._left_at[key] = step - 1
                 if spec.loras and step - 1 == script.loras_step:
-                    yield worker_pb2.RunAttemptResponse(loras_in=worker_pb2.AttemptLorasIn(step=step - 1))
+                    decisions = worker_pb2.AttemptDecisions(loras_step=step - 1)
+                    yield worker_pb2.RunAttemptResponse(decided=decisions)
                 preview = script.preview if key in self.previewed else b""
                 yield worker_pb2.RunAttemptResponse(
                     progress=worker_pb2.AttemptProgress(steps_done=step, preview_jpeg=preview)

@@ -12,7 +12,7 @@ from typing import Any
 from bottega.v1 import fleet_pb2, worker_pb2
 from bottega.v1.fleet_pb2 import PatchedLora
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
-from bottega.v1.worker_pb2 import LoraStore
+from bottega.v1.worker_pb2 import AttemptDecisions, LoraStore
 from tests.fuzz.case import INF, INVALID, NAN, OK, UNAVAILABLE, Case, case_of, shown
 from tests.fuzz.images import good_images
 
@@ -108,7 +108,7 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
         return case_of("RunAttempt", name, request, INVALID if fields else OK, *fields)
 
     yield case("LoRAs that a store has which is not there", [whole] * 8)
-    yield case("LoRAs that went in at the last step", [whole], loras_step=steps - 1)
+    yield case("LoRAs that went in at the last step", [whole], decisions=AttemptDecisions(loras_step=steps - 1))
     yield case("64 LoRA stores", [whole], lora_stores=[_NOWHERE] * 64)
     last = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, from_step=steps - 1)
     yield case("a LoRA from the last step", [last])
@@ -118,7 +118,8 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
     yield case("a bare LoRA", [Lora(name="ink")], *lacking)
     yield case("nine LoRAs", [whole] * 9, "spec.loras")
     for step in (-1, steps, 2**31 - 1):
-        yield case(f"LoRAs that went in at {step}", [whole], "loras_step", loras_step=step)
+        decisions = AttemptDecisions(loras_step=step)
+        yield case(f"LoRAs that went in at {step}", [whole], "decisions.loras_step", decisions=decisions)
     late = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, from_step=steps)
     yield case("a LoRA from after the end", [late], "spec.loras[0].from_step")
     for step, fields in ((steps, ()), (steps + 1, ("spec.loras[0].max_step",))):

@@ -27,7 +27,7 @@ class FakeTime:
 def tell(job: Job) -> None:
     """What was decided of the job is durable: it has ended."""
     assert job.outcome is not None
-    job.end(job.outcome)
+    job.finish(job.outcome)
 
 
 def sample_job(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from bottega.gateway.jobs.store import JobRecord, JobStore, SqliteJobStore
+from bottega.gateway.jobs.store import Change, EndTime, JobProgress, JobRecord, JobStore, SqliteJobStore
+from bottega.gateway.jobs.values import StoredImage
+from bottega.v1.image_pb2 import JOB_STATE_QUEUED, JOB_STATE_RUNNING
 from tests.fakes.memory_storage import MemoryJobStore, Shelf
 
 _SHELVES: dict[Path, Shelf] = {}
@@ -34,4 +37,55 @@ def record(job_id: str = "j1", *, request_id: str = "", created_wall: float = 10
         size_bytes=1234,
         created_wall=created_wall,
         deadline_wall=created_wall + 60,
+    )
+
+
+def running(attempt: int, *, started_wall: float = 1.0, decisions: bytes | None = None) -> Change:
+    """A worker has the attempt."""
+
+    def change(job: JobRecord) -> JobRecord | None:
+        now = replace(_progress(job), state=JOB_STATE_RUNNING, attempt=attempt, started_wall=started_wall)
+        return job.progressed(now if decisions is None else replace(now, decisions=decisions))
+
+    return change
+
+
+def queued(attempt: int, *, deaths: int = 0) -> Change:
+    """The attempt is lost."""
+    return lambda job: job.progressed(replace(_progress(job), state=JOB_STATE_QUEUED, attempt=attempt, deaths=deaths))
+
+
+def extended(deadline_wall: float | None) -> Change:
+    """It has until then."""
+    return lambda job: job.progressed(replace(_progress(job), deadline_wall=deadline_wall))
+
+
+def completed(
+    attempt: int, *, ended_wall: float, images: tuple[StoredImage, ...] = (), provenance: bytes = b"how"
+) -> Change:
+    """The attempt brought all images."""
+    end = EndTime(wall=ended_wall, steady=ended_wall)
+    return lambda job: job.completed(attempt, images=images, provenance=provenance, end=end)
+
+
+def failed(*, ended_wall: float, ended_steady: float | None = None, error: bytes = b"why") -> Change:
+    """It failed."""
+    end = EndTime(wall=ended_wall, steady=ended_wall if ended_steady is None else ended_steady)
+    return lambda job: job.failed(error=error, end=end)
+
+
+def cancelled(*, ended_wall: float, error: bytes = b"why", spec: bytes | None = None) -> Change:
+    """It was cancelled. spec: what is kept of its spec; None is all."""
+    end = EndTime(wall=ended_wall, steady=ended_wall)
+    return lambda job: job.cancelled(error=error, end=end, spec=job.spec if spec is None else spec)
+
+
+def _progress(job: JobRecord) -> JobProgress:
+    return JobProgress(
+        state=job.state,
+        deadline_wall=job.deadline_wall,
+        started_wall=job.started_wall,
+        attempt=job.attempt,
+        deaths=job.deaths,
+        decisions=job.decisions,
     )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bottega.gateway.jobs.store import SqliteJobStore
-from tests.support.job_store_backends import record
+from tests.support.job_store_backends import completed, record, running
 
 _AT_ONCE = 16
 
@@ -38,8 +38,8 @@ async def _fill(store: SqliteJobStore, prefix: str, numbers: Iterator[int]) -> N
         job_id = f"{prefix}-{number}"
         await store.add(record(job_id, request_id=f"request of {job_id}"), inputs=b"i" * 2000)
         _say("added", job_id)
-        await store.begin(job_id, 1, started_wall=1.0)
-        if await store.complete(job_id, 1, pictures=(), provenance=b"how", ended_wall=2.0):
+        await store.update(job_id, running(1, started_wall=1.0))
+        if await store.update(job_id, completed(1, images=(), provenance=b"how", ended_wall=2.0)):
             _say("completed", job_id)
 
 

@@ -73,7 +73,7 @@ class Gateway:
         self._loras = LoraResolver(connect=GrpcLoraClient, fleet=fleet)
         _watch_controlnets(fleet, metrics)
         self._storehouse = storehouse = _storehouse(config, metrics, clock)
-        self._jobs = log = JobRepository(storehouse=storehouse, clock=clock)
+        self._jobs = log = JobRepository(storage=storehouse, clock=clock)
         queue = JobQueue(max_jobs=config.max_queued, budget_bytes=config.max_queued_bytes, clock=clock)
         self._codec = CodecPool(processes=config.codec_processes, max_wait_s=_INSPECTION_WAIT_S)
         self._foreman = JobController(
@@ -131,10 +131,11 @@ class Gateway:
         While its disk cannot be used it is not over, and what can be read is: whoever asks for more hears why.
         """
         self._this.address = self.server.address
-        self._storehouse.on_change = self._storage_changed
         starting = asyncio.create_task(self._codec.start())
         try:
-            await self._storehouse.open(first=self._restore, on_failure=self._jobs.read_only)
+            await self._storehouse.open(
+                restore=self._restore, on_failure=self._jobs.allow_reads, on_change=self._storage_changed
+            )
         finally:
             await starting
         self._storehouse.start()
@@ -157,7 +158,7 @@ class Gateway:
 
     async def _restore(self) -> None:
         began = time.perf_counter()
-        self._foreman.restore(await self._jobs.restore(), seconds=time.perf_counter() - began)
+        self._foreman.restore(await self._jobs.restore(self._foreman.submit), seconds=time.perf_counter() - began)
 
     def _storage_changed(self) -> None:
         well = self._storehouse.trouble is None
@@ -180,9 +181,9 @@ class Gateway:
 
     async def _settle_doubts(self) -> None:
         try:
-            await self._jobs.settle_doubts()
+            await self._jobs.resolve_doubtful()
         except StorageUnavailable as error:
-            self._storehouse.failed(error)
+            self._storehouse.report_failure(error)
         except Exception:  # noqa: BLE001 - the boundary of the task: without it health stays as it is, whatever happens
             _log.exception("jobs that may have been stored could not be looked for")
 

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, TooLarge
@@ -18,12 +18,11 @@ from bottega.planning import steps_to_run
 from bottega.process import MAX_FRAME_BYTES
 from bottega.v1 import engine_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
-from bottega.v1.worker_pb2 import ControlNetHosts, LoraStore
+from bottega.v1.worker_pb2 import AttemptDecisions, ControlNetHosts, LoraStore
 from bottega.worker.attempts import (
     Attempt,
     AttemptKey,
     FailedEvent,
-    LorasInEvent,
     PictureEvent,
     ProgressEvent,
     StartedEvent,
@@ -50,9 +49,8 @@ class AttemptOrder:
     """An attempt as the gateway orders it.
 
     spec: every default filled in, the seed drawn, input images removed. image: source of image-to-image, encoded, or
-    empty. controls: one for each of the spec's ControlNets. lora_stores: where the spec's LoRAs are. loras_step: at
-    which they went in in an earlier attempt, where it told so. checkpoint: to resume from, or empty. deadline_s:
-    seconds from now. request_id: for logs.
+    empty. controls: one for each of the spec's ControlNets. lora_stores: where the spec's LoRAs are. decisions: of
+    earlier attempts. checkpoint: to resume from, or empty. deadline_s: seconds from now. request_id: for logs.
     """
 
     key: AttemptKey
@@ -60,7 +58,7 @@ class AttemptOrder:
     image: bytes = b""
     controls: tuple[AttemptControl, ...] = ()
     lora_stores: tuple[LoraStore, ...] = ()
-    loras_step: int | None = None
+    decisions: AttemptDecisions = field(default_factory=AttemptDecisions)
     checkpoint: bytes = b""
     deadline_s: float | None = None
     preview: bool = False
@@ -162,8 +160,8 @@ class AttemptRunner:
             case "started":
                 started = event.started
                 self.attempt.begin(StartedEvent(steps_total=started.steps_total, steps_resumed=started.steps_resumed))
-            case "loras_in":
-                self._dress(event.loras_in.step)
+            case "decided":
+                self._decide(event.decided.decisions)
             case "progress":
                 self._advance(event.progress)
             case "picture":
@@ -179,8 +177,7 @@ class AttemptRunner:
         start.spec.CopyFrom(self._order.spec)
         start.checkpoint = self._checkpoint
         start.lora_stores.extend(self._order.lora_stores)
-        if self._order.loras_step is not None:
-            start.loras_step = self._order.loras_step
+        start.decisions.CopyFrom(self._order.decisions)
         size_bytes = len(self._checkpoint)
         if self._image:
             source = await self._pictures.source(self._image, self._order.spec)
@@ -211,11 +208,14 @@ class AttemptRunner:
             size_bytes += len(source.pixels.data)
         return size_bytes
 
-    def _dress(self, step: int) -> None:
-        """The LoRAs go in. With the step in it, the spec makes the same picture again."""
-        for lora in self._order.spec.loras:
-            lora.from_step = step
-        self.attempt.dress(LorasInEvent(step=step))
+    def _decide(self, new: AttemptDecisions) -> None:
+        """Adds to the decisions. With the step of the LoRAs in it, the spec makes the same picture again."""
+        decisions = AttemptDecisions()
+        for part in (self.attempt.decisions or self._order.decisions, new):
+            decisions.MergeFrom(part)
+        for lora in self._order.spec.loras if new.HasField("loras_step") else ():
+            lora.from_step = new.loras_step
+        self.attempt.set_decisions(decisions)
 
     def _advance(self, progress: engine_pb2.EngineProgress) -> None:
         self._metrics.steps_done(max(0, progress.steps_done - self.attempt.steps_done))

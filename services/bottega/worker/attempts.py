@@ -19,7 +19,7 @@ from enum import Enum
 
 from bottega.errors import BottegaError, QueueFull, StaleAttempt
 from bottega.v1.generation_pb2 import Provenance
-from bottega.v1.worker_pb2 import AttemptId
+from bottega.v1.worker_pb2 import AttemptDecisions, AttemptId
 
 _RETRY_AFTER_S = 1.0
 
@@ -80,14 +80,7 @@ class FailedEvent:
     error: BottegaError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LorasInEvent:
-    """The LoRAs go in at a step, which has not run yet."""
-
-    step: int
-
-
-Event = StartedEvent | LorasInEvent | ProgressEvent | PictureEvent | CompletedEvent | FailedEvent
+Event = StartedEvent | AttemptDecisions | ProgressEvent | PictureEvent | CompletedEvent | FailedEvent
 
 
 class AttemptState(Enum):
@@ -109,7 +102,7 @@ class Attempt:
         self.key = key
         self.state = AttemptState.ACCEPTED
         self.started: StartedEvent | None = None
-        self.loras_in: LorasInEvent | None = None
+        self.decisions: AttemptDecisions | None = None
         self.progress: ProgressEvent | None = None
         self.pictures: list[PictureEvent] = []
         self.outcome: CompletedEvent | FailedEvent | None = None
@@ -140,10 +133,10 @@ class Attempt:
             self.started = started
             self._tell()
 
-    def dress(self, loras_in: LorasInEvent) -> None:
-        """The LoRAs go in."""
+    def set_decisions(self, decisions: AttemptDecisions) -> None:
+        """All that it has decided by now, with what it was given."""
         if not self.ended:
-            self.loras_in = loras_in
+            self.decisions = decisions
             self._tell()
 
     def advance(self, progress: ProgressEvent) -> None:
@@ -198,7 +191,7 @@ class _EventCursor:
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._started = False
-        self._loras_in = False
+        self._decisions: AttemptDecisions | None = None
         self._progress: ProgressEvent | None = None
         self._pictures = 0
         self._outcome = False
@@ -211,9 +204,9 @@ class _EventCursor:
         if attempt.started and not self._started:
             self._started = True
             yield attempt.started
-        if attempt.loras_in and not self._loras_in:
-            self._loras_in = True
-            yield attempt.loras_in
+        if attempt.decisions is not None and attempt.decisions is not self._decisions:
+            self._decisions = attempt.decisions
+            yield attempt.decisions
         if attempt.progress is not None and attempt.progress is not self._progress:
             self._progress = attempt.progress
             yield attempt.progress

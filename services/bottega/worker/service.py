@@ -23,7 +23,6 @@ from bottega.worker.attempts import (
     CompletedEvent,
     Event,
     FailedEvent,
-    LorasInEvent,
     PictureEvent,
     ProgressEvent,
     StartedEvent,
@@ -130,8 +129,8 @@ def _responses(event: Event) -> Iterator[worker_pb2.RunAttemptResponse]:
     match event:
         case StartedEvent(steps_total=total, steps_resumed=resumed):
             yield pb.RunAttemptResponse(started=pb.AttemptStarted(steps_total=total, steps_resumed=resumed))
-        case LorasInEvent(step=step):
-            yield pb.RunAttemptResponse(loras_in=pb.AttemptLorasIn(step=step))
+        case pb.AttemptDecisions():
+            yield pb.RunAttemptResponse(decided=event)
         case ProgressEvent(steps_done=done, preview_index=index, preview_jpeg=jpeg):
             progress = pb.AttemptProgress(steps_done=done, preview_index=index, preview_jpeg=jpeg)
             yield pb.RunAttemptResponse(progress=progress)

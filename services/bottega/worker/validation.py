@@ -63,7 +63,7 @@ def order_from(raw: bytes) -> AttemptOrder:
         lora_stores=tuple(
             worker_pb2.LoraStore(name=store.name, address=store.address) for store in request.lora_stores
         ),
-        loras_step=request.loras_step if request.HasField("loras_step") else None,
+        decisions=worker_pb2.AttemptDecisions.FromString(request.decisions.SerializeToString()),
         checkpoint=request.checkpoint,
         deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
         preview=request.preview,
@@ -153,8 +153,9 @@ def _check_loras(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
     ):
         rule = f"must be at most {_MAX_SERVERS}, each with a name and an address"
         yield Violation(field="lora_stores", description=rule)
-    if request.HasField("loras_step") and not 0 <= request.loras_step < max(1, request.spec.num_inference_steps):
-        yield Violation(field="loras_step", description="must be one of the spec's steps")
+    decisions = request.decisions
+    if decisions.HasField("loras_step") and not 0 <= decisions.loras_step < max(1, request.spec.num_inference_steps):
+        yield Violation(field="decisions.loras_step", description="must be one of the spec's steps")
 
 
 def _check_call(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:

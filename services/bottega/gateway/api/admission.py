@@ -30,12 +30,10 @@ from bottega.gateway.api import defaults, validation
 from bottega.gateway.api.command import GenerateCommand
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.registry import Fleet
-from bottega.gateway.jobs import work
-from bottega.gateway.jobs.digests import digest
-from bottega.gateway.jobs.input_images import has_images, input_images, without_images
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.jobs.storage import Storage
+from bottega.gateway.jobs.specs import has_images, input_images, latent_shape, without_images
+from bottega.gateway.jobs.storage import Storage, digest
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.scheduling.queue import JobQueue
@@ -132,7 +130,7 @@ class Admission:
         self._queue.reserve(job)
         try:
             self._foreman.refuse_unmeetable(job)
-            self._storehouse.check()
+            self._storehouse.check_writable()
             taken = await self._jobs.add(job, replaces=replaces)
             if taken is job:
                 self._metrics.acknowledged()
@@ -160,7 +158,7 @@ class Admission:
             raise RequestIdReused("this request_id was used for another request")
         if job.state == image_pb2.JOB_STATE_FAILED and isinstance(job.error, _WORTH_A_RETRY):
             return None, job  # The same order again is a retry, which is what those failures ask for.
-        if not all(self._storehouse.images.holds(picture.digest) for picture in job.pictures):
+        if not all(self._storehouse.images.holds(picture.digest) for picture in job.images):
             return None, job  # Its pictures have expired before it has: the news that it was done helps nobody.
         rules.refuse(list(validation.check_deadline(order.deadline_s)))
         self._foreman.extend(job, order.deadline(self._clock.monotonic()))
@@ -272,7 +270,7 @@ class Admission:
             clock=self._clock,
             spec=spec,
             bare=without_images(spec) if has_images(spec) else spec,
-            shape=work.latent_shape(spec, model),
+            shape=latent_shape(spec, model),
             fingerprint=fingerprint,
             request_id=order.request_id,
             log_id=order.log_id,

@@ -30,7 +30,7 @@ def job_to_wire(job: Job) -> image_pb2.Job:
         end_time=_timestamp(job.ended_wall),
         steps_done=job.steps_done,
         steps_total=job.steps_total,
-        images=[image_to_wire(job, index) for index in range(len(job.pictures))],
+        images=[image_to_wire(job, index) for index in range(len(job.images))],
         provenance=job.provenance,
         error=to_job_error(job.error) if job.error else None,
     )
@@ -38,7 +38,7 @@ def job_to_wire(job: Job) -> image_pb2.Job:
 
 def image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:
     """One finished image."""
-    picture = job.pictures[index]
+    picture = job.images[index]
     return image_pb2.Image(
         index=index,
         seed=job.bare.seed + index,
@@ -77,12 +77,12 @@ def inline_bytes(job: Job) -> int:
 
 
 def _size_bytes(job: Job) -> int:
-    return sum(picture.size_bytes for picture in job.pictures)
+    return sum(picture.size_bytes for picture in job.images)
 
 
 def _completed(job: Job, data: Sequence[bytes]) -> image_pb2.Completed:
-    data = data or [b""] * len(job.pictures)
-    images = [image_to_wire(job, index, data[index]) for index in range(len(job.pictures))]
+    data = data or [b""] * len(job.images)
+    images = [image_to_wire(job, index, data[index]) for index in range(len(job.images))]
     return image_pb2.Completed(images=images, provenance=job.provenance)
 
 

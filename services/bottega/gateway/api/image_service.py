@@ -18,7 +18,8 @@ from bottega.gateway.api.conversion import event_to_wire, image_to_wire, inline_
 from bottega.gateway.api.watching import EndedEvent, Event, JobWatch
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.jobs.repository import JobFilter, JobRepository
+from bottega.gateway.jobs.repository import JobRepository
+from bottega.gateway.jobs.store import JobFilter
 from bottega.gateway.jobs.values import StoredImage
 from bottega.gateway.scheduling.controller import JobController
 from bottega.rpc.interceptor import response_flow
@@ -126,8 +127,8 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         rules.refuse(list(validation.check_page(request)))
         wanted = JobFilter(
             states=frozenset(request.states),
-            after=_unix_s(request.created_after) if request.HasField("created_after") else None,
-            before=_unix_s(request.created_before) if request.HasField("created_before") else None,
+            created_after=_unix_s(request.created_after) if request.HasField("created_after") else None,
+            created_before=_unix_s(request.created_before) if request.HasField("created_before") else None,
         )
         answer = image_pb2.ListJobsResponse(next_page_token=request.page_token)
         left, room = request.page_size or _DEFAULT_PAGE, _PAGE_BYTES
@@ -173,7 +174,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def _to_wire(self, job: Job, event: Event) -> image_pb2.JobEvent:
         """Images do not travel along where as much waits for its readers as may: these are small answers."""
         inline = isinstance(event, EndedEvent) and travels_inline(job) and response_flow.reserve(inline_bytes(job))
-        data = [await self._inline(picture) for picture in job.pictures] if inline else []
+        data = [await self._inline(picture) for picture in job.images] if inline else []
         return event_to_wire(job, event, data)
 
     async def _inline(self, picture: StoredImage) -> bytes:
@@ -186,9 +187,9 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def _reader(self, job: Job, index: int) -> ContentReader:
         if job.state != image_pb2.JOB_STATE_COMPLETED:
             raise JobNotFinished("the job has no images" if not job.live else "the job has no images yet")
-        if not 0 <= index < len(job.pictures):
-            raise ImageNotFound(f"the job has {len(job.pictures)} images, counted from 0")
-        reader = await self._images.reader(job.pictures[index].digest)
+        if not 0 <= index < len(job.images):
+            raise ImageNotFound(f"the job has {len(job.images)} images, counted from 0")
+        reader = await self._images.reader(job.images[index].digest)
         if reader is None:
             raise ImageNotFound("the image has expired")
         return reader

@@ -52,12 +52,12 @@ class JobWatch:
         """The current state, then what changes; ends after EndedEvent. Raises why it is followed no further."""
         self._job.listeners.add(self._wake.set)
         try:
-            if self._announce and self._job.standing is not None:
-                self._told = self._job.standing
-                yield self._job.standing
+            if self._announce and self._job.queue_position is not None:
+                self._told = self._job.queue_position
+                yield self._job.queue_position
             while self._job.live:
-                if self._job.left is not None:
-                    raise self._job.left.with_traceback(None)
+                if self._job.detached is not None:
+                    raise self._job.detached.with_traceback(None)
                 self._wake.clear()
                 event = self._news()
                 if event is not None:
@@ -71,7 +71,7 @@ class JobWatch:
 
     def _news(self) -> Event | None:
         if self._job.state == image_pb2.JOB_STATE_QUEUED:
-            standing = self._job.standing
+            standing = self._job.queue_position
             if standing is None or standing == self._told:
                 return None
             self._told = standing

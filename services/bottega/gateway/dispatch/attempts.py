@@ -62,8 +62,8 @@ class AttemptObserver(Protocol):
     def attempt_advanced(self, job: Job) -> None:
         """Denoising went on."""
 
-    def attempt_dressed(self, job: Job) -> None:
-        """Its LoRAs go in at a step that it has told."""
+    def attempt_decided(self, job: Job) -> None:
+        """It has decided something that later attempts keep to."""
 
     def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
         """The worker, or the way to it, is lost; the job is not, though it may have been its doing."""

@@ -97,4 +97,4 @@ async def _preview_attempt(client: WorkerClient, attempt: worker_pb2.AttemptId, 
         await client.preview_attempt(attempt, deadline_s=_PREVIEW_DEADLINE_S)
     except BottegaError as error:
         # It goes on without previews, unless it is lost; then the next attempt has them.
-        _log.warning("no previews", extra={**log_lines.names(job), "text": error.message})
+        _log.warning("no previews", extra={**log_lines.job_fields(job), "text": error.message})

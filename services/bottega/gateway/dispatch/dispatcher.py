@@ -113,8 +113,8 @@ class Dispatcher:
         """
         line = self._lines[member]
         for other in line.attempts.values():
-            other.job.meet()
-        job.begin(member.name, free_at=free_at, alone=alone)
+            other.job.mark_shared()
+        job.start_attempt(member.name, free_at=free_at, exclusive=alone)
         self._call(job, member, line)
         if self.observer:
             self.observer.attempt_sent(job)
@@ -213,7 +213,7 @@ class Dispatcher:
             if self.observer:
                 self.observer.attempt_failed(attempt.job, attempt.number, error)
         except Exception:  # noqa: BLE001 - the boundary of the task: whatever it is, the job must end
-            _log.exception("attempt failed unexpectedly", extra=log_lines.names(attempt.job))
+            _log.exception("attempt failed unexpectedly", extra=log_lines.job_fields(attempt.job))
             self._over(attempt)
             if self.observer:
                 self.observer.attempt_failed(attempt.job, attempt.number, InternalError("an internal fault"))
@@ -231,15 +231,15 @@ class Dispatcher:
         match event.WhichOneof("event"):
             case "started":
                 started = event.started
-                job.resume(number, steps_total=started.steps_total, steps_resumed=started.steps_resumed)
+                job.start_denoising(number, steps_total=started.steps_total, steps_resumed=started.steps_resumed)
                 attempt.started = True
                 self._moved(attempt)
                 self._ask_for_previews(attempt)
             case "progress":
                 self._take_progress(attempt, event.progress)
-            case "loras_in":
-                if job.dress(number, event.loras_in.step) and self.observer:
-                    self.observer.attempt_dressed(job)
+            case "decided":
+                if job.set_decisions(number, event.decided) and self.observer:
+                    self.observer.attempt_decided(job)
             case "image":
                 self._take_chunk(attempt, event.image)
             case "completed":
@@ -248,10 +248,10 @@ class Dispatcher:
                 raise from_job_error(event.failed)
 
     def _take_progress(self, attempt: _Attempt, progress: worker_pb2.AttemptProgress) -> None:
-        attempt.job.advance(attempt.number, progress.steps_done)
+        attempt.job.set_steps_done(attempt.number, progress.steps_done)
         self._moved(attempt)
         if progress.preview_jpeg:
-            attempt.job.look(attempt.number, progress.preview_index, progress.preview_jpeg)
+            attempt.job.set_preview(attempt.number, progress.preview_index, progress.preview_jpeg)
         if self.observer:
             self.observer.attempt_advanced(attempt.job)
 
@@ -271,7 +271,7 @@ class Dispatcher:
         # The worker has done its part: what becomes of it is of no matter from here on.
         self._over(attempt)
         with self._kept_going():
-            pictures = await self._storehouse.keep(encoded)
+            pictures = await self._storehouse.store_images(encoded)
         if self.observer:
             self.observer.attempt_completed(job, number, pictures, completed_provenance(job, provenance))
 
@@ -293,7 +293,9 @@ class Dispatcher:
     def _take_checkpoint(self, member: Member, news: worker_pb2.WatchCheckpointsResponse) -> None:
         attempt = self._attempts.get(news.attempt.job_id)
         if attempt is not None and attempt.member is member and len(news.checkpoint) <= _MAX_CHECKPOINT_BYTES:
-            attempt.job.keep(news.attempt.number, JobCheckpoint(steps_done=news.steps_done, data=news.checkpoint))
+            attempt.job.set_checkpoint(
+                news.attempt.number, JobCheckpoint(steps_done=news.steps_done, data=news.checkpoint)
+            )
 
     def _ask_for_previews(self, attempt: _Attempt) -> None:
         """Where they are wanted, and the worker has not been told. Not before it surely knows the attempt."""
@@ -355,7 +357,7 @@ def _request(
         request_id=job.log_id,
         controlnets=hosts,
         lora_stores=stores,
-        loras_step=job.loras_step,
+        decisions=job.decisions,
     )
     if job.deadline is not None:
         request.deadline_s = max(0.0, job.deadline - job.clock.monotonic())

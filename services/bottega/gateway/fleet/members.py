@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bottega import kinds
-from bottega.gateway.addons.loras.lora_sets import LoraSetKey
+from bottega.lora.set_key import LoraSetKey
 from bottega.planning import StepTimes
 from bottega.v1 import fleet_pb2, image_pb2
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from bottega import kinds, rules
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable, Violation
-from bottega.gateway.addons.loras.lora_sets import lora_set
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.hosted import HostedIndex
 from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey
 from bottega.gateway.fleet.members import FleetObserver, Member
 from bottega.gateway.fleet.validation import MAX_MODELS, check_load, check_registration
+from bottega.lora.set_key import lora_set_key
 from bottega.planning import StepTimes
 from bottega.rpc.peers import host_of
 from bottega.v1 import fleet_pb2, image_pb2
@@ -110,7 +110,7 @@ class Fleet:
                 ((time.latent_height, time.latent_width), time.rows) for time in load.step_times if time.outdated
             },
         )
-        member.loras, member.patched = frozenset(load.loras), lora_set(load.patched_loras)
+        member.loras, member.patched = frozenset(load.loras), lora_set_key(load.patched_loras)
         self.hosting.take(member)
         if self.observer:
             self.observer.member_changed(member)

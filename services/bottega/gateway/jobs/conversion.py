@@ -1,25 +1,26 @@
-"""Jobs as the store keeps them, and back. Knows no store.
+"""Conversion between jobs and the records of the store.
 
-A record's spec has no input images; those travel beside it, as the complete spec, and go when the job ends.
+A record's spec has no input images; those are stored beside it, as the complete spec, and go when the job ends.
 """
 
 from __future__ import annotations
 
 from bottega.errors import BottegaError
 from bottega.gateway.clock import Clock
-from bottega.gateway.jobs.input_images import has_images
-from bottega.gateway.jobs.job import LIVE, Job
-from bottega.gateway.jobs.store import JobRecord, StoredPicture
-from bottega.gateway.jobs.values import JobOutcome, StoredImage
+from bottega.gateway.jobs import specs
+from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.store import Change, EndTime, JobProgress, JobRecord
+from bottega.gateway.jobs.values import JobOutcome
 from bottega.process import copied
 from bottega.rpc.status import from_job_error, to_job_error
-from bottega.v1 import image_pb2
 from bottega.v1.error_pb2 import JobError
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
+from bottega.v1.image_pb2 import JOB_STATE_CANCELLED, JOB_STATE_COMPLETED, JOB_STATE_QUEUED
+from bottega.v1.worker_pb2 import AttemptDecisions
 
 
 def record_of(job: Job) -> JobRecord:
-    """What is kept of a job that was just accepted."""
+    """The record of a job that was just accepted."""
     return JobRecord(
         job_id=job.job_id,
         request_id=job.request_id,
@@ -32,22 +33,41 @@ def record_of(job: Job) -> JobRecord:
         image_digest=job.image_digest,
         size_bytes=job.size_bytes,
         created_wall=job.created_wall,
-        deadline_wall=deadline_wall(job),
+        deadline_wall=_deadline_wall(job),
     )
 
 
-def deadline_wall(job: Job) -> float | None:
-    """Its deadline in Unix seconds; None is without bound."""
-    return None if job.deadline is None else job.clock.wall() + job.deadline - job.clock.monotonic()
-
-
 async def inputs_of(job: Job) -> bytes:
-    """What a job needs beside its record while it is live; nothing where it has no input images."""
-    return await copied(job.size_bytes, job.spec.SerializeToString) if has_images(job.spec) else b""
+    """What a live job needs beside its record; nothing where it has no input images."""
+    return await copied(job.size_bytes, job.spec.SerializeToString) if specs.has_images(job.spec) else b""
+
+
+def progress_of(job: Job) -> JobProgress:
+    """What is stored of a job that waits or runs."""
+    return JobProgress(
+        state=job.state,
+        deadline_wall=_deadline_wall(job),
+        started_wall=job.started_wall,
+        attempt=job.number,
+        deaths=job.deaths,
+        decisions=job.decisions.SerializeToString(),
+    )
+
+
+def change_of(outcome: JobOutcome, *, number: int, bare: GenerationSpec, end: EndTime) -> Change:
+    """The change that ends a job so. number: of its newest attempt. bare: its spec without input images."""
+    error = _error_of(outcome.error)
+    if outcome.state == JOB_STATE_COMPLETED:
+        provenance = outcome.provenance.SerializeToString() if outcome.provenance else b""
+        return lambda record: record.completed(number, images=outcome.images, provenance=provenance, end=end)
+    if outcome.state == JOB_STATE_CANCELLED:
+        spec = specs.with_short_texts(bare).SerializeToString()
+        return lambda record: record.cancelled(error=error, end=end, spec=spec)
+    return lambda record: record.failed(error=error, end=end)
 
 
 def job_of(record: JobRecord, *, inputs: bytes = b"", life: int, clock: Clock) -> Job:
-    """The job of a record. What only matters while it is drawn (previews, checkpoint, times) begins anew."""
+    """The job of a record. What only matters while it is drawn (previews, checkpoint, times) starts anew."""
     bare = GenerationSpec.FromString(record.spec)
     left_s = None if record.deadline_wall is None else record.deadline_wall - clock.wall()
     job = Job(
@@ -66,40 +86,34 @@ def job_of(record: JobRecord, *, inputs: bytes = b"", life: int, clock: Clock) -
         job_id=record.job_id,
         sequence=record.sequence,
         life=life,
-        state=record.state if record.live else image_pb2.JOB_STATE_QUEUED,
+        state=record.state if record.live else JOB_STATE_QUEUED,
         number=record.attempt,
         deaths=record.deaths,
-        loras_step=record.loras_step,
+        decisions=AttemptDecisions.FromString(record.decisions),
         created_wall=record.created_wall,
         started_wall=record.started_wall,
     )
     if not record.live:
-        job.end(outcome_of(record))
+        job.finish(outcome_of(record))
     return job
 
 
 def outcome_of(record: JobRecord) -> JobOutcome:
     """How a job that has ended did."""
-    assert record.state not in LIVE
+    assert not record.live
     return JobOutcome(
         state=record.state,
         ended_wall=record.ended_wall or 0.0,
-        pictures=tuple(StoredImage(digest=kept.digest, size_bytes=kept.size_bytes) for kept in record.pictures),
+        images=record.images,
         provenance=Provenance.FromString(record.provenance) if record.provenance else None,
         error=from_job_error(JobError.FromString(record.error)) if record.error else None,
     )
 
 
-def pictures_of(outcome: JobOutcome) -> tuple[StoredPicture, ...]:
-    """Its images, as the store keeps them."""
-    return tuple(StoredPicture(digest=picture.digest, size_bytes=picture.size_bytes) for picture in outcome.pictures)
+def _deadline_wall(job: Job) -> float | None:
+    """Its deadline in Unix seconds; None is without bound."""
+    return None if job.deadline is None else job.clock.wall() + job.deadline - job.clock.monotonic()
 
 
-def provenance_of(outcome: JobOutcome) -> bytes:
-    """Its provenance, as the store keeps it."""
-    return outcome.provenance.SerializeToString() if outcome.provenance else b""
-
-
-def error_of(error: BottegaError | None) -> bytes:
-    """Why a job has ended, as the store keeps it."""
+def _error_of(error: BottegaError | None) -> bytes:
     return to_job_error(error).SerializeToString() if error else b""

@@ -1,9 +1,30 @@
-"""One job and its states: queued -> running -> completed | failed | cancelled, and back to queued when
-a worker is lost.
+"""One job and its states: queued, running, then completed, failed or cancelled; queued again when its worker is lost.
 
-Every attempt has a number, and only the newest one is listened to: a late answer of an abandoned attempt
-changes nothing. An end is decided first (`outcome`), which closes the job to everything else, and told (`end`) when
-it is durable. Knows no queue, no worker, no store and no wire.
+Every attempt has a number, and only the newest attempt counts: a late event of an earlier one changes nothing. The end
+of a job is decided first (`outcome`), which stops every other change, and published when it is durable (`finish`).
+
+    state      what happens                                     next
+    queued     a worker is free for it                          running, with the next number
+               its deadline passes, or cannot be met any more   failed
+               no worker of its model within the grace          failed: NO_WORKER
+               no server has one of its ControlNets             failed: NO_CONTROLNET, after the grace
+    running    progress, checkpoint of the newest attempt       running
+               all its images came, and are stored              completed
+               the worker reports that it cannot be drawn       failed
+               the worker refuses the attempt or returns it     queued, first; the worker is backed off; 60 times a
+                                                                worker
+               the worker reaches no server of a ControlNet     queued, first; these servers are backed off; as often
+               the worker is cut off                            queued, first; max_attempts times
+               the worker died, others were running beside it   queued, first; quarantined
+               the worker died, and it ran exclusively          queued, first; quarantined; the second time failed:
+                                                                POISONED
+    live       somebody cancels                                 cancelled; its attempt is stopped
+    ended      anything                                         unchanged
+
+A quarantined job runs exclusively: it takes an idle worker, or one is cleared for it, and nothing joins it until it has
+ended or got further than it was when the worker died. If another worker dies after that, it stays quarantined until it
+ends. So a job sees at most two deaths beside others, no job fails because of its neighbours, and a poison pill is out
+after two more deaths.
 """
 
 from __future__ import annotations
@@ -14,44 +35,50 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from bottega.errors import BottegaError, JobCancelled, WorkerLost
-from bottega.gateway.addons.loras.lora_sets import LoraSetKey, lora_set
 from bottega.gateway.clock import Clock
-from bottega.gateway.jobs import work
-from bottega.gateway.jobs.brief_specs import brief
+from bottega.gateway.jobs import specs
+from bottega.gateway.jobs.store import LIVE
 from bottega.gateway.jobs.values import JobCheckpoint, JobOutcome, JobPreview, QueuePosition, StoredImage
+from bottega.lora.set_key import LoraSetKey, lora_set_key
 from bottega.planning import Shape
-from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
-from bottega.v1.image_pb2 import JobState
-
-LIVE = frozenset({image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING})
+from bottega.v1.image_pb2 import (
+    JOB_STATE_CANCELLED,
+    JOB_STATE_COMPLETED,
+    JOB_STATE_FAILED,
+    JOB_STATE_QUEUED,
+    JOB_STATE_RUNNING,
+    JobState,
+)
+from bottega.v1.worker_pb2 import AttemptDecisions
 
 # The low bits of an attempt's number count the job's attempts, those above them the lives of the gateway: so a later
-# life outranks every earlier one, whatever of that was not written any more. An int32 has room for 500,000 lives.
+# life outranks every earlier one, even where the last attempts of that were not written. An int32 has room for 500,000.
 _COUNT_BITS = 12
 MOST_ATTEMPTS = (1 << _COUNT_BITS) - 1
-# A caller that attaches again says the same deadline, a little later for the time on the wire.
+# A caller that attaches again states the same deadline, a little later for the time on the wire.
 _SAME_DEADLINE_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A job. Change it by its methods only; each says whether it changed anything.
+    """A job as the API knows it (the SDK's Job is a handle on one). Only its methods change it; each returns whether it
+    changed anything.
 
     spec: complete; its input images go when the job ends. bare: the same without input images. Once the job is
-    cancelled, both are brief. peer: host that it came from.
+    cancelled, both have short texts. peer: host that it came from.
     fingerprint: of the spec as the caller sent it. shape: of the latent. deadline: on the monotonic clock.
     size_bytes: of the request. rows: that it puts into each turn.
-    deaths: workers that died while they ran it alone. losses: those that died beside others, or were cut off.
-    returns: attempts that workers did not take, or gave back. alone: nobody else has been at the worker since the
-    current attempt began. suspect_until: steps within which a worker died of it, perhaps.
+    deaths: workers that died while they ran it exclusively. losses: those that died beside others, or were cut off.
+    returns: attempts that workers refused or returned. exclusive: nothing else has been at the worker since the current
+    attempt started. quarantined_until: number of steps within which it may have killed a worker.
     log_id: the request_id of its log lines, here and at the workers; never empty. ends_with_caller: nobody else can ask
     for it.
-    controlnets: their names, one for each in the spec. versions: their hashes, by name, that the newest attempt uses;
+    controlnets: their names, one for each in the spec. versions: hashes, by name, that the newest attempt uses;
     servers: those that it was given for them. loras: digests, one for each in the spec; lora_set: with their scales.
-    loras_step: at which they went in, once an attempt has told it: later ones put them in at the same one.
+    decisions: what its attempts have decided so far, which later attempts keep to.
     life: lives of the gateway before this one. number: of the newest attempt. created_wall: 0 is now.
-    outcome: decided, and not to be told before it is durable. left: why nobody here follows the job any further.
+    outcome: decided; published when it is durable. detached: why nobody here follows the job any further.
     """
 
     clock: Clock
@@ -72,17 +99,17 @@ class Job:
     sequence: int = 0
     life: int = 0
 
-    state: JobState.ValueType = image_pb2.JOB_STATE_QUEUED
+    state: JobState.ValueType = JOB_STATE_QUEUED
     number: int = 0
     worker: str = ""
-    alone: bool = False
+    exclusive: bool = False
     deaths: int = 0
-    suspect_until: int | None = None
+    quarantined_until: int | None = None
     losses: int = 0
     lost_worker: str = ""
     lost_at: float = 0.0
     returns: int = 0
-    standing: QueuePosition | None = None
+    queue_position: QueuePosition | None = None
     steps_done: int = 0
     steps_total: int = 0
     repeated_steps: int = 0
@@ -90,12 +117,12 @@ class Job:
     checkpoint: JobCheckpoint | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     servers: tuple[str, ...] = ()
-    loras_step: int | None = None
-    pictures: tuple[StoredImage, ...] = ()
+    decisions: AttemptDecisions = field(default_factory=AttemptDecisions)
+    images: tuple[StoredImage, ...] = ()
     provenance: Provenance | None = None
     error: BottegaError | None = None
     outcome: JobOutcome | None = None
-    left: BottegaError | None = None
+    detached: BottegaError | None = None
 
     created_at: float = 0.0
     created_wall: float = 0.0
@@ -123,19 +150,24 @@ class Job:
         self.job_id = self.job_id or _new_job_id(self.created_wall)
         self.log_id = self.request_id or self.log_id or self.job_id
         self.created_at = self.queued_at - max(0.0, now_wall - self.created_wall)
-        # Asked for at every look of the scheduler, where a message would be too slow to ask.
-        self.num_images, self.rows = self.spec.num_images, work.rows(self.spec)
+        # The scheduler reads these for every job at every pass, where reading a message would be too slow.
+        self.num_images, self.rows = self.spec.num_images, specs.rows(self.spec)
         self.controlnets = tuple(net.name for net in self.bare.controlnets)
         self.loras = tuple(lora.digest for lora in self.bare.loras)
-        self.lora_set = lora_set(self.bare.loras)
-        self.steps_total = work.steps_to_run(self.spec) * self.num_images
-        if self.deaths and self.suspect_until is None:
-            self.suspect_until = self.steps_total  # how far it was is not remembered over a restart
+        self.lora_set = lora_set_key(self.bare.loras)
+        self.steps_total = specs.steps_to_run(self.spec) * self.num_images
+        if self.deaths and self.quarantined_until is None:
+            self.quarantined_until = self.steps_total  # how far it was is not stored
 
     @property
     def live(self) -> bool:
         """Whether it has not ended."""
         return self.state in LIVE
+
+    @property
+    def open(self) -> bool:
+        """Whether it is not decided yet how it ends."""
+        return self.live and self.outcome is None
 
     @property
     def age_s(self) -> float:
@@ -144,142 +176,133 @@ class Job:
 
     @property
     def attempts(self) -> int:
-        """How often it was given to a worker, in all lives of the gateway."""
+        """Attempts so far, in all lives of the gateway."""
         return self.number & MOST_ATTEMPTS
 
     @property
-    def open(self) -> bool:
-        """Whether nothing has decided yet how it ends."""
-        return self.live and self.outcome is None
+    def quarantined(self) -> bool:
+        """Whether it runs exclusively or not at all: a worker died with it, and it has not got further since."""
+        return self.quarantined_until is not None and self.steps_done <= self.quarantined_until
 
     def is_current(self, number: int) -> bool:
         """Whether attempt `number` is the one that counts."""
-        return self.open and self.state == image_pb2.JOB_STATE_RUNNING and number == self.number
+        return self.open and self.state == JOB_STATE_RUNNING and number == self.number
 
-    def acknowledged(self) -> None:
-        """It is durable: from now on it waits for a worker."""
+    def mark_durable(self) -> None:
+        """It is stored: from now on it waits for a worker."""
         now = self.clock.monotonic()
         self.acknowledge_s, self.queued_at = now - self.queued_at, now
 
-    @property
-    def suspect(self) -> bool:
-        """Whether it runs alone or not at all: a worker has died with it, and it has not got further since."""
-        return self.suspect_until is not None and self.steps_done <= self.suspect_until
+    def start_attempt(self, worker: str, *, free_at: float | None = None, exclusive: bool = False) -> int:
+        """Gives the job to a worker; returns the attempt's number.
 
-    def begin(self, worker: str, *, free_at: float | None = None, alone: bool = False) -> int:
-        """Hands the job to a worker; returns the attempt's number.
-
-        free_at: when the worker could take it, on the monotonic clock (None: now). Until then the job queued, from
-        then on it is routed. alone: whether the worker has nothing else.
+        free_at: when the worker could take it, on the monotonic clock (None: now). Until then the job was queued, from
+        then on it is routed. exclusive: whether the worker has nothing else.
         """
         assert self.open
-        assert self.state == image_pb2.JOB_STATE_QUEUED
+        assert self.state == JOB_STATE_QUEUED
+        self._run(worker, self.life << _COUNT_BITS | (self.attempts + 1), exclusive=exclusive)
         self.routed_at = max(self.queued_at, self.clock.monotonic() if free_at is None else free_at)
         self.queue_s += self.routed_at - self.queued_at
-        if self.started_wall is None:
-            self.started_wall = self.clock.wall()
-        self.state, self.worker, self.alone = image_pb2.JOB_STATE_RUNNING, worker, alone
-        self.number = self.life << _COUNT_BITS | (self.attempts + 1)
-        self._tell()
+        self._notify()
         return self.number
 
-    def adopt(self, worker: str, number: int) -> bool:
-        """A worker brings an attempt of an earlier life along. Whether it is at least as new as what is known."""
+    def adopt_attempt(self, worker: str, number: int) -> bool:
+        """A worker still has an attempt of an earlier life. Refused where a later one is known."""
         if not self.open or number < self.number:
             return False
-        if self.state == image_pb2.JOB_STATE_QUEUED:
-            self.queue_s += self.clock.monotonic() - self.queued_at
-        self.started_wall = self.started_wall or self.clock.wall()
-        self.state, self.worker, self.number = image_pb2.JOB_STATE_RUNNING, worker, number
         self.routed_at = self.clock.monotonic()
-        self._tell()
+        if self.state == JOB_STATE_QUEUED:
+            self.queue_s += self.routed_at - self.queued_at
+        self._run(worker, number, exclusive=self.exclusive)
+        self._notify()
         return True
 
-    def sent(self) -> float:
+    def mark_dispatched(self) -> float:
         """The worker has been called; returns the seconds that routing this attempt took."""
         route_s = self.clock.monotonic() - self.routed_at
         self.route_s += route_s
         return route_s
 
-    def resume(self, number: int, *, steps_total: int, steps_resumed: int) -> bool:
-        """Denoising has begun, after the `steps_resumed` steps that a checkpoint brought."""
+    def start_denoising(self, number: int, *, steps_total: int, steps_resumed: int) -> bool:
+        """The attempt denoises, after the `steps_resumed` steps that a checkpoint brought."""
         if not self.is_current(number):
             return False
         self.repeated_steps += max(0, self.steps_done - steps_resumed)
         self.steps_done, self.steps_total = steps_resumed, steps_total
-        self._tell()
+        self._notify()
         return True
 
-    def advance(self, number: int, steps_done: int) -> bool:
-        """Denoising goes on."""
+    def set_steps_done(self, number: int, steps_done: int) -> bool:
+        """Denoising steps of the attempt so far, over all images."""
         if not self.is_current(number):
             return False
         self.steps_done = steps_done
-        self._tell()
+        self._notify()
         return True
 
-    def look(self, number: int, index: int, jpeg: bytes) -> bool:
+    def set_preview(self, number: int, index: int, jpeg: bytes) -> bool:
         """A preview of image `index` came; it replaces the one before."""
-        if not self.is_current(number) or not 0 <= index < self.spec.num_images:
+        if not self.is_current(number) or not 0 <= index < self.num_images:
             return False
         newest = max((preview.version for preview in self.previews.values()), default=0)
         self.previews[index] = JobPreview(jpeg=jpeg, version=newest + 1)
-        self._tell()
+        self._notify()
         return True
 
-    def keep(self, number: int, checkpoint: JobCheckpoint) -> bool:
+    def set_checkpoint(self, number: int, checkpoint: JobCheckpoint) -> bool:
         """A checkpoint came; it replaces the one before."""
         if not self.is_current(number):
             return False
         self.checkpoint = checkpoint
         return True
 
-    def dress(self, number: int, step: int) -> bool:
-        """The LoRAs go in at that step."""
-        if not self.is_current(number) or self.loras_step == step:
+    def set_decisions(self, number: int, decisions: AttemptDecisions) -> bool:
+        """All that the attempt has decided so far, with what it was given of earlier ones."""
+        if not self.is_current(number) or decisions == self.decisions:
             return False
-        self.loras_step = step
+        self.decisions = decisions
         return True
 
-    def use(self, versions: Mapping[str, str], *, servers: tuple[str, ...]) -> None:
-        """The attempt that begins uses ControlNets in these versions: what others had a part in is drawn again."""
+    def use_controlnets(self, versions: Mapping[str, str], *, servers: tuple[str, ...]) -> None:
+        """The attempt that starts uses these versions: a checkpoint that others had a part in is dropped."""
         if any(digest != versions.get(name, digest) for name, digest in self.versions.items()):
             self.checkpoint = None
         self.versions, self.servers = versions, servers
 
-    def meet(self) -> None:
-        """Another job goes to the same worker: from now on its death would not surely be this one's doing."""
-        self.alone = False
+    def mark_shared(self) -> None:
+        """Another job goes to the same worker: if that dies from now on, this job need not be the cause."""
+        self.exclusive = False
 
-    def requeue(self, number: int, *, died: bool = False, alone: bool = True) -> bool:
-        """The attempt is lost: the job waits again.
+    def requeue_lost(self, number: int, *, died: bool = False, exclusive: bool = True) -> bool:
+        """The attempt's worker is lost: the job waits again.
 
-        died: its worker is dead and not just cut off; it may have died of this job. alone: as far as the worker knows.
+        died: the worker is dead and not just cut off; the job may have killed it. exclusive: as far as the worker knew.
         """
         if not self.is_current(number):
             return False
         if died:
-            # It died again after it had been cleared: what kills may come late, and others must not be near it then.
-            again = self.suspect_until is not None
-            self.suspect_until = self.steps_total if again else self.steps_done
-        if died and alone and self.alone:
+            # After a second death it stays quarantined: what kills may come late, and others must not be near it then.
+            again = self.quarantined_until is not None
+            self.quarantined_until = self.steps_total if again else self.steps_done
+        if died and exclusive and self.exclusive:
             self.deaths += 1
         else:
             self.losses += 1
         self.lost_worker, self.lost_at = self.worker, self.clock.monotonic()
-        self._wait_again()
+        self._requeue()
         return True
 
-    def take_back(self, number: int) -> bool:
-        """The worker did not take the attempt, or gives it back: the job waits again, and holds it against nobody."""
+    def requeue_returned(self, number: int) -> bool:
+        """The worker refused the attempt or returned it: the job waits again, and no loss is counted."""
         if not self.is_current(number):
             return False
         self.returns += 1
-        self._wait_again()
+        self._requeue()
         return True
 
-    def give_until(self, deadline: float | None) -> bool:
-        """Somebody wants it until then, on the monotonic clock; None is without bound. Less time changes nothing."""
+    def extend_deadline(self, deadline: float | None) -> bool:
+        """Somebody wants it until then, on the monotonic clock; None is without bound. Never shortens it."""
         if not self.open or self.deadline is None:
             return False
         if deadline is not None and deadline < self.deadline + _SAME_DEADLINE_S:
@@ -287,80 +310,77 @@ class Job:
         self.deadline = deadline
         return True
 
-    def stand(self, standing: QueuePosition) -> None:
-        """Says where the job stands in the queue."""
-        if self.open and self.state == image_pb2.JOB_STATE_QUEUED and standing != self.standing:
-            self.standing = standing
-            self._tell()
+    def set_queue_position(self, position: QueuePosition) -> None:
+        """Says where the job is in the queue."""
+        if self.open and self.state == JOB_STATE_QUEUED and position != self.queue_position:
+            self.queue_position = position
+            self._notify()
 
-    def complete(self, number: int, pictures: tuple[StoredImage, ...], provenance: Provenance) -> bool:
+    def complete(self, number: int, images: tuple[StoredImage, ...], provenance: Provenance) -> bool:
         """The attempt brought all images, and they are durable."""
-        if not self.is_current(number):
-            return False
-        self._decide(image_pb2.JOB_STATE_COMPLETED, pictures=pictures, provenance=provenance)
-        return True
+        return self.is_current(number) and self._decide(JOB_STATE_COMPLETED, images=images, provenance=provenance)
 
     def fail(self, error: BottegaError, number: int | None = None) -> bool:
         """Fails the job; with a number, only if that attempt still counts."""
-        if not self.open or (number is not None and not self.is_current(number)):
-            return False
-        self._decide(image_pb2.JOB_STATE_FAILED, error=error)
-        return True
+        return (number is None or self.is_current(number)) and self._decide(JOB_STATE_FAILED, error=error)
 
-    def give_up(self) -> bool:
-        """Fails a job for whose next attempt there is no number. Whether it did."""
-        if self.attempts < MOST_ATTEMPTS:
-            return False
-        return self.fail(WorkerLost(f"{self.attempts} attempts at this job came to nothing", retry_after_s=1.0))
+    def fail_if_exhausted(self) -> bool:
+        """Fails a job for whose next attempt there is no number."""
+        why = WorkerLost(f"{self.attempts} attempts at this job came to nothing", retry_after_s=1.0)
+        return self.attempts >= MOST_ATTEMPTS and self.fail(why)
 
     def cancel(self, why: str = "the job was cancelled") -> bool:
-        """Somebody does not want it any more."""
-        if not self.open:
-            return False
-        self._decide(image_pb2.JOB_STATE_CANCELLED, error=JobCancelled(why))
-        return True
+        """Cancels the job."""
+        return self._decide(JOB_STATE_CANCELLED, error=JobCancelled(why))
 
-    def end(self, outcome: JobOutcome) -> None:
-        """Tells how it has ended: what was decided, or what is known to have been written."""
+    def finish(self, outcome: JobOutcome) -> None:
+        """Publishes how it ended: what was decided, or what is known to have been written."""
         if not self.live:
             return
         self.state, self.error, self.ended_wall = outcome.state, outcome.error, outcome.ended_wall
-        self.pictures, self.provenance = outcome.pictures, outcome.provenance
-        if self.state == image_pb2.JOB_STATE_CANCELLED:
-            self.spec = self.bare = brief(self.bare)
-        # Of steps that led to no picture nothing is left, nor is it remembered.
-        self.steps_done = self.steps_total if self.state == image_pb2.JOB_STATE_COMPLETED else 0
+        self.images, self.provenance = outcome.images, outcome.provenance
+        if self.state == JOB_STATE_CANCELLED:
+            self.spec = self.bare = specs.with_short_texts(self.bare)
+        # Steps that led to no image are not stored, so they are not shown either.
+        self.steps_done = self.steps_total if self.state == JOB_STATE_COMPLETED else 0
         self.ended.set()
-        self._tell()
+        self._notify()
 
-    def leave(self, why: BottegaError) -> None:
-        """Sends away who follows it here; the job itself goes on, or will."""
-        self.left = why
-        self._tell()
+    def detach(self, why: BottegaError) -> None:
+        """Sends away whoever follows it here; the job itself goes on, or will."""
+        self.detached = why
+        self._notify()
+
+    def _run(self, worker: str, number: int, *, exclusive: bool) -> None:
+        self.started_wall = self.clock.wall() if self.started_wall is None else self.started_wall
+        self.state, self.worker, self.number, self.exclusive = JOB_STATE_RUNNING, worker, number, exclusive
+
+    def _requeue(self) -> None:
+        self.state, self.worker, self.exclusive = JOB_STATE_QUEUED, "", False
+        self.queued_at = self.clock.monotonic()
+        self._notify()
 
     def _decide(
         self,
         state: JobState.ValueType,
         *,
-        pictures: tuple[StoredImage, ...] = (),
+        images: tuple[StoredImage, ...] = (),
         provenance: Provenance | None = None,
         error: BottegaError | None = None,
-    ) -> None:
+    ) -> bool:
+        if not self.open:
+            return False
         self.ended_at = self.clock.monotonic()
-        if self.state == image_pb2.JOB_STATE_QUEUED:
+        if self.state == JOB_STATE_QUEUED:
             self.queue_s += self.ended_at - self.queued_at
         self.outcome = JobOutcome(
-            state=state, ended_wall=self.clock.wall(), pictures=pictures, provenance=provenance, error=error
+            state=state, ended_wall=self.clock.wall(), images=images, provenance=provenance, error=error
         )
         self.spec, self.checkpoint = self.bare, None
         self.previews.clear()
+        return True
 
-    def _wait_again(self) -> None:
-        self.state, self.worker, self.alone = image_pb2.JOB_STATE_QUEUED, "", False
-        self.queued_at = self.clock.monotonic()
-        self._tell()
-
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in tuple(self.listeners):
             listener()
 

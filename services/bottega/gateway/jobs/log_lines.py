@@ -1,4 +1,4 @@
-"""What the gateway's log says about jobs: a line for each turn of a job's life. Knows jobs; decides nothing.
+"""The lines of the gateway's log about jobs: one for each change of a job's state.
 
 Every line names the job by job_id and by the request_id that the worker's lines carry too. Both are said here
 and not left to the fields of the current call: a job often moves on in the course of somebody else's.
@@ -14,14 +14,14 @@ from bottega.gateway.jobs.job import Job
 _log = logging.getLogger(__name__)
 
 
-def names(job: Job) -> dict[str, object]:
+def job_fields(job: Job) -> dict[str, object]:
     """The fields by which every line about a job is found."""
     return {"job_id": job.job_id, "request_id": job.log_id}
 
 
 def accepted(job: Job) -> None:
     """The job is ours from now on."""
-    _log.info("job accepted", extra={**names(job), "model": job.bare.model})
+    _log.info("job accepted", extra={**job_fields(job), "model": job.bare.model})
 
 
 def restored(jobs: int, held: int, seconds: float) -> None:
@@ -31,17 +31,17 @@ def restored(jobs: int, held: int, seconds: float) -> None:
 
 def attempt_lost(job: Job, error: BottegaError) -> None:
     """The worker of the current attempt is lost."""
-    _log.warning("attempt lost", extra={**names(job), **_progress(job), "text": error.message})
+    _log.warning("attempt lost", extra={**job_fields(job), **_progress(job), "text": error.message})
 
 
 def attempt_returned(job: Job, error: BottegaError) -> None:
     """The worker has not taken the current attempt, or hands it over."""
-    _log.warning("attempt returned", extra={**names(job), **_progress(job), "text": error.message})
+    _log.warning("attempt returned", extra={**job_fields(job), **_progress(job), "text": error.message})
 
 
 def ended(job: Job) -> None:
     """The job has ended, however."""
-    facts = {**names(job), "model": job.bare.model, "seconds": round(job.age_s, 3), **_progress(job)}
+    facts = {**job_fields(job), "model": job.bare.model, "seconds": round(job.age_s, 3), **_progress(job)}
     if job.error is None:
         _log.info("job completed", extra=facts)
     elif isinstance(job.error, JobCancelled):

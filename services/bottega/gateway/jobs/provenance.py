@@ -1,4 +1,4 @@
-"""What the gateway adds to a worker's account of a job. Knows the job, no worker."""
+"""What the gateway adds to the provenance that a worker reports."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def version() -> str:
     return importlib.metadata.version("bottega-services")
 
 
-def completed_provenance(job: Job, told: Provenance) -> Provenance:
-    """The worker's account with what only the gateway knows: parameters, attempts, its own times."""
+def completed_provenance(job: Job, reported: Provenance) -> Provenance:
+    """The worker's provenance with what only the gateway knows: parameters, attempts, its own times."""
     full = Provenance()
-    full.CopyFrom(told)
+    full.CopyFrom(reported)
     full.parameters.CopyFrom(job.bare)
-    for lora, use in zip(full.parameters.loras, told.loras, strict=False):
+    for lora, use in zip(full.parameters.loras, reported.loras, strict=False):
         lora.from_step = use.from_step  # what timing decided: with it, they make the same picture again
     full.image_digest = job.image_digest
-    full.worker = told.worker or job.worker
-    full.bottega_version = told.bottega_version or version()
+    full.worker = reported.worker or job.worker
+    full.bottega_version = reported.bottega_version or version()
     full.attempts = job.attempts
     full.repeated_steps = job.repeated_steps
     full.times.extend(

@@ -1,7 +1,8 @@
-"""What the gateway keeps on its disk, jobs and finished images, and whether it can be written now.
+"""The gateway's disk: the job store and the finished images, and whether they can be written now.
 
-It opens both, again and again until it can; finds out when a disk that was full or gone is back; sweeps in slices.
-What must be written is tried until it is. Knows nothing of what is in a job.
+Opens both, again and again until it can; notices when a disk that was full or gone is back; deletes in small slices
+what is too old or too much. What must be written is tried until it is. While the disk cannot be written, no job is
+accepted or dispatched, and finished images wait in memory, up to a bound.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -17,16 +19,16 @@ from typing import TypeVar
 from bottega.clocks import SteadyClock
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable, TooManyOpenFiles
 from bottega.gateway.clock import Clock
-from bottega.gateway.jobs.digests import digest
 from bottega.gateway.jobs.store import JobStore
 from bottega.gateway.jobs.values import StoredImage
+from bottega.process import copied
 from bottega.storage import ContentStore, os_errors
 
 ResultT = TypeVar("ResultT")
 
-# Between two tries: soon enough for whoever waits, seldom enough for a disk that is busy with being full.
+# Between two tries: soon enough for callers that wait, seldom enough for a disk that is busy with being full.
 _RETRY_S = 0.5
-# The same for a damaged store, which only a person mends, and which takes a second of a core to look at.
+# The same for a damaged store, which only a person repairs, and whose check takes a second of a core.
 _DAMAGED_RETRY_S = 5.0
 _SWEEP_S = 1.0
 # Jobs that are forgotten in one transaction: some milliseconds.
@@ -35,21 +37,18 @@ _SWEEP_JOBS = 100
 _log = logging.getLogger(__name__)
 
 
-def _ignore() -> None:
-    """For those who do not care."""
-
-
-async def _nothing() -> None:
-    """For those who read nothing yet."""
+async def digest(data: bytes) -> str:
+    """SHA-256 in hex, computed in a thread where it would block the event loop for long."""
+    return await copied(len(data), lambda: hashlib.sha256(data).hexdigest())
 
 
 class Storage:
-    """The gateway's disk. Open it first, `start` it then, close it last.
+    """Call `open` first, then `start`; close it last.
 
-    folder: of both, for the log. trouble: why nothing can be written now, as callers may hear it; None while all is
-    well. on_change: called whenever that changes.
+    folder: of both, for the log. trouble: why nothing can be written now, as callers may read it; None while all is
+    well.
     max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered. steady: the time by which they are
-    forgotten, whatever the machine's clock is set to; an earlier life's goes on.
+    forgotten, whatever the machine's clock is set to; it continues that of an earlier life.
     waiting_bytes: of images that may wait in memory for a disk that cannot take them.
     """
 
@@ -69,58 +68,65 @@ class Storage:
         self.jobs = jobs
         self.images = images
         self.trouble: BottegaError | None = None
-        self.on_change: Callable[[], None] = _ignore
+        self._on_change: Callable[[], None] | None = None
         self._max_jobs = max_jobs
         self._jobs_bytes = jobs_bytes
         self._jobs_ttl_s = jobs_ttl_s
-        # All that is being kept at once has room in the budget, so that no job's first image goes for another's last.
+        # All that is being stored at once fits into the budget, so that no job's first image goes for another's last.
         self._room_bytes = min(waiting_bytes, images.budget_bytes)
         self.steady = SteadyClock(wall=clock.wall, monotonic=clock.monotonic)
-        self._goes_on = False
+        self._steady_continued = False
         self._unwritten = 0
-        self._keeping: asyncio.Task[None] | None = None
+        self._upkeep: asyncio.Task[None] | None = None
 
     async def open(
-        self, *, first: Callable[[], Awaitable[None]] = _nothing, on_failure: Callable[[], None] = _ignore
+        self,
+        *,
+        restore: Callable[[], Awaitable[None]] | None = None,
+        on_failure: Callable[[], None] | None = None,
+        on_change: Callable[[], None] | None = None,
     ) -> None:
-        """Returns when both are open and `first`, what is read before anything else, was done.
+        """Returns when both are open and `restore`, what is read before anything else, has succeeded.
 
-        on_failure: called when that is not so at once; reads may work even then. Raises ConfigError for files that are
-        not ours.
+        on_failure: called when that is not so at once; reads may work even then. on_change: called whenever `trouble`
+        begins or ends, from now on. Raises ConfigError for files that are not ours.
         """
+        self._on_change = on_change
         while True:
             try:
                 await self._open()
-                await first()
+                if restore is not None:
+                    await restore()
             except (StorageUnavailable, DataLoss) as error:
-                self.failed(error)
-                on_failure()
+                self.report_failure(error)
+                if on_failure is not None:
+                    on_failure()
                 await asyncio.sleep(_DAMAGED_RETRY_S if isinstance(error, DataLoss) else _RETRY_S)
             else:
                 self._recovered()
                 return
 
     def start(self) -> None:
-        """Begins to sweep, and to look after a disk that fails."""
-        self._keeping = asyncio.create_task(self._keep())
+        """Starts to forget what is too old or too much, and to probe a disk that fails."""
+        self._upkeep = asyncio.create_task(self._keep_up())
 
     async def close(self) -> None:
         """Ends after what was begun."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+        if self._upkeep is not None:
+            self._upkeep.cancel()
+            await asyncio.gather(self._upkeep, return_exceptions=True)
         for store in (self.jobs, self.images):
             try:
                 await store.close()
             except StorageUnavailable as error:
                 _log.warning("the disk did not end in time", extra={"text": error.message})
 
-    def check(self) -> None:
-        """Raises what keeps a job from being taken now."""
+    def check_writable(self) -> None:
+        """Raises why no job can be accepted now."""
         if self.trouble is not None:
             raise self.trouble.with_traceback(None)
 
-    def failed(self, error: BottegaError) -> None:
+    def report_failure(self, error: BottegaError) -> None:
         """Something could not be written."""
         if error.metadata.get("cause") == os_errors.BUSY:
             return  # more than the disk can take at once, which is no fault of it
@@ -130,16 +136,16 @@ class Storage:
             what = "too many files and sockets are open" if full else "the disk cannot be used"
             _log.error("%s; no job is taken", what, extra=facts)
         # What damage there is, and where, is for the log.
-        told = (
+        public = (
             DataLoss("the store is damaged; its operator has to look after it")
             if isinstance(error, DataLoss)
             else error
         )
-        changed, self.trouble = self.trouble is None, told
+        changed, self.trouble = self.trouble is None, public
         if changed:
-            self.on_change()
+            self._changed()
 
-    async def insist(self, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    async def retry_until_written(self, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """What `write` returns, tried until the disk takes it. Raises what else it raises."""
         waits = False
         try:
@@ -149,16 +155,16 @@ class Storage:
                 except StorageUnavailable as error:
                     self._unwritten += not waits
                     waits = True
-                    self.failed(error)
+                    self.report_failure(error)
                     await asyncio.sleep(_RETRY_S)
                 except DataLoss as error:
-                    self.failed(error)
+                    self.report_failure(error)
                     raise
         finally:
             self._unwritten -= waits
 
-    async def keep(self, encoded: Sequence[bytes]) -> tuple[StoredImage, ...]:
-        """Keeps finished images: they are on the disk when this returns, which takes as long as the disk does.
+    async def store_images(self, encoded: Sequence[bytes]) -> tuple[StoredImage, ...]:
+        """Stores finished images: they are on the disk when this returns, which takes as long as the disk does.
 
         Raises StorageUnavailable when too much waits for it already, TooLarge for what it never takes.
         """
@@ -167,11 +173,11 @@ class Storage:
             raise os_errors.unavailable("more images wait for the disk than memory has room for", cause=os_errors.BUSY)
         self._room_bytes -= size_bytes
         try:
-            pictures = [StoredImage(digest=await digest(data), size_bytes=len(data)) for data in encoded]
-            with self.images.pinned([picture.digest for picture in pictures]):
-                for picture, data in zip(pictures, encoded, strict=True):
-                    await self.insist(functools.partial(self.images.put, picture.digest, data))
-            return tuple(pictures)
+            images = tuple([StoredImage(digest=await digest(data), size_bytes=len(data)) for data in encoded])
+            with self.images.pinned([image.digest for image in images]):
+                for image, data in zip(images, encoded, strict=True):
+                    await self.retry_until_written(functools.partial(self.images.put, image.digest, data))
+            return images
         finally:
             self._room_bytes += size_bytes
 
@@ -180,17 +186,17 @@ class Storage:
         try:
             await self.images.open()
         except (StorageUnavailable, DataLoss):
-            with contextlib.suppress(StorageUnavailable, DataLoss):  # whoever reads them hears it, and the next look
+            with contextlib.suppress(StorageUnavailable, DataLoss):  # reads of the jobs raise it, and the next try
                 await self.jobs.open_to_read()
             raise
         await self.jobs.open()
-        if not self._goes_on:
+        if not self._steady_continued:
             last = await self.jobs.last_end()
             if last is not None:
                 self.steady.go_on_from(last.steady, wall=last.wall)
-            self._goes_on = True
+            self._steady_continued = True
 
-    async def _keep(self) -> None:
+    async def _keep_up(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S if self.trouble is None else _RETRY_S)
             try:
@@ -199,7 +205,7 @@ class Storage:
                 else:
                     await self._probe()
             except (StorageUnavailable, DataLoss) as error:
-                self.failed(error)
+                self.report_failure(error)
             except Exception:  # noqa: BLE001 - the boundary of the task: without it nothing is ever swept or healed
                 _log.exception("the disk could not be looked after")
 
@@ -224,4 +230,8 @@ class Storage:
         if before is not None:
             full = isinstance(before, TooManyOpenFiles)
             _log.info("files can be opened again" if full else "the disk can be used again")
-            self.on_change()
+            self._changed()
+
+    def _changed(self) -> None:
+        if self._on_change is not None:
+            self._on_change()

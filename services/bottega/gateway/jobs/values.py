@@ -1,4 +1,4 @@
-"""What is said of a job at one moment: where it waits, what came of it so far, how it ended. Knows no job."""
+"""Values about a job at one moment: its place in the queue, what an attempt has brought so far, how it ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bottega.v1.image_pb2 import JobState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuePosition:
-    """Where a queued job stands: jobs of its model before it, and expected seconds until it completes."""
+    """Where a queued job is: jobs of its model before it, and expected seconds until it completes."""
 
     place: int
     estimate_s: float | None
@@ -19,7 +19,7 @@ class QueuePosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPreview:
-    """The newest look at one image. version: counts the previews of the job."""
+    """The newest preview of one image. version: counts the previews of the job."""
 
     jpeg: bytes
     version: int
@@ -27,7 +27,7 @@ class JobPreview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCheckpoint:
-    """Where a lost attempt can be taken up again."""
+    """A state of the denoising loop from which another attempt can resume."""
 
     steps_done: int
     data: bytes
@@ -35,7 +35,7 @@ class JobCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredImage:
-    """A finished image; its bytes are stored under its digest."""
+    """A finished image; its bytes are in the content store, under their SHA-256."""
 
     digest: str
     size_bytes: int
@@ -47,6 +47,6 @@ class JobOutcome:
 
     state: JobState.ValueType
     ended_wall: float
-    pictures: tuple[StoredImage, ...] = ()
+    images: tuple[StoredImage, ...] = ()
     provenance: Provenance | None = None
     error: BottegaError | None = None

@@ -1,7 +1,6 @@
-"""What becomes of jobs is written in order: of each job one thing after the other, each until it is written.
+"""Writes to the job store, in order for each job: every write is tried until the disk takes it.
 
-A worker is not kept waiting for the note that it has a job; the note of the end comes after it all the same. Knows
-nothing of what is written.
+A worker does not wait until it is written that it has a job; the end of the job is still written after it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from bottega.gateway.jobs.storage import Storage
 
 ResultT = TypeVar("ResultT")
 
-# What waits for the disk when the gateway stops is written, unless the disk is gone.
+# Writes that wait when the gateway stops are done within this time, unless the disk is gone.
 _CLOSE_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -26,78 +25,77 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PendingWrite:
-    """outcome: None where nobody waits for it. newest_of: see WriteQueue.note."""
+    """result: None where nobody waits for it."""
 
     write: Callable[[], Awaitable[Any]]
-    outcome: asyncio.Future[Any] | None = None
-    newest_of: str = ""
+    result: asyncio.Future[Any] | None = None
 
 
 class WriteQueue:
-    """One trail for each job that something is to be written of. Bounded by what may happen to a job."""
+    """A queue for each job that has something to be written; at most two writes that nobody waits for are in each."""
 
-    def __init__(self, storehouse: Storage) -> None:
-        self._storehouse = storehouse
-        self._steps: dict[str, deque[_PendingWrite]] = {}
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._queues: dict[str, deque[_PendingWrite]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def note(self, job_id: str, write: Callable[[], Awaitable[object]], *, newest_of: str = "") -> None:
-        """Has it written; nobody waits for it.
+    def enqueue(self, job_id: str, write: Callable[[], Awaitable[object]]) -> None:
+        """Queues a write that nobody waits for. It replaces the last one that waits, if nobody waits for that either.
 
-        newest_of: what it is one of, where only the newest one counts: it takes the place of one that waits. For what
-        callers may do to a job as often as they like.
+        So each such write has to say all of a job's status: then only the newest counts.
         """
-        self._add(job_id, _PendingWrite(write=write, newest_of=newest_of))
+        queue = self._queues.get(job_id)
+        if queue and len(queue) > 1 and queue[-1].result is None:
+            queue.pop()  # not the first: that one is being written
+        self._append(job_id, _PendingWrite(write=write))
 
-    async def written(self, job_id: str, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """What `write` returns when it could be written, after all that was to be written of the job before.
+    async def enqueue_and_wait(self, job_id: str, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """What `write` returns, after all earlier writes of the job.
 
-        Raises CancelledError where `close` could not wait for it.
+        Raises CancelledError when `close` has given up on it.
         """
-        outcome: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
-        self._add(job_id, _PendingWrite(write=write, outcome=outcome))
-        return await outcome
+        result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
+        self._append(job_id, _PendingWrite(write=write, result=result))
+        return await result
 
     async def close(self) -> None:
-        """Writes what waits, for a moment; what is left then is done again by the next life."""
+        """Finishes the writes that wait, as far as there is time; the next life of the gateway repeats the rest."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSE_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _add(self, job_id: str, step: _PendingWrite) -> None:
-        steps = self._steps.get(job_id)
-        if steps is not None:
-            if step.newest_of and len(steps) > 1 and steps[-1].newest_of == step.newest_of:
-                steps.pop()  # not the first: that one is being written
-            steps.append(step)
+    def _append(self, job_id: str, pending: _PendingWrite) -> None:
+        queue = self._queues.get(job_id)
+        if queue is not None:
+            queue.append(pending)
             return
-        self._steps[job_id] = deque([step])
-        task = asyncio.create_task(self._follow(job_id))
+        self._queues[job_id] = deque([pending])
+        task = asyncio.create_task(self._drain(job_id))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _follow(self, job_id: str) -> None:
-        steps = self._steps[job_id]
+    async def _drain(self, job_id: str) -> None:
+        queue = self._queues[job_id]
         try:
-            while steps:
-                await self._take(steps[0])
-                steps.popleft()
+            while queue:
+                await self._run(queue[0])
+                queue.popleft()
         finally:
-            del self._steps[job_id]
-            for step in steps:  # at the end of this gateway: nobody comes to write them
-                if step.outcome is not None:
-                    step.outcome.cancel()
+            del self._queues[job_id]
+            for pending in queue:  # the gateway stops: nobody will write these
+                if pending.result is not None:
+                    pending.result.cancel()
 
-    async def _take(self, step: _PendingWrite) -> None:
+    async def _run(self, pending: _PendingWrite) -> None:
         try:
-            result = await self._storehouse.insist(step.write)
+            result = await self._storage.retry_until_written(pending.write)
         except Exception as error:  # noqa: BLE001 - it is raised where it is awaited
-            if step.outcome is not None and not step.outcome.done():
-                step.outcome.set_exception(error)
+            if pending.result is not None and not pending.result.done():
+                pending.result.set_exception(error)
             elif not isinstance(error, BottegaError):
                 _log.exception("something could not be written of a job")
             return
-        if step.outcome is not None and not step.outcome.done():
-            step.outcome.set_result(result)
+        if pending.result is not None and not pending.result.done():
+            pending.result.set_result(result)

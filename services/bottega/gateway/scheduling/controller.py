@@ -77,7 +77,6 @@ class JobController:
         )
         self._matching.kept_back = self._adoption.awaits
         self._deadlines = Deadlines(clock)
-        self._deadlines.on_passed = self._pass_deadline
         self._endings = JobFinisher(
             queue=queue,
             dispatcher=dispatcher,
@@ -116,7 +115,6 @@ class JobController:
         self.draining = False
         fleet.observer = self
         dispatcher.observer = self._aftermath
-        log.on_found = self.submit
         metrics.watch_queue(lambda: len(queue))
 
     def start(self) -> None:
@@ -137,11 +135,11 @@ class JobController:
             if not job.open:
                 self._endings.decided(job)  # it cannot be drawn any more
         for job in kept:
-            self._deadlines.watch(job)
+            self._deadlines.watch(job, self._pass_deadline)
             if job.state == image_pb2.JOB_STATE_QUEUED:
                 self._queue.add(job)
                 # Who follows it hears at once where it stands; when it will be done is told to all in turn.
-                job.stand(QueuePosition(place=len(self._queue.line(job.bare.model)) - 1, estimate_s=None))
+                job.set_queue_position(QueuePosition(place=len(self._queue.line(job.bare.model)) - 1, estimate_s=None))
         self._adoption.hold(running)
         self._rounds.be_patient()
         if jobs:
@@ -171,7 +169,7 @@ class JobController:
             await asyncio.gather(*(self._see_off(job, why) for job in self._jobs.live()))
         finally:
             for job in list(self._jobs.live()):
-                job.leave(why)
+                job.detach(why)
             self._dispatcher.let_go()
             self._fleet.close()
 
@@ -180,7 +178,7 @@ class JobController:
         if not self._adoption.holds(job):
             await _out_of_hand(job)
         if job.live:
-            job.leave(why)
+            job.detach(why)
 
     async def stop(self) -> None:
         """Ends every attempt."""
@@ -206,10 +204,10 @@ class JobController:
         """Takes a job, which is durable: it waits or runs. The queue's bounds were checked."""
         log_lines.accepted(job)
         if self.draining:
-            job.leave(Draining("the gateway is stopping; ask again", retry_after_s=1.0))
+            job.detach(Draining("the gateway is stopping; ask again", retry_after_s=1.0))
             return
         self._queue.add(job)
-        self._deadlines.watch(job)
+        self._deadlines.watch(job, self._pass_deadline)
         self._matching.at_once(job.spec.model, free_at=job.queued_at)
         if job.state == image_pb2.JOB_STATE_QUEUED:
             self._standings.tell_last(job)
@@ -223,9 +221,9 @@ class JobController:
 
     def extend(self, job: Job, deadline: float | None) -> None:
         """Somebody else wants the job, and until then (monotonic; None: without bound). It never gets less time."""
-        if self._jobs.find(job.job_id) is job and job.give_until(deadline):
-            self._deadlines.watch(job)
-            self._jobs.extended(job)
+        if self._jobs.find_live(job.job_id) is job and job.extend_deadline(deadline):
+            self._deadlines.watch(job, self._pass_deadline)
+            self._jobs.save(job)
 
     def cancel(self, job: Job) -> None:
         """Cancels a job; one that has ended stays as it is."""
@@ -236,13 +234,13 @@ class JobController:
 
         Where the job can only be looked at, nothing is decided: whoever hears no must not be obeyed later.
         """
-        self._jobs.refuse_copy(job)
+        self._jobs.check_changeable(job)
         self.cancel(job)
-        await self._jobs.written(job)
+        await self._jobs.wait_finished(job)
 
     def abandon(self, job: Job, why: str = "its only caller has gone") -> None:
         """The only caller has gone, which by the deadline is its passing; a job that has ended stays as it is."""
-        if self._deadlines.reached(job):
+        if self._deadlines.has_passed(job):
             self._pass_deadline(job)
         else:
             self._endings.cancel(job, why)
@@ -274,7 +272,7 @@ class JobController:
     def _stop_stale_attempts(self, member: Member) -> None:
         """Frees a worker of attempts that count no more, such as after it was frozen for a while."""
         for running in member.load.running:
-            job = self._jobs.find(running.attempt.job_id)
+            job = self._jobs.find_live(running.attempt.job_id)
             number = running.attempt.number
             if job is not None:
                 stale = number < job.number  # a later one than ours is for the adoption to judge

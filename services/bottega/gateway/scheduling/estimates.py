@@ -49,7 +49,7 @@ class QueueEstimates:
         line = self._queue.line(model)
         look = self._looks.get(model) or self._look(model, but=job)
         asked = demand(job)
-        job.stand(QueuePosition(place=len(line) - 1, estimate_s=look.prospect.end_s(asked)))
+        job.set_queue_position(QueuePosition(place=len(line) - 1, estimate_s=look.prospect.end_s(asked)))
         look.prospect.add(asked)
 
     async def tell_all(self) -> None:
@@ -61,7 +61,7 @@ class QueueEstimates:
             by_job = {job.job_id: end for job, end in zip(jobs, ends, strict=True)}
             for place, job in enumerate(self._queue.line(model)):
                 if job.job_id in by_job:  # one that came meanwhile has been told
-                    job.stand(QueuePosition(place=place, estimate_s=by_job[job.job_id]))
+                    job.set_queue_position(QueuePosition(place=place, estimate_s=by_job[job.job_id]))
 
     def refuse_unmeetable(self, job: Job) -> None:
         """Raises DeadlineUnmeetable for a job that, lined up last, would end after its deadline.

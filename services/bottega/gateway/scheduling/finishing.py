@@ -59,7 +59,7 @@ class JobFinisher:
         """How the job ends is decided, and no attempt at it runs: that is written, and told then."""
         self._queue.remove(job)
         self._adoption.let_go(job)
-        self._deadlines.forget(job)
+        self._deadlines.unwatch(job)
         task = asyncio.create_task(self._end(job))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -70,6 +70,6 @@ class JobFinisher:
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _end(self, job: Job) -> None:
-        await self._jobs.end(job)
+        await self._jobs.finish(job)
         log_lines.ended(job)
         self._metrics.job_ended(JobState.Name(job.state).removeprefix("JOB_STATE_").lower())

@@ -64,16 +64,16 @@ class AttemptOutcomes:
 
     def attempt_sent(self, job: Job) -> None:
         """See AttemptObserver."""
-        self._metrics.routed(queue_s=job.routed_at - job.queued_at, route_s=job.sent())
-        self._jobs.begun(job)
+        self._metrics.routed(queue_s=job.routed_at - job.queued_at, route_s=job.mark_dispatched())
+        self._jobs.save(job)
 
     def attempt_advanced(self, job: Job) -> None:
         """See AttemptObserver."""
         self._matching.soon(job.spec.model)
 
-    def attempt_dressed(self, job: Job) -> None:
+    def attempt_decided(self, job: Job) -> None:
         """See AttemptObserver."""
-        self._jobs.dressed(job)
+        self._jobs.save(job)
 
     def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
         """See AttemptObserver."""
@@ -81,7 +81,7 @@ class AttemptOutcomes:
             return
         self._metrics.attempt_lost()
         log_lines.attempt_lost(job, error)
-        job.requeue(number, died=is_death(error), alone=died_alone(error))
+        job.requeue_lost(number, died=is_death(error), exclusive=died_alone(error))
         if job.deaths >= _POISONOUS:
             self._endings.fail(job, Poisoned(f"{job.deaths} workers died of this job: each ran it alone"))
         elif job.losses >= self._max_attempts:
@@ -100,7 +100,7 @@ class AttemptOutcomes:
             self._placement.let_rest(job, error)
         else:
             self._fleet.let_rest(job.worker)
-        job.take_back(number)
+        job.requeue_returned(number)
         if job.returns >= _MOST_RETURNS * max(1, len(self._fleet.serving(job.spec.model))):
             self._endings.fail(job, _not_taken(error))
         else:
@@ -108,7 +108,7 @@ class AttemptOutcomes:
 
     def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
         """See AttemptObserver."""
-        if isinstance(error, DeadlinePassed) and not self._deadlines.reached(job):
+        if isinstance(error, DeadlinePassed) and not self._deadlines.has_passed(job):
             self.attempt_returned(job, number, error)  # the worker only knew of the deadline that there was at first
         elif job.fail(error, number):
             self._endings.decided(job)
@@ -124,10 +124,10 @@ class AttemptOutcomes:
 
     def wait_again(self, job: Job) -> None:
         """Its attempt came to nothing: lines the job up again, before the others, where it may have another one."""
-        if job.give_up():
+        if job.fail_if_exhausted():
             self._endings.decided(job)
         else:
-            self._jobs.waits_again(job)
+            self._jobs.save(job)
             self._matching.line_up_again(job)
 
 

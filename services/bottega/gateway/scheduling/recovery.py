@@ -110,13 +110,13 @@ class AttemptRecovery:
             _log.warning("a worker does not say what it has", extra={"member": member.name, "text": error.message})
 
     def _look(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
-        job = self._jobs.find(attempt.job_id)
-        if job is not None and self._may_take(job, attempt.number) and job.adopt(member.name, attempt.number):
+        job = self._jobs.find_live(attempt.job_id)
+        if job is not None and self._may_take(job, attempt.number) and job.adopt_attempt(member.name, attempt.number):
             self.let_go(job)
             self._queue.remove(job)
             _log.info("attempt adopted", extra={"job_id": job.job_id, "request_id": job.log_id, "worker": job.worker})
             self._dispatcher.adopt(job, member)
-            self._jobs.begun(job)
+            self._jobs.save(job)
         elif job is None or not job.open or job.number != attempt.number:
             self._dispatcher.stop_attempt(member, attempt)
 
@@ -140,6 +140,6 @@ class AttemptRecovery:
             return
         held, self._held = list(self._held.values()), {}
         for job in reversed(held):
-            if job.take_back(job.number):
+            if job.requeue_returned(job.number):
                 self._late[job] = job.number
                 self._unclaimed(job)

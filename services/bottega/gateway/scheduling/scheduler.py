@@ -87,7 +87,7 @@ class Scheduler:
         self._queue.add(job, first=True)
         self.at_once(job.spec.model)
         if job.state == image_pb2.JOB_STATE_QUEUED:
-            job.stand(QueuePosition(place=0, estimate_s=None))
+            job.set_queue_position(QueuePosition(place=0, estimate_s=None))
 
     def soon(self, model: str) -> None:
         """The same within some milliseconds, together with other news of that time."""
@@ -118,13 +118,13 @@ class Scheduler:
         waiting = self._seating.candidates(self._queue.line(model), members)
         late: list[tuple[Job, float]] = []
         for assignment in assign(waiting, self._seating.seats(members.values())):
-            job = self._jobs.find(assignment.job_id)
+            job = self._jobs.find_live(assignment.job_id)
             assert job is not None
             if assignment.estimate_s is not None and self._late(job, assignment.estimate_s):
                 late.append((job, assignment.estimate_s))
                 continue
             self._queue.remove(job)
-            job.stand(QueuePosition(place=0, estimate_s=assignment.estimate_s))
+            job.set_queue_position(QueuePosition(place=0, estimate_s=assignment.estimate_s))
             self._dispatcher.run(job, members[assignment.worker], free_at=free_at, alone=assignment.alone)
         for job, estimate_s in late:
             self.on_late(job, estimate_s)

@@ -14,12 +14,12 @@ from types import MappingProxyType
 
 from bottega.gateway.addons.controlnets.placement import ControlNetPlacement
 from bottega.gateway.addons.loras.costs import LoraSizes, lora_costs
-from bottega.gateway.addons.loras.lora_sets import LoraSetKey
 from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.scheduling.policy import PendingJob, ResourceRequest, WorkerState
+from bottega.lora.set_key import LoraSetKey
 from bottega.planning import Shape
 from bottega.v1 import fleet_pb2
 
@@ -89,7 +89,7 @@ class FleetSnapshot:
             job_id=job.job_id,
             demand=demand(job),
             avoid=job.lost_worker if _must_avoid(job, members) else "",
-            alone=job.suspect,
+            alone=job.quarantined,
             takers=takers,
             extra_s=extra_s,
         )
@@ -108,7 +108,7 @@ class FleetSnapshot:
             running=running,
             # What it reports counts until it reports otherwise: an attempt that was stopped may be in its last turn.
             finishing=len({job.job_id for job in ours} | member.steps_left.keys()) - len(running),
-            closed=any(job.suspect for job in ours),
+            closed=any(job.quarantined for job in ours),
             times=member.times,
             fixed_s=max(0.0, member.load.fixed_s),
             max_rows=member.load.max_rows,
@@ -123,7 +123,7 @@ class FleetSnapshot:
             if left > 0:
                 demands.append(_demand(job, left))
         for job_id, left in told.items():
-            if left > 0 and self._jobs.find(job_id) is None:
+            if left > 0 and self._jobs.find_live(job_id) is None:
                 demands.append(ResourceRequest(rows=_FOREIGN_ROWS, steps=left, shape=(0, 0)))
         return demands
 

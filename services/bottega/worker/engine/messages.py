@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable
 
@@ -33,7 +34,7 @@ from bottega.errors import BottegaError
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2, worker_pb2
-from bottega.v1.worker_pb2 import AttemptId
+from bottega.v1.worker_pb2 import AttemptDecisions, AttemptId
 from bottega.worker.controlnets import RemoteControlNets
 from bottega.worker.controlnets.configured import ConfiguredControlNets
 from bottega.worker.loras import LoraCache
@@ -90,7 +91,7 @@ def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Eng
         stale_residuals=_may_be_stale(start.spec),
         latent_parallelism=_may_be_lent(start.spec),
         lora_stores=stores_of(start.lora_stores),
-        decisions=Decisions(loras_step=start.loras_step if start.HasField("loras_step") else None),
+        decisions=_decisions(start.decisions),
         checkpoint=start.checkpoint,
         preview=start.preview,
     )
@@ -106,8 +107,8 @@ def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
             )
             return engine_pb2.EngineEvent(started=started)
         case JobDecided():
-            loras_in = engine_pb2.EngineLorasIn(attempt=attempt, step=event.decisions.loras_step or 0)
-            return engine_pb2.EngineEvent(loras_in=loras_in)
+            decisions = AttemptDecisions(**dataclasses.asdict(event.decisions))
+            return engine_pb2.EngineEvent(decided=engine_pb2.EngineDecided(attempt=attempt, decisions=decisions))
         case JobAdvanced():
             progress = engine_pb2.EngineProgress(
                 attempt=attempt, steps_done=event.steps_done, preview_index=event.preview_index
@@ -235,6 +236,11 @@ def _lora(lora: generation_pb2.Lora) -> LoraSpec:
 def stores_of(stores: Iterable[worker_pb2.LoraStore | fleet_pb2.ServiceAddress]) -> tuple[LoraStore, ...]:
     """LoRA stores as the engine knows them."""
     return tuple(LoraStore(name=store.name, address=store.address) for store in stores)
+
+
+def _decisions(message: AttemptDecisions) -> Decisions:
+    """Both have the same fields."""
+    return Decisions(**{field.name: value for field, value in message.ListFields()})
 
 
 def _hosts(hosts: worker_pb2.ControlNetHosts) -> ControlHosts:

@@ -199,8 +199,8 @@ async def test_a_later_attempt_is_told_the_step_at_which_the_loras_went_in(house
     second = await house.gateway.worker("w2")
     await first.die()
     assert (await house.gateway.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
-    assert not first.requests[0].HasField("loras_step")
-    assert second.requests[0].loras_step == 4
+    assert not first.requests[0].decisions.HasField("loras_step")
+    assert second.requests[0].decisions.loras_step == 4
 
 
 async def test_the_step_is_kept_though_the_gateway_and_its_workers_die_together(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ async def test_the_step_is_kept_though_the_gateway_and_its_workers_die_together(
     async with running_gateway(state=state, hold_s=0.2) as later:
         second = await later.worker("w2")
         assert (await later.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
-    assert second.requests[0].loras_step == 4
+    assert second.requests[0].decisions.loras_step == 4
     assert not second.requests[0].checkpoint
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bottega.gateway.addons.loras.costs import LoraSizes, lora_costs
-from bottega.gateway.addons.loras.lora_sets import lora_set
 from bottega.gateway.fleet.members import Member
+from bottega.lora.set_key import lora_set_key
 from bottega.v1.fleet_pb2 import Load, PatchedLora, Registration
 from bottega.v1.lora_pb2 import StoredLora
 
@@ -19,12 +19,12 @@ _BOTH = frozenset({_INK, _WASH})
 def _member(*patched: PatchedLora, loras: frozenset[str] = _BOTH) -> Member:
     load = Load(lora_swap_s=0.3)
     made = Member(registration=Registration(), joined_at=0.0, heard_at=0.0, load=load)
-    made.loras, made.patched = loras, lora_set(patched)
+    made.loras, made.patched = loras, lora_set_key(patched)
     return made
 
 
 def _cost(member: Member, *loras: PatchedLora) -> float:
-    return lora_costs(lora_set(loras), {"w": member}, _SIZES).get("w", 0.0)
+    return lora_costs(lora_set_key(loras), {"w": member}, _SIZES).get("w", 0.0)
 
 
 def _lora(digest: str, scale: float = 1.0) -> PatchedLora:

@@ -183,7 +183,7 @@ async def test_an_attempt_that_reaches_no_server_is_taken_up_where_it_was_and_th
     worker = shop.worker()
     _server(shop, net("edges"), name="s1")
     job = shop.take(_job(shop, "edges"))
-    job.keep(job.number, JobCheckpoint(steps_done=4, data=b"4"))
+    job.set_checkpoint(job.number, JobCheckpoint(steps_done=4, data=b"4"))
     await shop.fail(job, NoControlNet("s1 is gone", metadata={"controlnets": "edges", "servers": "s1"}))
     assert (job.state, job.losses, job.deaths) == (QUEUED, 0, 0)
     assert shop.submit().worker == worker.name, "others go on there"
@@ -215,7 +215,7 @@ async def test_a_checkpoint_of_another_version_is_not_taken_up(shop: Shop) -> No
     shop.worker()
     old = _server(shop, net("edges", digest="1"), name="s1")
     job = shop.take(_job(shop, "edges"))
-    job.keep(job.number, JobCheckpoint(steps_done=4, data=b"4"))
+    job.set_checkpoint(job.number, JobCheckpoint(steps_done=4, data=b"4"))
     _server(shop, net("edges", digest="2"), name="s2")
     await shop.fail(job, WorkerLost("cut off"))
     shop.time.now += 1
@@ -238,10 +238,10 @@ async def test_an_attempt_that_is_adopted_before_its_server_is_back_keeps_its_ch
     shop.open()
     worker = shop.worker()
     job = next(shop.log.live())
-    assert job.adopt(worker.name, job.number)
+    assert job.adopt_attempt(worker.name, job.number)
     shop.dispatcher.adopt(job, worker)
     assert _told(shop, job) == [("", [])]
-    job.keep(job.number, JobCheckpoint(steps_done=4, data=b"4"))
+    job.set_checkpoint(job.number, JobCheckpoint(steps_done=4, data=b"4"))
     _server(shop, net("edges"))
     await shop.fail(job, WorkerLost("cut off"))
     shop.time.now += 1

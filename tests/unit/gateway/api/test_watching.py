@@ -21,11 +21,11 @@ async def _next(watch: object) -> Event:
 
 async def test_a_watch_begins_with_the_current_state_and_ends_with_thesample_job() -> None:
     job = sample_job()
-    job.stand(QueuePosition(place=3, estimate_s=None))
+    job.set_queue_position(QueuePosition(place=3, estimate_s=None))
     watch = JobWatch(job).events()
     assert await _next(watch) == QueuePosition(place=3, estimate_s=None)
-    job.begin("w1")
-    job.advance(1, 2)
+    job.start_attempt("w1")
+    job.set_steps_done(1, 2)
     assert await _next(watch) == RunningEvent(steps_done=2, steps_total=10, previews={})
     job.cancel()
     tell(job)
@@ -37,12 +37,12 @@ async def test_a_watch_begins_with_the_current_state_and_ends_with_thesample_job
 
 async def test_a_slow_watcher_gets_the_newest_state_and_none_of_what_it_missed() -> None:
     job = sample_job()
-    job.begin("w1")
+    job.start_attempt("w1")
     watch = JobWatch(job, preview=True).events()
     await _next(watch)
     for step in range(1, 10):
-        job.advance(1, step)
-        job.look(1, 0, b"preview %d" % step)
+        job.set_steps_done(1, step)
+        job.set_preview(1, 0, b"preview %d" % step)
     assert await _next(watch) == RunningEvent(steps_done=9, steps_total=10, previews={0: b"preview 9"})
     await watch.aclose()
 
@@ -50,13 +50,13 @@ async def test_a_slow_watcher_gets_the_newest_state_and_none_of_what_it_missed()
 @pytest.mark.alone
 async def test_progress_comes_at_most_ten_times_a_second_and_the_end_at_once() -> None:
     job = sample_job()
-    job.begin("w1")
+    job.start_attempt("w1")
     watch = JobWatch(job).events()
     clock = asyncio.get_running_loop().time
 
     async def draw() -> float:
         for step in range(1, 10):
-            job.advance(1, step)
+            job.set_steps_done(1, step)
             await asyncio.sleep(0.03)
         job.complete(1, (), Provenance())
         tell(job)
@@ -72,8 +72,8 @@ async def test_progress_comes_at_most_ten_times_a_second_and_the_end_at_once() -
 
 async def test_previews_go_only_to_those_who_asked() -> None:
     job = sample_job()
-    job.begin("w1")
-    job.look(1, 0, b"jpeg")
+    job.start_attempt("w1")
+    job.set_preview(1, 0, b"jpeg")
     event = await _next(JobWatch(job).events())
     assert event == RunningEvent(steps_done=0, steps_total=10, previews={})
 
@@ -83,7 +83,7 @@ async def test_those_who_follow_a_job_that_goes_on_elsewhere_are_sent_away() -> 
     watch = JobWatch(job).events()
     waiting = asyncio.create_task(_next(watch))
     await asyncio.sleep(0)
-    job.leave(Draining("the gateway is stopping"))
+    job.detach(Draining("the gateway is stopping"))
     with pytest.raises(Draining):
         await waiting
     assert job.live

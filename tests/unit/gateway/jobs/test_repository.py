@@ -13,9 +13,9 @@ import pytest
 
 from bottega.errors import DataLoss, InternalError, InvalidRequest, JobNotFound, NoWorker, StorageUnavailable
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.jobs.repository import JobFilter, JobRepository
+from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
+from bottega.gateway.jobs.store import Change, JobFilter, JobRecord, SqliteJobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.storage import ContentStore, os_errors
 from bottega.v1 import image_pb2
@@ -23,7 +23,7 @@ from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.image_pb2 import JOB_STATE_CANCELLED
 from tests.samples.jobs import FakeTime, sample_job
 
-PICTURES = (StoredImage(digest="a" * 64, size_bytes=3),)
+IMAGES = (StoredImage(digest="a" * 64, size_bytes=3),)
 
 
 class FailingStore(SqliteJobStore):
@@ -44,19 +44,11 @@ class FailingStore(SqliteJobStore):
         self._check()
         return await super().add(record, inputs=inputs, replaces=replaces)
 
-    async def complete(self, *args: object, **kwargs: object) -> bool:
+    async def update(self, job_id: str, change: Change) -> bool:
         if self.lies:
-            await super().complete(*args, **kwargs)  # type: ignore[arg-type]
+            await super().update(job_id, change)
         self._check()
-        return await super().complete(*args, **kwargs)  # type: ignore[arg-type]
-
-    async def begin(self, job_id: str, attempt: int, *, started_wall: float) -> bool:
-        self._check()
-        return await super().begin(job_id, attempt, started_wall=started_wall)
-
-    async def fail(self, *args: object, **kwargs: object) -> bool:
-        self._check()
-        return await super().fail(*args, **kwargs)  # type: ignore[arg-type]
+        return await super().update(job_id, change)
 
     async def probe(self) -> None:
         self._check()
@@ -75,14 +67,15 @@ class Life:
 
     time: FakeTime
     store: FailingStore
-    storehouse: Storage
+    storage: Storage
     log: JobRepository
     restored: list[Job]
+    found: list[Job]
 
     @classmethod
     async def begin(cls, folder: Path, time: FakeTime) -> Life:
         store = FailingStore(folder / "jobs.sqlite")
-        storehouse = Storage(
+        storage = Storage(
             folder=folder,
             jobs=store,
             images=ContentStore(folder / "images", budget_bytes=1 << 20, ttl_s=60),
@@ -92,14 +85,17 @@ class Life:
             waiting_bytes=1 << 20,
             clock=time.clock(),
         )
-        log = JobRepository(storehouse=storehouse, clock=time.clock())
-        await storehouse.open()
-        storehouse.start()
-        return cls(time=time, store=store, storehouse=storehouse, log=log, restored=await log.restore())
+        found: list[Job] = []
+        log = JobRepository(storage=storage, clock=time.clock())
+        await storage.open()
+        storage.start()
+        return cls(
+            time=time, store=store, storage=storage, log=log, restored=await log.restore(found.append), found=found
+        )
 
     async def end(self) -> None:
         await self.log.close()
-        await self.storehouse.close()
+        await self.storage.close()
 
     async def job(self, request_id: str = "") -> Job:
         job = sample_job(self.time, request_id=request_id)
@@ -110,7 +106,7 @@ class Life:
     async def ended(self, request_id: str = "") -> Job:
         job = await self.job(request_id)
         job.cancel()
-        await self.log.end(job)
+        await self.log.finish(job)
         return job
 
 
@@ -145,8 +141,8 @@ async def test_the_log_filters_by_state_and_time(life: Life) -> None:
     life.time.now += 10
     live = await life.job()
     assert (await life.log.page(JobFilter(states={image_pb2.JOB_STATE_QUEUED}), size=9, token=""))[0] == [live]
-    assert _ids((await life.log.page(JobFilter(before=live.created_wall), size=9, token=""))[0]) == [old.job_id]
-    assert (await life.log.page(JobFilter(after=live.created_wall), size=9, token=""))[0] == [live]
+    assert _ids((await life.log.page(JobFilter(created_before=live.created_wall), size=9, token=""))[0]) == [old.job_id]
+    assert (await life.log.page(JobFilter(created_after=live.created_wall), size=9, token=""))[0] == [live]
 
 
 @pytest.mark.parametrize("token", ["x", "AAAA", "%%%", "ü", "A" * 1000, "_" * 11 + "="])
@@ -162,15 +158,15 @@ async def test_an_unknown_job_is_not_found(life: Life) -> None:
 
 async def test_an_ended_job_is_read_as_it_was_and_is_in_memory_no_more(life: Life) -> None:
     job = await life.job("r")
-    job.begin("w1")
-    life.log.begun(job)
-    assert job.complete(job.number, PICTURES, Provenance(worker="w1"))
+    job.start_attempt("w1")
+    life.log.save(job)
+    assert job.complete(job.number, IMAGES, Provenance(worker="w1"))
     assert job.state == image_pb2.JOB_STATE_RUNNING, "nobody hears of it before it is written"
-    await life.log.end(job)
-    assert life.log.find(job.job_id) is None
+    await life.log.finish(job)
+    assert life.log.find_live(job.job_id) is None
     for read in (await life.log.get(job.job_id), await life.log.of_request("r")):
         assert read is not None
-        assert (read.state, read.pictures, read.provenance) == (job.state, PICTURES, job.provenance)
+        assert (read.state, read.images, read.provenance) == (job.state, IMAGES, job.provenance)
         assert (read.steps_done, read.ended_wall, read.fingerprint) == (10, job.ended_wall, "f")
         assert read.ended.is_set()
 
@@ -180,8 +176,8 @@ async def test_a_later_life_knows_the_jobs_their_inputs_and_their_deadlines(tmp_
     queued, running = await first.job("q"), sample_job(time)
     running.deadline = time.now + 30
     await first.log.add(running)
-    running.begin("w1")
-    first.log.begun(running)
+    running.start_attempt("w1")
+    first.log.save(running)
     await first.ended()
     await first.end()
     time.now += 10
@@ -192,8 +188,8 @@ async def test_a_later_life_knows_the_jobs_their_inputs_and_their_deadlines(tmp_
     assert other.deadline == pytest.approx(time.now + 20)
     assert one.age_s == pytest.approx(10)
     assert await later.log.of_request("q") is one
-    assert other.take_back(other.number)
-    assert other.begin("w2") > running.number
+    assert other.requeue_returned(other.number)
+    assert other.start_attempt("w2") > running.number
     assert other.attempts == 2
     await later.end()
 
@@ -201,13 +197,13 @@ async def test_a_later_life_knows_the_jobs_their_inputs_and_their_deadlines(tmp_
 async def test_an_end_is_told_when_the_disk_takes_it(life: Life) -> None:
     job = await life.job()
     life.store.full = True
-    job.begin("w1")
-    life.log.begun(job)
-    job.complete(job.number, PICTURES, Provenance())
-    ending = asyncio.create_task(life.log.end(job))
+    job.start_attempt("w1")
+    life.log.save(job)
+    job.complete(job.number, IMAGES, Provenance())
+    ending = asyncio.create_task(life.log.finish(job))
     await asyncio.sleep(0.1)
     assert job.live
-    assert isinstance(life.storehouse.trouble, StorageUnavailable)
+    assert isinstance(life.storage.trouble, StorageUnavailable)
     life.store.full = False
     await asyncio.wait_for(ending, 2)
     assert job.state == image_pb2.JOB_STATE_COMPLETED
@@ -218,40 +214,38 @@ async def test_an_end_is_told_when_the_disk_takes_it(life: Life) -> None:
 
 async def test_an_end_that_was_written_though_that_failed_is_told_once(life: Life) -> None:
     job = await life.job()
-    job.begin("w1")
-    life.log.begun(job)
-    job.complete(job.number, PICTURES, Provenance())
+    job.start_attempt("w1")
+    life.log.save(job)
+    job.complete(job.number, IMAGES, Provenance())
     await asyncio.sleep(0.05)
     life.store.lies = True
-    ending = asyncio.create_task(life.log.end(job))
+    ending = asyncio.create_task(life.log.finish(job))
     await asyncio.sleep(0.05)
     life.store.lies = False
     await asyncio.wait_for(ending, 2)
-    assert (job.state, job.pictures) == (image_pb2.JOB_STATE_COMPLETED, PICTURES)
+    assert (job.state, job.images) == (image_pb2.JOB_STATE_COMPLETED, IMAGES)
 
 
 async def test_an_end_that_the_store_does_not_know_of_is_no_success(life: Life) -> None:
     job = await life.job()
-    job.begin("w1")  # and nothing is written of it
-    job.complete(job.number, PICTURES, Provenance())
-    await life.log.end(job)
+    job.start_attempt("w1")  # and nothing is written of it
+    job.complete(job.number, IMAGES, Provenance())
+    await life.log.finish(job)
     assert job.state == image_pb2.JOB_STATE_FAILED
     assert isinstance(job.error, InternalError)
 
 
 async def test_a_job_that_was_written_though_that_failed_goes_on_when_somebody_may_ask_for_it(life: Life) -> None:
-    found: list[Job] = []
-    life.log.on_found = found.append
     named, nameless = sample_job(life.time, request_id="r"), sample_job(life.time)
     life.store.lies = True
     for job in (named, nameless):
         with pytest.raises(StorageUnavailable):
             await life.log.add(job)
-    assert life.log.find(named.job_id) is None
+    assert life.log.find_live(named.job_id) is None
     life.store.lies = False
-    await life.log.settle_doubts()
-    assert _ids(found) == [named.job_id]
-    assert await life.log.of_request("r") is found[0]
+    await life.log.resolve_doubtful()
+    assert _ids(life.found) == [named.job_id]
+    assert await life.log.of_request("r") is life.found[0]
     assert (await life.log.get(nameless.job_id)).state == image_pb2.JOB_STATE_CANCELLED
 
 
@@ -263,9 +257,9 @@ async def test_a_disk_that_fails_again_while_doubts_are_settled_leaves_them_for_
             await life.log.add(job)
     life.store.lies, life.store.full = False, True
     with pytest.raises(StorageUnavailable):
-        await life.log.settle_doubts()
+        await life.log.resolve_doubtful()
     life.store.full = False
-    await life.log.settle_doubts()
+    await life.log.resolve_doubtful()
     states = [(await life.log.get(job.job_id)).state for job in jobs]
     assert states == [image_pb2.JOB_STATE_CANCELLED] * 3, "else it stays queued for ever, and nobody draws it"
 
@@ -279,7 +273,7 @@ async def test_a_damaged_job_is_in_the_way_of_no_other_doubt(life: Life, tmp_pat
     life.store.lies = False
     with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite", isolation_level=None)) as file:
         file.execute("UPDATE jobs SET fingerprint = 'x' WHERE job_id = ?", (jobs[1].job_id,))
-    await life.log.settle_doubts()
+    await life.log.resolve_doubtful()
     for job in (jobs[0], jobs[2]):
         assert (await life.log.get(job.job_id)).state == image_pb2.JOB_STATE_CANCELLED
     with pytest.raises(DataLoss):
@@ -291,7 +285,7 @@ async def test_what_the_disk_had_no_turn_for_is_not_looked_for_afterwards(life: 
     with pytest.raises(StorageUnavailable):
         await life.log.add(sample_job(life.time))
     life.store.busy = False
-    await life.log.settle_doubts()
+    await life.log.resolve_doubtful()
     assert life.store.gets == 0
 
 
@@ -369,7 +363,7 @@ async def test_of_a_cancelled_job_only_the_beginnings_of_its_texts_are_kept(life
         job.bare.prompt, job.bare.negative_prompt_2 = "star " * 3000, "short"
         assert await life.log.add(job) is job
         job.cancel() if end == "cancelled" else job.fail(NoWorker("none"))
-        await life.log.end(job)
+        await life.log.finish(job)
         jobs.append(job)
     cancelled, failed = [await life.log.get(job.job_id) for job in jobs]
     assert cancelled.bare.prompt == ("star " * 3000)[:200] + "…"

@@ -14,8 +14,7 @@ from bottega.gateway.clock import Clock
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import SqliteJobStore
 from bottega.storage import ContentStore, os_errors
-from bottega.v1.image_pb2 import JOB_STATE_FAILED
-from tests.support.job_store_backends import record
+from tests.support.job_store_backends import failed, record
 from tests.support.waiting import eventually
 
 
@@ -52,8 +51,8 @@ class SlowImages(ContentStore):
 
 
 @pytest.fixture
-async def storehouse(tmp_path: Path) -> AsyncIterator[Storage]:
-    storehouse = Storage(
+async def storage(tmp_path: Path) -> AsyncIterator[Storage]:
+    storage = Storage(
         folder=tmp_path,
         jobs=SqliteJobStore(tmp_path / "jobs.sqlite"),
         images=FailingImages(tmp_path / "images", budget_bytes=1 << 20, ttl_s=0.5),
@@ -63,33 +62,34 @@ async def storehouse(tmp_path: Path) -> AsyncIterator[Storage]:
         waiting_bytes=100,
         clock=Clock(),
     )
-    await storehouse.open()
-    storehouse.start()
-    yield storehouse
-    await storehouse.close()
+    await storage.open()
+    storage.start()
+    yield storage
+    await storage.close()
 
 
-def _images(storehouse: Storage) -> FailingImages:
-    assert isinstance(storehouse.images, FailingImages)
-    return storehouse.images
+def _images(storage: Storage) -> FailingImages:
+    assert isinstance(storage.images, FailingImages)
+    return storage.images
 
 
-async def test_images_wait_for_a_full_disk_within_bounds(storehouse: Storage) -> None:
-    images, changes = _images(storehouse), []
-    storehouse.on_change = lambda: changes.append(storehouse.trouble is None)
+async def test_images_wait_for_a_full_disk_within_bounds(storage: Storage) -> None:
+    images: FailingImages = _images(storage)
+    changes: list[bool] = []
+    await storage.open(on_change=lambda: changes.append(storage.trouble is None))
     images.full = True
-    waiting = asyncio.create_task(storehouse.keep([b"x" * 60]))
-    await eventually(lambda: storehouse.trouble is not None)
+    waiting = asyncio.create_task(storage.store_images([b"x" * 60]))
+    await eventually(lambda: storage.trouble is not None)
     with pytest.raises(StorageUnavailable):
-        storehouse.check()
+        storage.check_writable()
     with pytest.raises(StorageUnavailable):
-        await storehouse.keep([b"y" * 60])
+        await storage.store_images([b"y" * 60])
     images.full = False
     (picture,) = await asyncio.wait_for(waiting, 2)
     assert await images.get(picture.digest) == b"x" * 60
-    await eventually(lambda: storehouse.trouble is None)
+    await eventually(lambda: storage.trouble is None)
     assert changes == [False, True]
-    await storehouse.keep([b"y" * 60])  # the room is free again
+    await storage.store_images([b"y" * 60])  # the room is free again
 
 
 async def test_images_of_one_job_stay_together_while_others_are_kept(tmp_path: Path) -> None:
@@ -106,54 +106,52 @@ async def test_images_of_one_job_stay_together_while_others_are_kept(tmp_path: P
     )
     await house.open()
     try:
-        keeping = asyncio.create_task(house.keep([b"1" * 20, images.slow]))
+        keeping = asyncio.create_task(house.store_images([b"1" * 20, images.slow]))
         await asyncio.wait_for(images.reached.wait(), 2)
         for other in (b"2", b"3"):  # each needs what the other had
-            await house.keep([other * 60])
+            await house.store_images([other * 60])
         with pytest.raises(StorageUnavailable):
-            await house.keep([b"4" * 81])  # more than can be pinned beside the first
+            await house.store_images([b"4" * 81])  # more than can be pinned beside the first
         images.go_on.set()
         assert all([await images.get(picture.digest) for picture in await keeping])
     finally:
         await house.close()
 
 
-async def test_a_disk_with_room_for_a_probe_only_is_still_full(storehouse: Storage) -> None:
-    images = _images(storehouse)
+async def test_a_disk_with_room_for_a_probe_only_is_still_full(storage: Storage) -> None:
+    images = _images(storage)
     images.full = images.small = True
-    waiting = asyncio.create_task(storehouse.keep([b"x"]))
-    await eventually(lambda: storehouse.trouble is not None)
+    waiting = asyncio.create_task(storage.store_images([b"x"]))
+    await eventually(lambda: storage.trouble is not None)
     await asyncio.sleep(1.2)
-    assert storehouse.trouble is not None
+    assert storage.trouble is not None
     images.full = False
     await asyncio.wait_for(waiting, 2)
 
 
-async def test_a_busy_disk_is_no_broken_one(storehouse: Storage) -> None:
-    storehouse.failed(os_errors.unavailable("more waits than it can take", cause=os_errors.BUSY))
-    storehouse.check()
+async def test_a_busy_disk_is_no_broken_one(storage: Storage) -> None:
+    storage.report_failure(os_errors.unavailable("more waits than it can take", cause=os_errors.BUSY))
+    storage.check_writable()
 
 
-async def test_damage_is_told_without_saying_where(storehouse: Storage, tmp_path: Path) -> None:
-    storehouse.failed(DataLoss(f"{tmp_path} is damaged"))
+async def test_damage_is_told_without_saying_where(storage: Storage, tmp_path: Path) -> None:
+    storage.report_failure(DataLoss(f"{tmp_path} is damaged"))
     with pytest.raises(DataLoss) as caught:
-        storehouse.check()
+        storage.check_writable()
     assert str(tmp_path) not in caught.value.message
 
 
-async def test_jobs_and_images_are_swept(storehouse: Storage) -> None:
-    await storehouse.keep([b"x"])
+async def test_jobs_and_images_are_swept(storage: Storage) -> None:
+    await storage.store_images([b"x"])
     for number in range(5):
-        await storehouse.jobs.add(record(f"j{number}"))
-        await storehouse.jobs.fail(f"j{number}", None, error=b"", state=JOB_STATE_FAILED, ended_wall=9e9)
+        await storage.jobs.add(record(f"j{number}"))
+        await storage.jobs.update(f"j{number}", failed(ended_wall=9e9))
     await asyncio.sleep(2.2)
-    assert [kept.job_id for kept in await storehouse.jobs.page(size=9)] == ["j4", "j3", "j2"]
-    assert len(storehouse.images) == 0
+    assert [kept.job_id for kept in await storage.jobs.page(size=9)] == ["j4", "j3", "j2"]
+    assert len(storage.images) == 0
 
 
-async def test_what_is_read_first_is_tried_until_it_can_be(
-    storehouse: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_read_first_is_tried_until_it_can_be(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bottega.gateway.jobs.storage._DAMAGED_RETRY_S", 0.1)
     answers: list[BottegaError | None] = [
         os_errors.unavailable("it does not answer", cause="EIO"),
@@ -167,18 +165,18 @@ async def test_what_is_read_first_is_tried_until_it_can_be(
             raise error
 
     failures: list[int] = []
-    await asyncio.wait_for(storehouse.open(first=read, on_failure=lambda: failures.append(1)), 4)
-    assert (answers, failures, storehouse.trouble) == ([], [1, 1], None)
+    await asyncio.wait_for(storage.open(restore=read, on_failure=lambda: failures.append(1)), 4)
+    assert (answers, failures, storage.trouble) == ([], [1, 1], None)
 
 
-async def test_a_damaged_store_is_looked_at_less_often_than_a_full_one(storehouse: Storage) -> None:
+async def test_a_damaged_store_is_looked_at_less_often_than_a_full_one(storage: Storage) -> None:
     tries: list[float] = []
 
     async def read() -> None:
         tries.append(time.monotonic())
         raise DataLoss("damaged") if len(tries) > 2 else os_errors.unavailable("full", cause="ENOSPC")
 
-    opening = asyncio.create_task(storehouse.open(first=read))
+    opening = asyncio.create_task(storage.open(restore=read))
     await asyncio.sleep(2.5)
     opening.cancel()
     await asyncio.gather(opening, return_exceptions=True)

@@ -25,6 +25,7 @@ from bottega.gateway.scheduling import periodic
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from tests.fakes.gateway_rules import Shop
 from tests.samples.jobs import sample_job
+from tests.support.job_store_backends import queued
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ async def test_progress_of_many_workers_costs_no_look_at_all_of_them_each_time(s
     began = time.thread_time()
     for steps_done in range(1, 6):
         for job in running:
-            job.advance(1, steps_done)
+            job.set_steps_done(1, steps_done)
             observer.attempt_advanced(job)
     assert (time.thread_time() - began) / (5 * 64) < 0.0001
 
@@ -144,9 +145,9 @@ async def test_those_who_line_up_are_told_their_place_and_when_they_will_be_done
     shop.submit()
     waiting = [shop.submit() for _ in range(3)]
     for place, job in enumerate(waiting):
-        assert job.standing is not None
-        assert job.standing.place == place
-        assert job.standing.estimate_s == pytest.approx((2 + place) * 10 * 0.1)
+        assert job.queue_position is not None
+        assert job.queue_position.place == place
+        assert job.queue_position.estimate_s == pytest.approx((2 + place) * 10 * 0.1)
 
 
 async def test_a_job_whose_caller_goes_is_cancelled_before_its_deadline_and_failed_by_it(shop: Shop) -> None:
@@ -275,7 +276,7 @@ async def test_a_restart_gives_no_job_more_attempts_than_there_are_numbers(lost:
     shop.worker()
     await shop.foreman.stop()
     if lost:  # and the gateway died before it could write what follows from that
-        assert await shop.storehouse.jobs.requeue(job.job_id, job.number, deaths=0)
+        assert await shop.storehouse.jobs.update(job.job_id, queued(job.number, deaths=0))
     shop.open()
     (again,) = shop.log.live()
     await asyncio.wait_for(again.ended.wait(), 2)
@@ -365,12 +366,12 @@ async def test_suspects_hold_up_nobody_at_another_worker(shop: Shop) -> None:
     shop.worker("w2")
     runs = shop.submit()
     await shop.kill(first)
-    assert (dies.state, dies.suspect) == (image_pb2.JOB_STATE_QUEUED, True)
+    assert (dies.state, dies.quarantined) == (image_pb2.JOB_STATE_QUEUED, True)
     later = shop.submit()
     assert (later.worker, dies.state) == ("w1", image_pb2.JOB_STATE_QUEUED)
     await shop.complete(runs)
     shop.report(shop.member("w2"))
-    assert (dies.worker, dies.alone) == ("w2", True)
+    assert (dies.worker, dies.exclusive) == ("w2", True)
     waits = shop.submit()
     assert waits.state == image_pb2.JOB_STATE_QUEUED
     await shop.complete(dies)

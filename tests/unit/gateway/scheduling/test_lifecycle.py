@@ -498,7 +498,7 @@ class Lifecycle(RuleBasedStateMachine):
         if self.jobs:
             job = self.jobs[place % len(self.jobs)]
             steps = min(steps, job.steps_done, self.poison.get(job.job_id, STEPS) - 1)
-            job.keep(job.number - back, JobCheckpoint(steps_done=steps, data=b"%d" % steps))
+            job.set_checkpoint(job.number - back, JobCheckpoint(steps_done=steps, data=b"%d" % steps))
 
     @rule(place=places, back=st.integers(1, 5))
     def late_answer(self, place: int, back: int) -> None:
@@ -511,9 +511,9 @@ class Lifecycle(RuleBasedStateMachine):
 
         def answer() -> None:
             before = _all_of(job)
-            job.resume(number, steps_total=99, steps_resumed=99)
-            job.advance(number, 99)
-            job.keep(number, JobCheckpoint(steps_done=99, data=b"99"))
+            job.start_denoising(number, steps_total=99, steps_resumed=99)
+            job.set_steps_done(number, 99)
+            job.set_checkpoint(number, JobCheckpoint(steps_done=99, data=b"99"))
             observer.attempt_completed(job, number, (), Provenance())
             observer.attempt_failed(job, number, Unavailable("late"))
             observer.attempt_returned(job, number, Unavailable("late"))
@@ -529,7 +529,7 @@ class Lifecycle(RuleBasedStateMachine):
         outcomes: Counter[str] = Counter()
         for job in self.jobs:
             if not job.live:
-                end = End(job.state, job.error, job.pictures)
+                end = End(job.state, job.error, job.images)
                 assert self.ends.setdefault(job.job_id, end) == end
                 outcomes[image_pb2.JobState.Name(job.state).removeprefix("JOB_STATE_").lower()] += 1
         assert self._told() == outcomes
@@ -559,7 +559,7 @@ class Lifecycle(RuleBasedStateMachine):
     def suspects_are_alone(self) -> None:
         running = [job for job in self.jobs if job.state == image_pb2.JOB_STATE_RUNNING]
         for job in running:
-            if job.suspect and job.number > job.life * (MOST_ATTEMPTS + 1):  # else it was adopted as it stood
+            if job.quarantined and job.number > job.life * (MOST_ATTEMPTS + 1):  # else it was adopted as it stood
                 assert [other for other in running if other.worker == job.worker] == [job]
 
     @invariant()
@@ -631,7 +631,7 @@ class Lifecycle(RuleBasedStateMachine):
         return [*process.engine, *called]
 
     def _look_up(self) -> None:
-        self.jobs = [self.wire.log.find(job.job_id) or job for job in self.jobs]
+        self.jobs = [self.wire.log.find_live(job.job_id) or job for job in self.jobs]
 
     async def _refused(self, job_id: str) -> None:
         job = await self.wire.log.get(job_id)

@@ -83,7 +83,7 @@ class ControlNetPlacement:
         self._given[job.job_id] = given
         self._sessions.update(servers)
         self._nets.update(given)
-        job.use({choice.name: choice.digest for choice in choices if choice.digest}, servers=servers)
+        job.use_controlnets({choice.name: choice.digest for choice in choices if choice.digest}, servers=servers)
         return [_hosts(choice) for choice in choices]
 
     def release(self, job: Job) -> None:

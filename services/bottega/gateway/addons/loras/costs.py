@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
-from bottega.gateway.addons.loras.lora_sets import LoraSetKey
 from bottega.gateway.fleet.members import Member
+from bottega.lora.set_key import LoraSetKey
 from bottega.v1.lora_pb2 import StoredLora
 
 # Of a store's disk and of a link of 10 Gbit/s: about as much. A worker hashes what comes, which is no faster.

@@ -1,7 +1,17 @@
-"""Jobs that outlive the gateway: what is kept of one, the rules of a store, and the store in one SQLite file."""
+"""The job store: what is kept of a job (record), the interface of a store (job_store), and the one in SQLite."""
 
 from bottega.gateway.jobs.store.job_store import JobStore
-from bottega.gateway.jobs.store.record import EndTime, JobRecord, StoredPicture
+from bottega.gateway.jobs.store.record import ALL_JOBS, LIVE, Change, EndTime, JobFilter, JobProgress, JobRecord
 from bottega.gateway.jobs.store.sqlite import SqliteJobStore
 
-__all__ = ["EndTime", "JobRecord", "JobStore", "SqliteJobStore", "StoredPicture"]
+__all__ = [
+    "ALL_JOBS",
+    "LIVE",
+    "Change",
+    "EndTime",
+    "JobFilter",
+    "JobProgress",
+    "JobRecord",
+    "JobStore",
+    "SqliteJobStore",
+]

@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.store import sqlite_errors, sqlite_schema, sqlite_statements
 from bottega.gateway.jobs.store.group_commit import GroupCommit
-from bottega.gateway.jobs.store.record import EndTime, JobRecord, StoredPicture
-from bottega.gateway.jobs.store.sqlite_statements import Listing, PageQuery
+from bottega.gateway.jobs.store.record import ALL_JOBS, Change, EndTime, JobFilter, JobRecord
+from bottega.gateway.jobs.store.sqlite_statements import Listing
 from bottega.storage import StorageThread, os_errors, sqlite_files
-from bottega.v1.image_pb2 import JobState
 
 ResultT = TypeVar("ResultT")
 
@@ -31,7 +30,7 @@ def _ignore(_: float) -> None:
 
 
 class SqliteJobStore:
-    """See JobStore. Several stores, in one process or several, may have the same file."""
+    """A JobStore. Several stores, in one process or several, may have the same file."""
 
     def __init__(self, path: Path, *, on_commit: Callable[[float], None] = _ignore) -> None:
         """on_commit: told, in a thread of the store, how many seconds each commit took."""
@@ -47,7 +46,7 @@ class SqliteJobStore:
 
     @property
     def generation(self) -> int:
-        """See JobStore."""
+        """Number of this life of the gateway; 0 before open."""
         return self._generation
 
     @property
@@ -61,7 +60,7 @@ class SqliteJobStore:
         return self._writer.waiting
 
     async def open(self) -> None:
-        """See JobStore."""
+        """Checks the file, creates or upgrades its tables, and begins a new life."""
         if self._writable:
             return
         await self._reader.run(self._inspect)
@@ -69,114 +68,58 @@ class SqliteJobStore:
         self._readable = self._writable = True
 
     async def open_to_read(self) -> None:
-        """See JobStore."""
+        """Checks the file, where there is one, and reads it."""
         if not self._writable:
             await self._reader.run(self._inspect_if_there)
 
     async def close(self) -> None:
-        """See JobStore."""
+        """Ends both threads and closes the file."""
         self._writable = False
         await self._reader.close()
         await self._writer.close()
         await asyncio.to_thread(self._stop_reading)
 
     async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
-        """See JobStore."""
+        """Inserts a job."""
         return await self._write(
             lambda connection: sqlite_statements.add(connection, record, inputs, replaces=replaces),
             size_bytes=len(record.spec) + len(inputs),
         )
 
-    async def begin(self, job_id: str, attempt: int, *, started_wall: float) -> bool:
-        """See JobStore."""
-        return await self._change(job_id, lambda record: record.begun(attempt, started_wall=started_wall))
-
-    async def requeue(self, job_id: str, attempt: int, *, deaths: int) -> bool:
-        """See JobStore."""
-        return await self._change(job_id, lambda record: record.requeued(attempt, deaths=deaths))
-
-    async def dress(self, job_id: str, attempt: int, *, loras_step: int) -> bool:
-        """See JobStore."""
-        return await self._change(job_id, lambda record: record.dressed(attempt, loras_step=loras_step))
-
-    async def extend(self, job_id: str, deadline_wall: float | None) -> bool:
-        """See JobStore."""
-        return await self._change(job_id, lambda record: record.extended(deadline_wall))
-
-    async def complete(
-        self,
-        job_id: str,
-        attempt: int,
-        *,
-        pictures: tuple[StoredPicture, ...],
-        provenance: bytes,
-        ended_wall: float,
-        ended_steady: float | None = None,
-    ) -> bool:
-        """See JobStore."""
-        end = EndTime.at(ended_wall, ended_steady)
-        return await self._change(
-            job_id, lambda record: record.completed(attempt, pictures=pictures, provenance=provenance, end=end)
-        )
-
-    async def fail(
-        self,
-        job_id: str,
-        attempt: int | None,
-        *,
-        error: bytes,
-        state: JobState.ValueType,
-        ended_wall: float,
-        ended_steady: float | None = None,
-        spec: bytes | None = None,
-    ) -> bool:
-        """See JobStore."""
-        end = EndTime.at(ended_wall, ended_steady)
-        return await self._change(
-            job_id, lambda record: record.failed(attempt, error=error, state=state, end=end, spec=spec)
-        )
+    async def update(self, job_id: str, change: Change) -> bool:
+        """Applies a change in a transaction of the next group."""
+        return await self._write(lambda connection: sqlite_statements.update(connection, job_id, change))
 
     async def get(self, job_id: str) -> JobRecord | None:
-        """See JobStore."""
+        """Reads the job of an id."""
         return await self._find(lambda connection: sqlite_statements.of_job(connection, job_id))
 
     async def of_request(self, request_id: str) -> JobRecord | None:
-        """See JobStore."""
+        """Reads the newest job of a request_id."""
         return await self._find(lambda connection: sqlite_statements.of_request(connection, request_id))
 
     async def inputs(self, job_id: str) -> bytes:
-        """See JobStore."""
+        """Reads the inputs of a live job."""
         return await self._find(lambda connection: sqlite_statements.inputs_of(connection, job_id)) or b""
 
     async def last_end(self) -> EndTime | None:
-        """See JobStore."""
+        """Reads the latest end."""
         return await self._find(sqlite_statements.last_end)
 
     async def live(self) -> list[JobRecord]:
-        """See JobStore."""
+        """Reads all live jobs."""
         return await self._list(sqlite_statements.live)
 
     async def page(
-        self,
-        *,
-        size: int,
-        states: Collection[JobState.ValueType] = (),
-        created_after: float | None = None,
-        created_before: float | None = None,
-        before_sequence: int | None = None,
+        self, wanted: JobFilter = ALL_JOBS, *, size: int, before_sequence: int | None = None
     ) -> list[JobRecord]:
-        """See JobStore."""
-        asked = PageQuery(
-            size=size,
-            states=states,
-            created_after=created_after,
-            created_before=created_before,
-            before_sequence=before_sequence,
+        """Reads a page, newest first."""
+        return await self._list(
+            lambda connection: sqlite_statements.page(connection, wanted, size=size, before_sequence=before_sequence)
         )
-        return await self._list(lambda connection: sqlite_statements.page(connection, asked))
 
     async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
-        """See JobStore."""
+        """Deletes ended jobs, up to `limit`."""
         return await self._write(
             lambda connection: sqlite_statements.forget(
                 connection, ended_before=ended_before, max_jobs=max_jobs, max_bytes=max_bytes, limit=limit
@@ -184,11 +127,8 @@ class SqliteJobStore:
         )
 
     async def probe(self) -> None:
-        """See JobStore."""
+        """Writes a page though nothing changes."""
         await self._write(sqlite_statements.probe)
-
-    async def _change(self, job_id: str, follow: Callable[[JobRecord], JobRecord | None]) -> bool:
-        return await self._write(lambda connection: sqlite_statements.change(connection, job_id, follow))
 
     async def _write(self, operation: Callable[[sqlite3.Connection], ResultT], *, size_bytes: int = 0) -> ResultT:
         if not self._sound:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bottega.errors import DataLoss
-from bottega.gateway.jobs.store.record import JobRecord, StoredPicture
+from bottega.gateway.jobs.store.record import JobRecord
 from bottega.gateway.jobs.store.sqlite_errors import damaged
+from bottega.gateway.jobs.values import StoredImage
 from bottega.storage.checksums import Value, checksum
 
 COLUMNS = (
@@ -32,8 +33,8 @@ COLUMNS = (
     "deadline_wall",
     "attempt",
     "deaths",
-    "loras_step",
-    "pictures",
+    "decisions",
+    "images",
     "provenance",
     "error",
     "peer",
@@ -62,8 +63,8 @@ def to_row(record: JobRecord) -> tuple[Value, ...]:
         _real(record.deadline_wall),
         record.attempt,
         record.deaths,
-        record.loras_step,
-        json.dumps([[picture.digest, picture.size_bytes] for picture in record.pictures]),
+        record.decisions,
+        json.dumps([[image.digest, image.size_bytes] for image in record.images]),
         record.provenance,
         record.error,
         record.peer,
@@ -79,7 +80,7 @@ def from_row(row: Sequence[Any]) -> JobRecord:
         raise _damaged_row(sequence)
     job_id, request_id, log_id, ends_with_caller, fingerprint, state, spec, height, width = values[:9]
     image_digest, size_bytes, created, started, ended, deadline, attempt, deaths = values[9:17]
-    loras_step, pictures, provenance, error, peer, ended_steady = values[17:]
+    decisions, images, provenance, error, peer, ended_steady = values[17:]
     return JobRecord(
         job_id=job_id,
         request_id=request_id,
@@ -99,8 +100,8 @@ def from_row(row: Sequence[Any]) -> JobRecord:
         deadline_wall=deadline,
         attempt=attempt,
         deaths=deaths,
-        loras_step=loras_step,
-        pictures=tuple(StoredPicture(digest=digest, size_bytes=size) for digest, size in json.loads(pictures)),
+        decisions=decisions,
+        images=tuple(StoredImage(digest=digest, size_bytes=size) for digest, size in json.loads(images)),
         provenance=provenance,
         error=error,
         sequence=sequence,

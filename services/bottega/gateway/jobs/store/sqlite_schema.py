@@ -8,36 +8,39 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import urllib.parse
+from collections.abc import Sequence
 from pathlib import Path
 
-from bottega.gateway.jobs.store import sqlite_upgrades
+from bottega.gateway.jobs.store import sqlite_upgrade
 from bottega.storage import sqlite_files
+from bottega.v1 import image_pb2
 
 FileState = tuple[tuple[int, int, int], ...]
 """Of a file and the log beside it: inode, size, time of the last change in ns."""
 
 # "Bttg": what PRAGMA application_id says of a file of ours.
 APPLICATION_ID = 0x42747467
-VERSION = 4
+VERSION = 5
 # What an earlier version wrote is brought up to date; older ones than these are not known.
-_UPGRADABLE = 3
+_UPGRADABLE = 4
 
 # Pages of 4 KiB after which a commit copies the log into the file: 4 MiB, which takes about 10 ms.
 _CHECKPOINT_PAGES = 1000
 # What large inputs may leave of the log's file after a checkpoint.
 _LOG_BYTES = 64 << 20
 
-# kept_bytes: what remembering an ended job takes, with a guess for the short columns and indexes.
-# request_ids: the newest job of each. inputs: of live jobs only, apart so that a change of a job does not rewrite them.
-# This is version 3, to which sqlite_upgrades adds the rest: so a new file and one that was upgraded are the same.
-_TABLES = (
-    """
+# kept_bytes: what remembering an ended job takes, with a guess for the short columns and indexes. finished: whether it
+# completed, and so is forgotten last.
+_FINISHED = f"(state = {image_pb2.JOB_STATE_COMPLETED})"
+_JOBS = (
+    f"""
     CREATE TABLE jobs (
         sequence INTEGER PRIMARY KEY AUTOINCREMENT,
         job_id TEXT NOT NULL UNIQUE,
         request_id TEXT NOT NULL,
         log_id TEXT NOT NULL,
         ends_with_caller INTEGER NOT NULL,
+        peer TEXT NOT NULL,
         fingerprint TEXT NOT NULL,
         state INTEGER NOT NULL,
         spec BLOB NOT NULL,
@@ -48,26 +51,25 @@ _TABLES = (
         created_wall REAL NOT NULL,
         started_wall REAL,
         ended_wall REAL,
+        ended_steady REAL,
         deadline_wall REAL,
         attempt INTEGER NOT NULL,
         deaths INTEGER NOT NULL,
-        loras_step INTEGER,
-        pictures TEXT NOT NULL,
+        decisions BLOB NOT NULL,
+        images TEXT NOT NULL,
         provenance BLOB NOT NULL,
         error BLOB NOT NULL,
         checksum INTEGER NOT NULL,
         kept_bytes INTEGER NOT NULL GENERATED ALWAYS AS
-            (512 + length(spec) + length(pictures) + length(provenance) + length(error)) VIRTUAL
+            (512 + length(spec) + length(images) + length(provenance) + length(error)) VIRTUAL,
+        finished INTEGER GENERATED ALWAYS AS {_FINISHED} VIRTUAL
     ) STRICT
     """,
     "CREATE INDEX jobs_live ON jobs (sequence) WHERE ended_wall IS NULL",
-    "CREATE INDEX jobs_ended ON jobs (ended_wall, sequence) WHERE ended_wall IS NOT NULL",
+    "CREATE INDEX jobs_ended ON jobs (ended_steady, sequence) WHERE ended_steady IS NOT NULL",
+    "CREATE INDEX jobs_of_peer ON jobs (finished, peer, ended_steady, sequence) WHERE ended_steady IS NOT NULL",
     "CREATE INDEX jobs_state ON jobs (state, sequence)",
     "CREATE INDEX jobs_created ON jobs (created_wall)",
-    "CREATE TABLE request_ids (request_id TEXT PRIMARY KEY, sequence INTEGER NOT NULL) STRICT, WITHOUT ROWID",
-    "CREATE TABLE inputs (sequence INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, data BLOB NOT NULL) STRICT",
-    "CREATE TABLE totals (jobs INTEGER NOT NULL, bytes INTEGER NOT NULL) STRICT",
-    "INSERT INTO totals VALUES (0, 0)",
     """
     CREATE TRIGGER jobs_added AFTER INSERT ON jobs BEGIN
         UPDATE totals SET jobs = jobs + 1, bytes = bytes + NEW.kept_bytes;
@@ -83,10 +85,43 @@ _TABLES = (
         UPDATE totals SET jobs = jobs - 1, bytes = bytes - OLD.kept_bytes;
     END
     """,
+    """
+    CREATE TRIGGER jobs_ended_of_peer AFTER UPDATE OF ended_steady ON jobs
+    WHEN OLD.ended_steady IS NULL AND NEW.ended_steady IS NOT NULL BEGIN
+        INSERT INTO holders VALUES (NEW.finished, NEW.peer, 1, NEW.kept_bytes)
+        ON CONFLICT (finished, peer) DO UPDATE SET jobs = jobs + 1, bytes = bytes + excluded.bytes;
+    END
+    """,
+    """
+    CREATE TRIGGER jobs_forgotten_of_peer AFTER DELETE ON jobs WHEN OLD.ended_steady IS NOT NULL BEGIN
+        UPDATE holders SET jobs = jobs - 1, bytes = bytes - OLD.kept_bytes
+        WHERE finished = OLD.finished AND peer = OLD.peer;
+        DELETE FROM holders WHERE finished = OLD.finished AND peer = OLD.peer AND jobs < 1;
+    END
+    """,
+    f"PRAGMA user_version = {VERSION}",
+)
+# request_ids: the newest job of each. inputs: of live jobs only, apart so that a change of a job does not rewrite them.
+# holders: what each peer has of ended jobs, which decides whose are forgotten when there are too many.
+_OTHER_TABLES = (
+    "CREATE TABLE request_ids (request_id TEXT PRIMARY KEY, sequence INTEGER NOT NULL) STRICT, WITHOUT ROWID",
+    "CREATE TABLE inputs (sequence INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, data BLOB NOT NULL) STRICT",
+    "CREATE TABLE totals (jobs INTEGER NOT NULL, bytes INTEGER NOT NULL) STRICT",
+    "INSERT INTO totals VALUES (0, 0)",
+    """
+    CREATE TABLE holders (
+        finished INTEGER NOT NULL,
+        peer TEXT NOT NULL,
+        jobs INTEGER NOT NULL,
+        bytes INTEGER NOT NULL,
+        PRIMARY KEY (finished, peer)
+    ) STRICT, WITHOUT ROWID
+    """,
+    "CREATE INDEX holders_jobs ON holders (finished, jobs DESC, peer)",
+    "CREATE INDEX holders_bytes ON holders (finished, bytes DESC, peer)",
     "CREATE TABLE generation (number INTEGER NOT NULL) STRICT",
     "INSERT INTO generation VALUES (0)",
     f"PRAGMA application_id = {APPLICATION_ID}",
-    f"PRAGMA user_version = {_UPGRADABLE}",
 )
 
 
@@ -141,7 +176,9 @@ def is_sound(connection: sqlite3.Connection, version: int) -> bool:
 
     version: of its tables, as `check_owner` says.
     """
-    return sqlite_files.is_whole(connection) and sqlite_files.schema_of(connection) == _expected_schema(version)
+    return sqlite_files.is_whole(connection) and (
+        version != VERSION or sqlite_files.schema_of(connection) == _expected_schema()
+    )
 
 
 def adopt(connection: sqlite3.Connection, path: Path) -> int:
@@ -151,22 +188,23 @@ def adopt(connection: sqlite3.Connection, path: Path) -> int:
     """
     version = check_owner(connection, path)
     if not version:
-        _create(connection)
+        _create(connection, _OTHER_TABLES)
+    if version == _UPGRADABLE:
+        sqlite_upgrade.set_old_jobs_aside(connection)
     if version != VERSION:
-        sqlite_upgrades.remember_peers(connection)
+        _create(connection, _JOBS)
+    if version == _UPGRADABLE:
+        sqlite_upgrade.take_old_jobs_over(connection)
     ((generation,),) = connection.execute("UPDATE generation SET number = number + 1 RETURNING number").fetchall()
     return int(generation)
 
 
-def _create(connection: sqlite3.Connection) -> None:
-    for statement in _TABLES:
+def _create(connection: sqlite3.Connection, statements: Sequence[str]) -> None:
+    for statement in statements:
         connection.execute(statement)
 
 
-def _expected_schema(version: int) -> list[tuple[str, str]]:
+def _expected_schema() -> list[tuple[str, str]]:
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
-        if version:
-            _create(connection)
-        if version == VERSION:
-            sqlite_upgrades.remember_peers(connection)
+        _create(connection, (*_OTHER_TABLES, *_JOBS))
         return sqlite_files.schema_of(connection)

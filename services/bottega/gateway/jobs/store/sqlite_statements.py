@@ -6,15 +6,13 @@ Knows no thread and no file.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bottega.errors import DataLoss
-from bottega.gateway.jobs.store.record import EndTime, JobRecord
+from bottega.gateway.jobs.store.record import Change, EndTime, JobFilter, JobRecord
 from bottega.gateway.jobs.store.sqlite_rows import COLUMNS, from_row, intact, to_row
 from bottega.storage.checksums import Value, checksum
-from bottega.v1.image_pb2 import JobState
 
 _ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *COLUMNS))
 _INSERT = (
@@ -32,28 +30,6 @@ _UPDATE = f"UPDATE jobs SET ({', '.join(COLUMNS)}) = ({', '.join('?' * len(COLUM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageQuery:
-    """See JobStore.page."""
-
-    size: int
-    states: Collection[JobState.ValueType]
-    created_after: float | None
-    created_before: float | None
-    before_sequence: int | None
-
-    def conditions(self) -> Iterator[tuple[str, list[Value]]]:
-        """Conditions with their parameters."""
-        if self.states:
-            yield f"state IN ({', '.join('?' * len(self.states))})", [int(state) for state in self.states]
-        if self.created_after is not None:
-            yield "created_wall >= ?", [self.created_after]
-        if self.created_before is not None:
-            yield "created_wall < ?", [self.created_before]
-        if self.before_sequence is not None:
-            yield "sequence < ?", [self.before_sequence]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     """Jobs in their order. damaged: sequences of those among them that are not what was written."""
 
@@ -62,7 +38,7 @@ class Listing:
 
 
 def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, replaces: str) -> JobRecord:
-    """See JobStore.add."""
+    """Inserts a job, unless it or its request is known; see JobStore.add."""
     known = _known(connection, record, replaces) if record.request_id else None
     # A job without a request_id, as most are, takes this one statement: each is a wait for the interpreter.
     inserted = connection.execute(_INSERT, to_row(record)) if known is None else None
@@ -79,10 +55,10 @@ def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, rep
     return replace(record, sequence=sequence)
 
 
-def change(connection: sqlite3.Connection, job_id: str, follow: Callable[[JobRecord], JobRecord | None]) -> bool:
-    """Writes what follows from the job as it is; whether anything does."""
+def update(connection: sqlite3.Connection, job_id: str, change: Change) -> bool:
+    """Writes what `change` makes of the job; whether it changed it."""
     record = of_job(connection, job_id)
-    after = follow(record) if record else None
+    after = change(record) if record else None
     if after is None:
         return False
     connection.execute(_UPDATE, (*to_row(after), after.sequence))
@@ -92,27 +68,27 @@ def change(connection: sqlite3.Connection, job_id: str, follow: Callable[[JobRec
 
 
 def of_job(connection: sqlite3.Connection, job_id: str) -> JobRecord | None:
-    """See JobStore.get."""
+    """The job of an id."""
     found = _records(connection, f"SELECT {_ALL} FROM jobs WHERE job_id = ?", job_id)
     return found[0] if found else None
 
 
 def of_request(connection: sqlite3.Connection, request_id: str) -> JobRecord | None:
-    """See JobStore.of_request."""
+    """The newest job of a request_id."""
     query = f"SELECT {_ALL} FROM request_ids JOIN jobs USING (sequence) WHERE request_ids.request_id = ?"
     found = _records(connection, query, request_id)
     return found[0] if found else None
 
 
 def inputs_of(connection: sqlite3.Connection, job_id: str) -> bytes | None:
-    """See JobStore.inputs; None where there are none."""
+    """The inputs of a live job; None where there are none."""
     query = "SELECT data, inputs.checksum, sequence FROM inputs JOIN jobs USING (sequence) WHERE job_id = ?"
     rows = connection.execute(query, (job_id,)).fetchall()
     return intact(*rows[0]) if rows else None
 
 
 def last_end(connection: sqlite3.Connection) -> EndTime | None:
-    """See JobStore.last_end. A few, for some may be damaged."""
+    """The latest end of a job, of one of the last few where some are damaged."""
     query = f"SELECT {_ALL} FROM jobs WHERE ended_steady IS NOT NULL ORDER BY ended_steady DESC, sequence DESC LIMIT 16"
     for record in _listing(connection.execute(query).fetchall()).records:
         if record.ended_wall is not None and record.ended_steady is not None:
@@ -121,26 +97,26 @@ def last_end(connection: sqlite3.Connection) -> EndTime | None:
 
 
 def live(connection: sqlite3.Connection) -> Listing:
-    """See JobStore.live."""
+    """All jobs that have not ended, oldest first."""
     query = f"SELECT {_ALL} FROM jobs WHERE ended_wall IS NULL ORDER BY jobs.sequence"
     return _listing(connection.execute(query).fetchall())
 
 
-def page(connection: sqlite3.Connection, asked: PageQuery) -> Listing:
-    """See JobStore.page. A damaged job takes no place in it, so that it is full where there are enough others."""
+def page(connection: sqlite3.Connection, wanted: JobFilter, *, size: int, before_sequence: int | None) -> Listing:
+    """A page of jobs. A damaged job takes no place in it, so that it is full where there are enough others."""
     found = Listing(records=[], damaged=[])
     while True:
-        rows = _page_rows(connection, asked)
+        rows = _page_rows(connection, wanted, size, before_sequence)
         more = _listing(rows)
         found.records.extend(more.records)
         found.damaged.extend(more.damaged)
-        if len(rows) < asked.size or len(found.records) >= asked.size:
-            return replace(found, records=found.records[: asked.size])
-        asked = replace(asked, before_sequence=rows[-1][0])
+        if len(rows) < size or len(found.records) >= size:
+            return replace(found, records=found.records[:size])
+        before_sequence = rows[-1][0]
 
 
 def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
-    """See JobStore.forget."""
+    """Deletes up to `limit` ended jobs; JobStore.forget says which."""
     expired = connection.execute(_EXPIRED, (ended_before, limit)).fetchall()
     for job in expired:
         _forget_one(connection, *job)
@@ -158,7 +134,7 @@ def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int
 
 
 def probe(connection: sqlite3.Connection) -> None:
-    """See JobStore.probe: a page is written though nothing changes."""
+    """Writes a page though nothing changes."""
     connection.execute("UPDATE generation SET number = number")
 
 
@@ -185,17 +161,26 @@ def _known(connection: sqlite3.Connection, record: JobRecord, replaces: str) -> 
     known = of_job(connection, record.job_id)
     if known is None:
         known = of_request(connection, record.request_id)
-        if known is not None and known.gives_way_to(record, replaces=replaces):
+        if known is not None and known.is_replaced_by(record, replaces=replaces):
             known = None
     return known
 
 
-def _page_rows(connection: sqlite3.Connection, asked: PageQuery) -> list[tuple[Any, ...]]:
-    conditions = dict(asked.conditions())
+def _page_rows(
+    connection: sqlite3.Connection, wanted: JobFilter, size: int, before_sequence: int | None
+) -> list[tuple[Any, ...]]:
+    limits = {
+        "created_wall >= ?": wanted.created_after,
+        "created_wall < ?": wanted.created_before,
+        "sequence < ?": before_sequence,
+    }
+    conditions: dict[str, list[Value]] = {limit: [value] for limit, value in limits.items() if value is not None}
+    if wanted.states:
+        conditions[f"state IN ({', '.join('?' * len(wanted.states))})"] = [int(state) for state in wanted.states]
     where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
     parameters = [value for values in conditions.values() for value in values]
     query = f"SELECT {_ALL} FROM jobs {where} ORDER BY sequence DESC LIMIT ?"
-    return connection.execute(query, (*parameters, asked.size)).fetchall()
+    return connection.execute(query, (*parameters, size)).fetchall()
 
 
 def _listing(rows: list[tuple[Any, ...]]) -> Listing:

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import pytest
 
 from bottega.errors import StorageUnavailable
-from bottega.gateway.jobs.store import EndTime, JobRecord, JobStore, StoredPicture
+from bottega.gateway.jobs.store import Change, EndTime, JobFilter, JobRecord, JobStore
+from bottega.gateway.jobs.values import StoredImage
 from bottega.v1 import image_pb2
 from bottega.v1.image_pb2 import (
     JOB_STATE_CANCELLED,
@@ -21,9 +22,9 @@ from bottega.v1.image_pb2 import (
     JOB_STATE_QUEUED,
     JobState,
 )
-from tests.support.job_store_backends import BACKENDS, record
+from tests.support.job_store_backends import BACKENDS, cancelled, completed, extended, failed, queued, record, running
 
-PICTURES = (StoredPicture(digest="a" * 64, size_bytes=10), StoredPicture(digest="b" * 64, size_bytes=20))
+IMAGES = (StoredImage(digest="a" * 64, size_bytes=10), StoredImage(digest="b" * 64, size_bytes=20))
 
 
 class Opener(Protocol):
@@ -54,16 +55,16 @@ async def store(another: Opener) -> JobStore:
 
 async def _running(store: JobStore, job_id: str = "j1", *, request_id: str = "") -> JobRecord:
     added = await store.add(record(job_id, request_id=request_id))
-    assert await store.begin(job_id, 1, started_wall=101.0)
+    assert await store.update(job_id, running(1, started_wall=101.0))
     return added
 
 
 async def _end(store: JobStore, job_id: str, *, ended_wall: float = 110.0) -> None:
-    assert await store.fail(job_id, None, error=b"why", state=JOB_STATE_FAILED, ended_wall=ended_wall)
+    assert await store.update(job_id, failed(error=b"why", ended_wall=ended_wall))
 
 
 async def _complete(store: JobStore, job_id: str, attempt: int) -> bool:
-    return await store.complete(job_id, attempt, pictures=PICTURES, provenance=b"how", ended_wall=120.0)
+    return await store.update(job_id, completed(attempt, images=IMAGES, provenance=b"how", ended_wall=120.0))
 
 
 async def test_a_job_comes_back_as_it_was_given_with_its_place(store: JobStore) -> None:
@@ -125,7 +126,7 @@ async def test_a_request_whose_images_have_gone_is_drawn_again_and_a_cancelled_o
     await _complete(store, "j1", 1)
     assert (await store.add(record("j2", request_id="r"))).job_id == "j1"
     assert (await store.add(record("j2", request_id="r"), replaces="j1")).job_id == "j2"
-    assert await store.fail("j2", None, error=b"", state=JOB_STATE_CANCELLED, ended_wall=130.0)
+    assert await store.update("j2", cancelled(error=b"", ended_wall=130.0))
     assert (await store.add(record("j3", request_id="r"), replaces="j2")).job_id == "j2"
 
 
@@ -140,39 +141,35 @@ async def test_a_probe_writes_and_changes_nothing(store: JobStore) -> None:
 
 async def test_only_the_newest_attempt_counts(store: JobStore) -> None:
     await _running(store)
-    assert not await store.begin("j1", 1, started_wall=102.0), "numbers only rise"
-    assert await store.requeue("j1", 1, deaths=1)
-    assert not await store.requeue("j1", 1, deaths=2), "it is lost already"
+    assert not await store.update("j1", running(0)), "numbers only rise"
+    assert await store.update("j1", queued(1, deaths=1))
     assert not await _complete(store, "j1", 1), "nobody waits for a lost attempt"
-    assert await store.begin("j1", 3, started_wall=103.0)
-    for late in (1, 2, 4):
-        assert not await _complete(store, "j1", late)
-        assert not await store.requeue("j1", late, deaths=9)
-        assert not await store.fail("j1", late, error=b"", state=JOB_STATE_FAILED, ended_wall=1.0)
+    assert await store.update("j1", running(3, started_wall=103.0))
+    for late in (1, 2):
+        assert not await store.update("j1", running(late))
+        assert not await store.update("j1", queued(late, deaths=9))
+    for other in (1, 2, 4):
+        assert not await _complete(store, "j1", other)
     found = await store.get("j1")
     assert found is not None
     assert (found.attempt, found.deaths, found.started_wall) == (3, 1, 101.0)
     assert await _complete(store, "j1", 3)
 
 
-async def test_the_step_of_the_loras_is_that_of_an_attempt_that_counts_and_stays_for_the_next(store: JobStore) -> None:
+async def test_what_attempts_decide_stays_for_the_next_ones(store: JobStore) -> None:
     await _running(store)
-    assert not await store.dress("j1", 2, loras_step=9), "there is no such attempt"
-    assert await store.dress("j1", 1, loras_step=4)
-    assert await store.requeue("j1", 1, deaths=0)
-    assert not await store.dress("j1", 1, loras_step=9), "it is lost"
-    assert await store.begin("j1", 2, started_wall=103.0)
+    assert await store.update("j1", running(1, decisions=b"decided"))
+    assert await store.update("j1", queued(1))
+    assert await store.update("j1", running(2))
+    assert not await store.update("j1", running(1, decisions=b"late"))
     (found,) = await store.live()
-    assert found.loras_step == 4
+    assert found.decisions == b"decided"
 
 
-async def test_the_newest_attempt_counts_again_when_it_turns_out_not_to_be_lost(store: JobStore) -> None:
-    await store.add(record("j0"))
-    assert not await store.begin("j0", 0, started_wall=1.0), "there was none"
+async def test_an_attempt_that_was_given_up_goes_on_where_its_worker_has_it_all_the_same(store: JobStore) -> None:
     await _running(store)
-    await store.requeue("j1", 1, deaths=0)
-    assert await store.begin("j1", 1, started_wall=102.0)
-    assert not await store.begin("j1", 1, started_wall=103.0), "it runs"
+    await store.update("j1", queued(1))
+    assert await store.update("j1", running(1, started_wall=102.0))
     assert await _complete(store, "j1", 1)
 
 
@@ -180,10 +177,10 @@ async def test_a_completed_job_keeps_what_came_of_it_and_changes_no_more(store: 
     added = await _running(store)
     assert await _complete(store, "j1", 1)
     assert not await _complete(store, "j1", 1)
-    assert not await store.fail("j1", None, error=b"late", state=JOB_STATE_CANCELLED, ended_wall=130.0)
-    assert not await store.begin("j1", 2, started_wall=130.0)
-    assert not await store.requeue("j1", 1, deaths=1)
-    assert not await store.extend("j1", 500.0)
+    assert not await store.update("j1", cancelled(error=b"late", ended_wall=130.0))
+    assert not await store.update("j1", running(2, started_wall=130.0))
+    assert not await store.update("j1", queued(1, deaths=1))
+    assert not await store.update("j1", extended(500.0))
     assert await store.get("j1") == replace(
         added,
         state=JOB_STATE_COMPLETED,
@@ -191,17 +188,19 @@ async def test_a_completed_job_keeps_what_came_of_it_and_changes_no_more(store: 
         started_wall=101.0,
         ended_wall=120.0,
         ended_steady=120.0,
-        pictures=PICTURES,
+        images=IMAGES,
         provenance=b"how",
     )
 
 
-@pytest.mark.parametrize("state", [JOB_STATE_FAILED, JOB_STATE_CANCELLED])
-async def test_a_job_that_failed_says_why(store: JobStore, state: image_pb2.JobState.ValueType) -> None:
+@pytest.mark.parametrize(("state", "end"), [(JOB_STATE_FAILED, failed), (JOB_STATE_CANCELLED, cancelled)])
+async def test_a_job_that_failed_says_why(
+    store: JobStore, state: JobState.ValueType, end: Callable[..., Change]
+) -> None:
     added = await store.add(record())
-    assert await store.fail("j1", None, error=b"why", state=state, ended_wall=130.0)
+    assert await store.update("j1", end(error=b"why", ended_wall=130.0))
     assert await store.get("j1") == replace(added, state=state, error=b"why", ended_wall=130.0, ended_steady=130.0)
-    assert not await store.fail("j1", None, error=b"again", state=state, ended_wall=140.0)
+    assert not await store.update("j1", end(error=b"again", ended_wall=140.0))
 
 
 async def test_of_racing_ends_one_wins(store: JobStore, another: Opener) -> None:
@@ -210,31 +209,29 @@ async def test_of_racing_ends_one_wins(store: JobStore, another: Opener) -> None
         job_id = f"j{number}"
         await _running(store, job_id)
         ends = [_complete(stores[i % 3], job_id, 1) for i in range(6)]
-        cancels = [
-            stores[i % 3].fail(job_id, None, error=b"", state=JOB_STATE_CANCELLED, ended_wall=125.0) for i in range(3)
-        ]
+        cancels = [stores[i % 3].update(job_id, cancelled(error=b"", ended_wall=125.0)) for i in range(3)]
         won = await asyncio.gather(*ends, *cancels)
         assert sum(won) == 1
         found = await stores[2].get(job_id)
         assert found is not None
-        assert (found.state == JOB_STATE_COMPLETED) == any(won[:6]) == bool(found.pictures)
+        assert (found.state == JOB_STATE_COMPLETED) == any(won[:6]) == bool(found.images)
 
 
 async def test_a_deadline_can_be_moved_while_the_job_lives(store: JobStore) -> None:
     await store.add(record())
     for deadline in (500.0, None, 200.0):
-        assert await store.extend("j1", deadline)
+        assert await store.update("j1", extended(deadline))
         found = await store.get("j1")
         assert found is not None
         assert found.deadline_wall == deadline
 
 
 async def test_nothing_happens_to_an_unknown_job(store: JobStore) -> None:
-    assert not await store.begin("no", 1, started_wall=1.0)
-    assert not await store.requeue("no", 1, deaths=1)
-    assert not await store.extend("no", None)
+    assert not await store.update("no", running(1, started_wall=1.0))
+    assert not await store.update("no", queued(1, deaths=1))
+    assert not await store.update("no", extended(None))
     assert not await _complete(store, "no", 1)
-    assert not await store.fail("no", None, error=b"", state=JOB_STATE_FAILED, ended_wall=1.0)
+    assert not await store.update("no", failed(error=b"", ended_wall=1.0))
     assert await store.inputs("no") == b""
     assert await store.page(size=5) == []
 
@@ -244,7 +241,7 @@ async def test_inputs_are_there_while_the_job_lives(store: JobStore, another: Op
     await store.add(record("j1"), inputs=image)
     await store.add(record("j2"), inputs=b"other")
     await store.add(record("j3"))
-    await store.begin("j1", 1, started_wall=1.0)
+    await store.update("j1", running(1, started_wall=1.0))
     later = await another()
     assert [await later.inputs(job_id) for job_id in ("j1", "j2", "j3")] == [image, b"other", b""]
     await _complete(store, "j1", 1)
@@ -255,9 +252,9 @@ async def test_inputs_are_there_while_the_job_lives(store: JobStore, another: Op
 async def test_live_jobs_come_in_their_order_also_in_a_later_life(store: JobStore, another: Opener) -> None:
     for number in range(6):
         await store.add(record(f"j{number}"))
-    await store.begin("j4", 1, started_wall=1.0)
+    await store.update("j4", running(1, started_wall=1.0))
     await _end(store, "j1")
-    await store.begin("j0", 1, started_wall=1.0)
+    await store.update("j0", running(1, started_wall=1.0))
     await _complete(store, "j0", 1)
     assert [found.job_id for found in await store.live()] == ["j2", "j3", "j4", "j5"]
     await store.close()
@@ -282,10 +279,10 @@ async def test_pages_are_filtered_by_state_and_time(store: JobStore) -> None:
     for number in range(4):
         await store.add(record(f"j{number}", created_wall=100.0 + number))
     await _end(store, "j1")
-    await store.begin("j3", 1, started_wall=1.0)
+    await store.update("j3", running(1, started_wall=1.0))
 
-    async def found(**filters: object) -> list[str]:
-        return [each.job_id for each in await store.page(size=9, **filters)]  # type: ignore[arg-type]
+    async def found(**filters: Any) -> list[str]:
+        return [each.job_id for each in await store.page(JobFilter(**filters), size=9)]
 
     assert await found(states=[JOB_STATE_QUEUED]) == ["j2", "j0"]
     assert await found(states={JOB_STATE_FAILED, image_pb2.JOB_STATE_RUNNING}) == ["j3", "j1"]
@@ -334,8 +331,8 @@ async def test_what_is_remembered_is_bounded_in_number_and_bytes(store: JobStore
     assert await left(max_jobs=7, max_bytes=1 << 20) == ["j9", "j8", "j7", "j6", "j5", "j4", "j0"]
     assert await left(max_jobs=7, max_bytes=45_000) == ["j9", "j8", "j7", "j0"]
     assert await left(max_jobs=0, max_bytes=0) == ["j0"]
-    await store.begin("j0", 1, started_wall=1.0)
-    await store.complete("j0", 1, pictures=PICTURES, provenance=bytes(30_000), ended_wall=20.0)
+    await store.update("j0", running(1, started_wall=1.0))
+    await store.update("j0", completed(1, images=IMAGES, provenance=bytes(30_000), ended_wall=20.0))
     assert await left(max_jobs=9, max_bytes=45_000) == ["j0"]
     assert await left(max_jobs=9, max_bytes=35_000) == [], "what came of a job counts too"
 
@@ -343,10 +340,11 @@ async def test_what_is_remembered_is_bounded_in_number_and_bytes(store: JobStore
 async def _add_ended(store: JobStore, job_id: str, peer: str, ended_wall: float, *, how: JobState.ValueType) -> None:
     await store.add(replace(record(job_id, request_id=f"r-{job_id}"), peer=peer))
     if how == JOB_STATE_COMPLETED:
-        await store.begin(job_id, 1, started_wall=1.0)
-        await store.complete(job_id, 1, pictures=PICTURES, provenance=b"how", ended_wall=ended_wall)
+        await store.update(job_id, running(1, started_wall=1.0))
+        await store.update(job_id, completed(1, images=IMAGES, provenance=b"how", ended_wall=ended_wall))
     else:
-        await store.fail(job_id, None, error=b"why", state=how, ended_wall=ended_wall)
+        end = failed if how == JOB_STATE_FAILED else cancelled
+        await store.update(job_id, end(ended_wall=ended_wall))
 
 
 async def _left(store: JobStore, *, max_jobs: int = 1000, max_bytes: int = 1 << 30, limit: int = 3) -> list[str]:
@@ -367,7 +365,7 @@ async def test_completed_jobs_go_when_there_are_no_cancelled_and_failed_ones_lef
     assert await _left(store, max_jobs=3, max_bytes=1500) == ["j0", "j2"]
     found = await store.of_request("r-j0")
     assert found is not None
-    assert found.pictures == PICTURES
+    assert found.images == IMAGES
     assert await _left(store, max_jobs=1) == ["j2"]
 
 
@@ -388,7 +386,7 @@ async def test_the_peer_that_has_the_most_loses_its_own(store: JobStore, how: Jo
 async def test_the_peer_that_has_the_most_bytes_loses_its_own_where_these_are_too_many(store: JobStore) -> None:
     for number in range(5):
         await store.add(replace(record(f"large{number}", spec=bytes(20_000)), peer="large"))
-        await store.fail(f"large{number}", None, error=b"", state=JOB_STATE_FAILED, ended_wall=10.0 + number)
+        await store.update(f"large{number}", failed(error=b"", ended_wall=10.0 + number))
     for number in range(10):
         await _add_ended(store, f"small{number}", "small", float(number), how=JOB_STATE_FAILED)
     small = [f"small{number}" for number in range(10)]
@@ -407,11 +405,11 @@ async def test_a_later_store_knows_what_each_peer_has(store: JobStore, another: 
 
 async def test_what_is_kept_of_the_spec_of_a_cancelled_job_is_said_with_its_end(store: JobStore) -> None:
     await store.add(record("j1", spec=bytes(10_000)), inputs=bytes(10_000))
-    await store.fail("j1", None, error=b"", state=JOB_STATE_CANCELLED, ended_wall=1.0, spec=b"brief")
+    await store.update("j1", cancelled(error=b"", ended_wall=1.0, spec=b"brief"))
     found = await store.get("j1")
     assert found is not None
     assert (found.spec, found.state) == (b"brief", JOB_STATE_CANCELLED)
-    assert not await store.fail("j1", None, error=b"", state=JOB_STATE_CANCELLED, ended_wall=2.0, spec=b"other")
+    assert not await store.update("j1", cancelled(error=b"", ended_wall=2.0, spec=b"other"))
     assert await _left(store, max_bytes=1000) == ["j1"], "what has gone counts no more"
 
 
@@ -419,8 +417,7 @@ async def test_jobs_are_forgotten_by_the_steady_time_of_their_end(store: JobStor
     assert await store.last_end() is None
     for number, (wall, steady) in enumerate([(100.0, 100.0), (20.0, 105.0), (900.0, 110.0)]):
         await store.add(record(f"j{number}"))
-        error: dict[str, Any] = {"error": b"", "state": JOB_STATE_FAILED}
-        await store.fail(f"j{number}", None, ended_wall=wall, ended_steady=steady, **error)
+        await store.update(f"j{number}", failed(ended_wall=wall, ended_steady=steady))
     assert await store.last_end() == EndTime(wall=900.0, steady=110.0) == await (await another()).last_end()
     assert await store.forget(ended_before=101.0, max_jobs=9, max_bytes=1 << 30, limit=9) == 1
     assert await _left(store) == ["j1", "j2"]
@@ -448,7 +445,7 @@ async def test_a_store_that_is_opened_to_read_is_read_and_no_life_begins_with_it
     added = await (await another()).add(record())
     reader = await another(to_read=True)
     assert (await reader.get("j1"), await reader.page(size=9), reader.generation) == (added, [added], 0)
-    for write in (reader.add(record("j2")), reader.begin("j1", 1, started_wall=1.0), reader.probe()):
+    for write in (reader.add(record("j2")), reader.update("j1", running(1, started_wall=1.0)), reader.probe()):
         with pytest.raises(StorageUnavailable):
             await write
     await reader.open()

@@ -19,16 +19,17 @@ from pathlib import Path
 import pytest
 
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
-from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
-from bottega.gateway.jobs.store.sqlite_rows import COLUMNS
-from bottega.v1.image_pb2 import JOB_STATE_COMPLETED, JOB_STATE_FAILED
+from bottega.gateway.jobs.store import EndTime, JobRecord, SqliteJobStore
+from bottega.gateway.jobs.values import StoredImage
+from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
+from bottega.v1.worker_pb2 import AttemptDecisions
 from tests.support import full_disk
-from tests.support.job_store_backends import record
+from tests.support.job_store_backends import completed, failed, record, running
 
 ROOT = Path(__file__).resolve().parents[5]
 MIB = 1 << 20
-# Written by version 3: live jobs, ended ones of each kind, one that ended under a clock far ahead, and a damaged one.
-EARLIER = Path(__file__).with_name("jobs_version_3.sqlite.gz")
+# Written by version 4: live jobs, ended ones of each kind, a damaged one; the newest has been forgotten.
+EARLIER = Path(__file__).with_name("jobs_version_4.sqlite.gz")
 
 
 @contextlib.asynccontextmanager
@@ -195,7 +196,7 @@ async def test_the_log_of_the_file_is_bounded(tmp_path: Path) -> None:
             await store.add(record(f"j{number}"), inputs=bytes(MIB))
         assert path.with_name("jobs.sqlite-wal").stat().st_size < 12 * MIB
         for number in range(40):
-            await store.fail(f"j{number}", None, error=b"", state=JOB_STATE_FAILED, ended_wall=1.0)
+            await store.update(f"j{number}", failed(error=b"", ended_wall=1.0))
         for number in range(40):
             await store.add(record(f"again{number}"), inputs=bytes(MIB))
         assert path.stat().st_size < 50 * MIB, "the room of inputs that went is used again"
@@ -228,7 +229,7 @@ async def test_a_damaged_file_says_what_to_do_is_not_written_and_is_read_as_far_
     try:
         with pytest.raises(DataLoss, match=r"jobs\.sqlite is damaged.*Restore"):
             await store.open()
-        for refused in (store.add(record("new")), store.begin("j0", 1, started_wall=1.0)):
+        for refused in (store.add(record("new")), store.update("j0", running(1, started_wall=1.0))):
             with pytest.raises(DataLoss):
                 await refused
         for unsure in (store.get("unknown"), store.get("j30"), store.live(), store.page(size=5)):
@@ -328,14 +329,14 @@ async def test_one_damaged_job_does_not_stop_the_others(tmp_path: Path, caplog: 
     path.write_bytes(damage)
     async with _open(path) as store:
         assert await store.get("j31") == jobs[31]
-        for hurt in (store.get("j30"), store.of_request("r30"), store.begin("j30", 1, started_wall=1.0)):
+        for hurt in (store.get("j30"), store.of_request("r30"), store.update("j30", running(1, started_wall=1.0))):
             with pytest.raises(DataLoss):
                 await hurt
         for _ in range(2):
             assert await store.live() == good
             assert await store.page(size=100) == good[::-1]
         assert await store.page(size=3, before_sequence=jobs[41].sequence) == [jobs[39], jobs[38], jobs[37]]
-        assert await store.begin("j31", 1, started_wall=1.0)
+        assert await store.update("j31", running(1, started_wall=1.0))
         assert (await store.add(record("new"))).sequence > jobs[-1].sequence
     told = [line.__dict__["sequence"] for line in caplog.records if line.levelname == "ERROR"]
     assert sorted(told) == [jobs[30].sequence, jobs[40].sequence], "of each once"
@@ -346,34 +347,51 @@ async def test_a_file_of_the_version_before_is_brought_up_to_date(tmp_path: Path
     path.write_bytes(gzip.decompress(EARLIER.read_bytes()))
     async with _open(path) as store:
         assert store.generation == 2
-        assert [found.job_id for found in await store.live()] == ["queued", "running"]
+        steps = {job.job_id: AttemptDecisions.FromString(job.decisions) for job in await store.live()}
+        assert steps == {"queued": AttemptDecisions(), "running": AttemptDecisions(loras_step=0)}
         assert await store.inputs("queued") == b"inputs"
-        completed = await store.of_request("r-completed")
-        assert completed is not None
-        assert (completed.job_id, completed.provenance, completed.loras_step) == ("completed", b"how", 4)
-        assert (completed.peer, completed.ended_wall, completed.ended_steady) == ("", 120.0, 120.0)
-        later = await store.get("later")
-        assert later is not None
-        assert later.ended_steady is not None
-        assert abs(later.ended_steady - time.time()) < 60, "it ended under a clock that was ahead"
+        job = await store.of_request("r-completed")
+        assert job is not None
+        assert (job.job_id, job.provenance, job.decisions) == (
+            "completed",
+            b"how",
+            AttemptDecisions(loras_step=4).SerializeToString(),
+        )
+        assert job.images == (StoredImage(digest="a" * 64, size_bytes=10),)
+        assert (job.peer, job.ended_wall, job.ended_steady) == ("10.0.0.7", 120.0, 120.0)
+        assert await store.last_end() == EndTime(wall=123.0, steady=123.0)
         with pytest.raises(DataLoss):
             await store.get("damaged")
-        assert await store.begin("running", 2, started_wall=1.0)
-        assert await store.complete("running", 2, pictures=(), provenance=b"", ended_wall=130.0)
-        added = await store.add(replace(record("new"), peer="10.0.0.7"))
+        assert await store.update("running", running(2))
+        assert await store.update("running", completed(2, ended_wall=130.0))
+        added = await store.add(replace(record("new"), peer="10.0.0.8"))
+        assert added.sequence == 8, "7 was that of a job which is forgotten"
     async with _open(path) as store:
         assert await store.get("new") == added
-        assert await store.forget(ended_before=0.0, max_jobs=4, max_bytes=1 << 30, limit=9) == 4
+        assert await store.forget(ended_before=0.0, max_jobs=4, max_bytes=1 << 30, limit=9) == 3
         assert {found.job_id for found in await store.page(size=9)} == {"queued", "completed", "running", "new"}
         assert await store.forget(ended_before=0.0, max_jobs=3, max_bytes=1 << 30, limit=9) == 1
         assert await store.get("completed") is None
+
+
+async def test_the_file_of_an_older_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    path.write_bytes(gzip.decompress(EARLIER.read_bytes()))
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 3")
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="schema 3"):
+        async with _open(path):
+            pass
+    assert path.read_bytes() == before
 
 
 async def test_an_upgrade_that_a_full_disk_stops_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "jobs.sqlite"
     path.write_bytes(gzip.decompress(EARLIER.read_bytes()))
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-        names = ", ".join(name for name in COLUMNS if name not in ("job_id", "spec", "peer", "ended_steady"))
+        names = "request_id, log_id, ends_with_caller, fingerprint, state, latent_height, latent_width, image_digest, "
+        names += "size_bytes, created_wall, attempt, deaths, pictures, provenance, error, checksum, peer, ended_steady"
         for number in range(100):  # more than there is room for below
             copy = (
                 f"INSERT INTO jobs (job_id, spec, {names}) SELECT ?, zeroblob(2000), {names} FROM jobs WHERE job_id = ?"
@@ -387,7 +405,7 @@ async def test_an_upgrade_that_a_full_disk_stops_leaves_the_file_as_it_was(tmp_p
         with pytest.raises(StorageUnavailable):
             await store.get("completed")
         with contextlib.closing(sqlite3.connect(path)) as connection:
-            assert connection.execute("PRAGMA user_version").fetchall() == [(3,)]
+            assert connection.execute("PRAGMA user_version").fetchall() == [(4,)]
         await store.open()
         assert await store.get("completed") is not None
     finally:

@@ -21,7 +21,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from bottega.gateway.jobs.store import JobRecord, JobStore, StoredPicture
+from bottega.gateway.jobs.store import JobFilter, JobProgress, JobRecord, JobStore
+from bottega.gateway.jobs.values import StoredImage
 from bottega.v1.image_pb2 import (
     JOB_STATE_CANCELLED,
     JOB_STATE_COMPLETED,
@@ -30,7 +31,7 @@ from bottega.v1.image_pb2 import (
     JOB_STATE_RUNNING,
     JobState,
 )
-from tests.support.job_store_backends import BACKENDS, record
+from tests.support.job_store_backends import BACKENDS, cancelled, completed, failed, record
 
 # Whether bytes reach the disk is another test's; here are many more calls than a disk would take in the time.
 _MEMORY = Path("/dev/shm")
@@ -54,11 +55,11 @@ SAME = (
     "state",
     "attempt",
     "deaths",
-    "loras_step",
+    "decisions",
     "deadline_wall",
     "started_wall",
     "ended_wall",
-    "pictures",
+    "images",
     "provenance",
     "error",
 )
@@ -78,11 +79,11 @@ class Known:
     state: JobState.ValueType = JOB_STATE_QUEUED
     attempt: int = 0
     deaths: int = 0
-    loras_step: int | None = None
+    decisions: bytes = b""
     deadline_wall: float | None = 0.0
     started_wall: float | None = None
     ended_wall: float | None = None
-    pictures: tuple[StoredPicture, ...] = ()
+    images: tuple[StoredImage, ...] = ()
     provenance: bytes = b""
     error: bytes = b""
 
@@ -173,76 +174,71 @@ class Machine(RuleBasedStateMachine):
                 self.requests[request_id] = job_id
         self._same(added, holder)
 
-    @rule(which=st.integers(0, 1), job_id=JOB_IDS, step=STEPS, at=TIMES)
-    def begin(self, which: int, job_id: str, step: int, at: float) -> None:
+    @rule(
+        which=st.integers(0, 1),
+        job_id=JOB_IDS,
+        step=STEPS,
+        state=st.sampled_from(LIVE),
+        deaths=st.integers(0, 3),
+        decisions=BYTES,
+        deadline=st.none() | TIMES,
+        at=TIMES,
+    )
+    def progress(
+        self,
+        which: int,
+        job_id: str,
+        step: int,
+        state: JobState.ValueType,
+        deaths: int,
+        decisions: bytes,
+        deadline: float | None,
+        at: float,
+    ) -> None:
         job, attempt = self.known.get(job_id), self._attempt(job_id, step)
-        right = job is not None and job.state in LIVE and attempt > job.attempt
-        if job is not None and job.state == JOB_STATE_QUEUED and attempt == job.attempt > 0:
-            right = True  # it was given up, and turns out not to be lost
-        assert self.runner.run(self.stores[which].begin(job_id, attempt, started_wall=at)) is right
+        now = JobProgress(
+            state=state,
+            deadline_wall=deadline,
+            started_wall=at,
+            attempt=attempt,
+            deaths=deaths,
+            decisions=decisions,
+        )
+        right = job is not None and job.state in LIVE and attempt >= job.attempt
+        assert self.runner.run(self.stores[which].update(job_id, lambda job: job.progressed(now))) is right
         if job is not None and right:
-            job.state, job.attempt = JOB_STATE_RUNNING, attempt
+            job.state, job.attempt, job.deaths, job.decisions = state, attempt, deaths, decisions
+            job.deadline_wall = deadline
             job.started_wall = at if job.started_wall is None else job.started_wall
-
-    @rule(which=st.integers(0, 1), job_id=JOB_IDS, step=STEPS, deaths=st.integers(0, 3))
-    def requeue(self, which: int, job_id: str, step: int, deaths: int) -> None:
-        attempt = self._attempt(job_id, step)
-        right = self._current(job_id, attempt)
-        assert self.runner.run(self.stores[which].requeue(job_id, attempt, deaths=deaths)) is right
-        if right:
-            self.known[job_id].state, self.known[job_id].deaths = JOB_STATE_QUEUED, deaths
-
-    @rule(which=st.integers(0, 1), job_id=JOB_IDS, step=STEPS, loras_step=st.integers(0, 3))
-    def dress(self, which: int, job_id: str, step: int, loras_step: int) -> None:
-        attempt = self._attempt(job_id, step)
-        right = self._current(job_id, attempt)
-        assert self.runner.run(self.stores[which].dress(job_id, attempt, loras_step=loras_step)) is right
-        if right:
-            self.known[job_id].loras_step = loras_step
-
-    @rule(which=st.integers(0, 1), job_id=JOB_IDS, deadline=st.none() | TIMES)
-    def extend(self, which: int, job_id: str, deadline: float | None) -> None:
-        right = job_id in self.known and self.known[job_id].state in LIVE
-        assert self.runner.run(self.stores[which].extend(job_id, deadline)) is right
-        if right:
-            self.known[job_id].deadline_wall = deadline
 
     @rule(job_id=JOB_IDS, steps=st.lists(STEPS, min_size=1, max_size=3), provenance=BYTES, at=TIMES)
     def complete_at_once(self, job_id: str, steps: list[int], provenance: bytes, at: float) -> None:
         attempts = [self._attempt(job_id, step) for step in steps]
-        pictures = (StoredPicture(digest="d", size_bytes=len(provenance)),)
+        images = (StoredImage(digest="d", size_bytes=len(provenance)),)
 
         async def race() -> list[bool]:
-            calls = [
-                self.stores[place % 2].complete(
-                    job_id, attempt, pictures=pictures, provenance=provenance, ended_wall=at
-                )
-                for place, attempt in enumerate(attempts)
-            ]
-            return await asyncio.gather(*calls)
+            ends = [completed(attempt, images=images, provenance=provenance, ended_wall=at) for attempt in attempts]
+            return await asyncio.gather(*(self.stores[place % 2].update(job_id, end) for place, end in enumerate(ends)))
 
         right = any(self._current(job_id, attempt) for attempt in attempts)
         assert sum(self.runner.run(race())) == right
         if right:
             job = self.known[job_id]
-            job.pictures, job.provenance = pictures, provenance
+            job.images, job.provenance = images, provenance
             job.end(JOB_STATE_COMPLETED, at)
 
     @rule(
         which=st.integers(0, 1),
         job_id=JOB_IDS,
-        step=st.none() | STEPS,
         state=st.sampled_from([JOB_STATE_FAILED, JOB_STATE_CANCELLED]),
         error=BYTES,
         at=TIMES,
     )
-    def fail(
-        self, which: int, job_id: str, step: int | None, state: JobState.ValueType, error: bytes, at: float
-    ) -> None:
-        job, attempt = self.known.get(job_id), None if step is None else self._attempt(job_id, step)
-        right = job is not None and job.state in LIVE and (attempt is None or self._current(job_id, attempt))
-        call = self.stores[which].fail(job_id, attempt, error=error, state=state, ended_wall=at)
-        assert self.runner.run(call) is right
+    def fail(self, which: int, job_id: str, state: JobState.ValueType, error: bytes, at: float) -> None:
+        job = self.known.get(job_id)
+        right = job is not None and job.state in LIVE
+        end = failed if state == JOB_STATE_FAILED else cancelled
+        assert self.runner.run(self.stores[which].update(job_id, end(error=error, ended_wall=at))) is right
         if job is not None and right:
             job.error = error
             job.end(state, at)
@@ -288,13 +284,9 @@ class Machine(RuleBasedStateMachine):
         ]
         found: list[JobRecord] = []
         while True:
-            call = self.stores[which].page(
-                size=size,
-                states=states,
-                created_after=after,
-                created_before=before,
-                before_sequence=found[-1].sequence if found else None,
-            )
+            wanted = JobFilter(states=states, created_after=after, created_before=before)
+            last = found[-1].sequence if found else None
+            call = self.stores[which].page(wanted, size=size, before_sequence=last)
             more = self.runner.run(call)
             found += more
             if len(more) < size:

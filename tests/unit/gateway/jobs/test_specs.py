@@ -1,11 +1,12 @@
-"""The input images of a request are found wherever they are, and left out of everything that is kept or shown."""
+"""What the gateway reads from a complete spec: its input images wherever they are, its rows, steps and latent."""
 
 from __future__ import annotations
 
 import psutil
 
-from bottega.gateway.jobs.input_images import has_images, input_images, without_images
-from bottega.v1 import generation_pb2
+from bottega.gateway.jobs import specs
+from bottega.gateway.jobs.specs import has_images, input_images, without_images
+from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 
 
@@ -52,3 +53,22 @@ def test_a_spec_without_images_does_not_keep_their_memory() -> None:
     kept = [without_images(spec) for _ in range(10)]
     assert process.memory_info().rss - before < 16 << 20
     assert all(bare == GenerationSpec(prompt="a star") for bare in kept)
+
+
+def test_a_guided_request_puts_two_rows_an_image_into_each_turn() -> None:
+    spec = GenerationSpec(num_images=3, num_inference_steps=30, guidance_scale=4.5)
+    assert (specs.rows(spec), specs.steps_to_run(spec)) == (6, 30)
+
+
+def test_an_unguided_image_has_one_row() -> None:
+    assert specs.rows(GenerationSpec(num_images=1, guidance_scale=1)) == 1
+
+
+def test_image_to_image_skips_the_first_steps() -> None:
+    assert specs.steps_to_run(GenerationSpec(num_inference_steps=30, strength=0.5)) == 15
+
+
+def test_a_latent_is_smaller_by_the_models_factor() -> None:
+    spec = GenerationSpec(width=64, height=48)
+    assert specs.latent_shape(spec, image_pb2.Model(size_multiple=8, vae_scale_factor=4)) == (12, 16)
+    assert specs.latent_shape(spec, image_pb2.Model(size_multiple=8)) == (6, 8)
