@@ -55,7 +55,9 @@ class ChildProcess:
         """
         with open_files.translated():
             ours, theirs = open_pair()
-        command = [sys.executable, "-m", *_CONFINED[confined], module, "--fd", str(theirs.fileno()), *arguments]
+        # Under a limit on the size of files, cached bytecode would be cut off, and break whoever imports it next.
+        python = [sys.executable, "-B"] if confined else [sys.executable]
+        command = [*python, "-m", *_CONFINED[confined], module, "--fd", str(theirs.fileno()), *arguments]
         inherited = {name: value for name, value in os.environ.items() if not confined or name in _NEEDED}
         try:
             with open_files.translated():
