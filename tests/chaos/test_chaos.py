@@ -1,4 +1,4 @@
-"""Some of everything that `make chaos` does; what waits for engines to load is not in the default run."""
+"""Some of everything that `make chaos` does. By default only what no test of one service shows with less."""
 
 from __future__ import annotations
 
@@ -42,11 +42,13 @@ def _well(scene: Scene) -> None:
     assert scene.tally.well, (scene.tally.zeros, scene.tally.faults)
 
 
+@pytest.mark.slow
 def test_a_worker_killed_at_a_random_step_leaves_the_same_picture(scene: Scene) -> None:
     kill_workers(scene, times=1, rng=RNG)
     _well(scene)
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_is_out_in_time_and_leaves_the_same_picture(scene: Scene) -> None:
     freeze_workers(scene, times=1, rng=RNG)
     _well(scene)
@@ -70,37 +72,44 @@ def test_a_flood_of_cancelled_jobs_takes_nobodys_picture(scene: Scene) -> None:
     _well(scene)
 
 
+@pytest.mark.slow
 def test_a_controlnet_server_killed_in_a_session_leaves_the_same_picture(tmp_path: Path) -> None:
     with Scene(tmp_path, ("a",)) as scene:
         kill_controlnets(scene, times=2, servers=("x", "y"), rng=RNG)
         _well(scene)
 
 
+@pytest.mark.slow
 def test_a_lora_store_killed_while_a_lora_is_loaded_leaves_the_same_picture(scene: Scene) -> None:
     kill_lora_stores(scene, times=1, rng=RNG)
     _well(scene)
 
 
-def test_a_gateway_killed_around_acknowledgement_loses_nothing(scene: Scene) -> None:
-    kill_gateways(scene, times=2, rng=RNG, ready_s=10.0)
-    _well(scene)
+def test_a_gateway_killed_around_acknowledgement_loses_nothing(tmp_path: Path) -> None:
+    with Scene(tmp_path, ("a",)) as scene:
+        kill_gateways(scene, times=2, rng=RNG, ready_s=10.0)
+        _well(scene)
 
 
+@pytest.mark.slow
 def test_strangers_that_join_cost_no_picture_and_keep_no_worker_out(scene: Scene) -> None:
     join_strangers(scene, times=1, rng=RNG)
     _well(scene)
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing_and_heals(scene: Scene) -> None:
     fill_disks(scene, times=1, rng=RNG)
     _well(scene)
 
 
+@pytest.mark.slow
 def test_idle_connections_by_the_thousand_cost_others_nothing(scene: Scene) -> None:
     flood_connections(scene, times=1, rng=RNG)
     _well(scene)
 
 
+@pytest.mark.slow
 def test_streams_by_the_thousand_cost_others_nothing(scene: Scene) -> None:
     flood_streams(scene, times=1, rng=RNG)
     _well(scene)

@@ -16,9 +16,9 @@ from tests.fuzz.house import House, running_house
 from tests.fuzz.judging import fault, mismatch
 from tests.support.services import Services
 
-REQUESTS = 150
+REQUESTS = 50
 # Of methods whose every good request is a process that imports.
-FEW_REQUESTS = {"UploadLora": 40, "RegisterLora": 40}
+FEW_REQUESTS = {"UploadLora": 15, "RegisterLora": 15, "AddControlNet": 15}
 
 
 @pytest.fixture(scope="module")

@@ -138,6 +138,7 @@ def test_a_worker_killed_in_mid_request_leaves_the_same_picture(pair: Pair, undi
     drawing = Drawing(pair, steps=LATE)
     killed = pair.busy()
     pair.worker(killed).kill()
+    wait_until(lambda: killed not in pair.joined(), "the death to be noticed", within_s=NOTICED_S + ASKING_S)
     pair.boot(killed)
     picture = drawing.picture()
 
@@ -190,20 +191,6 @@ def test_what_a_stopping_worker_cannot_finish_is_handed_over(tmp_path: Path) -> 
         (line,) = (line for line in pair.gateway.events() if line["event"] in {"attempt returned", "attempt lost"})
         assert (line["event"], line["worker"]) == ("attempt returned", name)
         assert line["text"] == "the worker is stopping and hands the attempt over"
-
-
-@pytest.mark.parametrize(("how", "name"), [("kill", "a"), ("stop", "b")])
-def test_a_worker_that_leaves_is_noticed_within_two_seconds(pair: Pair, how: str, name: str) -> None:
-    worker = pair.worker(name)
-    if how == "kill":
-        worker.kill()
-    else:
-        worker.process.send_signal(signal.SIGTERM)
-
-    wait_until(lambda: name not in pair.joined(), "the leave to be noticed", within_s=NOTICED_S + ASKING_S)
-
-    assert worker.stop() in {0, -signal.SIGKILL}
-    pair.boot(name)
 
 
 def test_a_worker_that_hangs_is_noticed_within_two_seconds_and_comes_back(pair: Pair) -> None:

@@ -214,7 +214,8 @@ def test_no_command_fails_badly_for_a_folder_that_nobody_may_look_into(
     (closed / "logs").mkdir(parents=True)
     (closed / "suite.lock").touch()
     closed.chmod(0o700)
-    for state in (closed, closed / "below"):
+    # Asking for jobs waits for a gateway that is not there: once is enough.
+    for state in (closed,) if command == ["jobs"] else (closed, closed / "below"):
         status, out, said = nobody.run(*command, *(["--port", taken] if "up" in command else []), state=state)
         assert status == 1
         assert "Traceback" not in said

@@ -147,7 +147,7 @@ def test_every_command_shows_refusals_as_plain_text(error: Callable[[], BottegaE
 @pytest.mark.parametrize("name", ["generate", "fleet"])
 def test_what_moves_on_a_terminal_is_plain_too(name: str) -> None:
     with serving(Manner(number=1)) as address:
-        shown_is_plain(on_terminal(arguments_of(name), address, end=b"kind"))
+        shown_is_plain(on_terminal(arguments_of(name), address, end=b"waiting in the queue"))
 
 
 def test_what_a_progress_bar_says_of_an_interruption_is_plain_too() -> None:
@@ -165,7 +165,7 @@ def shown_is_plain(shown: str) -> None:
 
 
 def on_terminal(arguments: list[str], address: str, *, end: bytes) -> str:
-    """What a terminal of 100 columns would be sent, until the program ends or, for one that does not, some seconds."""
+    """What a terminal of 100 columns would be sent, until the program ends or has said `end` three times."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "bottega.client.cli", *arguments, "--address", address],

@@ -148,17 +148,6 @@ def test_the_doctor_finds_a_healthy_suite(up: Up) -> None:
     assert "1 ControlNet server joined, with edges, layout" in checked.stdout
 
 
-def test_a_killed_worker_is_started_again(up: Up, tmp_path: Path) -> None:
-    pids = {child.name: child.pid for child in up.record().children}
-    os.kill(pids["worker-0"], signal.SIGKILL)
-    until(lambda: "worker-0     was killed by SIGKILL; starting it again" in up.printed.read_text(), 10, up.printed)
-    until(lambda: up.printed.read_text().count("worker-0     serves") == 2, START_S, up.printed)
-    assert up.process.poll() is None
-    assert {child.name: child.pid for child in up.record().children} != pids
-    drawn = bottega(up, "generate", "a star", "-o", "star.png", "--steps", "2", cwd=tmp_path)
-    assert drawn.returncode == 0, drawn.stderr
-
-
 def test_a_killed_gateway_is_started_again_and_knows_its_jobs(up: Up, tmp_path: Path) -> None:
     drawn = bottega(up, "generate", "a star", "-o", "star.png", "--steps", "2", cwd=tmp_path)
     assert drawn.returncode == 0, drawn.stderr
@@ -180,23 +169,6 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
     assert up.printed.read_text().endswith("Stopped; nothing is left running.\n")
     assert not up.state.is_held()
     assert bottega(up, "models").returncode == 1
-
-
-def test_a_killed_supervisor_takes_its_services_along(tmp_path: Path) -> None:
-    state, printed = StateFolder(tmp_path / "state"), tmp_path / "printed"
-    options = ["--port", "0", "--threads", "1", "--device", "cpu", "--state", str(state.root)]
-    with printed.open("wb") as output:
-        process = subprocess.Popen([*BOTTEGA, "up", *options], stdout=output, stderr=subprocess.STDOUT)
-    up = Up(process=process, state=state, printed=printed)
-    until(lambda: "gateway      serves" in printed.read_text(), START_S, printed)
-    family = up.family()
-    assert len(family) >= 3
-    process.kill()
-    process.wait(10)
-    _, left = psutil.wait_procs(family, timeout=15)
-    for service in left:
-        service.kill()
-    assert left == []
 
 
 def test_a_suite_in_the_background_that_does_not_start_says_why(tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ async def test_it_serves_several_callers_and_ends_when_nobody_has_asked_for_a_wh
         assert [type(answer) for answer in answers] == [type(None), InvalidRequest, type(None)]
         await _gone(pid)
         assert not inspector.pids
-        await inspector.inspect("good", root / "good", root)
     finally:
         await inspector.stop()
     with pytest.raises(Unavailable):

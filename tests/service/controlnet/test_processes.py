@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from bottega.v1 import controlnet_pb2, generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from load.bench.throttle import Throttle
 from tests.samples.controlnets import control_image, random_controlnet, save
-from tests.support.running_controlnets import ControlNetServer, Drawn, House, Worker, controlled, hosts
+from tests.support.running_controlnets import ControlNetServer, House, Worker, controlled, hosts
 from tests.support.services import Services
 from tests.support.stock import Pixels, assert_same_image, load_stock, pixels_of, variant
 from tests.support.waiting import wait_until
@@ -38,13 +37,12 @@ KILL_AT = 5
 class Cast:
     """near: linked by shared memory. far: by TCP, with room for two of the three ControlNets.
 
-    bare: a worker without ControlNets of its own; equipped: one that has them.
+    bare: a worker without ControlNets of its own.
     """
 
     near: ControlNetServer
     far: ControlNetServer
     bare: Worker
-    equipped: Worker
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +64,13 @@ def folders(nets: Mapping[str, ControlNetModel], tmp_path_factory: pytest.TempPa
 def cast(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cast]:
     folder = tmp_path_factory.mktemp("house")
     one_bytes = sum(path.stat().st_size for path in folders["edges"].glob("*.safetensors"))
-    with Services(folder) as services, ThreadPoolExecutor(4) as pool:
+    with Services(folder) as services, ThreadPoolExecutor(3) as pool:
         house = House(services, folder, folders)
         near = pool.submit(house.server, "near")
         small = {"links_socket": None, "budget_bytes": int(2.5 * one_bytes)}
         far = pool.submit(house.server, "far", engine=small, root=str(folders["edges"].parent))
         bare = pool.submit(house.worker, "bare")
-        equipped = pool.submit(house.worker, "equipped", controlnets=house.nets)
-        yield Cast(near=near.result(), far=far.result(), bare=bare.result(), equipped=equipped.result())
+        yield Cast(near=near.result(), far=far.result(), bare=bare.result())
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +104,10 @@ def reference(stock: Any, nets: Mapping[str, ControlNetModel], spec: GenerationS
     return pixels_of(drawn.images[0])
 
 
-@pytest.mark.parametrize("names", [("edges",), ("edges", "depth"), ("layout", "edges", "depth")])
-def test_with_one_two_and_three_controlnets_it_is_the_stock_pipelines_picture(
-    cast: Cast, stock: Any, nets: Mapping[str, ControlNetModel], names: tuple[str, ...]
+def test_with_three_controlnets_it_is_the_stock_pipelines_picture(
+    cast: Cast, stock: Any, nets: Mapping[str, ControlNetModel]
 ) -> None:
+    names = ("layout", "edges", "depth")
     spec = controlled(*((name, IMAGES[name], 0.5 + 0.3 * place) for place, name in enumerate(names)))
     drawn = cast.bare.draw(spec, hosts(spec, cast.near))
     assert_same_image(drawn.picture, reference(stock, nets, spec))
@@ -121,70 +118,14 @@ def test_with_one_two_and_three_controlnets_it_is_the_stock_pipelines_picture(
     assert drawn.provenance.encoder_s > 0
 
 
-@pytest.mark.parametrize("guess_mode", [False, True], ids=["guided", "guess mode"])
-@pytest.mark.parametrize("names", [("edges",), ("layout", "depth")], ids=len)
-def test_where_each_begins_and_ends_and_guess_mode_are_the_stock_pipelines(
-    cast: Cast, stock: Any, nets: Mapping[str, ControlNetModel], names: tuple[str, ...], guess_mode: bool
-) -> None:
-    spec = controlled(*((name, IMAGES[name], 1.1 - 0.3 * place) for place, name in enumerate(names)))
-    for place, net in enumerate(spec.controlnets):
-        net.guess_mode = guess_mode
-        net.control_guidance_start = 0.25 * place
-        net.control_guidance_end = 0.5 + 0.25 * place
-    drawn = cast.bare.draw(spec, hosts(spec, cast.near))
-    assert_same_image(drawn.picture, reference(stock, nets, spec))
-    uses = drawn.provenance.controlnets
-    assert [(use.begin_step, use.end_step) for use in uses] == [(0, 4), (2, 6)][: len(names)]
-    assert {use.mode for use in uses} == {generation_pb2.RESIDUAL_MODE_SYNCHRONOUS}
-
-
-def test_over_tcp_it_is_the_same(cast: Cast, stock: Any, nets: Mapping[str, ControlNetModel]) -> None:
-    spec = controlled(("depth", IMAGES["depth"], 0.7), ("edges", IMAGES["edges"], 1.1))
-    drawn = cast.bare.draw(spec, hosts(spec, cast.far))
-    assert_same_image(drawn.picture, reference(stock, nets, spec))
-    linked = [event for event in cast.bare.service.events() if event["event"] == "linked to a ControlNet server"]
-    assert {event["server"]: event["backend"] for event in linked} == {"near": "memfd", "far": "tcp"}
-
-
 def test_one_request_may_use_two_servers(cast: Cast, stock: Any, nets: Mapping[str, ControlNetModel]) -> None:
     spec = controlled(("depth", IMAGES["depth"], 0.7), ("edges", IMAGES["edges"], 1.1))
     placed = [hosts(spec, cast.far)[0], hosts(spec, cast.near)[1]]
     drawn = cast.bare.draw(spec, placed)
     assert_same_image(drawn.picture, reference(stock, nets, spec))
     assert (drawn.servers(0), drawn.servers(1)) == (["far"], ["near"])
-
-
-def test_two_workers_share_a_server(cast: Cast, calm: Pixels) -> None:
-    begin = threading.Barrier(2)
-
-    def draw(worker: Worker) -> Drawn:
-        begin.wait(10)
-        return worker.draw(LONG, hosts(LONG, cast.near))
-
-    before = cast.near.counted("rows")
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(draw, (cast.bare, cast.equipped))
-    assert_same_image(first.picture, calm)
-    assert_same_image(second.picture, calm)
-    wait_until(lambda: cast.near.sessions() == 0, "the sessions to end")
-    assert cast.near.counted("rows") - before == 2 * 2 * LONG.num_inference_steps
-
-
-def test_controlnets_come_and_go_beside_a_session_that_runs(cast: Cast, calm: Pixels) -> None:
-    evictions = cast.far.counted("evictions")
-    short = [controlled((name, IMAGES[name], 0.8), num_inference_steps=2) for name in ("depth", "layout")]
-
-    def others(_: int) -> None:
-        if len(pictures) < 4:
-            spec = short[len(pictures) % 2]
-            pictures.append(cast.equipped.draw(spec, hosts(spec, cast.far)).picture)
-
-    pictures: list[Pixels] = []
-    drawn = cast.bare.draw(LONG, hosts(LONG, cast.far), on_step=others)
-    assert_same_image(drawn.picture, calm)
-    assert len(pictures) == 4
-    wait_until(lambda: cast.far.counted("evictions") > evictions, "an eviction")
-    assert drawn.servers() == ["far"]
+    linked = [event for event in cast.bare.service.events() if event["event"] == "linked to a ControlNet server"]
+    assert {event["server"]: event["backend"] for event in linked} == {"near": "memfd", "far": "tcp"}
 
 
 def test_a_server_that_dies_in_a_session_is_replaced_by_the_next(cast: Cast, calm: Pixels) -> None:
@@ -192,21 +133,6 @@ def test_a_server_that_dies_in_a_session_is_replaced_by_the_next(cast: Cast, cal
     assert_same_image(drawn.picture, calm)
     assert drawn.servers() == ["near", "far"]
     assert drawn.provenance.exact
-
-
-def test_without_another_server_the_worker_goes_on_itself_where_it_can(cast: Cast, calm: Pixels) -> None:
-    drawn = cast.equipped.draw(LONG, hosts(LONG, cast.far), on_step=once(cast.far.kill_engine))
-    assert_same_image(drawn.picture, calm)
-    assert drawn.servers() == ["far", "equipped"]
-
-
-def test_without_anybody_to_go_on_it_fails_and_draws_nothing(cast: Cast, calm: Pixels) -> None:
-    wait_until(cast.near.serves, "the engine that was killed before to serve again")
-    assert_same_image(cast.bare.draw(LONG, hosts(LONG, cast.near)).picture, calm)  # it is linked anew
-    drawn = cast.bare.draw(LONG, hosts(LONG, cast.near), on_step=once(cast.near.kill_engine))
-    assert isinstance(drawn.error, NoControlNet)
-    assert drawn.error.metadata == {"controlnets": "edges", "servers": "near"}
-    assert drawn.pixels is None
 
 
 def test_a_server_that_only_stops_is_noticed_and_replaced(cast: Cast, calm: Pixels) -> None:
@@ -224,8 +150,17 @@ def test_a_server_that_only_stops_is_noticed_and_replaced(cast: Cast, calm: Pixe
 
 
 def test_another_version_of_a_controlnet_is_not_taken_for_the_one_meant(cast: Cast) -> None:
-    drawn = cast.equipped.draw(LONG, hosts(LONG, cast.near, digest="0" * 64))
+    drawn = cast.bare.draw(LONG, hosts(LONG, cast.near, digest="0" * 64))
     assert isinstance(drawn.error, NoControlNet)
+
+
+def test_a_profile_is_taken_of_what_is_hosted_and_of_nothing_else(cast: Cast) -> None:
+    profile = controlnet_pb2.ResidualProfile(model_hash="m", num_inference_steps=20, similarity=0.995)
+    digest = cast.far.hosted()["depth"].digest
+    assert cast.far.set_profile("depth", digest, profile).profiles == [profile]
+    with pytest.raises(grpc.RpcError) as refusal:
+        cast.far.set_profile("depth", "0" * 64, profile)
+    assert isinstance(from_rpc_error(refusal.value), ControlNetNotFound)
 
 
 def test_what_is_prefetched_is_loaded_before_anybody_asks(cast: Cast) -> None:
@@ -246,29 +181,11 @@ def test_another_controlnet_can_be_added_below_the_root_and_nowhere_else(cast: C
     assert "mine/x" not in cast.far.hosted()
 
 
-def test_a_profile_is_remembered_over_restarts_and_only_for_what_is_hosted(
-    folders: Mapping[str, Path], tmp_path: Path
-) -> None:
-    profile = controlnet_pb2.ResidualProfile(model_hash="m", num_inference_steps=20, similarity=0.995)
-    with Services(tmp_path) as services:
-        house = House(services, tmp_path, {"edges": folders["edges"]})
-        server = house.server("server")
-        digest = server.hosted()["edges"].digest
-        assert server.set_profile("edges", digest, profile).profiles == [profile]
-        with pytest.raises(grpc.RpcError) as refusal:
-            server.set_profile("edges", "0" * 64, profile)
-        assert isinstance(from_rpc_error(refusal.value), ControlNetNotFound)
-        server.service.stop()
-        assert house.server("server").hosted()["edges"].profiles == [profile]
-
-
 @pytest.mark.parametrize(
     ("similarity", "fidelity", "mode"),
     [
         (0.99, generation_pb2.FIDELITY_BALANCED, generation_pb2.RESIDUAL_MODE_PIPELINED),
-        (0.9899, generation_pb2.FIDELITY_BALANCED, generation_pb2.RESIDUAL_MODE_SYNCHRONOUS),
         (1.0, generation_pb2.FIDELITY_EXACT, generation_pb2.RESIDUAL_MODE_SYNCHRONOUS),
-        (None, generation_pb2.FIDELITY_FAST, generation_pb2.RESIDUAL_MODE_SYNCHRONOUS),
     ],
 )
 def test_on_a_slow_link_the_mode_follows_from_profile_and_fidelity(

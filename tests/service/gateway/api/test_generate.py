@@ -18,7 +18,7 @@ from PIL import Image
 from bottega import errors
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, image_pb2_grpc
-from bottega.v1.generation_pb2 import Lora, Techniques
+from bottega.v1.generation_pb2 import Techniques
 from tests.fakes.scripted_worker import MODEL
 from tests.support.running_gateway import Running, refusal, running_gateway, told
 
@@ -87,15 +87,6 @@ async def test_an_order_with_a_request_id_outlives_the_deadline_of_its_caller(ho
     assert [image.data for image in completed.images] == [b"picture 0"]
     (request,) = worker.requests
     assert (request.request_id, request.HasField("deadline_s")) == ("order-1", False)
-
-
-async def test_violations_come_all_at_once_and_before_everything_else(house: Running) -> None:
-    error = await refusal(lambda: house.generate("bad id", width=-1, model="no-such", loras=[Lora(name="pastel")]))
-    assert isinstance(error, errors.InvalidRequest)
-    assert {violation.field for violation in error.violations} == {"request_id", "spec.width"}
-    await house.worker()
-    error = await refusal(lambda: house.generate(width=63, loras=[Lora(name="pastel")]))
-    assert [violation.field for violation in error.violations] == ["spec.width"]
 
 
 async def test_what_is_not_served_yet_is_unimplemented_and_named(house: Running) -> None:
@@ -191,15 +182,6 @@ async def test_a_job_with_request_id_continues_and_is_attached_to(house: Running
     again = await house.draw("order-1", prompt="a star")
     assert list(again.images) == list(images)
     assert len(worker.requests) == 1
-
-
-async def test_the_same_order_twice_at_once_is_drawn_once() -> None:
-    async with running_gateway(codec_processes=1) as house:
-        worker = await house.worker()
-        image = _png(64, 64)
-        both = await asyncio.gather(*(house.draw("order-1", prompt="a star", image=image) for _ in range(2)))
-        assert list(both[0].images) == list(both[1].images)
-        assert len(worker.requests) == 1
 
 
 async def test_a_request_id_with_another_spec_is_refused(house: Running) -> None:
@@ -375,27 +357,6 @@ async def test_a_page_of_large_jobs_ends_early_enough_for_any_client_and_goes_on
     assert 1 < pages < 10
 
 
-async def test_what_cannot_be_done_in_time_is_refused_with_the_estimate(house: Running) -> None:
-    worker = await house.worker(step_s={2: 0.1, 4: 0.2})
-    error = await refusal(lambda: house.generate(timeout=2.0, prompt="a star", num_inference_steps=30))
-    assert isinstance(error, errors.DeadlineUnmeetable)
-    assert float(error.metadata["estimate_s"]) == pytest.approx(3.0)
-    assert worker.requests == []
-    assert (await house.draw(prompt="a star", num_inference_steps=10)).images
-
-
-async def test_a_queued_job_past_its_deadline_is_dropped(house: Running) -> None:
-    worker = await house.worker()
-    worker.script.hold_at = 1
-    await house.submit(prompt="first")
-    await asyncio.wait_for(worker.arrived.wait(), 2)
-    waits = house.generate(timeout=1.5, prompt="second")
-    job_id = (await told(waits)).job_id
-    job = await house.ended(job_id)
-    assert (job.state, job.error.code) == (image_pb2.JOB_STATE_FAILED, errors.Code.DEADLINE_EXCEEDED)
-    assert len(worker.requests) == 1
-
-
 async def test_a_running_job_past_its_deadline_is_taken_from_its_worker(house: Running) -> None:
     worker = await house.worker()
     worker.script.hold_at = 1
@@ -403,22 +364,6 @@ async def test_a_running_job_past_its_deadline_is_taken_from_its_worker(house: R
     job_id = (await told(call)).job_id
     assert (await asyncio.wait_for(worker.cancelled.get(), 5)).job_id == job_id
     assert (await house.ended(job_id)).error.code == errors.Code.DEADLINE_EXCEEDED
-
-
-async def test_those_who_wait_are_told_their_place_and_again_when_it_changes(house: Running) -> None:
-    worker = await house.worker(step_s={2: 0.1, 4: 0.2})
-    worker.script.hold_at = 1
-    running = await house.submit(prompt="runs")
-    next_one = await house.submit(prompt="is next")
-    last = house.generate(prompt="is last")
-    first = (await told(last)).queued
-    assert first.place == 1
-    assert first.estimate_s == pytest.approx(3 * 3.0, rel=0.1)
-    await house.images.CancelJob(image_pb2.CancelJobRequest(job_id=next_one.job_id))
-    moved = (await told(last)).queued
-    assert moved.place == 0
-    last.cancel()
-    await house.images.CancelJob(image_pb2.CancelJobRequest(job_id=running.job_id))
 
 
 async def test_a_full_queue_refuses_with_the_time_to_ask_again() -> None:
@@ -441,39 +386,6 @@ async def test_the_backlog_is_told_to_the_worker_at_once(house: Running) -> None
     await _within(1, lambda: worker.backlogs[-1] == 2)
     await house.images.CancelJob(image_pb2.CancelJobRequest(job_id=jobs[2].job_id))
     await _within(1, lambda: worker.backlogs[-1] == 1)
-
-
-async def test_a_group_is_joined_where_the_workers_measured_times_gain(house: Running) -> None:
-    worker = await house.worker(step_s={2: 0.1, 4: 0.101, 8: 0.102})
-    worker.script.hold_at = 1
-    jobs = [await house.submit(prompt=f"star {i}") for i in range(3)]
-    await _within(2, lambda: len(worker.requests) == 3)
-    worker.script.release.set()
-    for job in jobs:
-        await house.ended(job.job_id)
-
-
-async def test_jobs_are_spread_over_the_workers(house: Running) -> None:
-    workers = [await house.worker(f"w{i}", step_s={2: 0.1, 4: 0.2}) for i in range(3)]
-    for worker in workers:
-        worker.script.hold_at = 1
-    for i in range(3):
-        await house.submit(prompt=f"star {i}")
-    await _within(2, lambda: all(len(worker.requests) == 1 for worker in workers))
-
-
-async def test_previews_are_made_and_relayed_only_when_asked_for(house: Running) -> None:
-    worker = await house.worker()
-    worker.script.preview = b"jpeg"
-    worker.script.pace_s = 0.01
-    events = [a.event async for a in house.generate(preview=True, prompt="a star")]
-    previews = [p for event in events for p in event.progress.previews]
-    assert previews
-    assert {preview.jpeg for preview in previews} == {b"jpeg"}
-    assert worker.requests[0].preview
-    events = [a.event async for a in house.generate(prompt="a star")]
-    assert not any(event.progress.previews for event in events)
-    assert not worker.requests[1].preview
 
 
 async def test_previews_come_to_whoever_asks_for_them_while_the_job_runs(house: Running) -> None:
@@ -521,18 +433,6 @@ async def test_models_and_members_are_listed(house: Running) -> None:
     assert [member.registration.name for member in members] == ["gateway", "w1", "w2"]
     assert members[0].registration.address == house.address
     assert members[0].load.memory_bytes > 10 << 20
-
-
-async def test_one_model_of_several_must_be_named(house: Running) -> None:
-    other = image_pb2.Model()
-    other.CopyFrom(MODEL)
-    other.name = "other"
-    await house.worker("w1")
-    worker = await house.worker("w2", model=other)
-    error = await refusal(lambda: house.generate(prompt="a star"))
-    assert [violation.field for violation in error.violations] == ["spec.model"]
-    await house.draw(prompt="a star", model="other")
-    assert len(worker.requests) == 1
 
 
 async def test_metrics_tell_outcomes_refusals_and_members(house: Running) -> None:

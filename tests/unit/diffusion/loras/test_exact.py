@@ -28,9 +28,6 @@ SPEC = ResolvedSpec(
 TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 SETS: list[dict[str, float]] = [
     {"outline": 0.8},
-    {"pastel": 1.0},
-    {"pixel": 0.7},
-    {"outline": 0.8, "pastel": -0.4},
     {"outline": 0.5, "pastel": 1.1, "pixel": 0.3},
 ]
 

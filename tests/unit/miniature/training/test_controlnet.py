@@ -44,6 +44,7 @@ def new_stage(corpus: Corpus, latents: Latents, kind: str = "edges", rows: int =
     return ControlNetStage(load_parts(WEIGHTS), corpus, latents, ControlNetRecipe(kind=kind, rows=rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(DRAWN))
 def test_a_controlnet_learns_and_the_model_stays(kind: str, corpus: Corpus, latents: Latents) -> None:
     parts = load_parts(WEIGHTS)
@@ -115,6 +116,7 @@ def test_trained_nets_are_kept_beside_each_other_and_the_stock_pipeline_draws_wi
     assert "_name_or_path" not in (model / "controlnets" / "edges" / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_running_training_can_be_exported(tmp_path: Path) -> None:
     train("layout", Training(folder=tmp_path / "state", steps=2, rows=2, pictures=4))
 

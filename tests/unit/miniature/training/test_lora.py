@@ -74,6 +74,7 @@ def stock() -> Any:
     return pipeline
 
 
+@pytest.mark.slow
 def test_a_lora_learns_within_fifty_steps_and_the_model_stays(tmp_path: Path) -> None:
     stage, parts = new_stage("dusk", tmp_path)
     before = {

@@ -79,7 +79,9 @@ class Watched:
         self._stage.load_state(state)
 
 
-@pytest.mark.parametrize("name", ["text", "vision", "unet"])
+@pytest.mark.parametrize(
+    "name", ["text", pytest.param("vision", marks=pytest.mark.slow), pytest.param("unet", marks=pytest.mark.slow)]
+)
 def test_a_stage_learns_within_fifty_steps(name: str, corpus: Corpus, latents: Latents, tmp_path: Path) -> None:
     stage = Watched(_stage(name, corpus, latents)[0])
 
@@ -110,6 +112,7 @@ def test_the_vae_learns_plain_pictures_and_every_style(corpus: Corpus) -> None:
         assert mixed.images[row].permute(1, 2, 0).numpy().tobytes() == picture.tobytes()
 
 
+@pytest.mark.slow
 def test_the_vae_learns_as_a_whole(corpus: Corpus, latents: Latents, tmp_path: Path) -> None:
     stage, parts = _stage("vae", corpus, latents)
     vae, pictures = parts["vae"], corpus.pictures(torch.arange(8))
