@@ -1,6 +1,6 @@
 """The ways to move a message that the transport bench compares: each moves one, and returns when it is acknowledged.
 
-Each has a process of its own at the other end, except memcpy and the link within a process. It reports nothing.
+Each has a process of its own at the other end, except memcpy. It reports nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from bottega.errors import LinkError
 from bottega.transport import (
     Backend,
     Deadline,
@@ -31,7 +29,6 @@ from bottega.transport import (
     Link,
     LinkListener,
     TensorSpec,
-    connect,
     offer_to_wire,
 )
 from bottega.transport.memory.mappings import address, private_slot
@@ -95,7 +92,7 @@ class ByLink:
     """A link; the credit that comes back is the acknowledgement. in_place: the bytes are in the slot already."""
 
     def __init__(self, link: Link, *, in_place: bool) -> None:
-        self.by_reference = in_place or link.answer.backend == Backend.PROCESS
+        self.by_reference = in_place
         self._link = link
         self._in_place = in_place
 
@@ -195,7 +192,6 @@ def all_ways() -> Iterator[dict[str, Way]]:
         listener = stack.enter_context(LinkListener(doors, limits=LIMITS))
         memfd = stack.enter_context(_linked(listener, Backend.MEMFD))
         tcp = stack.enter_context(_linked(listener, Backend.TCP))
-        process = stack.enter_context(_linked_here(listener))
         gloo = stack.enter_context(_gloo_peer())
         runner = stack.enter_context(asyncio.Runner())
         grpc_peer = stack.enter_context(_peer("grpc"))
@@ -205,7 +201,6 @@ def all_ways() -> Iterator[dict[str, Way]]:
         stack.callback(unary.close)
         yield {
             "memcpy": Memcpy(),
-            "process": ByLink(process, in_place=False),
             "memfd, written in place": ByLink(memfd, in_place=True),
             "memfd, copied in": ByLink(memfd, in_place=False),
             "TCP": ByLink(tcp, in_place=False),
@@ -225,26 +220,6 @@ def _linked(listener: LinkListener, way: Backend) -> Iterator[Link]:
         with listener.accept(offer, Deadline.after(_PATIENCE_S)) as link:
             assert link.answer.backend == way
             yield link
-
-
-@contextmanager
-def _linked_here(listener: LinkListener) -> Iterator[Link]:
-    offer = listener.offer()
-    with connect(offer, Deadline.after(10), limits=LIMITS, ways=(Backend.PROCESS,)) as far:
-        with listener.accept(offer, Deadline.after(10)) as near:
-            thread = threading.Thread(target=_take, args=(far,))
-            thread.start()
-            yield near
-        thread.join()
-
-
-def _take(link: Link) -> None:
-    try:
-        while True:
-            with link.recv(Deadline.after(600.0)) as incoming:
-                incoming.wait_all(Deadline.after(600.0))
-    except LinkError:
-        return  # the bench is over
 
 
 @contextmanager

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,20 +19,28 @@ from bottega.diffusion.controlnets.messages import (
     ControlMessageKind,
     ControlStep,
     Refusal,
-    kind_of,
-    number_message,
-    read_number,
     read_opening,
     read_step,
     refused_message,
     residuals_layout,
 )
 from bottega.diffusion.controlnets.provider import ControlServer
-from bottega.diffusion.tensor_messages import TensorMessage, tensor_at
+from bottega.diffusion.tensor_messages import tensor_at
 from bottega.errors import BottegaError, LinkError, PeerDead
 from bottega.rpc.status import to_job_error
-from bottega.transport import Deadline, Endpoints, Incoming, Link, LinkListener, Offer
-from tests.support.linked_servers import ELSEWHERE
+from bottega.transport import (
+    Deadline,
+    Endpoints,
+    Incoming,
+    Link,
+    LinkListener,
+    Offer,
+    ServiceOffer,
+    WholeMessage,
+    kind_of,
+    number_message,
+    read_number,
+)
 
 LIFE_S = 30.0
 
@@ -53,11 +61,11 @@ class Script:
     dies_after_s: float = 0.0
     silent_at_step: int = 0
     hangs_at_step: int = 0
-    lies: Callable[[int], TensorMessage] | None = None
+    lies: Callable[[int], WholeMessage] | None = None
 
 
 class ScriptedServer:
-    """One server; an `Offers` for whoever connects to it. shapes: of the residuals, by point, which are all 0."""
+    """One server; an OfferSource for whoever connects to it. shapes: of the residuals, by point, which are all 0."""
 
     def __init__(self, name: str, folder: Path, script: Script, shapes: tuple[tuple[int, int, int], ...]) -> None:
         self.server = ControlServer(name=name, address=name)
@@ -67,12 +75,14 @@ class ScriptedServer:
         self._shapes = shapes
         self._listener = LinkListener(Endpoints(unix_path=folder / f"{name}.sock"))
 
-    def ask(self, address: str, link_id: str) -> Future[Offer]:
-        """See worker.controlnets.Offers."""
+    def request(
+        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
+    ) -> Future[ServiceOffer]:
+        """See OfferSource."""
         offer = self._listener.offer(link_id or None)
         threading.Thread(target=self._serve, args=(offer,), daemon=True).start()
-        answer = Future[Offer]()
-        answer.set_result(replace(offer, process=ELSEWHERE))
+        answer = Future[ServiceOffer]()
+        answer.set_result(ServiceOffer(offer=offer, service=address))
         return answer
 
     def close(self) -> None:
@@ -94,15 +104,17 @@ class ScriptedServer:
             views = [incoming.view(index) for index in range(len(layout.specs))]
             if self._script.silent_at_step and self.steps >= self._script.silent_at_step:
                 return
-            match kind_of(layout):
+            kind = kind_of(layout)
+            if kind == "ping":
+                send(link, number_message("pong"))
+                return
+            match ControlMessageKind(kind):
                 case ControlMessageKind.OPEN:
                     self._open(link, read_opening(layout, views).loan)
                 case ControlMessageKind.STEP:
                     self._step(link, read_step(layout, views))
                 case ControlMessageKind.CLOSE:
                     self.closed.append(read_number(layout, views))
-                case ControlMessageKind.PING:
-                    send(link, number_message(ControlMessageKind.PONG))
 
     def _open(self, link: Link, loan: int) -> None:
         if self._script.refuses_loans is not None:
@@ -134,7 +146,7 @@ class ScriptedServer:
             outgoing.finish()
 
 
-def send(link: Link, message: TensorMessage) -> None:
+def send(link: Link, message: WholeMessage) -> None:
     """Sends a message as it is."""
     link.send(message.layout, message.buffers, Deadline.after(LIFE_S))
 

@@ -6,7 +6,8 @@ What the tests of several files share; it tests nothing itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,8 @@ from bottega.diffusion.engine.events import JobAdvanced
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.transport import Limits
-from bottega.worker.controlnets import LinkSettings, Offers, RemoteControlNets
+from bottega.transport import Limits, OfferSource, ServiceOffer
+from bottega.worker.controlnets import ControlLinkSettings, RemoteControlNets
 from tests.fakes.scripted_controlnet_link import ScriptedServer
 from tests.samples.controlnets import control_image, control_spec, layout_of, random_controlnet, save
 from tests.support import linked_servers
@@ -44,8 +45,8 @@ class Desk:
 
     open: ClassVar[list[Desk]] = []
 
-    def __init__(self, model: Model, offers: Offers, limits: EngineLimits = ALONE, **options: Any) -> None:
-        settings = LinkSettings(
+    def __init__(self, model: Model, offers: OfferSource, limits: EngineLimits = ALONE, **options: Any) -> None:
+        settings = ControlLinkSettings(
             silence_s=options.pop("silence_s", PATIENCE_S),
             stall_s=options.pop("stall_s", PATIENCE_S),
             limits=Limits(slots=options.pop("slots", 8)),
@@ -105,9 +106,11 @@ class Pair:
         self._bad = bad
         self._good = linked_servers.Offers(*([good] if good else []))
 
-    def ask(self, address: str, link_id: str) -> Any:
-        chosen: Offers = self._bad if address == self._bad.server.address else self._good
-        return chosen.ask(address, link_id)
+    def request(
+        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
+    ) -> Future[ServiceOffer]:
+        chosen: OfferSource = self._bad if address == self._bad.server.address else self._good
+        return chosen.request(kind, address, link_id)
 
 
 def random_folders(model: Model, folder: Path) -> dict[str, Path]:

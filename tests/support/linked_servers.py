@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,9 +20,7 @@ from bottega.controlnet.links import ControlNetLinks
 from bottega.controlnet.model_registry import ModelRegistry
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlServer
 from bottega.errors import BottegaError, Unavailable
-from bottega.transport import Offer
-
-ELSEWHERE = "another process"
+from bottega.transport import Offer, ServiceOffer
 
 
 class LinkedServer:
@@ -67,8 +64,8 @@ class LinkedServer:
         return ControlHosts(digest=self.digests[net], servers=(self.server,))
 
     def offer(self, link_id: str) -> Offer:
-        """As the server's front hands it on, to another process."""
-        return replace(self.links.offer("tester", link_id, caller=""), process=ELSEWHERE)
+        """As the server's front hands it on."""
+        return self.links.offer("tester", link_id, caller="")
 
     def close(self) -> None:
         """Takes no links and computes nothing any more."""
@@ -96,14 +93,16 @@ class Offers:
         self._servers = {server.server.address: server for server in servers}
         self.asked: list[tuple[str, str]] = []
 
-    def ask(self, address: str, link_id: str) -> Future[Offer]:
-        """See worker.controlnets.Offers."""
+    def request(
+        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
+    ) -> Future[ServiceOffer]:
+        """See OfferSource."""
         self.asked.append((address, link_id))
-        answer = Future[Offer]()
+        answer = Future[ServiceOffer]()
         try:
             if address not in self._servers:
                 raise Unavailable(f"nothing listens at {address}")
-            answer.set_result(self._servers[address].offer(link_id))
+            answer.set_result(ServiceOffer(offer=self._servers[address].offer(link_id), service=address))
         except BottegaError as error:
             answer.set_exception(error)
         return answer

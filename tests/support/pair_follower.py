@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
 from bottega.errors import BottegaError, Unavailable
-from bottega.transport import Endpoints, LinkCounters
-from bottega.worker.peer import Follower, Leader, PeerOffer, PeerSettings
+from bottega.transport import Endpoints, LinkCounters, ServiceOffer
+from bottega.worker.peer import Follower, Leader, PeerLinkSettings
 from tests.support.waiting import wait_until
 
 LINK_TIMEOUT_S = 10.0
@@ -62,15 +62,18 @@ class FollowerThread:
         if following is not None:
             following.close()
 
-    def ask_peer(self, _address: str, link_id: str) -> Future[PeerOffer]:
-        """See PeerOffers."""
-        asked = Future[PeerOffer]()
+    def request(
+        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
+    ) -> Future[ServiceOffer]:
+        """See OfferSource."""
+        asked = Future[ServiceOffer]()
         try:
             if self.refusal is not None:
                 raise self.refusal
             if self._following is None:
                 raise Unavailable("the follower is away")
-            asked.set_result(PeerOffer(offer=self._following.offer("leader", link_id, caller=""), worker=self.name))
+            offer = self._following.offer("leader", link_id, caller="")
+            asked.set_result(ServiceOffer(offer=offer, service=self.name))
         except BottegaError as error:
             asked.set_exception(error)
         return asked
@@ -139,9 +142,15 @@ class WatchedPeer:
         return returned
 
 
+def leader_of(follower: FollowerThread, *, silence_s: float = 5.0) -> Leader:
+    """The follower as its leader sees it. Start and stop it."""
+    settings = PeerLinkSettings(silence_s=silence_s)
+    return Leader("follower:1", terms={}, offers=follower, counters=LinkCounters(), settings=settings)
+
+
 def led(follower: FollowerThread) -> Leader:
     """The follower as its leader sees it, linked. Stop it."""
-    peer = Leader("follower:1", offers=follower, counters=LinkCounters(), settings=PeerSettings(silence_s=SILENCE_S))
+    peer = leader_of(follower, silence_s=SILENCE_S)
     peer.start()
     wait_until(lambda: peer.free, "the pair to be linked")
     return peer

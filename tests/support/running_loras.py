@@ -21,7 +21,7 @@ from bottega.loras.store import LoraStore
 from bottega.rpc.channel import open_channel
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_job_error
-from bottega.transport import Deadline, Limits, Link, connect, offer_from_wire
+from bottega.transport import Deadline, Limits, Link, connect, kind_of, offer_from_wire, read_number
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 from bottega.v1.error_pb2 import JobError
@@ -116,7 +116,7 @@ def fetch(link: Link, digest: str, number: int = 1) -> bytes:
         with link.recv(Deadline.after(PATIENCE_S)) as incoming:
             incoming.wait_all(Deadline.after(PATIENCE_S))
             messages.check_piece(incoming.layout, max_bytes=whole_bytes - len(data))
-            assert messages.read_number(incoming.layout, incoming.view(0)) == number
+            assert read_number(incoming.layout, [incoming.view(0)]) == number
             data += bytes(incoming.view(messages.PIECE))
     canonical.parse(head, file_bytes=len(data))
     return data
@@ -127,11 +127,11 @@ def _head(link: Link, number: int) -> bytes | tuple[bytes, bytes, int]:
     with link.recv(Deadline.after(PATIENCE_S)) as incoming:
         incoming.wait_all(Deadline.after(PATIENCE_S))
         views = [incoming.view(index) for index in range(len(incoming.layout.specs))]
-        if messages.kind_of(incoming.layout) is messages.LoraMessageKind.REFUSED:
+        if kind_of(incoming.layout) == messages.LoraMessageKind.REFUSED:
             _, packed = messages.read_refusal(incoming.layout, views)
             raise from_job_error(json_format.Parse(packed, JobError()))
-        assert messages.read_number(incoming.layout, views[0]) == number
-        if messages.kind_of(incoming.layout) is messages.LoraMessageKind.WHOLE:
+        assert read_number(incoming.layout, views) == number
+        if kind_of(incoming.layout) == messages.LoraMessageKind.WHOLE:
             assert incoming.file is not None
             return bytes(incoming.file)
         unet_bytes = messages.read_unet_bytes(views[messages.UNET_BYTES], max_bytes=canonical.MAX_FILE_BYTES)

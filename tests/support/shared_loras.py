@@ -19,7 +19,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from bottega.lora.canonical import BACKBONE, ModuleWeights, TensorData
 from bottega.lora.safetensors_header import LENGTH_BYTES, header_bytes
 from bottega.loras.config import LinksConfig
 from bottega.loras.links import LoraLinks
-from bottega.transport import Offer, offer_from_wire, offer_to_wire
+from bottega.transport import Offer, ServiceOffer, offer_from_wire, offer_to_wire
 from bottega.v1.link_pb2 import LinkOffer
 
 PATIENCE_S = 30.0
@@ -153,16 +153,18 @@ def taker() -> Iterator[Taker]:
 
 
 class QueuedOffers:
-    """Offers that somebody brings. See LoraOffers."""
+    """Offers that somebody brings. See OfferSource."""
 
     def __init__(self) -> None:
         self.brought: queue.SimpleQueue[Offer] = queue.SimpleQueue()
 
-    def ask_loras(self, address: str, link_id: str) -> Future[Offer]:
+    def request(
+        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
+    ) -> Future[ServiceOffer]:
         """The next one."""
-        answer: Future[Offer] = Future()
+        answer: Future[ServiceOffer] = Future()
         try:
-            answer.set_result(self.brought.get_nowait())
+            answer.set_result(ServiceOffer(offer=self.brought.get_nowait(), service="store"))
         except queue.Empty:
             answer.set_exception(PeerDead("nobody brought an offer"))
         return answer

@@ -5,7 +5,6 @@ before anything is done with it; what breaks a rule raises ValueError. Knows no 
 
     worker -> store    fetch: the LoRA of a digest          whole, or lora and its pieces in order, or refused
                        cancel: of a fetch's number          nothing; what is on its way already may still come
-                       ping: are you there?                 pong
 
 A whole message carries the canonical file as the store has it in memory (bottega.transport, files): within a host no
 byte of it is copied. Between the pieces of one LoRA may be any other messages: what a prompt waits for waits for no
@@ -15,18 +14,16 @@ other LoRA. A LoRA that is refused after its head, or some of its pieces, comes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 from bottega.lora.canonical import CanonicalLora
-from bottega.transport import DType, Layout, TensorSpec
+from bottega.transport import BytesMessage, DType, Layout, TensorSpec, number_spec, pack_number, read_number
 
 DIGEST_BYTES = 32
 # That a worker takes in at once: so many pieces keep a link busy while others are acknowledged.
 SLOTS = 4
 # A status of ours, as JSON.
 _MAX_ERROR_BYTES = 64 << 10
-_NUMBER_BYTES = 8
 _UNET_BYTES = "unet_bytes"
 # Tensors of a lora message: how many bytes its pieces will have, and what a prompt waits for.
 UNET_BYTES, HEADER, TEXT = 1, 2, 3
@@ -43,39 +40,19 @@ class LoraMessageKind(StrEnum):
     LORA = "lora"
     PIECE = "piece"
     REFUSED = "refused"
-    PING = "ping"
-    PONG = "pong"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoraMessage:
-    """A message to send: its layout, and a buffer for each of its tensors."""
-
-    layout: Layout
-    buffers: tuple[bytes, ...]
-
-
-def kind_of(layout: Layout) -> LoraMessageKind:
-    """What a message of this layout is. Raises ValueError for what is none."""
-    return LoraMessageKind(layout.specs[0].name)
-
-
-def number_message(kind: LoraMessageKind, number: int = 0) -> LoraMessage:
-    """A ping, pong, cancel or whole message."""
-    return LoraMessage(layout=Layout.of(_number(kind)), buffers=(_packed(number),))
-
-
-def fetch_message(number: int, digest: str) -> LoraMessage:
+def fetch_message(number: int, digest: str) -> BytesMessage:
     """A fetch message. digest: SHA-256, hex."""
-    layout = Layout.of(_number(LoraMessageKind.FETCH), _bytes("digest", DIGEST_BYTES))
-    return LoraMessage(layout=layout, buffers=(_packed(number), bytes.fromhex(digest)))
+    layout = Layout.of(number_spec(LoraMessageKind.FETCH), _bytes("digest", DIGEST_BYTES))
+    return BytesMessage(layout=layout, buffers=(pack_number(number), bytes.fromhex(digest)))
 
 
-def refused_message(number: int, error: bytes) -> LoraMessage:
+def refused_message(number: int, error: bytes) -> BytesMessage:
     """A refused message. error: a JobError as JSON."""
-    return LoraMessage(
-        layout=Layout.of(_number(LoraMessageKind.REFUSED), _bytes("error", len(error))),
-        buffers=(_packed(number), error),
+    return BytesMessage(
+        layout=Layout.of(number_spec(LoraMessageKind.REFUSED), _bytes("error", len(error))),
+        buffers=(pack_number(number), error),
     )
 
 
@@ -83,8 +60,8 @@ def lora_layout(lora: CanonicalLora) -> Layout:
     """Of the head of an answer to a fetch: its number, the bytes of the UNet's section, the file's header and the text
     encoders' section; a zero byte is an empty one."""
     return Layout.of(
-        _number(LoraMessageKind.LORA),
-        TensorSpec(name=_UNET_BYTES, dtype=DType.INT64, shape=(1,)),
+        number_spec(LoraMessageKind.LORA),
+        number_spec(_UNET_BYTES),
         _bytes("header", lora.header_bytes),
         _bytes("text", max(1, lora.text_bytes)),
     )
@@ -92,32 +69,19 @@ def lora_layout(lora: CanonicalLora) -> Layout:
 
 def piece_layout(size_bytes: int) -> Layout:
     """Of the next bytes of the UNet's section: its LoRA's number, and they."""
-    return Layout.of(_number(LoraMessageKind.PIECE), _bytes("bytes", size_bytes))
-
-
-def packed_number(number: int) -> bytes:
-    """What a tensor that is a number holds."""
-    return _packed(number)
-
-
-def read_number(layout: Layout, view: memoryview) -> int:
-    """The number that a message begins with. view: of its first tensor."""
-    spec = layout.specs[0]
-    if (spec.dtype, spec.shape) != (DType.INT64, (1,)):
-        raise ValueError(f"a {spec.name} message does not begin with a number")
-    return int.from_bytes(bytes(view), "little", signed=True)
+    return Layout.of(number_spec(LoraMessageKind.PIECE), _bytes("bytes", size_bytes))
 
 
 def read_fetch(layout: Layout, views: Sequence[memoryview]) -> tuple[int, str]:
     """Number and digest of a fetch message."""
     _check(layout, {"digest": DIGEST_BYTES})
-    return read_number(layout, views[0]), bytes(views[1]).hex()
+    return read_number(layout, views), bytes(views[1]).hex()
 
 
 def read_refusal(layout: Layout, views: Sequence[memoryview]) -> tuple[int, bytes]:
     """Number and reason of a refused message."""
     _check(layout, {"error": _MAX_ERROR_BYTES})
-    return read_number(layout, views[0]), bytes(views[1])
+    return read_number(layout, views), bytes(views[1])
 
 
 def check_lora(layout: Layout, *, max_bytes: int) -> None:
@@ -151,13 +115,5 @@ def _check(layout: Layout, rest: dict[str, int], behind: int = 0) -> None:
             raise ValueError(f"{spec.name} of a {layout.specs[0].name} message is not at most {rest[spec.name]} bytes")
 
 
-def _number(kind: LoraMessageKind) -> TensorSpec:
-    return TensorSpec(name=kind.value, dtype=DType.INT64, shape=(1,))
-
-
 def _bytes(name: str, size_bytes: int) -> TensorSpec:
     return TensorSpec(name=name, dtype=DType.UINT8, shape=(size_bytes,))
-
-
-def _packed(number: int) -> bytes:
-    return number.to_bytes(_NUMBER_BYTES, "little", signed=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2, message
+from google.protobuf import any_pb2, duration_pb2, json_format, message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # generated without types
 from grpc_status import rpc_status
 
@@ -96,6 +96,19 @@ def from_job_error(job_error: JobError) -> BottegaError:
         retry_after_s=_wait_s(job_error.retry_after_s) if job_error.HasField("retry_after_s") else None,
         violations=[Violation(field=v.field, description=v.description) for v in job_error.violations],
     )
+
+
+def job_error_to_json(error: BottegaError) -> bytes:
+    """A JobError as messages of links carry it."""
+    return json_format.MessageToJson(to_job_error(error), indent=None).encode()
+
+
+def job_error_from_json(packed: bytes) -> JobError:
+    """What `job_error_to_json` has made. Raises ValueError for anything else."""
+    try:
+        return json_format.Parse(packed, JobError())
+    except json_format.ParseError as problem:
+        raise ValueError(f"a refusal that cannot be read: {problem}") from None
 
 
 def _of_grpc(code: Code, said: str) -> BottegaError:

@@ -11,7 +11,6 @@ from contextlib import suppress
 
 from bottega.errors import AuthFailed, ConfigError, DeadlineExceeded, LinkError, PeerDead, StaleEpoch
 from bottega.process import open_files
-from bottega.transport import registry
 from bottega.transport.backends.memfd import MemfdReceiver, MemfdSender
 from bottega.transport.backends.tcp import TcpReceiver, TcpSender, tune
 from bottega.transport.channel.backend import Backend
@@ -32,7 +31,7 @@ from bottega.transport.handshake.offer import BackendChoice, Offer
 from bottega.transport.link import LEASE_S, Link, LinkTerms
 from bottega.transport.memory.mappings import sharing_failure
 
-_WAYS = (Backend.PROCESS, Backend.MEMFD, Backend.TCP)
+_WAYS = (Backend.MEMFD, Backend.TCP)
 # A listener's host answers in microseconds, another one in a round trip: more is trouble, and there may be another way.
 _WAY_S = 5.0
 
@@ -46,7 +45,7 @@ def connect(
     lease_s: float = LEASE_S,
     ways: tuple[Backend, ...] = _WAYS,
 ) -> Link:
-    """Takes up an offer: in one process by reference, on one host by shared memory, else by TCP; Link.answer says it.
+    """Takes up an offer: on one host by shared memory, else by TCP; Link.answer says it.
 
     limits: what this end takes in. ways: those that may be taken, in order.
     Raises StaleEpoch, AuthFailed, or PeerDead naming what became of each way; DeadlineExceeded.
@@ -80,17 +79,10 @@ class _ConnectionAttempt:
     def by(self, way: Backend, deadline: Deadline, failed: list[str]) -> Link:
         """The link by this way. Raises LinkError."""
         go: dict[Backend, Callable[[Deadline, list[str]], Link]] = {
-            Backend.PROCESS: self._by_process,
             Backend.MEMFD: self._by_memfd,
             Backend.TCP: self._by_tcp,
         }
         return go[way](deadline, failed)
-
-    def _by_process(self, deadline: Deadline, failed: list[str]) -> Link:
-        listener = registry.find(self._offer.process)
-        if listener is None:
-            raise PeerDead("the listener is in another process")
-        return listener.enter_local(self._offer, self._limits, self._counters, self._lease_s)
 
     def _by_memfd(self, deadline: Deadline, failed: list[str]) -> Link:
         endpoint = self._offer.memfd

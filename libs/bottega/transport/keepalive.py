@@ -1,7 +1,4 @@
-"""Receiving from a peer that must not fall silent: a quiet one is asked whether it is there, and given up in the end.
-
-It knows no message: what asks and what answers, its user does.
-"""
+"""Receiving from a peer that must not fall silent: a quiet one is asked for a sign of life, and given up in the end."""
 
 from __future__ import annotations
 
@@ -13,9 +10,10 @@ from bottega.transport.channel.receiver import Incoming
 from bottega.transport.deadline import Deadline
 from bottega.transport.link import Link
 
-# How often a quiet link is looked at.
+# How often a quiet link is looked at by who pings, and by who only listens.
 _LOOK_S = 0.25
-# Quiet for this share of silence_s, a peer is asked whether it is there.
+_LISTENING_LOOK_S = 2.0
+# Quiet for this share of silence_s, a peer is pinged.
 _PING_SHARE = 0.2
 # And after so many seconds in any case: those at the other end give up whoever is silent for half a minute.
 _PING_S = 5.0
@@ -24,8 +22,9 @@ _PING_S = 5.0
 class Keepalive:
     """One thread receives by it. Time in which this process was stopped itself is no silence of the peer's.
 
-    peer: what errors call it. silence_s: after which it is taken for dead. ping: asks it whether it is there.
-    check: called while nothing comes; raises why a peer that answers is given up all the same.
+    peer: what errors call it. silence_s: after which it is taken for dead. ping: asks it for a sign of life; None
+    where it says something every few seconds by itself. check: called while nothing comes; raises why a peer that
+    answers is given up all the same.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class Keepalive:
         *,
         peer: str,
         silence_s: float,
-        ping: Callable[[], object],
+        ping: Callable[[], object] | None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._link = link
@@ -42,7 +41,8 @@ class Keepalive:
         self._silence_s = silence_s
         self._ping = ping
         self._check = check
-        self._awake = AwakeClock(_LOOK_S)
+        self._look_s = _LISTENING_LOOK_S if ping is None else _LOOK_S
+        self._awake = AwakeClock(self._look_s)
         self._heard_s = self._pinged_s = self._awake()
 
     def next(self) -> Incoming:
@@ -50,7 +50,7 @@ class Keepalive:
         Link.recv do."""
         while True:
             try:
-                incoming = self._link.recv(Deadline.after(_LOOK_S))
+                incoming = self._link.recv(Deadline.after(self._look_s))
             except DeadlineExceeded as error:
                 self._look(error)
             else:
@@ -62,7 +62,7 @@ class Keepalive:
         while True:
             filled = incoming.filled
             try:
-                incoming.wait(count, Deadline.after(_LOOK_S))
+                incoming.wait(count, Deadline.after(self._look_s))
                 break
             except DeadlineExceeded as error:
                 if incoming.filled == filled:
@@ -70,10 +70,6 @@ class Keepalive:
                 else:
                     self._heard_s = self._awake()
         self._heard_s = self._awake()
-
-    def wait_all(self, incoming: Incoming) -> None:
-        """Waits for all of it. Raises as `next` does."""
-        self.wait(incoming, len(incoming.layout.specs))
 
     def _look(self, error: DeadlineExceeded) -> None:
         """Nothing has come for a moment."""
@@ -84,6 +80,7 @@ class Keepalive:
         if quiet_s > self._silence_s:
             raise DeadlineExceeded(f"{self._peer} was silent for {quiet_s:.1f} s; it is stopped, or cut off") from error
         self._check()
-        if now_s - max(self._heard_s, self._pinged_s) > min(_PING_SHARE * self._silence_s, _PING_S):
+        quiet_since_s = max(self._heard_s, self._pinged_s)
+        if self._ping is not None and now_s - quiet_since_s > min(_PING_SHARE * self._silence_s, _PING_S):
             self._pinged_s = now_s
             self._ping()

@@ -94,7 +94,7 @@ class Link:
     ) -> None:
         """Sends a whole message from buffers of the caller's, one for each tensor.
 
-        They are handed over: within a process the receiver looks at them, so they must not be written before `drain`.
+        They are handed over: a device's backend may still read them, so they must not be written before `drain`.
         file: goes with the message, none of its bytes being copied: the receiver looks at the same memory, and keeps
         it for as long as it likes, whatever becomes of message and link. Only where passes_files; ValueError if not.
         Raises as `begin` and Outgoing.finish do.

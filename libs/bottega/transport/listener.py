@@ -5,7 +5,6 @@ It binds only the address and the path that it is given. It knows no gRPC: someb
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import socket
 import threading
@@ -24,8 +23,6 @@ from bottega.errors import (
     StaleEpoch,
     Violation,
 )
-from bottega.transport import registry
-from bottega.transport.backends.local import LocalDirection, LocalReceiver, LocalSender
 from bottega.transport.backends.memfd import MemfdReceiver, MemfdSender
 from bottega.transport.backends.tcp import TcpReceiver, TcpSender, tune
 from bottega.transport.channel.backend import Backend
@@ -35,7 +32,7 @@ from bottega.transport.deadline import Deadline
 from bottega.transport.handshake.acceptor import Acceptor
 from bottega.transport.handshake.binding import Endpoints, bind_tcp, bind_unix
 from bottega.transport.handshake.credentials import links_group
-from bottega.transport.handshake.identity import host_identity, process_identity
+from bottega.transport.handshake.identity import host_identity
 from bottega.transport.handshake.messages import ClientHello, Direction, Verdict
 from bottega.transport.handshake.offer import (
     TOKEN_BYTES,
@@ -79,12 +76,10 @@ class LinkListener:
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._links: weakref.WeakValueDictionary[str, Link] = weakref.WeakValueDictionary()
         self._closed = False
-        self._process = f"{process_identity()}/{secrets.token_hex(8)}"
         self._memfd: MemfdEndpoint | None = None
         self._tcp: TcpEndpoint | None = None
         self._door = Acceptor(self, self._bind(), group=links_group() if doors.unix_path else None)
         self._door.start()
-        registry.add(self._process, self)
 
     def __enter__(self) -> LinkListener:
         return self
@@ -138,7 +133,6 @@ class LinkListener:
 
     def close(self) -> None:
         """Takes no links any more; those that there are live on."""
-        registry.remove(self._process)
         with self._lock:
             if self._closed:
                 return
@@ -175,31 +169,6 @@ class LinkListener:
             waiting.changed.notify_all()
             return True
 
-    def enter_local(self, offer: Offer, limits: Limits, counters: LinkCounters, lease_s: float) -> Link:
-        """The connecting end of a link within this process. Raises AuthFailed, StaleEpoch."""
-        with self._lock:
-            if offer.epoch < self._epochs.get(offer.link_id, 0):
-                raise StaleEpoch("the link has been opened anew since this offer was made; ask for a new one")
-            waiting = self._waiting.get(offer.link_id)
-            known = waiting is not None and hmac.compare_digest(waiting.offer.token, offer.token)
-            if waiting is None or not known or waiting.local or waiting.connections:
-                raise AuthFailed("the listener does not take the offer: it was used or has expired; ask for a new one")
-            forth, back = LocalDirection(), LocalDirection()
-            reason = "both ends are in one process"
-            terms = self._terms(offer, BackendChoice(backend=Backend.PROCESS, reason=reason), limits)
-            waiting.local = Link(terms, LocalSender(back), LocalReceiver(forth))
-            waiting.changed.notify_all()
-        theirs = LinkTerms(
-            link_id=offer.link_id,
-            epoch=offer.epoch,
-            answer=terms.answer,
-            ours=limits,
-            theirs=self._limits,
-            counters=counters,
-            lease_s=lease_s,
-        )
-        return Link(theirs, LocalSender(forth), LocalReceiver(back))
-
     def _still_waiting(self, offer: Offer) -> PendingOffer:
         if self._closed:
             raise LinkClosed("this process takes no links any more")
@@ -214,8 +183,6 @@ class LinkListener:
 
     def _taken_up(self, waiting: PendingOffer) -> Link | None:
         """The link if both directions are there; under the lock."""
-        if waiting.local is not None:
-            return self._waiting.take(waiting.offer.link_id).local
         if len(waiting.connections) < len(Direction) or waiting.hello is None:
             return None
         return self._link(self._waiting.take(waiting.offer.link_id), waiting.hello)
@@ -246,7 +213,6 @@ class LinkListener:
             token=secrets.token_bytes(TOKEN_BYTES),
             epoch=epoch,
             limits=self._limits,
-            process=self._process,
             memfd=self._memfd,
             tcp=self._tcp,
         )

@@ -1,221 +1,101 @@
-"""Links as a service serves them to workers: offered, counted, ended together; a thread receives, another answers.
-
-It knows no message: what comes is its user's to read, and so is what goes out.
-"""
+"""The serving end of links: offers them to workers, serves those that are taken up, and ends them together."""
 
 from __future__ import annotations
 
 import logging
-import queue
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Generic, Protocol, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from bottega.errors import Draining, LinkClosed, LinkError, LinksFull
 from bottega.sampled_log import SampledLog
-from bottega.transport.boundary import link_boundary
-from bottega.transport.channel.buffers import Buffer
-from bottega.transport.channel.receiver import Incoming
+from bottega.transport.channel.limits import Limits
+from bottega.transport.connection import Connection, ConnectionSettings, LinkHandler
+from bottega.transport.counters import LinkCounters
 from bottega.transport.deadline import Deadline
+from bottega.transport.handshake.binding import Endpoints
 from bottega.transport.handshake.offer import Offer, TcpEndpoint
-from bottega.transport.layout import Layout
-from bottega.transport.link import Link
 from bottega.transport.listener import LinkListener
-from bottega.transport.memory.sealed_file import SealedFile
-
-_log = logging.getLogger(__name__)
 
 # A message whose beginning is here must come to its end, and an answer must be taken.
 MESSAGE_S = 20.0
-# A worker takes up an offer at once, or not at all: for a LinkListener's token_s.
-TOKEN_S = 5.0
+# A worker takes up an offer at once, or not at all.
+_TOKEN_S = 5.0
 # The listener ends the wait.
-_ACCEPT_S = 2 * TOKEN_S
-# A worker says something every few seconds (vigil.py), or is gone.
+_ACCEPT_S = 2 * _TOKEN_S
+# A worker says something every few seconds (keepalive.py), or is gone.
 _SILENCE_S = 30.0
 # Of workers: each has one link. Offers that nobody has taken up yet are no links; the listener bounds those.
-_MOST_LINKS = 256
+_MAX_LINKS = 256
 # Most suites have all their workers on a few hosts; some links are left for another one.
-_MOST_LINKS_OF_HOST = 192
+_MAX_LINKS_PER_HOST = 192
 # One worker's link may end at any moment; those who were refused together shall not come back together.
 _RETRY_S = (0.5, 1.5)
-_CLOSED = None
+
+_log = logging.getLogger(__name__)
+# Anybody who may ask for offers could have as many of these lines as they like.
+_NOT_TAKEN_UP = SampledLog(
+    _log, "an offer of a link was not taken up", more="more offers of links were not taken up", counted="offers"
+)
+_LINKED = SampledLog(_log, "a worker is linked", more="more links were opened", counted="links")
+_ENDED = SampledLog(_log, "a worker's link has ended", more="more links have ended", counted="links")
+
+H = TypeVar("H", bound=LinkHandler)
 
 
-class WholeMessage(Protocol):
-    """A whole message: its layout, and a buffer for each of its tensors."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _OpenLink(Generic[H]):
+    """caller: host of the worker."""
 
-    @property
-    def layout(self) -> Layout: ...
-
-    @property
-    def buffers(self) -> Sequence[Buffer]: ...
-
-
-class LinkLog:
-    """What the log says of links: anybody who may ask for offers can have as many of these lines as they like.
-
-    linked, ended: what the lines say.
-    """
-
-    def __init__(self, log: logging.Logger, *, linked: str, ended: str) -> None:
-        self.not_taken_up = SampledLog(
-            log, "an offer of a link was not taken up", more="more offers of links were not taken up", counted="offers"
-        )
-        self.linked = SampledLog(log, linked, more="more links were opened", counted="links")
-        self.ended = SampledLog(log, ended, more="more links have ended", counted="links")
-
-    def sum_up(self) -> None:
-        """See SampledLog."""
-        for lines in (self.not_taken_up, self.linked, self.ended):
-            lines.sum_up()
+    connection: Connection
+    handler: H
+    caller: str
+    thread: threading.Thread
 
 
-LINK_LOG = LinkLog(_log, linked="a worker is linked", ended="a worker's link has ended")
+class LinkServer(ABC, Generic[H]):
+    """Any thread may call it.
 
-
-class LinkHandler(ABC):
-    """Serves one offer, from its being taken up to the link's end. on_end: called once, when it has ended.
-
-    service: what this end is, as texts name it. worker: the other's name. answers: what waits for the thread that
-    answers; None is the end.
-    """
-
-    def __init__(
-        self, listener: LinkListener, offer: Offer, *, service: str, worker: str, on_end: Callable[[LinkHandler], None]
-    ) -> None:
-        self.worker = worker
-        self._service = service
-        self._listener = listener
-        self._offer = offer
-        self._on_end = on_end
-        self._link: Link | None = None
-        self._cause: LinkError | None = None
-        # What is to be answered may come when it comes: after the end there is nobody to answer to.
-        self._ending = threading.Lock()
-        self._ended = False
-        self.answers: queue.SimpleQueue[Callable[[Link], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._live, name=f"link-{offer.link_id[:8]}", daemon=True)
-
-    @property
-    def linked(self) -> bool:
-        """Whether the offer was taken up."""
-        return self._link is not None
-
-    def start(self) -> None:
-        """Serves it in the background."""
-        self._thread.start()
-
-    def close(self, cause: LinkError) -> None:
-        """Ends it, and waits for its threads."""
-        self._cause = cause
-        link = self._link
-        if link is not None:
-            link.end(cause)
-            self._thread.join(MESSAGE_S)
-
-    def answer(self, answer: Callable[[Link], None]) -> bool:
-        """Has the thread that answers do something; whether it will, which it does on a dead link, too."""
-        with self._ending:
-            if not self._ended:
-                self.answers.put(answer)
-            return not self._ended
-
-    def say(self, message: WholeMessage) -> None:
-        """Has a whole message sent, as long as somebody is there."""
-        self.answer(lambda link: send(link, message))
-
-    @abstractmethod
-    def take(self, incoming: Incoming) -> None:
-        """A message is here, whole; to be given back. Raises ValueError for one that breaks the rules."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """The link is dead: what was borrowed for it is given back."""
-
-    def next_answer(self, link: Link) -> Callable[[Link], None] | None:
-        """What the thread that answers does next, as soon as there is something; None ends it. Whoever has something
-        to do in the gaps says so here, and takes what is in `answers` first."""
-        return self.answers.get()
-
-    def _live(self) -> None:
-        facts = {"worker": self.worker}
-        try:
-            link = self._link = self._listener.accept(self._offer, Deadline.after(_ACCEPT_S))
-        except LinkError as error:
-            LINK_LOG.not_taken_up.tell(details={**facts, "text": error.message})
-            self._on_end(self)
-            return
-        if self._cause is not None:
-            link.end(self._cause)
-        LINK_LOG.linked.tell({"backend": link.answer.backend}, facts)
-        answering = threading.Thread(target=self._answer, args=(link,), name="answers", daemon=True)
-        answering.start()
-        with self._boundary(link):
-            self._receive(link)
-        with self._ending:
-            self._ended = True
-            self.answers.put(_CLOSED)
-        answering.join()  # ends: the link is dead, and so is every wait in it
-        self.end()
-        link.close()
-        cause = link.cause
-        facts |= {"text": cause.message if cause else ""}
-        LINK_LOG.ended.tell({"cause": type(cause).__name__}, facts)
-        self._on_end(self)
-
-    def _receive(self, link: Link) -> None:
-        while True:
-            incoming = link.recv(Deadline.after(_SILENCE_S))
-            incoming.wait_all(Deadline.after(MESSAGE_S))
-            self.take(incoming)
-
-    def _answer(self, link: Link) -> None:
-        """The thread that answers. It goes on when the link is dead, so that what an answer holds is given back."""
-        while (answer := self.next_answer(link)) is not _CLOSED:
-            with self._boundary(link):
-                answer(link)
-
-    def _boundary(self, link: Link) -> AbstractContextManager[None]:
-        return link_boundary(link, here=self._service, peer="the worker")
-
-
-Served = TypeVar("Served", bound=LinkHandler)
-
-
-class LinkServer(Generic[Served]):
-    """Offers links, and keeps those that are open. Any thread may call it.
-
-    service: what this end is, as texts name it. serve: makes a link of an offer, a worker's name, and what it calls at
-    its end. advertised: what workers are told instead of the listener's own address.
+    service, peer: what the two ends are, as texts name them. limits: what this one takes in. counters: of all links.
+    advertised: what workers are told instead of the listener's own address.
+    Raises ConfigError when an address cannot be bound.
     """
 
     def __init__(
         self,
-        listener: LinkListener,
+        endpoints: Endpoints,
         *,
         service: str,
-        serve: Callable[[Offer, str, Callable[[LinkHandler], None]], Served],
+        peer: str = "the worker",
+        limits: Limits,
+        counters: LinkCounters | None = None,
         advertised: TcpEndpoint | None = None,
+        max_links: int = _MAX_LINKS,
+        max_links_per_host: int = _MAX_LINKS_PER_HOST,
     ) -> None:
+        self.counters = counters or LinkCounters()
         self.draining = False
-        self._listener = listener
+        self._listener = LinkListener(endpoints, limits=limits, counters=self.counters, token_s=_TOKEN_S)
         self._service = service
-        self._serve = serve
+        self._peer = peer
         self._advertised = advertised
-        # With offers that nobody has taken up yet.
-        self._links: dict[Served, str] = {}  # by host of whoever asked
+        self._max_links = max_links
+        self._max_links_per_host = max_links_per_host
+        self._open: list[_OpenLink[H]] = []
+        self._closed = False
         self._lock = threading.Lock()
 
+    @abstractmethod
+    def new_handler(self, connection: Connection) -> H:
+        """What serves one link."""
+
     @property
-    def open(self) -> list[Served]:
-        """Those that there are."""
+    def open(self) -> list[H]:
+        """Handlers of the links that were taken up and have not ended."""
         with self._lock:
-            return [link for link in self._links if link.linked]
+            return [link.handler for link in self._open]
 
     def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
         """An offer for a worker. link_id: of the link that it replaces, or empty. caller: host of whoever asks.
@@ -226,23 +106,33 @@ class LinkServer(Generic[Served]):
             raise Draining(f"{self._service} is stopping")
         self._check_room(caller)
         offer = self._listener.offer(link_id or None, caller=caller)
-        link = self._serve(offer, worker, self._forget)
-        with self._lock:
-            self._links[link] = caller
-        try:
-            link.start()
-        except RuntimeError:  # no thread is left
-            self._forget(link)
-            raise
+        name = f"link-{offer.link_id[:8]}"
+        threading.Thread(target=self._serve, args=(offer, worker, caller), name=name, daemon=True).start()
         return offer if self._advertised is None else replace(offer, tcp=self._advertised)
+
+    def drain(self) -> None:
+        """Makes no offers from now on."""
+        self.draining = True
+
+    def close(self) -> None:
+        """Takes no links any more, and ends those that there are. It may wait for what is being sent to end."""
+        self._listener.close()
+        with self._lock:
+            self._closed = True
+            links = list(self._open)
+        for link in links:
+            link.connection.close(self._stopping())
+        for link in links:
+            link.thread.join(MESSAGE_S)
+        sum_up_logs()
 
     def _check_room(self, caller: str) -> None:
         """Raises LinksFull. One host gets a part of all, so that some are left for another one."""
         with self._lock:
-            callers = [whose for link, whose in self._links.items() if link.linked]
+            callers = [link.caller for link in self._open]
         for count, most, whose in (
-            (len(callers), _MOST_LINKS, "workers"),
-            (callers.count(caller), _MOST_LINKS_OF_HOST, "workers of your host"),
+            (len(callers), self._max_links, "workers"),
+            (callers.count(caller), self._max_links_per_host, "workers of your host"),
         ):
             if count >= most:
                 raise LinksFull(
@@ -251,24 +141,43 @@ class LinkServer(Generic[Served]):
                     retry_after_s=random.uniform(*_RETRY_S),
                 )
 
-    def drain(self) -> None:
-        """No offers from now on."""
-        self.draining = True
-
-    def close(self) -> None:
-        """Takes no links any more, and ends those that there are. It may wait for what is being sent to end."""
-        self._listener.close()
+    def _serve(self, offer: Offer, worker: str, caller: str) -> None:
+        """One offer, from its being taken up to the link's end. In a thread of its own."""
+        facts = {"service": self._service, "worker": worker}
+        try:
+            link = self._listener.accept(offer, Deadline.after(_ACCEPT_S))
+        except LinkError as error:
+            _NOT_TAKEN_UP.tell(details={**facts, "text": error.message})
+            return
+        connection = Connection(
+            ConnectionSettings(
+                here=self._service,
+                peer=self._peer,
+                silence_s=_SILENCE_S,
+                send_s=MESSAGE_S,
+                receive_s=MESSAGE_S,
+                pings=False,
+            )
+        )
+        handler = self.new_handler(connection)
+        served = _OpenLink(connection=connection, handler=handler, caller=caller, thread=threading.current_thread())
         with self._lock:
-            links = list(self._links)
-        for link in links:
-            link.close(LinkClosed(f"{self._service} is stopping"))
-        LINK_LOG.sum_up()
-
-    def _forget(self, link: LinkHandler) -> None:
+            self._open.append(served)
+            closed = self._closed
+        if closed:
+            connection.close(self._stopping())
+        _LINKED.tell({"backend": link.answer.backend}, facts)
+        cause = connection.serve(link, handler)
+        handler.on_end(cause)
         with self._lock:
-            self._links.pop(cast(Served, link), None)
+            self._open.remove(served)
+        _ENDED.tell({"cause": type(cause).__name__}, {**facts, "text": cause.message})
+
+    def _stopping(self) -> LinkClosed:
+        return LinkClosed(f"{self._service} is stopping")
 
 
-def send(link: Link, message: WholeMessage, *, file: SealedFile | None = None) -> None:
-    """Sends a whole message. Raises as Link.send does."""
-    link.send(message.layout, message.buffers, Deadline.after(MESSAGE_S), file=file)
+def sum_up_logs() -> None:
+    """Says how many lines about links were left out."""
+    for lines in (_NOT_TAKEN_UP, _LINKED, _ENDED):
+        lines.sum_up()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from google.protobuf import json_format
 from torch import Tensor
 
 from bottega.controlnet.batch_executor import Residuals
@@ -13,7 +12,7 @@ from bottega.diffusion.controlnets import ControlRow, write_residuals
 from bottega.diffusion.controlnets.messages import Refusal, refused_message, residuals_layout
 from bottega.diffusion.tensor_messages import TensorMessage, tensor_at
 from bottega.errors import BottegaError
-from bottega.rpc.status import to_job_error
+from bottega.rpc.status import job_error_to_json
 from bottega.transport import MESSAGE_S, Deadline, Link
 
 
@@ -35,8 +34,7 @@ def send_residuals(link: Link, number: int, rows: Sequence[ControlRow], residual
 
 def refusal(error: BottegaError, *, loan: int | None = None, step: int | None = None) -> TensorMessage:
     """Why a loan is not opened, or a step not computed."""
-    packed = json_format.MessageToJson(to_job_error(error), indent=None).encode()
-    return refused_message(Refusal(loan=loan, step=step, error=packed))
+    return refused_message(Refusal(loan=loan, step=step, error=job_error_to_json(error)))
 
 
 def _written(residuals: Residuals, row: ControlRow, slots: Sequence[Tensor]) -> Iterator[None]:

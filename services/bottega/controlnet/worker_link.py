@@ -1,6 +1,6 @@
 """One worker's link: its sessions, what it asks for, and the answers. Everything of it ends with the link.
 
-Of its two threads one checks what comes and one answers, so that a worker that does not take what it asked for delays
+Of its two threads one checks what comes and one sends, so that a worker that does not take what it asked for delays
 nobody else.
 """
 
@@ -20,15 +20,20 @@ from bottega.diffusion.controlnets.messages import (
     ControlStep,
     Opening,
     SessionSpec,
-    kind_of,
-    number_message,
-    read_number,
     read_opening,
     read_step,
 )
 from bottega.diffusion.errors import named
 from bottega.errors import BottegaError, Draining, NoSharedMemory, TooLarge
-from bottega.transport import Incoming, Link, LinkHandler, LinkListener, Offer, send
+from bottega.transport import (
+    Connection,
+    Incoming,
+    Link,
+    LinkHandler,
+    kind_of,
+    number_message,
+    read_number,
+)
 
 # Of one worker at a time; a worker runs some tens of requests, with at most eight ControlNets each.
 _MOST_SESSIONS = 512
@@ -55,20 +60,12 @@ class _OpenSession:
 
 
 class ControlNetWorkerLink(LinkHandler):
-    """See LinkHandler. draining: whether no sessions are begun any more."""
+    """draining: whether no sessions are begun any more."""
 
     def __init__(
-        self,
-        listener: LinkListener,
-        offer: Offer,
-        *,
-        worker: str,
-        hosts: ModelRegistry,
-        forwards: BatchExecutor,
-        draining: Callable[[], bool],
-        on_end: Callable[[LinkHandler], None],
+        self, connection: Connection, *, hosts: ModelRegistry, forwards: BatchExecutor, draining: Callable[[], bool]
     ) -> None:
-        super().__init__(listener, offer, service="the ControlNet server", worker=worker, on_end=on_end)
+        self._connection = connection
         self._hosts = hosts
         self._forwards = forwards
         self._draining = draining
@@ -82,11 +79,16 @@ class ControlNetWorkerLink(LinkHandler):
         loans = list(self._loans.values())
         return Counter(control.name for loan in loans for control in loan.opening.controls)
 
-    def take(self, incoming: Incoming) -> None:
-        """See LinkHandler. A step is given back with its answer, so that its slots bound what is held here."""
+    @property
+    def progress(self) -> int:
+        """Of the forwards."""
+        return self._forwards.pulse
+
+    def on_message(self, connection: Connection, incoming: Incoming) -> None:
+        """A step is given back with its answer, so that its slots bound what is held here."""
+        views = connection.wait_all(incoming)
         layout = incoming.layout
-        views = [incoming.view(index) for index in range(len(layout.specs))]
-        kind = kind_of(layout)
+        kind = ControlMessageKind(kind_of(layout))
         if kind is ControlMessageKind.STEP:
             self._step(read_step(layout, views), incoming)
             return
@@ -96,13 +98,11 @@ class ControlNetWorkerLink(LinkHandler):
                     self._open(read_opening(layout, views))
                 case ControlMessageKind.CLOSE:
                     self._give_back(read_number(layout, views))
-                case ControlMessageKind.PING:
-                    self.say(number_message(ControlMessageKind.PONG, self._forwards.pulse))
                 case _:
-                    raise ValueError(f"a worker says no {kind}")
+                    raise ValueError(f"a worker sends no {kind} message")
 
-    def end(self) -> None:
-        """See LinkHandler."""
+    def on_end(self, cause: BottegaError) -> None:
+        """Whatever the worker has borrowed is given back."""
         self._forwards.drop(self)
         for number in list(self._loans):
             self._give_back(number)
@@ -116,11 +116,11 @@ class ControlNetWorkerLink(LinkHandler):
                 raise Draining("the ControlNet server is stopping")
             hold = self._hosts.borrow(wanted, base=opening.base, dtype=opening.dtype)
         except BottegaError as error:
-            self.say(refusal(error, loan=opening.loan))
+            self._connection.send(refusal(error, loan=opening.loan))
             return
         self._loans[opening.loan] = _ControlLease(opening=opening, hold=hold)
-        # Called by whoever loads, under its lock: what is to be done is done by the thread that answers.
-        hold.values.add_done_callback(lambda _: self.answer(lambda link: self._opened(link, opening.loan)))
+        # Called by whoever loads, under its lock: what is to be done is done by the thread that sends.
+        hold.values.add_done_callback(lambda _: self._connection.post(lambda link: self._opened(link, opening.loan)))
 
     def _check(self, opening: Opening) -> None:
         numbers = {session.number for session in opening.sessions}
@@ -133,7 +133,7 @@ class ControlNetWorkerLink(LinkHandler):
                 raise ValueError(f"a picture has at most {_MOST_PIXELS} pixels")
 
     def _opened(self, link: Link, number: int) -> None:
-        """A loan's ControlNets are there, or never will be. In the thread that answers."""
+        """A loan's ControlNets are there, or never will be. In the thread that sends."""
         loan = self._loans.get(number)
         if loan is None:
             return  # closed meanwhile
@@ -142,14 +142,14 @@ class ControlNetWorkerLink(LinkHandler):
             sessions = [ControlSession(net, control) for net, control in zip(nets, loan.opening.controls, strict=True)]
         except Exception as error:  # noqa: BLE001 - the boundary of a loan: its failure is not the others'
             self._give_back(number)
-            send(link, refusal(named(error), loan=number))
+            self._connection.send_now(link, refusal(named(error), loan=number))
             return
         with self._changing:
             if number not in self._loans:
                 return
             for opened, session in zip(loan.opening.sessions, sessions, strict=True):
                 self._sessions[opened.number] = _OpenSession(control=session, shape=_latent_shape(opened, session))
-        send(link, number_message(ControlMessageKind.OPENED, number))
+        self._connection.send_now(link, number_message(ControlMessageKind.OPENED, number))
 
     def _give_back(self, number: int) -> None:
         """Ends a loan. Harmless when there is none: a refused one is closed too."""
@@ -175,7 +175,7 @@ class ControlNetWorkerLink(LinkHandler):
             rows.append(ControlRow(session=session.control, half=entry.half, sample=sample, timestep=timestep))
 
         def done(outcome: Sequence[Residuals] | BottegaError) -> None:
-            self.answer(lambda link: self._hand_out(link, step.number, rows, outcome, incoming))
+            self._connection.post(lambda link: self._hand_out(link, step.number, rows, outcome, incoming))
 
         self._forwards.put(StepRequest(owner=self, rows=rows, done=done))
 
@@ -194,7 +194,7 @@ class ControlNetWorkerLink(LinkHandler):
                     return
                 except (NoSharedMemory, TooLarge) as error:  # nothing of it was sent, and the link lives
                     outcome = error
-            send(link, refusal(outcome, step=number))
+            self._connection.send_now(link, refusal(outcome, step=number))
 
 
 def _latent_shape(opened: SessionSpec, session: ControlSession) -> tuple[int, int, int]:

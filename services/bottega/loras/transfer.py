@@ -12,7 +12,7 @@ from bottega.errors import BottegaError, DataLoss, InternalError
 from bottega.lora import messages
 from bottega.lora.canonical import CanonicalLora, parse
 from bottega.lora.safetensors_header import LENGTH_BYTES, header_bytes
-from bottega.transport import Deadline, Link
+from bottega.transport import Deadline, Link, pack_number
 
 # A message that is not taken in this time never will be.
 _SEND_S = 60.0
@@ -71,8 +71,8 @@ class LoraTransfer:
         lora = self._lora
         layout = messages.lora_layout(lora)
         with link.begin(layout, Deadline.after(_SEND_S)) as outgoing:
-            outgoing.views[0][:] = messages.packed_number(self.number)
-            outgoing.views[messages.UNET_BYTES][:] = messages.packed_number(lora.unet_bytes)
+            outgoing.views[0][:] = pack_number(self.number)
+            outgoing.views[messages.UNET_BYTES][:] = pack_number(lora.unet_bytes)
             self._fill(outgoing.views[messages.HEADER], 0, lora.header_bytes)
             self._fill(outgoing.views[messages.TEXT], lora.header_bytes, lora.text_bytes)
             outgoing.finish()
@@ -84,7 +84,7 @@ class LoraTransfer:
         self._adapt()
         size_bytes = min(self._piece_bytes, pace.most_bytes, lora.unet_bytes - self._sent_bytes)
         with link.begin(messages.piece_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:
-            outgoing.views[0][:] = messages.packed_number(self.number)
+            outgoing.views[0][:] = pack_number(self.number)
             place = lora.header_bytes + lora.text_bytes + self._sent_bytes
             self._fill(outgoing.views[messages.PIECE], place, size_bytes)
             outgoing.finish()

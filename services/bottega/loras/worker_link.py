@@ -6,21 +6,18 @@ there is to say, else a piece of the LoRA that has been on its way for longest.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-
-from google.protobuf import json_format
 
 from bottega.caching import CacheLease, TieredCache
 from bottega.errors import BottegaError, InternalError, NoSharedMemory, TooLarge
 from bottega.lora import messages
 from bottega.lora.messages import LoraMessageKind
 from bottega.loras.transfer import LoraTransfer, RateLimiter
-from bottega.rpc.status import to_job_error
-from bottega.transport import Incoming, Link, LinkHandler, LinkListener, Offer, SealedFile, send
+from bottega.rpc.status import job_error_to_json
+from bottega.transport import Connection, Incoming, Link, LinkHandler, SealedFile, kind_of, number_message, read_number
 
 # Fetches of one worker that wait; it runs some tens of requests with at most eight LoRAs each.
 _MOST_WAITING = 512
@@ -29,57 +26,45 @@ _LEAST_SHARED_BYTES = 64 << 10
 
 
 class LoraWorkerLink(LinkHandler):
-    """See LinkHandler. bytes_per_s: of the link, within a host, too; 0 is without a limit."""
+    """bytes_per_s: of the link, within a host, too; 0 is without a limit."""
 
-    def __init__(
-        self,
-        listener: LinkListener,
-        offer: Offer,
-        *,
-        service: str,
-        worker: str,
-        tiers: TieredCache,
-        bytes_per_s: int,
-        on_end: Callable[[LinkHandler], None],
-    ) -> None:
-        super().__init__(listener, offer, service=service, worker=worker, on_end=on_end)
+    def __init__(self, connection: Connection, *, tiers: TieredCache, bytes_per_s: int) -> None:
+        self._connection = connection
         self._tiers = tiers
         self._pace = RateLimiter(bytes_per_s)
         self._shares = bytes_per_s == 0
-        # Of the thread that answers: the first one is sent, the others have sent their heads.
+        # Of the thread that sends: the first one is sent, the others have sent their heads.
         self._sendings: deque[LoraTransfer] = deque()
         self._waiting: set[int] = set()  # numbers of fetches whose LoRAs are being loaded
         self._counting = threading.Lock()
 
-    def take(self, incoming: Incoming) -> None:
-        """See LinkHandler."""
+    def on_message(self, connection: Connection, incoming: Incoming) -> None:
+        """What a worker asks for is short."""
         layout = incoming.layout
         with incoming:
-            views = [incoming.view(index) for index in range(len(layout.specs))]
-            match messages.kind_of(layout):
+            views = connection.wait_all(incoming)
+            match LoraMessageKind(kind_of(layout)):
                 case LoraMessageKind.FETCH:
                     self._fetch(*messages.read_fetch(layout, views))
                 case LoraMessageKind.CANCEL:
-                    self._cancel(messages.read_number(layout, views[0]))
-                case LoraMessageKind.PING:
-                    self.say(messages.number_message(LoraMessageKind.PONG))
+                    self._cancel(read_number(layout, views))
                 case kind:
-                    raise ValueError(f"a worker says no {kind}")
+                    raise ValueError(f"a worker sends no {kind} message")
 
-    def end(self) -> None:
-        """See LinkHandler."""
+    def on_end(self, cause: BottegaError) -> None:
+        """What is on its way to the worker is given back."""
         while self._sendings:
             self._drop(self._sendings[0])
 
-    def next_answer(self, link: Link) -> Callable[[Link], None] | None:
-        """See LinkHandler: what is to be said, as soon as there is something; a piece of a LoRA meanwhile."""
-        if not self._sendings or link.cause is not None:
-            return super().next_answer(link)
-        try:
-            return self.answers.get(timeout=self._pace.wait_s)
-        except queue.Empty:
-            first = self._sendings[0]
-            return lambda link: self._advance(link, first, first.send_piece)
+    @property
+    def idle_s(self) -> float | None:
+        """Whatever there is to say goes before the next piece of a LoRA."""
+        return self._pace.wait_s if self._sendings else None
+
+    def send_idle(self, link: Link) -> None:
+        """The next piece of the LoRA that has been on its way for longest."""
+        first = self._sendings[0]
+        self._advance(link, first, first.send_piece)
 
     def _fetch(self, number: int, digest: str) -> None:
         with self._counting:
@@ -88,14 +73,14 @@ class LoraWorkerLink(LinkHandler):
             if len(self._waiting) >= _MOST_WAITING:
                 raise ValueError(f"a worker waits for at most {_MOST_WAITING} LoRAs")
             self._waiting.add(number)
-        # Called by whoever loads: what is to be sent is sent by the thread that answers.
+        # Called by whoever loads: what is to be sent is sent by the thread that sends.
         self._tiers.borrow(digest).add_done_callback(lambda asked: self._loaded(number, asked))
 
     def _cancel(self, number: int) -> None:
         """Nobody waits for it any more: it is not sent, or no further. Harmless where it has been."""
         with self._counting:
             self._waiting.discard(number)
-        self.answer(lambda _link: self._stop_sending(number))
+        self._connection.post(lambda _link: self._stop_sending(number))
 
     def _stop_sending(self, number: int) -> None:
         for sending in [each for each in self._sendings if each.number == number]:
@@ -103,7 +88,7 @@ class LoraWorkerLink(LinkHandler):
 
     def _loaded(self, number: int, asked: Future[CacheLease]) -> None:
         """A load has ended; where the link has ended before it, there is nobody to answer to."""
-        if not self.answer(lambda link: self._hand_out(link, number, asked)) and asked.exception() is None:
+        if not self._connection.post(lambda link: self._hand_out(link, number, asked)) and asked.exception() is None:
             self._tiers.give_back(asked.result())
 
     def _hand_out(self, link: Link, number: int, asked: Future[CacheLease]) -> None:
@@ -114,7 +99,7 @@ class LoraWorkerLink(LinkHandler):
             loan = asked.result(timeout=0)
         except BottegaError as error:
             if wanted:
-                _refuse(link, number, error)
+                self._refuse(link, number, error)
             return
         if not wanted:
             self._tiers.give_back(loan)
@@ -128,9 +113,9 @@ class LoraWorkerLink(LinkHandler):
         """Gives the worker the memory itself: it needs no loan to keep it."""
         file = SealedFile(descriptor=loan.descriptor, size_bytes=loan.size_bytes)
         try:
-            send(link, messages.number_message(LoraMessageKind.WHOLE, number), file=file)
+            self._connection.send_now(link, number_message(LoraMessageKind.WHOLE, number), file=file)
         except (NoSharedMemory, TooLarge) as error:  # the link lives
-            _refuse(link, number, error)
+            self._refuse(link, number, error)
         finally:
             self._tiers.give_back(loan)
 
@@ -139,7 +124,7 @@ class LoraWorkerLink(LinkHandler):
             sending = LoraTransfer(number, loan)
         except BottegaError as error:
             self._tiers.give_back(loan)
-            _refuse(link, number, error)
+            self._refuse(link, number, error)
             return
         self._sendings.append(sending)
         self._advance(link, sending, sending.send_head)
@@ -150,7 +135,7 @@ class LoraWorkerLink(LinkHandler):
             send_next(link, self._pace)
         except (NoSharedMemory, TooLarge, InternalError) as error:  # the link lives
             self._drop(sending)
-            _refuse(link, sending.number, error)
+            self._refuse(link, sending.number, error)
         else:
             if sending.done:
                 self._drop(sending)
@@ -159,7 +144,5 @@ class LoraWorkerLink(LinkHandler):
         self._sendings.remove(sending)
         self._tiers.give_back(sending.loan)
 
-
-def _refuse(link: Link, number: int, error: BottegaError) -> None:
-    packed = json_format.MessageToJson(to_job_error(error), indent=None).encode()
-    send(link, messages.refused_message(number, packed))
+    def _refuse(self, link: Link, number: int, error: BottegaError) -> None:
+        self._connection.send_now(link, messages.refused_message(number, job_error_to_json(error)))

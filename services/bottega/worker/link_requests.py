@@ -1,45 +1,43 @@
-"""Where the engine asks for links to ControlNet servers, LoRA stores and its peer, and the answers come in.
-
-Knows no link.
-"""
+"""Where the engine asks for links to other services, and the answers come in."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from bottega.errors import InvalidRequest
 from bottega.rpc.status import from_job_error
-from bottega.transport import Offer, offer_from_wire
+from bottega.transport import ServiceOffer, offer_from_wire
 from bottega.v1.engine_pb2 import EngineLinkOffer, EngineLinkRequest
 from bottega.v1.worker_pb2 import PeerTerms
-from bottega.worker.peer.leader import PeerOffer
 
 
 class LinkRequests:
-    """Any thread may ask; one hears the answers. say: tells the front. terms: what a peer must agree to."""
+    """An OfferSource. Any thread may ask; one hears the answers. send: tells the front."""
 
-    def __init__(self, say: Callable[[EngineLinkRequest], None]) -> None:
-        self.terms = PeerTerms()
-        self._say = say
+    def __init__(self, send: Callable[[EngineLinkRequest], None]) -> None:
+        self._send = send
         self._numbers = itertools.count(1)
-        self._asked: dict[int, Future[PeerOffer]] = {}
+        self._asked: dict[int, Future[ServiceOffer]] = {}
 
-    def ask(self, address: str, link_id: str) -> Future[Offer]:
-        """See Offers."""
-        return self._ask_server(EngineLinkRequest(address=address, link_id=link_id))
-
-    def ask_loras(self, address: str, link_id: str) -> Future[Offer]:
-        """See LoraOffers."""
-        return self._ask_server(EngineLinkRequest(address=address, link_id=link_id, lora_store=True))
-
-    def ask_peer(self, address: str, link_id: str) -> Future[PeerOffer]:
-        """See PeerOffers."""
-        return self._ask(EngineLinkRequest(address=address, link_id=link_id, peer=self.terms))
+    def request(
+        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
+    ) -> Future[ServiceOffer]:
+        """See OfferSource."""
+        request = EngineLinkRequest(
+            request=next(self._numbers),
+            address=address,
+            link_id=link_id,
+            lora_store=kind == "lora",
+            peer=PeerTerms(**terms) if terms is not None else None,
+        )
+        asked = self._asked[request.request] = Future[ServiceOffer]()
+        self._send(request)
+        return asked
 
     def answer(self, message: EngineLinkOffer) -> None:
-        """The front's answer; it always comes, with an error at the latest when the server says nothing."""
+        """The front's answer; it always comes, with an error at the latest when the service says nothing."""
         asked = self._asked.pop(message.request, None)
         if asked is None:
             return
@@ -47,25 +45,6 @@ class LinkRequests:
             asked.set_exception(from_job_error(message.error))
             return
         try:
-            asked.set_result(PeerOffer(offer=offer_from_wire(message.offer), worker=message.worker))
+            asked.set_result(ServiceOffer(offer=offer_from_wire(message.offer), service=message.worker))
         except InvalidRequest as error:
             asked.set_exception(error)
-
-    def _ask_server(self, request: EngineLinkRequest) -> Future[Offer]:
-        wanted = Future[Offer]()
-        self._ask(request).add_done_callback(lambda asked: _pass_on(asked, wanted))
-        return wanted
-
-    def _ask(self, request: EngineLinkRequest) -> Future[PeerOffer]:
-        request.request = next(self._numbers)
-        asked = self._asked[request.request] = Future[PeerOffer]()
-        self._say(request)
-        return asked
-
-
-def _pass_on(asked: Future[PeerOffer], wanted: Future[Offer]) -> None:
-    error = asked.exception()
-    if error is not None:
-        wanted.set_exception(error)
-    else:
-        wanted.set_result(asked.result().offer)

@@ -21,13 +21,12 @@ from bottega.diffusion.parallel import pair
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import LinksFull, ModelMismatch, NoControlNet
-from bottega.transport import LinkCounters
 from bottega.transport.handshake.pending_offers import MAX_OFFERS_OF_ONE
 from bottega.worker.peer import Leader
 from tests.samples.controlnets import control_image, control_spec, random_controlnet, save, shelf_of, stock_options
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.support.manual_engine import Drawing, ManualEngine, load
-from tests.support.pair_follower import FollowerThread, WatchedPeer, led
+from tests.support.pair_follower import FollowerThread, WatchedPeer, leader_of, led
 from tests.support.stock import Stock, assert_close, latent_of, load_stock, variant
 from tests.support.waiting import wait_until
 
@@ -186,7 +185,7 @@ def test_rows_of_a_follower_that_hangs_are_computed_here_and_its_late_answer_cha
 
 
 def test_offers_that_no_leader_takes_up_are_bounded_and_the_leader_finds_a_place(follower: FollowerThread) -> None:
-    left = [follower.ask_peer("", "") for _ in range(MAX_OFFERS_OF_ONE + 20)]
+    left = [follower.request("peer", "", "") for _ in range(MAX_OFFERS_OF_ONE + 20)]
     refused = [asked.exception() for asked in left if asked.exception() is not None]
     assert refused
     assert {type(error) for error in refused} == {LinksFull}
@@ -201,7 +200,7 @@ def test_a_refused_pair_is_told_once_and_tried_again(
     model: Model, follower: FollowerThread, caplog: pytest.LogCaptureFixture
 ) -> None:
     follower.refusal = ModelMismatch("workers a and b cannot be a pair")
-    peer = Leader("follower:1", offers=follower, counters=LinkCounters())
+    peer = leader_of(follower)
     peer.start()
     try:
         wait_until(lambda: "workers a and b" in str([vars(record) for record in caplog.records]), "a warning")

@@ -25,7 +25,7 @@ import encodings.ascii
 import grpc
 from bottega.errors import BottegaError
 from bottega.lora import messages
-from bottega.transport import Backend, Deadline, Limits, connect, offer_from_wire, send
+from bottega.transport import Backend, Deadline, Limits, connect, offer_from_wire
 from bottega.v1 import lora_pb2, lora_pb2_grpc
 """
 _FETCH = """
@@ -35,7 +35,8 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
 limits = Limits(slots=2, slot_bytes=64 << 20)
 try:
     with connect(offer, Deadline.after(10), limits=limits, ways=(Backend.MEMFD,)) as link:
-        send(link, messages.fetch_message(1, sys.argv[2]))
+        asked = messages.fetch_message(1, sys.argv[2])
+        link.send(asked.layout, asked.buffers, Deadline.after(10))
         with link.recv(Deadline.after(10)) as incoming:
             incoming.wait_all(Deadline.after(10))
             print("was given", len(incoming.file or b""), "bytes of memory")

@@ -11,7 +11,8 @@ from typing import cast
 import pytest
 
 from bottega.errors import DeadlineExceeded, LinkClosed, PeerDead
-from bottega.transport import Backend, Deadline, DType, Incoming, Keepalive, Layout, Link, TensorSpec
+from bottega.transport import Backend, Deadline, DType, Incoming, Layout, Link, TensorSpec
+from bottega.transport.keepalive import Keepalive
 from tests.support.transport_backends import LAYOUT, content, linked, patience
 
 SILENCE_S = 1.0
@@ -28,11 +29,11 @@ def test_a_silent_peer_is_asked_and_then_given_up(ends: tuple[Link, Link]) -> No
     _, far = ends
     asked_s: list[float] = []
     began_s = time.monotonic()
-    vigil = Keepalive(
+    keepalive = Keepalive(
         far, peer="the sender", silence_s=SILENCE_S, ping=lambda: asked_s.append(time.monotonic() - began_s)
     )
     with pytest.raises(DeadlineExceeded, match="the sender was silent"):
-        vigil.next()
+        keepalive.next()
     assert SILENCE_S <= time.monotonic() - began_s < 2 * SILENCE_S
     assert asked_s[0] < SILENCE_S / 2
     assert far.cause is None, "its user ends it"
@@ -40,12 +41,12 @@ def test_a_silent_peer_is_asked_and_then_given_up(ends: tuple[Link, Link]) -> No
 
 def test_a_peer_that_answers_is_never_given_up(ends: tuple[Link, Link]) -> None:
     near, far = ends
-    vigil = Keepalive(
+    keepalive = Keepalive(
         far, peer="the sender", silence_s=SILENCE_S, ping=lambda: near.send(WORD, [bytearray(1)], patience())
     )
     until_s = time.monotonic() + 2 * SILENCE_S
     while time.monotonic() < until_s:
-        vigil.next().release()
+        keepalive.next().release()
 
 
 class StoppedOnce:
@@ -74,8 +75,8 @@ def test_a_peer_is_not_given_up_for_the_time_in_which_this_process_was_stopped(e
         asked += 1
         near.send(WORD, [bytearray(1)], patience())
 
-    vigil = Keepalive(cast("Link", StoppedOnce(far)), peer="the sender", silence_s=SILENCE_S, ping=ping)
-    vigil.next().release()
+    keepalive = Keepalive(cast("Link", StoppedOnce(far)), peer="the sender", silence_s=SILENCE_S, ping=ping)
+    keepalive.next().release()
     assert asked == 1, "it was asked before it was given up"
 
 
@@ -92,9 +93,9 @@ def test_a_message_may_take_as_long_as_bytes_come(ends: tuple[Link, Link]) -> No
 
     sending = threading.Thread(target=send_slowly)
     sending.start()
-    vigil = Keepalive(far, peer="the sender", silence_s=SILENCE_S, ping=lambda: None)
-    with vigil.next() as incoming:
-        vigil.wait_all(incoming)
+    keepalive = Keepalive(far, peer="the sender", silence_s=SILENCE_S, ping=lambda: None)
+    with keepalive.next() as incoming:
+        keepalive.wait(incoming, len(parts))
         assert [bytes(incoming.view(index)) for index in range(len(parts))] == parts
     sending.join(10)
 

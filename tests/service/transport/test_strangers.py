@@ -204,19 +204,16 @@ def test_a_stranger_that_takes_its_time_is_turned_out(listener: LinkListener, wa
 def test_the_probe_tries_the_next_way_and_says_why(listener: LinkListener, tmp_path: Path) -> None:
     offer = listener.offer()
     assert offer.memfd
-    missing = replace(offer, process="1-elsewhere/0", memfd=replace(offer.memfd, path=str(tmp_path / "missing.sock")))
+    missing = replace(offer, memfd=replace(offer.memfd, path=str(tmp_path / "missing.sock")))
     with connect(missing, patience()) as near, listener.accept(offer, patience()) as far:
         assert near.answer.backend == far.answer.backend == Backend.TCP
-        assert near.answer.reason == (
-            "process: the listener is in another process; memfd: cannot be reached: No such file or directory; "
-            "tcp: the address answers"
-        )
+        assert near.answer.reason == ("memfd: cannot be reached: No such file or directory; tcp: the address answers")
     offer = listener.offer()
-    elsewhere = replace(offer, process="1-elsewhere/0", memfd=MemfdEndpoint(path="/x", host="another boot"))
+    elsewhere = replace(offer, memfd=MemfdEndpoint(path="/x", host="another boot"))
     with connect(elsewhere, patience()) as near, listener.accept(offer, patience()):
         assert "memfd: the listener is on another host" in near.answer.reason
     offer = listener.offer()
-    with connect(replace(offer, process="1-elsewhere/0"), patience()) as near, listener.accept(offer, patience()):
+    with connect(offer, patience()) as near, listener.accept(offer, patience()):
         assert near.answer.backend == Backend.MEMFD
 
 

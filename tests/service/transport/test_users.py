@@ -25,7 +25,6 @@ pytestmark = needs_root
 
 # A group that every Debian has, and no process here.
 SHARED = "games"
-ELSEWHERE = "1-elsewhere/0"
 
 # Takes up an offer as a worker does, by shared memory alone, and says what came of it.
 _IMPORTS = """
@@ -67,7 +66,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _taken_up_by_another(offer: Offer, *, group: int = GROUP) -> str:
-    encoded = offer_to_wire(replace(offer, process=ELSEWHERE)).SerializeToString().hex()
+    encoded = offer_to_wire(offer).SerializeToString().hex()
     return run_as_another(_CONNECT, encoded, imports=_IMPORTS, group=group)
 
 
@@ -108,7 +107,7 @@ def test_another_user_with_the_token_who_reaches_the_socket_is_turned_away(
         assert _taken_up_by_another(offer).startswith(("AuthFailed", "PeerDead"))
         turned_away = [line.__dict__["why"] for line in caplog.records if "turned away" in line.message]
         assert any(f"user {USER}" in why for why in turned_away)
-        ours = replace(offer, process=ELSEWHERE)
+        ours = offer
         with connect(ours, patience()) as near, listener.accept(offer, patience()):
             assert near.answer.backend == Backend.MEMFD, "the stranger used nothing up"
 
@@ -121,7 +120,7 @@ def test_a_socket_that_another_user_put_there_hears_nothing(folder: Path) -> Non
     with LinkListener(Endpoints(unix_path=folder / "links.sock")) as listener:
         offer = listener.offer()
     assert offer.memfd is not None
-    lured = replace(offer, process=ELSEWHERE, memfd=replace(offer.memfd, path=str(path)))
+    lured = replace(offer, memfd=replace(offer.memfd, path=str(path)))
     with ThreadPoolExecutor(1) as pool:
         heard = pool.submit(run_as_another, _LISTEN, path, imports="import socket")
         wait_until(lambda: path.exists() and path.stat().st_mode & 0o777 == 0o666, "the other user's socket")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from bottega.lora import canonical
 from bottega.loras.config import LinksConfig
 from bottega.rpc.server import ServerConfig
 from bottega.rpc.status import from_rpc_error
-from bottega.transport import LinkCounters, Offer, offer_from_wire
+from bottega.transport import LinkCounters, ServiceOffer, offer_from_wire
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 from bottega.worker.loras import LoraCache, LoraLinkSettings
@@ -34,21 +34,23 @@ class _Offers:
         self.asked = 0
         self._pool = ThreadPoolExecutor(2)
 
-    def ask_loras(self, address: str, link_id: str) -> Future[Offer]:
+    def request(
+        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
+    ) -> Future[ServiceOffer]:
         self.asked += 1
         return self._pool.submit(self._ask, address, link_id)
 
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _ask(self, address: str, link_id: str) -> Offer:
+    def _ask(self, address: str, link_id: str) -> ServiceOffer:
         with grpc.insecure_channel(address) as channel:
             stub = lora_pb2_grpc.LoraServiceStub(channel)
             try:
                 answer = stub.OpenLoraLink(pb.OpenLoraLinkRequest(worker="w", link_id=link_id), timeout=2)
             except grpc.RpcError as error:
                 raise from_rpc_error(error) from None
-        return offer_from_wire(answer.offer)
+        return ServiceOffer(offer=offer_from_wire(answer.offer), service=address)
 
 
 def _named(stores: Iterable[Running]) -> tuple[LoraStore, ...]:

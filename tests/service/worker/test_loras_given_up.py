@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ class _Worker:
 
     def link_to(self, store: Shelf) -> None:
         """As another process of this host would be."""
-        self.offers.brought.put(replace(store.links.offer("w", "", caller=""), process="elsewhere"))
+        self.offers.brought.put(store.links.offer("w", "", caller=""))
 
     def begin(self, digest: str) -> LoraHandle:
         return self.source.begin(LoraRef(name="ink", digest=digest, stores=(_STORE,)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -13,21 +13,19 @@ import pytest
 import torch
 
 from bottega.diffusion.controlnets.messages import (
-    ControlMessageKind,
     ControlStep,
     StepEntry,
-    number_message,
     residuals_layout,
 )
 from bottega.diffusion.controlnets.provider import ControlServer
 from bottega.diffusion.rows import Half
+from bottega.diffusion.tensor_messages import message_of
 from bottega.errors import DeadlineExceeded, LinkClosed, LinksFull, PeerDead, Unavailable
-from bottega.transport import Deadline, Endpoints, LinkCounters, LinkListener, Offer, TcpEndpoint
+from bottega.transport import Deadline, Endpoints, LinkCounters, LinkListener, Offer, ServiceOffer, TcpEndpoint
 from bottega.worker.controlnets import server_link
 from bottega.worker.controlnets.condition import ChangeCondition
-from bottega.worker.controlnets.server_link import LinkSettings, ServerLink
+from bottega.worker.controlnets.server_link import ControlLinkSettings, ServerLink
 from bottega.worker.controlnets.step_result import StepResult
-from tests.support.linked_servers import ELSEWHERE
 from tests.support.waiting import wait_until
 
 WAIT_S = 20.0
@@ -37,10 +35,12 @@ class Slowly:
     """Brings an offer when it is told to."""
 
     def __init__(self) -> None:
-        self.offer = Future[Offer]()
+        self.offer = Future[ServiceOffer]()
 
-    def ask(self, address: str, link_id: str) -> Future[Offer]:
-        """See Offers."""
+    def request(
+        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
+    ) -> Future[ServiceOffer]:
+        """See OfferSource."""
         return self.offer
 
 
@@ -50,12 +50,16 @@ def listener(tmp_path: Path) -> Iterator[LinkListener]:
         yield listener
 
 
-def begun(offers: Slowly) -> ServerLink:
+def offer_of(offer: Offer) -> ServiceOffer:
+    return ServiceOffer(offer=offer, service="s")
+
+
+def begun(offers: Slowly, *, connect_s: float = 5.0) -> ServerLink:
     link = ServerLink(
         ControlServer(name="s", address="s"),
         offers=offers,
         news=ChangeCondition(),
-        settings=LinkSettings(),
+        settings=ControlLinkSettings(connect_s=connect_s),
         counters=LinkCounters(),
     )
     link.start()
@@ -63,18 +67,18 @@ def begun(offers: Slowly) -> ServerLink:
 
 
 def threads_of_links() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name in ("link-s", "sends")}
+    return {thread.name for thread in threading.enumerate() if thread.name in ("link-client", "link-sender")}
 
 
 def test_a_link_on_which_too_much_waits_is_lost_and_leaves_nothing(listener: LinkListener) -> None:
     offers = Slowly()
     link = begun(offers)
-    message = number_message(ControlMessageKind.PING)
-    for loan in range(2000):
+    message = message_of({"open": torch.zeros(1)})
+    for loan in range(5000):
         link.open(loan, message)
-    assert isinstance(link.lost, Unavailable)
+    assert isinstance(link.lost, PeerDead)
     offer = listener.offer()
-    offers.offer.set_result(replace(offer, process=ELSEWHERE))
+    offers.offer.set_result(offer_of(offer))
     with listener.accept(offer, Deadline.after(WAIT_S)) as far, pytest.raises(LinkClosed):
         far.recv(Deadline.after(WAIT_S))
     wait_until(lambda: not threads_of_links(), "the threads of the link to end")
@@ -90,16 +94,18 @@ class Crowded(Slowly):
         self.made: list[Offer] = []
         self.asked = 0
 
-    def ask(self, address: str, link_id: str) -> Future[Offer]:
-        """See Offers."""
+    def request(
+        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
+    ) -> Future[ServiceOffer]:
+        """See OfferSource."""
         self.asked += 1
-        answer = Future[Offer]()
+        answer = Future[ServiceOffer]()
         if self.asked <= 2:
             answer.set_exception(self.full)
             return answer
         self.made.append(self._listener.offer())
         gone = replace(self.made[-1], token=bytes(32))  # what a given up one is to the listener
-        answer.set_result(replace(gone if self.asked == 3 else self.made[-1], process=ELSEWHERE))
+        answer.set_result(offer_of(gone if self.asked == 3 else self.made[-1]))
         return answer
 
 
@@ -113,13 +119,10 @@ def test_a_server_that_is_full_is_asked_again_until_it_has_a_place(listener: Lin
     wait_until(lambda: not threads_of_links(), "the threads of the link to end")
 
 
-def test_a_server_that_stays_full_is_lost_in_time_with_its_reason(
-    listener: LinkListener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_link, "_CONNECT_S", 0.5)
+def test_a_server_that_stays_full_is_lost_in_time_with_its_reason() -> None:
     offers = Slowly()
     offers.offer.set_exception(LinksFull("full", retry_after_s=0.1))
-    link = begun(offers)
+    link = begun(offers, connect_s=0.5)
     wait_until(lambda: link.lost is not None, "the link to be lost")
     assert isinstance(link.lost, LinksFull)
     wait_until(lambda: not threads_of_links(), "the threads of the link to end")
@@ -129,7 +132,7 @@ def test_an_offer_that_leads_nowhere_at_all_loses_the_link(listener: LinkListene
     offers = Slowly()
     link = begun(offers)
     nowhere = TcpEndpoint(host="a" * 64 + ".example", port=1)  # no name of a host, which is no error of a socket
-    offers.offer.set_result(replace(listener.offer(), process=ELSEWHERE, memfd=None, tcp=nowhere))
+    offers.offer.set_result(offer_of(replace(listener.offer(), memfd=None, tcp=nowhere)))
     wait_until(lambda: link.lost is not None, "the link to be lost")
     assert isinstance(link.lost, PeerDead)
     wait_until(lambda: not threads_of_links(), "the threads of the link to end")
@@ -139,7 +142,8 @@ def test_answers_hold_slots_from_the_asking_until_they_are_refused() -> None:
     offers = Slowly()
     link = begun(offers)
     replies = [
-        StepResult(residuals_layout(1, ((4, 8, 8),), torch.float32), 1) for _ in range(LinkSettings().limits.slots // 2)
+        StepResult(residuals_layout(1, ((4, 8, 8),), torch.float32), 1)
+        for _ in range(ControlLinkSettings().limits.slots // 2)
     ]
     seen = []
     for reply in replies:
@@ -160,7 +164,11 @@ def test_a_server_is_not_given_up_for_the_time_in_which_the_worker_was_stopped(m
     monkeypatch.setattr(server_link, "time", SimpleNamespace(monotonic=lambda: now))
     server = ControlServer(name="s", address="s")
     link = ServerLink(
-        server, offers=Slowly(), news=ChangeCondition(), settings=LinkSettings(stall_s=20.0), counters=LinkCounters()
+        server,
+        offers=Slowly(),
+        news=ChangeCondition(),
+        settings=ControlLinkSettings(stall_s=20.0),
+        counters=LinkCounters(),
     )
     link.ask(step(link.number()), StepResult(residuals_layout(1, ((4, 8, 8),), torch.float32), 1))
 
@@ -168,7 +176,7 @@ def test_a_server_is_not_given_up_for_the_time_in_which_the_worker_was_stopped(m
         nonlocal now
         for _ in range(int(seconds / 0.25)):
             now += 0.25
-            link._check_pulse()
+            link.check()
 
     look_for(10.0)
     now += 3600.0

@@ -6,7 +6,6 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,18 @@ import torch
 
 from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
 from bottega.errors import BadFrame, DataLoss
-from bottega.lora import messages
 from bottega.lora.messages import LoraMessageKind
-from bottega.transport import Backend, Deadline, Endpoints, Link, LinkCounters, LinkListener, SealedFile
+from bottega.transport import (
+    Backend,
+    Deadline,
+    Endpoints,
+    Link,
+    LinkCounters,
+    LinkListener,
+    SealedFile,
+    kind_of,
+    number_message,
+)
 from bottega.transport.memory.sealed_file import new_file, reserve
 from bottega.worker.loras import LoraCache, LoraLinkSettings
 from tests.support.link_peer import peers
@@ -132,12 +140,12 @@ class _Scripted:
     def ask(self, digest: str) -> tuple[LoraHandle, Link]:
         """Has a LoRA fetched; the store's end of the link, with that fetch taken in."""
         offer = self.listener.offer()
-        self.offers.brought.put(replace(offer, process="elsewhere"))
+        self.offers.brought.put(offer)
         handle = self.source.begin(LoraRef(name="ink", digest=digest, stores=(LoraStore(name="s", address="s"),)))
         link = self.listener.accept(offer, patience())
         with link.recv(patience()) as incoming:
             incoming.wait_all(patience())
-            assert messages.kind_of(incoming.layout) is LoraMessageKind.FETCH
+            assert kind_of(incoming.layout) == LoraMessageKind.FETCH
         return handle, link
 
 
@@ -150,7 +158,7 @@ def scripted(tmp_path: Path) -> Iterator[_Scripted]:
 
 
 def _say_whole(link: Link, file: SealedFile | None) -> None:
-    whole = messages.number_message(LoraMessageKind.WHOLE, 1)
+    whole = number_message(LoraMessageKind.WHOLE, 1)
     link.send(whole.layout, whole.buffers, patience(), file=file)
 
 

@@ -16,7 +16,6 @@ OFFER = Offer(
     token=bytes(range(32)),
     epoch=3,
     limits=Limits(slots=4, slot_bytes=1 << 20, layouts=9),
-    process="12-ab/34",
     memfd=MemfdEndpoint(path="/run/links.sock", host="boot"),
     tcp=TcpEndpoint(host="127.0.0.1", port=8480),
 )
@@ -30,7 +29,6 @@ def test_an_offer_comes_back_as_it_was() -> None:
                 token=OFFER.token,
                 epoch=OFFER.epoch,
                 limits=OFFER.limits,
-                process=OFFER.process,
                 memfd=memfd,
                 tcp=tcp,
             )

@@ -6,7 +6,6 @@ done with it; what breaks a rule raises ValueError. Knows shapes and sessions by
     worker -> server    open: begins the sessions of one request (a loan)    opened, or refused
                         step: latents and timesteps of rows                  residuals, or refused
                         close: ends a loan                                   -
-                        ping: are you there?                                 pong, with the pulse of its forwards
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from torch import Tensor
 from bottega.diffusion.controlnets.layout import ControlLayout
 from bottega.diffusion.controlnets.provider import ControlInput
 from bottega.diffusion.rows import Embeds, Half
-from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, tensor_at, unpacked
-from bottega.transport import DType, Layout, TensorSpec
+from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, unpacked
+from bottega.transport import Layout, TensorSpec, number_spec
 
 _MAX_NUMBER = 2**53
 
@@ -40,8 +39,6 @@ class ControlMessageKind(StrEnum):
     RESIDUALS = "residuals"
     REFUSED = "refused"
     CLOSE = "close"
-    PING = "ping"
-    PONG = "pong"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +105,6 @@ class Refusal:
     loan: int | None = None
     step: int | None = None
     error: bytes
-
-
-def kind_of(layout: Layout) -> ControlMessageKind:
-    """What a message of this layout is. Raises ValueError for what is none."""
-    return ControlMessageKind(layout.specs[0].name)
 
 
 def open_message(opening: Opening) -> TensorMessage:
@@ -208,20 +200,7 @@ def residuals_layout(rows: int, shapes: tuple[tuple[int, int, int], ...], dtype:
         TensorSpec(name=f"point.{point}", dtype=DTYPES[dtype], shape=(rows, *shapes[point]))
         for point in reversed(range(len(shapes)))
     ]
-    return Layout.of(TensorSpec(name=ControlMessageKind.RESIDUALS.value, dtype=DType.INT64, shape=(1,)), *points)
-
-
-def number_message(kind: ControlMessageKind, number: int = 0) -> TensorMessage:
-    """An opened, close, ping or pong message."""
-    return message_of({kind.value: torch.tensor([number])})
-
-
-def read_number(layout: Layout, views: Sequence[memoryview]) -> int:
-    """The number that such a message, or a residuals message, begins with."""
-    spec = layout.specs[0]
-    if spec.dtype != DType.INT64 or spec.shape != (1,):
-        raise ValueError(f"a {spec.name} message does not begin with a number")
-    return int(tensor_at(layout, views, 0)[0])
+    return Layout.of(number_spec(ControlMessageKind.RESIDUALS.value), *points)
 
 
 def refused_message(refusal: Refusal) -> TensorMessage:

@@ -7,7 +7,6 @@ done with it; what breaks a rule raises ValueError. Knows jobs by number; knows 
                                                                            and again whenever that changes
                           step: latents and timesteps of rows              noise, or declined
                           leave: a job has ended                           -
-                          ping: are you there?                             pong
     follower -> leader    state: whether it has something of its own to do
 """
 
@@ -29,8 +28,8 @@ from bottega.diffusion.parallel.offload import OffloadedRow, RemoteJob
 from bottega.diffusion.parallel.remote_rows import RemoteRow
 from bottega.diffusion.rows import Embeds, Half
 from bottega.diffusion.spec import LoraSpec
-from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, tensor_at, unpacked
-from bottega.transport import DType, Layout
+from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, unpacked
+from bottega.transport import Layout
 
 _MAX_NUMBER = 2**53
 # The best ones: a follower that finds none of these refuses, and the leader computes the rows itself.
@@ -55,8 +54,6 @@ class PairMessageKind(StrEnum):
     DECLINED = "declined"
     LEAVE = "leave"
     STATE = "state"
-    PING = "ping"
-    PONG = "pong"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +114,6 @@ class RemoteNoise:
     places: tuple[int, ...]
     noise: Tensor
     waited_s: float = 0.0
-
-
-def kind_of(layout: Layout) -> PairMessageKind:
-    """What a message of this layout is. Raises ValueError for what is none."""
-    return PairMessageKind(layout.specs[0].name)
 
 
 def guest_message(number: int, guest: RemoteJob) -> TensorMessage:
@@ -239,19 +231,6 @@ def read_noise(layout: Layout, views: Sequence[memoryview]) -> RemoteNoise:
     if not 0 <= waited <= _MAX_NUMBER:
         raise ValueError(f"a noise message says that {waited} microseconds were waited")
     return RemoteNoise(number=number, places=tuple(places), noise=noise.clone(), waited_s=waited / _PER_S)
-
-
-def number_message(kind: PairMessageKind, number: int = 0) -> TensorMessage:
-    """A message that is its kind and a number."""
-    return message_of({kind.value: torch.tensor([number])})
-
-
-def read_number(layout: Layout, views: Sequence[memoryview]) -> int:
-    """The number of such a message."""
-    spec = layout.specs[0]
-    if spec.dtype != DType.INT64 or spec.shape != (1,):
-        raise ValueError(f"a {spec.name} message is no number")
-    return int(tensor_at(layout, views, 0)[0])
 
 
 def _conditions(header: _JobHeader, parts: Mapping[str, Tensor]) -> dict[Half, Embeds]:

@@ -1,7 +1,32 @@
-"""The seam between a link and what carries it: one direction has an outlet at its sender and an inlet at its receiver.
+"""The interface between a link and what carries it: in each direction a sender backend and a receiver backend.
 
-A link decides what is said and when; a backend moves notices and bytes, and owns the slots. What backends are promised,
-devices' ones included, stands in the package's description.
+A link decides what is said and when; a backend moves frames and bytes, and owns the slots.
+
+What a backend of devices, which will stand beside memfd.py and tcp.py, can rely on:
+
+- All that is said goes in frames over a connection of the backend's own: a device backend keeps one (unix or TCP,
+  frame_stream.py) for frames, and moves bytes beside it. One connection for each
+  direction, so a group (ProcessGroupNCCL) or slot pool (CUDA IPC) for each direction fits, and none is shared by two
+  links.
+- The core never looks at a slot's bytes: it passes what `slot`, `open` and `stage` return through, by spec. A device
+  backend's slot is a device tensor in the place of the memoryview, sliced by the same offsets (64-byte aligned, slots
+  by page), and `views` and `view` hand out slices of it.
+- Slots are few, long-lived, and known by index: memory is exported once for each (one cudaMalloc each, no expandable
+  segments) and told with a SEGMENT; it is unmapped in `close`, which comes when the peer is known to be dead, not at
+  the next handshake. `slot` is called before anything is written, with the size of the message.
+- `move` may be called when the work that fills the tensors is only enqueued: the backend owns a stream for each
+  direction, makes it wait for the caller's current one, and says DATA when its copy is enqueued or done, whichever
+  its receiver needs.
+- Readiness before a receive: `open` is called when the header has been checked and before any byte is asked for,
+  `fill` after that. A backend that must not post a receive before the sender has come (NCCL) posts it in `fill`,
+  because the DATA frame says that the sender is there; one whose sender must not start before the receive is posted
+  answers from `open`.
+- Nothing is asked of a backend without a deadline, but a stuck kernel returns by none: `shut` may come at any time
+  from any thread, a liveness monitor's by Link.end, and must free whoever is stuck (ProcessGroupNCCL.abort()).
+- `grant` is called when the consumer is done with a slot; a backend whose consumers enqueue work records an event
+  there and lets the frame wait for it.
+- Two ends on one device, two ranks of one group, device numbers and peer access are for the backend's probe, which
+  joins `connect`'s ways before memfd, and says why when it does not pass.
 """
 
 from __future__ import annotations
@@ -21,7 +46,6 @@ from bottega.transport.memory.slots import Slot
 class Backend(StrEnum):
     """What carries a link."""
 
-    PROCESS = "process"
     MEMFD = "memfd"
     TCP = "tcp"
 

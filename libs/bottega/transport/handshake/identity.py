@@ -1,16 +1,9 @@
-"""Who and where this process is, for those who ask whether they share it, or its host. It knows no link."""
+"""Which host this process runs on, for those who ask whether they share it."""
 
 from __future__ import annotations
 
 import functools
-import os
-import uuid
 from pathlib import Path
-
-
-def process_identity() -> str:
-    """Differs between any two processes, a forked child included."""
-    return _process_identity(os.getpid())
 
 
 @functools.cache
@@ -23,8 +16,3 @@ def host_identity() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
-
-
-@functools.cache
-def _process_identity(pid: int) -> str:
-    return f"{pid}-{uuid.uuid4().hex}"

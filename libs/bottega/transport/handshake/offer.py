@@ -39,7 +39,7 @@ class Offer:
     """What the connecting process needs.
 
     link_id: 32 hexadecimal digits. epoch: counts from 1 how often the link has been opened.
-    limits: what the listener takes in. process: identity of the listener, for those in its process.
+    limits: what the listener takes in.
     Raises ValueError naming the field that no listener would have written.
     """
 
@@ -47,7 +47,6 @@ class Offer:
     token: bytes = field(repr=False)
     epoch: int
     limits: Limits
-    process: str
     memfd: MemfdEndpoint | None = None
     tcp: TcpEndpoint | None = None
 
@@ -58,7 +57,7 @@ class Offer:
             raise ValueError(f"token has {TOKEN_BYTES} bytes")
         if not 1 <= self.epoch <= MAX_EPOCH:
             raise ValueError("epoch is at least 1")
-        texts = [self.process, *(text for text in (self.memfd and self.memfd.path, self.tcp and self.tcp.host) if text)]
+        texts = [text for text in (self.memfd and self.memfd.path, self.tcp and self.tcp.host) if text]
         if any(len(text) > _MAX_TEXT for text in texts):
             raise ValueError(f"an endpoint is longer than {_MAX_TEXT} characters")
         if self.tcp is not None and not 1 <= self.tcp.port <= 65535:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from bottega.errors import LinksFull
 from bottega.transport.handshake.messages import ClientHello, Direction
 from bottega.transport.handshake.offer import Offer
-from bottega.transport.link import Link
 
 MAX_OFFERS = 256
 # Of one caller: all workers of one host may come back to a server at once, and another host's find room beside them.
@@ -40,7 +39,6 @@ class PendingOffer:
     # Proven connections by direction, with what the connecting end takes in.
     connections: dict[Direction, socket.socket] = field(default_factory=dict)
     hello: ClientHello | None = None
-    local: Link | None = None
 
 
 class PendingOffers:
@@ -88,8 +86,6 @@ class PendingOffers:
             return
         for connection in waiting.connections.values():
             connection.close()
-        if waiting.local is not None:
-            waiting.local.close()
         waiting.changed.notify_all()
 
     def clear(self) -> None:

@@ -20,8 +20,8 @@ from bottega.diffusion.controlnets import ControlLayout, LocalControlNets
 from bottega.diffusion.controlnets.messages import ControlStep, StepEntry, residuals_layout
 from bottega.diffusion.controlnets.provider import ControlInput, ControlRecord
 from bottega.diffusion.rows import Row
-from bottega.transport import LinkCounters
-from bottega.worker.controlnets.server_link import LinkSettings, Offers, ServerLink
+from bottega.transport import LinkCounters, OfferSource
+from bottega.worker.controlnets.server_link import ControlLinkSettings, ServerLink
 from bottega.worker.controlnets.session import PlacedSession
 from bottega.worker.controlnets.session_manager import SessionManager
 from bottega.worker.controlnets.staleness import StalenessPolicy
@@ -44,10 +44,10 @@ class RemoteControlNets:
         base: ControlLayout,
         dtype: torch.dtype,
         device: torch.device,
-        offers: Offers,
+        offers: OfferSource,
         local: LocalControlNets | None = None,
         digests: Mapping[str, str] | None = None,
-        settings: LinkSettings | None = None,
+        settings: ControlLinkSettings | None = None,
         pace: StalenessPolicy | None = None,
     ) -> None:
         self._base = base
@@ -60,7 +60,7 @@ class RemoteControlNets:
             offers=offers,
             local=local,
             digests=digests or {},
-            settings=settings or LinkSettings(),
+            settings=settings or ControlLinkSettings(),
         )
         self._pace = pace or StalenessPolicy()
         self._alive: Callable[[], None] = lambda: None

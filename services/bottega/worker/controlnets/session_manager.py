@@ -15,9 +15,9 @@ from bottega.diffusion.controlnets import ControlLayout, LocalControlNets
 from bottega.diffusion.controlnets.messages import Opening, SessionSpec, open_message
 from bottega.diffusion.controlnets.provider import ControlInput, ControlServer
 from bottega.errors import BottegaError, ControlNetUnusable, NoControlNet, TooLarge
-from bottega.transport import LinkCounters
+from bottega.transport import LinkCounters, OfferSource
 from bottega.worker.controlnets.condition import ChangeCondition
-from bottega.worker.controlnets.server_link import LinkSettings, Offers, ServerLink
+from bottega.worker.controlnets.server_link import ControlLinkSettings, ServerLink
 from bottega.worker.controlnets.session import PlacedSession, SessionLease
 
 # Of requests whose ControlNets nobody runs now: servers come back within some seconds.
@@ -34,10 +34,10 @@ class SessionManager:
         *,
         base: ControlLayout,
         dtype: torch.dtype,
-        offers: Offers,
+        offers: OfferSource,
         local: LocalControlNets | None,
         digests: Mapping[str, str],
-        settings: LinkSettings,
+        settings: ControlLinkSettings,
     ) -> None:
         self.counters = LinkCounters()
         self.news = ChangeCondition()
@@ -157,9 +157,14 @@ class SessionManager:
         link = self._links.get(server)
         if link is None or link.lost is not None:
             link = self._links[server] = ServerLink(
-                server, offers=self._offers, news=self.news, settings=self._settings, counters=self.counters
+                server,
+                offers=self._offers,
+                news=self.news,
+                settings=self._settings,
+                counters=self.counters,
+                link_id=self._before.pop(server, ""),
             )
-            link.start(self._before.pop(server, ""))
+            link.start()
         return link
 
     def _borrow(self, link: ServerLink, seats: list[PlacedSession]) -> None:

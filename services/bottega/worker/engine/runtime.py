@@ -14,15 +14,13 @@ from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import DTYPES, load_model, pick_device
 from bottega.miniature import WEIGHTS
-from bottega.rpc.address import split
-from bottega.transport import Endpoints
-from bottega.v1.worker_pb2 import PeerTerms
+from bottega.rpc.address import link_endpoints
 from bottega.worker.config import EngineConfig
-from bottega.worker.controlnets import LinkSettings, RemoteControlNets
+from bottega.worker.controlnets import ControlLinkSettings, RemoteControlNets
 from bottega.worker.controlnets.configured import ConfiguredControlNets
 from bottega.worker.link_requests import LinkRequests
 from bottega.worker.loras import LoraCache, LoraLinkSettings
-from bottega.worker.peer import Follower, Leader, PeerSettings
+from bottega.worker.peer import Follower, Leader, PeerLinkSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +43,8 @@ class Runtime:
         if self.peer is None:
             return None
         config = self.config
-        doors = Endpoints(
-            tcp=split(config.links_listen) if config.links_listen else None,
-            unix_path=Path(config.links_socket) if config.links_socket else None,
-        )
-        return Follower(doors, guests=self.engine.guests, counters=self.controlnets.counters, post=post)
+        endpoints = link_endpoints(config.links_listen, config.links_socket)
+        return Follower(endpoints, guests=self.engine.guests, counters=self.controlnets.counters, post=post)
 
 
 def start(config: EngineConfig, desk: LinkRequests) -> Runtime:
@@ -80,13 +75,13 @@ def start(config: EngineConfig, desk: LinkRequests) -> Runtime:
         offers=desk,
         local=at_hand.controlnets,
         digests=at_hand.digests,
-        settings=LinkSettings(silence_s=config.controlnet_silence_s),
+        settings=ControlLinkSettings(silence_s=config.controlnet_silence_s),
     )
-    desk.terms = PeerTerms(model_hash=model.digest, dtype=model.dtype_name)
     peer = None
     if config.peer:
-        settings = PeerSettings(silence_s=config.peer_silence_s)
-        peer = Leader(config.peer, offers=desk, counters=controlnets.counters, settings=settings)
+        settings = PeerLinkSettings(silence_s=config.peer_silence_s)
+        terms = {"model_hash": model.digest, "dtype": model.dtype_name}
+        peer = Leader(config.peer, terms=terms, offers=desk, counters=controlnets.counters, settings=settings)
     loras = LoraCache(
         offers=desk,
         device=model.device,

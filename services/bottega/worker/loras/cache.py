@@ -16,9 +16,9 @@ import torch
 from bottega.caching import LruCache
 from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
 from bottega.errors import BottegaError, DataLoss, LoraNotFound, NoLora
-from bottega.transport import LinkCounters
+from bottega.transport import LinkCounters, OfferSource
 from bottega.worker.loras.download import DownloadHandle, LoraDownload
-from bottega.worker.loras.store_link import LoraLinkSettings, LoraOffers, StoreLink
+from bottega.worker.loras.store_link import LoraLinkSettings, StoreLink
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class LoraCache:
     def __init__(
         self,
         *,
-        offers: LoraOffers,
+        offers: OfferSource,
         device: torch.device,
         dtype: torch.dtype,
         budget_bytes: int,

@@ -1,7 +1,6 @@
-"""The peer as this engine leads it: a link that is opened again whenever it is lost, and what is lent over it.
+"""The peer as this engine leads it: what is offloaded to it, over a link that is opened again whenever it is lost.
 
-A thread of its own opens the link, receives, and asks a quiet peer whether it is there; the engine's thread sends. What
-is lost with a link is not asked for again: the engine computes it itself.
+What is lost with a link is not asked for again: the engine computes it itself.
 """
 
 from __future__ import annotations
@@ -10,72 +9,48 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
-from bottega.diffusion.parallel.messages import (
-    PairMessageKind,
-    guest_message,
-    kind_of,
-    number_message,
-    read_noise,
-    read_number,
-    step_message,
-)
+from bottega.diffusion.parallel.messages import PairMessageKind, guest_message, read_noise, step_message
 from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
 from bottega.diffusion.rows import Row
-from bottega.errors import BottegaError, PeerDead, Unavailable
-from bottega.transport import Deadline, Incoming, Keepalive, Limits, Link, LinkCounters, Offer, connect, link_boundary
-from bottega.worker.peer.connection import PeerConnection
+from bottega.errors import BottegaError
+from bottega.transport import (
+    Connection,
+    Incoming,
+    Limits,
+    LinkClient,
+    LinkClientHandler,
+    LinkClientSettings,
+    LinkCounters,
+    OfferSource,
+    kind_of,
+    number_message,
+    read_number,
+)
 
 _log = logging.getLogger(__name__)
 
-# Of offer and connection; a peer that lives takes milliseconds.
-_CONNECT_S = 5.0
-# How often a peer that cannot be reached is tried again.
-_RETRY_S = 1.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerOffer:
-    """worker: name of the peer."""
+class PeerLinkSettings(LinkClientSettings):
+    """The peer may be away for long."""
 
-    offer: Offer
-    worker: str
-
-
-class PeerOffers(Protocol):
-    """Who brings offers of links."""
-
-    def ask_peer(self, address: str, link_id: str) -> Future[PeerOffer]:
-        """An offer of the worker at host:port. link_id: of the lost link that it replaces, or empty.
-
-        Its exception is a BottegaError.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerSettings:
-    """silence_s: after which a peer is taken for dead. limits: of what comes in."""
-
-    silence_s: float = 5.0
     limits: Limits = field(default_factory=lambda: Limits(slots=4, slot_bytes=1 << 30))
+    retry_s: float = 1.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _LeaderLink:
+class _FollowerState:
     """One link's. guests: told of on it, by number; ready: those whose rows can be lent. step: the answer that is owed.
 
     busy: whether the peer has something of its own to do. outcome: of the last step, once it has come.
     """
 
-    talk: PeerConnection
+    connection: Connection
     guests: dict[RemoteJob, int] = field(default_factory=dict)
     ready: set[int] = field(default_factory=set)
     busy: bool = True
@@ -85,34 +60,43 @@ class _LeaderLink:
     outcome: OffloadResult | None = None
 
 
-class Leader:
-    """A Follower, see there. address: host:port of the peer's worker."""
+class Leader(LinkClientHandler):
+    """An OffloadTarget, see there. address: host:port of the peer's worker. terms: what it must agree to."""
 
     def __init__(
-        self, address: str, *, offers: PeerOffers, counters: LinkCounters, settings: PeerSettings | None = None
+        self,
+        address: str,
+        *,
+        terms: Mapping[str, str],
+        offers: OfferSource,
+        counters: LinkCounters,
+        settings: PeerLinkSettings | None = None,
     ) -> None:
         self._address = address
-        self._offers = offers
-        self._counters = counters
-        self._settings = settings or PeerSettings()
-        self._name = address
-        self._life: _LeaderLink | None = None
+        self._life: _FollowerState | None = None
         self._changed = threading.Condition()  # of the life, by the two threads
         self._numbers = itertools.count(1)
-        self._stopped = threading.Event()
-        self._before = ""
-        self._told = ""
+        self._complaint = ""
+        self._client = LinkClient(
+            self,
+            peer="its peer",
+            request=lambda link_id: offers.request("peer", address, link_id, terms),
+            settings=settings or PeerLinkSettings(),
+            counters=counters,
+        )
 
     def start(self) -> None:
         """Opens the link in the background, now and whenever it is lost."""
-        threading.Thread(target=self._live, name="peer", daemon=True).start()
+        self._client.start()
 
     def stop(self) -> None:
         """Closes it."""
-        self._stopped.set()
-        life = self._life
-        if life is not None:
-            life.talk.link.end(PeerDead("the worker is stopping"))
+        self._client.close()
+
+    @property
+    def wants_link(self) -> bool:
+        """Always."""
+        return True
 
     @property
     def linked(self) -> bool:
@@ -121,23 +105,23 @@ class Leader:
 
     @property
     def name(self) -> str:
-        """See Follower."""
-        return self._name
+        """See OffloadTarget."""
+        return self._client.service or self._address
 
     @property
     def free(self) -> bool:
-        """See Follower."""
+        """See OffloadTarget."""
         life = self._life
         return life is not None and not life.busy and not life.step
 
     @property
     def owes(self) -> bool:
-        """See Follower."""
+        """See OffloadTarget."""
         life = self._life
         return life is not None and life.step != 0
 
     def knows(self, guest: RemoteJob) -> bool:
-        """See Follower."""
+        """See OffloadTarget."""
         life = self._life
         if life is None:
             return False
@@ -145,96 +129,68 @@ class Leader:
             number = life.guests[guest] = next(self._numbers)
             if not guest.controls and not guest.loras:
                 life.ready.add(number)  # the link keeps order: rows come after this
-            life.talk.send(guest_message(number, guest))
+            life.connection.send(guest_message(number, guest))
         return life.guests[guest] in life.ready
 
     def forget(self, guest: RemoteJob) -> None:
-        """See Follower."""
+        """See OffloadTarget."""
         life = self._life
         number = life.guests.pop(guest, None) if life is not None else None
         if life is not None and number is not None:
             life.ready.discard(number)
-            life.talk.send(number_message(PairMessageKind.LEAVE, number))
+            life.connection.send(number_message(PairMessageKind.LEAVE, number))
 
     def lend(self, rows: Sequence[OffloadedRow]) -> bool:
-        """See Follower."""
+        """See OffloadTarget."""
         life = self._life
         if life is None or any(each.guest not in life.guests for each in rows):
             return False  # lost since it was asked
         with self._changed:
             life.step, life.outcome = next(self._numbers), None
             life.rows, life.sent_s = [each.row for each in rows], time.monotonic()
-        return life.talk.send(step_message(life.step, rows, life.guests))
+        return life.connection.send(step_message(life.step, rows, life.guests))
 
     def returned(self, timeout_s: float) -> OffloadResult | None:
-        """See Follower."""
+        """See OffloadTarget."""
         with self._changed:
             self._changed.wait_for(lambda: not self.owes, timeout_s)
             life = self._life
             return life.outcome if life is not None else None
 
-    def _live(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                link = self._open()
-            except FutureTimeoutError:
-                self._complain(Unavailable(f"made no offer within {_CONNECT_S:g} s"))
-            except BottegaError as error:
-                self._complain(error)
-            else:
-                self._serve(link)
-            self._stopped.wait(_RETRY_S)
+    def on_open(self, connection: Connection) -> None:
+        """It is told of jobs anew."""
+        assert connection.link is not None
+        choice = connection.link.answer
+        _log.info("linked to the peer", extra={"peer": self.name, "backend": choice.backend, "why": choice.reason})
+        self._complaint = ""
+        self._life = _FollowerState(connection=connection)
 
-    def _open(self) -> Link:
-        deadline = Deadline.after(_CONNECT_S)
-        offered = self._offers.ask_peer(self._address, self._before).result(_CONNECT_S)
-        link = connect(offered.offer, deadline, limits=self._settings.limits, counters=self._counters)
-        self._before, self._name, self._told = link.link_id, offered.worker, ""
-        facts = {"peer": self._name, "backend": link.answer.backend, "why": link.answer.reason}
-        _log.info("linked to the peer", extra=facts)
-        return link
-
-    def _complain(self, error: BottegaError) -> None:
-        """Says once why there is no link; a peer that is away is tried every second."""
-        if error.message != self._told:
-            self._told = error.message
-            facts = {"peer": self._address, "reason": type(error).__name__, "text": error.message}
+    def on_end(self, cause: BottegaError) -> None:
+        """Says why there is no link any more; of a peer that is away, and tried every second, once."""
+        with self._changed:
+            before, self._life = self._life, None
+            self._changed.notify_all()
+        facts = {"peer": self.name, "cause": type(cause).__name__, "text": cause.message}
+        if before is not None:
+            _log.warning("the peer is lost; this worker draws alone", extra=facts)
+        elif cause.message != self._complaint:
+            self._complaint = cause.message
             _log.warning("not linked to the peer; this worker draws alone", extra=facts)
 
-    def _serve(self, link: Link) -> None:
-        with link:
-            life = self._life = _LeaderLink(talk=PeerConnection(link))
-            with link_boundary(link, here="the worker", peer="its peer"):
-                self._receive(life)
-            with self._changed:
-                self._life = None
-                self._changed.notify_all()
-            cause = link.cause
-            facts = {"peer": self._name, "cause": type(cause).__name__, "text": cause.message if cause else ""}
-            _log.warning("the peer is lost; this worker draws alone", extra=facts)
-
-    def _receive(self, life: _LeaderLink) -> None:
-        vigil = Keepalive(
-            life.talk.link,
-            peer=f"the peer {self._name}",
-            silence_s=self._settings.silence_s,
-            ping=lambda: life.talk.send(number_message(PairMessageKind.PING)),
-        )
-        while True:
-            with vigil.next() as incoming:
-                vigil.wait_all(incoming)
-                self._take_in(life, incoming)
-
-    def _take_in(self, life: _LeaderLink, incoming: Incoming) -> None:
+    def on_message(self, connection: Connection, incoming: Incoming) -> None:
+        """Of the newest link."""
+        life = self._life
+        assert life is not None, "it was opened"
         layout = incoming.layout
-        views = [incoming.view(index) for index in range(len(layout.specs))]
-        kind = kind_of(layout)
-        if kind is PairMessageKind.NOISE:
-            answer = read_noise(layout, views)
-            noise = dict(zip(answer.places, answer.noise, strict=True))
-            self._settle(life, answer.number, noise, waited_s=answer.waited_s)
-            return
-        number = read_number(layout, views)
+        with incoming:
+            views = connection.wait_all(incoming)
+            kind = PairMessageKind(kind_of(layout))
+            if kind is PairMessageKind.NOISE:
+                answer = read_noise(layout, views)
+                noise = dict(zip(answer.places, answer.noise, strict=True))
+                self._settle(life, answer.number, noise, waited_s=answer.waited_s)
+                return
+            number = read_number(layout, views)
         match kind:
             case PairMessageKind.DECLINED:
                 self._settle(life, number, None)
@@ -244,13 +200,11 @@ class Leader:
                 life.ready.add(number)
             case PairMessageKind.REFUSED:
                 life.ready.discard(number)
-            case PairMessageKind.PONG:
-                return
             case _:
-                raise ValueError(f"a follower says no {kind}")
+                raise ValueError(f"a follower sends no {kind} message")
 
     def _settle(
-        self, life: _LeaderLink, number: int, noise: dict[int, Tensor] | None, *, waited_s: float = 0.0
+        self, life: _FollowerState, number: int, noise: dict[int, Tensor] | None, *, waited_s: float = 0.0
     ) -> None:
         """The answer to a step has come."""
         with self._changed:

@@ -20,7 +20,7 @@ from bottega.diffusion.engine.events import JobCheckpointed
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
-from bottega.transport import Offer
+from bottega.transport import ServiceOffer
 from bottega.worker.controlnets import StalenessPolicy
 from load.bench.throttle import Throttle
 from tests.fakes.scripted_controlnet_link import Script, ScriptedServer
@@ -45,12 +45,15 @@ class Relayed(linked_servers.Offers):
         super().__init__(server)
         self._throttle = throttle
 
-    def ask(self, address: str, link_id: str) -> Future[Offer]:
-        offer = super().ask(address, link_id).result()
+    def request(
+        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
+    ) -> Future[ServiceOffer]:
+        offer = super().request(kind, address, link_id).result().offer
         assert offer.tcp is not None
         self._throttle.target = offer.tcp.port
-        relayed = Future[Offer]()
-        relayed.set_result(replace(offer, tcp=replace(offer.tcp, port=self._throttle.port)))
+        relayed = Future[ServiceOffer]()
+        offer = replace(offer, tcp=replace(offer.tcp, port=self._throttle.port))
+        relayed.set_result(ServiceOffer(offer=offer, service=address))
         return relayed
 
 

@@ -12,14 +12,14 @@ import torch
 
 from bottega.controlnet import links, model_registry
 from bottega.diffusion.controlnets import LocalControlNets
-from bottega.diffusion.controlnets.messages import ControlMessageKind, number_message
+from bottega.diffusion.controlnets.messages import ControlMessageKind
 from bottega.diffusion.controlnets.provider import ControlServer
 from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobAdvanced, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, TooLarge, Unavailable
-from bottega.transport import Limits
+from bottega.transport import Limits, number_message
 from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADING, HOSTED_STATE_ON_DISK
 from tests.fakes.scripted_controlnet_link import Script, ScriptedServer
 from tests.samples.controlnets import Gate, control_image, control_spec, layout_of, shelf_of

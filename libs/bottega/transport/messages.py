@@ -1,0 +1,61 @@
+"""What messages of links have in common: a kind, which their first tensor's name says, numbers, and plain bytes.
+
+Messages of torch's tensors are made beside these (bottega.diffusion.tensor_messages).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bottega.transport.channel.buffers import Buffer
+from bottega.transport.layout import DType, Layout, TensorSpec
+
+_NUMBER_BYTES = 8
+
+
+class WholeMessage(Protocol):
+    """A whole message: its layout, and a buffer for each of its tensors."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def buffers(self) -> Sequence[Buffer]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BytesMessage:
+    """A message of plain bytes."""
+
+    layout: Layout
+    buffers: tuple[bytes, ...]
+
+
+def kind_of(layout: Layout) -> str:
+    """What a message of this layout is."""
+    return layout.specs[0].name
+
+
+def number_message(kind: str, number: int = 0) -> BytesMessage:
+    """A message that is its kind and a number."""
+    return BytesMessage(layout=Layout.of(number_spec(kind)), buffers=(pack_number(number),))
+
+
+def number_spec(kind: str) -> TensorSpec:
+    """The first tensor of a message that begins with a number."""
+    return TensorSpec(name=kind, dtype=DType.INT64, shape=(1,))
+
+
+def pack_number(number: int) -> bytes:
+    """What such a tensor holds."""
+    return number.to_bytes(_NUMBER_BYTES, "little", signed=True)
+
+
+def read_number(layout: Layout, views: Sequence[memoryview]) -> int:
+    """The number that a message begins with. Raises ValueError where it begins with something else."""
+    spec = layout.specs[0]
+    if (spec.dtype, spec.shape) != (DType.INT64, (1,)):
+        raise ValueError(f"a {spec.name} message does not begin with a number")
+    return int.from_bytes(bytes(views[0]), "little", signed=True)

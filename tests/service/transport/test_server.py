@@ -1,0 +1,140 @@
+"""How many links one host may have of a service, so that some are left for another one, and how all of them end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import BadFrame, BottegaError, DeadlineExceeded, Draining, LinkClosed, LinksFull
+from bottega.transport import (
+    Connection,
+    DType,
+    Endpoints,
+    Incoming,
+    Layout,
+    Limits,
+    Link,
+    LinkHandler,
+    LinkServer,
+    TensorSpec,
+    connect,
+    kind_of,
+    number_message,
+    number_spec,
+    read_number,
+)
+from bottega.transport import server as transport_server
+from tests.support.transport_backends import patience
+from tests.support.waiting import wait_until
+
+
+class Echo(LinkHandler):
+    """Sends every number back. ended: why its link has."""
+
+    def __init__(self) -> None:
+        self.ended: BottegaError | None = None
+
+    @property
+    def progress(self) -> int:
+        return 7
+
+    def on_message(self, connection: Connection, incoming: Incoming) -> None:
+        with incoming:
+            number = read_number(incoming.layout, connection.wait_all(incoming))
+        connection.send(number_message("echo", number))
+
+    def on_end(self, cause: BottegaError) -> None:
+        self.ended = cause
+
+
+class EchoServer(LinkServer[Echo]):
+    def __init__(self, folder: Path) -> None:
+        endpoints = Endpoints(unix_path=folder / "links.sock")
+        super().__init__(endpoints, service="the server", limits=Limits(), max_links=6, max_links_per_host=4)
+
+    def new_handler(self, connection: Connection) -> Echo:
+        return Echo()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EchoServer]:
+    server = EchoServer(tmp_path)
+    yield server
+    server.close()
+
+
+def link_to(server: EchoServer, *, caller: str = "10.0.0.1") -> Link:
+    before = len(server.open)
+    link = connect(server.offer("w", "", caller=caller), patience())
+    wait_until(lambda: len(server.open) > before, "the link to be served")
+    return link
+
+
+def exchange(link: Link, kind: str, number: int) -> tuple[str, int]:
+    message = number_message(kind, number)
+    link.send(message.layout, message.buffers, patience())
+    with link.recv(patience()) as incoming:
+        incoming.wait_all(patience())
+        return kind_of(incoming.layout), read_number(incoming.layout, [incoming.view(0)])
+
+
+def test_messages_are_the_handlers_and_pings_are_answered_with_its_progress(server: EchoServer) -> None:
+    with link_to(server) as link:
+        assert exchange(link, "echo", 5) == ("echo", 5)
+        assert exchange(link, "ping", 0) == ("pong", 7)
+
+
+def test_one_host_leaves_links_for_another_one(server: EchoServer) -> None:
+    with ExitStack() as links:
+        for _ in range(4):
+            links.enter_context(link_to(server))
+        with pytest.raises(LinksFull, match="4 workers of your host are linked with the server"):
+            server.offer("w", "", caller="10.0.0.1")
+        links.enter_context(link_to(server, caller="10.0.0.2"))
+
+
+def test_all_hosts_together_have_so_many_links_and_no_more(server: EchoServer) -> None:
+    with ExitStack() as links:
+        for number in range(6):
+            links.enter_context(link_to(server, caller=f"10.0.0.{number}"))
+        with pytest.raises(LinksFull, match="6 workers are linked"):
+            server.offer("w", "", caller="10.0.0.9")
+    wait_until(lambda: not server.open, "the links to be forgotten")
+    link_to(server, caller="10.0.0.9").close()
+
+
+def test_a_server_that_drains_keeps_its_links_and_one_that_closes_ends_them(server: EchoServer) -> None:
+    with link_to(server) as link:
+        handler = server.open[0]
+        server.drain()
+        with pytest.raises(Draining):
+            server.offer("w", "", caller="10.0.0.1")
+        assert exchange(link, "echo", 1) == ("echo", 1)
+        server.close()
+        assert isinstance(handler.ended, LinkClosed)
+        with pytest.raises(LinkClosed):
+            link.recv(patience())
+
+
+def test_a_worker_that_begins_a_message_and_stops_is_given_up(
+    server: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport_server, "MESSAGE_S", 0.2)
+    with link_to(server) as link:
+        layout = Layout.of(number_spec("echo"), TensorSpec(name="rest", dtype=DType.UINT8, shape=(8,)))
+        outgoing = link.begin(layout, patience())
+        outgoing.ready(1)
+        with pytest.raises(DeadlineExceeded):
+            link.recv(patience())
+
+
+def test_a_broken_rule_ends_one_link_and_no_other(server: EchoServer) -> None:
+    with link_to(server) as good, link_to(server) as bad:
+        layout = Layout.of(TensorSpec(name="echo", dtype=DType.UINT8, shape=(1,)))  # no number
+        bad.send(layout, [b"1"], patience())
+        with pytest.raises(BadFrame):
+            bad.recv(patience())
+        assert exchange(good, "echo", 2) == ("echo", 2)
