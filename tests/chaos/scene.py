@@ -180,7 +180,7 @@ class Scene:
             "gateway": self.fleet_address,
             "engine": {"threads": 1, "fixed_rows": ENGINE["fixed_rows"]},
             "controlnets": {net: str(folder) for net, folder in nets.items()},
-            "catalogue": str(self.folder / f"{name}.json"),
+            "catalogue": str(self.folder / f"{name}.db"),
         }
         service = self._services.start("bottega.controlnet", config, name=self._name(name))
         self._workers[name] = service

@@ -185,7 +185,7 @@ class House:
             "server": SERVER,
             "engine": {"threads": 1, **(engine or {})},
             "controlnets": self.nets,
-            "catalogue": str(self._folder / f"{name}.json"),
+            "catalogue": str(self._folder / f"{name}.db"),
             **overrides,
         }
         return ControlNetServer(self._services.start("bottega.controlnet", config, name=name), name)

@@ -1,6 +1,7 @@
-"""What outlives a process: files by content hash, and the thread that blocking storage work is done in."""
+"""What outlives a process: files by content hash, SQLite files, and the thread that blocking work is done in."""
 
 from bottega.storage.content import ContentReader, ContentStore
+from bottega.storage.sqlite_database import SqliteDatabase, SqliteSchema
 from bottega.storage.thread import StorageTask, StorageThread
 
-__all__ = ["ContentReader", "ContentStore", "StorageThread", "StorageTask"]
+__all__ = ["ContentReader", "ContentStore", "SqliteDatabase", "SqliteSchema", "StorageTask", "StorageThread"]

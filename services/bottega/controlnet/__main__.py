@@ -31,7 +31,6 @@ def main() -> int:
 
 
 def _life_of(settings: ControlNetConfig) -> AbstractAsyncContextManager[ServiceHooks]:
-    # Its files are read here, where there is no event loop yet.
     lock = hold_catalogue(settings, state_folder())
     return _life(settings, lock, *open_catalogue(settings, state_folder()))
 

@@ -1,17 +1,21 @@
 """Which ControlNets a server hosts, by name and folder: those of the configuration, and those that callers have added.
 
-The latter are remembered in a file. Knows names and folders; knows nothing of what is in a folder.
+The latter are remembered in a SQLite file. It does not look at what is in a folder.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from bottega import rules
-from bottega.controlnet.json_file import read_record, unusable, write_record
-from bottega.errors import ConfigError, ControlNetExists, InvalidRequest, TooLarge, Violation
+from bottega.controlnet.catalogue_schema import sound_rows, with_checksum
+from bottega.errors import ConfigError, ControlNetExists, InvalidRequest, StorageUnavailable, TooLarge, Violation
+from bottega.storage import SqliteDatabase
 from bottega.storage.contained_paths import check_below, listed, resolved_below
 
 _log = logging.getLogger(__name__)
@@ -22,19 +26,35 @@ _MAX_PATH_CHARACTERS = 4096
 
 
 class ControlNetCatalogue:
-    """fixed: those of the configuration. root: below it are the folders that may be added; None allows none.
+    """Open it before anything else. fixed: those of the configuration.
 
-    Its calls may wait for the disk. Raises ConfigError where the file cannot be used, or a fixed name is none.
+    root: below it are the folders that may be added; None allows none. Raises ConfigError where a fixed name is none.
     """
 
-    def __init__(self, file: Path, *, root: Path | None, fixed: Mapping[str, str]) -> None:
+    def __init__(self, database: SqliteDatabase, *, root: Path | None, fixed: Mapping[str, str]) -> None:
         for name in fixed:
             if not rules.is_adapter_name(name):
                 raise ConfigError(f"controlnets: {name!r} cannot be the name of a ControlNet")
-        self._file = file
+        self._database = database
         self.root = root.resolve() if root is not None else None
         self._fixed = {name: Path(folder).absolute() for name, folder in fixed.items()}
-        self._added = self._read()
+        self._added: dict[str, str] = {}
+
+    async def open(self) -> None:
+        """Opens the file, and reads what was added. Raises ConfigError, DataLoss, StorageUnavailable."""
+        try:
+            await self._database.open()
+        except StorageUnavailable as error:
+            if self._database.path.exists():
+                raise
+            _log.warning("what is added cannot be remembered", extra={"text": error.message})
+            return
+        rows = await self._database.transact(_all_rows)
+        self._added = await asyncio.to_thread(self._usable, dict(sound_rows("controlnets", rows)))
+
+    async def close(self) -> None:
+        """Ends after what was begun."""
+        await self._database.close()
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -46,7 +66,7 @@ class ControlNetCatalogue:
         return None if name in self._fixed else self.root
 
     def checked(self, name: str, folder: str) -> Path:
-        """The folder that a caller may add under this name.
+        """The folder that a caller may add under this name; it waits for the disk.
 
         Raises InvalidRequest, ControlNetExists for a name of the configuration, TooLarge when there are too many.
         """
@@ -64,11 +84,11 @@ class ControlNetCatalogue:
             )
         return self._below_root(folder)
 
-    def add(self, name: str, folder: Path) -> None:
+    async def add(self, name: str, folder: Path) -> None:
         """Remembers it. Raises StorageUnavailable, and then it is not remembered."""
-        added = {**self._added, name: str(folder)}
-        write_record(self._file, added)
-        self._added = added
+        row = with_checksum(name, str(folder))
+        await self._database.transact(lambda found: found.execute("REPLACE INTO controlnets VALUES (?, ?, ?)", row))
+        self._added = {**self._added, name: str(folder)}
 
     def _below_root(self, folder: str) -> Path:
         if self.root is None:
@@ -87,11 +107,10 @@ class ControlNetCatalogue:
             raise _refused(f"{error.filename} {error.strerror}") from None
         return path
 
-    def _read(self) -> dict[str, str]:
+    def _usable(self, added: Mapping[str, str]) -> dict[str, str]:
+        """Of what was added, that which may still be hosted."""
         kept = {}
-        for name, folder in read_record(self._file).items():
-            if not isinstance(folder, str):
-                raise unusable(self._file, "it is no object of names and folders")
+        for name, folder in added.items():
             if name in self._fixed:  # remembered all the same: the configuration may lose it again
                 kept[name] = folder
                 facts = {"controlnet": name, "folder": folder}
@@ -108,6 +127,10 @@ class ControlNetCatalogue:
         if not rules.is_adapter_name(name):
             raise _refused("cannot be the name of a ControlNet")
         return self._below_root(folder)
+
+
+def _all_rows(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
+    return connection.execute("SELECT name, folder, checksum FROM controlnets ORDER BY name").fetchall()
 
 
 def _refused(rule: str) -> InvalidRequest:

@@ -51,8 +51,8 @@ class ControlNetConfig:
     empty joins no fleet. controlnets: by name, the folders of ControlNets that it hosts, in Diffusers' layout;
     miniature/edges and miniature/layout are the embedded model's own.
     root: below it are the folders that callers may add; empty is none.
-    catalogue: the file that remembers those; empty is controlnets.json in the folder for Bottega's state. What was
-    measured of ControlNets is remembered beside it, in controlnets.profiles.json. One server at a time may use it.
+    catalogue: the SQLite file that remembers those, and what was measured of ControlNets; empty is controlnets.db in
+    the folder for Bottega's state. One server at a time may use it.
     start_s: that the engine may take to start. hang_s: without a word of the engine, and stall_s: without a forward
     though steps wait, after which it is taken for hung and replaced.
     """

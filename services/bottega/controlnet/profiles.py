@@ -1,56 +1,78 @@
-"""What was measured of ControlNets, by their hash: a server's profiles, remembered in a file. Knows no names."""
+"""What was measured of ControlNets, by their hash: a server's profiles, remembered in its catalogue's file."""
 
 from __future__ import annotations
 
+import logging
+import sqlite3
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import Any
 
-from google.protobuf import json_format
+from google.protobuf.message import DecodeError
 
 from bottega import rules
-from bottega.controlnet.json_file import read_record, unusable, write_record
+from bottega.controlnet.catalogue_schema import sound_rows, with_checksum
+from bottega.errors import StorageUnavailable
+from bottega.storage import SqliteDatabase
 from bottega.v1.controlnet_pb2 import ResidualProfile
+
+_log = logging.getLogger(__name__)
 
 # ControlNets; those that were profiled first are forgotten first. Several times what a server hosts.
 _MOST = 4096
 
 
 class ProfileStore:
-    """Its calls may wait for the disk. Raises ConfigError where the file cannot be used."""
+    """The database is opened by the catalogue, before `read`."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._profiles = {digest: tuple(self._checked(values)) for digest, values in read_record(file).items()}
+    def __init__(self, database: SqliteDatabase) -> None:
+        self._database = database
+        self._profiles: dict[str, tuple[ResidualProfile, ...]] = {}
+
+    async def read(self) -> None:
+        """Reads what was noted; what is damaged is left out, and logged."""
+        try:
+            rows = await self._database.transact(_all_rows)
+        except StorageUnavailable as error:
+            _log.warning("no profiles can be read", extra={"text": error.message})
+            return
+        for digest, raw in sound_rows("profiles", rows):
+            self._profiles[digest] = (*self.of(digest), *_usable(digest, raw))
 
     def of(self, digest: str) -> Sequence[ResidualProfile]:
         """Of the ControlNet with that hash."""
         return self._profiles.get(digest, ())
 
-    def set(self, digest: str, profile: ResidualProfile) -> None:
+    async def set(self, digest: str, profile: ResidualProfile) -> None:
         """Notes one in the place of what there is for its base model.
 
         Raises StorageUnavailable, and then it is not noted.
         """
         others = [each for each in self.of(digest) if each.model_hash != profile.model_hash]
+        kept = tuple([*others, profile][-rules.MAX_PROFILES :])
         profiles = {key: value for key, value in self._profiles.items() if key != digest}
-        profiles[digest] = tuple([*others, profile][-rules.MAX_PROFILES :])
-        while len(profiles) > _MOST:
-            del profiles[next(iter(profiles))]
-        write_record(self._file, {key: [*map(_values, value)] for key, value in profiles.items()})
-        self._profiles = profiles
+        forgotten = [digest, *list(profiles)[: max(0, len(profiles) + 1 - _MOST)]]
+        rows = [with_checksum(digest, each.SerializeToString(deterministic=True)) for each in kept]
 
-    def _checked(self, values: object) -> Iterator[ResidualProfile]:
-        for value in values if isinstance(values, list) else [values]:
-            if not isinstance(value, dict):
-                raise unusable(self._file, "it is no object of hashes and profiles")
-            try:
-                profile = json_format.ParseDict(value, ResidualProfile())
-            except json_format.ParseError as error:
-                raise unusable(self._file, str(error)) from None
-            for broken in rules.check_profile("profile", profile):
-                raise unusable(self._file, f"{broken.field} {broken.description}")
-            yield profile
+        def write(connection: sqlite3.Connection) -> None:
+            connection.executemany("DELETE FROM profiles WHERE digest = ?", [(each,) for each in forgotten])
+            connection.executemany("INSERT INTO profiles (digest, profile, checksum) VALUES (?, ?, ?)", rows)
+
+        await self._database.transact(write)
+        self._profiles = {key: value for key, value in profiles.items() if key not in forgotten} | {digest: kept}
 
 
-def _values(profile: ResidualProfile) -> dict[str, object]:
-    return json_format.MessageToDict(profile, preserving_proto_field_name=True)
+def _all_rows(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
+    return connection.execute("SELECT digest, profile, checksum FROM profiles ORDER BY number").fetchall()
+
+
+def _usable(digest: str, raw: bytes) -> Iterator[ResidualProfile]:
+    """The profile, unless it is one of other rules than today's."""
+    try:
+        profile = ResidualProfile.FromString(raw)
+        broken = next((str(each) for each in rules.check_profile("profile", profile)), "")
+    except DecodeError:
+        broken = "it is no profile"
+    if broken:
+        _log.warning("a profile is not used any more", extra={"digest": digest, "why": broken})
+    else:
+        yield profile

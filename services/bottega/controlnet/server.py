@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bottega import kinds
 from bottega.controlnet.catalogue import ControlNetCatalogue
+from bottega.controlnet.catalogue_schema import SCHEMA
 from bottega.controlnet.config import ControlNetConfig
 from bottega.controlnet.engine_client import ControlNetEngineClient
 from bottega.controlnet.inspector import ControlNetInspector
@@ -23,7 +24,7 @@ from bottega.errors import BottegaError, ControlNetNotFound, Draining, InternalE
 from bottega.miniature import WEIGHTS
 from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet_membership import FleetMembership
-from bottega.storage import folders, os_errors
+from bottega.storage import SqliteDatabase, folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.v1 import fleet_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
@@ -85,7 +86,13 @@ class ControlNetServer:
         return list(self._hosted)
 
     async def start(self) -> None:
-        """Returns when the engine hosts all that it can. Raises InternalError when the first one does not start."""
+        """Returns when the engine hosts all that it can.
+
+        Raises ConfigError, DataLoss, StorageUnavailable where the catalogue cannot be used, InternalError where the
+        first engine does not start.
+        """
+        await self._catalogue.open()
+        await self._profiles.read()
         self._tasks = [asyncio.create_task(self._engine.watch(self)), asyncio.create_task(self._measure())]
         await self._first_hosting
 
@@ -114,7 +121,7 @@ class ControlNetServer:
         async with self._adding:
             path = await asyncio.to_thread(self._catalogue.checked, name, folder)
             hosted = await self._host(name, path)
-            await asyncio.to_thread(self._catalogue.add, name, path)
+            await self._catalogue.add(name, path)
         self._hosts_now(hosted)
         _log.info("a ControlNet is hosted", extra={"controlnet": name, "folder": str(path)})
         return hosted
@@ -128,7 +135,7 @@ class ControlNetServer:
             if not any(net.name == name and net.digest == digest for net in self._beat.controlnets):
                 served = ", ".join(net.name for net in self._beat.controlnets)
                 raise ControlNetNotFound(f"{name} is not hosted here with that hash", metadata={"served": served})
-            await asyncio.to_thread(self._profiles.set, digest, profile)
+            await self._profiles.set(digest, profile)
         self._hosted = self._with_profiles(self._beat)
         self._report()
         _log.info("a ControlNet is profiled", extra={"controlnet": name, "similarity": profile.similarity})
@@ -159,6 +166,7 @@ class ControlNetServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._inspector.stop()
         await self._engine.stop()
+        await self._catalogue.close()
 
     async def engine_ready(self, ready: ControlNetEngineReady) -> None:
         """See Listener."""
@@ -265,7 +273,7 @@ class ControlNetServer:
 
 
 def hold_catalogue(config: ControlNetConfig, state_folder: Path) -> ProcessLock:
-    """Makes the file that remembers what was added, and the profiles beside it, this process's own: of two servers that
+    """Makes the file that remembers what was added, and the profiles, this process's own: of two servers that
     write the same one, each would forget what the other was told.
 
     Raises Unavailable naming the file and the other process, StorageUnavailable.
@@ -285,12 +293,13 @@ def hold_catalogue(config: ControlNetConfig, state_folder: Path) -> ProcessLock:
 
 
 def open_catalogue(config: ControlNetConfig, state_folder: Path) -> tuple[ControlNetCatalogue, ProfileStore]:
-    """The catalogue that the configuration means, and the profiles beside it. Raises ConfigError."""
+    """The catalogue that the configuration means, and the profiles in the same file. Raises ConfigError."""
     file = _catalogue_file(config, state_folder)
     fixed = {name: _EMBEDDED.get(folder, folder) for name, folder in config.controlnets.items()}
-    catalogue = ControlNetCatalogue(file, root=Path(config.root) if config.root else None, fixed=fixed)
-    return catalogue, ProfileStore(file.with_suffix(".profiles.json"))
+    database = SqliteDatabase(file, SCHEMA)
+    catalogue = ControlNetCatalogue(database, root=Path(config.root) if config.root else None, fixed=fixed)
+    return catalogue, ProfileStore(database)
 
 
 def _catalogue_file(config: ControlNetConfig, state_folder: Path) -> Path:
-    return Path(config.catalogue) if config.catalogue else state_folder / "controlnets.json"
+    return Path(config.catalogue) if config.catalogue else state_folder / "controlnets.db"

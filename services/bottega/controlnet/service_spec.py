@@ -22,7 +22,7 @@ def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
         "engine": {"device": suite.device, "dtype": suite.dtype, "threads": threads},
         "controlnets": dict(_own_controlnets(suite.model_folder)),
         "root": str(suite.state / "controlnets"),
-        "catalogue": str(suite.state / "controlnet" / f"{name}.json"),
+        "catalogue": str(suite.state / "controlnet" / f"{name}.db"),
     }
 
 

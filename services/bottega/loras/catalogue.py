@@ -11,17 +11,14 @@ import sqlite3
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from bottega.errors import DataLoss, LoraExists, LoraNotFound, TooLarge
-from bottega.loras.catalogue_file import INSERT, open_file
 from bottega.loras.catalogue_rows import COLUMNS, from_row, to_row
+from bottega.loras.catalogue_schema import INSERT, SCHEMA
 from bottega.loras.records import CatalogueRecord
-from bottega.process import open_files
-from bottega.storage import StorageThread, os_errors, sqlite_files
+from bottega.storage import SqliteDatabase
 from bottega.storage.checksums import Value
-
-ResultT = TypeVar("ResultT")
 
 # A name is some hundred bytes of the file: this is a catalogue that is still listed within a second.
 _MOST = 100_000
@@ -34,21 +31,16 @@ class LoraCatalogue:
     """Open it before anything else. Every method may raise StorageUnavailable, or DataLoss for a damaged file."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._thread = StorageThread("lora-catalogue")
-        self._connection: sqlite3.Connection | None = None
+        self._database = SqliteDatabase(path, SCHEMA)
         self._damaged: set[str] = set()  # names, as far as somebody came across them: for the log
 
     async def open(self) -> None:
         """Creates the file where there is none; a damaged one is kept aside. Raises ConfigError for somebody else's."""
-        await self._thread.run(self._open)
+        await self._database.open()
 
     async def close(self) -> None:
         """Ends after what was begun."""
-        await self._thread.close()
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        await self._database.close()
 
     async def add(self, record: CatalogueRecord, *, rewords: bool = False) -> CatalogueRecord:
         """Adds a LoRA, and returns it as it is kept: one that is there with the same digest and base stays as it is.
@@ -56,64 +48,46 @@ class LoraCatalogue:
         rewords: such a one gets the trigger words of this record. A damaged row of the name or the digest gives way.
         Raises LoraExists for another one of that name, TooLarge when there are too many.
         """
-        return await self._run(lambda connection: self._add(connection, record, rewords))
+        return await self._database.transact(lambda connection: self._add(connection, record, rewords))
 
     async def get(self, name: str) -> CatalogueRecord:
         """Raises LoraNotFound, DataLoss for a damaged row."""
-        return await self._run(lambda connection: _get(connection, name))
+        return await self._database.transact(lambda connection: _get(connection, name))
 
     async def page(self, *, size: int, after: str, base: str) -> list[CatalogueRecord]:
         """Up to `size` LoRAs whose names come after that one, by name. base: empty is any."""
-        return await self._run(lambda connection: self._page(connection, size, after, base))
+        return await self._database.transact(lambda connection: self._page(connection, size, after, base))
 
     async def remove(self, name: str) -> None:
         """Forgets it. Raises LoraNotFound, DataLoss for a damaged row."""
-        await self._run(lambda connection: _remove(connection, name))
+        await self._database.transact(lambda connection: _remove(connection, name))
 
     async def change(self, name: str, changed: Callable[[CatalogueRecord], CatalogueRecord]) -> CatalogueRecord:
         """Keeps what `changed` makes of its trigger words, bounds and pin. Raises LoraNotFound, DataLoss, and what
         that raises."""
-        return await self._run(lambda connection: _change(connection, changed(_get(connection, name))))
+        return await self._database.transact(lambda connection: _change(connection, changed(_get(connection, name))))
 
     async def all(self) -> list[CatalogueRecord]:
         """Every one."""
-        return await self._run(lambda connection: self._records(connection, _ALL))
+        return await self._database.transact(lambda connection: self._records(connection, _ALL))
 
     async def pinned(self) -> dict[str, int]:
         """Bytes of every digest of which a name is pinned."""
-        records = await self._run(lambda connection: self._records(connection, f"{_ALL} WHERE pinned"))
+        records = await self._database.transact(lambda connection: self._records(connection, f"{_ALL} WHERE pinned"))
         return {record.digest: record.size_bytes for record in records}
 
     async def known(self, digests: Collection[str]) -> set[str]:
         """Those of these digests that somebody has; a few hundred may be asked for."""
         query = f"{_ALL} WHERE digest IN ({', '.join('?' * len(digests))})"
-        records = await self._run(lambda connection: self._records(connection, query, *digests))
+        records = await self._database.transact(lambda connection: self._records(connection, query, *digests))
         return {record.digest for record in records}
 
     async def names(self, digest: str) -> list[str]:
         """Who has that digest."""
         query = f"{_ALL} WHERE digest = ? ORDER BY name"
-        return [record.name for record in await self._run(lambda found: self._records(found, query, digest))]
-
-    async def _run(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
-        return await self._thread.run(lambda: self._transact(operation))
-
-    def _transact(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
-        if self._connection is None:
-            raise os_errors.unavailable("the catalogue is not open", cause=os_errors.NOT_OPEN)
-        try:
-            with self._connection:
-                self._connection.execute("BEGIN IMMEDIATE")
-                return operation(self._connection)
-        except sqlite3.Error as error:
-            raise _typed(error) from error
-
-    def _open(self) -> None:
-        try:
-            with os_errors.translated():
-                self._connection = open_file(self._path)
-        except sqlite3.Error as error:
-            raise _typed(error) from error
+        return [
+            record.name for record in await self._database.transact(lambda found: self._records(found, query, digest))
+        ]
 
     def _records(self, connection: sqlite3.Connection, query: str, *parameters: Value) -> list[CatalogueRecord]:
         return self._sound(connection.execute(query, parameters).fetchall())
@@ -194,16 +168,3 @@ def _change(connection: sqlite3.Connection, record: CatalogueRecord) -> Catalogu
     assignments = ", ".join(f"{column} = ?" for column in COLUMNS)
     connection.execute(f"UPDATE loras SET {assignments} WHERE name = ?", (*to_row(record), record.name))
     return record
-
-
-def _typed(error: sqlite3.Error) -> Exception:
-    if sqlite_files.says_damage(error):
-        return DataLoss(
-            "the catalogue of LoRAs is damaged; start the store again: it keeps the damaged file aside, and `bottega "
-            "loras rebuild` fills a new one from the LoRAs' files"
-        )
-    if getattr(error, "sqlite_errorcode", None) is None:
-        return error
-    if why := open_files.exhausted():
-        return open_files.too_many(why)
-    return os_errors.unavailable("the catalogue of LoRAs cannot be read or written now", cause=error.sqlite_errorname)

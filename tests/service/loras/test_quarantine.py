@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bottega.errors import BadLora, DataLoss, InvalidRequest, LoraExists, LoraNotFound, TooLarge
-from bottega.loras.catalogue_file import APPLICATION_ID
+from bottega.loras.catalogue_schema import APPLICATION_ID
 from bottega.v1 import lora_pb2 as pb
 from tests.support.running_loras import PATIENCE_S, Running, config, fetch, lora_file, refused, running, upload_requests
 

@@ -87,12 +87,12 @@ def test_a_second_controlnet_server_refuses_to_start_on_the_file_of_another_one(
     services: Services, tmp_path: Path, other: str
 ) -> None:
     """Servers in one folder, with a file each, are what `bottega up` starts."""
-    config = {"gateway": "", "server": _SERVER, "engine": {"threads": 1}, "catalogue": str(tmp_path / "nets.json")}
+    config = {"gateway": "", "server": _SERVER, "engine": {"threads": 1}, "catalogue": str(tmp_path / "nets.db")}
     first = services.start("bottega.controlnet", config, name="first")
     if other == "another":
-        services.start("bottega.controlnet", {**config, "catalogue": str(tmp_path / "others.json")}, name="second")
+        services.start("bottega.controlnet", {**config, "catalogue": str(tmp_path / "others.db")}, name="second")
         return
     ended = _second(tmp_path, "bottega.controlnet", config)
-    held = f"{tmp_path / 'nets.json'} is in use by process {first.process.pid}"
+    held = f"{tmp_path / 'nets.db'} is in use by process {first.process.pid}"
     todo = "stop that one first, or configure another place (key catalogue)"
     assert (ended.returncode, _last_line(ended)) == (1, f"bottega.controlnet: {held}: {todo}")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import sqlite3
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from bottega import rules
 from bottega.controlnet.catalogue import ControlNetCatalogue
+from bottega.controlnet.catalogue_schema import SCHEMA
 from bottega.errors import ConfigError, ControlNetExists, InvalidRequest, StorageUnavailable
+from bottega.storage import SqliteDatabase
 
 
 @pytest.fixture
@@ -20,21 +24,37 @@ def root(tmp_path: Path) -> Path:
 
 
 def catalogue(root: Path | None, folder: Path, **fixed: str) -> ControlNetCatalogue:
-    return ControlNetCatalogue(folder / "state" / "controlnets.json", root=root, fixed=fixed)
+    database = SqliteDatabase(folder / "state" / "controlnets.db", SCHEMA)
+    return ControlNetCatalogue(database, root=root, fixed=fixed)
 
 
-def test_what_was_added_is_there_after_a_restart_and_the_same_name_is_another_folder(
+@contextlib.asynccontextmanager
+async def opened(root: Path | None, folder: Path, **fixed: str) -> AsyncIterator[ControlNetCatalogue]:
+    made = catalogue(root, folder, **fixed)
+    await made.open()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def add(catalogue: ControlNetCatalogue, name: str, folder: str) -> None:
+    await catalogue.add(name, catalogue.checked(name, folder))
+
+
+async def test_what_was_added_is_there_after_a_restart_and_the_same_name_is_another_folder(
     root: Path, tmp_path: Path
 ) -> None:
-    first = catalogue(root, tmp_path, fixed="/somewhere")
-    first.add("edges", first.checked("edges", "edges"))
-    first.add("depth", first.checked("depth", str(root / "deep" / "depth")))
-    first.add("edges", first.checked("edges", "deep/../deep/depth"))
-    assert catalogue(root, tmp_path, fixed="/somewhere").folders == {
-        "fixed": Path("/somewhere"),
-        "edges": root / "deep" / "depth",
-        "depth": root / "deep" / "depth",
-    }
+    async with opened(root, tmp_path, fixed="/somewhere") as first:
+        await add(first, "edges", "edges")
+        await add(first, "depth", str(root / "deep" / "depth"))
+        await add(first, "edges", "deep/../deep/depth")
+    async with opened(root, tmp_path, fixed="/somewhere") as again:
+        assert again.folders == {
+            "fixed": Path("/somewhere"),
+            "edges": root / "deep" / "depth",
+            "depth": root / "deep" / "depth",
+        }
 
 
 @pytest.mark.parametrize(
@@ -58,46 +78,81 @@ def test_a_name_is_a_name(root: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="name"):
         catalogue(root, tmp_path).checked("../edges", "edges")
     with pytest.raises(ConfigError, match="controlnets"):
-        ControlNetCatalogue(tmp_path / "c.json", root=None, fixed={"../x": "/x"})
+        catalogue(None, tmp_path, **{"../x": "/x"})
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"edges": 3}'])
-def test_a_damaged_file_refuses_to_start_and_is_named(root: Path, tmp_path: Path, text: str) -> None:
+async def test_a_damaged_file_is_kept_aside_and_a_new_one_is_made(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(root, tmp_path, fixed="/somewhere") as first:
+        await add(first, "edges", "edges")
+    file = tmp_path / "state" / "controlnets.db"
+    file.write_bytes(damaged := b"x" * 4096)
+    async with opened(root, tmp_path, fixed="/somewhere") as again:
+        assert set(again.folders) == {"fixed"}
+        await add(again, "depth", "deep/depth")
+    (aside,) = file.parent.glob("controlnets.damaged-*.db")
+    assert aside.read_bytes() == damaged
+    (line,) = caplog.records
+    assert "bottega controlnets add" in line.getMessage()
+    async with opened(root, tmp_path) as later:
+        assert set(later.folders) == {"depth"}
+
+
+async def test_a_damaged_row_is_left_out_and_told_of(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(root, tmp_path) as first:
+        await add(first, "edges", "edges")
+        await add(first, "depth", "deep/depth")
+    with contextlib.closing(sqlite3.connect(tmp_path / "state" / "controlnets.db")) as connection, connection:
+        connection.execute("UPDATE controlnets SET folder = ? WHERE name = 'edges'", (str(root / "deep" / "depth"),))
+    async with opened(root, tmp_path) as again:
+        assert set(again.folders) == {"depth"}
+        assert [vars(line)["row"] for line in caplog.records] == ["edges"]
+        await add(again, "edges", "edges")
+    async with opened(root, tmp_path) as later:
+        assert later.folders["edges"] == root / "edges"
+
+
+async def test_somebody_elses_database_is_left_alone(root: Path, tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
-    (tmp_path / "state" / "controlnets.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"controlnets\.json"):
-        catalogue(root, tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "state" / "controlnets.db")) as connection, connection:
+        connection.execute("CREATE TABLE theirs (a)")
+    with pytest.raises(ConfigError, match=r"controlnets\.db is a database, but not the catalogue of ControlNets"):
+        await catalogue(root, tmp_path).open()
 
 
-def test_what_is_not_below_the_root_any_more_is_left_out(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "state").mkdir()
-    file = tmp_path / "state" / "controlnets.json"
-    file.write_text(json.dumps({"edges": str(root / "edges"), "gone": str(tmp_path / "outside")}))
-    assert set(catalogue(root, tmp_path).folders) == {"edges"}
+async def test_what_is_not_below_the_root_any_more_is_left_out(root: Path, tmp_path: Path) -> None:
+    async with opened(tmp_path, tmp_path) as wider:
+        await add(wider, "edges", "root/edges")
+        await add(wider, "gone", "outside")
+    async with opened(root, tmp_path) as mine:
+        assert set(mine.folders) == {"edges"}
 
 
-def test_what_cannot_be_written_is_not_remembered(root: Path, tmp_path: Path) -> None:
-    mine = catalogue(root, tmp_path)
+async def test_what_cannot_be_written_is_not_remembered_and_the_others_are_hosted(root: Path, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("in the way")
-    with pytest.raises(StorageUnavailable, match="cannot be written"):
-        mine.add("edges", root / "edges")
-    assert mine.folders == {}
+    async with opened(root, tmp_path, fixed="/somewhere") as mine:
+        with pytest.raises(StorageUnavailable):
+            await add(mine, "edges", "edges")
+        assert set(mine.folders) == {"fixed"}
 
 
-def test_a_name_of_the_configuration_cannot_be_added_also_after_a_restart(root: Path, tmp_path: Path) -> None:
-    before = catalogue(root, tmp_path)
-    before.add("edges", before.checked("edges", "edges"))
+async def test_a_name_of_the_configuration_cannot_be_added_also_after_a_restart(root: Path, tmp_path: Path) -> None:
+    async with opened(root, tmp_path) as before:
+        await add(before, "edges", "edges")
     for _ in range(2):
-        mine = catalogue(root, tmp_path, edges="/somewhere")
-        with pytest.raises(ControlNetExists, match="configuration has a ControlNet edges"):
-            mine.checked("edges", "deep/depth")
-        assert mine.folders["edges"] == Path("/somewhere")
-        assert mine.root_of("edges") is None
-        mine.add("depth", mine.checked("depth", "deep/depth"))
+        async with opened(root, tmp_path, edges="/somewhere") as mine:
+            with pytest.raises(ControlNetExists, match="configuration has a ControlNet edges"):
+                mine.checked("edges", "deep/depth")
+            assert mine.folders["edges"] == Path("/somewhere")
+            assert mine.root_of("edges") is None
+            await add(mine, "depth", "deep/depth")
     # What was added is remembered for when the configuration has the name no more.
-    after = catalogue(root, tmp_path)
-    assert after.folders == {"edges": root / "edges", "depth": root / "deep" / "depth"}
-    assert after.root_of("edges") == root
+    async with opened(root, tmp_path) as after:
+        assert after.folders == {"edges": root / "edges", "depth": root / "deep" / "depth"}
+        assert after.root_of("edges") == root
 
 
 @pytest.mark.parametrize("file", ["config.json", "weights.safetensors", "deep/other.safetensors"])

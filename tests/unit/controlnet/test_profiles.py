@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from bottega import rules
+from bottega.controlnet.catalogue_schema import SCHEMA
 from bottega.controlnet.profiles import ProfileStore
-from bottega.errors import ConfigError, StorageUnavailable
+from bottega.errors import StorageUnavailable
+from bottega.storage import SqliteDatabase
 from bottega.v1.controlnet_pb2 import ResidualProfile
 
 
@@ -16,51 +21,72 @@ def profile(model_hash: str = "m", similarity: float = 0.995) -> ResidualProfile
     return ResidualProfile(model_hash=model_hash, num_inference_steps=20, similarity=similarity)
 
 
+@contextlib.asynccontextmanager
+async def opened(file: Path) -> AsyncIterator[ProfileStore]:
+    database = SqliteDatabase(file, SCHEMA)
+    await database.open()
+    profiles = ProfileStore(database)
+    await profiles.read()
+    try:
+        yield profiles
+    finally:
+        await database.close()
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return tmp_path / "state" / "controlnets.profiles.json"
+    return tmp_path / "state" / "controlnets.db"
 
 
-def test_a_profile_is_there_after_a_restart_and_a_newer_one_takes_its_place(file: Path) -> None:
-    first = ProfileStore(file)
-    first.set("ab", profile("m", 0.9))
-    first.set("ab", profile("n", 0.98))
-    first.set("ab", profile("m", 0.995))
-    first.set("cd", profile("m", 1.0))
-    again = ProfileStore(file)
-    assert list(again.of("ab")) == [profile("n", 0.98), profile("m", 0.995)]
-    assert list(again.of("cd")) == [profile("m", 1.0)]
-    assert list(again.of("ef")) == []
+async def test_a_profile_is_there_after_a_restart_and_a_newer_one_takes_its_place(file: Path) -> None:
+    async with opened(file) as first:
+        await first.set("ab", profile("m", 0.9))
+        await first.set("ab", profile("n", 0.98))
+        await first.set("ab", profile("m", 0.995))
+        await first.set("cd", profile("m", 1.0))
+    async with opened(file) as again:
+        assert list(again.of("ab")) == [profile("n", 0.98), profile("m", 0.995)]
+        assert list(again.of("cd")) == [profile("m", 1.0)]
+        assert list(again.of("ef")) == []
 
 
-def test_of_very_many_base_models_the_first_are_forgotten(file: Path) -> None:
-    profiles = ProfileStore(file)
-    for number in range(rules.MAX_PROFILES + 2):
-        profiles.set("ab", profile(f"m{number}"))
-    assert [each.model_hash for each in profiles.of("ab")] == [f"m{number}" for number in range(2, 18)]
+async def test_of_very_many_base_models_and_controlnets_the_first_are_forgotten(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.controlnet.profiles._MOST", 2)
+    async with opened(file) as profiles:
+        for number in range(rules.MAX_PROFILES + 2):
+            await profiles.set("ab", profile(f"m{number}"))
+        assert [each.model_hash for each in profiles.of("ab")] == [f"m{number}" for number in range(2, 18)]
+        for digest in ("cd", "ef"):
+            await profiles.set(digest, profile())
+    async with opened(file) as again:
+        assert [bool(again.of(digest)) for digest in ("ab", "cd", "ef")] == [False, True, True]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "[]",
-        '{"ab": 3}',
-        '{"ab": [3]}',
-        '{"ab": [{"model": "m"}]}',
-        '{"ab": [{"model_hash": "m", "num_inference_steps": 20, "similarity": 7}]}',
-    ],
-)
-def test_a_damaged_file_refuses_to_start_and_is_named(file: Path, text: str) -> None:
-    file.parent.mkdir()
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=r"controlnets\.profiles\.json cannot be used"):
-        ProfileStore(file)
+@pytest.mark.parametrize("column", ["digest", "profile", "checksum"])
+async def test_a_damaged_row_is_left_out_and_told_of(file: Path, column: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(file) as first:
+        await first.set("ab", profile("m", 0.9))
+        await first.set("cd", profile("m", 0.9))
+    values = {"digest": "ef", "profile": profile("m", 0.95).SerializeToString(), "checksum": 1}
+    with contextlib.closing(sqlite3.connect(file)) as connection, connection:
+        connection.execute(f"UPDATE profiles SET {column} = ? WHERE digest = 'ab'", (values[column],))
+    async with opened(file) as again:
+        assert [list(again.of(digest)) for digest in ("ab", "cd", "ef")] == [[], [profile("m", 0.9)], []]
+    assert len(caplog.records) == 1
 
 
-def test_what_cannot_be_written_is_not_noted(file: Path) -> None:
-    profiles = ProfileStore(file)
-    file.parent.write_text("in the way")
-    with pytest.raises(StorageUnavailable, match="cannot be written"):
-        profiles.set("ab", profile())
+async def test_a_profile_of_other_rules_is_not_used(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(file) as first:
+        await first.set("ab", profile("m", 7))
+    async with opened(file) as again:
+        assert list(again.of("ab")) == []
+    assert len(caplog.records) == 1
+
+
+async def test_what_cannot_be_written_is_not_noted(file: Path) -> None:
+    profiles = ProfileStore(SqliteDatabase(file, SCHEMA))  # which is not open, as where nothing can be written
+    with pytest.raises(StorageUnavailable, match="not open"):
+        await profiles.set("ab", profile())
     assert list(profiles.of("ab")) == []

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from bottega.controlnet import server as server_module
 from bottega.controlnet.catalogue import ControlNetCatalogue
+from bottega.controlnet.catalogue_schema import SCHEMA
 from bottega.controlnet.config import ControlNetConfig, ControlNetEngineConfig
 from bottega.controlnet.engine_client import ControlNetEngineClient
 from bottega.controlnet.inspector import ControlNetInspector
@@ -19,6 +20,7 @@ from bottega.controlnet.profiles import ProfileStore
 from bottega.controlnet.server import ControlNetServer
 from bottega.errors import BottegaError, Unavailable
 from bottega.process import EngineTimeouts
+from bottega.storage import SqliteDatabase
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
 from bottega.v1.controlnet_pb2 import HostedControlNet
 
@@ -164,10 +166,11 @@ def _beat(*, sessions: int, draining: bool = False) -> ControlNetEngineEvent:
 
 def _server(engine: Engine, folder: Path, set_serving: Callable[[bool], Awaitable[None]]) -> ControlNetServer:
     config = ControlNetConfig(gateway="", controlnets={"edges": "a", "depth": "b"})
+    database = SqliteDatabase(folder / "catalogue.db", SCHEMA)
     return ControlNetServer(
         config,
-        catalogue=ControlNetCatalogue(folder / "catalogue.json", root=None, fixed=config.controlnets),
-        profiles=ProfileStore(folder / "profiles.json"),
+        catalogue=ControlNetCatalogue(database, root=None, fixed=config.controlnets),
+        profiles=ProfileStore(database),
         engine=engine,
         inspector=ControlNetInspector(),
         metrics=ControlNetMetrics(CollectorRegistry()),

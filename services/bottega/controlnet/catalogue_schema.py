@@ -1,0 +1,56 @@
+"""The tables of a ControlNet server's SQLite file: what callers have added, and what was measured of ControlNets.
+
+Each row has a checksum of itself, so that a damaged one is seen and left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bottega.storage import SqliteSchema
+from bottega.storage.checksums import Value, checksum
+
+_log = logging.getLogger(__name__)
+
+SCHEMA = SqliteSchema(
+    what="the catalogue of ControlNets",
+    application_id=0x4274436E,  # "BtCn"
+    version=1,
+    tables=(
+        """
+        CREATE TABLE controlnets (
+            name TEXT PRIMARY KEY,
+            folder TEXT NOT NULL,
+            checksum INTEGER NOT NULL
+        ) STRICT, WITHOUT ROWID
+        """,
+        """
+        CREATE TABLE profiles (
+            number INTEGER PRIMARY KEY,
+            digest TEXT NOT NULL,
+            profile BLOB NOT NULL,
+            checksum INTEGER NOT NULL
+        ) STRICT
+        """,
+        "CREATE INDEX profiles_digest ON profiles (digest)",
+    ),
+    remedy="bottega controlnets add adds ControlNets again, and bottega controlnets profile measures them",
+    journal="DELETE",  # a server starts with what was added on a disk that cannot be written, too
+)
+
+
+def with_checksum(*values: Value) -> tuple[Value, ...]:
+    """A row to be written."""
+    return (*values, checksum(values))
+
+
+def sound_rows(table: str, rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Those that are what was written, without their checksums; the others are logged."""
+    for *values, written in rows:
+        if checksum(values) == written:
+            yield tuple(values)
+        else:
+            facts = {"table": table, "row": str(values[0])}
+            _log.error("a row of the catalogue of ControlNets is damaged; it is left out", extra=facts)
