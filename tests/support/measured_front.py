@@ -16,7 +16,7 @@ from bottega.codec import CodecPool
 from bottega.process.memory import IMAGE_AT_WORK_BYTES, keep_freed_memory, spare_the_collector
 from bottega.worker.__main__ import build
 from bottega.worker.config import WorkerConfig
-from bottega.worker.engine_client import EngineFront
+from bottega.worker.engine_client import WorkerEngineClient
 
 SHOWN = 10
 
@@ -54,7 +54,7 @@ async def main() -> None:
     keep_freed_memory(at_once_bytes=IMAGE_AT_WORK_BYTES)
     spare_the_collector()
     config = WorkerConfig(name="measured", gateway=sys.argv[1])
-    engine = EngineFront(config.engine, start_s=20, hang_s=10, stall_s=10, module="tests.fakes.scripted_engine")
+    engine = WorkerEngineClient(config.engine, start_s=20, hang_s=10, stall_s=10, module="tests.fakes.scripted_engine")
     pool = CodecPool(max_waiting=9 * config.max_attempts)  # as a worker has it
     await engine.spawn()
     await pool.start()

@@ -19,7 +19,7 @@ from bottega.rpc.server import Server
 from bottega.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 from bottega.worker.__main__ import build
 from bottega.worker.config import WorkerConfig
-from bottega.worker.engine_client import EngineFront
+from bottega.worker.engine_client import WorkerEngineClient
 from bottega.worker.worker import Worker
 
 CONFIG = WorkerConfig(name="w", gateway="", hang_s=1.0, stall_s=1.5, start_s=20.0)
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class Running:
     """A worker that serves, and a stub to call it."""
 
-    def __init__(self, server: Server, worker: Worker, engine: EngineFront, channel: grpc.aio.Channel) -> None:
+    def __init__(self, server: Server, worker: Worker, engine: WorkerEngineClient, channel: grpc.aio.Channel) -> None:
         self.server, self.worker, self.engine, self.channel = server, worker, engine, channel
         self.stub = worker_pb2_grpc.WorkerServiceStub(channel)
 
@@ -66,7 +66,7 @@ async def running_workers() -> AsyncIterator[Start]:
     running: list[Running] = []
 
     async def start(config: WorkerConfig = CONFIG) -> Running:
-        engine = EngineFront(
+        engine = WorkerEngineClient(
             config.engine,
             start_s=config.start_s,
             hang_s=config.hang_s,

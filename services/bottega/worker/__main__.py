@@ -14,7 +14,7 @@ from bottega.rpc.operation.boot import ServiceHooks, boot
 from bottega.rpc.server import Server
 from bottega.transport import default_socket_path, links_group
 from bottega.worker.config import EngineConfig, WorkerConfig
-from bottega.worker.engine_client import EngineFront
+from bottega.worker.engine_client import WorkerEngineClient
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.service import SERVICE_NAME, WorkerService
 from bottega.worker.worker import Worker
@@ -29,7 +29,7 @@ def main() -> int:
     return boot("worker", WorkerConfig, _life, description=title, kept_bytes=IMAGE_AT_WORK_BYTES)
 
 
-def build(settings: WorkerConfig, engine: EngineFront, pool: CodecPool) -> tuple[Server, Worker]:
+def build(settings: WorkerConfig, engine: WorkerEngineClient, pool: CodecPool) -> tuple[Server, Worker]:
     """A worker and its server, neither of them started. In a running event loop."""
     server = Server("worker", settings.server)
     worker = Worker(
@@ -37,8 +37,7 @@ def build(settings: WorkerConfig, engine: EngineFront, pool: CodecPool) -> tuple
         engine=engine,
         pool=pool,
         metrics=WorkerMetrics(server.registry),
-        address=lambda: server.address,
-        set_serving=server.set_serving,
+        server=server,
     )
     WorkerService(worker).add_to(server.grpc)
     server.add_services([SERVICE_NAME])
@@ -48,7 +47,7 @@ def build(settings: WorkerConfig, engine: EngineFront, pool: CodecPool) -> tuple
 @contextlib.asynccontextmanager
 async def _life(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
     # Processes first: the engine loads its model while the rest starts.
-    engine = EngineFront(
+    engine = WorkerEngineClient(
         _with_socket(settings.engine), start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s
     )
     pool = CodecPool(

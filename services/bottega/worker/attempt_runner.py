@@ -1,4 +1,4 @@
-"""What the front does for one attempt: the input image, the engine, the pictures, the provenance.
+"""Runs one attempt in the front: the input images, the engine, the finished images, the provenance.
 
 This module knows neither gRPC nor other attempts; the engine is a place to send commands to.
 """
@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, TooLarge
 from bottega.planning import steps_to_run
@@ -27,6 +26,7 @@ from bottega.worker.attempts import (
     ProgressEvent,
     StartedEvent,
 )
+from bottega.worker.engine_client import CommandSender
 from bottega.worker.image_codec import ImageCodec
 from bottega.worker.metrics import WorkerMetrics
 
@@ -65,15 +65,8 @@ class AttemptOrder:
     request_id: str = ""
 
 
-class EngineCommandSender(Protocol):
-    """Where commands go; EngineFront is one."""
-
-    def send(self, command: engine_pb2.EngineCommand, size_bytes: int = 0) -> None:
-        """Raises WorkerLost when there is no engine."""
-
-
 class AttemptRunner:
-    """One attempt under way. `start` it; afterwards the engine's events about it come in by `hear`.
+    """One attempt under way. `start` it; afterwards the engine's events about it come in by `on_engine_event`.
 
     worker: name that the provenance shows. version: of the suite.
     on_end: called once, when the attempt has ended, however.
@@ -84,8 +77,8 @@ class AttemptRunner:
         order: AttemptOrder,
         attempt: Attempt,
         *,
-        engine: EngineCommandSender,
-        pictures: ImageCodec,
+        engine: CommandSender,
+        images: ImageCodec,
         metrics: WorkerMetrics,
         worker: str,
         version: str,
@@ -95,7 +88,7 @@ class AttemptRunner:
         self._order = replace(order, image=b"", controls=(), checkpoint=b"")  # not kept while the engine works
         self._image, self._controls, self._checkpoint = order.image, order.controls, order.checkpoint
         self._engine = engine
-        self._pictures = pictures
+        self._images = images
         self._metrics = metrics
         self._worker = worker
         self._version = version
@@ -105,7 +98,7 @@ class AttemptRunner:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._digest = ""
         self._done: Provenance | None = None
-        self._previewing = False
+        self._encodes_preview = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._expiry: asyncio.TimerHandle | None = None
         self._in_engine = False
@@ -129,37 +122,37 @@ class AttemptRunner:
         if self._order.deadline_s is not None:
             loop = asyncio.get_running_loop()
             self._expiry = loop.call_later(max(0.0, self._order.deadline_s), self._expire)
-        self._spawn(self._begin())
+        self._spawn(self._send_start())
 
-    def show(self) -> None:
+    def enable_previews(self) -> None:
         """Sends previews with the progress from now on. Harmless when it does already."""
         if self._order.preview:
             return
         self._order = replace(self._order, preview=True)
         if self.in_engine:
             preview = engine_pb2.EnginePreview(attempt=self._order.key.message())
-            self._tell_engine(engine_pb2.EngineCommand(preview=preview))
+            self._send_if_alive(engine_pb2.EngineCommand(preview=preview))
 
-    def drop(self, error: BottegaError) -> None:
+    def abort(self, error: BottegaError) -> None:
         """Ends it now, in the engine too. Harmless when it has ended."""
         if self.attempt.ended:
             return
         if self.in_engine:
             self._cancel_in_engine()
-        self.lose(error)
+        self.fail(error)
 
-    def lose(self, error: BottegaError) -> None:
+    def fail(self, error: BottegaError) -> None:
         """Ends it now; the engine does not have it any more. Harmless when it has ended."""
         if not self.attempt.ended:
             self.attempt.fail(error)
-            self._ended()
+            self._end()
 
-    def hear(self, event: engine_pb2.EngineEvent) -> None:
+    def on_engine_event(self, event: engine_pb2.EngineEvent) -> None:
         """What the engine says about it."""
         match event.WhichOneof("event"):
             case "started":
                 started = event.started
-                self.attempt.begin(StartedEvent(steps_total=started.steps_total, steps_resumed=started.steps_resumed))
+                self.attempt.start(StartedEvent(steps_total=started.steps_total, steps_resumed=started.steps_resumed))
             case "decided":
                 self._decide(event.decided.decisions)
             case "progress":
@@ -170,7 +163,7 @@ class AttemptRunner:
                 self._done = event.done.provenance
                 self._complete_if_ready()
 
-    async def _begin(self) -> None:
+    async def _send_start(self) -> None:
         command = engine_pb2.EngineCommand()
         start = command.start
         start.attempt.CopyFrom(self._order.key.message())
@@ -180,11 +173,11 @@ class AttemptRunner:
         start.decisions.CopyFrom(self._order.decisions)
         size_bytes = len(self._checkpoint)
         if self._image:
-            source = await self._pictures.source(self._image, self._order.spec)
-            self._digest = source.digest
-            self._took("decode_image", "decode", source.seconds)
-            await source.tensor_into(start.image)
-            size_bytes += len(source.pixels.data)
+            decoded = await self._images.decode(self._image, self._order.spec)
+            self._digest = decoded.digest
+            self._note_time("decode_image", "decode", decoded.seconds)
+            await decoded.write_to(start.image)
+            size_bytes += len(decoded.pixels.data)
         size_bytes += await self._decode_controls(start)
         self._image = self._checkpoint = b""
         self._controls = ()
@@ -201,11 +194,11 @@ class AttemptRunner:
         """Adds the control images; returns their bytes."""
         size_bytes = 0
         for ordered in self._controls:
-            source = await self._pictures.source(ordered.image, self._order.spec)
-            self._took("decode_image", "decode", source.seconds)
-            control = start.controls.add(image_digest=source.digest, hosts=ordered.hosts)
-            await source.tensor_into(control.image)
-            size_bytes += len(source.pixels.data)
+            decoded = await self._images.decode(ordered.image, self._order.spec)
+            self._note_time("decode_image", "decode", decoded.seconds)
+            control = start.controls.add(image_digest=decoded.digest, hosts=ordered.hosts)
+            await decoded.write_to(control.image)
+            size_bytes += len(decoded.pixels.data)
         return size_bytes
 
     def _decide(self, new: AttemptDecisions) -> None:
@@ -219,39 +212,39 @@ class AttemptRunner:
 
     def _advance(self, progress: engine_pb2.EngineProgress) -> None:
         self._metrics.steps_done(max(0, progress.steps_done - self.attempt.steps_done))
-        if progress.HasField("preview") and not self._previewing:
-            self._previewing = True
-            self._spawn(self._preview(progress))
+        if progress.HasField("preview") and not self._encodes_preview:
+            self._encodes_preview = True
+            self._spawn(self._encode_preview(progress))
         else:
             self.attempt.advance(ProgressEvent(steps_done=progress.steps_done))
 
-    async def _preview(self, progress: engine_pb2.EngineProgress) -> None:
+    async def _encode_preview(self, progress: engine_pb2.EngineProgress) -> None:
         try:
-            jpeg = await self._pictures.preview(progress.preview)
+            jpeg = await self._images.preview(progress.preview)
         except BottegaError as error:
             _log.warning("preview left out", extra={**self._facts, **_why(error)})
             jpeg = b""
         finally:
-            self._previewing = False
+            self._encodes_preview = False
         steps_done = max(progress.steps_done, self.attempt.steps_done)
         self.attempt.advance(
             ProgressEvent(steps_done=steps_done, preview_index=progress.preview_index, preview_jpeg=jpeg)
         )
 
     async def _encode(self, picture: engine_pb2.EnginePicture) -> None:
-        encoded = await self._pictures.encode(picture.pixels, self._order.spec, picture.index)
+        encoded = await self._images.encode(picture.pixels, self._order.spec, picture.index)
         self._seconds["handoff"] += max(0.0, encoded.began_s - picture.handed_over_s)
-        self._took("encode_image", "encode", encoded.seconds)
+        self._note_time("encode_image", "encode", encoded.seconds)
         self.attempt.add_picture(PictureEvent(index=picture.index, data=encoded.data))
         self._complete_if_ready()
 
     def _complete_if_ready(self) -> None:
         if self._done is None or len(self.attempt.pictures) < self._order.spec.num_images:
             return
-        self._metrics.grouped(self._done.mean_group_requests)
-        self._metrics.used_loras(self._done.loras)
+        self._metrics.observe_group(self._done.mean_group_requests)
+        self._metrics.observe_loras(self._done.loras)
         self.attempt.complete(self._provenance(self._done))
-        self._ended()
+        self._end()
 
     def _provenance(self, provenance: Provenance) -> Provenance:
         """The engine's part and ours."""
@@ -264,25 +257,25 @@ class AttemptRunner:
         provenance.times.extend(StageTime(stage=stage, seconds=seconds) for stage, seconds in self._seconds.items())
         return provenance
 
-    def _took(self, stage: str, work: str, seconds: float) -> None:
+    def _note_time(self, stage: str, work: str, seconds: float) -> None:
         self._seconds[stage] += seconds
-        self._metrics.codec_took(work, seconds)
+        self._metrics.observe_codec(work, seconds)
 
     def _expire(self) -> None:
-        self.drop(DeadlinePassed("the deadline passed before the images were done"))
+        self.abort(DeadlinePassed("the deadline passed before the images were done"))
 
     def _cancel_in_engine(self) -> None:
         cancel = engine_pb2.EngineCancel(attempt=self._order.key.message())
-        self._tell_engine(engine_pb2.EngineCommand(cancel=cancel))
+        self._send_if_alive(engine_pb2.EngineCommand(cancel=cancel))
 
-    def _tell_engine(self, command: engine_pb2.EngineCommand) -> None:
+    def _send_if_alive(self, command: engine_pb2.EngineCommand) -> None:
         try:
             self._engine.send(command)
         except BottegaError as error:  # with the engine the attempt ends as well
             kind = command.WhichOneof("command")
             _log.info("the engine could not be told", extra={**self._facts, "command": kind, **_why(error)})
 
-    def _ended(self) -> None:
+    def _end(self) -> None:
         if self._expiry:
             self._expiry.cancel()
         for task in self._tasks - {asyncio.current_task()}:
@@ -312,10 +305,10 @@ class AttemptRunner:
         try:
             await work
         except BottegaError as error:
-            self.drop(error)
+            self.abort(error)
         except Exception:  # noqa: BLE001 - the boundary of an attempt: a fault of ours ends this attempt only
             _log.exception("attempt failed unexpectedly", extra=self._facts)
-            self.drop(InternalError("the worker could not carry the request out"))
+            self.abort(InternalError("the worker could not carry the request out"))
 
 
 def _facts(order: AttemptOrder) -> dict[str, object]:

@@ -126,30 +126,30 @@ class Attempt:
         """Of its pictures."""
         return sum(len(picture.data) for picture in self.pictures)
 
-    def begin(self, started: StartedEvent) -> None:
+    def start(self, started: StartedEvent) -> None:
         """The engine has begun."""
         if self.state is AttemptState.ACCEPTED:
             self.state = AttemptState.RUNNING
             self.started = started
-            self._tell()
+            self._notify()
 
     def set_decisions(self, decisions: AttemptDecisions) -> None:
         """All that it has decided by now, with what it was given."""
         if not self.ended:
             self.decisions = decisions
-            self._tell()
+            self._notify()
 
     def advance(self, progress: ProgressEvent) -> None:
         """Replaces the progress that followers have not been told of. One that is older is dropped."""
         if not self.ended and progress.steps_done >= self.steps_done:
             self.progress = progress
-            self._tell()
+            self._notify()
 
     def add_picture(self, picture: PictureEvent) -> None:
         """A picture is ready."""
         if not self.ended:
             self.pictures.append(picture)
-            self._tell()
+            self._notify()
 
     def complete(self, provenance: Provenance) -> None:
         """All its pictures have been added."""
@@ -163,10 +163,10 @@ class Attempt:
 
     async def follow(self) -> AsyncIterator[Event]:
         """Its events from the current state on, until it has ended. Breaking off changes nothing."""
-        teller = _EventCursor(self)
+        cursor = _EventCursor(self)
         while True:
             changed = self._changed
-            for event in teller.news():
+            for event in cursor.pending():
                 yield event
             if changed.is_set():
                 continue  # while events were sent, more came
@@ -178,9 +178,9 @@ class Attempt:
     def _end(self, state: AttemptState, outcome: CompletedEvent | FailedEvent) -> None:
         if not self.ended:
             self.state, self.outcome, self.ended_s = state, outcome, self._clock()
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -196,7 +196,7 @@ class _EventCursor:
         self._pictures = 0
         self._outcome = False
 
-    def news(self) -> Iterator[Event]:
+    def pending(self) -> Iterator[Event]:
         """What it has not been told."""
         attempt = self._attempt
         if self._outcome:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from bottega import process
 from bottega.errors import Unavailable, WorkerLost
@@ -24,7 +24,14 @@ ENGINE_MODULE = "bottega.worker.engine.main"
 WorkerEngineListener = EngineListener[EngineReady, EngineEvent]
 
 
-class EngineFront(process.EngineSupervisor[EngineCommand, EngineEvent, EngineReady]):
+class CommandSender(Protocol):
+    """Where commands go to the engine process."""
+
+    def send(self, command: EngineCommand, size_bytes: int = 0) -> None:
+        """Raises WorkerLost when there is no engine."""
+
+
+class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, EngineReady]):
     """Keeps the engine process of a worker. module: what is run; another one speaks the same frames."""
 
     lost: ClassVar[type[Unavailable]] = WorkerLost
@@ -34,15 +41,15 @@ class EngineFront(process.EngineSupervisor[EngineCommand, EngineEvent, EngineRea
     ) -> None:
         arguments = ("--config-json", json.dumps(dataclasses.asdict(config)))
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[LinkOffer]] = {}
+        self._requested: dict[int, asyncio.Future[LinkOffer]] = {}
         super().__init__(module, *arguments, patience=EngineTimeouts(start_s=start_s, hang_s=hang_s, stall_s=stall_s))
 
     def read(self, frame: bytes) -> EngineEvent:
-        """See process.EngineFront."""
+        """See EngineSupervisor."""
         return EngineEvent.FromString(frame)
 
     def ready(self, event: EngineEvent) -> EngineReady | None:
-        """See process.EngineFront."""
+        """See EngineSupervisor."""
         return event.ready if event.HasField("ready") else None
 
     async def offer(self, worker: str, link_id: str, *, caller: str) -> LinkOffer:
@@ -54,18 +61,18 @@ class EngineFront(process.EngineSupervisor[EngineCommand, EngineEvent, EngineRea
         offer = EnginePeerOffer(request=number, worker=worker, link_id=link_id, caller=caller)
         self.send(EngineCommand(peer_offer=offer))
         offered: asyncio.Future[LinkOffer] = asyncio.get_running_loop().create_future()
-        self._asked[number] = offered
+        self._requested[number] = offered
         try:
             async with asyncio.timeout(_OFFER_S):
                 return await offered
         except TimeoutError:
             raise Unavailable(f"the engine made no offer within {_OFFER_S:g} s") from None
         finally:
-            self._asked.pop(number, None)
+            self._requested.pop(number, None)
 
-    def hear_offer(self, event: EnginePeerOffered) -> None:
+    def on_peer_offered(self, event: EnginePeerOffered) -> None:
         """The engine's answer to `offer`."""
-        offered = self._asked.pop(event.request, None)
+        offered = self._requested.pop(event.request, None)
         if offered is None or offered.done():
             return
         if event.HasField("error"):
@@ -74,5 +81,5 @@ class EngineFront(process.EngineSupervisor[EngineCommand, EngineEvent, EngineRea
             offered.set_result(event.offer)
 
     def turns(self, event: EngineEvent) -> int | None:
-        """See process.EngineFront. Whatever begins or ends an attempt counts as a turn."""
+        """See EngineSupervisor. Whatever begins or ends an attempt counts as a turn."""
         return event.beat.turns if event.HasField("beat") and event.beat.running else None

@@ -33,7 +33,7 @@ class DecodedImage:
     digest: str
     seconds: float
 
-    async def tensor_into(self, target: Tensor) -> None:
+    async def write_to(self, target: Tensor) -> None:
         """Writes it as uint8 [height, width, 3]."""
         target.data_type = tensor_pb2.DATA_TYPE_UINT8
         target.shape.extend((self.pixels.height, self.pixels.width, 3))
@@ -46,7 +46,7 @@ class ImageCodec:
     def __init__(self, pool: CodecPool) -> None:
         self._pool = pool
 
-    async def source(self, image: bytes, spec: GenerationSpec) -> DecodedImage:
+    async def decode(self, image: bytes, spec: GenerationSpec) -> DecodedImage:
         """The image, decoded and resized to the spec's size. Raises BadImage."""
         began_s = time.monotonic()
         digest = await copied(len(image), lambda: hashlib.sha256(image).hexdigest())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
 
 import grpc
 
@@ -23,6 +22,7 @@ from bottega.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from bottega.worker.engine_client import CommandSender
 
 _log = logging.getLogger(__name__)
 
@@ -32,13 +32,6 @@ _Response = controlnet_pb2.OpenLinkResponse | lora_pb2.OpenLoraLinkResponse | wo
 _DEADLINE_S = 4.0
 # Servers of a fleet ask for a link each, once.
 _MOST_AT_ONCE = 256
-
-
-class CommandSender(Protocol):
-    """Where answers go; EngineFront is one."""
-
-    def send(self, command: engine_pb2.EngineCommand, size_bytes: int = 0) -> None:
-        """Raises WorkerLost when there is no engine."""
 
 
 class LinkResolver:

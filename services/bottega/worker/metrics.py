@@ -96,11 +96,11 @@ class WorkerMetrics:
         """So many denoising steps more."""
         self._steps.inc(steps)
 
-    def grouped(self, mean_requests: float) -> None:
+    def observe_group(self, mean_requests: float) -> None:
         """How many requests shared the turns of an attempt that is done."""
         self._group.observe(mean_requests)
 
-    def used_loras(self, uses: Sequence[LoraUse]) -> None:
+    def observe_loras(self, uses: Sequence[LoraUse]) -> None:
         """The LoRAs of an attempt that is done; waiting and patching were for all of them together."""
         for use in uses:
             self._lora_load.observe(use.load_s)
@@ -108,11 +108,11 @@ class WorkerMetrics:
             self._lora_wait.observe(use.wait_s)
             self._lora_patch.observe(use.patch_s)
 
-    def codec_took(self, work: str, seconds: float) -> None:
+    def observe_codec(self, work: str, seconds: float) -> None:
         """A codec process worked on one image. work: decode or encode; previews are not counted."""
         self._codec.labels(work).observe(seconds)
 
-    def heard(self, beat: EngineBeat) -> None:
+    def set_beat(self, beat: EngineBeat) -> None:
         """The engine's newest word."""
         self._links.counts = beat.links
         self._engine.beat = beat

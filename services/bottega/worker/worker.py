@@ -1,4 +1,4 @@
-"""The worker itself: takes orders, hands them to commissions, listens to the engine, reports its load.
+"""The worker itself: starts attempts, passes on what the engine says of them, reports its load to the fleet.
 
 It owns what runs beside the event loop (engine, codec processes) and the place in the fleet. This module
 knows no gRPC server: `service.py` translates for it.
@@ -12,7 +12,8 @@ import importlib.metadata
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from bottega import kinds
 from bottega.codec import CodecPool
@@ -37,7 +38,7 @@ from bottega.worker.attempt_runner import AttemptOrder, AttemptRunner
 from bottega.worker.attempts import Attempt, AttemptKey, Attempts
 from bottega.worker.checkpoints import AttemptCheckpoint, CheckpointWatch
 from bottega.worker.config import WorkerConfig
-from bottega.worker.engine_client import EngineFront
+from bottega.worker.engine_client import WorkerEngineClient
 from bottega.worker.image_codec import ImageCodec
 from bottega.worker.link_resolver import LinkResolver
 from bottega.worker.metrics import WorkerMetrics
@@ -47,22 +48,28 @@ _log = logging.getLogger(__name__)
 _SWEEP_INTERVAL_S = 1.0
 
 
-class Worker:
-    """Start it with `start`, end it with `drain` and `stop`.
+class WorkerServer(Protocol):
+    """What the worker needs of its gRPC server."""
 
-    engine: spawned. pool: started. address: where the worker's own server listens, once it does.
-    set_serving: tells the worker's health whether new work is welcome.
-    """
+    @property
+    def address(self) -> str:
+        """Where it listens, once it does."""
+
+    async def set_serving(self, serving: bool) -> None:
+        """Tells the worker's health whether new work is welcome."""
+
+
+class Worker:
+    """Start it with `start`, end it with `drain` and `stop`. engine: spawned. pool: started. server: its own."""
 
     def __init__(
         self,
         config: WorkerConfig,
         *,
-        engine: EngineFront,
+        engine: WorkerEngineClient,
         pool: CodecPool,
         metrics: WorkerMetrics,
-        address: Callable[[], str],
-        set_serving: Callable[[bool], Awaitable[None]],
+        server: WorkerServer,
     ) -> None:
         # Containers have the same process ids, each in a host of its own.
         self.name = config.name or f"worker-{socket.gethostname()}-{os.getpid()}"
@@ -75,13 +82,12 @@ class Worker:
         self._config = config
         self._engine = engine
         self._pool = pool
-        self._pictures = ImageCodec(pool)
+        self._images = ImageCodec(pool)
         self._metrics = metrics
-        self._links = LinkResolver(engine, worker=self.name)
-        self._address = address
-        self._set_serving = set_serving
+        self._link_resolver = LinkResolver(engine, worker=self.name)
+        self._server = server
         self._version = importlib.metadata.version("bottega-services")
-        self._commissions: dict[AttemptKey, AttemptRunner] = {}
+        self._runners: dict[AttemptKey, AttemptRunner] = {}
         self._membership: FleetMembership | None = None
         self._beat = engine_pb2.EngineBeat()
         self._model: image_pb2.Model | None = None
@@ -114,10 +120,10 @@ class Worker:
         if self._draining:
             raise Draining("the worker is stopping")
         if earlier is not None:
-            self._drop(earlier, StaleAttempt(f"superseded by attempt {order.key.number}"))
+            self._abort(earlier, StaleAttempt(f"superseded by attempt {order.key.number}"))
         attempt = self.attempts.add(order.key)
         self._idle.clear()
-        self._commission(order, attempt).start()
+        self._create_runner(order, attempt).start()
         self._report_load()
         return attempt
 
@@ -126,14 +132,14 @@ class Worker:
         attempt = self.attempts.find(key)
         if attempt is None:
             return False
-        self._drop(attempt, JobCancelled("the attempt was cancelled"))
+        self._abort(attempt, JobCancelled("the attempt was cancelled"))
         return True
 
     def preview(self, key: AttemptKey) -> bool:
         """Sends previews with the attempt's progress from now on. Whether it was held."""
-        commission = self._commissions.get(key)
-        if commission is not None:
-            commission.show()
+        runner = self._runners.get(key)
+        if runner is not None:
+            runner.enable_previews()
         return self.attempts.find(key) is not None
 
     async def offer_peer_link(
@@ -166,9 +172,9 @@ class Worker:
             running=[
                 fleet_pb2.RunningAttempt(
                     attempt=key.message(),
-                    steps_left=steps_left.get(key, 0 if commission.attempt.started else commission.steps_expected),
+                    steps_left=steps_left.get(key, 0 if runner.attempt.started else runner.steps_expected),
                 )
-                for key, commission in self._commissions.items()
+                for key, runner in self._runners.items()
             ],
             step_times=self._beat.step_times,
             fixed_s=self._beat.fixed_s,
@@ -202,7 +208,7 @@ class Worker:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._hand_over()
-        await asyncio.gather(self._engine.stop(), self._pool.stop(), self._links.stop())
+        await asyncio.gather(self._engine.stop(), self._pool.stop(), self._link_resolver.stop())
 
     async def engine_ready(self, ready: engine_pb2.EngineReady) -> None:
         """See EngineListener."""
@@ -213,7 +219,7 @@ class Worker:
             self._membership = self._join(ready)
             self._membership.start()
         if self._first_ready.done():
-            await self._set_serving(not self._draining)
+            await self._server.set_serving(not self._draining)
         else:
             self._first_ready.set_result(None)
 
@@ -222,28 +228,28 @@ class Worker:
         kind = event.WhichOneof("event")
         if kind == "beat":
             before, self._beat = self._beat, event.beat
-            self._metrics.heard(event.beat)
-            if _worth_a_report(event.beat) != _worth_a_report(before):
+            self._metrics.set_beat(event.beat)
+            if _reported_at_once(event.beat) != _reported_at_once(before):
                 self._report_load()
             return
         if kind == "link_request":
-            self._links.request(event.link_request)
+            self._link_resolver.request(event.link_request)
             return
         if kind == "peer_offered":
-            self._engine.hear_offer(event.peer_offered)
+            self._engine.on_peer_offered(event.peer_offered)
             return
         if kind is None or kind == "ready":
             return
         key = AttemptKey.of(getattr(event, kind).attempt)
-        commission = self._commissions.get(key)
-        if commission is None:
+        runner = self._runners.get(key)
+        if runner is None:
             return  # dropped meanwhile; what the engine still says about it is of no use
         if kind == "failed":
-            commission.lose(from_job_error(event.failed.error))
+            runner.fail(from_job_error(event.failed.error))
         elif kind == "checkpoint":
             self.checkpoints.put(_checkpoint(key, event.checkpoint))
         else:
-            commission.hear(event)
+            runner.on_engine_event(event)
 
     async def engine_lost(self, why: str) -> None:
         """See EngineListener."""
@@ -251,13 +257,13 @@ class Worker:
         if not self._first_ready.done():
             self._first_ready.set_exception(InternalError(f"the engine could not be started: {why}"))
             return
-        await self._set_serving(False)
+        await self._server.set_serving(False)
         await self._leave()  # first, so that what is lost here is not sent here again
         self._beat, self._model = engine_pb2.EngineBeat(), None
-        held = [commission for commission in self._commissions.values() if commission.in_engine]
-        for commission in held:
+        held = [runner for runner in self._runners.values() if runner.in_engine]
+        for runner in held:
             facts = {"died": "engine", "held_together": str(len(held))}
-            commission.lose(WorkerLost(f"the worker's engine was lost: {why}", metadata=facts))
+            runner.fail(WorkerLost(f"the worker's engine was lost: {why}", metadata=facts))
 
     def _check_model(self, spec: GenerationSpec) -> None:
         """Whoever asks for one model must not get the picture of another. Absent is the only one that there is."""
@@ -267,43 +273,43 @@ class Worker:
 
     def _hand_over(self) -> None:
         """Ends what still runs; it is drawn elsewhere, or after the restart."""
-        for commission in list(self._commissions.values()):
-            commission.drop(Draining("the worker is stopping and hands the attempt over"))
+        for runner in list(self._runners.values()):
+            runner.abort(Draining("the worker is stopping and hands the attempt over"))
 
-    def _commission(self, order: AttemptOrder, attempt: Attempt) -> AttemptRunner:
-        commission = self._commissions[order.key] = AttemptRunner(
+    def _create_runner(self, order: AttemptOrder, attempt: Attempt) -> AttemptRunner:
+        runner = self._runners[order.key] = AttemptRunner(
             order,
             attempt,
             engine=self._engine,
-            pictures=self._pictures,
+            images=self._images,
             metrics=self._metrics,
             worker=self.name,
             version=self._version,
-            on_end=self._ended,
+            on_end=self._on_ended,
         )
-        return commission
+        return runner
 
-    def _ended(self, commission: AttemptRunner) -> None:
-        key = commission.attempt.key
-        self._commissions.pop(key, None)
-        if not self._commissions:
+    def _on_ended(self, runner: AttemptRunner) -> None:
+        key = runner.attempt.key
+        self._runners.pop(key, None)
+        if not self._runners:
             self._idle.set()
         self.checkpoints.drop(key)
         self.attempts.sweep()
         self._report_load()
 
-    def _drop(self, attempt: Attempt, error: BottegaError) -> None:
+    def _abort(self, attempt: Attempt, error: BottegaError) -> None:
         """Ends an attempt, where it has not ended, and forgets it."""
-        commission = self._commissions.get(attempt.key)
-        if commission is not None:
-            commission.drop(error)
+        runner = self._runners.get(attempt.key)
+        if runner is not None:
+            runner.abort(error)
         self.attempts.forget(attempt)
 
     def _join(self, ready: engine_pb2.EngineReady) -> FleetMembership:
         registration = fleet_pb2.Registration(
             kind=kinds.WORKER,
             name=self.name,
-            address=self._address(),
+            address=self._server.address,
             version=self._version,
             models=[ready.model],
             device=ready.device,
@@ -353,7 +359,7 @@ class Worker:
             await asyncio.sleep(_SWEEP_INTERVAL_S)
 
 
-def _worth_a_report(beat: engine_pb2.EngineBeat) -> tuple[object, ...]:
+def _reported_at_once(beat: engine_pb2.EngineBeat) -> tuple[object, ...]:
     """What the gateway is told as soon as it changes; each report costs processor time, here and there.
 
     How far attempts are, the gateway knows from their progress, and step times drift slowly: these wait for the next

@@ -22,7 +22,7 @@ from bottega.v1.engine_pb2 import EngineCancel, EngineCommand, EngineEvent, Engi
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
 from bottega.v1.worker_pb2 import AttemptId
 from bottega.worker.config import EngineConfig
-from bottega.worker.engine_client import ENGINE_MODULE, EngineFront
+from bottega.worker.engine_client import ENGINE_MODULE, WorkerEngineClient
 
 START_S = 90.0
 ANSWER_S = 30.0
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 class RunningEngine:
     """A worker's front of one engine, which keeps what that says. log: what the process wrote to stderr."""
 
-    def __init__(self, front: EngineFront, log: Path) -> None:
+    def __init__(self, front: WorkerEngineClient, log: Path) -> None:
         self.front = front
         self.log = log
         self.ready: EngineReady | None = None
@@ -121,7 +121,7 @@ def stderr_in(path: Path) -> Iterator[None]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningEngine]:
-    front = EngineFront(CONFIG, start_s=START_S, hang_s=ANSWER_S, stall_s=ANSWER_S)
+    front = WorkerEngineClient(CONFIG, start_s=START_S, hang_s=ANSWER_S, stall_s=ANSWER_S)
     log = tmp_path_factory.mktemp("engine") / "stderr"
     with stderr_in(log):
         await front.spawn()

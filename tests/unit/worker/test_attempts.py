@@ -56,7 +56,7 @@ async def told(stream: AsyncIterator[Event]) -> Event:
 async def test_a_follower_is_told_everything_in_order() -> None:
     attempt = Attempt(KEY)
     stream = attempt.follow()
-    attempt.begin(STARTED)
+    attempt.start(STARTED)
     assert await told(stream) == STARTED
     attempt.advance(ProgressEvent(steps_done=3))
     assert await told(stream) == ProgressEvent(steps_done=3)
@@ -71,7 +71,7 @@ async def test_a_follower_is_told_everything_in_order() -> None:
 
 async def test_a_slow_follower_is_told_only_the_newest_progress() -> None:
     attempt = Attempt(KEY)
-    attempt.begin(STARTED)
+    attempt.start(STARTED)
     stream = attempt.follow()
     assert await told(stream) == STARTED
     for step in (1, 2, 3):
@@ -85,7 +85,7 @@ async def test_a_slow_follower_is_told_only_the_newest_progress() -> None:
 
 async def test_nothing_follows_the_end_for_one_who_was_slow_just_before_it() -> None:
     attempt = Attempt(KEY)
-    attempt.begin(STARTED)
+    attempt.start(STARTED)
     attempt.advance(ProgressEvent(steps_done=1))
     stream = attempt.follow()
     assert [await told(stream), await told(stream)] == [STARTED, ProgressEvent(steps_done=1)]
@@ -96,7 +96,7 @@ async def test_nothing_follows_the_end_for_one_who_was_slow_just_before_it() -> 
 
 async def test_a_second_follower_starts_from_the_current_state() -> None:
     attempt = Attempt(KEY)
-    attempt.begin(STARTED)
+    attempt.start(STARTED)
     attempt.advance(ProgressEvent(steps_done=9))
     attempt.add_picture(PictureEvent(index=0, data=b"png"))
     first = attempt.follow()
@@ -118,7 +118,7 @@ async def test_what_comes_after_the_end_changes_nothing() -> None:
     attempt.add_picture(PictureEvent(index=0, data=b"png"))
     error = JobCancelled("enough")
     attempt.fail(error)
-    attempt.begin(STARTED)
+    attempt.start(STARTED)
     attempt.advance(ProgressEvent(steps_done=1))
     attempt.add_picture(PictureEvent(index=0, data=b"late"))
     attempt.complete(Provenance())

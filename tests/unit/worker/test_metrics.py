@@ -15,7 +15,7 @@ def test_sizes_that_the_engine_has_forgotten_leave_no_series() -> None:
     metrics = WorkerMetrics(registry)
     for side in range(1, 100):
         times = [StepTime(latent_height=side, latent_width=side, rows=rows, seconds=0.5) for rows in (1, 2)]
-        metrics.heard(EngineBeat(step_times=times))
+        metrics.set_beat(EngineBeat(step_times=times))
     (family,) = [family for family in registry.collect() if family.name == "bottega_worker_step_seconds"]
     assert {tuple(sample.labels.values()): sample.value for sample in family.samples} == {
         ("99x99", "1"): 0.5,
@@ -26,9 +26,11 @@ def test_sizes_that_the_engine_has_forgotten_leave_no_series() -> None:
 def test_waiting_and_patching_count_once_for_all_loras_of_an_attempt() -> None:
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
-    metrics.used_loras([LoraUse(load_s=1.0, wait_s=0.25, patch_s=0.5), LoraUse(load_s=2.0, wait_s=0.25, patch_s=0.5)])
-    metrics.used_loras([])
-    metrics.heard(EngineBeat(lora_swaps=3, lora_pristine_bytes=1 << 20))
+    metrics.observe_loras(
+        [LoraUse(load_s=1.0, wait_s=0.25, patch_s=0.5), LoraUse(load_s=2.0, wait_s=0.25, patch_s=0.5)]
+    )
+    metrics.observe_loras([])
+    metrics.set_beat(EngineBeat(lora_swaps=3, lora_pristine_bytes=1 << 20))
     read = {what: registry.get_sample_value(f"bottega_worker_lora_{what}_seconds_sum") for what in ("load", "wait")}
     assert read == {"load": 3.0, "wait": 0.25}
     assert registry.get_sample_value("bottega_worker_lora_patch_seconds_count") == 1

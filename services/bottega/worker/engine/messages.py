@@ -35,9 +35,7 @@ from bottega.rpc.operation.link_metrics import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2, worker_pb2
 from bottega.v1.worker_pb2 import AttemptDecisions, AttemptId
-from bottega.worker.controlnets import RemoteControlNets
-from bottega.worker.controlnets.configured import ConfiguredControlNets
-from bottega.worker.loras import LoraCache
+from bottega.worker.engine.runtime import Runtime
 
 # A key of the engine: job and number, which is all that an AttemptId holds.
 Key = tuple[str, int]
@@ -158,10 +156,9 @@ def ready_of(engine: Engine, base: ControlLayout) -> engine_pb2.EngineEvent:
     return engine_pb2.EngineEvent(ready=engine_pb2.EngineReady(model=said, device=str(model.device)))
 
 
-def beat_of(
-    engine: Engine, controlnets: RemoteControlNets, at_hand: ConfiguredControlNets, loras: LoraCache, *, peer_links: int
-) -> engine_pb2.EngineEvent:
+def beat_of(runtime: Runtime, *, peer_links: int) -> engine_pb2.EngineEvent:
     """The message that the engine is alive, and how busy. peer_links: with the other worker of its pair."""
+    engine, controlnets, loras = runtime.engine, runtime.controlnets, runtime.loras
     beat = engine_pb2.EngineBeat(
         turns=engine.turns,
         running=[
@@ -178,7 +175,7 @@ def beat_of(
             for shape, rows, seconds in engine.step_times.entries()
         ],
         fixed_s=engine.fixed_s,
-        controlnets=at_hand.report(),
+        controlnets=runtime.local_controlnets.report(),
         links=link_counts(controlnets.counters, open_links=len(controlnets.servers) + loras.linked + peer_links),
         loras=loras.resident[-_MOST_LORAS:],
         lora_swaps=engine.lora_weights.swaps,

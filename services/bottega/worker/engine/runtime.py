@@ -25,7 +25,7 @@ from bottega.worker.peer import Follower, Leader, PeerLinkSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """All that draws. at_hand: the ControlNets of this process; controlnets: those, and those on servers.
+    """All that draws. local_controlnets: the ControlNets of this process; controlnets: those, and those on servers.
 
     loras: those of stores. heartbeat: of the engine's turns. peer: the other worker of a pair, as this engine leads it.
     """
@@ -33,7 +33,7 @@ class Runtime:
     config: EngineConfig
     engine: Engine
     controlnets: RemoteControlNets
-    at_hand: ConfiguredControlNets
+    local_controlnets: ConfiguredControlNets
     loras: LoraCache
     heartbeat: Heartbeat
     peer: Leader | None = None
@@ -47,7 +47,7 @@ class Runtime:
         return Follower(endpoints, guests=self.engine.guests, counters=self.controlnets.counters, post=post)
 
 
-def start(config: EngineConfig, desk: LinkRequests) -> Runtime:
+def load_runtime(config: EngineConfig, link_requests: LinkRequests) -> Runtime:
     """Loads the model and warms it up.
 
     Raises OSError, ValueError or BottegaError with the reason when model, device or a ControlNet cannot be used.
@@ -67,23 +67,23 @@ def start(config: EngineConfig, desk: LinkRequests) -> Runtime:
         lora_timeout_s=config.lora_timeout_s,
         pristine_on_host=config.lora_pristine == "host",
     )
-    at_hand = ConfiguredControlNets(model, config)
+    local_controlnets = ConfiguredControlNets(model, config)
     controlnets = RemoteControlNets(
-        base=at_hand.base,
+        base=local_controlnets.base,
         dtype=model.dtype,
         device=model.device,
-        offers=desk,
-        local=at_hand.controlnets,
-        digests=at_hand.digests,
+        offers=link_requests,
+        local=local_controlnets.controlnets,
+        digests=local_controlnets.digests,
         settings=ControlLinkSettings(silence_s=config.controlnet_silence_s),
     )
     peer = None
     if config.peer:
         settings = PeerLinkSettings(silence_s=config.peer_silence_s)
         terms = {"model_hash": model.digest, "dtype": model.dtype_name}
-        peer = Leader(config.peer, terms=terms, offers=desk, counters=controlnets.counters, settings=settings)
+        peer = Leader(config.peer, terms=terms, offers=link_requests, counters=controlnets.counters, settings=settings)
     loras = LoraCache(
-        offers=desk,
+        offers=link_requests,
         device=model.device,
         dtype=model.dtype,
         budget_bytes=config.lora_budget_bytes,
@@ -97,7 +97,7 @@ def start(config: EngineConfig, desk: LinkRequests) -> Runtime:
         config=config,
         engine=engine,
         controlnets=controlnets,
-        at_hand=at_hand,
+        local_controlnets=local_controlnets,
         loras=loras,
         heartbeat=heartbeat,
         peer=peer,

@@ -125,7 +125,7 @@ class Process:
         self.engine[key] = int(request.checkpoint or b"0")
         if request.spec.controlnets:
             self.hosts[key] = [server.name for hosts in request.controlnets for server in hosts.servers]
-        attempt.begin(StartedEvent(steps_total=STEPS, steps_resumed=self.engine[key]))
+        attempt.start(StartedEvent(steps_total=STEPS, steps_resumed=self.engine[key]))
         return attempt
 
     def drop(self, attempt: Attempt, error: BottegaError) -> None:
