@@ -1,4 +1,4 @@
-"""The gateway's rules without a wire: a foreman with its fleet, queue and dispatcher, on a clock that the test turns.
+"""The gateway's rules without a wire: a job controller with its fleet, on a clock that the test turns.
 
 Its workers are calls that wait for what the test says.
 """
@@ -13,17 +13,16 @@ from prometheus_client import CollectorRegistry
 
 from bottega import kinds
 from bottega.errors import BottegaError, WorkerLost
-from bottega.gateway.addons.controlnets.placement import ControlNetPlacement
-from bottega.gateway.addons.controlnets.prefetch import ControlNetPrefetcher
-from bottega.gateway.addons.loras.resolver import LoraClient, LoraResolver
-from bottega.gateway.dispatch.dispatcher import Dispatcher
+from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
+from bottega.gateway.addons.loras.addon import LoraAddOn
+from bottega.gateway.addons.loras.resolver import LoraClient
+from bottega.gateway.config import GatewayConfig
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
-from bottega.gateway.scheduling.queue import JobQueue
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import HostedControlNet
 from bottega.v1.generation_pb2 import Provenance
@@ -98,7 +97,7 @@ class FakeServer:
 
 
 class Shop:
-    """A foreman of the model "m" and everything that it looks at. Made in a running event loop."""
+    """A job controller of the model "m" and everything that it looks at. Made in a running event loop."""
 
     def __init__(self, *, max_attempts: int = 3, hold_s: float = 3) -> None:
         self.time = FakeTime()
@@ -115,33 +114,23 @@ class Shop:
         self.registry = CollectorRegistry()
         metrics = GatewayMetrics(self.registry)
         self.fleet = Fleet(lease_s=1.5, model_grace_s=30, bounds=controlnet_hosts.bounds(256), clock=clock)
-        self.placement = ControlNetPlacement(fleet=self.fleet, clock=clock)
         self.storehouse = memory_storage(clock, self.shelf)
         self.log = JobRepository(storage=self.storehouse, clock=clock)
-        self.queue = JobQueue(max_jobs=1000, budget_bytes=1 << 24, clock=clock)
-        loras = LoraResolver(connect=_no_store, fleet=self.fleet)
-        self.lora_sizes = loras.sizes
-        self.dispatcher = Dispatcher(
-            connect=self._connect,
-            placement=self.placement,
-            loras=loras,
-            storehouse=self.storehouse,
-            max_result_bytes=1 << 20,
+        self.controlnets = ControlNetAddOn(fleet=self.fleet, connect=self._connect_server, metrics=metrics, clock=clock)
+        config = GatewayConfig(
+            max_queued=1000, max_attempts=self._max_attempts, max_result_bytes=1 << 20, hold_s=self._hold_s
         )
-        self.foreman = JobController(
+        self.controller = JobController(
+            config=config,
             fleet=self.fleet,
-            dispatcher=self.dispatcher,
-            placement=self.placement,
-            prefetcher=ControlNetPrefetcher(connect=self._connect_server, placement=self.placement, metrics=metrics),
-            lora_sizes=self.lora_sizes,
-            queue=self.queue,
-            log=self.log,
+            jobs=self.log,
+            storage=self.storehouse,
+            addons=(LoraAddOn(fleet=self.fleet, connect=_no_store), self.controlnets),
+            connect=self._connect,
             metrics=metrics,
-            max_attempts=self._max_attempts,
-            patience_s=30,
-            hold_s=self._hold_s,
             clock=clock,
         )
+        self.queue, self.dispatcher = self.controller.queue, self.controller._dispatcher
         if self.storehouse.trouble is None:
             self._open_storage()
         else:
@@ -156,11 +145,11 @@ class Shop:
         at_once(self.storehouse.open(restore=self._restore, on_change=self._pause))
 
     def _pause(self) -> None:
-        self.foreman.pause(self.storehouse.trouble is not None)
+        self.controller.pause(self.storehouse.trouble is not None)
 
     async def _restore(self) -> None:
         if not self.log.restored:
-            self.foreman.restore(await self.log.restore(self.foreman.submit))
+            self.controller.restore(await self.log.restore(self.controller.submit))
 
     def worker(self, name: str = "w1", *, seconds: float = 0.1) -> Member:
         """A worker joins and reports turns whose time doubles with their rows. seconds: of one row."""
@@ -235,7 +224,7 @@ class Shop:
     def take(self, job: Job) -> Job:
         """That job comes in."""
         at_once(self.log.add(job))
-        self.foreman.submit(job)
+        self.controller.submit(job)
         return job
 
     async def advance(self, job: Job, steps_done: int) -> None:

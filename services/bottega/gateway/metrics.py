@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from bottega.manifest import read_services
 
@@ -60,9 +62,7 @@ class GatewayMetrics:
             ("state",),
             registry=registry,
         )
-        self._members = Gauge("bottega_members", "Services that have joined, by kind.", ("kind",), registry=registry)
-        self._own_kinds = {service.kind for service in read_services()}
-        self._listed_kinds: set[str] = set()
+        self._registry = registry
 
     def acknowledged(self) -> None:
         """Counts a job that is durable."""
@@ -109,10 +109,24 @@ class GatewayMetrics:
         self._queue_s.observe(queue_s)
         self._route_s.observe(route_s)
 
-    def members(self, counts: Mapping[str, int]) -> None:
-        """Says how many services are here, by kind. Kinds of others are listed while they are here."""
-        for kind in self._listed_kinds - counts.keys():
-            self._members.remove(kind)
-        for kind in counts.keys() | self._own_kinds:
-            self._members.labels(kind).set(counts.get(kind, 0))
-        self._listed_kinds = counts.keys() - self._own_kinds
+    def watch_members(self, kinds: Callable[[], Iterable[str]]) -> None:
+        """Where to read the kinds of the services that are here, one for each service."""
+        self._registry.register(_Members(kinds))
+
+
+class _Members(Collector):
+    """The number of members by kind: those of the suite, and others while they are here."""
+
+    def __init__(self, kinds: Callable[[], Iterable[str]]) -> None:
+        self._kinds = kinds
+        self._own_kinds = [service.kind for service in read_services()]
+
+    def collect(self) -> Iterator[Metric]:
+        """The gauge, as it is when somebody looks."""
+        gauge = GaugeMetricFamily("bottega_members", "Services that have joined, by kind.", labels=("kind",))
+        counts = dict.fromkeys(self._own_kinds, 0)
+        for kind in self._kinds():
+            counts[kind] = counts.get(kind, 0) + 1
+        for kind, count in counts.items():
+            gauge.add_metric((kind,), count)
+        yield gauge

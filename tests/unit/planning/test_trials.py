@@ -117,7 +117,7 @@ def turn_with_a_queue(worker: Worker, queued: int) -> None:
         max_rows=MAX_ROWS,
     )
     waiting = [
-        PendingJob(job_id=str(n), demand=ResourceRequest(rows=ROWS, steps=20, shape=SHAPE)) for n in range(queued)
+        PendingJob(job_id=str(n), request=ResourceRequest(rows=ROWS, steps=20, shape=SHAPE)) for n in range(queued)
     ]
     given = assign(waiting, [seat])
     if worker.here:

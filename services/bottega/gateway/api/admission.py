@@ -1,6 +1,6 @@
-"""Takes orders: checks everything, fills in the rest, and hands the job over; or says why not.
+"""Admission: checks a request, fills in the rest, and makes it a job; or attaches it to the job of its request_id.
 
-Nothing is acknowledged before every check has passed, the pixels of input images included. Knows no wire.
+Nothing is acknowledged before every check has passed, the pixels of input images included, and the job is durable.
 """
 
 from __future__ import annotations
@@ -8,50 +8,82 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from itertools import islice
-from typing import Protocol
+from dataclasses import dataclass
 
 from bottega import rules
-from bottega.codec import ImageSize
 from bottega.errors import (
-    BadImage,
     BottegaError,
     DeadlinePassed,
     DeadlineUnmeetable,
     Draining,
-    InvalidRequest,
     ModelNotFound,
     RequestIdReused,
     Unavailable,
-    Violation,
 )
-from bottega.gateway.addons.loras.resolver import LoraResolver, refuse_misfits
+from bottega.gateway.addons.addon import AddOn, RequiredModel, Resolution
 from bottega.gateway.api import defaults, validation
-from bottega.gateway.api.command import GenerateCommand
-from bottega.gateway.clock import Clock
+from bottega.gateway.api.validation import ImageInspector
+from bottega.gateway.config import GatewayConfig
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.jobs.specs import has_images, input_images, latent_shape, without_images
+from bottega.gateway.jobs.specs import has_images, latent_shape, without_images
 from bottega.gateway.jobs.storage import Storage, digest
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
-from bottega.gateway.scheduling.queue import JobQueue
-from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
-from bottega.v1.lora_pb2 import StoredLora
+from bottega.v1.image_pb2 import JOB_STATE_FAILED, Model
 
-# image, mask_image and as many ControlNets as a request may have.
-_MAX_INPUT_IMAGES = 2 + rules.MAX_ADAPTERS
-# Failures that ask for the same order again; it is then drawn as a new job.
+# Failures after which the same request is drawn as a new job: they ask for a retry.
 _WORTH_A_RETRY = (Unavailable, DeadlinePassed, DeadlineUnmeetable)
 
 
-class ImageInspector(Protocol):
-    """Looks at encoded images, in another process."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCommand:
+    """What a caller asks for.
 
-    async def inspect(self, image: bytes) -> ImageSize:
-        """Decodes it completely and says its size. Raises BadImage."""
+    spec: as it came. deadline_s: as it came: seconds from now after which nobody wants it; None is without bound.
+    caller_s: seconds until its caller goes, and the job with it; None for one that goes on without. peer: its host.
+    preview: whether previews are wanted. log_id: what the log calls the request where it has no request_id.
+    """
+
+    spec: GenerationSpec
+    request_id: str = ""
+    deadline_s: float | None = None
+    caller_s: float | None = None
+    peer: str = ""
+    preview: bool = False
+    log_id: str = ""
+
+    def deadline(self, now: float) -> float | None:
+        """The moment after which nobody wants it, on the clock that says `now`."""
+        return min((now + s for s in (self.deadline_s, self.caller_s) if s is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """The job of a request, and whether it is new: a known request_id attaches to its first run."""
+
+    job: Job
+    new: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Received:
+    """A command with what was found out when it came. fingerprint, size_bytes: of its spec. at: monotonic."""
+
+    command: GenerateCommand
+    fingerprint: str
+    size_bytes: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checked:
+    """What a request without faults is about: its model, and what its add-ons name."""
+
+    model: Model
+    resolutions: Sequence[Resolution]
 
 
 class Admission:
@@ -60,33 +92,27 @@ class Admission:
     def __init__(
         self,
         *,
+        config: GatewayConfig,
         fleet: Fleet,
-        loras: LoraResolver,
-        foreman: JobController,
-        queue: JobQueue,
-        log: JobRepository,
-        storehouse: Storage,
+        controller: JobController,
+        jobs: JobRepository,
+        storage: Storage,
+        addons: Sequence[AddOn],
         inspector: ImageInspector,
         metrics: GatewayMetrics,
-        max_image_bytes: int,
-        max_image_pixels: int,
-        clock: Clock,
     ) -> None:
+        self._config = config
         self._fleet = fleet
-        self._loras = loras
-        self._foreman = foreman
-        self._queue = queue
-        self._jobs = log
-        self._storehouse = storehouse
+        self._controller = controller
+        self._jobs = jobs
+        self._storage = storage
+        self._addons = addons
         self._inspector = inspector
         self._metrics = metrics
-        self._max_image_bytes = max_image_bytes
-        self._max_image_pixels = max_image_pixels
-        self._clock = clock
-        self._taking: set[asyncio.Task[tuple[Job, bool]]] = set()
+        self._storing: set[asyncio.Task[bool]] = set()
 
-    async def accept(self, order: GenerateCommand) -> tuple[Job, bool]:
-        """The order's job, and whether it is new: a known request_id attaches to its first run. A new one is durable.
+    async def admit(self, command: GenerateCommand) -> Admitted:
+        """The job of a request. A new one is durable.
 
         Raises RequestIdReused, InvalidRequest or BadImage, FieldNotServed, Draining, ModelNotFound or NoWorker,
         ControlNetNotFound or ControlNetUnusable or NoControlNet, QueueFull, DeadlineUnmeetable, StorageUnavailable, in
@@ -94,199 +120,174 @@ class Admission:
         without room no image is decoded, and that a request_id cannot be looked for where the disk cannot be read.
         """
         try:
-            return await self._accept(order)
+            return await self._admit(command)
         except BottegaError as error:
             self._metrics.refused(error.reason_name)
             raise
 
-    async def _accept(self, order: GenerateCommand) -> tuple[Job, bool]:
-        began = self._clock.monotonic()
-        spec = order.spec
-        packed = await _packed(spec)
-        fingerprint, size_bytes = await digest(packed), len(packed)
+    async def _admit(self, command: GenerateCommand) -> Admitted:
+        at = self._controller.clock.monotonic()
+        packed = await _packed(command.spec)
+        received = _Received(command=command, fingerprint=await digest(packed), size_bytes=len(packed), at=at)
         del packed
-        known, before = await self._known(order, fingerprint)
-        if known is not None:
-            return known, False
-        model, loras = await self._check(order, size_bytes, before)
-        image_digest = await digest(spec.image) if spec.HasField("image") else ""
-        job = self._job(order, model, loras, fingerprint=fingerprint, began=began, before=before)
-        job.image_digest, job.size_bytes = image_digest, size_bytes
-        self._refuse_if_draining()  # which may have begun meanwhile
-        return await self._take_whatever_happens(order, job, before.job_id if before else "")
+        while True:
+            before = await self._jobs.of_request(command.request_id) if command.request_id else None
+            if before is not None and self._attach(received, before):
+                return Admitted(job=before, new=False)
+            job = await self._new_job(received, before)
+            if await self._store_though_cancelled(job, replaces=before.job_id if before else ""):
+                return Admitted(job=job, new=True)
+            # The same request has come twice at once, and the other one is stored now.
 
-    async def _take_whatever_happens(self, order: GenerateCommand, job: Job, replaces: str) -> tuple[Job, bool]:
-        """A caller that goes meanwhile stops nothing half way: a job that nobody can ask for is given up afterwards."""
-        taking = asyncio.create_task(self._take(order, job, replaces))
-        self._taking.add(taking)
-        taking.add_done_callback(self._taking.discard)
+    def _attach(self, received: _Received, job: Job) -> bool:
+        """Whether a request is served by the job that has its request_id. Raises RequestIdReused."""
+        command = received.command
+        if job.fingerprint != received.fingerprint:
+            raise RequestIdReused("this request_id was used for another request")
+        if job.state == JOB_STATE_FAILED and isinstance(job.error, _WORTH_A_RETRY):
+            return False
+        if not all(self._storage.images.holds(image.digest) for image in job.images):
+            return False  # Its images have expired before it has: that it was completed helps nobody.
+        rules.refuse(list(validation.check_deadline(command.deadline_s)))
+        self._controller.extend(job, command.deadline(self._controller.clock.monotonic()))
+        if command.preview:
+            self._controller.enable_previews(job)
+        return True
+
+    async def _new_job(self, received: _Received, before: Job | None) -> Job:
+        """before: the job of the same request that it replaces: whoever repeats a request wants the same image."""
+        command = received.command
+        spec = command.spec
+        checked = await self._check(received, before)
+        if before is not None:
+            full = defaults.as_before(spec, before.bare, self._addons)
+        else:
+            full = defaults.complete(spec, checked.model, checked.resolutions)
+        image_digest = await digest(spec.image) if spec.HasField("image") else ""
+        self._refuse_if_draining()  # which may have begun meanwhile
+        return Job(
+            clock=self._controller.clock,
+            spec=full,
+            bare=without_images(full) if has_images(full) else full,
+            shape=latent_shape(full, checked.model),
+            fingerprint=received.fingerprint,
+            image_digest=image_digest,
+            size_bytes=received.size_bytes,
+            request_id=command.request_id,
+            log_id=command.log_id,
+            ends_with_caller=command.caller_s is not None,
+            peer=command.peer,
+            life=self._jobs.life,
+            deadline=command.deadline(received.at),
+            preview=command.preview,
+            validate_s=self._controller.clock.monotonic() - received.at,
+        )
+
+    async def _store_though_cancelled(self, job: Job, *, replaces: str) -> bool:
+        """A caller that goes stops nothing half way: a job that nobody else can ask for is abandoned afterwards."""
+        storing = asyncio.create_task(self._store(job, replaces))
+        self._storing.add(storing)
+        storing.add_done_callback(self._storing.discard)
         try:
-            return await asyncio.shield(taking)
+            return await asyncio.shield(storing)
         except asyncio.CancelledError:
-            taking.add_done_callback(self._give_up)
+            storing.add_done_callback(lambda done: self._abandon(job, done))
             raise
 
-    async def _take(self, order: GenerateCommand, job: Job, replaces: str) -> tuple[Job, bool]:
-        self._queue.reserve(job)
+    async def _store(self, job: Job, replaces: str) -> bool:
+        """Makes a job durable and submits it. False where another one with its request_id was stored before it."""
+        self._controller.queue.reserve(job)
         try:
-            self._foreman.refuse_unmeetable(job)
-            self._storehouse.check_writable()
-            taken = await self._jobs.add(job, replaces=replaces)
-            if taken is job:
-                self._metrics.acknowledged()
-                self._foreman.submit(job)
-                return job, True
+            self._controller.check_deadline(job)
+            self._storage.check_writable()
+            if await self._jobs.add(job, replaces=replaces) is not job:
+                return False
+            self._metrics.acknowledged()
+            self._controller.submit(job)
+            return True
         finally:
             if job.sequence == 0:
-                self._queue.remove(job)  # only the room that was reserved
-        return await self._accept(order)  # The same one has come twice at once, and the other is known now.
+                self._controller.queue.remove(job)  # only the room that was reserved
 
-    def _give_up(self, taking: asyncio.Task[tuple[Job, bool]]) -> None:
-        if taking.cancelled() or taking.exception() is not None:
-            return
-        job, new = taking.result()
-        if new and not job.request_id:
-            self._foreman.abandon(job)
+    def _abandon(self, job: Job, storing: asyncio.Task[bool]) -> None:
+        stored = not storing.cancelled() and storing.exception() is None and storing.result()
+        if stored and not job.request_id:
+            self._controller.abandon(job)
 
-    async def _known(self, order: GenerateCommand, fingerprint: str) -> tuple[Job | None, Job | None]:
-        """The job to attach to; else None, and the one that this order replaces, where there is one."""
-        job = await self._jobs.of_request(order.request_id) if order.request_id else None
-        return self._judge(order, fingerprint, job) if job is not None else (None, None)
-
-    def _judge(self, order: GenerateCommand, fingerprint: str, job: Job) -> tuple[Job | None, Job | None]:
-        if job.fingerprint != fingerprint:
-            raise RequestIdReused("this request_id was used for another request")
-        if job.state == image_pb2.JOB_STATE_FAILED and isinstance(job.error, _WORTH_A_RETRY):
-            return None, job  # The same order again is a retry, which is what those failures ask for.
-        if not all(self._storehouse.images.holds(picture.digest) for picture in job.images):
-            return None, job  # Its pictures have expired before it has: the news that it was done helps nobody.
-        rules.refuse(list(validation.check_deadline(order.deadline_s)))
-        self._foreman.extend(job, order.deadline(self._clock.monotonic()))
-        if order.preview:
-            self._foreman.show(job)
-        return job, None
-
-    async def _check(
-        self, order: GenerateCommand, size_bytes: int, before: Job | None
-    ) -> tuple[image_pb2.Model, list[StoredLora]]:
-        """Every rule; the model: that of the job before it, where there was one, or the base of its LoRAs.
-
-        Raises all violations at once.
-        """
-        spec = order.spec
+    async def _check(self, received: _Received, before: Job | None) -> _Checked:
+        """Every rule, with all violations at once. The model is that of the job before, where there was one."""
+        command, spec = received.command, received.command.spec
         found = [
-            *validation.check_request_id(order.request_id),
-            *validation.check_deadline(order.deadline_s),
-            *validation.check_spec(spec, max_image_bytes=self._max_image_bytes),
+            *validation.check_request_id(command.request_id),
+            *validation.check_deadline(command.deadline_s),
+            *validation.check_spec(spec, self._addons, max_image_bytes=self._config.max_image_bytes),
         ]
         meant = before.bare if before else spec
         # What is wrong with a request comes before what the stores know: they are asked when nothing is.
-        likely, _ = self._resolve(meant, [])
-        asks = not found and not (likely and any(validation.check_model(spec, likely)))
-        loras = await self._find_loras(meant) if asks else []
-        model, unknown = self._resolve(meant, loras)
-        found += unknown.violations if unknown else ()
-        found += validation.check_model(spec, model) if model else ()
+        likely = self._model_of(meant, [])
+        wrong = found or (isinstance(likely, Model) and any(validation.check_model(spec, likely, self._addons)))
+        resolutions = [] if wrong else await self._resolve(meant)
+        model = self._model_of(meant, resolutions)
+        if isinstance(model, Model):
+            found += validation.check_model(spec, model, self._addons)
+        elif model is not None:
+            found += model.violations
         if has_images(spec):
             if not found:
                 self._refuse_if_draining()
-                self._queue.check_room(size_bytes)
-            await self._check_images(spec, found)
+                self._controller.queue.check_room(received.size_bytes)
+            max_pixels = self._config.max_image_pixels
+            await validation.check_images(spec, found, self._inspector, max_pixels=max_pixels)
         rules.refuse(found)
         validation.refuse_unserved(spec)
         self._refuse_if_draining()
-        if model is None:
-            assert unknown is not None
-            raise unknown
-        refuse_misfits(loras, model.name)
-        self._fleet.hosting.resolve((net.name for net in spec.controlnets), model)
-        return model, loras
+        if not isinstance(model, Model):
+            assert model is not None
+            raise model
+        for resolution in resolutions:
+            resolution.check_model(model)
+        return _Checked(model=model, resolutions=resolutions)
 
-    async def _find_loras(self, spec: GenerationSpec) -> list[StoredLora]:
-        if not spec.loras:
-            return []
-        self._refuse_if_draining()
-        return await self._loras.resolve(spec.loras)
+    async def _resolve(self, spec: GenerationSpec) -> list[Resolution]:
+        resolutions = []
+        for addon in self._addons:
+            if addon.is_named(spec):
+                self._refuse_if_draining()
+                resolutions.append(await addon.resolve(spec))
+        return resolutions
 
-    def _resolve(
-        self, spec: GenerationSpec, loras: Sequence[StoredLora]
-    ) -> tuple[image_pb2.Model | None, BottegaError | None]:
-        """The model, or why there is none. A request that names LoRAs and no model is for their base."""
-        named = spec.model if spec.HasField("model") else None
-        if named is None and spec.loras and not loras:
-            # Nobody has looked for them, for want of a request without violations: there may be more.
+    def _model_of(self, spec: GenerationSpec, resolutions: Sequence[Resolution]) -> Model | BottegaError | None:
+        """The model, or why there is none: that which is named, else that which an add-on requires, else the only one.
+
+        None where an add-on that is not resolved may require one.
+        """
+        if spec.HasField("model"):
+            return self._found_model(spec.model, None)
+        if not resolutions and any(addon.may_require_model(spec) for addon in self._addons):
             with contextlib.suppress(BottegaError):
-                return self._fleet.resolve(None), None
-            return None, None
+                return self._fleet.resolve(None)
+            return None
+        required = next(filter(None, (resolution.required_model for resolution in resolutions)), None)
+        return self._found_model(required.name if required else None, required)
+
+    def _found_model(self, name: str | None, required: RequiredModel | None) -> Model | BottegaError:
         try:
-            return self._fleet.resolve(loras[0].base if named is None and loras else named), None
+            return self._fleet.resolve(name)
         except ModelNotFound as error:
-            return None, _without_base(loras[0], error) if named is None and loras else error.with_traceback(None)
+            return _not_served(required, error) if required else error.with_traceback(None)
         except BottegaError as error:
             # Who keeps the error must not keep these frames by it: they hold the request, of many MiB perhaps.
-            return None, error.with_traceback(None)
+            return error.with_traceback(None)
 
     def _refuse_if_draining(self) -> None:
-        if self._foreman.draining:
+        if self._controller.draining:
             raise Draining("the gateway is stopping; ask another one or retry", retry_after_s=1.0)
 
-    async def _check_images(self, spec: GenerationSpec, found: Sequence[Violation]) -> None:
-        """Looks at the pixels of every input image that can be one. Raises what is wrong with them beside `found`."""
-        known = {violation.field for violation in found}
-        bad: list[Violation] = []
-        try:
-            for path, image in islice(input_images(spec), _MAX_INPUT_IMAGES):
-                if path not in known:
-                    bad.extend(await self._look(path, image))
-        except BottegaError:
-            rules.refuse(found)
-            raise
-        rules.refuse([*found, *bad], kind=InvalidRequest if found else BadImage)
 
-    async def _look(self, path: str, image: bytes) -> list[Violation]:
-        try:
-            size = await self._inspector.inspect(image)
-        except BadImage as error:
-            return [Violation(field=path, description=error.message)]
-        if size.width * size.height <= self._max_image_pixels:
-            return []
-        rule = f"is {size.width}x{size.height} pixels; at most {self._max_image_pixels} in all"
-        return [Violation(field=path, description=rule)]
-
-    def _job(
-        self,
-        order: GenerateCommand,
-        model: image_pb2.Model,
-        loras: Sequence[StoredLora],
-        *,
-        fingerprint: str,
-        began: float,
-        before: Job | None,
-    ) -> Job:
-        # Whoever comes again by the same request_id wants the same picture.
-        spec = defaults.as_before(order.spec, before.bare) if before else defaults.complete(order.spec, model, loras)
-        self._loras.prefetch(loras)
-        return Job(
-            clock=self._clock,
-            spec=spec,
-            bare=without_images(spec) if has_images(spec) else spec,
-            shape=latent_shape(spec, model),
-            fingerprint=fingerprint,
-            request_id=order.request_id,
-            log_id=order.log_id,
-            ends_with_caller=order.caller_s is not None,
-            peer=order.peer,
-            life=self._jobs.life,
-            deadline=order.deadline(began),
-            preview=order.preview,
-            validate_s=self._clock.monotonic() - began,
-        )
-
-
-def _without_base(lora: StoredLora, error: ModelNotFound) -> ModelNotFound:
+def _not_served(required: RequiredModel, error: ModelNotFound) -> ModelNotFound:
     served = error.metadata["served"].replace(",", ", ") or "none"
-    said = f"{lora.name} was made for the base model {lora.base}, which no worker serves; served: {served}"
-    return ModelNotFound(said, metadata=error.metadata)
+    text = f"{required.needed_by} was made for the base model {required.name}, which no worker serves; served: {served}"
+    return ModelNotFound(text, metadata=error.metadata)
 
 
 async def _packed(spec: GenerationSpec) -> bytes:

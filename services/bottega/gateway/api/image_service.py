@@ -1,4 +1,4 @@
-"""ImageService: wire to domain and back, nothing else."""
+"""ImageService: translates its calls, and follows the jobs of those that wait."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from bottega import rules
 from bottega.errors import BottegaError, ImageNotFound, JobNotFinished
 from bottega.gateway.api import validation
-from bottega.gateway.api.admission import Admission
-from bottega.gateway.api.command import GenerateCommand
+from bottega.gateway.api.admission import Admission, GenerateCommand
 from bottega.gateway.api.conversion import event_to_wire, image_to_wire, inline_bytes, job_to_wire, travels_inline
 from bottega.gateway.api.watching import EndedEvent, Event, JobWatch
 from bottega.gateway.fleet.registry import Fleet
@@ -50,16 +49,16 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     def __init__(
         self,
         *,
-        intake: Admission,
-        foreman: JobController,
-        log: JobRepository,
+        admission: Admission,
+        controller: JobController,
+        jobs: JobRepository,
         images: ContentStore,
         fleet: Fleet,
         default_deadline_s: float,
     ) -> None:
-        self._intake = intake
-        self._foreman = foreman
-        self._jobs = log
+        self._admission = admission
+        self._controller = controller
+        self._jobs = jobs
         self._images = images
         self._fleet = fleet
         self._default_deadline_s = default_deadline_s
@@ -68,7 +67,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         self, request: image_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[image_pb2.GenerateResponse]:
         """See the contract. A job that continues without its caller does not end with the caller's deadline either."""
-        order = GenerateCommand(
+        command = GenerateCommand(
             spec=request.spec,
             request_id=request.request_id,
             deadline_s=_deadline_s(request),
@@ -78,11 +77,12 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             log_id=_log_id(request.request_id),
         )
         goes_on, preview = bool(request.request_id), request.preview
-        job, new = await self._intake.accept(order)
-        del order, request  # the job has what it needs of them; they are large where there are images
+        admitted = await self._admission.admit(command)
+        job = admitted.job
+        del command, request  # the job has what it needs of them; they are large where there are images
         _bind(job)
         try:
-            watch = JobWatch(job, preview=preview, announce=new)
+            watch = JobWatch(job, preview=preview, announce=admitted.new)
             async with contextlib.aclosing(watch.events()) as events:
                 async for event in events:
                     if isinstance(event, EndedEvent) and job.error is not None:
@@ -90,7 +90,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
                     yield image_pb2.GenerateResponse(event=await self._to_wire(job, event))
         finally:
             if not goes_on:
-                self._foreman.abandon(job)
+                self._controller.abandon(job)
 
     async def GetImage(
         self, request: image_pb2.GetImageRequest, context: _Context
@@ -107,14 +107,14 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
 
     async def SubmitJob(self, request: image_pb2.SubmitJobRequest, context: _Context) -> image_pb2.SubmitJobResponse:
         """See the contract. The call's own deadline bounds the call, not the job."""
-        order = GenerateCommand(
+        command = GenerateCommand(
             spec=request.spec,
             request_id=request.request_id,
             deadline_s=_deadline_s(request),
             peer=host_of(context.peer()),
             log_id=_log_id(request.request_id),
         )
-        job, _ = await self._intake.accept(order)
+        job = (await self._admission.admit(command)).job
         _bind(job)
         return image_pb2.SubmitJobResponse(job=job_to_wire(job))
 
@@ -148,7 +148,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         """See the contract."""
         job = await self._job(request.job_id)
         if request.preview:
-            self._foreman.show(job)
+            self._controller.enable_previews(job)
         async with contextlib.aclosing(JobWatch(job, preview=request.preview).events()) as events:
             async for event in events:
                 yield image_pb2.WatchJobResponse(event=await self._to_wire(job, event))
@@ -156,7 +156,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def CancelJob(self, request: image_pb2.CancelJobRequest, context: _Context) -> image_pb2.CancelJobResponse:
         """See the contract."""
         job = await self._job(request.job_id)
-        await self._foreman.cancel_for_good(job)
+        await self._controller.cancel_durably(job)
         return image_pb2.CancelJobResponse(job=job_to_wire(job))
 
     async def ListModels(self, request: image_pb2.ListModelsRequest, context: _Context) -> image_pb2.ListModelsResponse:

@@ -1,26 +1,25 @@
-"""Which requests are refused: every rule of the contract that can be checked without decoding an image.
-
-All violations are found at once. Knows the limits and the model's facts; no queue and no fleet.
-"""
+"""Which requests are refused: the rules of the contract. All violations of a request are found at once."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Protocol
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from bottega.errors import FieldNotServed, Violation
+from bottega import rules
+from bottega.codec import ImageSize
+from bottega.errors import BadImage, BottegaError, FieldNotServed, InvalidRequest, Violation
+from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.api.defaults import STRENGTH
+from bottega.gateway.jobs.specs import input_images
 from bottega.rules import (
     MAX_ADAPTERS,
     MAX_JOBS_PAGE,
     MAX_SIDE,
-    check_controlnets,
-    check_lateness,
-    check_lora_steps,
-    check_loras,
     check_model_name,
     check_ranges,
     check_sigmas,
@@ -36,6 +35,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MAX_STATES = 16
 # What a Timestamp may say, by its own definition.
 _FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
+
+# image, mask_image and as many ControlNets as a request may have.
+_MAX_INPUT_IMAGES = 2 + MAX_ADAPTERS
 
 # Fields that are designed and not served yet, in the order in which they are named; and the techniques that are.
 _UNSERVED = ("mask_image", "techniques")
@@ -54,17 +56,22 @@ def check_deadline(deadline_s: float | None) -> Iterator[Violation]:
         yield _violation("deadline_s", "must be a number of seconds above 0", spec=False)
 
 
-def check_spec(spec: GenerationSpec, *, max_image_bytes: int) -> Iterator[Violation]:
+def check_spec(spec: GenerationSpec, addons: Sequence[AddOn], *, max_image_bytes: int) -> Iterator[Violation]:
     """What is wrong with a spec whatever the model."""
     yield from check_texts(spec)
     yield from check_model_name(spec)
     yield from check_ranges(spec)
     yield from check_techniques(spec)
-    yield from _images(spec, max_image_bytes)
-    yield from _adapters(spec, max_image_bytes)
+    for path, image in islice(input_images(spec), _MAX_INPUT_IMAGES):
+        yield from _check_encoded(path, image, max_image_bytes)
+    for name in ("strength", "mask_image"):
+        if spec.HasField(name) and not spec.HasField("image"):
+            yield _violation(name, "needs image")
+    for addon in addons:
+        yield from addon.check(spec)
 
 
-def check_model(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violation]:
+def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[AddOn]) -> Iterator[Violation]:
     """What is wrong with a spec because of the model that shall draw it."""
     multiple = max(1, model.size_multiple)
     for name, side in (("width", spec.width), ("height", spec.height)):
@@ -80,7 +87,8 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violat
     strength = (spec.strength if spec.HasField("strength") else STRENGTH) if spec.HasField("image") else None
     if strength is not None:
         yield from check_steps_left(steps, strength)
-    yield from check_lora_steps(spec, steps, strength)
+    for addon in addons:
+        yield from addon.check_steps(spec, steps=steps, strength=strength)
 
 
 def refuse_unserved(spec: GenerationSpec) -> None:
@@ -102,6 +110,40 @@ def check_page(request: image_pb2.ListJobsRequest) -> Iterator[Violation]:
         yield from _moment(name, getattr(request, name))
 
 
+class ImageInspector(Protocol):
+    """Decodes images, in another process."""
+
+    async def inspect(self, image: bytes) -> ImageSize:
+        """Decodes it completely and returns its size. Raises BadImage."""
+
+
+async def check_images(
+    spec: GenerationSpec, found: Sequence[Violation], inspector: ImageInspector, *, max_pixels: int
+) -> None:
+    """Decodes every input image that can be one. Raises what is wrong with them beside `found`."""
+    known = {violation.field for violation in found}
+    bad: list[Violation] = []
+    try:
+        for path, image in islice(input_images(spec), _MAX_INPUT_IMAGES):
+            if path not in known:
+                bad.extend(await _check_pixels(path, image, inspector, max_pixels))
+    except BottegaError:
+        rules.refuse(found)
+        raise
+    rules.refuse([*found, *bad], kind=InvalidRequest if found else BadImage)
+
+
+async def _check_pixels(path: str, image: bytes, inspector: ImageInspector, max_pixels: int) -> list[Violation]:
+    try:
+        size = await inspector.inspect(image)
+    except BadImage as error:
+        return [Violation(field=path, description=error.message)]
+    if size.width * size.height <= max_pixels:
+        return []
+    rule = f"is {size.width}x{size.height} pixels; at most {max_pixels} in all"
+    return [Violation(field=path, description=rule)]
+
+
 def _moment(name: str, stamp: Timestamp) -> Iterator[Violation]:
     if not _FIRST_S <= stamp.seconds <= _LAST_S:
         yield _violation(name, "seconds must be those of a year from 1 to 9999", spec=False)
@@ -109,24 +151,7 @@ def _moment(name: str, stamp: Timestamp) -> Iterator[Violation]:
         yield _violation(name, "nanos must be 0 to 999999999", spec=False)
 
 
-def _images(spec: GenerationSpec, max_bytes: int) -> Iterator[Violation]:
-    for name in ("image", "mask_image"):
-        if spec.HasField(name):
-            yield from _encoded(f"spec.{name}", getattr(spec, name), max_bytes)
-    for name in ("strength", "mask_image"):
-        if spec.HasField(name) and not spec.HasField("image"):  # type: ignore[arg-type]
-            yield _violation(name, "needs image")
-
-
-def _adapters(spec: GenerationSpec, max_bytes: int) -> Iterator[Violation]:
-    yield from check_loras(spec)
-    yield from check_lateness(spec)
-    yield from check_controlnets(spec)
-    for index, net in enumerate(spec.controlnets[:MAX_ADAPTERS]):
-        yield from _encoded(f"spec.controlnets[{index}].image", net.image, max_bytes)
-
-
-def _encoded(path: str, image: bytes, max_bytes: int) -> Iterator[Violation]:
+def _check_encoded(path: str, image: bytes, max_bytes: int) -> Iterator[Violation]:
     if not image:
         yield Violation(field=path, description="is empty; a PNG, JPEG or WebP is wanted")
     elif len(image) > max_bytes:

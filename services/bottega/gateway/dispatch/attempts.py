@@ -1,7 +1,4 @@
-"""What an attempt asks of a worker, and who is told how it ends: the two seams of the dispatcher.
-
-They know no wire and no rules.
-"""
+"""The two interfaces of the dispatcher: the client of a worker, and the observer of attempts."""
 
 from __future__ import annotations
 

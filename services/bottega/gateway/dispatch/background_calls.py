@@ -1,6 +1,6 @@
-"""Small calls to workers beside the attempts, and their checkpoints: none of them changes what becomes of a job.
+"""Small calls to workers in the background, and the stream of their checkpoints: no outcome of a job depends on them.
 
-A call that fails is logged, and nobody waits for it. Knows no wire.
+A call that fails is logged, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundCalls:
-    """Those that are being run. Close it when the last client is being closed by it."""
+    """The calls that are under way. Close it after the last client was given to `close_client`."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
         self._stale: Counter[WorkerClient] = Counter()
 
     def stop_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
-        """Tells a worker that nobody waits for an attempt."""
+        """Has a worker stop an attempt that nobody waits for."""
         self._run(_stop_attempt(client, attempt))
 
     def stop_stale_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
-        """The same of one that the worker reports; of more than MOST_STALE the others, when it reports them again."""
+        """The same for one that the worker reports; more than MOST_STALE wait until it reports them again."""
         if self._stale[client] < MOST_STALE:
             self._stale[client] += 1
             self._run(self._stop_stale_attempt(client, attempt))
 
     def preview_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId, job: Job) -> None:
-        """Tells a worker that previews are wanted."""
+        """Has a worker send previews."""
         self._run(_preview_attempt(client, attempt, job))
 
     def close_client(self, client: WorkerClient) -> None:
@@ -69,14 +69,14 @@ class BackgroundCalls:
         task.add_done_callback(self._running.discard)
 
 
-async def gather_checkpoints(
-    client: WorkerClient, name: str, take: Callable[[worker_pb2.WatchCheckpointsResponse], None]
+async def watch_checkpoints(
+    client: WorkerClient, name: str, on_checkpoint: Callable[[worker_pb2.WatchCheckpointsResponse], None]
 ) -> None:
-    """Takes every checkpoint of a worker, until it is cancelled. name: of the worker, for the log."""
+    """Passes on every checkpoint of a worker, until it is cancelled. name: of the worker, for the log."""
     while True:
         try:
             async for news in client.checkpoints():
-                take(news)
+                on_checkpoint(news)
         except BottegaError as error:
             _log.debug("checkpoints cannot be watched", extra={"member": name, "text": error.message})
         except Exception:  # noqa: BLE001 - the boundary of the task: without it a worker's jobs begin anew when it dies

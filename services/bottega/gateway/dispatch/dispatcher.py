@@ -1,7 +1,6 @@
 """Runs attempts on workers: sends the job, follows its events, gathers its images and checkpoints.
 
-Knows one worker call at a time; who gets which job, and what follows from a loss, is decided elsewhere. The
-worker is behind a Protocol, so this module knows no gRPC.
+Which worker gets a job is decided by the scheduler, and what follows from a loss by the observer of the attempts.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -17,16 +17,14 @@ from bottega.errors import (
     BottegaError,
     InternalError,
     ModelNotFound,
-    NoLora,
     QueueFull,
     TooLarge,
     Unavailable,
     WorkerLost,
 )
-from bottega.gateway.addons.controlnets.placement import ControlNetPlacement
-from bottega.gateway.addons.loras.resolver import LoraResolver
+from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.dispatch.attempts import AttemptEvents, AttemptObserver, WorkerClient
-from bottega.gateway.dispatch.background_calls import BackgroundCalls, gather_checkpoints
+from bottega.gateway.dispatch.background_calls import BackgroundCalls, watch_checkpoints
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs import log_lines
 from bottega.gateway.jobs.job import Job
@@ -38,6 +36,8 @@ from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 
 _LIST_DEADLINE_S = 2.0
+# Attempts that have just completed, which reports on their way may still name.
+_JUST_COMPLETED = 256
 # Ample: one of a picture is under 1 MiB.
 _MAX_CHECKPOINT_BYTES = 16 << 20
 
@@ -59,203 +59,221 @@ class _Attempt:
 
 @dataclass(slots=True, kw_only=True)
 class _WorkerConnection:
-    """The way to a worker, and what it runs by job. moves: counts what changed of that."""
+    """The client of a worker, and its attempts by job. revision: counts the changes of these and their steps."""
 
     client: WorkerClient
     checkpoints: asyncio.Task[None]
     attempts: dict[str, _Attempt] = field(default_factory=dict)
-    moves: int = 0
+    revision: int = 0
 
 
 class Dispatcher:
-    """All attempts that run. connect: makes the client for an address."""
+    """All attempts that run.
+
+    connect: makes the client of a worker, from its address. observer: is told how attempts go, and how they end.
+    """
 
     def __init__(
         self,
         *,
         connect: Callable[[str], WorkerClient],
-        placement: ControlNetPlacement,
-        loras: LoraResolver,
-        storehouse: Storage,
+        addons: Sequence[AddOn],
+        storage: Storage,
         max_result_bytes: int,
+        observer: AttemptObserver,
     ) -> None:
         self._connect = connect
-        self._placement = placement
-        self._loras = loras
-        self._storehouse = storehouse
+        self._addons = addons
+        self._storage = storage
         self._max_result_bytes = max_result_bytes
-        self._lines: dict[Member, _WorkerConnection] = {}
+        self._observer = observer
+        self._connections: dict[Member, _WorkerConnection] = {}
         self._attempts: dict[str, _Attempt] = {}
-        self._errands = BackgroundCalls()
-        self._keeping: set[asyncio.Task[None]] = set()
-        self.observer: AttemptObserver | None = None
+        self._background = BackgroundCalls()
+        self._storing: set[asyncio.Task[None]] = set()
+        self._completed: deque[tuple[str, int]] = deque(maxlen=_JUST_COMPLETED)
 
-    def open(self, member: Member) -> None:
-        """Makes ready to call a worker. Harmless when ready."""
-        if member not in self._lines:
+    def add_worker(self, member: Member) -> None:
+        """Prepares to call a worker. Harmless when that is done already."""
+        if member not in self._connections:
             client = self._connect(member.registration.address)
-            self._lines[member] = _WorkerConnection(client=client, checkpoints=self._watch_checkpoints(member, client))
+            watching = self._watch_checkpoints(member, client)
+            self._connections[member] = _WorkerConnection(client=client, checkpoints=watching)
 
-    def running_on(self, member: Member) -> Sequence[Job]:
+    def remove_worker(self, member: Member) -> None:
+        """A worker is lost, and all its attempts with it."""
+        connection = self._connections.pop(member, None)
+        if connection is None:
+            return
+        connection.checkpoints.cancel()
+        for attempt in list(connection.attempts.values()):
+            self._abandon(attempt.job.job_id)
+            self._report_loss(attempt, WorkerLost("the worker was cut off"))
+        self._background.close_client(connection.client)
+
+    def is_connected(self, member: Member) -> bool:
+        """Whether the worker can be called: from its joining until it is lost."""
+        return member in self._connections
+
+    def jobs_on(self, member: Member) -> Sequence[Job]:
         """Jobs whose attempt is with that worker, first come first."""
-        line = self._lines.get(member)
-        return [attempt.job for attempt in line.attempts.values()] if line else ()
+        connection = self._connections.get(member)
+        return [attempt.job for attempt in connection.attempts.values()] if connection else ()
 
-    def moves(self, member: Member) -> int:
-        """A number that is another one whenever what runs with that worker has changed or denoised further."""
-        line = self._lines.get(member)
-        return line.moves if line else -1
+    def has_completed(self, attempt: worker_pb2.AttemptId) -> bool:
+        """Whether it has just brought all images, so that its worker may still report that it runs."""
+        return (attempt.job_id, attempt.number) in self._completed
 
-    def run(self, job: Job, member: Member, *, free_at: float, alone: bool = False) -> None:
-        """Begins an attempt at a queued job: the worker is called before this returns.
+    def revision(self, member: Member) -> int:
+        """A number that differs whenever the attempts of that worker have changed or denoised further."""
+        connection = self._connections.get(member)
+        return connection.revision if connection else -1
 
-        free_at: when the worker could take it, on the monotonic clock. alone: whether it has nothing else.
+    def start_attempt(self, job: Job, member: Member, *, free_at: float, exclusive: bool = False) -> None:
+        """Starts an attempt at a queued job: the worker is called before this returns.
+
+        free_at: when the worker could take it, on the monotonic clock. exclusive: whether the worker has nothing else.
         """
-        line = self._lines[member]
-        for other in line.attempts.values():
+        connection = self._connections[member]
+        for other in connection.attempts.values():
             other.job.mark_shared()
-        job.start_attempt(member.name, free_at=free_at, exclusive=alone)
-        self._call(job, member, line)
-        if self.observer:
-            self.observer.attempt_sent(job)
+        job.start_attempt(member.name, free_at=free_at, exclusive=exclusive)
+        self._call(job, member, connection)
+        self._observer.attempt_sent(job)
 
-    def reaches(self, member: Member) -> bool:
-        """Whether there is a way to a worker: from its joining until it is lost."""
-        return member in self._lines
+    def adopt_attempt(self, job: Job, member: Member) -> None:
+        """Follows the attempt that a worker still has from before, which the job counts as its current one."""
+        connection = self._connections[member]
+        self._call(job, member, connection)
+        # Its newest checkpoint came when nobody knew of the attempt; whoever watches anew gets it again.
+        connection.checkpoints.cancel()
+        connection.checkpoints = self._watch_checkpoints(member, connection.client)
 
-    async def attempts_at(self, member: Member) -> Sequence[worker_pb2.AttemptSummary]:
+    async def list_attempts(self, member: Member) -> Sequence[worker_pb2.AttemptSummary]:
         """The attempts that a worker has, of earlier lives of the gateway too. Raises BottegaError."""
-        line = self._lines.get(member)
-        return await line.client.list_attempts(deadline_s=_LIST_DEADLINE_S) if line else ()
+        connection = self._connections.get(member)
+        return await connection.client.list_attempts(deadline_s=_LIST_DEADLINE_S) if connection else ()
 
-    def adopt(self, job: Job, member: Member) -> None:
-        """Follows the attempt that a worker has brought along, which the job counts as its current one."""
-        line = self._lines[member]
-        self._call(job, member, line)
-        # Its newest checkpoint came when nobody knew of the attempt; who watches anew is told it again.
-        line.checkpoints.cancel()
-        line.checkpoints = self._watch_checkpoints(member, line.client)
-
-    def show(self, job: Job) -> None:
+    def enable_previews(self, job: Job) -> None:
         """Previews of the job are wanted from now on, of an attempt that runs as well."""
         job.preview = True
         attempt = self._attempts.get(job.job_id)
         if attempt is not None:
-            self._ask_for_previews(attempt)
+            self._request_previews(attempt)
 
-    def drop(self, job: Job) -> None:
-        """Stops the attempt at a job that has ended some other way, and tells its worker."""
-        attempt = self._forget(job.job_id)
+    def cancel_attempt(self, job: Job) -> None:
+        """Stops the attempt at a job that has ended some other way, at its worker too."""
+        attempt = self._abandon(job.job_id)
         if attempt is not None:
-            self.stop_attempt(attempt.member, _name(attempt))
-
-    def lose(self, member: Member) -> None:
-        """A worker is lost, and all its attempts with it."""
-        line = self._lines.pop(member, None)
-        if line is None:
-            return
-        line.checkpoints.cancel()
-        for attempt in list(line.attempts.values()):
-            self._forget(attempt.job.job_id)
-            self._lost(attempt, WorkerLost("the worker was cut off"))
-        self._errands.close_client(line.client)
+            self.stop_attempt(attempt.member, _attempt_id(attempt))
 
     def stop_attempt(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
-        """Tells a worker, as far as it can be reached, that nobody waits for an attempt."""
-        line = self._lines.get(member)
-        if line is not None:
-            self._errands.stop_attempt(line.client, attempt)
+        """Has a worker, as far as it can be reached, stop an attempt that nobody waits for."""
+        connection = self._connections.get(member)
+        if connection is not None:
+            self._background.stop_attempt(connection.client, attempt)
 
     def stop_stale_attempt(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
-        """The same of one that the worker reports, now or when it reports it again."""
-        line = self._lines.get(member)
-        if line is not None:
-            self._errands.stop_stale_attempt(line.client, attempt)
+        """The same for one that the worker reports, now or when it reports it again."""
+        connection = self._connections.get(member)
+        if connection is not None:
+            self._background.stop_stale_attempt(connection.client, attempt)
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Follows no attempt any more, and stops none: a later life of the gateway takes them up."""
         for attempt in list(self._attempts.values()):
-            self._forget(attempt.job.job_id)
-        for task in self._keeping:
+            self._abandon(attempt.job.job_id)
+        for task in self._storing:
             task.cancel()
 
     async def close(self) -> None:
         """Follows nothing and ends every call."""
-        self.let_go()
-        for member in list(self._lines):
-            self.lose(member)
-        await asyncio.gather(*self._keeping, return_exceptions=True)
-        await self._errands.close()
+        self.detach()
+        for member in list(self._connections):
+            self.remove_worker(member)
+        await asyncio.gather(*self._storing, return_exceptions=True)
+        await self._background.close()
 
-    def _call(self, job: Job, member: Member, line: _WorkerConnection) -> None:
+    def _call(self, job: Job, member: Member, connection: _WorkerConnection) -> None:
         attempt = _Attempt(job=job, number=job.number, member=member)
-        self._attempts[job.job_id] = line.attempts[job.job_id] = attempt
-        line.moves += 1
-        hosts = self._placement.place(job, member)  # first: the checkpoint may be of no use with them
-        request = _request(attempt, hosts, self._loras.stores() if job.bare.loras else ())
+        self._attempts[job.job_id] = connection.attempts[job.job_id] = attempt
+        connection.revision += 1
+        request = self._request(attempt)
         attempt.previewed = request.preview
-        events = line.client.run_attempt(request)
+        events = connection.client.run_attempt(request)
         attempt.task = asyncio.create_task(self._run(attempt, events))
+
+    def _request(self, attempt: _Attempt) -> worker_pb2.RunAttemptRequest:
+        job = attempt.job
+        request = worker_pb2.RunAttemptRequest(
+            attempt=_attempt_id(attempt),
+            spec=job.spec,
+            preview=job.preview,
+            request_id=job.log_id,
+            decisions=job.decisions,
+        )
+        for addon in self._addons:
+            addon.begin_attempt(job, attempt.member, request)
+        if job.checkpoint is not None:  # which an add-on may have dropped: it may be of no use with what is there now
+            request.checkpoint = job.checkpoint.data
+        if job.deadline is not None:
+            request.deadline_s = max(0.0, job.deadline - job.clock.monotonic())
+        return request
 
     async def _run(self, attempt: _Attempt, events: AttemptEvents) -> None:
         try:
             await self._follow(attempt, events)
             await self._complete(attempt)
-        except NoLora as error:  # another worker would not get it either
-            self._over(attempt)
-            if self.observer:
-                self.observer.attempt_failed(attempt.job, attempt.number, error)
-        except (Unavailable, QueueFull, ModelNotFound) as error:  # the last of a worker that has another model by now
-            self._over(attempt)
-            self._lost(attempt, error)
         except BottegaError as error:
-            self._over(attempt)
-            if self.observer:
-                self.observer.attempt_failed(attempt.job, attempt.number, error)
+            self._remove_if_current(attempt)
+            # ModelNotFound is the last of a worker that has another model by now.
+            elsewhere = isinstance(error, (Unavailable, QueueFull, ModelNotFound))
+            if elsewhere and not any(addon.is_final(error) for addon in self._addons):
+                self._report_loss(attempt, error)
+            else:
+                self._observer.attempt_failed(attempt.job, attempt.number, error)
         except Exception:  # noqa: BLE001 - the boundary of the task: whatever it is, the job must end
             _log.exception("attempt failed unexpectedly", extra=log_lines.job_fields(attempt.job))
-            self._over(attempt)
-            if self.observer:
-                self.observer.attempt_failed(attempt.job, attempt.number, InternalError("an internal fault"))
+            self._remove_if_current(attempt)
+            self._observer.attempt_failed(attempt.job, attempt.number, InternalError("an internal fault"))
 
     async def _follow(self, attempt: _Attempt, events: AttemptEvents) -> None:
         async with contextlib.aclosing(events):
             async for event in events:
-                self._take(attempt, event)
+                self._apply(attempt, event)
                 if attempt.provenance is not None:
                     return
         raise WorkerLost("the worker ended the attempt without a result")
 
-    def _take(self, attempt: _Attempt, event: worker_pb2.RunAttemptResponse) -> None:
+    def _apply(self, attempt: _Attempt, event: worker_pb2.RunAttemptResponse) -> None:
         job, number = attempt.job, attempt.number
         match event.WhichOneof("event"):
             case "started":
                 started = event.started
                 job.start_denoising(number, steps_total=started.steps_total, steps_resumed=started.steps_resumed)
                 attempt.started = True
-                self._moved(attempt)
-                self._ask_for_previews(attempt)
+                self._revise(attempt)
+                self._request_previews(attempt)
             case "progress":
-                self._take_progress(attempt, event.progress)
+                self._apply_progress(attempt, event.progress)
             case "decided":
-                if job.set_decisions(number, event.decided) and self.observer:
-                    self.observer.attempt_decided(job)
+                if job.set_decisions(number, event.decided):
+                    self._observer.attempt_decided(job)
             case "image":
-                self._take_chunk(attempt, event.image)
+                self._append_chunk(attempt, event.image)
             case "completed":
                 attempt.provenance = event.completed.provenance
             case "failed":
                 raise from_job_error(event.failed)
 
-    def _take_progress(self, attempt: _Attempt, progress: worker_pb2.AttemptProgress) -> None:
+    def _apply_progress(self, attempt: _Attempt, progress: worker_pb2.AttemptProgress) -> None:
         attempt.job.set_steps_done(attempt.number, progress.steps_done)
-        self._moved(attempt)
+        self._revise(attempt)
         if progress.preview_jpeg:
             attempt.job.set_preview(attempt.number, progress.preview_index, progress.preview_jpeg)
-        if self.observer:
-            self.observer.attempt_advanced(attempt.job)
+        self._observer.attempt_advanced(attempt.job)
 
-    def _take_chunk(self, attempt: _Attempt, chunk: worker_pb2.AttemptImageChunk) -> None:
+    def _append_chunk(self, attempt: _Attempt, chunk: worker_pb2.AttemptImageChunk) -> None:
         attempt.size_bytes += len(chunk.chunk)
         if attempt.size_bytes > self._max_result_bytes:
             limit = str(self._max_result_bytes)
@@ -268,97 +286,77 @@ class Dispatcher:
         if sorted(attempt.images) != list(range(job.spec.num_images)):
             raise WorkerLost("the worker did not send every image")
         encoded = [bytes(attempt.images[index]) for index in range(job.num_images)]
-        # The worker has done its part: what becomes of it is of no matter from here on.
-        self._over(attempt)
-        with self._kept_going():
-            pictures = await self._storehouse.store_images(encoded)
-        if self.observer:
-            self.observer.attempt_completed(job, number, pictures, completed_provenance(job, provenance))
+        # The worker has done its part: what becomes of it does not matter from here on.
+        self._remove_if_current(attempt)
+        with self._storing_images():
+            images = await self._storage.store_images(encoded)
+        self._completed.append((job.job_id, number))
+        self._observer.attempt_completed(job, number, images, completed_provenance(job, provenance))
 
     @contextlib.contextmanager
-    def _kept_going(self) -> Iterator[None]:
+    def _storing_images(self) -> Iterator[None]:
         """In the block, the attempt whose task this is runs with no worker, and is ended with us at the latest."""
         task: asyncio.Task[None] | None = asyncio.current_task()
         assert task is not None
-        self._keeping.add(task)
+        self._storing.add(task)
         try:
             yield
         finally:
-            self._keeping.discard(task)
+            self._storing.discard(task)
 
     def _watch_checkpoints(self, member: Member, client: WorkerClient) -> asyncio.Task[None]:
-        take = functools.partial(self._take_checkpoint, member)
-        return asyncio.create_task(gather_checkpoints(client, member.name, take))
+        on_checkpoint = functools.partial(self._keep_checkpoint, member)
+        return asyncio.create_task(watch_checkpoints(client, member.name, on_checkpoint))
 
-    def _take_checkpoint(self, member: Member, news: worker_pb2.WatchCheckpointsResponse) -> None:
+    def _keep_checkpoint(self, member: Member, news: worker_pb2.WatchCheckpointsResponse) -> None:
         attempt = self._attempts.get(news.attempt.job_id)
         if attempt is not None and attempt.member is member and len(news.checkpoint) <= _MAX_CHECKPOINT_BYTES:
-            attempt.job.set_checkpoint(
-                news.attempt.number, JobCheckpoint(steps_done=news.steps_done, data=news.checkpoint)
-            )
+            checkpoint = JobCheckpoint(steps_done=news.steps_done, data=news.checkpoint)
+            attempt.job.set_checkpoint(news.attempt.number, checkpoint)
 
-    def _ask_for_previews(self, attempt: _Attempt) -> None:
-        """Where they are wanted, and the worker has not been told. Not before it surely knows the attempt."""
+    def _request_previews(self, attempt: _Attempt) -> None:
+        """Where they are wanted, and the worker has not been asked. Not before it surely knows the attempt."""
         if attempt.job.preview and attempt.started and not attempt.previewed:
             attempt.previewed = True
-            self._errands.preview_attempt(self._lines[attempt.member].client, _name(attempt), attempt.job)
+            client = self._connections[attempt.member].client
+            self._background.preview_attempt(client, _attempt_id(attempt), attempt.job)
 
-    def _lost(self, attempt: _Attempt, error: BottegaError) -> None:
-        if not self.observer:
-            return
+    def _report_loss(self, attempt: _Attempt, error: BottegaError) -> None:
         if isinstance(error, WorkerLost) and not attempt.member.load.draining:
-            self.observer.attempt_lost(attempt.job, attempt.number, error)
+            self._observer.attempt_lost(attempt.job, attempt.number, error)
         else:
-            self.observer.attempt_returned(attempt.job, attempt.number, error)
+            self._observer.attempt_returned(attempt.job, attempt.number, error)
 
-    def _over(self, attempt: _Attempt) -> None:
-        """Takes out an attempt whose own task says that it is over."""
+    def _remove_if_current(self, attempt: _Attempt) -> None:
+        """Removes an attempt whose own task has found it over."""
         if self._attempts.get(attempt.job.job_id) is attempt:
-            self._take_out(attempt)
+            self._remove(attempt)
 
-    def _forget(self, job_id: str) -> _Attempt | None:
-        """Takes out an attempt and ends its task."""
+    def _abandon(self, job_id: str) -> _Attempt | None:
+        """Removes an attempt and ends its task."""
         attempt = self._attempts.get(job_id)
         if attempt is None:
             return None
-        self._take_out(attempt)
+        self._remove(attempt)
         if attempt.task is not None:
             attempt.task.cancel()
             attempt.task = None  # it keeps how it was cancelled, which leads here: a cycle that holds the job's request
         return attempt
 
-    def _take_out(self, attempt: _Attempt) -> None:
+    def _remove(self, attempt: _Attempt) -> None:
         del self._attempts[attempt.job.job_id]
-        self._placement.release(attempt.job)
-        line = self._lines.get(attempt.member)
-        if line is not None:
-            del line.attempts[attempt.job.job_id]
-            line.moves += 1
+        for addon in self._addons:
+            addon.end_attempt(attempt.job)
+        connection = self._connections.get(attempt.member)
+        if connection is not None:
+            del connection.attempts[attempt.job.job_id]
+            connection.revision += 1
 
-    def _moved(self, attempt: _Attempt) -> None:
-        line = self._lines.get(attempt.member)
-        if line is not None:
-            line.moves += 1
+    def _revise(self, attempt: _Attempt) -> None:
+        connection = self._connections.get(attempt.member)
+        if connection is not None:
+            connection.revision += 1
 
 
-def _name(attempt: _Attempt) -> worker_pb2.AttemptId:
+def _attempt_id(attempt: _Attempt) -> worker_pb2.AttemptId:
     return worker_pb2.AttemptId(job_id=attempt.job.job_id, number=attempt.number)
-
-
-def _request(
-    attempt: _Attempt, hosts: Sequence[worker_pb2.ControlNetHosts], stores: Sequence[worker_pb2.LoraStore]
-) -> worker_pb2.RunAttemptRequest:
-    job = attempt.job
-    request = worker_pb2.RunAttemptRequest(
-        attempt=_name(attempt),
-        spec=job.spec,
-        checkpoint=job.checkpoint.data if job.checkpoint else b"",
-        preview=job.preview,
-        request_id=job.log_id,
-        controlnets=hosts,
-        lora_stores=stores,
-        decisions=job.decisions,
-    )
-    if job.deadline is not None:
-        request.deadline_s = max(0.0, job.deadline - job.clock.monotonic())
-    return request

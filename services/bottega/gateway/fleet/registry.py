@@ -58,7 +58,11 @@ class Fleet:
         self._wholes: dict[str, image_pb2.Model] = {}  # until somebody comes or goes
         self.hosting = HostedIndex(grace_s=model_grace_s, clock=clock)
         self.closed = asyncio.Event()
-        self.observer: FleetObserver | None = None
+        self._observers: list[FleetObserver] = []
+
+    def subscribe(self, observer: FleetObserver) -> None:
+        """Tells an observer of every change from now on."""
+        self._observers.append(observer)
 
     def join(self, registration: fleet_pb2.Registration, *, peer: str = "") -> Member:
         """A newcomer, or a member whose process has connected again: then its stream takes over and nothing is lost.
@@ -90,8 +94,8 @@ class Fleet:
             )
         self._see(member, now)
         _log.info("member joined", extra={"member": member.name, "address": said.address})
-        if self.observer:
-            self.observer.member_joined(member)
+        for observer in self._observers:
+            observer.member_joined(member)
         return member
 
     def report(self, member: Member, load: fleet_pb2.Load) -> None:
@@ -112,8 +116,8 @@ class Fleet:
         )
         member.loras, member.patched = frozenset(load.loras), lora_set_key(load.patched_loras)
         self.hosting.take(member)
-        if self.observer:
-            self.observer.member_changed(member)
+        for observer in self._observers:
+            observer.member_changed(member)
 
     def leave(self, member: Member, stream: int) -> None:
         """The member's stream has ended; one that was replaced changes nothing."""
@@ -123,8 +127,8 @@ class Fleet:
         self.hosting.leave(member)
         self._see(member, self._clock.monotonic())
         _log.info("member left", extra={"member": member.name})
-        if self.observer:
-            self.observer.member_changed(member)
+        for observer in self._observers:
+            observer.member_changed(member)
 
     def expire(self) -> None:
         """Loses every member that was silent for the lease. Call it several times a lease."""
@@ -133,7 +137,7 @@ class Fleet:
             _log.warning("member lost", extra={"member": member.name})
             self._lose(member)
 
-    def forgive(self) -> None:
+    def renew_leases(self) -> None:
         """Renews every lease: for when this process itself was late to listen."""
         for member in self._members.values():
             member.heard_at = self._clock.monotonic()
@@ -163,7 +167,7 @@ class Fleet:
         now = self._clock.monotonic()
         return [m for m in self.serving(model) if not m.load.draining and m.rests_until <= now]
 
-    def let_rest(self, name: str, *, kind: str = kinds.WORKER) -> None:
+    def back_off(self, name: str, *, kind: str = kinds.WORKER) -> None:
         """A service has just not taken what it was given, whatever it reports: it is given nothing for a moment."""
         member = self._members.get((kind, name))
         if member is not None:
@@ -268,8 +272,8 @@ class Fleet:
         self.hosting.leave(member)
         member.stream += 1
         member.wake.set()
-        if self.observer:
-            self.observer.member_lost(member)
+        for observer in self._observers:
+            observer.member_lost(member)
 
     def _see(self, member: Member, now: float) -> None:
         """A member comes or goes."""

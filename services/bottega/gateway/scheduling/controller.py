@@ -1,223 +1,218 @@
-"""Brings waiting jobs and workers together, from acceptance to the end of a job.
+"""The job controller: what happens to a job from its acceptance to its end.
 
-Takes jobs in, hears who joins and who is lost, and puts the parts together that do the rest: who goes where
-(matching.py), what a lost attempt means (aftermath.py), who has waited too long (rounds.py), how a job ends
-(endings.py). Knows no wire and no contents of jobs.
+Callers submit, extend and cancel jobs; the dispatcher reports how attempts go; deadlines pass. The controller changes
+the job accordingly, has that written, and has the scheduler hand out what may run now.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from bottega.errors import DeadlinePassed, Draining
-from bottega.gateway.addons.controlnets.placement import ControlNetPlacement
-from bottega.gateway.addons.controlnets.prefetch import AHEAD, ControlNetPrefetcher
-from bottega.gateway.addons.loras.costs import LoraSizes
+from bottega.errors import BottegaError, DeadlinePassed, Draining
+from bottega.gateway.addons.addon import PREFETCHED_JOBS, AddOn
 from bottega.gateway.clock import Clock
+from bottega.gateway.config import GatewayConfig
+from bottega.gateway.dispatch.attempts import WorkerClient, died_alone, is_death
 from bottega.gateway.dispatch.dispatcher import Dispatcher
-from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs import log_lines
 from bottega.gateway.jobs.deadlines import Deadlines
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.jobs.values import QueuePosition
+from bottega.gateway.jobs.storage import Storage
+from bottega.gateway.jobs.values import QueuePosition, StoredImage
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.estimates import QueueEstimates, unmeetable
-from bottega.gateway.scheduling.finishing import JobFinisher
-from bottega.gateway.scheduling.outcomes import AttemptOutcomes
+from bottega.gateway.scheduling.member_events import MemberEvents
+from bottega.gateway.scheduling.outcomes import failure_after_loss, failure_after_return
 from bottega.gateway.scheduling.periodic import PeriodicChecks
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.recovery import AttemptRecovery
 from bottega.gateway.scheduling.scheduler import Scheduler
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
-from bottega.v1 import image_pb2
+from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.image_pb2 import JOB_STATE_QUEUED, JOB_STATE_RUNNING, JobState
 
 
 class JobController:
-    """Observes the fleet; `start` before the first job, `stop` after the last.
+    """`start` before the first job, `stop` after the last. connect: makes the client of a worker, from its address.
 
-    patience_s: how long the jobs of an earlier life wait for a worker of their model to join at all.
-    hold_s: how long those of them that were running wait for the worker that had them.
+    queue: the jobs that wait. draining: whether no new ones are accepted.
     """
 
     def __init__(
         self,
         *,
+        config: GatewayConfig,
         fleet: Fleet,
-        dispatcher: Dispatcher,
-        placement: ControlNetPlacement,
-        prefetcher: ControlNetPrefetcher,
-        lora_sizes: LoraSizes,
-        queue: JobQueue,
-        log: JobRepository,
+        jobs: JobRepository,
+        storage: Storage,
+        addons: Sequence[AddOn],
+        connect: Callable[[str], WorkerClient],
         metrics: GatewayMetrics,
-        max_attempts: int,
-        patience_s: float,
-        hold_s: float,
         clock: Clock,
     ) -> None:
+        self.queue = queue = JobQueue(max_jobs=config.max_queued, budget_bytes=config.max_queued_bytes, clock=clock)
+        self.draining = False
         self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._prefetcher = prefetcher
-        self._seating = FleetSnapshot(dispatcher, placement, log, lora_sizes)
-        self._matching = Scheduler(
-            fleet=fleet, dispatcher=dispatcher, queue=queue, log=log, seating=self._seating, clock=clock
-        )
-        self._matching.on_late = self._drop_late
-        self._standings = QueueEstimates(fleet=fleet, queue=queue, seating=self._seating, clock=clock)
-        self._adoption = AttemptRecovery(
-            dispatcher=dispatcher,
-            queue=queue,
-            log=log,
-            hold_s=hold_s,
-            unclaimed=lambda job: self._aftermath.wait_again(job),
-        )
-        self._matching.kept_back = self._adoption.awaits
+        self._jobs = jobs
+        self._addons = addons
+        self._metrics = metrics
+        self.clock = clock
+        self._max_attempts = config.max_attempts
         self._deadlines = Deadlines(clock)
-        self._endings = JobFinisher(
-            queue=queue,
-            dispatcher=dispatcher,
-            adoption=self._adoption,
-            deadlines=self._deadlines,
-            matching=self._matching,
-            log=log,
-            metrics=metrics,
+        self._finishing: set[asyncio.Task[None]] = set()
+        self._dispatcher = Dispatcher(
+            connect=connect,
+            addons=addons,
+            storage=storage,
+            max_result_bytes=config.max_result_bytes,
+            observer=self,
         )
-        self._aftermath = AttemptOutcomes(
+        snapshot = FleetSnapshot(dispatcher=self._dispatcher, addons=addons, jobs=jobs)
+        self._scheduler = Scheduler(
             fleet=fleet,
-            placement=placement,
+            dispatcher=self._dispatcher,
             queue=queue,
-            matching=self._matching,
-            deadlines=self._deadlines,
-            endings=self._endings,
-            log=log,
-            metrics=metrics,
-            max_attempts=max_attempts,
-        )
-        self._rounds = PeriodicChecks(
-            fleet=fleet,
-            queue=queue,
-            matching=self._matching,
-            standings=self._standings,
-            placement=placement,
-            prefetcher=prefetcher,
-            fail=self._endings.fail,
-            patience_s=patience_s,
+            jobs=jobs,
+            snapshot=snapshot,
+            on_late=self._drop_late,
             clock=clock,
         )
-        self._queue = queue
-        self._jobs = log
-        self._metrics = metrics
-        self._clock = clock
-        self.draining = False
-        fleet.observer = self
-        dispatcher.observer = self._aftermath
+        self._estimates = QueueEstimates(fleet=fleet, queue=queue, snapshot=snapshot, clock=clock)
+        self._recovery = AttemptRecovery(
+            dispatcher=self._dispatcher,
+            scheduler=self._scheduler,
+            queue=queue,
+            jobs=jobs,
+            hold_s=config.hold_s,
+            requeue=self._retry,
+        )
+        self._periodic = PeriodicChecks(
+            fleet=fleet,
+            queue=queue,
+            scheduler=self._scheduler,
+            estimates=self._estimates,
+            addons=addons,
+            fail=self._fail,
+            worker_grace_s=config.model_grace_s,
+            clock=clock,
+        )
+        fleet.subscribe(
+            MemberEvents(
+                dispatcher=self._dispatcher,
+                recovery=self._recovery,
+                scheduler=self._scheduler,
+                snapshot=snapshot,
+                addons=addons,
+                queue=queue,
+                jobs=jobs,
+            )
+        )
         metrics.watch_queue(lambda: len(queue))
 
-    def start(self) -> None:
-        """Begins to watch leases and the queue."""
-        self._rounds.start()
+    # The gateway starts and stops.
 
     def restore(self, jobs: Sequence[Job], *, seconds: float = 0.0) -> None:
         """Goes on with the jobs of an earlier life: the queue as it was, and what was running when its worker is back.
 
-        Those that end with their callers end: these went with that life.
-
-        seconds: that it took to read them, for the log.
+        Those that end with their callers end: these went with that life. seconds: that it took to read them.
         """
         orphans = [job for job in jobs if job.open and job.ends_with_caller]
         kept = [job for job in jobs if job.open and not job.ends_with_caller]
-        running = [job for job in kept if job.state == image_pb2.JOB_STATE_RUNNING]
+        running = [job for job in kept if job.state == JOB_STATE_RUNNING]
         for job in jobs:
             if not job.open:
-                self._endings.decided(job)  # it cannot be drawn any more
+                self._finish(job)  # it cannot be drawn any more
         for job in kept:
             self._deadlines.watch(job, self._pass_deadline)
-            if job.state == image_pb2.JOB_STATE_QUEUED:
-                self._queue.add(job)
-                # Who follows it hears at once where it stands; when it will be done is told to all in turn.
-                job.set_queue_position(QueuePosition(place=len(self._queue.line(job.bare.model)) - 1, estimate_s=None))
-        self._adoption.hold(running)
-        self._rounds.be_patient()
+            if job.state == JOB_STATE_QUEUED:
+                self.queue.add(job)
+                # Whoever follows it sees its place at once; the estimates of all follow within a second.
+                place = len(self.queue.line(job.bare.model)) - 1
+                job.set_queue_position(QueuePosition(place=place, estimate_s=None))
+        self._recovery.hold(running)
+        self._periodic.begin_grace()
         if jobs:
             log_lines.restored(len(jobs), len(running), seconds)
         for member in self._fleet.members():
             if member.is_worker:
-                self._adoption.ask(member, then=self._matching.welcome)
+                self._recovery.add_worker(member)
         for job in orphans:
             self.abandon(job, "its only caller went with the gateway that had the call")
 
+    def start(self) -> None:
+        """Begins to watch leases and the queue."""
+        self._periodic.start()
+        for addon in self._addons:
+            addon.start(self._jobs.live)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether fleet and queue are checked."""
+        return self._periodic.healthy
+
     def pause(self, paused: bool) -> None:
         """Hands nothing out, or goes on: what cannot be stored afterwards shall not be drawn."""
-        self._matching.paused = paused or self.draining
-        if not self._matching.paused:
-            for model in self._queue.models():
-                self._matching.at_once(model)
+        self._scheduler.paused = paused or self.draining
+        if not self._scheduler.paused:
+            self._scheduler.schedule_all()
 
-    async def finish(self) -> None:
+    async def drain(self) -> None:
         """Takes no new jobs and returns when those that run have ended; the others are for a later life.
 
         Whoever follows one of those is sent away, and may follow it there. So is, when this is cancelled, whoever
         follows one that still runs; its worker goes on with it.
         """
-        self.draining = self._matching.paused = True
-        why = Draining("the gateway is stopping; ask again", retry_after_s=1.0)
+        self.draining = self._scheduler.paused = True
         try:
-            await asyncio.gather(*(self._see_off(job, why) for job in self._jobs.live()))
+            await asyncio.gather(*(self._detach_when_idle(job) for job in self._jobs.live()))
         finally:
             for job in list(self._jobs.live()):
-                job.detach(why)
-            self._dispatcher.let_go()
+                job.detach(_draining())
+            self._dispatcher.detach()
             self._fleet.close()
-
-    async def _see_off(self, job: Job, why: Draining) -> None:
-        """Sends away who follows the job, as soon as it cannot end here: at once where no worker has it."""
-        if not self._adoption.holds(job):
-            await _out_of_hand(job)
-        if job.live:
-            job.detach(why)
 
     async def stop(self) -> None:
         """Ends every attempt."""
-        await self._rounds.stop()
+        await self._periodic.stop()
         self._deadlines.close()
-        self._matching.close()
-        await self._adoption.close()
-        await self._prefetcher.close()
+        self._scheduler.close()
+        await self._recovery.close()
+        for addon in self._addons:
+            await addon.close()
         await self._dispatcher.close()
         await self._jobs.close()
-        await self._endings.close()
+        await asyncio.gather(*self._finishing, return_exceptions=True)
 
-    @property
-    def sound(self) -> bool:
-        """Whether fleet and queue are looked after."""
-        return self._rounds.sound
+    # What callers want.
 
-    def refuse_unmeetable(self, job: Job) -> None:
+    def check_deadline(self, job: Job) -> None:
         """Raises DeadlineUnmeetable for a job whose deadline is before its end, by what was measured."""
-        self._standings.refuse_unmeetable(job)
+        self._estimates.check_deadline(job)
 
     def submit(self, job: Job) -> None:
         """Takes a job, which is durable: it waits or runs. The queue's bounds were checked."""
         log_lines.accepted(job)
         if self.draining:
-            job.detach(Draining("the gateway is stopping; ask again", retry_after_s=1.0))
+            job.detach(_draining())
             return
-        self._queue.add(job)
+        for addon in self._addons:
+            addon.job_queued(job)
+        self.queue.add(job)
         self._deadlines.watch(job, self._pass_deadline)
-        self._matching.at_once(job.spec.model, free_at=job.queued_at)
-        if job.state == image_pb2.JOB_STATE_QUEUED:
-            self._standings.tell_last(job)
-            if len(self._queue.line(job.bare.model)) <= AHEAD:
-                self._prefetcher.ahead([job])
+        self._scheduler.schedule(job.spec.model, free_at=job.queued_at)
+        if job.state == JOB_STATE_QUEUED:
+            self._estimates.publish(job)
+            if len(self.queue.line(job.bare.model)) <= PREFETCHED_JOBS:
+                for addon in self._addons:
+                    addon.prefetch([job])
 
-    def show(self, job: Job) -> None:
+    def enable_previews(self, job: Job) -> None:
         """Somebody wants previews of the job."""
         if job.live:
-            self._dispatcher.show(job)
+            self._dispatcher.enable_previews(job)
 
     def extend(self, job: Job, deadline: float | None) -> None:
         """Somebody else wants the job, and until then (monotonic; None: without bound). It never gets less time."""
@@ -225,81 +220,137 @@ class JobController:
             self._deadlines.watch(job, self._pass_deadline)
             self._jobs.save(job)
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: Job, why: str = "the job was cancelled") -> None:
         """Cancels a job; one that has ended stays as it is."""
-        self._endings.cancel(job)
+        if job.cancel(why):
+            self._dispatcher.cancel_attempt(job)
+            self._finish(job)
 
-    async def cancel_for_good(self, job: Job) -> None:
+    async def cancel_durably(self, job: Job) -> None:
         """The same; returns when it is written. Raises StorageUnavailable when the disk cannot take it now.
 
-        Where the job can only be looked at, nothing is decided: whoever hears no must not be obeyed later.
+        Where the job can only be looked at, nothing is decided: a caller that was refused must not be obeyed later.
         """
         self._jobs.check_changeable(job)
         self.cancel(job)
         await self._jobs.wait_finished(job)
 
     def abandon(self, job: Job, why: str = "its only caller has gone") -> None:
-        """The only caller has gone, which by the deadline is its passing; a job that has ended stays as it is."""
+        """The only caller has gone, which at the deadline means that it passed; a job that has ended stays as it is."""
         if self._deadlines.has_passed(job):
             self._pass_deadline(job)
         else:
-            self._endings.cancel(job, why)
+            self.cancel(job, why)
 
-    # What the fleet tells.
+    # What the dispatcher reports (AttemptObserver).
 
-    def member_joined(self, member: Member) -> None:
-        """See FleetObserver."""
-        if member.is_worker:
-            self._dispatcher.open(member)
-            self._adoption.ask(member, then=self._matching.welcome)
-        self._count_members()
+    def attempt_sent(self, job: Job) -> None:
+        """The worker is called now."""
+        self._metrics.routed(queue_s=job.routed_at - job.queued_at, route_s=job.mark_dispatched())
+        self._jobs.save(job)
 
-    def member_changed(self, member: Member) -> None:
-        """See FleetObserver."""
-        if not member.connected:
-            self._count_members()
-        self._stop_stale_attempts(member)
-        for model in [model.name for model in member.models] if member.is_worker else self._queue.models():
-            self._matching.soon(model)
+    def attempt_advanced(self, job: Job) -> None:
+        """Its worker may have slack now."""
+        self._scheduler.schedule_soon(job.spec.model)
 
-    def member_lost(self, member: Member) -> None:
-        """See FleetObserver."""
-        self._count_members()
-        self._dispatcher.lose(member)
-        self._prefetcher.lose(member)
-        self._seating.forget(member)
+    def attempt_decided(self, job: Job) -> None:
+        """Later attempts keep to it."""
+        self._jobs.save(job)
 
-    def _stop_stale_attempts(self, member: Member) -> None:
-        """Frees a worker of attempts that count no more, such as after it was frozen for a while."""
-        for running in member.load.running:
-            job = self._jobs.find_live(running.attempt.job_id)
-            number = running.attempt.number
-            if job is not None:
-                stale = number < job.number  # a later one than ours is for the adoption to judge
-            else:
-                stale = self._jobs.restored and not self._aftermath.has_completed(running.attempt)
-            if stale:
-                self._dispatcher.stop_stale_attempt(member, running.attempt)
+    def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
+        """The worker is lost, perhaps because of the job."""
+        if not job.is_current(number):
+            return
+        self._metrics.attempt_lost()
+        log_lines.attempt_lost(job, error)
+        job.requeue_lost(number, died=is_death(error), exclusive=died_alone(error))
+        self._retry(job, failure_after_loss(job, max_attempts=self._max_attempts))
+
+    def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
+        """The worker refused the attempt or returned it: whoever caused that gets nothing for a moment."""
+        if not job.is_current(number):
+            return
+        self._metrics.attempt_returned()
+        log_lines.attempt_returned(job, error)
+        by_addon = any(addon.back_off(job, error) for addon in self._addons)
+        if not by_addon:
+            self._fleet.back_off(job.worker)
+        job.requeue_returned(number)
+        workers = len(self._fleet.serving(job.spec.model))
+        self._retry(job, failure_after_return(job, error, workers=workers, by_addon=by_addon))
+
+    def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
+        """The job cannot be drawn."""
+        if isinstance(error, DeadlinePassed) and not self._deadlines.has_passed(job):
+            self.attempt_returned(job, number, error)  # the worker only knew of the deadline that there was at first
+        elif job.fail(error, number):
+            self._finish(job)
+
+    def attempt_completed(self, job: Job, number: int, images: tuple[StoredImage, ...], provenance: Provenance) -> None:
+        """All images are on the disk."""
+        if job.complete(number, images, provenance):
+            self.queue.count_completed()
+            self._finish(job)
+
+    # How jobs go on, or end.
+
+    def _retry(self, job: Job, failure: BottegaError | None = None) -> None:
+        """Queues a job again, before the others, unless it has failed for good or had all its attempts."""
+        if failure is not None:
+            self._fail(job, failure)
+        elif job.fail_if_exhausted():
+            self._finish(job)
+        else:
+            self._jobs.save(job)
+            self._scheduler.requeue(job)
+
+    def _fail(self, job: Job, error: BottegaError) -> None:
+        if job.fail(error):
+            self._dispatcher.cancel_attempt(job)
+            self._finish(job)
 
     def _drop_late(self, job: Job, estimate_s: float) -> None:
         assert job.deadline is not None
-        self._endings.fail(job, unmeetable(estimate_s, job.deadline - self._clock.monotonic()))
+        self._fail(job, unmeetable(estimate_s, job.deadline - self.clock.monotonic()))
 
     def _pass_deadline(self, job: Job) -> None:
-        where = "in the queue" if job.state == image_pb2.JOB_STATE_QUEUED else "while it was drawn"
-        self._endings.fail(job, DeadlinePassed(f"the deadline passed {where}"))
+        where = "in the queue" if job.state == JOB_STATE_QUEUED else "while it was drawn"
+        self._fail(job, DeadlinePassed(f"the deadline passed {where}"))
 
-    def _count_members(self) -> None:
-        self._metrics.members(Counter(member.registration.kind for member in self._fleet.members()))
+    def _finish(self, job: Job) -> None:
+        """How the job ends is decided, and no attempt at it runs: that is written, and published then."""
+        self.queue.remove(job)
+        self._recovery.release(job)
+        self._deadlines.unwatch(job)
+        task = asyncio.create_task(self._write_end(job))
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+        self._scheduler.schedule(job.bare.model)
+
+    async def _write_end(self, job: Job) -> None:
+        await self._jobs.finish(job)
+        log_lines.ended(job)
+        self._metrics.job_ended(JobState.Name(job.state).removeprefix("JOB_STATE_").lower())
+
+    async def _detach_when_idle(self, job: Job) -> None:
+        """Sends away who follows the job, as soon as it cannot end here: at once where no worker has it."""
+        if not self._recovery.is_held(job):
+            await _without_worker(job)
+        if job.live:
+            job.detach(_draining())
 
 
-async def _out_of_hand(job: Job) -> None:
-    """Returns when the job is with no worker and nothing of it has to be written."""
+async def _without_worker(job: Job) -> None:
+    """Returns when no worker has the job and nothing of it has to be written."""
     changed = asyncio.Event()
     job.listeners.add(changed.set)
     try:
-        while job.live and (job.state == image_pb2.JOB_STATE_RUNNING or not job.open):
+        while job.live and (job.state == JOB_STATE_RUNNING or not job.open):
             changed.clear()
             await changed.wait()
     finally:
         job.listeners.discard(changed.set)
+
+
+def _draining() -> Draining:
+    return Draining("the gateway is stopping; ask again", retry_after_s=1.0)

@@ -1,6 +1,6 @@
-"""Tells those who wait where they stand, and by when they may expect their picture; and whose deadline is too soon.
+"""Where each pending job is in its queue, when it is expected to complete, and whether its deadline leaves slack.
 
-Decides nothing. A queue and a fleet may be large: everybody's estimate is made once a second, beside the event loop.
+A queue and a fleet may be large: the estimates of all jobs are made once a second, beside the event loop.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import QueuePosition
-from bottega.gateway.scheduling.policy import QueueForecast, ResourceRequest, WorkerState, estimates
+from bottega.gateway.scheduling.policy import QueueForecast, ResourceRequest, WorkerState, forecast
 from bottega.gateway.scheduling.queue import JobQueue
-from bottega.gateway.scheduling.snapshot import FleetSnapshot, demand
+from bottega.gateway.scheduling.snapshot import FleetSnapshot, resource_request
 
-# Nobody is refused by an older look: jobs that have ended since are still in it. A new one costs some milliseconds.
+# Nobody is refused by an older forecast: jobs that have ended since are still in it. A new one costs milliseconds.
 _FRESH_S = 0.05
 # One that is too late by less than this share gets its chance: so well is it known how long steps take.
 _TOLERANCE = 0.1
@@ -29,94 +29,96 @@ _SPARE = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TimedForecast:
-    prospect: QueueForecast
-    at: float
+    forecast: QueueForecast
+    made_at: float
 
 
 class QueueEstimates:
-    """Call `tell_all` about once a second, and `tell_last` whenever a job has lined up."""
+    """Call `publish_all` about once a second, and `publish` whenever a job has lined up."""
 
-    def __init__(self, *, fleet: Fleet, queue: JobQueue, seating: FleetSnapshot, clock: Clock) -> None:
+    def __init__(self, *, fleet: Fleet, queue: JobQueue, snapshot: FleetSnapshot, clock: Clock) -> None:
         self._fleet = fleet
         self._queue = queue
-        self._seating = seating
+        self._snapshot = snapshot
         self._clock = clock
-        self._looks: dict[str, _TimedForecast] = {}
+        self._forecasts: dict[str, _TimedForecast] = {}
 
-    def tell_last(self, job: Job) -> None:
-        """To a job that has lined up last. Of the others it is known for up to a second how they stood."""
+    def publish(self, job: Job) -> None:
+        """Sets the position of a job that has lined up last, by a forecast that is at most a second old."""
         model = job.bare.model
-        line = self._queue.line(model)
-        look = self._looks.get(model) or self._look(model, but=job)
-        asked = demand(job)
-        job.set_queue_position(QueuePosition(place=len(line) - 1, estimate_s=look.prospect.end_s(asked)))
-        look.prospect.add(asked)
+        place = len(self._queue.line(model)) - 1
+        timed = self._forecasts.get(model) or self._forecast(model, without=job)
+        request = resource_request(job)
+        estimate_s = timed.forecast.next_completion_s(request)
+        job.set_queue_position(QueuePosition(place=place, estimate_s=estimate_s))
+        timed.forecast.add(request)
 
-    async def tell_all(self) -> None:
-        """To everybody who waits."""
-        self._looks.clear()
+    async def publish_all(self) -> None:
+        """Sets the position of every job in the queue."""
+        self._forecasts.clear()
         for model in self._queue.models():
             jobs = list(self._queue.line(model))
-            ends = await asyncio.to_thread(estimates, [demand(job) for job in jobs], self._seats(model))
+            ends = await asyncio.to_thread(forecast, [resource_request(job) for job in jobs], self._workers(model))
             by_job = {job.job_id: end for job, end in zip(jobs, ends, strict=True)}
             for place, job in enumerate(self._queue.line(model)):
-                if job.job_id in by_job:  # one that came meanwhile has been told
+                if job.job_id in by_job:  # one that came meanwhile has its position
                     job.set_queue_position(QueuePosition(place=place, estimate_s=by_job[job.job_id]))
 
-    def refuse_unmeetable(self, job: Job) -> None:
+    def check_deadline(self, job: Job) -> None:
         """Raises DeadlineUnmeetable for a job that, lined up last, would end after its deadline.
 
         By what was measured; where nothing was, every job may try.
         """
         if job.deadline is None:
             return
-        model, asked = job.bare.model, demand(job)
+        model, request = job.bare.model, resource_request(job)
         left_s = job.deadline - self._clock.monotonic()
-        look = self._looks.get(model) or self._look(model)
-        estimate_s = _late_s(look.prospect, asked, left_s)
-        if estimate_s is not None and look.at < self._clock.monotonic() - _FRESH_S:
-            look = self._look(model)
-            estimate_s = _late_s(look.prospect, asked, left_s)
-        if estimate_s is not None:
-            # Coming back helps where others are in the way, and does not where its own steps take too long.
-            alone_s = look.prospect.least_s(asked)
-            retry_after_s = None if _beyond(alone_s, left_s) else self._queue.retry_after_s()
-            raise unmeetable(estimate_s, left_s, retry_after_s=retry_after_s)
+        timed = self._forecasts.get(model) or self._forecast(model)
+        if _fits(timed.forecast, request, left_s):
+            return
+        if timed.made_at < self._clock.monotonic() - _FRESH_S:
+            timed = self._forecast(model)
+        estimate_s = timed.forecast.next_completion_s(request)
+        if estimate_s is None or _fits(timed.forecast, request, left_s):
+            return
+        # Coming back helps where others are in the way, and does not where its own steps take too long.
+        hopeless = _too_long(timed.forecast.least_s(request), left_s)
+        raise unmeetable(estimate_s, left_s, retry_after_s=None if hopeless else self._queue.retry_after_s())
 
     def unmeetable(self, model: str) -> Iterator[tuple[Job, DeadlineUnmeetable]]:
         """Jobs that wait and would be too late even if they ran now and alone, and why they are dropped."""
         jobs = [job for job in self._queue.line(model) if job.deadline is not None]
         if not jobs:
             return
-        prospect = QueueForecast(self._seats(model))
+        idle = QueueForecast(self._workers(model))
         for job in jobs:
             assert job.deadline is not None
-            least_s = prospect.least_s(demand(job))
+            least_s = idle.least_s(resource_request(job))
             left_s = job.deadline - self._clock.monotonic()
-            if least_s is not None and _beyond(least_s, left_s):
+            if least_s is not None and _too_long(least_s, left_s):
                 yield job, unmeetable(least_s, left_s)
 
-    def _look(self, model: str, *, but: Job | None = None) -> _TimedForecast:
-        """How it stands now, with everybody who waits, but one."""
-        prospect = QueueForecast(self._seats(model))
+    def _forecast(self, model: str, *, without: Job | None = None) -> _TimedForecast:
+        """With every job that waits now, but one."""
+        forecast = QueueForecast(self._workers(model))
         for other in self._queue.line(model):
-            if other is not but:
-                prospect.add(demand(other))
-        look = self._looks[model] = _TimedForecast(prospect=prospect, at=self._clock.monotonic())
-        return look
+            if other is not without:
+                forecast.add(resource_request(other))
+        timed = self._forecasts[model] = _TimedForecast(forecast=forecast, made_at=self._clock.monotonic())
+        return timed
 
-    def _seats(self, model: str) -> list[WorkerState]:
-        return self._seating.seats(self._fleet.workers(model))
-
-
-def _late_s(prospect: QueueForecast, asked: ResourceRequest, left_s: float) -> float | None:
-    """When a job would end that has `left_s` and would be too late, as far as can be known."""
-    estimate_s = prospect.end_s(asked)
-    allowed_s = left_s * (1 - _SPARE) if prospect.waiting else left_s * (1 + _TOLERANCE)
-    return estimate_s if estimate_s is not None and estimate_s > allowed_s else None
+    def _workers(self, model: str) -> list[WorkerState]:
+        return self._snapshot.workers(self._fleet.workers(model))
 
 
-def _beyond(seconds: float | None, left_s: float) -> bool:
+def _fits(forecast: QueueForecast, request: ResourceRequest, left_s: float) -> bool:
+    """Whether a job that has `left_s` would be done in time, as far as can be known."""
+    estimate_s = forecast.next_completion_s(request)
+    allowed_s = left_s * (1 - _SPARE) if forecast.size else left_s * (1 + _TOLERANCE)
+    return estimate_s is None or estimate_s <= allowed_s
+
+
+def _too_long(seconds: float | None, left_s: float) -> bool:
     return seconds is not None and seconds > left_s * (1 + _TOLERANCE)
 
 

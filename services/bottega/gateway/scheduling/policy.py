@@ -1,7 +1,16 @@
-"""Which worker takes which waiting job, and when: least estimated completion, bound as late as possible.
+"""The scheduling policy: which worker gets which pending job, and when. Pure functions of what is given to them.
 
-Functions of what waits, what runs and what turns cost; the worker's engine plans its groups by the same cost
-model. Knows no clock, no jobs' contents and no wire.
+Three rules, in the order of `assign`:
+
+1. Ageing. Jobs are considered oldest first, and a younger job never takes what an older one waits for: when no worker
+   has slack for a job, the round is over. Only a job that few workers may have waits without holding up the others.
+2. Least estimated completion. A job goes to the worker where it is expected to complete first, by measured step times:
+   after what runs there, what was planned for it in this round, and what the job has to load there before it begins.
+3. Slack. A job is bound to its worker as late as possible, so that it may still go to another one: only when the group
+   of the worker has a free place, or will have one within the lead time, in which the prompt is encoded. Until then it
+   stays in the queue, and the worker's plan counts it in.
+
+The engine of a worker forms its groups by the same cost model (bottega.planning).
 """
 
 from __future__ import annotations
@@ -14,17 +23,17 @@ from itertools import islice
 
 from bottega.planning import RemainingWork, Shape, StepTimes, best_width, completion_times, most_on_trial
 
-# Pending jobs that are looked at in one go; those behind them cannot change who is next.
+# Pending jobs that are considered in one round; those behind them cannot change who is next.
 _HORIZON = 32
 # Pending jobs that are imagined beside the next one when the width of a group is chosen.
 _LOOK_AHEAD = 4
-# A job is bound this early, so that its prompt is encoded while the worker is busy: the time to encode a
-# prompt and to cross the wire, or one and a half turns, as progress is only known at the end of a turn.
+# The lead time of a job: to encode a prompt and to cross the wire, or one and a half turns, as progress is only known
+# at the end of a turn.
 _LEAD_S = 0.05
 _LEAD_TURNS = 1.5
 # Seconds of one row and turn while nothing was measured: proportional, so that nothing shares a worker then.
 _UNMEASURED_S = 0.1
-# Outlooks that a seat remembers: of the next jobs of a queue, each with what is behind it.
+# Estimates that a worker's state remembers: of the next jobs of a queue, each with what is behind it.
 _REMEMBERED = 64
 
 
@@ -39,37 +48,34 @@ class ResourceRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingJob:
-    """A job that waits.
+    """A job in the queue.
 
-    avoid: a worker that must not get it, because it was just lost with it. alone: it may only run by itself, because
-    a worker may have died of it. takers: the only workers that may get it, with the seconds that each needs beside it
-    for something to load; None is all of them. extra_s: seconds that workers need beside that, where they do.
+    avoid: a worker that must not have it, because it was just lost with it. exclusive: it may only run by itself,
+    because a worker may have died of it. eligible: the only workers that may have it; None is all of them.
+    load_s: seconds that it needs at a worker before its first step, by worker; none where a worker is not named.
     """
 
     job_id: str
-    demand: ResourceRequest
+    request: ResourceRequest
     avoid: str = ""
-    alone: bool = False
-    takers: Mapping[str, float] | None = None
-    extra_s: Mapping[str, float] = field(default_factory=dict)
+    exclusive: bool = False
+    eligible: frozenset[str] | None = None
+    load_s: Mapping[str, float] = field(default_factory=dict)
 
-    def may_go_to(self, worker: str) -> bool:
-        """Whether that worker may get it."""
-        return worker != self.avoid and (self.takers is None or worker in self.takers)
-
-    def load_s(self, worker: str) -> float:
-        """Seconds that it needs there before it can begin."""
-        return self.extra_s.get(worker, 0.0) + (self.takers[worker] if self.takers is not None else 0.0)
+    def may_run_on(self, worker: str) -> bool:
+        """Whether that worker may have it."""
+        return worker != self.avoid and (self.eligible is None or worker in self.eligible)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """A worker as the scheduler sees it. running: what still denoises there, first come first.
+    """A worker at the begin of a round.
 
-    finishing: attempts there that do not denoise any more. closed: one of those there must be left alone.
-    fixed_s: seconds that a job takes beside its turns. max_rows: 0 is without bound.
-    outlooks: what was found out about it, for the next look at the same seat. It goes with the seat: another one
-        is made whenever its worker has moved, or has reported.
+    running: what still denoises there, first come first. finishing: attempts there that do not denoise any more.
+    exclusive: a job there must be left alone. fixed_s: seconds that a job takes beside its turns.
+    max_rows: of one turn; 0 is without bound.
+    estimates: those already made for this state, for the next round. They go with it: a worker that has moved, or has
+        reported, gets another state.
     """
 
     worker: str
@@ -78,245 +84,245 @@ class WorkerState:
     fixed_s: float
     max_rows: int
     finishing: int = 0
-    closed: bool = False
-    outlooks: dict[_EstimateKey, _Estimate] = field(default_factory=dict, compare=False, repr=False)
+    exclusive: bool = False
+    estimates: dict[_EstimateKey, _Estimate] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """A worker should take a job now. estimate_s: until it completes; None while nothing was measured.
+    """A worker should get a job now. estimate_s: until it completes; None while nothing was measured.
 
-    alone: whether the worker has nothing else.
+    exclusive: whether the worker has nothing else.
     """
 
     job_id: str
     worker: str
     estimate_s: float | None
-    alone: bool = False
+    exclusive: bool = False
 
 
-def assign(waiting: Iterable[PendingJob], seats: Sequence[WorkerState]) -> list[Assignment]:
-    """Which of the waiting jobs, first come first, leave the queue now. Looks at no more of them than it must.
+def assign(pending: Iterable[PendingJob], workers: Sequence[WorkerState]) -> list[Assignment]:
+    """Which of the pending jobs, oldest first, leave the queue now. Looks at no more of them than it must.
 
-    A job goes where it is expected to complete first. If that is a worker that should not take it yet, it
-    stays in the queue, and the jobs behind it reckon with it. One that must run alone takes an idle worker, else it has
-    one cleared for it: never more than one at a time, so that the others go on. One that few workers may get waits for
-    those without holding up the ones behind it elsewhere.
+    An exclusive job takes an idle worker, else one is drained for it: never more than one at a time, so that the others
+    go on.
     """
-    if not seats:
+    if not workers:
         return []
-    benches = [_WorkerPlan(seat) for seat in seats]
+    plans = [_WorkerPlan(worker) for worker in workers]
     assignments: list[Assignment] = []
-    rest = iter(waiting)
+    rest = iter(pending)
     line = deque(islice(rest, 1 + _LOOK_AHEAD))
     for _ in range(_HORIZON):
         if not line:
             break
         job = line.popleft()
-        behind = tuple(other.demand for other in line if not other.alone)
+        behind = tuple(other.request for other in line if not other.exclusive)
         line.extend(islice(rest, 1))
-        eligible = [bench for bench in benches if job.may_go_to(bench.seat.worker)]
-        if job.alone:
-            eligible = _room_alone(eligible, benches)
-        offers = [bench.offer(job.demand, behind) for bench in eligible if not bench.closed]
-        if not offers:
+        candidates = [plan for plan in plans if job.may_run_on(plan.state.worker)]
+        if job.exclusive:
+            candidates = _idle_or_drained(candidates, plans)
+        options = [plan.option(job.request, behind) for plan in candidates if not plan.closed]
+        if not options:
             continue
-        if job.takers is None and not any(offer.now for offer in offers):
+        if job.eligible is None and not any(option.has_slack for option in options):
             break
-        best = _best(job, offers)
-        if best.now:
+        best = _least_estimated_completion(job, options)
+        if best.has_slack:
             assignments.append(_assignment(job, best))
-        best.bench.take(job.demand, bound=best.now)
-        best.bench.closed = job.alone
+        best.plan.add(job.request, bound=best.has_slack)
+        best.plan.closed = job.exclusive
     return assignments
 
 
-def _best(job: PendingJob, offers: Iterable[_Offer]) -> _Offer:
-    return min(offers, key=lambda offer: offer.completes_s + job.load_s(offer.bench.seat.worker))
+def _least_estimated_completion(job: PendingJob, options: Iterable[_Option]) -> _Option:
+    return min(options, key=lambda option: option.completes_s + job.load_s.get(option.plan.state.worker, 0.0))
 
 
-def _room_alone(eligible: list[_WorkerPlan], benches: Sequence[_WorkerPlan]) -> list[_WorkerPlan]:
-    """Where a job that must run alone may go now. Where that is nowhere, closes the worker that will be idle first."""
-    idle = [bench for bench in eligible if bench.empty]
-    if not idle and eligible and not any(bench.closed for bench in benches):
-        min(eligible, key=lambda bench: bench.load_s).closed = True
+def _idle_or_drained(candidates: list[_WorkerPlan], plans: Sequence[_WorkerPlan]) -> list[_WorkerPlan]:
+    """Where an exclusive job may go now. Where that is nowhere, closes the worker that will be idle first."""
+    idle = [plan for plan in candidates if plan.empty]
+    if not idle and candidates and not any(plan.closed for plan in plans):
+        min(candidates, key=lambda plan: plan.load_s).closed = True
     return idle
 
 
 class QueueForecast:
-    """Who of those that wait would complete when, if nobody came any more: the least loaded worker takes the next.
+    """When each pending job would complete if nobody came any more: the least loaded worker takes the next one.
 
-    For those who wait; nobody is assigned by it.
+    For what callers are told, and for deadlines; it assigns nothing.
     """
 
-    def __init__(self, seats: Sequence[WorkerState]) -> None:
-        measured = not all(_unmeasured(seat) for seat in seats)
-        self._benches = [_WorkerPlan(seat) for seat in seats] if measured else []
-        self._loads = [bench.load_s for bench in self._benches]
-        self._lines: list[list[int]] = [[] for _ in self._benches]
+    def __init__(self, workers: Sequence[WorkerState]) -> None:
+        measured = not all(_unmeasured(worker) for worker in workers)
+        self._plans = [_WorkerPlan(worker) for worker in workers] if measured else []
+        self._loads_s = [plan.load_s for plan in self._plans]
+        self._lines: list[list[int]] = [[] for _ in self._plans]
         self._size = 0
 
     @property
-    def waiting(self) -> int:
-        """How many line up."""
+    def size(self) -> int:
+        """How many jobs were added."""
         return self._size
 
-    def add(self, demand: ResourceRequest) -> None:
-        """One more lines up, last."""
-        if self._benches:
-            least = self._least()
-            self._loads[least] += self._benches[least].alone_s(demand)
-            self._benches[least].take(demand, bound=False)
+    def add(self, request: ResourceRequest) -> None:
+        """Adds one job, last."""
+        if self._plans:
+            least = self._least_loaded()
+            self._loads_s[least] += self._plans[least].alone_s(request)
+            self._plans[least].add(request, bound=False)
             self._lines[least].append(self._size)
         self._size += 1
 
-    def end_s(self, demand: ResourceRequest) -> float | None:
-        """Expected seconds until one that lined up now would complete. None while nothing was measured."""
-        if not self._benches:
+    def next_completion_s(self, request: ResourceRequest) -> float | None:
+        """Expected seconds until a job that came now would complete. None while nothing was measured."""
+        if not self._plans:
             return None
-        bench = self._benches[self._least()]
-        return bench.ends(demand)[-1] + bench.seat.fixed_s
+        plan = self._plans[self._least_loaded()]
+        return plan.completions_s(request)[-1] + plan.state.fixed_s
 
-    def least_s(self, demand: ResourceRequest) -> float | None:
-        """Seconds that it takes at the least, on the fastest worker and alone. None while that is not measured."""
-        if not self._benches or any(bench.unmeasured(demand) for bench in self._benches):
+    def least_s(self, request: ResourceRequest) -> float | None:
+        """Seconds of a job on the fastest worker and alone. None while that is not measured."""
+        if not self._plans or any(plan.unmeasured(request) for plan in self._plans):
             return None
-        return min(bench.alone_s(demand) + bench.seat.fixed_s for bench in self._benches)
+        return min(plan.alone_s(request) + plan.state.fixed_s for plan in self._plans)
 
-    def ends(self) -> list[float | None]:
-        """Expected seconds until each of those who were added completes."""
+    def completions_s(self) -> list[float | None]:
+        """Expected seconds until each of the added jobs completes."""
         ends: list[float | None] = [None] * self._size
-        for bench, line in zip(self._benches, self._lines, strict=True):
+        for plan, line in zip(self._plans, self._lines, strict=True):
             if not line:
                 continue
-            for index, end in zip(line, bench.ends()[len(bench.seat.running) :], strict=True):
-                ends[index] = end + bench.seat.fixed_s
+            for index, end_s in zip(line, plan.completions_s()[len(plan.state.running) :], strict=True):
+                ends[index] = end_s + plan.state.fixed_s
         return ends
 
-    def _least(self) -> int:
-        return self._loads.index(min(self._loads))
+    def _least_loaded(self) -> int:
+        return self._loads_s.index(min(self._loads_s))
 
 
-def estimates(demands: Iterable[ResourceRequest], seats: Sequence[WorkerState]) -> list[float | None]:
-    """Expected seconds until each of the waiting jobs completes; None while nothing was measured."""
-    prospect = QueueForecast(seats)
-    for demand in demands:
-        prospect.add(demand)
-    return prospect.ends()
+def forecast(requests: Iterable[ResourceRequest], workers: Sequence[WorkerState]) -> list[float | None]:
+    """Expected seconds until each of the pending jobs completes; None while nothing was measured."""
+    queue = QueueForecast(workers)
+    for request in requests:
+        queue.add(request)
+    return queue.completions_s()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Offer:
-    bench: _WorkerPlan
+class _Option:
+    """A job at a worker: when it would complete, and whether the worker has slack for it now."""
+
+    plan: _WorkerPlan
     completes_s: float
-    now: bool
+    has_slack: bool
 
 
 class _WorkerPlan:
-    """A worker with what it runs and what it was given or promised in this round."""
+    """A worker with what it runs, what it was given in this round, and what was planned for it."""
 
-    def __init__(self, seat: WorkerState) -> None:
-        self.seat = seat
-        self.closed = seat.closed
-        self._promised = False
-        self._planned = list(seat.running)
+    def __init__(self, state: WorkerState) -> None:
+        self.state = state
+        self.closed = state.exclusive
+        self._has_unbound = False
+        self._planned = list(state.running)
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is here, nor was promised to be."""
-        return not self._planned and not self.seat.finishing
+        """Whether nothing runs here, nor is planned."""
+        return not self._planned and not self.state.finishing
 
     @property
     def load_s(self) -> float:
         """Seconds that what is here takes, one after the other."""
-        return sum(self.alone_s(demand) for demand in self._planned)
+        return sum(self.alone_s(request) for request in self._planned)
 
-    def alone_s(self, demand: ResourceRequest) -> float:
-        """Seconds of the turns of `demand`, alone."""
-        return _turns(self.seat.times, demand.shape)(demand.rows) * demand.steps
+    def alone_s(self, request: ResourceRequest) -> float:
+        """Seconds of the turns of one job, alone."""
+        return _turn_seconds(self.state.times, request.shape)(request.rows) * request.steps
 
-    def offer(self, demand: ResourceRequest, behind: tuple[ResourceRequest, ...]) -> _Offer:
-        """When `demand` would complete here, and whether it should come now."""
-        outlook = self._outlook(demand, behind)
-        completes_s = outlook.end_s + self.seat.fixed_s
-        return _Offer(bench=self, completes_s=completes_s, now=outlook.opens and not self._promised)
+    def option(self, request: ResourceRequest, behind: tuple[ResourceRequest, ...]) -> _Option:
+        """What it would be to run a job here. Nobody overtakes a job that is planned here and not bound yet."""
+        estimate = self._estimate(request, behind)
+        completes_s = estimate.end_s + self.state.fixed_s
+        return _Option(plan=self, completes_s=completes_s, has_slack=estimate.has_slack and not self._has_unbound)
 
-    def take(self, demand: ResourceRequest, *, bound: bool) -> None:
-        """Counts a job in. Behind one that is only promised nobody is bound in this round."""
-        self._planned.append(demand)
-        self._promised = self._promised or not bound
+    def add(self, request: ResourceRequest, *, bound: bool) -> None:
+        """Counts a job in. bound: whether the worker gets it now."""
+        self._planned.append(request)
+        self._has_unbound = self._has_unbound or not bound
 
-    def unmeasured(self, demand: ResourceRequest) -> bool:
+    def unmeasured(self, request: ResourceRequest) -> bool:
         """Whether nothing is known of turns of that shape."""
-        return self.seat.times.seconds(demand.shape, demand.rows) is None
+        return self.state.times.seconds(request.shape, request.rows) is None
 
-    def ends(self, *more: ResourceRequest) -> list[float]:
+    def completions_s(self, *more: ResourceRequest) -> list[float]:
         """When each of the jobs here ends, first come first, and then each of `more`, if they came as well."""
         planned = [*self._planned, *more]
         if not planned:
             return []
         shape = planned[-1].shape
-        works, seconds = _works(planned, shape), cache(_turns(self.seat.times, shape))
+        works, seconds = _works(planned, shape), cache(_turn_seconds(self.state.times, shape))
         width = best_width(works[: 2 * _LOOK_AHEAD], seconds, max_rows=self._max_rows)
         return completion_times(works, seconds, max(1, width))
 
-    def _outlook(self, demand: ResourceRequest, behind: tuple[ResourceRequest, ...]) -> _Estimate:
-        known, taken = self.seat.outlooks, tuple(self._planned[len(self.seat.running) :])
-        look = (taken, demand, behind)
-        if look not in known:
+    def _estimate(self, request: ResourceRequest, behind: tuple[ResourceRequest, ...]) -> _Estimate:
+        known, added = self.state.estimates, tuple(self._planned[len(self.state.running) :])
+        key = (added, request, behind)
+        if key not in known:
             if len(known) >= _REMEMBERED:
                 known.clear()
-            known[look] = _outlook(self.seat.times, self._max_rows, self._planned, demand, behind)
-        return known[look]
+            known[key] = _estimate(self.state.times, self._max_rows, self._planned, request, behind)
+        return known[key]
 
     @property
     def _max_rows(self) -> int:
-        return self.seat.max_rows or 1 << 30
+        return self.state.max_rows or 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Estimate:
-    """When a job's turns would end on a worker, and whether there is a place for it in the group."""
+    """When a job's turns would end on a worker, and whether the worker's group has a place for it."""
 
     end_s: float
-    opens: bool
+    has_slack: bool
 
 
-# What was taken since the seat was made, the job in question, and those behind it.
+# What was added since the state was made, the job in question, and those behind it.
 _EstimateKey = tuple[tuple[ResourceRequest, ...], ResourceRequest, tuple[ResourceRequest, ...]]
 
 
-def _outlook(
+def _estimate(
     times: StepTimes,
     max_rows: int,
     planned: Sequence[ResourceRequest],
-    demand: ResourceRequest,
+    request: ResourceRequest,
     behind: tuple[ResourceRequest, ...],
 ) -> _Estimate:
-    seconds = cache(_turns(times, demand.shape))
-    ahead = _works(planned, demand.shape)
-    line = [*ahead, RemainingWork(rows=demand.rows, steps=demand.steps)]
-    width = best_width([*line, *_works(behind, demand.shape)], seconds, max_rows=max_rows)
-    opens = (
+    seconds = cache(_turn_seconds(times, request.shape))
+    ahead = _works(planned, request.shape)
+    line = [*ahead, RemainingWork(rows=request.rows, steps=request.steps)]
+    width = best_width([*line, *_works(behind, request.shape)], seconds, max_rows=max_rows)
+    has_slack = (
         len(ahead) < width
-        or _opening_s(ahead, seconds, width) <= _lead_s(ahead, seconds)
-        or _to_try(times, max_rows, [*planned, demand], width)
+        or _place_free_s(ahead, seconds, width) <= _lead_s(ahead, seconds)
+        or _worth_a_trial(times, max_rows, [*planned, request], width)
     )
-    return _Estimate(end_s=completion_times(line, seconds, max(1, min(width, len(line))))[-1], opens=opens)
+    return _Estimate(end_s=completion_times(line, seconds, max(1, min(width, len(line))))[-1], has_slack=has_slack)
 
 
-def _to_try(times: StepTimes, max_rows: int, demands: Sequence[ResourceRequest], width: int) -> bool:
-    """Whether the worker should have all of `demands`, to measure anew what a turn of them takes.
+def _worth_a_trial(times: StepTimes, max_rows: int, requests: Sequence[ResourceRequest], width: int) -> bool:
+    """Whether the worker should have all of `requests`, to measure anew what a turn of them takes.
 
-    Of one shape, as others share no turn. When each of them ends is still reckoned by what was measured last.
+    Of one shape, as others share no turn. When each of them ends is still estimated by what was measured last.
     """
-    if len(demands) > most_on_trial(width) or len({demand.shape for demand in demands}) > 1:
+    if len(requests) > most_on_trial(width) or len({request.shape for request in requests}) > 1:
         return False
-    rows = sum(demand.rows for demand in demands)
-    return rows <= max_rows and times.outdated(demands[0].shape, rows)
+    rows = sum(request.rows for request in requests)
+    return rows <= max_rows and times.outdated(requests[0].shape, rows)
 
 
-def _turns(times: StepTimes, shape: Shape) -> Callable[[int], float]:
+def _turn_seconds(times: StepTimes, shape: Shape) -> Callable[[int], float]:
     """Seconds of one turn of that shape, by its rows."""
 
     def seconds(rows: int) -> float:
@@ -326,34 +332,34 @@ def _turns(times: StepTimes, shape: Shape) -> Callable[[int], float]:
     return seconds
 
 
-def _works(demands: Iterable[ResourceRequest], shape: Shape) -> list[RemainingWork]:
-    """Demands as rows of one shape: a larger latent counts as more rows."""
-    return [RemainingWork(rows=_rows_as(demand, shape), steps=demand.steps) for demand in demands]
+def _works(requests: Iterable[ResourceRequest], shape: Shape) -> list[RemainingWork]:
+    """Requests as rows of one shape: a larger latent counts as more rows."""
+    return [RemainingWork(rows=_rows_as(request, shape), steps=request.steps) for request in requests]
 
 
 def _lead_s(ahead: Sequence[RemainingWork], seconds: Callable[[int], float]) -> float:
     return max(_LEAD_S, _LEAD_TURNS * seconds(sum(work.rows for work in ahead)))
 
 
-def _opening_s(ahead: Sequence[RemainingWork], seconds: Callable[[int], float], width: int) -> float:
+def _place_free_s(ahead: Sequence[RemainingWork], seconds: Callable[[int], float], width: int) -> float:
     """Seconds until fewer than `width` of `ahead` are left."""
     return sorted(completion_times(ahead, seconds, len(ahead)))[len(ahead) - width]
 
 
-def _rows_as(demand: ResourceRequest, shape: Shape) -> int:
-    area, of = demand.shape[0] * demand.shape[1], shape[0] * shape[1]
-    return max(1, round(demand.rows * area / of)) if area and of else demand.rows
+def _rows_as(request: ResourceRequest, shape: Shape) -> int:
+    area, of = request.shape[0] * request.shape[1], shape[0] * shape[1]
+    return max(1, round(request.rows * area / of)) if area and of else request.rows
 
 
-def _assignment(job: PendingJob, offer: _Offer) -> Assignment:
-    seat = offer.bench.seat
+def _assignment(job: PendingJob, option: _Option) -> Assignment:
+    state = option.plan.state
     return Assignment(
         job_id=job.job_id,
-        worker=seat.worker,
-        estimate_s=None if _unmeasured(seat) else offer.completes_s,
-        alone=offer.bench.empty,
+        worker=state.worker,
+        estimate_s=None if _unmeasured(state) else option.completes_s,
+        exclusive=option.plan.empty,
     )
 
 
-def _unmeasured(seat: WorkerState) -> bool:
-    return next(iter(seat.times.entries()), None) is None
+def _unmeasured(state: WorkerState) -> bool:
+    return next(iter(state.times.entries()), None) is None

@@ -1,7 +1,4 @@
-"""The jobs that wait for a worker, first come first served for each model, within bounds.
-
-Knows no workers; who takes a job, and when, is the scheduler's matter.
-"""
+"""The jobs that wait for a worker: a line for each model, oldest first, within bounds over all models."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from bottega.errors import QueueFull
 from bottega.gateway.clock import Clock
 from bottega.gateway.jobs.job import Job
 
-# Jobs that left, over which the rate is measured, and how old they may be; the newest few count whatever their age, as
+# Completed jobs, over which the rate is measured, and how old they may be; the newest few count whatever their age, as
 # where a picture takes minutes.
 _RATE_JOBS, _LEAST_RATE_JOBS = 32, 4
 _RATE_WINDOW_S = 60.0
@@ -31,7 +28,7 @@ class JobQueue:
         self._budget_bytes = budget_bytes
         self._clock = clock
         self._lines: dict[str, deque[Job]] = {}
-        self._left: deque[float] = deque(maxlen=_RATE_JOBS)
+        self._completed_at: deque[float] = deque(maxlen=_RATE_JOBS)
         self._waited_for_since = clock.monotonic()
         self._bytes: dict[str, int] = {}
         self._reserved: dict[str, int] = {}
@@ -84,9 +81,9 @@ class JobQueue:
         """Jobs that wait for a model, first come first. Not to be changed."""
         return self._lines.get(model) or deque()
 
-    def one_done(self) -> None:
-        """Says that a job was drawn, for the measured rate."""
-        self._left.append(self._clock.monotonic())
+    def count_completed(self) -> None:
+        """Counts a job that was drawn, for the measured rate."""
+        self._completed_at.append(self._clock.monotonic())
 
     def retry_after_s(self) -> float:
         """Seconds until about a tenth of the queue will have been drawn, by the measured rate.
@@ -96,22 +93,22 @@ class JobQueue:
         return random.uniform(1.0, _SPREAD) * self._due_s()
 
     def _skip_idleness(self) -> None:
-        """Somebody waits again. A long time in which nobody did is no time that pictures took."""
+        """Jobs wait again: a long time in which none did does not count for the rate."""
         now = self._waited_for_since = self._clock.monotonic()
-        idle_s = now - self._left[-1] if self._left else 0.0
+        idle_s = now - self._completed_at[-1] if self._completed_at else 0.0
         if idle_s > _RATE_WINDOW_S:
-            self._left = deque((at + idle_s for at in self._left), maxlen=_RATE_JOBS)
+            self._completed_at = deque((at + idle_s for at in self._completed_at), maxlen=_RATE_JOBS)
 
     def _due_s(self) -> float:
-        if len(self._left) < 2:
+        if len(self._completed_at) < 2:
             return _MIN_RETRY_S * 4
         return min(max(max(1.0, _RETRY_SHARE * len(self)) / self._rate(), _MIN_RETRY_S), _MAX_RETRY_S)
 
     def _rate(self) -> float:
         """Jobs drawn a second: as they came, and no more than there would be if the next one came now."""
         now = self._clock.monotonic()
-        recent = sum(at > now - _RATE_WINDOW_S for at in self._left)
-        ends = list(self._left)[-max(recent, _LEAST_RATE_JOBS) :]
+        recent = sum(at > now - _RATE_WINDOW_S for at in self._completed_at)
+        ends = list(self._completed_at)[-max(recent, _LEAST_RATE_JOBS) :]
         took_s = ends[-1] - ends[0]
         # That nothing came while nobody waited says nothing.
         silent_s = now - max(ends[-1], self._waited_for_since)

@@ -1,8 +1,8 @@
-"""After a restart of the gateway: brings jobs that were running back together with the workers that still have them.
+"""After a restart of the gateway: jobs that were running go on at the workers that still have their attempts.
 
-Such a job is held for a moment, so that its worker can come back. Every worker that joins is asked what it has: what
-counts goes on there, the rest is stopped. Who is not claimed in time lines up again, before the others; a worker that
-comes later than that still brings it along, unless it was begun anew. Knows no wire.
+Such a job is held for a moment, so that its worker can come back. Every worker that joins is asked for its attempts:
+those that count go on, the others are stopped. A job that nobody claimed in time is queued again, before the others; a
+worker that comes later still brings its attempt along, unless another one was started.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.scheduling.queue import JobQueue
-from bottega.v1 import image_pb2, worker_pb2
+from bottega.gateway.scheduling.scheduler import Scheduler
+from bottega.v1 import worker_pb2
+from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 
 # Later than this, the hold was over while this process was stopped itself, and no worker could come.
 _LATE_S = 0.5
@@ -25,30 +27,27 @@ _LATE_S = 0.5
 _log = logging.getLogger(__name__)
 
 
-def _ignore(_: Member) -> None:
-    """For a worker that has been seen to."""
-
-
 class AttemptRecovery:
-    """hold_s: how long a job waits for its worker. unclaimed: told of those that nobody claimed, the oldest last."""
+    """hold_s: how long a job waits for its worker. requeue: called with those that nobody claimed, the oldest last."""
 
     def __init__(
         self,
         *,
         dispatcher: Dispatcher,
+        scheduler: Scheduler,
         queue: JobQueue,
-        log: JobRepository,
+        jobs: JobRepository,
         hold_s: float,
-        unclaimed: Callable[[Job], None],
+        requeue: Callable[[Job], None],
     ) -> None:
         self._dispatcher = dispatcher
+        self._scheduler = scheduler
         self._queue = queue
-        self._jobs = log
+        self._jobs = jobs
         self._hold_s = hold_s
-        self._unclaimed = unclaimed
+        self._requeue = requeue
         self._held: dict[str, Job] = {}
-        self._late: dict[Job, int] = {}  # lined up again, by the attempt that nobody had claimed
-        self._silent: set[Member] = set()
+        self._unclaimed: dict[Job, int] = {}  # queued again, by the attempt that nobody had claimed
         self._expiry: asyncio.TimerHandle | None = None
         self._asking: set[asyncio.Task[None]] = set()
 
@@ -58,77 +57,74 @@ class AttemptRecovery:
         if self._held:
             self._expire_later()
 
-    def holds(self, job: Job) -> bool:
+    def is_held(self, job: Job) -> bool:
         """Whether the job waits for its worker."""
         return job.job_id in self._held
 
-    def let_go(self, job: Job) -> None:
+    def release(self, job: Job) -> None:
         """The job has ended some other way."""
         self._held.pop(job.job_id, None)
 
-    def ask(self, member: Member, *, then: Callable[[Member], None]) -> None:
-        """Asks a worker that has joined what it has. then: called with it, after that where it may matter."""
-        self._late = {job: number for job, number in self._late.items() if self._is_late(job)}
-        matters = bool(self._held or self._late)
-        if matters:
-            self._silent.add(member)
+    def add_worker(self, member: Member) -> None:
+        """A worker has joined: asks it for its attempts, and has it get jobs; after that where it may matter."""
+        self._unclaimed = {job: number for job, number in self._unclaimed.items() if self._is_unclaimed(job)}
+        hold_back = bool(self._held or self._unclaimed)
+        if hold_back:
+            self._scheduler.hold_back(member)
         else:
-            then(member)
-        task = asyncio.create_task(self._ask(member, then if matters else _ignore))
+            self._scheduler.add_worker(member)
+        task = asyncio.create_task(self._ask(member, held_back=hold_back))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
-
-    def awaits(self, member: Member) -> bool:
-        """Whether it may matter what a worker will say that it has: until then it is given nothing."""
-        return member in self._silent
 
     async def close(self) -> None:
         """Holds and asks no more."""
         self._held.clear()
-        self._late.clear()
+        self._unclaimed.clear()
         if self._expiry is not None:
             self._expiry.cancel()
         for task in self._asking:
             task.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)
 
-    async def _ask(self, member: Member, then: Callable[[Member], None]) -> None:
+    async def _ask(self, member: Member, *, held_back: bool) -> None:
         if not self._jobs.restored:
-            return  # everybody is asked when they are
+            return  # every worker is asked when they are
         try:
-            await self._hear(member)
+            await self._claim_all(member)
         finally:
-            self._silent.discard(member)
-        then(member)
+            self._scheduler.stop_holding_back(member)
+        if held_back:
+            self._scheduler.add_worker(member)
 
-    async def _hear(self, member: Member) -> None:
+    async def _claim_all(self, member: Member) -> None:
         try:
-            summaries = await self._dispatcher.attempts_at(member)
-            for summary in summaries if self._dispatcher.reaches(member) else ():
-                self._look(member, summary.attempt)
+            summaries = await self._dispatcher.list_attempts(member)
+            for summary in summaries if self._dispatcher.is_connected(member) else ():
+                self._claim(member, summary.attempt)
         except BottegaError as error:
             _log.warning("a worker does not say what it has", extra={"member": member.name, "text": error.message})
 
-    def _look(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
+    def _claim(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
         job = self._jobs.find_live(attempt.job_id)
-        if job is not None and self._may_take(job, attempt.number) and job.adopt_attempt(member.name, attempt.number):
-            self.let_go(job)
+        if job is not None and self._counts(job, attempt.number) and job.adopt_attempt(member.name, attempt.number):
+            self.release(job)
             self._queue.remove(job)
             _log.info("attempt adopted", extra={"job_id": job.job_id, "request_id": job.log_id, "worker": job.worker})
-            self._dispatcher.adopt(job, member)
+            self._dispatcher.adopt_attempt(job, member)
             self._jobs.save(job)
         elif job is None or not job.open or job.number != attempt.number:
             self._dispatcher.stop_attempt(member, attempt)
 
-    def _may_take(self, job: Job, number: int) -> bool:
+    def _counts(self, job: Job, number: int) -> bool:
         """A later number than is known is an attempt that began when that could not be written any more."""
-        if self.holds(job):
+        if self.is_held(job):
             return True
-        return job.state == image_pb2.JOB_STATE_QUEUED and (number > job.number or self._is_late(job))
+        return job.state == JOB_STATE_QUEUED and (number > job.number or self._is_unclaimed(job))
 
-    def _is_late(self, job: Job) -> bool:
-        """Whether the job was held, lined up again, and has not been begun since."""
-        return job.open and job.state == image_pb2.JOB_STATE_QUEUED and self._late.get(job) == job.number
+    def _is_unclaimed(self, job: Job) -> bool:
+        """Whether the job was held and queued again, and no attempt at it has started since."""
+        return job.open and job.state == JOB_STATE_QUEUED and self._unclaimed.get(job) == job.number
 
     def _expire_later(self) -> None:
         loop = asyncio.get_running_loop()
@@ -141,5 +137,5 @@ class AttemptRecovery:
         held, self._held = list(self._held.values()), {}
         for job in reversed(held):
             if job.requeue_returned(job.number):
-                self._late[job] = job.number
-                self._unclaimed(job)
+                self._unclaimed[job] = job.number
+                self._requeue(job)

@@ -215,5 +215,5 @@ async def test_a_full_fleet_takes_no_newcomer_and_says_why() -> None:
 
 
 def _hosts(house: Running) -> list[tuple[object, controlnet_pb2.HostedControlNet]]:
-    fleet = house.gateway._foreman._fleet
+    fleet = house.gateway._controller._fleet
     return list(fleet.hosting.hosts("edges", ""))

@@ -208,7 +208,7 @@ async def test_a_worker_that_joins_is_freed_of_what_counts_no_more() -> None:
 
 def _as_at_a_crash(house: Running) -> None:
     """The gateway will not be there to hear that callers have gone."""
-    house.gateway._foreman.abandon = lambda job, why="": None  # type: ignore[method-assign]
+    house.gateway._controller.abandon = lambda job, why="": None  # type: ignore[method-assign]
 
 
 async def test_who_gave_no_request_id_is_drawn_nothing_after_a_crash(tmp_path: Path) -> None:
@@ -493,9 +493,9 @@ async def test_a_gateway_that_cannot_look_after_its_queue_does_not_say_that_it_s
         await house.worker()
         stranger = sample_job()
         stranger.spec.model = stranger.bare.model = "miniature"
-        house.gateway._foreman._queue.add(stranger)  # nobody knows of it, which is a fault of ours
+        house.gateway._controller.queue.add(stranger)  # nobody knows of it, which is a fault of ours
         await _serves(house.channel, False)
-        house.gateway._foreman._queue.remove(stranger)
+        house.gateway._controller.queue.remove(stranger)
         await _serves(house.channel, True)
 
 

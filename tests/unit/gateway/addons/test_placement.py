@@ -25,7 +25,7 @@ QUEUED, RUNNING = image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING
 async def shop() -> AsyncIterator[Shop]:
     shop = Shop()
     yield shop
-    await shop.foreman.stop()
+    await shop.controller.stop()
 
 
 def _server(shop: Shop, *nets: HostedControlNet, name: str = "s1") -> Member:
@@ -108,11 +108,11 @@ async def test_what_was_given_out_counts_before_it_is_reported_and_not_after_the
     await shop.complete(one)
     third = shop.take(_job(shop, "edges"))
     assert third.servers == one.servers
-    assert shop.placement._sessions.total() == 2
+    assert shop.controlnets._sessions.total() == 2
     for job in (other, third):
         await shop.complete(job)
-    assert not shop.placement._sessions
-    assert not shop.placement._given
+    assert not shop.controlnets._sessions
+    assert not shop.controlnets._given
 
 
 async def test_jobs_that_come_together_agree_on_the_server_that_loads_for_the_first_of_them(shop: Shop) -> None:
@@ -124,7 +124,7 @@ async def test_jobs_that_come_together_agree_on_the_server_that_loads_for_the_fi
     assert len({job.servers for job in jobs}) == 1, "or each of them would load it"
     for job in jobs:
         await shop.complete(job)
-    assert not shop.placement._nets
+    assert not shop.controlnets._nets
 
 
 async def test_sessions_that_a_server_reports_count_whoever_opened_them(shop: Shop) -> None:
@@ -158,7 +158,7 @@ async def test_a_job_that_waits_in_vain_for_its_controlnet_fails_after_the_grace
     late = _server(shop, net("edges"), name="s2")
     shop.fleet.leave(late, late.stream)
     job = shop.take(_job(shop, "edges"))
-    shop.foreman.start()
+    shop.controller.start()
     await asyncio.sleep(1.2)
     assert job.state == QUEUED
     shop.time.now += 31
@@ -174,7 +174,7 @@ async def test_a_server_that_stops_gets_no_new_sessions(shop: Shop) -> None:
     shop.fleet.report(member, load(net("edges"), draining=True))
     job = shop.take(_job(shop, "edges"))
     assert job.state == QUEUED
-    assert shop.placement.missing(job) is None
+    assert shop.controlnets.unavailable(job) is None
 
 
 async def test_an_attempt_that_reaches_no_server_is_taken_up_where_it_was_and_the_worker_is_not_blamed(
@@ -234,12 +234,12 @@ async def test_an_attempt_that_is_adopted_before_its_server_is_back_keeps_its_ch
     shop.worker()
     _server(shop, net("edges"))
     assert shop.take(_job(shop, "edges")).state == RUNNING
-    await shop.foreman.stop()
+    await shop.controller.stop()
     shop.open()
     worker = shop.worker()
     job = next(shop.log.live())
     assert job.adopt_attempt(worker.name, job.number)
-    shop.dispatcher.adopt(job, worker)
+    shop.dispatcher.adopt_attempt(job, worker)
     assert _told(shop, job) == [("", [])]
     job.set_checkpoint(job.number, JobCheckpoint(steps_done=4, data=b"4"))
     _server(shop, net("edges"))
@@ -260,7 +260,7 @@ async def test_a_queue_of_jobs_whose_controlnet_is_away_costs_little(shop: Shop)
     shop.fleet.leave(member, member.stream)
     began = time.thread_time()
     for _ in range(20):
-        shop.foreman._matching.at_once("m")
+        shop.controller._scheduler.schedule("m")
     assert (time.thread_time() - began) / 20 < 0.002
 
 
@@ -308,7 +308,7 @@ async def test_a_server_that_does_not_answer_is_asked_again_and_holds_up_nothing
     shop.servers["127.0.0.1:101"] = fake = _failing()
     job = shop.take(_job(shop, "edges"))
     assert job.state == QUEUED
-    shop.foreman.start()
+    shop.controller.start()
     await asyncio.sleep(1.3)
     assert len(fake.prefetched) >= 2
     assert _prefetches(shop, "failed")
@@ -332,7 +332,7 @@ async def test_a_fault_while_controlnets_are_prefetched_is_logged_and_the_server
     shop.take(_job(shop, "edges"))
     await asyncio.sleep(0)
     fake.failure = None
-    shop.foreman.start()
+    shop.controller.start()
     async with asyncio.timeout(5):
         while not _prefetches(shop, "asked"):  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.01)

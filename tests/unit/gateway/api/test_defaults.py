@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from bottega import rules
+from bottega.gateway.addons.loras.addon import ResolvedLoras
 from bottega.gateway.api import defaults
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Lora, Techniques
 from bottega.v1.lora_pb2 import LoraBound, StoredLora
+from tests.samples.addons import sample_addons
 
 MODEL = image_pb2.Model(
     name="m",
@@ -19,6 +21,10 @@ MODEL = image_pb2.Model(
     default_sampler=generation_pb2.SAMPLER_DDIM,
     vae_scale_factor=4,
 )
+
+
+def _resolved(*stored: StoredLora) -> list[ResolvedLoras]:
+    return [ResolvedLoras(stored=stored)]
 
 
 def test_every_default_is_filled_in() -> None:
@@ -104,7 +110,7 @@ def test_a_lora_may_be_late_for_a_share_of_the_steps_that_are_made(
 ) -> None:
     named = GenerationSpec(loras=[Lora(name="ink")])
     named.MergeFrom(spec)
-    full = defaults.complete(named, MODEL, [StoredLora(name="ink", digest="a" * 64, bounds=bounds)])
+    full = defaults.complete(named, MODEL, _resolved(StoredLora(name="ink", digest="a" * 64, bounds=bounds)))
     assert full.loras[0].max_step == most
 
 
@@ -132,17 +138,17 @@ def test_an_exact_that_nobody_asked_for_gives_way_to_a_step_that_is_told(
 ) -> None:
     """And what is drawn says so: asked for by its own words again, it is no contradiction."""
     stored = StoredLora(name="ink", digest="a" * 64)
-    full = defaults.complete(spec, MODEL, [stored, stored])
+    full = defaults.complete(spec, MODEL, _resolved(stored, stored))
     assert full.fidelity == (_EXACT if spec.HasField("seed") or spec.fidelity else _BALANCED)
     assert full.loras[0].max_step == spec.loras[0].max_step
     techniques = full.techniques
     assert (techniques.bounded_lora_loading if techniques.HasField("bounded_lora_loading") else None) == switch
     assert list(rules.check_lateness(full)) == []
-    assert defaults.complete(full, MODEL, [stored, stored]) == full
-    assert defaults.as_before(spec, full) == full
+    assert defaults.complete(full, MODEL, _resolved(stored, stored)) == full
+    assert defaults.as_before(spec, full, sample_addons()) == full
 
 
 def test_of_loras_for_which_nothing_is_told_an_exact_request_still_waits() -> None:
     stored = StoredLora(name="ink", digest="a" * 64)
     spec = GenerationSpec(seed=1, loras=[Lora(name="ink", max_step=9), Lora(name="ink")])
-    assert [lora.max_step for lora in defaults.complete(spec, MODEL, [stored, stored]).loras] == [9, 0]
+    assert [lora.max_step for lora in defaults.complete(spec, MODEL, _resolved(stored, stored)).loras] == [9, 0]

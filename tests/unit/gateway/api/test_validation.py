@@ -11,6 +11,7 @@ from bottega.errors import FieldNotServed, InvalidRequest
 from bottega.gateway.api import validation
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
+from tests.samples.addons import sample_addons
 
 MODEL = image_pb2.Model(
     name="m",
@@ -23,10 +24,11 @@ MODEL = image_pb2.Model(
 )
 NAN, INF = float("nan"), float("inf")
 PNG = b"as good as an image"
+ADDONS = sample_addons()
 
 
 def _fields(spec: GenerationSpec, model: image_pb2.Model = MODEL) -> list[str]:
-    found = [*validation.check_spec(spec, max_image_bytes=100), *validation.check_model(spec, model)]
+    found = [*validation.check_spec(spec, ADDONS, max_image_bytes=100), *validation.check_model(spec, model, ADDONS)]
     return [violation.field.removeprefix("spec.") for violation in found]
 
 
@@ -240,7 +242,7 @@ def test_a_request_that_waits_for_its_loras_and_lets_them_be_late_is_refused_in_
     words: dict[str, Any], seed: dict[str, Any], refused: str
 ) -> None:
     late = GenerationSpec(loras=[Lora(name="ink", max_step=0), Lora(name="wash", max_step=1)], **words, **seed)
-    found = list(validation.check_spec(late, max_image_bytes=100))
+    found = list(validation.check_spec(late, ADDONS, max_image_bytes=100))
     assert [violation.field for violation in found] == (["spec.loras[1].max_step"] if refused else [])
     assert all(refused in violation.description for violation in found)
     for lora in late.loras:
@@ -252,7 +254,7 @@ def test_all_violations_come_at_once() -> None:
     spec = GenerationSpec(width=7, height=-1, num_images=0, guidance_scale=NAN, sampler=99, strength=0.5)  # type: ignore[arg-type]
     assert set(_fields(spec)) == {"width", "height", "num_images", "guidance_scale", "sampler", "strength"}
     with pytest.raises(InvalidRequest) as caught:
-        rules.refuse(list(validation.check_spec(spec, max_image_bytes=100)))
+        rules.refuse(list(validation.check_spec(spec, ADDONS, max_image_bytes=100)))
     assert len(caught.value.violations) == 5
     assert "and 4 more" in caught.value.message
 

@@ -107,7 +107,7 @@ def test_a_host_that_joins_and_leaves_again_and_again_never_has_more_than_its_sh
             gate.time.now += 10 / BOUNDS.joins_per_s
             gate.fleet.expire()
             gate.join(f"s{number}", port=100 + number)
-    gate.fleet.forgive()
+    gate.fleet.renew_leases()
     gate.flood(2 * share, lambda n: gate.join(f"s{n}", port=100 + n))  # all of them were members
     assert len(gate.fleet.members()) <= 0.75 * BOUNDS.max_members
     assert gate.join("other", host="10.0.0.2").connected

@@ -39,7 +39,7 @@ class Watcher:
 def _fleet() -> tuple[Fleet, Watcher]:
     watcher = Watcher()
     fleet = Fleet(lease_s=1.5, model_grace_s=30, bounds=bounds(4), clock=watcher.clock())
-    fleet.observer = watcher
+    fleet.subscribe(watcher)
     return fleet, watcher
 
 
@@ -70,7 +70,7 @@ def test_a_gateway_that_was_late_itself_declares_nobody_dead() -> None:
     fleet, watcher = _fleet()
     fleet.join(_worker())
     watcher.now += 60
-    fleet.forgive()
+    fleet.renew_leases()
     fleet.expire()
     assert len(fleet.members()) == 1
 

@@ -32,7 +32,7 @@ from tests.support.job_store_backends import queued
 async def shop() -> AsyncIterator[Shop]:
     shop = Shop()
     yield shop
-    await shop.foreman.stop()
+    await shop.controller.stop()
 
 
 def _calling_takes(shop: Shop, seconds: float) -> None:
@@ -91,13 +91,11 @@ async def test_progress_of_many_workers_costs_no_look_at_all_of_them_each_time(s
     running = [shop.submit() for _ in range(64)]
     for _ in range(20):
         shop.submit()
-    observer = shop.dispatcher.observer
-    assert observer is not None
     began = time.thread_time()
     for steps_done in range(1, 6):
         for job in running:
             job.set_steps_done(1, steps_done)
-            observer.attempt_advanced(job)
+            shop.controller.attempt_advanced(job)
     assert (time.thread_time() - began) / (5 * 64) < 0.0001
 
 
@@ -120,7 +118,7 @@ async def test_old_step_times_are_not_kept_alive(shop: Shop) -> None:
         shop.submit()
     old = weakref.ref(member.times)
     shop.report(member)
-    shop.foreman.start()
+    shop.controller.start()
     await asyncio.sleep(1.2)  # those who wait have been told how it looks now
     gc.collect()
     assert old() is None
@@ -133,7 +131,7 @@ async def test_of_an_attempt_that_was_stopped_nothing_waits_for_the_collector(sh
     gc.collect()
     gc.disable()  # what waits for it is kept
     try:
-        shop.foreman.cancel(job)
+        shop.controller.cancel(job)
         await asyncio.sleep(0.05)
         assert not [kept for kept in gc.get_objects() if type(kept).__name__ == "_Attempt"]
     finally:
@@ -156,7 +154,7 @@ async def test_a_job_whose_caller_goes_is_cancelled_before_its_deadline_and_fail
         job.deadline = shop.time.now + 2
         shop.take(job)
         shop.time.now += after_s
-        shop.foreman.abandon(job)
+        shop.controller.abandon(job)
         await asyncio.wait_for(job.ended.wait(), 1)
         assert job.state == state
 
@@ -169,37 +167,37 @@ def _due(shop: Shop, in_s: float) -> Job:
 
 async def test_a_job_that_cannot_end_before_its_deadline_is_refused_with_the_estimate(shop: Shop) -> None:
     shop.worker()  # .1 s a turn, ten of them
-    shop.foreman.refuse_unmeetable(_due(shop, 1.1))
+    shop.controller.check_deadline(_due(shop, 1.1))
     with pytest.raises(DeadlineUnmeetable) as refused:
-        shop.foreman.refuse_unmeetable(_due(shop, 0.8))
+        shop.controller.check_deadline(_due(shop, 0.8))
     assert float(refused.value.metadata["estimate_s"]) == pytest.approx(1.0)
     assert refused.value.retry_after_s is None  # alone it would be too late as well
     for _ in range(3):
         shop.submit()
     shop.time.now += 0.1
     with pytest.raises(DeadlineUnmeetable) as refused:
-        shop.foreman.refuse_unmeetable(_due(shop, 3.0))
+        shop.controller.check_deadline(_due(shop, 3.0))
     assert float(refused.value.metadata["estimate_s"]) == pytest.approx(4.0)
     assert refused.value.retry_after_s
     with pytest.raises(DeadlineUnmeetable):
-        shop.foreman.refuse_unmeetable(_due(shop, 4.6))  # nothing to spare, behind others
-    shop.foreman.refuse_unmeetable(_due(shop, 6.0))
+        shop.controller.check_deadline(_due(shop, 4.6))  # nothing to spare, behind others
+    shop.controller.check_deadline(_due(shop, 6.0))
 
 
 async def test_nobody_is_refused_for_those_who_have_gone(shop: Shop) -> None:
     shop.worker()
     jobs = [shop.submit() for _ in range(3)]
     for job in jobs:
-        shop.foreman.cancel(job)
+        shop.controller.cancel(job)
     shop.time.now += 0.1
-    shop.foreman.refuse_unmeetable(_due(shop, 1.2))
+    shop.controller.check_deadline(_due(shop, 1.2))
 
 
 async def test_nobody_is_refused_while_nothing_was_measured(shop: Shop) -> None:
-    shop.foreman.refuse_unmeetable(_due(shop, 0.1))
+    shop.controller.check_deadline(_due(shop, 0.1))
     shop.fleet.report(shop.worker(), fleet_pb2.Load())
     shop.time.now += 1
-    shop.foreman.refuse_unmeetable(_due(shop, 0.1))
+    shop.controller.check_deadline(_due(shop, 0.1))
 
 
 async def test_a_job_that_waits_too_long_to_be_done_in_time_is_dropped_before_its_deadline(shop: Shop) -> None:
@@ -207,7 +205,7 @@ async def test_a_job_that_waits_too_long_to_be_done_in_time_is_dropped_before_it
     runs = shop.submit()
     late, other = _due(shop, 5.0), shop.submit()
     shop.take(late)
-    shop.foreman.start()
+    shop.controller.start()
     shop.time.now += 4.3
     shop.report(shop.member("w1"))
     await asyncio.wait_for(late.ended.wait(), 3)
@@ -245,7 +243,7 @@ async def test_workers_that_stop_or_are_full_are_not_counted_as_lost_with_a_job(
     await shop.fail(job, WorkerLost("cut off"))
     assert (job.state, job.attempts) == (image_pb2.JOB_STATE_FAILED, 7)
     assert isinstance(job.error, WorkerLost)
-    await shop.foreman.stop()
+    await shop.controller.stop()
 
 
 def _near_its_last_attempt(shop: Shop) -> Job:
@@ -266,7 +264,7 @@ async def test_the_count_of_attempts_never_runs_into_that_of_lives(error: Botteg
     await asyncio.wait_for(job.ended.wait(), 2)
     assert isinstance(job.error, WorkerLost)
     assert job.error.message == "4095 attempts at this job came to nothing"
-    await shop.foreman.stop()
+    await shop.controller.stop()
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["unclaimed", "in the queue"])
@@ -274,14 +272,14 @@ async def test_a_restart_gives_no_job_more_attempts_than_there_are_numbers(lost:
     shop = Shop(max_attempts=MOST_ATTEMPTS, hold_s=0.01)
     job = _near_its_last_attempt(shop)
     shop.worker()
-    await shop.foreman.stop()
+    await shop.controller.stop()
     if lost:  # and the gateway died before it could write what follows from that
         assert await shop.storehouse.jobs.update(job.job_id, queued(job.number, deaths=0))
     shop.open()
     (again,) = shop.log.live()
     await asyncio.wait_for(again.ended.wait(), 2)
     assert (again.state, again.number) == (image_pb2.JOB_STATE_FAILED, (2 << 12) - 1)
-    await shop.foreman.stop()
+    await shop.controller.stop()
 
 
 async def test_a_gateway_that_was_stopped_itself_waits_for_the_workers_of_its_jobs_once_more() -> None:
@@ -289,7 +287,7 @@ async def test_a_gateway_that_was_stopped_itself_waits_for_the_workers_of_its_jo
     shop.worker()
     job = shop.submit()
     assert job.state == image_pb2.JOB_STATE_RUNNING
-    await shop.foreman.stop()
+    await shop.controller.stop()
     shop.open()
     (held,) = shop.log.live()
     time.sleep(0.8)  # noqa: ASYNC251 - as SIGSTOP does: no worker could come meanwhile
@@ -299,7 +297,7 @@ async def test_a_gateway_that_was_stopped_itself_waits_for_the_workers_of_its_jo
         while held.state == image_pb2.JOB_STATE_RUNNING:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.01)
     assert held.state == image_pb2.JOB_STATE_QUEUED
-    await shop.foreman.stop()
+    await shop.controller.stop()
 
 
 async def test_a_gateway_that_was_stopped_between_two_looks_ends_no_lease(shop: Shop) -> None:
@@ -311,8 +309,8 @@ async def test_a_gateway_that_was_stopped_between_two_looks_ends_no_lease(shop: 
             shop.time.now += 60  # wherever in the look that happens
 
     shop.worker()
-    shop.foreman._rounds._look_after_queue = stopped_in_it  # type: ignore[method-assign]
-    shop.foreman.start()
+    shop.controller._periodic._check_queue = stopped_in_it  # type: ignore[method-assign]
+    shop.controller.start()
     async with asyncio.timeout(5):
         while len(looks) < 2:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.01)
@@ -327,14 +325,14 @@ async def test_telling_a_long_queue_where_it_stands_keeps_no_silent_worker_in_th
         await asyncio.Event().wait()
 
     shop.worker()
-    shop.foreman._standings.tell_all = without_end  # type: ignore[method-assign]
-    shop.foreman.start()
+    shop.controller._estimates.publish_all = without_end  # type: ignore[method-assign]
+    shop.controller.start()
     await asyncio.wait_for(entered.wait(), 5)
     async with asyncio.timeout(30):
         while shop.fleet.members():
             shop.time.now += 0.05
             await asyncio.sleep(0.05)
-    await shop.foreman.stop()
+    await shop.controller.stop()
 
 
 async def test_a_poisonous_job_fails_alone_and_none_of_its_neighbours(shop: Shop) -> None:
@@ -410,14 +408,14 @@ async def test_a_fault_while_the_queue_is_looked_after_is_logged_told_and_ends_n
     shop.worker()
     stranger = sample_job(shop.time)
     shop.queue.add(stranger)  # nobody knows of it, which is a fault of ours
-    shop.foreman.start()
+    shop.controller.start()
     async with asyncio.timeout(5):
-        while shop.foreman.sound:  # noqa: ASYNC110 - it has no event
+        while shop.controller.healthy:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.01)
     assert [line.exc_info is not None for line in caplog.records if line.levelname == "ERROR"] == [True] * 3
     shop.queue.remove(stranger)
     async with asyncio.timeout(5):
-        while shop.fleet.members() or not shop.foreman.sound:
+        while shop.fleet.members() or not shop.controller.healthy:
             shop.time.now += 0.2  # its lease ends, and the faults are long ago
             await asyncio.sleep(0.01)
 

@@ -450,7 +450,7 @@ class Lifecycle(RuleBasedStateMachine):
     def restart_gateway(self, noticed: bool) -> None:
         """It dies and comes back; workers go on, and join again now or later."""
         self._count_told()
-        self.do(self.wire.foreman.stop())
+        self.do(self.wire.controller.stop())
         self.wire.calls.clear()
         self.wire.cancels.clear()
         self.do(self._call(self.wire.open))
@@ -490,7 +490,7 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(place=places)
     def cancel(self, place: int) -> None:
         if self.jobs and place < 10 and self.wire.log.restored:
-            self.do(self._call(self.wire.foreman.cancel, self.jobs[place % len(self.jobs)]))
+            self.do(self._call(self.wire.controller.cancel, self.jobs[place % len(self.jobs)]))
 
     @rule(place=places, back=st.integers(0, 3), steps=st.integers(1, STEPS - 1))
     def checkpoint(self, place: int, back: int, steps: int) -> None:
@@ -506,8 +506,7 @@ class Lifecycle(RuleBasedStateMachine):
         if not self.jobs:
             return
         job = self.jobs[place % len(self.jobs)]
-        number, observer = job.number - back, self.wire.dispatcher.observer
-        assert observer is not None
+        number, observer = job.number - back, self.wire.controller
 
         def answer() -> None:
             before = _all_of(job)
@@ -549,7 +548,7 @@ class Lifecycle(RuleBasedStateMachine):
 
     @invariant()
     def what_is_given_to_servers_is_at_workers(self) -> None:
-        placement = self.wire.placement
+        placement = self.wire.controlnets
         assert placement._given.keys() == {
             job.job_id for job in self.jobs if job.controlnets and job.job_id in self.wire.dispatcher._attempts
         }
@@ -581,7 +580,7 @@ class Lifecycle(RuleBasedStateMachine):
                 self._check_end(job)
             self.an_end_is_an_end()
         finally:
-            self.do(self.wire.foreman.stop())
+            self.do(self.wire.controller.stop())
             self.do(self._drop_followers())
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.close()
@@ -637,7 +636,7 @@ class Lifecycle(RuleBasedStateMachine):
         job = await self.wire.log.get(job_id)
         if job.live:
             with pytest.raises(StorageUnavailable):
-                await self.wire.foreman.cancel_for_good(job)
+                await self.wire.controller.cancel_durably(job)
 
     async def _boot(self, name: str) -> None:
         self.pass_time()

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from bottega.gateway.scheduling.policy import PendingJob, ResourceRequest, WorkerState, assign, estimates
+from bottega.gateway.scheduling.policy import PendingJob, ResourceRequest, WorkerState, assign, forecast
 from bottega.planning import StepTimes
 
 SHAPE = (16, 16)
@@ -31,7 +31,7 @@ def _demand(steps: int = 30, rows: int = 2) -> ResourceRequest:
 
 
 def _line(count: int, **kwargs: int) -> list[PendingJob]:
-    return [PendingJob(job_id=f"j{i}", demand=_demand(**kwargs)) for i in range(count)]
+    return [PendingJob(job_id=f"j{i}", request=_demand(**kwargs)) for i in range(count)]
 
 
 def _pairs(waiting: list[PendingJob], seats: list[WorkerState]) -> list[tuple[str, str]]:
@@ -93,20 +93,20 @@ def test_a_job_is_bound_while_the_last_turn_of_the_one_before_runs() -> None:
 
 
 def test_the_worker_that_was_lost_with_a_job_does_not_get_it() -> None:
-    job = PendingJob(job_id="j0", demand=_demand(), avoid="w1")
+    job = PendingJob(job_id="j0", request=_demand(), avoid="w1")
     assert _pairs([job], [_seat("w1"), _seat("w2", times=_times(0, 5))]) == [("j0", "w2")]
-    other = PendingJob(job_id="j1", demand=_demand())
+    other = PendingJob(job_id="j1", request=_demand())
     assert _pairs([job, other], [_seat("w1")]) == [("j1", "w1")]
 
 
 def _suspects(count: int, *, avoid: str = "") -> list[PendingJob]:
-    return [PendingJob(job_id=f"s{i}", demand=_demand(), avoid=avoid, alone=True) for i in range(count)]
+    return [PendingJob(job_id=f"s{i}", request=_demand(), avoid=avoid, exclusive=True) for i in range(count)]
 
 
 def test_a_suspect_takes_an_idle_worker_and_nobody_joins_it() -> None:
     waiting = [*_suspects(2), *_line(2)]
     assert _pairs(waiting, [_seat("w1", times=GAINING)]) == [("s0", "w1")]
-    assert _pairs(waiting, [replace(_seat("w1", _demand(20), times=GAINING), closed=True)]) == []
+    assert _pairs(waiting, [replace(_seat("w1", _demand(20), times=GAINING), exclusive=True)]) == []
 
 
 def test_a_suspect_does_not_join_a_group_nor_one_that_is_finishing() -> None:
@@ -117,7 +117,7 @@ def test_a_suspect_does_not_join_a_group_nor_one_that_is_finishing() -> None:
 def test_one_worker_is_cleared_for_suspects_and_the_others_go_on() -> None:
     busy = [_seat("w1", _demand(20), times=GAINING), _seat("w2", _demand(2), times=GAINING)]
     assert _pairs([*_suspects(2), *_line(2)], busy) == [("j0", "w1"), ("j1", "w1")]
-    alone = [_seat("w1", _demand(20), times=GAINING), replace(_seat("w2", _demand(2), times=GAINING), closed=True)]
+    alone = [_seat("w1", _demand(20), times=GAINING), replace(_seat("w2", _demand(2), times=GAINING), exclusive=True)]
     assert _pairs([*_suspects(2), *_line(2)], alone) == [("j0", "w1"), ("j1", "w1")]
 
 
@@ -127,27 +127,27 @@ def test_no_worker_is_cleared_for_a_suspect_that_must_not_get_it() -> None:
 
 
 def test_an_assignment_says_whether_it_has_the_worker_for_itself() -> None:
-    assert [a.alone for a in assign(_line(2), [_seat("w1", times=GAINING)])] == [True, False]
-    assert [a.alone for a in assign(_line(1), [replace(_seat("w1"), finishing=1)])] == [False]
+    assert [a.exclusive for a in assign(_line(2), [_seat("w1", times=GAINING)])] == [True, False]
+    assert [a.exclusive for a in assign(_line(1), [replace(_seat("w1"), finishing=1)])] == [False]
 
 
 def test_without_measurements_every_worker_gets_one_job_and_no_estimate() -> None:
     seats = [_seat("w1", times=StepTimes()), _seat("w2", times=StepTimes())]
     assignments = assign(_line(3), seats)
     assert [(a.worker, a.estimate_s) for a in assignments] == [("w1", None), ("w2", None)]
-    assert estimates([_demand()] * 2, seats) == [None, None]
+    assert forecast([_demand()] * 2, seats) == [None, None]
 
 
 def test_a_larger_latent_counts_as_more_rows() -> None:
     large = ResourceRequest(rows=2, steps=10, shape=(32, 32))
-    (on_top,) = estimates([_demand()], [_seat("w1", large)])
+    (on_top,) = forecast([_demand()], [_seat("w1", large)])
     # 10 turns of 8 rows' worth, then 30 of 2 rows, and the fixed part.
     assert on_top == pytest.approx(10 * 0.4 + 30 * 0.1 + 0.1)
 
 
 def test_estimates_say_when_each_waiting_job_ends() -> None:
-    assert estimates([_demand()] * 2, [_seat("w1", _demand(10))]) == pytest.approx([1 + 3 + 0.1, 1 + 6 + 0.1])
-    assert estimates([_demand()] * 2, [_seat("w1"), _seat("w2")]) == pytest.approx([3.1, 3.1])
+    assert forecast([_demand()] * 2, [_seat("w1", _demand(10))]) == pytest.approx([1 + 3 + 0.1, 1 + 6 + 0.1])
+    assert forecast([_demand()] * 2, [_seat("w1"), _seat("w2")]) == pytest.approx([3.1, 3.1])
 
 
 def test_the_estimate_of_an_assignment_is_its_completion() -> None:
@@ -204,7 +204,7 @@ def test_a_worker_that_would_try_a_wider_turn_gets_one_more_and_nobody_is_promis
     (given,) = assign(_line(3), [_seat("w1", _demand(20), times=times)])
     assert given.job_id == "j0"
     assert given.estimate_s == pytest.approx(0.1 + 50 * 0.1)
-    assert estimates([_demand()], [_seat("w1", _demand(20), times=times)]) == [pytest.approx(0.1 + 50 * 0.1)]
+    assert forecast([_demand()], [_seat("w1", _demand(20), times=times)]) == [pytest.approx(0.1 + 50 * 0.1)]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_retry_after_follows_the_measured_rate() -> None:
     for _ in range(100):
         queue.add(sample_job(time, size_bytes=30))
     for _ in range(10):
-        queue.one_done()
+        queue.count_completed()
         time.now += 2.0
     # One job in two seconds, and a tenth of the queue is ten jobs. Not everybody shall come back at once.
     told = [queue.retry_after_s() for _ in range(100)]
@@ -63,7 +63,7 @@ def _drawn(waiting: int, *, every_s: float, pictures: int = 6) -> tuple[FakeTime
         queue.add(sample_job(time, size_bytes=30))
     for _ in range(pictures):
         time.now += every_s
-        queue.one_done()
+        queue.count_completed()
     return time, queue
 
 
@@ -101,5 +101,5 @@ def test_the_time_in_which_nobody_waited_slows_no_rate(pictures: int) -> None:
         queue.add(sample_job(time, size_bytes=30))
     for _ in range(pictures):
         time.now += 2
-        queue.one_done()
+        queue.count_completed()
     assert _hint_s(queue) == pytest.approx(2, rel=0.05)

@@ -1,24 +1,19 @@
-"""Has ControlNet servers load ahead what jobs in the queue will need.
+"""Asks ControlNet servers to load ahead what jobs in the queue will need.
 
-Beside everything else: a server that is slow or gone holds up nobody, and costs one call at a time. Knows no wire.
+In tasks of their own: a server that is slow or gone holds up nobody, and costs one call at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from bottega.errors import BottegaError
-from bottega.gateway.addons.controlnets.placement import ControlNetPlacement
 from bottega.gateway.fleet.members import Member
-from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
-
-AHEAD = 8
-"""The first jobs of a line, whose ControlNets are loaded ahead: those behind them would drive these out again."""
 
 # A server answers at once, and loads afterwards.
 _DEADLINE_S = 2.0
@@ -42,59 +37,51 @@ class ControlNetClient(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _ServerQueue:
-    """The way to a server. wanted: in order, each once. asking: while something is."""
+    """What one server is to load. names: in order, each once. sender: while something is requested."""
 
     client: ControlNetClient
-    wanted: dict[str, None] = field(default_factory=dict)
-    asking: asyncio.Task[None] | None = None
+    names: dict[str, None] = field(default_factory=dict)
+    sender: asyncio.Task[None] | None = None
 
 
 class ControlNetPrefetcher:
-    """connect: makes the client for an address."""
+    """connect: makes the client of a server, from its address."""
 
-    def __init__(
-        self, *, connect: Callable[[str], ControlNetClient], placement: ControlNetPlacement, metrics: GatewayMetrics
-    ) -> None:
+    def __init__(self, *, connect: Callable[[str], ControlNetClient], metrics: GatewayMetrics) -> None:
         self._connect = connect
-        self._placement = placement
         self._metrics = metrics
-        self._lines: dict[Member, _ServerQueue] = {}
+        self._queues: dict[Member, _ServerQueue] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def ahead(self, jobs: Iterable[Job]) -> None:
-        """These jobs wait, the first to run first. Returns at once."""
-        for job in jobs:
-            for server, name in self._placement.cold(job) if job.controlnets else ():
-                self._want(server, name)
+    def request(self, server: Member, name: str) -> None:
+        """Has a server load a ControlNet. Returns at once."""
+        queue = self._queues.get(server)
+        if queue is None:
+            queue = self._queues[server] = _ServerQueue(client=self._connect(server.registration.address))
+        if len(queue.names) < _MOST_NAMES:
+            queue.names[name] = None
+        if queue.sender is None:
+            queue.sender = asyncio.create_task(self._send(server, queue))
 
-    def lose(self, member: Member) -> None:
-        """The server is gone."""
-        line = self._lines.pop(member, None)
-        if line is not None:
-            closing = asyncio.create_task(self._close(line))
+    def remove(self, server: Member) -> None:
+        """The server is lost."""
+        queue = self._queues.pop(server, None)
+        if queue is not None:
+            closing = asyncio.create_task(self._close(queue))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Asks no more."""
-        for member in list(self._lines):
-            self.lose(member)
+        """Requests nothing more."""
+        for server in list(self._queues):
+            self.remove(server)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _want(self, server: Member, name: str) -> None:
-        line = self._lines.get(server)
-        if line is None:
-            line = self._lines[server] = _ServerQueue(client=self._connect(server.registration.address))
-        if len(line.wanted) < _MOST_NAMES:
-            line.wanted[name] = None
-        if line.asking is None:
-            line.asking = asyncio.create_task(self._ask(server, line))
-
-    async def _ask(self, server: Member, line: _ServerQueue) -> None:
-        while line.wanted:
-            names, line.wanted = list(line.wanted), {}
+    async def _send(self, server: Member, queue: _ServerQueue) -> None:
+        while queue.names:
+            names, queue.names = list(queue.names), {}
             try:
-                await line.client.prefetch(names, deadline_s=_DEADLINE_S)
+                await queue.client.prefetch(names, deadline_s=_DEADLINE_S)
                 self._metrics.prefetched("asked")
             except BottegaError as error:
                 self._metrics.prefetched("failed")
@@ -104,10 +91,10 @@ class ControlNetPrefetcher:
                 self._metrics.prefetched("failed")
                 _log.exception("ControlNets are not prefetched", extra={"member": server.name})
             await asyncio.sleep(_PAUSE_S)
-        line.asking = None
+        queue.sender = None
 
-    async def _close(self, line: _ServerQueue) -> None:
-        if line.asking is not None:
-            line.asking.cancel()
-            await asyncio.gather(line.asking, return_exceptions=True)
-        await line.client.close()
+    async def _close(self, queue: _ServerQueue) -> None:
+        if queue.sender is not None:
+            queue.sender.cancel()
+            await asyncio.gather(queue.sender, return_exceptions=True)
+        await queue.client.close()

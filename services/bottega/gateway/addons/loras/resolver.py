@@ -1,7 +1,4 @@
-"""LoRAs of orders: which weights a name means, for which base model they were made, and where workers fetch them.
-
-Asks the LoRA stores of the fleet when an order comes, and has them load what it will need. Knows no jobs and no wire.
-"""
+"""Asks the LoRA stores of the fleet: which weights a name stands for; to load some ahead; to keep what jobs need."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Any, Protocol
 
 from bottega import kinds
 from bottega.errors import BottegaError, LoraNotFound, LoraUnusable, NoLora
-from bottega.gateway.addons.loras.costs import LoraSizes
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.v1 import worker_pb2
@@ -21,7 +17,7 @@ from bottega.v1.lora_pb2 import StoredLora
 
 _log = logging.getLogger(__name__)
 
-# A store answers at once; an order waits for it.
+# A store answers at once; a request waits for it.
 _GET_S = 2.0
 _PREFETCH_S = 2.0
 # A store comes back, or another one joins, within some seconds.
@@ -48,18 +44,17 @@ class LoraClient(Protocol):
 
 
 class LoraResolver:
-    """connect: makes the client for an address. `start` it where jobs may wait. sizes: of what it has resolved."""
+    """connect: makes the client of a store, from its address. `start` it where jobs may wait."""
 
     def __init__(self, *, connect: Callable[[str], LoraClient], fleet: Fleet) -> None:
         self._connect = connect
         self._fleet = fleet
-        self.sizes = LoraSizes()
         self._clients: dict[str, LoraClient] = {}
-        self._chores: set[asyncio.Task[object]] = set()
+        self._calls: set[asyncio.Task[object]] = set()
 
     def start(self, needed: Callable[[], Iterable[str]]) -> None:
         """From now on no store deletes what is needed. needed: digests of LoRAs of all jobs that have not ended."""
-        self._chore(self._keep_all(needed))
+        self._run(self._keep_all(needed))
 
     async def resolve(self, loras: Sequence[Lora]) -> list[StoredLora]:
         """What the stores have of each LoRA.
@@ -74,7 +69,6 @@ class LoraResolver:
             listed = ",".join(lacking)
             raise LoraNotFound(f"no such LoRA: {', '.join(lacking)}", metadata={"loras": listed})
         stored = [each for lora in loras if (each := found[lora.name]) is not None]
-        self.sizes.note(stored)
         for lora, each in zip(loras, stored, strict=True):
             if lora.HasField("digest") and lora.digest != each.digest:
                 raise LoraUnusable(
@@ -83,21 +77,21 @@ class LoraResolver:
                 )
         return stored
 
-    def prefetch(self, loras: Iterable[StoredLora]) -> None:
+    def prefetch(self, digests: Iterable[str]) -> None:
         """These will be fetched soon. Returns at once; a store that is slow or gone holds up nobody."""
-        digests = list(dict.fromkeys(lora.digest for lora in loras))
-        for store in self._stores() if digests else ():
-            self._chore(self._prefetch(store, digests, only_keep=False))
+        wanted = list(dict.fromkeys(digests))
+        for store in self.stores() if wanted else ():
+            self._run(self._prefetch(store, wanted, only_keep=False))
 
-    def stores(self) -> list[worker_pb2.LoraStore]:
-        """What a worker is told of where LoRAs are."""
-        return where(self._stores())
+    def stores(self) -> list[Member]:
+        """Those that are here, one that is about to stop last."""
+        return sorted(self._fleet.services(kinds.LORAS), key=lambda member: member.load.draining)
 
     async def close(self) -> None:
         """Ends every call."""
-        for chore in self._chores:
-            chore.cancel()
-        await asyncio.gather(*self._chores, return_exceptions=True)
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
         for client in self._clients.values():
             await client.close()
         self._clients.clear()
@@ -106,7 +100,7 @@ class LoraResolver:
         """From the first store that has it; None where all that answer have not. Raises NoLora where none answers."""
         failed: BottegaError | None = None
         answered = False
-        for store in self._stores():
+        for store in self.stores():
             try:
                 return await self._client(store).get(name, deadline_s=_GET_S)
             except LoraNotFound:
@@ -120,26 +114,22 @@ class LoraResolver:
             f"no LoRA store can be asked for {name}{why}", metadata={"loras": name}, retry_after_s=_RETRY_AFTER_S
         )
 
-    def _stores(self) -> list[Member]:
-        """Those that are here, one that is about to stop last."""
-        return sorted(self._fleet.services(kinds.LORAS), key=lambda member: member.load.draining)
-
     def _client(self, store: Member) -> LoraClient:
         address = store.registration.address
         client = self._clients.get(address)
         if client is None:
-            here = {member.registration.address for member in self._stores()}
+            here = {member.registration.address for member in self.stores()}
             for gone in self._clients.keys() - here:
                 # Whoever still asks it hears its answer, or that there was none.
-                self._chore(self._clients.pop(gone).close(grace_s=max(_GET_S, _PREFETCH_S)))
+                self._run(self._clients.pop(gone).close(grace_s=max(_GET_S, _PREFETCH_S)))
             client = self._clients[address] = self._connect(address)
         return client
 
     async def _keep_all(self, needed: Callable[[], Iterable[str]]) -> None:
         while True:
             digests = sorted(set(needed()))
-            for store in self._stores() if digests else ():
-                self._chore(self._keep(store, digests))
+            for store in self.stores() if digests else ():
+                self._run(self._keep(store, digests))
             await asyncio.sleep(_KEEP_S)
 
     async def _keep(self, store: Member, digests: Sequence[str]) -> None:
@@ -148,7 +138,7 @@ class LoraResolver:
                 return
 
     async def _prefetch(self, store: Member, digests: Sequence[str], *, only_keep: bool) -> bool:
-        """Whether the store has heard of it."""
+        """Whether the store has answered."""
         try:
             await self._client(store).prefetch(digests, only_keep=only_keep, deadline_s=_PREFETCH_S)
         except BottegaError as error:
@@ -158,24 +148,14 @@ class LoraResolver:
             return False
         return True
 
-    def _chore(self, work: Coroutine[Any, Any, object]) -> None:
-        task = asyncio.create_task(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+    def _run(self, call: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
 
 
-def where(stores: Sequence[Member]) -> list[worker_pb2.LoraStore]:
+def store_messages(stores: Sequence[Member]) -> list[worker_pb2.LoraStore]:
     """These stores as workers are told of them."""
     return [
         worker_pb2.LoraStore(name=store.name, address=store.registration.address) for store in stores[:_MOST_STORES]
     ]
-
-
-def refuse_misfits(loras: Iterable[StoredLora], model: str) -> None:
-    """Raises LoraUnusable naming a LoRA that was made for another base than this model."""
-    for lora in loras:
-        if lora.base != model:
-            raise LoraUnusable(
-                f"{lora.name} was made for the base model {lora.base}, and the request is for {model}",
-                metadata={"lora": lora.name, "made_for": lora.base, "model": model},
-            )

@@ -1,24 +1,31 @@
-"""Where the ControlNets of jobs run: who may take a job for their sake, which servers it gets, what to load ahead.
+"""ControlNets as an add-on: which workers may have a job, which servers an attempt is given, what these load ahead.
 
-Reads the fleet and keeps count of what was given out; calls nobody.
+Reads who hosts what from the fleet, and counts the sessions that were given out.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from bottega import kinds
-from bottega.errors import NoControlNet
+from bottega.errors import BottegaError, NoControlNet, Violation
+from bottega.gateway.addons.addon import NO_COSTS, PREFETCHED_JOBS, AddOn, Resolution, WorkerCosts
+from bottega.gateway.addons.controlnets.prefetch import ControlNetClient, ControlNetPrefetcher
 from bottega.gateway.addons.controlnets.ranking import ServerCandidate, best_first
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.hosted import nobody_hosts
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
-from bottega.v1 import controlnet_pb2, worker_pb2
-from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.gateway.metrics import GatewayMetrics
+from bottega.rules import check_controlnets
+from bottega.v1 import controlnet_pb2, image_pb2, worker_pb2
+from bottega.v1.controlnet_pb2 import HostedControlNet, HostedState
 from bottega.v1.generation_pb2 import GenerationSpec
 
 # Servers that an attempt is told of for one ControlNet; more failures than that are no accident.
@@ -27,11 +34,17 @@ _MOST_SERVERS = 8
 _LOADED_BYTES_PER_S = 1e9
 
 
+# As Diffusers has them.
+_DEFAULTS: Mapping[str, float] = MappingProxyType(
+    {"controlnet_conditioning_scale": 1.0, "control_guidance_start": 0.0, "control_guidance_end": 1.0}
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """One ControlNet of a job. servers: the best first; none where only workers have it at hand.
+    """One ControlNet of a job. servers: the best first; none where only workers have it themselves.
 
-    similarity: see worker_pb2.ControlNetHosts.
+    similarity: as in worker_pb2.ControlNetHosts.
     """
 
     name: str
@@ -40,43 +53,73 @@ class _Choice:
     similarity: float | None
 
 
-class ControlNetPlacement:
-    """Knows of every attempt which servers it was given, from `place` to `release`."""
+class ControlNetAddOn(AddOn):
+    """All ControlNets of a gateway. connect: makes the client of a server, from its address."""
 
-    def __init__(self, *, fleet: Fleet, clock: Clock) -> None:
+    def __init__(
+        self, *, fleet: Fleet, connect: Callable[[str], ControlNetClient], metrics: GatewayMetrics, clock: Clock
+    ) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._given: dict[str, tuple[tuple[str, str], ...]] = {}
+        self._prefetcher = ControlNetPrefetcher(connect=connect, metrics=metrics)
+        self._given: dict[str, tuple[tuple[str, str], ...]] = {}  # server and ControlNet, by job
         self._sessions: Counter[str] = Counter()
         self._nets: Counter[tuple[str, str]] = Counter()  # by server and ControlNet
+        for state, number in HostedState.items()[1:]:
+            name = state.removeprefix("HOSTED_STATE_").lower()
+            metrics.watch_controlnets(name, functools.partial(fleet.hosting.count, number))
 
-    def takers(self, job: Job) -> Mapping[str, float] | None:
-        """Workers that may take a job, with the seconds that they need to load what no server hosts; None is any.
+    def is_named(self, spec: GenerationSpec) -> bool:
+        """Whether a request names a ControlNet."""
+        return bool(spec.controlnets)
 
-        The same for all jobs of a model with the same ControlNets.
-        """
-        takers: dict[str, float] | None = None
+    def check(self, spec: GenerationSpec) -> Iterator[Violation]:
+        """What is wrong with the ControlNets of a request, their images aside."""
+        return check_controlnets(spec)
+
+    async def resolve(self, spec: GenerationSpec) -> Resolution:
+        """Whether somebody hosts them depends on the model, and is checked with it."""
+        return ResolvedControlNets(spec=spec, fleet=self._fleet)
+
+    def complete_again(self, full: GenerationSpec, before: GenerationSpec) -> None:
+        """Their defaults are always the same."""
+        _complete(full)
+
+    def cost_key(self, job: Job) -> tuple[str, ...] | None:
+        """The names of the ControlNets."""
+        return job.controlnets or None
+
+    def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
+        """A ControlNet that no server hosts is only at the workers that have it themselves, and may have to load it."""
+        costs = NO_COSTS
         for name in dict.fromkeys(job.controlnets):
             if any(True for _ in self._servers(job, name)):
                 continue
-            alone = {worker.name: _load_s(net) for worker, net in self._workers(job, name)}
-            if takers is None:
-                takers = alone
-            else:
-                takers = {worker: takers[worker] + alone[worker] for worker in takers.keys() & alone.keys()}
-        return takers
+            seconds = {worker.name: _load_s(net) for worker, net in self._workers(job, name)}
+            eligible = frozenset(seconds) if costs.eligible is None else costs.eligible & seconds.keys()
+            load_s = {worker: costs.load_s.get(worker, 0.0) + seconds[worker] for worker in eligible}
+            costs = WorkerCosts(load_s=load_s, eligible=eligible)
+        return costs
 
-    def missing(self, job: Job) -> NoControlNet | None:
-        """Why a job waits in vain for its ControlNets; None where it does not."""
+    def unavailable(self, job: Job) -> NoControlNet | None:
+        """The error of a job with a ControlNet that nobody hosts, nor did within the grace."""
         model = job.bare.model
         base = self._fleet.base(model)
         gone = [name for name in job.controlnets if not self._fleet.hosting.expected(name, model, base)]
         return nobody_hosts(dict.fromkeys(gone)) if gone else None
 
-    def place(self, job: Job, worker: Member) -> list[worker_pb2.ControlNetHosts]:
-        """What an attempt at that worker is told of where its ControlNets are, one for each of the spec's."""
+    def prefetch(self, jobs: Sequence[Job]) -> None:
+        """Has servers load what is on their disks only."""
+        for job in itertools.islice(jobs, PREFETCHED_JOBS):
+            for choice in self._choices(job, None) if job.controlnets else ():
+                for server, candidate in choice.servers[:1]:
+                    if candidate.state == controlnet_pb2.HOSTED_STATE_ON_DISK:
+                        self._prefetcher.request(server, choice.name)
+
+    def begin_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+        """Says where the ControlNets are, one entry for each of the spec's."""
         if not job.controlnets:
-            return []
+            return
         choices = list(self._choices(job, worker))
         given = tuple((choice.servers[0][0].name, choice.name) for choice in choices if choice.servers)
         servers = tuple(server for server, _ in given)
@@ -84,30 +127,34 @@ class ControlNetPlacement:
         self._sessions.update(servers)
         self._nets.update(given)
         job.use_controlnets({choice.name: choice.digest for choice in choices if choice.digest}, servers=servers)
-        return [_hosts(choice) for choice in choices]
+        request.controlnets.extend(_hosts(choice) for choice in choices)
 
-    def release(self, job: Job) -> None:
-        """The attempt is over."""
+    def end_attempt(self, job: Job) -> None:
+        """The sessions of the attempt end."""
         given = self._given.pop(job.job_id, ())
         self._sessions.subtract(server for server, _ in given)
         self._nets.subtract(given)
         self._sessions += Counter()  # without those that have none
         self._nets += Counter()
 
-    def cold(self, job: Job) -> Iterator[tuple[Member, str]]:
-        """ControlNets that the job will need and that are on the disk only, each with the server that would get it."""
-        for choice in self._choices(job, None):
-            for server, candidate in choice.servers[:1]:
-                if candidate.state == controlnet_pb2.HOSTED_STATE_ON_DISK:
-                    yield server, choice.name
-
-    def let_rest(self, job: Job, error: NoControlNet) -> None:
-        """An attempt has found no server to go on with: those are given nothing for a moment, else the worker is."""
+    def back_off(self, job: Job, error: BottegaError) -> bool:
+        """An attempt that reached no server: these servers are given nothing for a moment, else its worker is."""
+        if not isinstance(error, NoControlNet):
+            return False
         named = [name for name in error.metadata.get("servers", "").split(",") if name]
         for server in named or job.servers:
-            self._fleet.let_rest(server, kind=kinds.CONTROLNET)
+            self._fleet.back_off(server, kind=kinds.CONTROLNET)
         if not named and not job.servers:
-            self._fleet.let_rest(job.worker)
+            self._fleet.back_off(job.worker)
+        return True
+
+    def member_lost(self, member: Member) -> None:
+        """Prefetches nothing from a server that is lost."""
+        self._prefetcher.remove(member)
+
+    async def close(self) -> None:
+        """Prefetches nothing more."""
+        await self._prefetcher.close()
 
     def _choices(self, job: Job, worker: Member | None) -> Iterator[_Choice]:
         """For each ControlNet of a job. The sessions of those before it count for the next."""
@@ -147,10 +194,33 @@ class ControlNetPlacement:
                 yield member, net
 
     def _workers(self, job: Job, name: str) -> Iterator[tuple[Member, HostedControlNet]]:
-        """Workers of the job's model with its weights at hand."""
+        """Workers of the job's model that have the ControlNet themselves."""
         for member, net in self._fleet.hosting.hosts(name, self._fleet.base(job.bare.model)):
             if member.serves(job.bare.model):
                 yield member, net
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedControlNets(Resolution):
+    """The ControlNets of a request."""
+
+    spec: GenerationSpec
+    fleet: Fleet
+
+    def check_model(self, model: image_pb2.Model) -> None:
+        """Raises ControlNetNotFound, ControlNetUnusable or NoControlNet."""
+        self.fleet.hosting.resolve((net.name for net in self.spec.controlnets), model)
+
+    def complete(self, full: GenerationSpec) -> None:
+        """Fills in scales and spans."""
+        _complete(full)
+
+
+def _complete(full: GenerationSpec) -> None:
+    for net in full.controlnets:
+        for name, value in _DEFAULTS.items():
+            if not net.HasField(name):  # type: ignore[arg-type]
+                setattr(net, name, value)
 
 
 def _load_s(net: HostedControlNet) -> float:

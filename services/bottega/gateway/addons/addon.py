@@ -1,0 +1,133 @@
+"""The interface of add-ons: what a request may have beside its model, such as ControlNets and LoRAs.
+
+Each kind is a package in this folder and one entry in the list that `gateway.py` makes. Admission (api), snapshot
+(scheduling) and dispatcher go through that list and treat all kinds alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bottega.errors import BottegaError, Violation
+from bottega.gateway.fleet.members import Member
+from bottega.gateway.jobs.job import Job
+from bottega.v1 import image_pb2, worker_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
+
+PREFETCHED_JOBS = 8
+"""The first jobs of a queue, whose needs are loaded ahead: those behind them would drive these out again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequiredModel:
+    """The model that something in a request was made for. needed_by: its name."""
+
+    name: str
+    needed_by: str
+
+
+class Resolution:
+    """What the names in one request stand for. This one is of a request that names nothing; each kind has its own."""
+
+    @property
+    def required_model(self) -> RequiredModel | None:
+        """The model of a request that names no model; None where any will do."""
+        return None
+
+    def check_model(self, model: image_pb2.Model) -> None:
+        """Raises why a request for that model cannot have what it names."""
+
+    def complete(self, full: GenerationSpec) -> None:
+        """Fills in the add-on's fields of a spec that is complete otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCosts:
+    """What a job needs at each worker before its first step.
+
+    load_s: seconds, by worker; a worker that is not named needs none. eligible: the only workers that may have the job;
+    None is all of them.
+    """
+
+    load_s: Mapping[str, float] = field(default_factory=dict)
+    eligible: frozenset[str] | None = None
+
+
+NO_COSTS = WorkerCosts()
+
+
+class AddOn:
+    """One kind of add-on; it overrides what it has a use for. In the event loop; all but `resolve` return at once."""
+
+    # Admission: a request comes in.
+
+    def is_named(self, spec: GenerationSpec) -> bool:
+        """Whether a request names any of it, so that it has to be resolved."""
+        return False
+
+    def check(self, spec: GenerationSpec) -> Iterator[Violation]:
+        """What is wrong with its fields, whatever the model."""
+        return iter(())
+
+    def check_steps(self, spec: GenerationSpec, *, steps: int, strength: float | None) -> Iterator[Violation]:
+        """What is wrong with its fields for so many steps. strength: of image-to-image."""
+        return iter(())
+
+    def may_require_model(self, spec: GenerationSpec) -> bool:
+        """Whether what a request names may decide its model, where it names none."""
+        return False
+
+    async def resolve(self, spec: GenerationSpec) -> Resolution:
+        """Finds what a request names. Raises what is not there, all of it at once; and Unavailable."""
+        return Resolution()
+
+    def complete_again(self, full: GenerationSpec, before: GenerationSpec) -> None:
+        """Fills in the add-on's fields as they were when the same request was drawn before."""
+
+    # Scheduling: a job waits.
+
+    def cost_key(self, job: Job) -> Hashable:
+        """Jobs with the same key cost the same; those with None cost nothing."""
+        return None
+
+    def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
+        """What the job costs at these workers of its model."""
+        return NO_COSTS
+
+    def unavailable(self, job: Job) -> BottegaError | None:
+        """Why a job waits in vain."""
+        return None
+
+    def job_queued(self, job: Job) -> None:
+        """A new job lines up."""
+
+    def prefetch(self, jobs: Sequence[Job]) -> None:
+        """These are the first of a queue: has loaded what they will need."""
+
+    # Dispatch: an attempt runs.
+
+    def begin_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+        """Fills in the add-on's fields of an attempt at that worker."""
+
+    def end_attempt(self, job: Job) -> None:
+        """The attempt is over, however it ended."""
+
+    def is_final(self, error: BottegaError) -> bool:
+        """Whether an attempt that ended so would end so at every worker."""
+        return False
+
+    def back_off(self, job: Job, error: BottegaError) -> bool:
+        """Whether an attempt was returned because of this add-on; then whoever caused it gets nothing for a moment."""
+        return False
+
+    # The gateway starts and stops; services leave.
+
+    def start(self, live_jobs: Callable[[], Iterable[Job]]) -> None:
+        """The gateway serves. live_jobs: those that have not ended."""
+
+    def member_lost(self, member: Member) -> None:
+        """A service is lost."""
+
+    async def close(self) -> None:
+        """Ends every call."""

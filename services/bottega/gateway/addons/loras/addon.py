@@ -1,0 +1,111 @@
+"""LoRAs as an add-on: what their names stand for, when they may come late, and what a worker lacks of a job's set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from bottega.errors import BottegaError, LoraUnusable, NoLora, Violation
+from bottega.gateway.addons.addon import AddOn, RequiredModel, Resolution, WorkerCosts
+from bottega.gateway.addons.loras import defaults
+from bottega.gateway.addons.loras.costs import LoraSizes, lora_costs
+from bottega.gateway.addons.loras.resolver import LoraClient, LoraResolver, store_messages
+from bottega.gateway.fleet.members import Member
+from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.jobs.job import Job
+from bottega.lora.set_key import LoraSetKey
+from bottega.rules import check_lateness, check_lora_steps, check_loras
+from bottega.v1 import image_pb2, worker_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.lora_pb2 import StoredLora
+
+
+class LoraAddOn(AddOn):
+    """All LoRAs of a gateway. connect: makes the client of a store, from its address."""
+
+    def __init__(self, *, fleet: Fleet, connect: Callable[[str], LoraClient]) -> None:
+        self._resolver = LoraResolver(connect=connect, fleet=fleet)
+        self._sizes = LoraSizes()
+
+    def is_named(self, spec: GenerationSpec) -> bool:
+        """Whether a request names a LoRA."""
+        return bool(spec.loras)
+
+    def may_require_model(self, spec: GenerationSpec) -> bool:
+        """A request that names LoRAs and no model is for their base."""
+        return bool(spec.loras)
+
+    def check(self, spec: GenerationSpec) -> Iterator[Violation]:
+        """What is wrong with the LoRAs of a request."""
+        yield from check_loras(spec)
+        yield from check_lateness(spec)
+
+    def check_steps(self, spec: GenerationSpec, *, steps: int, strength: float | None) -> Iterator[Violation]:
+        """Which LoRAs would go in after the last step."""
+        return check_lora_steps(spec, steps, strength)
+
+    async def resolve(self, spec: GenerationSpec) -> Resolution:
+        """What the stores have. Raises LoraNotFound, LoraUnusable, NoLora."""
+        stored = await self._resolver.resolve(spec.loras)
+        self._sizes.note(stored)
+        return ResolvedLoras(stored=stored)
+
+    def complete_again(self, full: GenerationSpec, before: GenerationSpec) -> None:
+        """The same weights, and at the latest at the same step."""
+        if before.loras:
+            del full.loras[:]
+            full.loras.extend(before.loras)
+
+    def cost_key(self, job: Job) -> LoraSetKey:
+        """The set; a job without LoRAs costs something too, where a worker has some in its weights."""
+        return job.lora_set
+
+    def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
+        """What workers have to fetch, and to change in their weights."""
+        return WorkerCosts(load_s=lora_costs(job.lora_set, workers, self._sizes))
+
+    def job_queued(self, job: Job) -> None:
+        """Has the stores load what a worker will fetch soon."""
+        self._resolver.prefetch(job.loras)
+
+    def begin_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+        """Says where the LoRAs are."""
+        if job.loras:
+            request.lora_stores.extend(store_messages(self._resolver.stores()))
+
+    def is_final(self, error: BottegaError) -> bool:
+        """Another worker would not get them either."""
+        return isinstance(error, NoLora)
+
+    def start(self, live_jobs: Callable[[], Iterable[Job]]) -> None:
+        """From now on no store deletes what a job needs."""
+        self._resolver.start(lambda: (digest for job in live_jobs() for digest in job.loras))
+
+    async def close(self) -> None:
+        """Ends every call to a store."""
+        await self._resolver.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedLoras(Resolution):
+    """The LoRAs of a request, as the stores have them."""
+
+    stored: Sequence[StoredLora]
+
+    @property
+    def required_model(self) -> RequiredModel | None:
+        """The base of the first; all of them must be for the same."""
+        return RequiredModel(name=self.stored[0].base, needed_by=self.stored[0].name)
+
+    def check_model(self, model: image_pb2.Model) -> None:
+        """Raises LoraUnusable naming a LoRA that was made for another base than this model."""
+        for lora in self.stored:
+            if lora.base != model.name:
+                raise LoraUnusable(
+                    f"{lora.name} was made for the base model {lora.base}, and the request is for {model.name}",
+                    metadata={"lora": lora.name, "made_for": lora.base, "model": model.name},
+                )
+
+    def complete(self, full: GenerationSpec) -> None:
+        """Fills in weights, scales, and the steps at which they go in at the latest."""
+        defaults.complete_loras(full, self.stored)

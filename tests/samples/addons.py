@@ -1,0 +1,30 @@
+"""The add-ons of a gateway whose fleet is empty."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from prometheus_client import CollectorRegistry
+
+from bottega.gateway.addons.addon import AddOn
+from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
+from bottega.gateway.addons.loras.addon import LoraAddOn
+from bottega.gateway.clock import Clock
+from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.metrics import GatewayMetrics
+from tests.samples.controlnet_hosts import bounds
+
+
+def sample_addons() -> tuple[AddOn, ...]:
+    """As the gateway lists them."""
+    clock = Clock()
+    fleet = Fleet(lease_s=1, model_grace_s=1, bounds=bounds(1), clock=clock)
+    metrics = GatewayMetrics(CollectorRegistry())
+    return (
+        LoraAddOn(fleet=fleet, connect=_nowhere),
+        ControlNetAddOn(fleet=fleet, connect=_nowhere, metrics=metrics, clock=clock),
+    )
+
+
+def _nowhere(address: str) -> NoReturn:
+    raise AssertionError(f"no service has joined, at {address} or elsewhere")
