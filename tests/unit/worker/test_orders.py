@@ -66,58 +66,6 @@ def test_what_the_gateway_fills_in_must_be_there(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"num_images": 0}, "num_images"),
-        ({"num_images": 9}, "num_images"),
-        ({"num_inference_steps": 0}, "num_inference_steps"),
-        ({"width": 0}, "width"),
-        ({"height": -8}, "height"),
-        ({"guidance_scale": math.nan}, "guidance_scale"),
-        ({"sampler": 99}, "sampler"),
-        ({"strength": 0.5}, "strength"),
-        ({"image": b"x"}, "strength"),
-        ({"image": b"x", "strength": 0.1}, "strength"),
-        ({"model": "m" * 201}, "model"),
-        ({"use_karras_sigmas": True, "sampler": generation_pb2.SAMPLER_DDIM}, "use_karras_sigmas"),
-        ({"techniques": {"cache_entry": "x" * 129}}, "techniques.cache_entry"),
-        ({"mask_image": b"x"}, "mask_image"),
-        ({"mask_image": b"", "image": b"x", "strength": 0.5}, "mask_image"),
-        ({"mask_image": bytes(IMAGE_BYTES + 1), "image": b"x", "strength": 0.5}, "mask_image"),
-    ],
-)
-def test_what_could_not_be_drawn_is_refused(changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        order_from(_raw(generation_pb2.GenerationSpec(**(FULL | changes))))
-    assert [violation.field for violation in refusal.value.violations] == [f"spec.{field}"]
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {"model": "m" * 200},
-        {"techniques": {"cache_entry": "x" * 128}},
-        *(
-            {"use_karras_sigmas": True, "sampler": sampler}
-            for sampler in (
-                generation_pb2.SAMPLER_UNSPECIFIED,
-                generation_pb2.SAMPLER_EULER,
-                generation_pb2.SAMPLER_DPMPP_2M,
-            )
-        ),
-    ],
-)
-def test_what_is_just_within_its_bounds_is_ordered(facts: dict[str, Any]) -> None:
-    spec = generation_pb2.GenerationSpec(**(FULL | facts))
-    assert order_from(_raw(spec)).spec == spec
-
-
-def test_the_largest_mask_is_taken() -> None:
-    masked = {"mask_image": bytes(IMAGE_BYTES), "image": b"x", "strength": 0.5}
-    order_from(_raw(generation_pb2.GenerationSpec(**(FULL | masked))))
-
-
-@pytest.mark.parametrize(
     ("image", "hosts", "field"),
     [
         (b"x", [], "controlnets"),
@@ -136,14 +84,6 @@ def test_a_controlnet_needs_an_image_and_hosts(image: bytes, hosts: list[Any], f
     with pytest.raises(InvalidRequest) as refusal:
         order_from(_raw(generation_pb2.GenerationSpec(**FULL, controlnets=nets), controlnets=hosts))
     assert [violation.field for violation in refusal.value.violations] == [field]
-
-
-@pytest.mark.parametrize("similarity", [-1.0, 0.0, 1.0])
-def test_residuals_may_be_as_similar_as_a_cosine_says(similarity: float) -> None:
-    hosts = worker_pb2.ControlNetHosts(digest="d" * 128, similarity=similarity)
-    nets = [generation_pb2.ControlNet(name="edges", image=b"x")]
-    order = order_from(_raw(generation_pb2.GenerationSpec(**FULL, controlnets=nets), controlnets=[hosts]))
-    assert order.controls[0].hosts == hosts
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

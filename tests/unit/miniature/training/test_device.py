@@ -25,6 +25,9 @@ from bottega.miniature.training.train import Training, train
 from bottega.miniature.training.unet import UnetRecipe, UnetStage
 from bottega.miniature.training.vae import VaeRecipe, VaeStage
 
+# A stage of each kind; the others, which learn alike, are slow.
+QUICK = {"vision", "edges", "checked"}
+
 # Tensors of it have shapes and no values; they refuse to meet those of another device, as a GPU's do.
 META = torch.device("meta")
 
@@ -46,7 +49,9 @@ def _stage(name: str, parts: Parts, corpus: Corpus, latents: Latents) -> Stage:
     return VaeStage(parts, corpus, None if name == "vae" else latents, VaeRecipe(rows=2))
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in STEPS]
+)
 def test_a_whole_step_stays_on_the_networks_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim, "AdamW", _plain_descent)
     corpus = draw_corpus(4, seed=0)

@@ -21,6 +21,9 @@ from bottega.miniature.training.unet import UnetStage
 from bottega.miniature.training.vae import VaeStage
 from tests.support.torch_threads import torch_threads
 
+# A stage of each kind; the others, which learn alike, are slow.
+QUICK = {"decoder", "vision", "edges"}
+
 CLASSES: dict[str, Any] = {
     "vae": VaeStage,
     "decoder": VaeStage,
@@ -51,7 +54,9 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in STEPS]
+)
 def test_a_stage_that_was_stopped_and_killed_goes_on_to_the_same_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
