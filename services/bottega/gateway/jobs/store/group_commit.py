@@ -1,7 +1,6 @@
 """Many operations, one commit: what waits goes into one transaction, so that all of it shares the wait for the disk.
 
 One thread has the connection that writes. While it waits for the disk, others queue up and form the next group.
-Knows no job.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Jobs in one SQLite file: the store of a single machine.
 
 Two threads: one writes, in groups, one reads, on a connection of its own, so that nobody who asks waits for the disk of
-those who write. Knows nothing of what is in a spec.
+those who write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What SQLite's errors mean to a caller. Knows no file and no statement."""
+"""What SQLite's errors mean to a caller: typed errors, without paths."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Job records as rows of SQLite. A row carries a checksum of itself, so that damage is seen and never answered with.
 
-SQLite's own format has none: a flipped bit in a page may read as another prompt. Knows no statement beyond its columns.
+SQLite's own format has none: a flipped bit in a page may read as another prompt.
 """
 
 from __future__ import annotations
@@ -44,32 +44,16 @@ COLUMNS = (
 """In the order of `to_row`; `from_row` expects `sequence` before them."""
 
 
+# Stored as REAL: an integer would come back as another value than the checksum was made of.
+_TIMES = frozenset(name for name in COLUMNS if name.endswith(("_wall", "_steady")))
+
+
 def to_row(record: JobRecord) -> tuple[Value, ...]:
     """The values of COLUMNS."""
-    values: tuple[Value, ...] = (
-        record.job_id,
-        record.request_id,
-        record.log_id,
-        int(record.ends_with_caller),
-        record.fingerprint,
-        int(record.state),
-        record.spec,
-        *record.shape,
-        record.image_digest,
-        record.size_bytes,
-        float(record.created_wall),
-        _real(record.started_wall),
-        _real(record.ended_wall),
-        _real(record.deadline_wall),
-        record.attempt,
-        record.deaths,
-        record.decisions,
-        json.dumps([[image.digest, image.size_bytes] for image in record.images]),
-        record.provenance,
-        record.error,
-        record.peer,
-        _real(record.ended_steady),
-    )
+    height, width = record.shape
+    images = json.dumps([[image.digest, image.size_bytes] for image in record.images])
+    special: dict[str, Value] = {"latent_height": height, "latent_width": width, "images": images}
+    values = [special[name] if name in special else _plain(name, getattr(record, name)) for name in COLUMNS[:-1]]
     return (*values, checksum(values))
 
 
@@ -78,34 +62,11 @@ def from_row(row: Sequence[Any]) -> JobRecord:
     sequence, *values, expected = row
     if checksum(values) != expected:
         raise _damaged_row(sequence)
-    job_id, request_id, log_id, ends_with_caller, fingerprint, state, spec, height, width = values[:9]
-    image_digest, size_bytes, created, started, ended, deadline, attempt, deaths = values[9:17]
-    decisions, images, provenance, error, peer, ended_steady = values[17:]
-    return JobRecord(
-        job_id=job_id,
-        request_id=request_id,
-        log_id=log_id,
-        ends_with_caller=bool(ends_with_caller),
-        peer=peer,
-        fingerprint=fingerprint,
-        state=state,
-        spec=spec,
-        shape=(height, width),
-        image_digest=image_digest,
-        size_bytes=size_bytes,
-        created_wall=created,
-        started_wall=started,
-        ended_wall=ended,
-        ended_steady=ended_steady,
-        deadline_wall=deadline,
-        attempt=attempt,
-        deaths=deaths,
-        decisions=decisions,
-        images=tuple(StoredImage(digest=digest, size_bytes=size) for digest, size in json.loads(images)),
-        provenance=provenance,
-        error=error,
-        sequence=sequence,
-    )
+    fields = dict(zip(COLUMNS, values, strict=False))
+    shape = fields.pop("latent_height"), fields.pop("latent_width")
+    images = tuple(StoredImage(digest=digest, size_bytes=size) for digest, size in json.loads(fields.pop("images")))
+    fields["ends_with_caller"] = bool(fields["ends_with_caller"])
+    return JobRecord(sequence=sequence, shape=shape, images=images, **fields)
 
 
 def intact(data: bytes, expected: int, sequence: int) -> bytes:
@@ -115,8 +76,10 @@ def intact(data: bytes, expected: int, sequence: int) -> bytes:
     return data
 
 
-def _real(seconds: float | None) -> float | None:
-    return None if seconds is None else float(seconds)
+def _plain(name: str, value: Any) -> Value:
+    if value is None or (not isinstance(value, bool) and name not in _TIMES):
+        return value
+    return float(value) if name in _TIMES else int(value)
 
 
 def _damaged_row(sequence: int) -> DataLoss:

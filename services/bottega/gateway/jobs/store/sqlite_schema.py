@@ -1,7 +1,4 @@
-"""The job store's SQLite file: how it is opened, what tables it has, and whether it is sound.
-
-Knows no job beyond its columns.
-"""
+"""The job store's SQLite file: how it is opened, what tables it has, and whether it is sound."""
 
 from __future__ import annotations
 

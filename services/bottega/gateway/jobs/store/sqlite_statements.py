@@ -1,7 +1,4 @@
-"""What the job store says to SQLite: each function is one operation within a transaction, or one query.
-
-Knows no thread and no file.
-"""
+"""What the job store says to SQLite: each function is one operation within a transaction, or one query."""
 
 from __future__ import annotations
 
