@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from bottega.client.cli import escaping as plain_module
-from bottega.client.cli.escaping import LONGEST, plain, plain_lines, shortened
+from bottega.client.cli.escaping import LONGEST, escaped, escaped_and_cut, escaped_lines
 from bottega.client.cli.log_format import pretty
 from bottega.client.cli.terminal import Line
 
@@ -43,42 +43,42 @@ HIDDEN = ("Cc", "Cf", "Zl", "Zp", "Cs", "Co", "Cn")
     ],
 )
 def test_what_a_terminal_would_not_show_as_a_letter_is_escaped(text: str, shown: str) -> None:
-    assert plain(text) == shown
+    assert escaped(text) == shown
 
 
 def test_towers_of_marks_end() -> None:
-    assert plain("a" + "\u0301" * 50).count("\u0301") == 4
+    assert escaped("a" + "\u0301" * 50).count("\u0301") == 4
 
 
 def test_a_text_without_end_is_cut_and_says_so() -> None:
-    cut = plain("x" * (LONGEST + 5_000_000))
+    cut = escaped("x" * (LONGEST + 5_000_000))
     assert cut.endswith(" ... (5000000 more letters)")
     assert len(cut) < LONGEST + 50
 
 
 @given(st.text(max_size=200))
 def test_nothing_hidden_is_left_of_any_text(text: str) -> None:
-    shown = plain(text)
+    shown = escaped(text)
     left = [letter for letter in shown if unicodedata.category(letter) in HIDDEN and letter not in "\u200c\u200d"]
     assert not left
 
 
 @given(st.text(max_size=500), st.integers(2, 80))
 def test_a_shortened_text_has_room_in_its_columns(text: str, width: int) -> None:
-    shown = shortened(text, width)
+    shown = escaped_and_cut(text, width)
     assert cell_len(shown) <= width
     assert "\n" not in shown
 
 
 def test_wide_letters_count_as_two_columns_and_long_words_are_cut_too() -> None:
-    assert shortened("赤" * 40, 20) == "赤" * 9 + " …"
-    assert shortened("x" * 40, 20) == "x" * 19 + "…"
-    assert shortened("a  big\n red\tstar", 20) == "a big red star"
-    assert shortened("a" + " " * 100_000 + "b", 20) == "a…"
+    assert escaped_and_cut("赤" * 40, 20) == "赤" * 9 + " …"
+    assert escaped_and_cut("x" * 40, 20) == "x" * 19 + "…"
+    assert escaped_and_cut("a  big\n red\tstar", 20) == "a big red star"
+    assert escaped_and_cut("a" + " " * 100_000 + "b", 20) == "a…"
 
 
 def test_lines_that_are_meant_stay_lines() -> None:
-    assert plain_lines("one\n\ttwo\x1b\r") == ["one", r"        two\x1b\r"]
+    assert escaped_lines("one\n\ttwo\x1b\r") == ["one", r"        two\x1b\r"]
 
 
 def text_of(line: Line) -> str:

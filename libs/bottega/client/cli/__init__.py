@@ -10,10 +10,11 @@ from typing import Any
 
 import click
 
-from bottega.client.cli.escaping import plain_lines
+from bottega.client.cli.addons import ADD_ONS
+from bottega.client.cli.escaping import escaped_lines
 
-# In the order in which a newcomer needs them; each module has the click command as `command`.
-_COMMANDS = ("up", "stop", "generate", "jobs", "models", "controlnets", "loras", "fleet", "logs", "doctor")
+# In the order in which a newcomer needs them; each module or package has the click command as `command`.
+_COMMANDS = ("up", "stop", "generate", "jobs", "models", *ADD_ONS, "fleet", "logs", "doctor")
 
 
 class _Commands(click.Group):
@@ -35,23 +36,23 @@ class _Commands(click.Group):
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        from bottega.client.cli.error_help import exit_status, explained
+        from bottega.client.cli.error_help import exit_status, explain
         from bottega.client.cli.gateway_options import advice_when_late, asked_address
         from bottega.client.cli.terminal import fail
-        from bottega.client.cli.unexpected_errors import log_plainly, tell_fault
+        from bottega.client.cli.unexpected_errors import report_unexpected_error, show_logged_warnings
         from bottega.errors import BottegaError
 
-        log_plainly()
+        show_logged_warnings()
         try:
             with _plain_usage():
                 return super().invoke(ctx)
         except BottegaError as error:
-            told = explained(error, asked_address(ctx), when_late=advice_when_late(ctx))
+            told = explain(error, asked_address(ctx), when_late=advice_when_late(ctx))
             fail(*told, status=exit_status(error))
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
             raise  # click knows what to do
         except Exception as error:  # noqa: BLE001 - Python would print its text as it is
-            tell_fault(error)
+            report_unexpected_error(error)
 
 
 @contextmanager
@@ -62,7 +63,7 @@ def _plain_usage() -> Iterator[None]:
     except click.exceptions.NoArgsIsHelpError:
         raise
     except click.UsageError as error:
-        raise click.UsageError("\n".join(plain_lines(error.format_message())), ctx=error.ctx) from error
+        raise click.UsageError("\n".join(escaped_lines(error.format_message())), ctx=error.ctx) from error
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

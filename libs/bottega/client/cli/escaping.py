@@ -29,7 +29,7 @@ _MOST_MARKS = 4
 _MARKS = frozenset({"Mn", "Me"})
 
 
-def plain(text: str) -> str:
+def escaped(text: str) -> str:
     """One line; what a terminal would not show as a letter is escaped as in Python's literals, such as \\x1b."""
     if text.isascii() and text.isprintable() and len(text) <= LONGEST:
         return text
@@ -43,18 +43,18 @@ def plain(text: str) -> str:
     return "".join(shown)
 
 
-def plain_lines(text: str) -> list[str]:
+def escaped_lines(text: str) -> list[str]:
     """The lines of a text that has several for good reason, such as a traceback, each one plain."""
-    return [plain(line.expandtabs()) for line in text.split("\n")]
+    return [escaped(line.expandtabs()) for line in text.split("\n")]
 
 
-def shortened(text: str, width: int) -> str:
+def escaped_and_cut(text: str, width: int) -> str:
     """Plain, in at most so many columns of a terminal, and its white space as single spaces."""
     from rich.text import Text
 
     # Far more than columns have room for, white space and marks included.
     begun = text[: 20 * width]
-    shown = Text(plain(" ".join(begun.split())))
+    shown = Text(escaped(" ".join(begun.split())))
     if len(begun) < len(text):
         shown.append("…")
     shown.truncate(width, overflow="ellipsis")

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from bottega.client.cli.escaping import shortened
+from bottega.client.cli.addons import generation_parts
+from bottega.client.cli.escaping import escaped_and_cut
 from bottega.client.cli.gateway_options import DEFAULT_TIMEOUT_S, address_option, advise_when_late, connect
-from bottega.client.cli.generation_options import drawing_options
+from bottega.client.cli.generation_options import generation_options
 from bottega.client.cli.terminal import fail, note, say
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from bottega.client.sdk.clients import Client
     from bottega.client.types.events import Completed, Progress
     from bottega.client.types.options import GenerationOptions
-    from bottega.v1.generation_pb2 import ControlNetUse, Provenance
+    from bottega.v1.generation_pb2 import Provenance
 
 # As the contract names them.
 _STAGES = (
@@ -49,7 +50,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Draw this picture of ours again, as changed by the other options.",
 )
-@drawing_options
+@generation_options
 @click.option("--preview", type=_FILE, help="JPEG of the unfinished picture, rewritten as it goes.")
 @click.option("--detach", is_flag=True, help="Do not wait: print the job's ID, for bottega jobs.")
 @click.option(
@@ -102,31 +103,29 @@ def command(
 
 @contextmanager
 def _as_given(options: GenerationOptions) -> Iterator[None]:
-    """What is wrong with a ControlNet is said by the name and file that it was given by."""
-    from bottega.client.cli.control_option import by_their_names
+    """What is wrong with the request is said by the names and files that were given."""
     from bottega.errors import InvalidRequest
 
     try:
         yield
     except InvalidRequest as error:
-        error.violations = tuple(by_their_names(error.violations, options.get("controlnets") or ()))
+        for part in generation_parts():
+            error.violations = tuple(part.rename(violation, options) for violation in error.violations)
         raise
 
 
 def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) -> tuple[str, GenerationOptions]:
     """The prompt and the arguments: those of `like`, changed by those that were given."""
-    from bottega.client.cli.control_option import merged
     from bottega.client.types.png_parameters import parameters_of
 
-    controls = given.pop("controlnets")
     then, options = parameters_of(like) if like else (None, {})
     prompt = then if prompt is None else prompt
     if prompt is None:
         raise click.UsageError("say what to draw: bottega generate PROMPT")
     options.pop("format", None)  # the new file's name says it
+    for part in generation_parts():
+        part.merge(options, given, like)
     chosen = {name: value for name, value in given.items() if value is not None and value != ()}
-    if nets := merged(options.pop("controlnets", None) or (), controls, like):
-        chosen["controlnets"] = nets
     options = cast("GenerationOptions", options | chosen)
     if like and "strength" in options and "image" not in options:
         raise click.UsageError(f"{like} was drawn from another picture: give that one by --image.")
@@ -145,10 +144,10 @@ def _check_preview(preview: Path | None, *, detach: bool) -> None:
 def _draw(
     client: Client, prompt: str, options: GenerationOptions, *, num_images: int, preview: Path | None
 ) -> Completed:
-    from bottega.client.cli.progress_bar import shown
+    from bottega.client.cli.progress_bar import show_progress
 
     stream = client.stream(prompt, num_images=num_images, preview=preview is not None, **options)
-    return shown(stream, (lambda progress: _write_previews(preview, progress, num_images)) if preview else None)
+    return show_progress(stream, (lambda progress: _write_previews(preview, progress, num_images)) if preview else None)
 
 
 def _say_detached(job_id: str, output: Path | None) -> None:
@@ -173,12 +172,11 @@ def _report(completed: Completed, output: OutputTarget, elapsed_s: float) -> Non
     save_all(completed.images, output)
     stages = _stages(completed.provenance)
     say(f"{elapsed_s:.2f} s{f' ({stages})' if stages else ''}")
-    for line in _controls(completed.provenance):
-        say(line)
-    for use in completed.provenance.loras:
-        say(f"LoRA {use.name}: scale {use.scale:g}, in from step {use.from_step}, there after {use.load_s:.3f} s")
+    for part in generation_parts():
+        for line in part.describe(completed.provenance):
+            say(line)
     for cut in completed.provenance.truncations:
-        lost = shortened(cut.text, _CUT_COLUMNS)
+        lost = escaped_and_cut(cut.text, _CUT_COLUMNS)
         note(f"{cut.field} was too long for the model; without effect: {lost}")
 
 
@@ -187,23 +185,3 @@ def _stages(provenance: Provenance) -> str:
     taken = {time.stage: time.seconds for time in provenance.times if time.seconds >= _SHORTEST_S}
     known = [stage for stage in _STAGES if stage in taken]
     return ", ".join(f"{stage} {taken[stage]:.3f}" for stage in [*known, *sorted(taken.keys() - set(known))])
-
-
-def _controls(provenance: Provenance) -> Iterator[str]:
-    """Which ControlNets took part, where they ran, and what was waited for."""
-    for use in provenance.controlnets:
-        yield f"control {use.name}: {', '.join(_facts(use, provenance.worker))}"
-    if provenance.controlnets and provenance.encoder_s >= _SHORTEST_S:
-        yield f"ControlNets ran beside {provenance.encoder_s:.3f} s of the model's encoder"
-
-
-def _facts(use: ControlNetUse, worker: str) -> Iterator[str]:
-    servers = ["the worker itself" if server == worker else server for server in use.servers]
-    if servers:
-        yield f"by {', then '.join(servers)}"
-    yield f"scale {use.scale:g}"
-    yield f"waited {use.waited_s:.3f} s for it"
-    if use.stale_steps:
-        yield f"{use.stale_steps} steps with residuals one step old (approximate)"
-    if use.end_step and use.begin_step == use.end_step:
-        yield "active in no step"

@@ -1,4 +1,4 @@
-"""The SDK's drawing arguments as options of a command, by Diffusers' names. Knows no command."""
+"""The keyword arguments of a request as options of a command, by Diffusers' names; those of add-ons as well."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from bottega.client.cli.control_option import ControlType
-from bottega.client.cli.lora_option import LoraType
+from bottega.client.cli.addons import generation_parts
 from bottega.client.types.options import FIDELITIES, SAMPLERS
 from bottega.client.types.picture import FORMATS
 
@@ -30,33 +29,7 @@ _OPTIONS = (
     click.option("--karras/--no-karras", "use_karras_sigmas", default=None, help="Karras' sigmas (euler, dpmpp_2m)."),
     click.option("--image", type=_EXISTING, help="Start from this picture (image-to-image)."),
     click.option("--strength", type=float, help="How much of --image is redrawn, above 0 to 1."),
-    click.option(
-        "--control",
-        "controlnets",
-        type=ControlType(),
-        multiple=True,
-        metavar="NAME=FILE[:SCALE]",
-        help="Follow this control image by the ControlNet NAME (bottega controlnets lists them); may be repeated.",
-    ),
-    click.option(
-        "--lora",
-        "lora",
-        type=LoraType(),
-        multiple=True,
-        metavar="NAME[:SCALE]",
-        help="Draw with the LoRA NAME (bottega loras lists them); may be repeated.",
-    ),
-    click.option(
-        "--late-loras/--no-late-loras",
-        "bounded_lora_loading",
-        default=None,
-        help="Make steps before the LoRAs are there (approximate). Default: by --fidelity.",
-    ),
-    click.option(
-        "--stale-residuals/--no-stale-residuals",
-        default=None,
-        help="Go on with ControlNets' residuals of the step before (approximate). Default: by --fidelity.",
-    ),
+    *(option for part in generation_parts() for option in part.options),
     click.option("--prompt-2", metavar="TEXT", help="Prompt of the second text encoder."),
     click.option("--negative-prompt-2", metavar="TEXT", help="Negative prompt of the second text encoder."),
     click.option("--format", type=click.Choice(list(FORMATS)), help="Default: by the file's name, else png."),
@@ -66,7 +39,7 @@ _OPTIONS = (
 )
 
 
-def drawing_options(command: CommandT) -> CommandT:
+def generation_options(command: CommandT) -> CommandT:
     """Adds an option for each of GenerationOptions; those that are not given are None, or empty."""
     for option in reversed(_OPTIONS):
         command = option(command)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.escaping import shortened
+from bottega.client.cli.escaping import escaped_and_cut
 from bottega.client.cli.gateway_options import address_option, connect
 from bottega.client.cli.terminal import PlainTable, new_table, note, print_table
 
@@ -92,7 +92,7 @@ def _row(job: JobStatus) -> tuple[str, ...]:
         f"{job.steps_done}/{job.steps_total}" if job.steps_total else "",
         f"{job.created.astimezone():%Y-%m-%d %H:%M:%S}",
         _took(job),
-        shortened(job.spec.prompt, _PROMPT_COLUMNS),
+        escaped_and_cut(job.spec.prompt, _PROMPT_COLUMNS),
     )
 
 

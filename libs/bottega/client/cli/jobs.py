@@ -9,22 +9,14 @@ import click
 
 from bottega.client.cli.gateway_options import address_option, connect, timeout_option
 from bottega.client.cli.job_list import list_command
+from bottega.client.cli.list_group import ListGroup
 from bottega.client.cli.terminal import fail, note, say
 
 if TYPE_CHECKING:
     from bottega.client.types.jobs import JobStatus
 
 
-class _Jobs(click.Group):
-    """Its options alone are those of its list."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
-            args = ["list", *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group("jobs", cls=_Jobs)
+@click.group("jobs", cls=ListGroup)
 def command() -> None:
     """Look after jobs: list, watch, cancel, get.
 
@@ -45,11 +37,11 @@ command.add_command(list_command)
 @address_option
 def watch(*, job_id: str, timeout_s: float, address: str) -> None:
     """Follow a job to its end. Ctrl-C stops only the watching."""
-    from bottega.client.cli.progress_bar import shown
+    from bottega.client.cli.progress_bar import show_progress
 
     with connect(address, timeout_s=timeout_s) as client:
         try:
-            completed = shown(client.job(job_id).watch())
+            completed = show_progress(client.job(job_id).watch())
         except KeyboardInterrupt:
             fail("no longer watched; the job goes on", f"bottega jobs cancel {job_id} would end it.")
     count = len(completed.images)
@@ -85,7 +77,7 @@ def cancel(*, job_id: str, address: str) -> None:
 def get(*, job_id: str, output: Path | None, wait: bool, timeout_s: float, address: str) -> None:
     """Fetch the pictures of a job: FILE, or FILE-0, FILE-1 and so on where there are several."""
     from bottega.client.cli.output_files import choose_output, save_all
-    from bottega.client.cli.progress_bar import shown
+    from bottega.client.cli.progress_bar import show_progress
     from bottega.client.types.picture import format_of
 
     with connect(address, timeout_s=timeout_s) as client:
@@ -95,7 +87,7 @@ def get(*, job_id: str, output: Path | None, wait: bool, timeout_s: float, addre
         if not status.state.ended and not wait:
             _refuse(status)
         try:
-            completed = shown(job.watch())
+            completed = show_progress(job.watch())
         except KeyboardInterrupt:
             fail("stopped; the job goes on", f"bottega jobs get {job_id} --wait")
     save_all(completed.images, target)

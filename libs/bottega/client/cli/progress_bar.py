@@ -26,7 +26,9 @@ _Show = Callable[[Event], None]
 _LINES = 4
 
 
-def shown(stream: Generator[Event, None, None], on_progress: Callable[[Progress], None] | None = None) -> Completed:
+def show_progress(
+    stream: Generator[Event, None, None], on_progress: Callable[[Progress], None] | None = None
+) -> Completed:
     """Shows what happens until the pictures are there.
 
     on_progress: is given every step that is told.
@@ -53,7 +55,7 @@ def _showing() -> Iterator[_Show]:
         yield lambda event: _move(bar, task, event)
 
 
-def described(event: Queued | Interrupted) -> str:
+def describe_wait(event: Queued | Interrupted) -> str:
     """Why nothing is being drawn yet, in one line."""
     if isinstance(event, Interrupted):
         reached = type(event.error) is not Unavailable
@@ -73,7 +75,7 @@ class _Lines:
 
     def show(self, event: Event) -> None:
         if isinstance(event, Queued | Interrupted):
-            self._note(described(event))
+            self._note(describe_wait(event))
         elif isinstance(event, Progress) and event.steps_total:
             quarter = event.steps_done * _LINES // event.steps_total
             if quarter > self._quarter:
@@ -100,7 +102,7 @@ def _bar(console: Console) -> Bar:
 
 def _move(bar: Bar, task: TaskID, event: Event) -> None:
     if isinstance(event, Queued | Interrupted):
-        bar.update(task, happens=described(event))
+        bar.update(task, happens=describe_wait(event))
     elif isinstance(event, Progress):
         steps = f"{event.steps_done}/{event.steps_total}"
         bar.update(task, happens="drawing", total=event.steps_total, completed=event.steps_done, steps=steps)

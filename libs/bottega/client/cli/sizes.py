@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def shown_size(size_bytes: int) -> str:
+def size_text(size_bytes: int) -> str:
     """Such as 3.4 KiB or 120 MiB."""
     if size_bytes < 1 << 20:
         return f"{size_bytes / 2**10:.1f} KiB"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from bottega.client.cli.escaping import plain
+from bottega.client.cli.escaping import escaped
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -49,7 +49,7 @@ def note(*pieces: str | Styled) -> None:
 def fail(what: str, todo: str | Sequence[Line] = "", *, status: int = 1) -> NoReturn:
     """Says what happened and what to do about it, and ends the command.
 
-    todo: lines, or text that may have several: what comes from strangers goes through plain() before it is put into it.
+    todo: lines, or text that may have several: what comes from strangers goes through escaped() first.
     """
     note(Styled(text="error:", colour="red", bold=True), f" {what}")
     lines = [(line,) for line in todo.split("\n") if todo] if isinstance(todo, str) else todo
@@ -80,13 +80,13 @@ class PlainTable:
         """One line, or more."""
         from rich.text import Text
 
-        self.table.add_row(*(Text(plain(cell[:_LONGEST_CELL])) for cell in cells))
+        self.table.add_row(*(Text(escaped(cell[:_LONGEST_CELL])) for cell in cells))
 
     def add_caption(self, text: str) -> None:
         """A line below it."""
         from rich.text import Text
 
-        self.table.caption = Text(plain(text))
+        self.table.caption = Text(escaped(text))
         self.table.caption_justify = "left"
 
 
@@ -126,7 +126,7 @@ def text_column(key: str) -> ProgressColumn:
     class _PlainColumn(ProgressColumn):
         def render(self, task: Task) -> RenderableType:
             """See rich."""
-            return Text(plain(str(task.fields[key])), no_wrap=True, overflow="ellipsis")
+            return Text(escaped(str(task.fields[key])), no_wrap=True, overflow="ellipsis")
 
     return _PlainColumn()
 
@@ -137,5 +137,5 @@ def _line(pieces: Line) -> str:
 
 def _piece(piece: str | Styled) -> str:
     if isinstance(piece, str):
-        return plain(piece)
-    return click.style(plain(piece.text), fg=piece.colour, bold=piece.bold or None, dim=piece.dim or None)
+        return escaped(piece)
+    return click.style(escaped(piece.text), fg=piece.colour, bold=piece.bold or None, dim=piece.dim or None)

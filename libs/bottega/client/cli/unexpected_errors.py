@@ -6,13 +6,13 @@ import logging
 import traceback
 from typing import NoReturn
 
-from bottega.client.cli.escaping import plain_lines
+from bottega.client.cli.escaping import escaped_lines
 from bottega.client.cli.terminal import fail, note
 
 
-def tell_fault(error: Exception) -> NoReturn:
+def report_unexpected_error(error: Exception) -> NoReturn:
     """Ends the command with the traceback of an error that it should have known."""
-    for line in plain_lines("".join(traceback.format_exception(error)).rstrip()):
+    for line in escaped_lines("".join(traceback.format_exception(error)).rstrip()):
         note(f"  | {line}")
     fail(
         f"a fault of this command itself: {type(error).__name__}",
@@ -20,12 +20,12 @@ def tell_fault(error: Exception) -> NoReturn:
     )
 
 
-def log_plainly() -> None:
+def show_logged_warnings() -> None:
     """Shows warnings and errors that are logged in this process."""
     logging.basicConfig(handlers=[_Notes()])
 
 
 class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        for line in plain_lines(self.format(record)):
+        for line in escaped_lines(self.format(record)):
             note(line)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bottega.client.cli.escaping import plain_lines
+from bottega.client.cli.escaping import escaped_lines
 from bottega.client.cli.log_format import pretty
 from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import fail, note, say
@@ -132,7 +132,7 @@ def _detached(options: SuiteOptions, state: StateFolder) -> None:
     try:
         began = start_in_background(options, state)
     except DidNotStart as error:
-        for line in plain_lines(error.message):  # it has said already what to do
+        for line in escaped_lines(error.message):  # it has said already what to do
             note(line)
         raise SystemExit(1) from None
     say(f"Bottega runs in the background as process {began.pid}; logs in {state.logs}; bottega stop ends it.")

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import click
 
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
-from bottega.client.cli.lora_profile import command as profile_command
-from bottega.client.cli.lora_quarantine import discard_command, quarantine_command, rebuild_command
-from bottega.client.cli.sizes import shown_size
+from bottega.client.cli.list_group import ListGroup
+from bottega.client.cli.loras.profile import command as profile_command
+from bottega.client.cli.loras.quarantine import discard_command, quarantine_command, rebuild_command
+from bottega.client.cli.sizes import size_text
 from bottega.client.cli.terminal import fail, new_table, note, print_table, say
 
 if TYPE_CHECKING:
@@ -27,16 +28,7 @@ _LOADING, _IN_MEMORY = 2, 3
 _LOAD_S, _POLL_S = 15.0, 0.05
 
 
-class _Loras(click.Group):
-    """Its options alone are those of its list."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
-            args = ["list", *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group("loras", cls=_Loras)
+@click.group("loras", cls=ListGroup)
 def command() -> None:
     """Look after LoRAs: list, show, add, remove, pin, unpin, profile, quarantine, rebuild, discard.
 
@@ -67,7 +59,7 @@ def list_command(*, address: str) -> None:
         return
     table = new_table("lora", "base", ">rank", ">size", "pinned", "trigger words")
     for lora in loras:
-        facts = (str(lora.rank), shown_size(lora.size_bytes), "yes" if lora.pinned else "")
+        facts = (str(lora.rank), size_text(lora.size_bytes), "yes" if lora.pinned else "")
         table.add_row(lora.name, lora.base, *facts, ", ".join(lora.trigger_words))
     print_table(table)
 
@@ -109,7 +101,7 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
         else:
             lora = _registered(client, name, path, base=base, trigger_words=trigger_words)
     modules = f"{lora.modules} module{'s' if lora.modules > 1 else ''} of rank {lora.rank}"
-    say(f"{lora.name} is there for {lora.base}: {modules}, {shown_size(lora.size_bytes)}")
+    say(f"{lora.name} is there for {lora.base}: {modules}, {size_text(lora.size_bytes)}")
     if before is not None and before != list(lora.trigger_words):
         was = ", ".join(before) or "none"
         say(f"It was there already; its trigger words are now: {', '.join(lora.trigger_words)} (before: {was})")
@@ -139,7 +131,7 @@ def pin(*, name: str, address: str) -> None:
         pinned = client.pin_lora(name)
         lora = _loaded(client, pinned)
     if lora.state == _IN_MEMORY:
-        say(f"{name} is pinned: {shown_size(lora.size_bytes)} of its store's memory are its own")
+        say(f"{name} is pinned: {size_text(lora.size_bytes)} of its store's memory are its own")
     elif lora.state == _LOADING:
         say(f"{name} is pinned, and its store is still loading it")
     elif pinned.state == _LOADING:
@@ -206,7 +198,7 @@ def _facts(lora: StoredLora) -> list[tuple[str, str]]:
         ("base", lora.base),
         ("rank", str(lora.rank)),
         ("modules", str(lora.modules)),
-        ("size", f"{shown_size(lora.size_bytes)}, of them text encoders {shown_size(lora.text_bytes)}"),
+        ("size", f"{size_text(lora.size_bytes)}, of them text encoders {size_text(lora.text_bytes)}"),
         ("format", lora.format),
         ("trigger words", ", ".join(lora.trigger_words) or "none"),
         ("may be late until", bounds or "not measured; a fifth of the steps"),

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.controlnet_profile import command as profile_command
+from bottega.client.cli.controlnets.profile import command as profile_command
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
+from bottega.client.cli.list_group import ListGroup
+from bottega.client.cli.sizes import size_text
 from bottega.client.cli.terminal import fail, new_table, note, print_table, say
 
 if TYPE_CHECKING:
@@ -19,16 +21,7 @@ _HASH_LETTERS = 12
 _HUB = "hub:"
 
 
-class _ControlNets(click.Group):
-    """Its options alone are those of its list."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
-            args = ["list", *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group("controlnets", cls=_ControlNets)
+@click.group("controlnets", cls=ListGroup)
 def command() -> None:
     """Look after ControlNets: list, where, add, profile.
 
@@ -106,7 +99,7 @@ def add(*, name: str, folder: str, server: str | None, revision: str | None, add
         added = client.add_controlnet(name, str(here.resolve()) if here.is_dir() else folder, server=server)
     for one in added:
         if one.error is None:
-            say(f"{one.server} hosts {name}, {_size(one.size_bytes)}")
+            say(f"{one.server} hosts {name}, {size_text(one.size_bytes)}")
     _fail_for(name, added)
 
 
@@ -125,7 +118,7 @@ def _fetched(repo: str, revision: str | None, root: str) -> str:
 def _row(net: ServedControlNet) -> tuple[str, ...]:
     return (
         net.name,
-        _size(net.size_bytes),
+        size_text(net.size_bytes),
         ", ".join(net.models) or f"no model here ({net.base})",
         ", ".join(net.loaded_at) or "nobody",
         str(len(net.hosts)),
@@ -150,7 +143,3 @@ def _fail_for(name: str, added: Sequence[AddedControlNet]) -> None:
     if failures:
         lines = [(f"{server}: {error.message}",) for server, error in failures]
         fail(f"{name} is not hosted everywhere", lines, status=exit_status(failures[0][1]))
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 10 << 20 else f"{size_bytes / 2**20:.1f} MiB"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
-from bottega.client.cli.sizes import shown_size
+from bottega.client.cli.sizes import size_text
 from bottega.client.cli.terminal import confirm, fail, new_table, note, print_table, say
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def quarantine_command(*, address: str) -> None:
     for store in stores:
         for lora in store.loras:
             since = datetime.fromtimestamp(lora.since_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-            size = shown_size(lora.size_bytes) if lora.HasField("size_bytes") else "weights are gone"
+            size = size_text(lora.size_bytes) if lora.HasField("size_bytes") else "weights are gone"
             known = (lora.name or "not known", lora.base or "not known")
             table.add_row(*known, size, since, lora.id[:_ID_LETTERS], store.store)
     if not any(store.loras for store in stores):
@@ -110,7 +110,7 @@ def discard_command(*, which: tuple[str, ...], everything: bool, yes: bool, addr
             note(f"{len(found)} will be deleted for good: {listed}")
             confirm("Delete?")
         freed_bytes = sum(client.discard_lora(each.lora.id) for each in found)
-    say(f"{len(found)} deleted, {shown_size(freed_bytes)} free")
+    say(f"{len(found)} deleted, {size_text(freed_bytes)} free")
 
 
 def _restored(client: Client, found: _QuarantinedAtStore, *, name: str, base: str) -> bool:

@@ -76,12 +76,8 @@ def merged(then: Sequence[ControlNet], given: Sequence[ControlArgument], like: P
     return nets
 
 
-def by_their_names(violations: Sequence[Violation], nets: Sequence[ControlNet]) -> list[Violation]:
-    """What is wrong with a request, its ControlNets called as the person who asks calls them."""
-    return [_by_its_name(violation, nets) for violation in violations]
-
-
-def _by_its_name(violation: Violation, nets: Sequence[ControlNet]) -> Violation:
+def name_as_given(violation: Violation, nets: Sequence[ControlNet]) -> Violation:
+    """What is wrong with a request, its ControlNet called as the person who asks calls it."""
     found = _PLACE.match(violation.field)
     if not found or int(found[1]) >= len(nets):
         return violation

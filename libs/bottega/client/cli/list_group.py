@@ -1,0 +1,14 @@
+"""A group of commands whose list needs no word: its options alone are those of its `list`."""
+
+from __future__ import annotations
+
+import click
+
+
+class ListGroup(click.Group):
+    """`bottega jobs -n 5` means `bottega jobs list -n 5`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
