@@ -12,7 +12,6 @@ from types import MappingProxyType
 
 from bottega.errors import InvalidRequest, Violation
 from bottega.planning import steps_to_run
-from bottega.v1.controlnet_pb2 import ResidualProfile
 from bottega.v1.generation_pb2 import (
     SAMPLER_DPMPP_2M,
     SAMPLER_EULER,
@@ -23,6 +22,7 @@ from bottega.v1.generation_pb2 import (
     Lora,
     Sampler,
 )
+from bottega.v1.hosted_pb2 import ResidualProfile
 
 MAX_ADAPTERS = 8
 # Of one ControlNet, one for each base model.

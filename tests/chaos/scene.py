@@ -233,9 +233,9 @@ class Scene:
         """The ControlNet servers that the gateway knows and that host something, with their sessions, by name."""
         members = self.members(kinds.CONTROLNET)
         return {
-            member.registration.name: sum(net.sessions for net in member.load.controlnets)
+            member.registration.name: sum(net.sessions for net in member.load.hosted)
             for member in members
-            if member.load.controlnets
+            if member.load.hosted
         }
 
     def joined(self) -> set[str]:

@@ -24,8 +24,8 @@ from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
-from bottega.v1.controlnet_pb2 import HostedControlNet
 from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.hosted_pb2 import Hosted
 from tests.fakes.memory_storage import Shelf, at_once, memory_storage
 from tests.samples import controlnet_hosts
 from tests.samples.jobs import FakeTime, sample_job
@@ -167,7 +167,7 @@ class Shop:
         seconds: float = 0.1,
         fixed_s: float = 0.0,
         draining: bool = False,
-        controlnets: Sequence[HostedControlNet] = (),
+        controlnets: Sequence[Hosted] = (),
     ) -> None:
         """A worker reports its load. seconds: of one row, beside fixed_s of each turn. controlnets: at hand there."""
         times = [
@@ -181,9 +181,7 @@ class Shop:
             )
             for job in self.running(member)
         ]
-        load = fleet_pb2.Load(
-            step_times=times, max_rows=16, draining=draining, running=running, controlnets=controlnets
-        )
+        load = fleet_pb2.Load(step_times=times, max_rows=16, draining=draining, running=running, hosted=controlnets)
         self.fleet.report(member, load)
 
     def running(self, member: Member) -> list[Job]:

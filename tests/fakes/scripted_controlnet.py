@@ -16,18 +16,18 @@ from bottega.errors import BottegaError
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import to_grpc_status
-from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, fleet_pb2
-from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, fleet_pb2, hosted_pb2
+from bottega.v1.hosted_pb2 import Hosted
 from tests.fakes.scripted_worker import MODEL
 
-ON_DISK = controlnet_pb2.HOSTED_STATE_ON_DISK
-LOADED = controlnet_pb2.HOSTED_STATE_LOADED
+ON_DISK = hosted_pb2.HOSTED_STATE_ON_DISK
+LOADED = hosted_pb2.HOSTED_STATE_LOADED
 
 
-def hosted(name: str, **facts: Any) -> HostedControlNet:
+def hosted(name: str, **facts: Any) -> Hosted:
     """A ControlNet for the scripted workers' model, loaded."""
     defaults = {"digest": f"hash of {name}", "base": MODEL.base, "size_bytes": 1 << 20, "state": LOADED}
-    return HostedControlNet(name=name, **{**defaults, **facts})
+    return Hosted(kind=kinds.CONTROLNET, name=name, **{**defaults, **facts})
 
 
 class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
@@ -37,7 +37,7 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
     added: what was to be hosted, by name and folder; failure: what that is answered with instead.
     """
 
-    def __init__(self, name: str, gateway: str, nets: Sequence[HostedControlNet]) -> None:
+    def __init__(self, name: str, gateway: str, nets: Sequence[Hosted]) -> None:
         self.name = name
         self.nets = {net.name: net for net in nets}
         self.prefetched: list[list[str]] = []
@@ -70,7 +70,7 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
 
     def load(self) -> fleet_pb2.Load:
         """What it hosts."""
-        return fleet_pb2.Load(controlnets=self.nets.values(), draining=self.draining)
+        return fleet_pb2.Load(hosted=self.nets.values(), draining=self.draining)
 
     async def die(self) -> None:
         """Everything of it ends at once, as when its process is killed."""

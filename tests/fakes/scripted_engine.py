@@ -16,6 +16,7 @@ import time
 
 from bottega.process import FramedPipe
 from bottega.v1 import engine_pb2, error_pb2, fleet_pb2, image_pb2, tensor_pb2, worker_pb2
+from bottega.v1.hosted_pb2 import Hosted
 
 MODEL = image_pb2.Model(name="scripted", model_hash="abc", dtype="float32", default_width=64, default_height=64)
 BEAT_S = 0.1
@@ -135,7 +136,7 @@ class Engine:
             for rows in (2, 16)
         ]
         beat = engine_pb2.EngineBeat(turns=self.turns, running=running, step_times=times, fixed_s=fixed_s)
-        beat.loras.extend(self.lora_stores)
+        beat.hosted.extend(Hosted(kind="loras", digest=told) for told in self.lora_stores)
         self.say(beat=beat)
 
 

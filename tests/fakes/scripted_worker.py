@@ -17,6 +17,8 @@ from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import to_job_error
 from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, worker_pb2, worker_pb2_grpc
+from bottega.v1.hosted_pb2 import Hosted
+from tests.samples.hosted_loras import at_hand
 
 MODEL = image_pb2.Model(
     name="miniature",
@@ -74,7 +76,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.lora_stores: list[tuple[str, str]] = []
         self.draining = False
         self.loras: list[str] = []
-        self.patched_loras: list[fleet_pb2.PatchedLora] = []
+        self.applied_loras: list[Hosted] = []
         self._gateway = gateway
         self._model = model
         self._step_s = step_s or {}
@@ -141,9 +143,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             ],
             draining=self.draining,
             max_rows=16,
-            loras=self.loras,
-            patched_loras=self.patched_loras,
-            lora_swap_s=0.1,
+            hosted=[*at_hand(*self.loras), *self.applied_loras],
+            switch_times=[fleet_pb2.SwitchTime(kind=kinds.LORAS, seconds=0.1)],
         )
 
     def still_running(self, job_id: str, number: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from bottega.v1 import controlnet_pb2
-from bottega.v1.controlnet_pb2 import ResidualProfile
+from bottega.v1.hosted_pb2 import ResidualProfile
 from tests.fuzz.case import ALREADY_EXISTS, INF, INVALID, NAN, NOT_FOUND, Case, case_of, shown
 from tests.samples.hostile_controlnets import FOLDERS
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from bottega import kinds
 from bottega.v1 import fleet_pb2
-from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED, HostedControlNet, ResidualProfile
 from bottega.v1.generation_pb2 import ControlNet, Lora
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted, ResidualProfile
 from bottega.v1.worker_pb2 import ControlNetHosts, ControlNetServer
 from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, Case, shown
 from tests.fuzz.hosting import LONGEST_NAME
@@ -84,19 +84,19 @@ def _controlnets(case: Any, png: bytes) -> Iterator[Case]:
 def control_loads(case: Any) -> Iterator[Case]:
     """Of services that say what ControlNets they host. case: makes one of them that joins."""
 
-    def net(name: str = "lines", /, **facts: Any) -> HostedControlNet:
-        return HostedControlNet(**{"name": name, "digest": "ab", "state": HOSTED_STATE_LOADED, **facts})
+    def net(name: str = "lines", /, **facts: Any) -> Hosted:
+        return Hosted(kind=kinds.CONTROLNET, **{"name": name, "digest": "ab", "state": HOSTED_STATE_LOADED, **facts})
 
     good = {
         "no": [],
         "a nameful of": [net(LONGEST_NAME, digest="x" * 128, base="x" * 128, size_bytes=2**63 - 1)],
         "popular": [net(popularity=2**31 - 1, sessions=2**31 - 1)],
         "1024": [net(f"n{number}") for number in range(1024)],
-        "a bare": [HostedControlNet(name="lines")],
+        "a bare": [Hosted(kind=kinds.CONTROLNET, name="lines")],
         "well profiled": [net(profiles=[_profile(f"m{number}") for number in range(16)])],
     }
     for name, nets in good.items():
-        yield case(f"{name} ControlNets", kind=kinds.CONTROLNET, load=fleet_pb2.Load(controlnets=nets))
+        yield case(f"{name} ControlNets", kind=kinds.CONTROLNET, load=fleet_pb2.Load(hosted=nets))
     bad = {
         "1025": [net(f"n{number}") for number in range(1025)],
         "twice the same": [net(), net()],
@@ -111,8 +111,8 @@ def control_loads(case: Any) -> Iterator[Case]:
     }
     for name, nets in bad.items():
         for kind in (kinds.CONTROLNET, kinds.LORAS):
-            whole = case(f"ControlNets {name}, from {kind}", kind=kind, load=fleet_pb2.Load(controlnets=nets))
-            yield dataclasses.replace(whole, code=INVALID, fields=frozenset({"load.controlnets"}))
+            whole = case(f"ControlNets {name}, from {kind}", kind=kind, load=fleet_pb2.Load(hosted=nets))
+            yield dataclasses.replace(whole, code=INVALID, fields=frozenset({"load.hosted"}))
 
 
 def control_attempts(case: Any) -> Iterator[Case]:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from bottega import kinds
 from bottega.v1 import controlnet_pb2, fleet_pb2, generation_pb2, image_pb2, lora_pb2, worker_pb2
-from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED
 from tests.fuzz import controlnets, lora_store
 from tests.fuzz.calls import SERVICES
 from tests.fuzz.house import House
@@ -218,7 +218,7 @@ def _load() -> fleet_pb2.Load:
     load = fleet_pb2.Load(fixed_s=0.1, max_rows=16, memory_bytes=1 << 30)
     load.running.add(attempt=_attempt(), steps_left=7)
     load.step_times.add(latent_height=16, latent_width=16, rows=2, seconds=0.02)
-    net = load.controlnets.add(name="lines", digest="ab" * 32, base="other", size_bytes=1 << 20)
+    net = load.hosted.add(kind=kinds.CONTROLNET, name="lines", digest="ab" * 32, base="other", size_bytes=1 << 20)
     net.state, net.popularity, net.sessions = HOSTED_STATE_LOADED, 7, 2
     return load
 

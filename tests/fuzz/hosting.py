@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import grpc
 
 from bottega import kinds
-from bottega.v1 import controlnet_pb2, fleet_pb2, fleet_pb2_grpc
-from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, hosted_pb2
+from bottega.v1.hosted_pb2 import Hosted
 
 LONGEST_NAME = "x" * 200
 HOSTED = ("edges", LONGEST_NAME)
@@ -59,5 +59,7 @@ def _stay(fleet: grpc.Channel, said: Callable[[], Iterator[fleet_pb2.JoinRequest
 
 
 def _load() -> fleet_pb2.Load:
-    state = controlnet_pb2.HOSTED_STATE_LOADED
-    return fleet_pb2.Load(controlnets=[HostedControlNet(name=name, digest="ab", state=state) for name in HOSTED])
+    state = hosted_pb2.HOSTED_STATE_LOADED
+    return fleet_pb2.Load(
+        hosted=[Hosted(kind=kinds.CONTROLNET, name=name, digest="ab", state=state) for name in HOSTED]
+    )

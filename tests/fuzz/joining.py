@@ -49,6 +49,9 @@ def joining_corpus() -> Iterator[Case]:
         return Case(method="Join", name=name, raw=raw, code=code, fields=named)
 
     yield case("a store of LoRAs")
+    yield case("sixteen kinds of services that it uses", OK, uses=[f"k{n}" for n in range(16)])
+    for name, uses in {"seventeen": [f"k{n}" for n in range(17)], "one twice": ["a"] * 2, "none": ["no kind"]}.items():
+        yield case(f"kinds that it uses: {name}", INVALID, "uses", uses=uses)
     for kind in ("", "Worker", "a b", "-", "x" * 33, "x" * 10_000):
         yield case(f"kind {kind[:33]!r}", INVALID, "kind", kind=kind)
     for name in ("", "x" * 129, "x" * (1 << 20)):

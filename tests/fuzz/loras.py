@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from bottega.v1 import fleet_pb2, worker_pb2
-from bottega.v1.fleet_pb2 import PatchedLora
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from bottega.v1.worker_pb2 import AttemptDecisions, LoraStore
 from tests.fuzz.case import INF, INVALID, NAN, OK, UNAVAILABLE, Case, case_of, shown
 from tests.fuzz.images import good_images
+from tests.samples.hosted_loras import applied, at_hand
 
 _NAMES = ("", "x" * 201, "../../etc/passwd", "a b", "\0", "ü")
 _DIGESTS = ("", "A" * 64, "a" * 63, "a" * 65, "\0" * 64)
@@ -62,32 +62,38 @@ def lora_drawings(case: Any) -> Iterator[Case]:
 
 def lora_loads(case: Any) -> Iterator[Case]:
     """Of workers that say what LoRAs they have. case: makes one of them that joins."""
-    yield case("256 LoRAs at hand", load=fleet_pb2.Load(loras=[f"{number:064x}" for number in range(256)]))
-    for name, loras in {"257": ["a" * 64] * 257, **{shown(text): [text] for text in _DIGESTS}}.items():
-        yield _refused(case(f"LoRAs at hand: {name}", load=fleet_pb2.Load(loras=loras)), "loras")
-    yield from _patched_loads(case)
+    many = at_hand(*(f"{number:064x}" for number in range(1025)))
+    yield case("1024 LoRAs at hand", load=fleet_pb2.Load(hosted=many[:-1]))
+    bad = {"1025": many, "one twice": many[:1] * 2, **{shown(text): at_hand(text) for text in _DIGESTS}}
+    for name, loras in bad.items():
+        yield _refused(case(f"LoRAs at hand: {name}", load=fleet_pb2.Load(hosted=loras)), "hosted")
+    yield from _applied_loads(case)
 
 
-def _patched_loads(case: Any) -> Iterator[Case]:
+def _applied_loads(case: Any) -> Iterator[Case]:
     """Of workers that say what is in their weights."""
-    patched = PatchedLora(digest="a" * 64, scale=-1e300)
+    patched = applied("a" * 64, -1e300)
     for name, load in {
-        "eight LoRAs in the weights": fleet_pb2.Load(patched_loras=[patched] * 8),
-        "weights that swap at once": fleet_pb2.Load(lora_swap_s=0.0),
-        "weights that never swap": fleet_pb2.Load(lora_swap_s=1e308),
+        "eight LoRAs in the weights": fleet_pb2.Load(hosted=[patched] * 8),
+        "weights that swap at once": fleet_pb2.Load(switch_times=[_switch("loras", 0.0)]),
+        "weights that never swap": fleet_pb2.Load(switch_times=[_switch("loras", 1e308)]),
     }.items():
         yield case(name, load=load)
     bad = {
         "nine": [patched] * 9,
-        **{f"of digest {shown(text)}": [PatchedLora(digest=text, scale=1.0)] for text in _DIGESTS},
-        **{f"scaled {scale}": [PatchedLora(digest="a" * 64, scale=scale)] for scale in (NAN, INF, -INF)},
+        **{f"of digest {shown(text)}": [applied(text)] for text in _DIGESTS},
+        **{f"scaled {scale}": [applied("a" * 64, scale)] for scale in (NAN, INF, -INF)},
     }
     for name, loras in bad.items():
-        whole = case(f"LoRAs in the weights: {name}", load=fleet_pb2.Load(patched_loras=loras))
-        yield _refused(whole, "patched_loras")
-    for seconds in (-0.001, NAN, INF, -INF):
-        whole = case(f"weights that swap in {seconds} s", load=fleet_pb2.Load(lora_swap_s=seconds))
-        yield _refused(whole, "lora_swap_s")
+        whole = case(f"LoRAs in the weights: {name}", load=fleet_pb2.Load(hosted=loras))
+        yield _refused(whole, "hosted")
+    for kind, seconds in (("loras", -0.001), ("loras", NAN), ("loras", INF), ("loras", -INF), ("no kind", 1.0)):
+        whole = case(f"{kind} that swap in {seconds} s", load=fleet_pb2.Load(switch_times=[_switch(kind, seconds)]))
+        yield _refused(whole, "switch_times")
+
+
+def _switch(kind: str, seconds: float) -> fleet_pb2.SwitchTime:
+    return fleet_pb2.SwitchTime(kind=kind, seconds=seconds)
 
 
 def _refused(case: Case, field: str) -> Case:

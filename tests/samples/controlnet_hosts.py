@@ -6,25 +6,25 @@ from typing import Any
 
 from bottega import kinds
 from bottega.gateway.fleet.join_limits import JoinBounds
-from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2
-from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1 import fleet_pb2, hosted_pb2, image_pb2
+from bottega.v1.hosted_pb2 import Hosted
 
-ON_DISK = controlnet_pb2.HOSTED_STATE_ON_DISK
-LOADING = controlnet_pb2.HOSTED_STATE_LOADING
-LOADED = controlnet_pb2.HOSTED_STATE_LOADED
+ON_DISK = hosted_pb2.HOSTED_STATE_ON_DISK
+LOADING = hosted_pb2.HOSTED_STATE_LOADING
+LOADED = hosted_pb2.HOSTED_STATE_LOADED
 
 BASE = "base of m"
 
 
-def net(name: str = "edges", **facts: Any) -> HostedControlNet:
+def net(name: str = "edges", **facts: Any) -> Hosted:
     """A ControlNet for the model "m", loaded."""
     defaults = {"digest": f"hash of {name}", "base": BASE, "size_bytes": 1000, "state": LOADED}
-    return HostedControlNet(name=name, **{**defaults, **facts})
+    return Hosted(kind=kinds.CONTROLNET, name=name, **{**defaults, **facts})
 
 
-def load(*nets: HostedControlNet, draining: bool = False) -> fleet_pb2.Load:
+def load(*nets: Hosted, draining: bool = False) -> fleet_pb2.Load:
     """The report of a host."""
-    return fleet_pb2.Load(controlnets=nets, draining=draining)
+    return fleet_pb2.Load(hosted=nets, draining=draining)
 
 
 def server(name: str = "s1", port: int = 101) -> fleet_pb2.Registration:

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from bottega.rpc.status import from_job_error
-from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, generation_pb2, worker_pb2, worker_pb2_grpc
+from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, generation_pb2, hosted_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.services import SMALL_ENGINE, Service, Services, worker_config
 from tests.support.stock import Pixels
 
@@ -54,7 +54,7 @@ class ControlNetServer:
         """Engines that have been ready so far."""
         return sum(event["event"] == "engine ready" for event in self.service.events())
 
-    def hosted(self) -> dict[str, controlnet_pb2.HostedControlNet]:
+    def hosted(self) -> dict[str, hosted_pb2.Hosted]:
         """What it hosts, by name."""
         response = self._stub.ListControlNets(controlnet_pb2.ListControlNetsRequest(), timeout=5)
         return {net.name: net for net in response.controlnets}
@@ -76,14 +76,12 @@ class ControlNetServer:
         assert found, f"{name} is not counted"
         return float(found[1])
 
-    def add(self, name: str, folder: str) -> controlnet_pb2.HostedControlNet:
+    def add(self, name: str, folder: str) -> hosted_pb2.Hosted:
         """AddControlNet."""
         request = controlnet_pb2.AddControlNetRequest(name=name, folder=folder)
         return self._stub.AddControlNet(request, timeout=ADD_S).controlnet
 
-    def set_profile(
-        self, name: str, digest: str, profile: controlnet_pb2.ResidualProfile
-    ) -> controlnet_pb2.HostedControlNet:
+    def set_profile(self, name: str, digest: str, profile: hosted_pb2.ResidualProfile) -> hosted_pb2.Hosted:
         """SetProfile."""
         request = controlnet_pb2.SetProfileRequest(name=name, digest=digest, profile=profile)
         return self._stub.SetProfile(request, timeout=10).controlnet
@@ -227,5 +225,5 @@ def png(image: Tensor) -> bytes:
 
 def _digests(servers: Sequence[ControlNetServer]) -> dict[str, str]:
     """Of the first server that hosts anything now."""
-    hosted: Iterator[dict[str, controlnet_pb2.HostedControlNet]] = (each.hosted() for each in servers)
+    hosted: Iterator[dict[str, hosted_pb2.Hosted]] = (each.hosted() for each in servers)
     return {name: net.digest for name, net in next((nets for nets in hosted if nets), {}).items()}

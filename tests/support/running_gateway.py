@@ -17,8 +17,8 @@ from bottega.gateway.gateway import Gateway
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
-from bottega.v1.controlnet_pb2 import HostedControlNet
 from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.hosted_pb2 import Hosted
 from tests.fakes.scripted_controlnet import ScriptedControlNetServer
 from tests.fakes.scripted_worker import ScriptedWorker
 
@@ -50,7 +50,7 @@ class Running:
         self.workers.append(worker)
         return worker
 
-    async def controlnets(self, name: str, *nets: HostedControlNet) -> ScriptedControlNetServer:
+    async def controlnets(self, name: str, *nets: Hosted) -> ScriptedControlNetServer:
         """Adds a scripted ControlNet server, whose first report is heard; it goes when the gateway goes."""
         server = await ScriptedControlNetServer(name, self.fleet_address, nets).start()
         self.servers.append(server)
@@ -61,7 +61,7 @@ class Running:
 
     async def _hosts(self, name: str, count: int) -> bool:
         members = (await self.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
-        return any(member.registration.name == name and len(member.load.controlnets) == count for member in members)
+        return any(member.registration.name == name and len(member.load.hosted) == count for member in members)
 
     def generate(
         self, request_id: str = "", *, preview: bool = False, timeout: float | None = 20, **spec: Any

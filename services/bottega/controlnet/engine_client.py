@@ -14,7 +14,7 @@ from bottega.errors import BottegaError, Unavailable
 from bottega.process import EngineTimeouts
 from bottega.rpc.status import from_job_error
 from bottega.v1 import controlnet_engine_pb2 as pb
-from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1.hosted_pb2 import Hosted
 from bottega.v1.link_pb2 import LinkOffer
 
 ENGINE_MODULE = "bottega.controlnet.engine"
@@ -57,7 +57,7 @@ class ControlNetEngineClient(
         """Has no sessions opened any more. Raises Unavailable when there is no engine."""
         self.send(pb.ControlNetEngineCommand(drain=pb.ControlNetEngineDrain()))
 
-    async def host(self, name: str, folder: Path, root: Path | None = None) -> HostedControlNet:
+    async def host(self, name: str, folder: Path, root: Path | None = None) -> Hosted:
         """Hosts a ControlNet. root: outside of which no file of it may be; None: wherever they are.
 
         Raises InvalidRequest, ControlNetUnusable, Unavailable when there is no engine.

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from bottega.rpc.operation.link_metrics import LinkMetrics
-from bottega.v1 import controlnet_pb2
+from bottega.v1 import hosted_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat
 
 
@@ -62,5 +62,5 @@ class ControlNetMetrics(Collector):
         for net in self._beat.controlnets:
             popularity.add_metric((net.name,), net.popularity)
             sessions.add_metric((net.name,), net.sessions)
-            loaded.add_metric((net.name,), net.state == controlnet_pb2.HOSTED_STATE_LOADED)
+            loaded.add_metric((net.name,), net.state == hosted_pb2.HOSTED_STATE_LOADED)
         yield from (popularity, sessions, loaded)

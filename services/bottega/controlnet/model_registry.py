@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from bottega import kinds
 from bottega.diffusion.controlnets import (
     ControlLayout,
     ControlNet,
@@ -24,8 +25,8 @@ from bottega.diffusion.controlnets import (
 )
 from bottega.errors import ControlNetNotFound, ControlNetUnusable
 from bottega.process import open_files
-from bottega.v1 import controlnet_pb2
-from bottega.v1.controlnet_pb2 import HostedControlNet, HostedState
+from bottega.v1 import hosted_pb2
+from bottega.v1.hosted_pb2 import Hosted, HostedState
 
 # Characters of a digest that tell two versions of a name apart on the shelf.
 _VERSION_CHARACTERS = 12
@@ -63,7 +64,7 @@ class ModelRegistry:
         self._lock = threading.Lock()
         self.shelf = ControlNetCache(self._sources, budget_bytes=budget_bytes, device=device, load=self._load)
 
-    def add(self, name: str, folder: Path, root: Path | None = None) -> HostedControlNet:
+    def add(self, name: str, folder: Path, root: Path | None = None) -> Hosted:
         """Hosts what is in the folder under that name, from now on. root: outside of which no file of it may be.
 
         Raises InvalidRequest, ControlNetUnusable, TooManyOpenFiles.
@@ -114,10 +115,10 @@ class ModelRegistry:
         """Sessions with these will come."""
         self.shelf.expect([host.source.name for name in names if (host := self._hosts.get(name))])
 
-    def report(self, sessions: dict[str, int]) -> list[HostedControlNet]:
+    def report(self, sessions: dict[str, int]) -> list[Hosted]:
         """All of them, by name. sessions: that are open, by name."""
-        states = dict.fromkeys(self.shelf.coming, controlnet_pb2.HOSTED_STATE_LOADING)
-        states |= dict.fromkeys(self.shelf.loaded, controlnet_pb2.HOSTED_STATE_LOADED)
+        states = dict.fromkeys(self.shelf.coming, hosted_pb2.HOSTED_STATE_LOADING)
+        states |= dict.fromkeys(self.shelf.loaded, hosted_pb2.HOSTED_STATE_LOADED)
         popularity = self.shelf.popularity
         with self._lock:
             hosts = sorted(self._hosts.items())
@@ -137,13 +138,14 @@ class ModelRegistry:
         host: _RegisteredModel,
         popularity: Mapping[str, int],
         states: Mapping[str, HostedState.ValueType],
-    ) -> HostedControlNet:
-        return HostedControlNet(
+    ) -> Hosted:
+        return Hosted(
+            kind=kinds.CONTROLNET,
             name=name,
             digest=host.digest,
             base=host.source.layout.base,
             size_bytes=host.source.size_bytes,
-            state=states.get(host.source.name, controlnet_pb2.HOSTED_STATE_ON_DISK),
+            state=states.get(host.source.name, hosted_pb2.HOSTED_STATE_ON_DISK),
             popularity=popularity.get(host.source.name, 0),
         )
 

@@ -13,7 +13,7 @@ from bottega import rules
 from bottega.controlnet.catalogue_schema import sound_rows, with_checksum
 from bottega.errors import StorageUnavailable
 from bottega.storage import SqliteDatabase
-from bottega.v1.controlnet_pb2 import ResidualProfile
+from bottega.v1.hosted_pb2 import ResidualProfile
 
 _log = logging.getLogger(__name__)
 

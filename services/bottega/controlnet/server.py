@@ -28,7 +28,7 @@ from bottega.storage import SqliteDatabase, folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.v1 import fleet_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
-from bottega.v1.controlnet_pb2 import HostedControlNet, ResidualProfile
+from bottega.v1.hosted_pb2 import Hosted, ResidualProfile
 from bottega.v1.link_pb2 import LinkOffer
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class ControlNetServer:
         self._set_serving = set_serving
         self._version = importlib.metadata.version("bottega-services")
         self._beat = ControlNetEngineBeat()
-        self._hosted: list[HostedControlNet] = []
+        self._hosted: list[Hosted] = []
         self._device = ""
         self._membership: FleetMembership | None = None
         self._first_hosting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -81,7 +81,7 @@ class ControlNetServer:
         self._drained = asyncio.Event()
 
     @property
-    def hosted(self) -> list[HostedControlNet]:
+    def hosted(self) -> list[Hosted]:
         """The ControlNets that it hosts, by name, as the engine last said, with their profiles."""
         return list(self._hosted)
 
@@ -113,7 +113,7 @@ class ControlNetServer:
             self._engine.prefetch(accepted)
         return accepted
 
-    async def add(self, name: str, folder: str) -> HostedControlNet:
+    async def add(self, name: str, folder: str) -> Hosted:
         """Hosts one more and remembers it.
 
         Raises InvalidRequest, ControlNetExists, TooLarge, ControlNetUnusable, StorageUnavailable, Unavailable.
@@ -126,7 +126,7 @@ class ControlNetServer:
         _log.info("a ControlNet is hosted", extra={"controlnet": name, "folder": str(path)})
         return hosted
 
-    async def set_profile(self, name: str, digest: str, profile: ResidualProfile) -> HostedControlNet:
+    async def set_profile(self, name: str, digest: str, profile: ResidualProfile) -> Hosted:
         """Notes what was measured of a ControlNet that it hosts, and remembers it.
 
         Raises ControlNetNotFound where it hosts none of that name and hash, StorageUnavailable.
@@ -143,7 +143,7 @@ class ControlNetServer:
 
     def load(self) -> fleet_pb2.Load:
         """What it hosts, and how busy it is."""
-        return fleet_pb2.Load(controlnets=self._hosted, draining=self._draining, memory_bytes=self._memory_bytes)
+        return fleet_pb2.Load(hosted=self._hosted, draining=self._draining, memory_bytes=self._memory_bytes)
 
     async def drain(self) -> None:
         """Opens no sessions any more, and returns when those that are open have ended."""
@@ -219,7 +219,7 @@ class ControlNetServer:
             self._membership = self._join()
             self._membership.start()
 
-    async def _host(self, name: str, folder: Path) -> HostedControlNet:
+    async def _host(self, name: str, folder: Path) -> Hosted:
         """Has it hosted; what a caller has added is looked at first, where that hurts nobody."""
         root = self._catalogue.root_of(name)
         if root is not None:
@@ -241,7 +241,7 @@ class ControlNetServer:
             membership, self._membership = self._membership, None
             await membership.stop()
 
-    def _hosts_now(self, net: HostedControlNet) -> None:
+    def _hosts_now(self, net: Hosted) -> None:
         """It is known at once; the engine's next beat has it as well."""
         nets = {each.name: each for each in [*self._beat.controlnets, net]}
         beat = ControlNetEngineBeat()
@@ -251,7 +251,7 @@ class ControlNetServer:
         self._beat, self._hosted = beat, self._with_profiles(beat)
         self._report()
 
-    def _with_profiles(self, beat: ControlNetEngineBeat) -> list[HostedControlNet]:
+    def _with_profiles(self, beat: ControlNetEngineBeat) -> list[Hosted]:
         """Those of a beat, which becomes theirs."""
         for net in beat.controlnets:
             del net.profiles[:]

@@ -181,10 +181,8 @@ class Worker:
             draining=self._draining,
             max_rows=self._config.engine.group_rows,
             memory_bytes=self._memory_bytes,
-            controlnets=self._beat.controlnets,
-            loras=self._beat.loras,
-            patched_loras=self._beat.patched_loras,
-            lora_swap_s=self._beat.lora_swap_s,
+            hosted=self._beat.hosted,
+            switch_times=self._beat.switch_times,
         )
 
     async def drain(self) -> None:
@@ -366,7 +364,7 @@ def _reported_at_once(beat: engine_pb2.EngineBeat) -> tuple[object, ...]:
     regular report, half a second later at most.
     """
     measured = [(time.latent_height, time.latent_width, time.rows, time.outdated) for time in beat.step_times]
-    return measured, list(beat.controlnets), list(beat.loras), list(beat.patched_loras)
+    return measured, list(beat.hosted)
 
 
 def _checkpoint(key: AttemptKey, event: engine_pb2.EngineCheckpoint) -> AttemptCheckpoint:

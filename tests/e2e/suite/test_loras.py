@@ -10,6 +10,7 @@ import pytest
 from bottega import kinds
 from bottega.client import Client
 from bottega.v1 import fleet_pb2
+from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED
 from tests.samples.lora_files import Part, base_shapes, kohya, save
 from tests.support.waiting import wait_until
 
@@ -57,13 +58,13 @@ def test_a_worker_tells_the_fleet_what_is_in_its_weights_and_what_a_swap_takes(c
     client.generate(_PROMPT, lora=[("strong", 0.7)], seed=3, num_inference_steps=50)
     told = [(client.lora("strong").digest, 0.7)]
     wait_until(lambda: _in_weights(client) == told, "the set to be told")
-    assert 0 < _load(client).lora_swap_s < 1.0
+    assert 0 < _load(client).switch_times[0].seconds < 1.0
     client.generate(_PROMPT, **_DRAW)
     wait_until(lambda: _in_weights(client) == [], "the weights to be told as untouched")
 
 
 def _in_weights(client: Client) -> list[tuple[str, float]]:
-    return [(lora.digest, lora.scale) for lora in _load(client).patched_loras]
+    return [(lora.digest, lora.scale) for lora in _load(client).hosted if lora.state == HOSTED_STATE_APPLIED]
 
 
 def _load(client: Client) -> fleet_pb2.Load:

@@ -14,7 +14,7 @@ from bottega import errors
 from bottega.client import AsyncClient, ProfileCase
 from bottega.client.cli import main
 from bottega.v1 import generation_pb2
-from bottega.v1.controlnet_pb2 import ResidualProfile
+from bottega.v1.hosted_pb2 import ResidualProfile
 from tests.fakes.scripted_controlnet import hosted
 from tests.fakes.scripted_worker import MODEL
 from tests.support.running_gateway import Running, running_gateway

@@ -15,7 +15,7 @@ from bottega import errors
 from bottega.client import AsyncClient, ControlNet, ServedControlNet
 from bottega.client.checkup.gateway import check_gateway
 from bottega.client.cli import main
-from bottega.v1 import controlnet_pb2
+from bottega.v1 import hosted_pb2
 from tests.fakes.scripted_controlnet import ON_DISK, hosted
 from tests.support.running_gateway import Running, running_gateway
 
@@ -56,7 +56,7 @@ async def test_controlnets_are_listed_with_size_model_and_where_they_are_loaded(
 
 async def test_where_a_controlnet_is_and_how_it_stands_there(house: Running) -> None:
     server = await house.controlnets("s1", hosted("edges", sessions=2, popularity=5))
-    await house.controlnets("s2", hosted("edges", state=controlnet_pb2.HOSTED_STATE_LOADING, digest="f" * 64))
+    await house.controlnets("s2", hosted("edges", state=hosted_pb2.HOSTED_STATE_LOADING, digest="f" * 64))
     result = await _run(house, "controlnets", "where", "edges")
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["s1", "controlnet", server.address, "loaded", "2", "5", "hash"] in [row[:7] for row in rows]

@@ -18,7 +18,7 @@ from PIL import Image
 
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, InvalidRequest, NoControlNet
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import controlnet_pb2, generation_pb2
+from bottega.v1 import generation_pb2, hosted_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from load.bench.throttle import Throttle
 from tests.samples.controlnets import control_image, random_controlnet, save
@@ -155,7 +155,7 @@ def test_another_version_of_a_controlnet_is_not_taken_for_the_one_meant(cast: Ca
 
 
 def test_a_profile_is_taken_of_what_is_hosted_and_of_nothing_else(cast: Cast) -> None:
-    profile = controlnet_pb2.ResidualProfile(model_hash="m", num_inference_steps=20, similarity=0.995)
+    profile = hosted_pb2.ResidualProfile(model_hash="m", num_inference_steps=20, similarity=0.995)
     digest = cast.far.hosted()["depth"].digest
     assert cast.far.set_profile("depth", digest, profile).profiles == [profile]
     with pytest.raises(grpc.RpcError) as refusal:
@@ -165,7 +165,7 @@ def test_a_profile_is_taken_of_what_is_hosted_and_of_nothing_else(cast: Cast) ->
 
 def test_what_is_prefetched_is_loaded_before_anybody_asks(cast: Cast) -> None:
     assert cast.far.prefetch("layout", "unknown", "edges") == ["layout", "edges"]
-    loaded = controlnet_pb2.HOSTED_STATE_LOADED
+    loaded = hosted_pb2.HOSTED_STATE_LOADED
     wait_until(lambda: cast.far.hosted()["layout"].state == loaded, "a prefetched ControlNet")
 
 

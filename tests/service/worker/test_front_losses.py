@@ -175,7 +175,7 @@ async def test_the_worker_is_in_the_fleet_while_its_engine_is_ready(start: Start
     assert (registration.name, registration.address) == ("w", running.server.address)
     assert [model.name for model in registration.models] == ["scripted"]
     await eventually(lambda: gateway.loads[-1].fixed_s == 3)  # the backlog reached the engine
-    await eventually(lambda: list(gateway.loads[-1].loras) == ["shelf at host:1"])
+    await eventually(lambda: [item.digest for item in gateway.loads[-1].hosted] == ["shelf at host:1"])
     assert gateway.loads[-1].step_times[0].rows == 2
     assert gateway.loads[-1].max_rows == 16
     await eventually(lambda: gateway.loads[-1].memory_bytes > 2**20)
@@ -190,7 +190,9 @@ async def test_the_worker_is_in_the_fleet_while_its_engine_is_ready(start: Start
     os.kill(running.engine.pid, signal.SIGKILL)
     await eventually(lambda: gateway.members == 0)
     await eventually(lambda: gateway.members == 1 and len(gateway.registrations) == 2)
-    await eventually(lambda: list(gateway.loads[-1].loras) == ["shelf at host:1"])  # so did they the next engine
+    await eventually(
+        lambda: [item.digest for item in gateway.loads[-1].hosted] == ["shelf at host:1"]
+    )  # so did they the next engine
     assert (await following)[-1].failed.reason == error_pb2.ERROR_REASON_WORKER_LOST
     await running.worker.stop()
     await eventually(lambda: gateway.members == 0)

@@ -14,7 +14,7 @@ from bottega.controlnet.catalogue_schema import SCHEMA
 from bottega.controlnet.profiles import ProfileStore
 from bottega.errors import StorageUnavailable
 from bottega.storage import SqliteDatabase
-from bottega.v1.controlnet_pb2 import ResidualProfile
+from bottega.v1.hosted_pb2 import ResidualProfile
 
 
 def profile(model_hash: str = "m", similarity: float = 0.995) -> ResidualProfile:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from bottega import kinds
 from bottega.controlnet import server as server_module
 from bottega.controlnet.catalogue import ControlNetCatalogue
 from bottega.controlnet.catalogue_schema import SCHEMA
@@ -22,7 +23,7 @@ from bottega.errors import BottegaError, Unavailable
 from bottega.process import EngineTimeouts
 from bottega.storage import SqliteDatabase
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
-from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1.hosted_pb2 import Hosted
 
 
 class Engine(ControlNetEngineClient):
@@ -35,14 +36,14 @@ class Engine(ControlNetEngineClient):
         self.drains = 0
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def host(self, name: str, folder: Path, root: Path | None = None) -> HostedControlNet:
+    async def host(self, name: str, folder: Path, root: Path | None = None) -> Hosted:
         """See ControlNetEngineClient."""
         self.asked.append(name)
         while not self.lives.is_set():
             if self._gone.done():
                 raise Unavailable("there is no engine")
             await asyncio.sleep(0.001)
-        return HostedControlNet(name=name)
+        return Hosted(kind=kinds.CONTROLNET, name=name)
 
     async def watch(self, listener: object) -> None:
         """See ControlNetEngineClient."""
@@ -160,7 +161,7 @@ async def test_an_engine_that_dies_or_hosts_nothing_has_drained(tmp_path: Path) 
 
 
 def _beat(*, sessions: int, draining: bool = False) -> ControlNetEngineEvent:
-    nets = [HostedControlNet(name="edges", sessions=sessions)]
+    nets = [Hosted(kind=kinds.CONTROLNET, name="edges", sessions=sessions)]
     return ControlNetEngineEvent(beat=ControlNetEngineBeat(controlnets=nets, draining=draining))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import RunningAttempt, StepTime
 from bottega.worker.worker import _reported_at_once
+from tests.samples.hosted_loras import at_hand
 
 
 def _beat(*, steps_left: int = 9, seconds: float = 0.1, rows: int = 2, loras: tuple[str, ...] = ()) -> EngineBeat:
     times = [StepTime(latent_height=8, latent_width=8, rows=rows, seconds=seconds)]
-    return EngineBeat(running=[RunningAttempt(steps_left=steps_left)], step_times=times, loras=loras)
+    return EngineBeat(running=[RunningAttempt(steps_left=steps_left)], step_times=times, hosted=at_hand(*loras))
 
 
 def test_steps_and_drifting_times_wait_for_the_regular_report() -> None:

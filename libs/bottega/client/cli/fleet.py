@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
 
+from bottega import kinds
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, new_table, print_table, stderr_console
 
@@ -14,8 +17,9 @@ if TYPE_CHECKING:
     from bottega.v1.fleet_pb2 import ListMembersResponse, Load, Member
 
 _LOOK_S = 0.5
-# ControlNets of one service that a row has room for.
+# Names of what one service hosts that a row has room for.
 _MOST_NAMES = 6
+_TITLES = {kinds.CONTROLNET: "ControlNets", kinds.LORAS: "LoRAs"}
 
 
 @click.command("fleet")
@@ -55,7 +59,7 @@ def _row(member: Member) -> tuple[str, ...]:
         who.name,
         who.kind,
         who.address,
-        ", ".join([*(model.name for model in who.models), *_controlnets(load)]),
+        ", ".join([*(model.name for model in who.models), *_hosted(load)]),
         who.device,
         _running(member),
         str(sum(attempt.steps_left for attempt in load.running)) if load.running else "",
@@ -64,23 +68,26 @@ def _row(member: Member) -> tuple[str, ...]:
     )
 
 
-def _controlnets(load: Load) -> list[str]:
-    """By name while they are few; those that are not in memory say so."""
-    from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED
+def _hosted(load: Load) -> Iterator[str]:
+    """What it hosts, by name while there are few of a kind; what is not in memory says so."""
+    from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED
 
-    loaded = [net.name for net in load.controlnets if net.state == HOSTED_STATE_LOADED]
-    if len(load.controlnets) > _MOST_NAMES:
-        return [f"{len(load.controlnets)} ControlNets, {len(loaded)} loaded"]
-    return [net.name if net.name in loaded else f"{net.name} (not loaded)" for net in load.controlnets]
+    listed = [item for item in load.hosted if item.state != HOSTED_STATE_APPLIED]
+    for kind, count in Counter(item.kind for item in listed).items():
+        items = [item for item in listed if item.kind == kind]
+        loaded = sum(item.state == HOSTED_STATE_LOADED for item in items)
+        if count > _MOST_NAMES or not all(item.name for item in items):
+            yield f"{count} {_TITLES.get(kind, kind)}, {loaded} loaded"
+        else:
+            for item in items:
+                yield item.name if item.state == HOSTED_STATE_LOADED else f"{item.name} (not loaded)"
 
 
 def _running(member: Member) -> str:
-    """Attempts of a worker, sessions of a ControlNet server."""
-    from bottega import kinds
-
+    """Attempts of a worker, sessions of other services."""
     load = member.load
-    serves = member.registration.kind == kinds.CONTROLNET
-    count = sum(net.sessions for net in load.controlnets) if serves else len(load.running)
+    sessions = sum(item.sessions for item in load.hosted)
+    count = len(load.running) if member.registration.kind == kinds.WORKER else sessions
     return f"{count} (draining)" if load.draining else str(count)
 
 

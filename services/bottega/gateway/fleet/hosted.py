@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from bottega import kinds
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, NoControlNet
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.members import Member
 from bottega.v1 import image_pb2
-from bottega.v1.controlnet_pb2 import HostedControlNet, HostedState
+from bottega.v1.hosted_pb2 import Hosted, HostedState
 
 # A server comes back, or another one joins, within some seconds.
 _RETRY_AFTER_S = 3.0
@@ -26,19 +25,20 @@ _LISTED_CHARACTERS = 2000
 class HostedIndex:
     """The ControlNets of a fleet. grace_s: how long one is waited for that nobody hosts any more."""
 
-    def __init__(self, *, grace_s: float, clock: Clock) -> None:
+    def __init__(self, kind: str, *, grace_s: float, clock: Clock) -> None:
+        self._kind = kind
         self._grace_s = grace_s
         self._clock = clock
-        self._hosts: dict[str, dict[Member, HostedControlNet]] = {}
-        self._of: dict[Member, tuple[HostedControlNet, ...]] = {}
+        self._hosts: dict[str, dict[Member, Hosted]] = {}
+        self._of: dict[Member, tuple[Hosted, ...]] = {}
         self._sessions: dict[Member, int] = {}
         self._seen: dict[str, dict[str, float]] = {}
 
     def take(self, member: Member) -> None:
         """A member has reported what it hosts."""
-        if not (member.is_worker or member.kind == kinds.CONTROLNET):
+        if not (member.is_worker or member.kind == self._kind):
             return
-        nets = tuple(member.load.controlnets)
+        nets = member.hosts(self._kind).items
         names = {net.name for net in nets}
         self._drop(member, [net for net in self._of.get(member, ()) if net.name not in names])
         for net in nets:
@@ -51,7 +51,7 @@ class HostedIndex:
         self._drop(member, self._of.pop(member, ()))
         self._sessions.pop(member, None)
 
-    def hosts(self, name: str, base: str) -> Iterator[tuple[Member, HostedControlNet]]:
+    def hosts(self, name: str, base: str) -> Iterator[tuple[Member, Hosted]]:
         """Who hosts a ControlNet of that name that fits the base model."""
         for member, net in self._hosts.get(name, {}).items():
             if _fits(net.base, base):
@@ -85,13 +85,13 @@ class HostedIndex:
 
     def count(self, state: HostedState.ValueType) -> int:
         """How many ControlNets the servers have in a state; one counts for each of its servers."""
-        servers = (nets for member, nets in self._of.items() if member.kind == kinds.CONTROLNET)
+        servers = (nets for member, nets in self._of.items() if member.kind == self._kind)
         return sum(net.state == state for nets in servers for net in nets)
 
     def _known(self, name: str, model: str) -> bool:
         return name in self._seen or any(True for _ in self._hosted_for(name, model))
 
-    def _hosted_for(self, name: str, model: str) -> Iterator[HostedControlNet]:
+    def _hosted_for(self, name: str, model: str) -> Iterator[Hosted]:
         """Those of a name, for whatever base: a worker's own are for the jobs that come to it."""
         for member, net in self._hosts.get(name, {}).items():
             if not member.is_worker or member.serves(model):
@@ -113,7 +113,7 @@ class HostedIndex:
                     metadata={"controlnet": name, "made_for": net.base, "model": model.name, "base": model.base},
                 )
 
-    def _drop(self, member: Member, nets: Iterable[HostedControlNet]) -> None:
+    def _drop(self, member: Member, nets: Iterable[Hosted]) -> None:
         now = self._clock.monotonic()
         for net in nets:
             hosts = self._hosts[net.name]

@@ -7,22 +7,39 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from bottega import kinds
-from bottega.lora.set_key import LoraSetKey
 from bottega.planning import StepTimes
 from bottega.v1 import fleet_pb2, image_pb2
+from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, Hosted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostedKind:
+    """What a service hosts of one kind.
+
+    items: what it has at hand; digests: of these. applied: digest and scale of what is in use for all that it computes,
+    sorted. switch_s: seconds that it takes to apply other ones.
+    """
+
+    items: tuple[Hosted, ...] = ()
+    digests: frozenset[str] = frozenset()
+    applied: tuple[tuple[str, float], ...] = ()
+    switch_s: float = 0.0
+
+
+_NOTHING_HOSTED = HostedKind()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Member:
     """A service that has joined.
 
-    load, steps_left, times, loras, patched: as it last reported; steps_left is of the attempts that it runs, by job;
-    loras are digests of those that it has at hand, patched is the set in its weights.
+    load, steps_left, times, hosted: as it last reported; steps_left is of the attempts that it runs, by job, and hosted
+    is what it hosts, by kind.
     name: unique among those of its kind. is_worker: it draws pictures.
     instance: what its process alone knows, and the gateway never shows. host: where its newest stream comes from.
     stream: counts its Join streams; only the newest one speaks for it.
@@ -38,8 +55,7 @@ class Member:
     load: fleet_pb2.Load = field(default_factory=fleet_pb2.Load)
     steps_left: dict[str, int] = field(default_factory=dict)
     times: StepTimes = field(default_factory=StepTimes)
-    loras: frozenset[str] = frozenset()
-    patched: LoraSetKey = ()
+    hosted: Mapping[str, HostedKind] = field(default_factory=dict)
     connected: bool = True
     stream: int = 1
     backlog: int = 0
@@ -61,6 +77,10 @@ class Member:
         """Models that it draws with; what other kinds of services list is none of them."""
         return self.registration.models if self.is_worker else ()
 
+    def hosts(self, kind: str) -> HostedKind:
+        """What it hosts of a kind."""
+        return self.hosted.get(kind, _NOTHING_HOSTED)
+
     def serves(self, model: str) -> bool:
         """Whether it is a worker of that model."""
         return model in self._served
@@ -74,6 +94,29 @@ class Member:
         if backlog != self.backlog:
             self.backlog = backlog
             self.wake.set()
+
+
+def hosted_by_kind(load: fleet_pb2.Load) -> Mapping[str, HostedKind]:
+    """What a report says of what is hosted."""
+    switch_s = {time.kind: time.seconds for time in load.switch_times}
+    kinds_here = {item.kind for item in load.hosted} | switch_s.keys()
+    return {
+        kind: _hosted([item for item in load.hosted if item.kind == kind], switch_s.get(kind, 0.0))
+        for kind in kinds_here
+    }
+
+
+def _hosted(reported: Iterable[Hosted], switch_s: float) -> HostedKind:
+    items: list[Hosted] = []
+    applied: list[Hosted] = []
+    for item in reported:
+        (applied if item.state == HOSTED_STATE_APPLIED else items).append(item)
+    return HostedKind(
+        items=tuple(items),
+        digests=frozenset(item.digest for item in items),
+        applied=tuple(sorted((item.digest, item.scale) for item in applied)),
+        switch_s=switch_s,
+    )
 
 
 class FleetObserver(Protocol):

@@ -17,9 +17,8 @@ from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFoun
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.hosted import HostedIndex
 from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey
-from bottega.gateway.fleet.members import FleetObserver, Member
+from bottega.gateway.fleet.members import FleetObserver, Member, hosted_by_kind
 from bottega.gateway.fleet.validation import MAX_MODELS, check_load, check_registration
-from bottega.lora.set_key import lora_set_key
 from bottega.planning import StepTimes
 from bottega.rpc.peers import host_of
 from bottega.v1 import fleet_pb2, image_pb2
@@ -56,7 +55,7 @@ class Fleet:
         self._members: dict[MemberKey, Member] = {}
         self._seen: dict[str, LastSeenModel] = {}
         self._wholes: dict[str, image_pb2.Model] = {}  # until somebody comes or goes
-        self.hosting = HostedIndex(grace_s=model_grace_s, clock=clock)
+        self.hosting = HostedIndex(kinds.CONTROLNET, grace_s=model_grace_s, clock=clock)
         self.closed = asyncio.Event()
         self._observers: list[FleetObserver] = []
 
@@ -114,7 +113,7 @@ class Fleet:
                 ((time.latent_height, time.latent_width), time.rows) for time in load.step_times if time.outdated
             },
         )
-        member.loras, member.patched = frozenset(load.loras), lora_set_key(load.patched_loras)
+        member.hosted = hosted_by_kind(load)
         self.hosting.take(member)
         for observer in self._observers:
             observer.member_changed(member)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from bottega import rules
@@ -14,8 +15,8 @@ from bottega.errors import ConfigError, Violation
 from bottega.kinds import is_kind
 from bottega.rpc.address import split
 from bottega.v1 import fleet_pb2, image_pb2
-from bottega.v1.controlnet_pb2 import HostedControlNet, HostedState
 from bottega.v1.generation_pb2 import Sampler
+from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, Hosted, HostedState
 
 MAX_MODELS = 256
 """Of one service, and names that are remembered after their last worker has left."""
@@ -23,11 +24,8 @@ MAX_MODELS = 256
 MAX_USED_KINDS = 16
 """Of services, that a service asks to be told of."""
 
-MAX_CONTROLNETS = 1024
-"""Of one service."""
-
-MAX_LORAS = 256
-"""That a worker says it has at hand."""
+MAX_HOSTED = 1024
+"""Of a kind, by one service."""
 
 _MAX_CHARACTERS = 128
 _MAX_ADDRESS_CHARACTERS = 256
@@ -66,49 +64,56 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
             yield Violation(field=f"load.{name}", description=f"at most {_MAX_ENTRIES}")
     if any(len(running.attempt.job_id) > _MAX_CHARACTERS for running in load.running):
         yield Violation(field="load.running", description=f"ids of jobs are at most {_MAX_CHARACTERS} characters")
-    for name in ("fixed_s", "lora_swap_s"):
-        if not 0 <= getattr(load, name) < math.inf:
-            yield Violation(field=f"load.{name}", description="must be a number of seconds")
+    if not 0 <= load.fixed_s < math.inf:
+        yield Violation(field="load.fixed_s", description="must be a number of seconds")
+    times = {time.kind: time.seconds for time in load.switch_times}
+    if (
+        len(times) < len(load.switch_times)
+        or len(times) > MAX_USED_KINDS
+        or not all(map(_can_be_switched, times.items()))
+    ):
+        rule = f"must be numbers of seconds, of at most {MAX_USED_KINDS} kinds, each once"
+        yield Violation(field="load.switch_times", description=rule)
     for name in ("max_rows", "memory_bytes"):
         if getattr(load, name) < 0:
             yield Violation(field=f"load.{name}", description="must not be negative")
-    if len(load.loras) > MAX_LORAS or not all(map(rules.is_digest, load.loras)):
-        yield Violation(field="load.loras", description=f"must be digests, at most {MAX_LORAS}")
-    if len(load.patched_loras) > rules.MAX_ADAPTERS or not all(map(_can_be_patched, load.patched_loras)):
-        rule = f"digests, each with a finite scale, at most {rules.MAX_ADAPTERS}"
-        yield Violation(field="load.patched_loras", description=f"must be {rule}")
-    yield from _controlnets(load)
+    yield from _hosted(load)
 
 
-def _controlnets(load: fleet_pb2.Load) -> Iterator[Violation]:
-    names = {net.name for net in load.controlnets}
-    if not len(names) == len(load.controlnets) <= MAX_CONTROLNETS:
-        rule = f"at most {MAX_CONTROLNETS}, each with a name of its own"
-        yield Violation(field="load.controlnets", description=rule)
-    elif not all(map(_can_be_hosted, load.controlnets)):
-        rule = f"names must be such as a request may have, hashes and bases of {_MAX_CHARACTERS} characters at most"
-        yield Violation(field="load.controlnets", description=f"{rule}, numbers not negative, states known")
-    elif not all(map(_is_profiled_well, load.controlnets)):
+def _hosted(load: fleet_pb2.Load) -> Iterator[Violation]:
+    counts = Counter(item.kind for item in load.hosted)
+    applied = Counter(item.kind for item in load.hosted if item.state == HOSTED_STATE_APPLIED)
+    at_hand = [(item.kind, item.name or item.digest) for item in load.hosted if item.state != HOSTED_STATE_APPLIED]
+    if len(set(at_hand)) < len(at_hand) or max(counts.values(), default=0) > MAX_HOSTED:
+        yield Violation(field="load.hosted", description=f"at most {MAX_HOSTED} of a kind, each once")
+    elif max(applied.values(), default=0) > rules.MAX_ADAPTERS or not all(map(_can_be_hosted, load.hosted)):
+        rule = f"kinds, and names such as a request may have, else digests; at most {rules.MAX_ADAPTERS} applied"
+        limits = f"hashes and bases of {_MAX_CHARACTERS} characters at most, numbers not negative, states known"
+        yield Violation(field="load.hosted", description=f"{rule}; {limits}")
+    elif not all(map(_is_profiled_well, load.hosted)):
         rule = f"profiles must be such as SetProfile takes, and at most {rules.MAX_PROFILES} of a ControlNet"
-        yield Violation(field="load.controlnets", description=rule)
+        yield Violation(field="load.hosted", description=rule)
 
 
-def _can_be_patched(lora: fleet_pb2.PatchedLora) -> bool:
-    return rules.is_digest(lora.digest) and math.isfinite(lora.scale)
+def _can_be_switched(time: tuple[str, float]) -> bool:
+    kind, seconds = time
+    return is_kind(kind) and 0 <= seconds < math.inf
 
 
-def _can_be_hosted(net: HostedControlNet) -> bool:
+def _can_be_hosted(item: Hosted) -> bool:
     return (
-        rules.is_adapter_name(net.name)
-        and max(len(net.digest), len(net.base)) <= _MAX_CHARACTERS
-        and min(net.size_bytes, net.popularity, net.sessions) >= 0
-        and net.state in HostedState.values()
+        is_kind(item.kind)
+        and (rules.is_adapter_name(item.name) if item.name else rules.is_digest(item.digest))
+        and math.isfinite(item.scale)
+        and max(len(item.digest), len(item.base)) <= _MAX_CHARACTERS
+        and min(item.size_bytes, item.popularity, item.sessions) >= 0
+        and item.state in HostedState.values()
     )
 
 
-def _is_profiled_well(net: HostedControlNet) -> bool:
-    return len(net.profiles) <= rules.MAX_PROFILES and not any(
-        True for profile in net.profiles for _ in rules.check_profile("profile", profile)
+def _is_profiled_well(item: Hosted) -> bool:
+    return len(item.profiles) <= rules.MAX_PROFILES and not any(
+        True for profile in item.profiles for _ in rules.check_profile("profile", profile)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bottega import kinds
 from bottega.diffusion.controlnets import (
     ControlNetCache,
     LocalControlNets,
@@ -12,10 +13,10 @@ from bottega.diffusion.controlnets import (
     find_controlnet,
 )
 from bottega.diffusion.model.model import Model
-from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADED as LOADED
-from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADING as LOADING
-from bottega.v1.controlnet_pb2 import HOSTED_STATE_ON_DISK as ON_DISK
-from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED as LOADED
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING as LOADING
+from bottega.v1.hosted_pb2 import HOSTED_STATE_ON_DISK as ON_DISK
+from bottega.v1.hosted_pb2 import Hosted
 from bottega.worker.config import EngineConfig
 
 
@@ -39,14 +40,15 @@ class ConfiguredControlNets:
             self._shelf = ControlNetCache(self._sources, budget_bytes=budget_bytes, device=model.device)
             self.controlnets = LocalControlNets(self._shelf, fixed_rows=config.fixed_rows)
 
-    def report(self) -> list[HostedControlNet]:
+    def report(self) -> list[Hosted]:
         """All of them, by name."""
         if self._shelf is None:
             return []
         popularity = self._shelf.popularity
         states = dict.fromkeys(self._shelf.coming, LOADING) | dict.fromkeys(self._shelf.loaded, LOADED)
         return [
-            HostedControlNet(
+            Hosted(
+                kind=kinds.CONTROLNET,
                 name=name,
                 digest=self.digests[name],
                 base=source.layout.base,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from bottega import kinds
 from bottega.diffusion.controlnets import ControlLayout
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlServer
 from bottega.diffusion.engine.decisions import Decisions
@@ -34,6 +35,7 @@ from bottega.errors import BottegaError
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2, worker_pb2
+from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED, Hosted
 from bottega.v1.worker_pb2 import AttemptDecisions, AttemptId
 from bottega.worker.engine.runtime import Runtime
 
@@ -175,17 +177,20 @@ def beat_of(runtime: Runtime, *, peer_links: int) -> engine_pb2.EngineEvent:
             for shape, rows, seconds in engine.step_times.entries()
         ],
         fixed_s=engine.fixed_s,
-        controlnets=runtime.local_controlnets.report(),
+        hosted=[*runtime.local_controlnets.report(), *_hosted_loras(engine, loras.resident[-_MOST_LORAS:])],
+        switch_times=[fleet_pb2.SwitchTime(kind=kinds.LORAS, seconds=engine.lora_weights.swap_s)],
         links=link_counts(controlnets.counters, open_links=len(controlnets.servers) + loras.linked + peer_links),
-        loras=loras.resident[-_MOST_LORAS:],
         lora_swaps=engine.lora_weights.swaps,
         lora_pristine_bytes=engine.lora_weights.pristine_bytes,
-        patched_loras=[
-            fleet_pb2.PatchedLora(digest=digest, scale=scale) for digest, scale in engine.lora_weights.patched_key
-        ],
-        lora_swap_s=engine.lora_weights.swap_s,
     )
     return engine_pb2.EngineEvent(beat=beat)
+
+
+def _hosted_loras(engine: Engine, digests: Iterable[str]) -> Iterator[Hosted]:
+    for digest in digests:
+        yield Hosted(kind=kinds.LORAS, digest=digest, state=HOSTED_STATE_LOADED)
+    for digest, scale in engine.lora_weights.patched_key:
+        yield Hosted(kind=kinds.LORAS, digest=digest, state=HOSTED_STATE_APPLIED, scale=scale)
 
 
 def _spec(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> ResolvedSpec:

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from bottega import errors, kinds
-from bottega.v1 import controlnet_pb2, fleet_pb2, generation_pb2, image_pb2
+from bottega.v1 import fleet_pb2, generation_pb2, hosted_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet
 from tests.fakes.scripted_controlnet import ON_DISK, hosted
 from tests.support.running_gateway import Running, refusal, running_gateway
@@ -193,7 +193,7 @@ async def test_the_fleet_shows_what_servers_host_and_metrics_count_it(house: Run
     await house.controlnets("s1", hosted("edges", popularity=7), hosted("depth", state=ON_DISK))
     answer = await house.fleet.ListMembers(fleet_pb2.ListMembersRequest())
     (server,) = (one for one in answer.members if one.registration.kind == kinds.CONTROLNET)
-    assert {net.name: net.popularity for net in server.load.controlnets} == {"edges": 7, "depth": 0}
+    assert {net.name: net.popularity for net in server.load.hosted} == {"edges": 7, "depth": 0}
     read = house.gateway.server.registry.get_sample_value
     assert read("bottega_members", {"kind": "controlnet"}) == 1
     counts = {state: read("bottega_controlnets", {"state": state}) for state in ("on_disk", "loading", "loaded")}
@@ -211,9 +211,9 @@ async def test_a_full_fleet_takes_no_newcomer_and_says_why() -> None:
         assert isinstance(error, errors.FleetFull)
         assert error.metadata == {"max_members": "2"}
         assert error.retry_after_s
-        assert controlnet_pb2.HOSTED_STATE_LOADED in {net.state for _, net in _hosts(house)}
+        assert hosted_pb2.HOSTED_STATE_LOADED in {net.state for _, net in _hosts(house)}
 
 
-def _hosts(house: Running) -> list[tuple[object, controlnet_pb2.HostedControlNet]]:
+def _hosts(house: Running) -> list[tuple[object, hosted_pb2.Hosted]]:
     fleet = house.gateway._controller._fleet
     return list(fleet.hosting.hosts("edges", ""))

@@ -13,10 +13,11 @@ import pytest
 
 from bottega import errors
 from bottega.gateway.addons.loras.client import GrpcLoraClient
-from bottega.v1 import fleet_pb2, generation_pb2, image_pb2
+from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.generation_pb2 import Lora, Techniques
 from tests.fakes.scripted_worker import MODEL
+from tests.samples.hosted_loras import applied
 from tests.support import running_loras
 from tests.support.gateway_with_loras import House, lora_house, lora_store
 from tests.support.running_gateway import refusal, running_gateway
@@ -169,8 +170,8 @@ async def test_of_workers_that_have_the_lora_that_with_this_very_set_in_its_weig
     other, untouched, patched = [await house.gateway.worker(name) for name in ("other", "untouched", "patched")]
     for worker in (other, untouched, patched):
         worker.loras = [house.ink.digest, house.wash.digest]
-    patched.patched_loras = [fleet_pb2.PatchedLora(digest=house.ink.digest, scale=0.5)]
-    other.patched_loras = [fleet_pb2.PatchedLora(digest=house.wash.digest, scale=0.5)]
+    patched.applied_loras = [applied(house.ink.digest, 0.5)]
+    other.applied_loras = [applied(house.wash.digest, 0.5)]
     for worker in (other, untouched, patched):
         assert worker.membership is not None
         worker.membership.changed()

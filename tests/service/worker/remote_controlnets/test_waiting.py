@@ -20,7 +20,7 @@ from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, TooLarge, Unavailable
 from bottega.transport import Limits, number_message
-from bottega.v1.controlnet_pb2 import HOSTED_STATE_LOADING, HOSTED_STATE_ON_DISK
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING, HOSTED_STATE_ON_DISK
 from tests.fakes.scripted_controlnet_link import Script, ScriptedServer
 from tests.samples.controlnets import Gate, control_image, control_spec, layout_of, shelf_of
 from tests.support import linked_servers

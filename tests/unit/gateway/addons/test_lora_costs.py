@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from bottega import kinds
 from bottega.gateway.addons.loras.costs import LoraSizes, lora_costs
-from bottega.gateway.fleet.members import Member
-from bottega.lora.set_key import lora_set_key
-from bottega.v1.fleet_pb2 import Load, PatchedLora, Registration
+from bottega.gateway.fleet.members import Member, hosted_by_kind
+from bottega.v1.fleet_pb2 import Load, Registration, SwitchTime
 from bottega.v1.lora_pb2 import StoredLora
+from tests.samples.hosted_loras import applied, at_hand
 
 _INK, _WASH = "1" * 64, "2" * 64
 _SIZES = LoraSizes()
@@ -16,27 +17,27 @@ _SIZES.note([StoredLora(digest=_INK, size_bytes=200_000_000), StoredLora(digest=
 _BOTH = frozenset({_INK, _WASH})
 
 
-def _member(*patched: PatchedLora, loras: frozenset[str] = _BOTH) -> Member:
-    load = Load(lora_swap_s=0.3)
-    made = Member(registration=Registration(), joined_at=0.0, heard_at=0.0, load=load)
-    made.loras, made.patched = loras, lora_set_key(patched)
-    return made
+def _member(*patched: tuple[str, float], loras: frozenset[str] = _BOTH, switch_s: float = 0.3) -> Member:
+    load = Load(
+        hosted=[*at_hand(*loras), *(applied(*each) for each in patched)],
+        switch_times=[SwitchTime(kind=kinds.LORAS, seconds=switch_s)],
+    )
+    return Member(registration=Registration(), joined_at=0.0, heard_at=0.0, load=load, hosted=hosted_by_kind(load))
 
 
-def _cost(member: Member, *loras: PatchedLora) -> float:
-    return lora_costs(lora_set_key(loras), {"w": member}, _SIZES).get("w", 0.0)
+def _cost(member: Member, *loras: tuple[str, float]) -> float:
+    return lora_costs(tuple(sorted(loras)), {"w": member}, _SIZES).get("w", 0.0)
 
 
-def _lora(digest: str, scale: float = 1.0) -> PatchedLora:
-    return PatchedLora(digest=digest, scale=scale)
+def _lora(digest: str, scale: float = 1.0) -> tuple[str, float]:
+    return digest, scale
 
 
 def test_what_is_not_at_hand_costs_by_its_size() -> None:
-    bare = _member(loras=frozenset({_WASH}))
-    bare.load = Load()
+    bare = _member(loras=frozenset({_WASH}), switch_s=0.0)
     assert _cost(bare, _lora(_INK), _lora(_WASH)) == pytest.approx(0.2)
     assert _cost(bare, _lora(_WASH)) == 0.0
-    bare.loras = frozenset()
+    bare = _member(loras=frozenset(), switch_s=0.0)
     assert _cost(bare, _lora(_INK), _lora(_WASH)) == pytest.approx(0.201)
     assert _cost(bare, _lora(_WASH), _lora(_WASH, 0.5)) == pytest.approx(0.001), "it is fetched once"
     assert _cost(bare, _lora("3" * 64)) == pytest.approx((100 << 20) / 1e9), "as usual where nobody knows"

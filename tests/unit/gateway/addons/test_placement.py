@@ -13,7 +13,7 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.v1 import image_pb2
-from bottega.v1.controlnet_pb2 import HostedControlNet, ResidualProfile
+from bottega.v1.hosted_pb2 import Hosted, ResidualProfile
 from tests.fakes.gateway_rules import FakeServer, Shop
 from tests.samples.controlnet_hosts import LOADING, ON_DISK, load, net, server
 from tests.samples.jobs import sample_job
@@ -28,7 +28,7 @@ async def shop() -> AsyncIterator[Shop]:
     await shop.controller.stop()
 
 
-def _server(shop: Shop, *nets: HostedControlNet, name: str = "s1") -> Member:
+def _server(shop: Shop, *nets: Hosted, name: str = "s1") -> Member:
     port = 100 + int(name.removeprefix("s"))
     member = shop.fleet.join(server(name, port=port))
     shop.fleet.report(member, load(*nets))

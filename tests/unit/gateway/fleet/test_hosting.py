@@ -9,7 +9,7 @@ from bottega.errors import ControlNetNotFound, ControlNetUnusable, FleetFull, In
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.v1 import fleet_pb2, image_pb2
-from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1.hosted_pb2 import Hosted
 from tests.samples.controlnet_hosts import BASE, LOADED, ON_DISK, again, bounds, load, net, server, worker
 from tests.samples.jobs import FakeTime
 
@@ -24,7 +24,7 @@ class House:
         self.fleet = Fleet(lease_s=1.5, model_grace_s=30, bounds=bounds(6), clock=self.time.clock())
         self.worker = self.fleet.join(worker())
 
-    def server(self, *nets: HostedControlNet, name: str = "s1") -> Member:
+    def server(self, *nets: Hosted, name: str = "s1") -> Member:
         member = self.fleet.join(server(name, port=100 + len(self.fleet.members())))
         self.fleet.report(member, load(*nets))
         return member
@@ -154,11 +154,11 @@ def test_controlnets_are_counted_by_state_at_servers(house: House) -> None:
         [net("edges", state=99)],
     ],
 )
-def test_a_report_of_nonsense_is_refused_and_changes_nothing(house: House, nets: list[HostedControlNet]) -> None:
+def test_a_report_of_nonsense_is_refused_and_changes_nothing(house: House, nets: list[Hosted]) -> None:
     member = house.server(net("edges"))
     with pytest.raises(InvalidRequest) as caught:
         house.fleet.report(member, load(*nets))
-    assert [violation.field for violation in caught.value.violations] == ["load.controlnets"]
+    assert [violation.field for violation in caught.value.violations] == ["load.hosted"]
     assert house.hosts() == ["s1"]
 
 

@@ -9,15 +9,21 @@ import pytest
 
 from bottega import kinds
 from bottega.gateway.fleet.validation import check_load, check_registration
-from bottega.v1.controlnet_pb2 import HostedControlNet, ResidualProfile
-from bottega.v1.fleet_pb2 import Load, Registration, RunningAttempt, StepTime
+from bottega.v1.fleet_pb2 import Load, Registration, RunningAttempt, StepTime, SwitchTime
+from bottega.v1.hosted_pb2 import Hosted, ResidualProfile
 from bottega.v1.image_pb2 import Model
 from bottega.v1.worker_pb2 import AttemptId
+from tests.samples.hosted_loras import applied, at_hand
 
 NAN, INF = math.nan, math.inf
 MODEL = {"name": "m"}
 NET = {"name": "edges"}
 PROFILE: Any = {"model_hash": "m", "num_inference_steps": 30, "similarity": 0.9}
+
+
+def _nets(count: int) -> list[Hosted]:
+    return [Hosted(kind=kinds.CONTROLNET, name=f"n{n}") for n in range(count)]
+
 
 # Values that are taken, and that are not.
 REGISTRATION: dict[str, tuple[list[Any], list[Any]]] = {
@@ -48,10 +54,25 @@ LOADS: dict[str, tuple[list[Any], list[Any]]] = {
     "fixed_s": ([0.0, 1e308], [-0.001, NAN, INF, -INF]),
     "max_rows": ([0, 2**31 - 1], [-1]),
     "memory_bytes": ([0, 2**63 - 1], [-1]),
-    "loras": ([["a" * 64] * 256], [["a" * 64] * 257, [""], ["a" * 63], ["a" * 65], ["A" * 64]]),
-    "controlnets": (
-        [[HostedControlNet(name=f"n{n}") for n in range(1024)]],
-        [[HostedControlNet(name=f"n{n}") for n in range(1025)], [HostedControlNet(name="n")] * 2],
+    "switch_times": (
+        [[], [SwitchTime(kind="loras", seconds=1e308)]],
+        [
+            *([SwitchTime(kind=kind, seconds=s)] for kind, s in (("loras", NAN), ("loras", -1.0), ("no kind", 1.0))),
+            [SwitchTime(kind="loras")] * 2,
+            [SwitchTime(kind=f"k{n}") for n in range(17)],
+        ],
+    ),
+    "hosted": (
+        [_nets(1024), at_hand(*(f"{n:064x}" for n in range(1024))), [applied("a" * 64)] * 8],
+        [
+            _nets(1025),
+            _nets(1) * 2,
+            at_hand("a" * 64, "a" * 64),
+            *(at_hand(digest) for digest in ("", "a" * 63, "a" * 65, "A" * 64)),
+            [applied("a" * 64)] * 9,
+            [applied("a" * 64, NAN)],
+            [Hosted(kind="no kind", name="n")],
+        ],
     ),
 }
 CONTROLNETS: dict[str, tuple[list[Any], list[Any]]] = {
@@ -59,7 +80,7 @@ CONTROLNETS: dict[str, tuple[list[Any], list[Any]]] = {
     **dict.fromkeys(("digest", "base"), (["", "x" * 128], ["x" * 129])),
     "size_bytes": ([0, 2**63 - 1], [-1]),
     **dict.fromkeys(("popularity", "sessions"), ([0, 2**31 - 1], [-1])),
-    "state": ([0, 3], [4, -1]),
+    "state": ([0, 4], [5, -1]),
     "profiles": ([[ResidualProfile(**PROFILE)] * 16], [[ResidualProfile(**PROFILE)] * 17, [ResidualProfile()]]),
 }
 
@@ -118,9 +139,9 @@ def test_the_job_of_an_attempt_that_runs_has_an_id_of_128_characters_at_most(
 
 @pytest.mark.parametrize(("name", "value"), _cases(CONTROLNETS, 0))
 def test_a_hosted_controlnet_at_a_bound_is_taken(name: str, value: Any) -> None:
-    assert _of_load(controlnets=[HostedControlNet(**NET | {name: value})]) == []
+    assert _of_load(hosted=[Hosted(kind=kinds.CONTROLNET, **NET | {name: value})]) == []
 
 
 @pytest.mark.parametrize(("name", "value"), _cases(CONTROLNETS, 1))
 def test_a_hosted_controlnet_past_a_bound_is_refused(name: str, value: Any) -> None:
-    assert _of_load(controlnets=[HostedControlNet(**NET | {name: value})]) == ["load.controlnets"]
+    assert _of_load(hosted=[Hosted(kind=kinds.CONTROLNET, **NET | {name: value})]) == ["load.hosted"]

@@ -6,29 +6,27 @@ from collections.abc import Iterable, Iterator
 
 from bottega import kinds
 from bottega.client.addons.controlnets.types import ControlNetHost, Readiness, ResidualProfile, ServedControlNet
-from bottega.v1 import controlnet_pb2, fleet_pb2
-from bottega.v1.controlnet_pb2 import HostedControlNet
+from bottega.v1 import fleet_pb2, hosted_pb2
+from bottega.v1.hosted_pb2 import Hosted
 
 _READINESS = {
-    controlnet_pb2.HOSTED_STATE_ON_DISK: Readiness.ON_DISK,
-    controlnet_pb2.HOSTED_STATE_LOADING: Readiness.LOADING,
-    controlnet_pb2.HOSTED_STATE_LOADED: Readiness.LOADED,
+    hosted_pb2.HOSTED_STATE_ON_DISK: Readiness.ON_DISK,
+    hosted_pb2.HOSTED_STATE_LOADING: Readiness.LOADING,
+    hosted_pb2.HOSTED_STATE_LOADED: Readiness.LOADED,
 }
 
 
 def controlnets_of(fleet: fleet_pb2.ListMembersResponse) -> tuple[ServedControlNet, ...]:
     """What the members of a fleet host, by name, the most popular version first."""
-    found: dict[tuple[str, str, str], list[tuple[fleet_pb2.Member, HostedControlNet]]] = {}
+    found: dict[tuple[str, str, str], list[tuple[fleet_pb2.Member, Hosted]]] = {}
     for member in fleet.members:
-        for net in member.load.controlnets:
+        for net in (item for item in member.load.hosted if item.kind == kinds.CONTROLNET):
             found.setdefault((net.name, net.digest, net.base), []).append((member, net))
     served = [_served(fleet, hosted) for hosted in found.values()]
     return tuple(sorted(served, key=lambda net: (net.name, -net.popularity, net.digest)))
 
 
-def _served(
-    fleet: fleet_pb2.ListMembersResponse, hosted: list[tuple[fleet_pb2.Member, HostedControlNet]]
-) -> ServedControlNet:
+def _served(fleet: fleet_pb2.ListMembersResponse, hosted: list[tuple[fleet_pb2.Member, Hosted]]) -> ServedControlNet:
     net = hosted[0][1]
     hosts = sorted((_host(member, one) for member, one in hosted), key=lambda host: (not host.server, host.name))
     return ServedControlNet(
@@ -42,7 +40,7 @@ def _served(
     )
 
 
-def _profiles(hosted: Iterable[HostedControlNet]) -> tuple[ResidualProfile, ...]:
+def _profiles(hosted: Iterable[Hosted]) -> tuple[ResidualProfile, ...]:
     """By base model, the one that says least: what decides."""
     least: dict[str, ResidualProfile] = {}
     for profile in (profile for net in hosted for profile in net.profiles):
@@ -56,7 +54,7 @@ def _profiles(hosted: Iterable[HostedControlNet]) -> tuple[ResidualProfile, ...]
     return tuple(least.values())
 
 
-def _host(member: fleet_pb2.Member, net: HostedControlNet) -> ControlNetHost:
+def _host(member: fleet_pb2.Member, net: Hosted) -> ControlNetHost:
     return ControlNetHost(
         name=member.registration.name,
         address=member.registration.address,

@@ -11,7 +11,7 @@ from bottega.client.addons.controlnets.types import AddedControlNet, ResidualPro
 from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.types.messages import build_message
 from bottega.errors import BottegaError, ControlNetNotFound, InvalidRequest, NoControlNet, Unavailable, Violation
-from bottega.v1 import controlnet_pb2
+from bottega.v1 import controlnet_pb2, hosted_pb2
 from bottega.v1.controlnet_pb2_grpc import ControlNetServiceStub
 from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
 
@@ -80,13 +80,13 @@ async def store_profile(
         (member.registration, net.digest)
         for member in fleet.members
         if member.registration.kind == kinds.CONTROLNET
-        for net in member.load.controlnets
-        if net.name == name and digest in (None, net.digest)
+        for net in member.load.hosted
+        if net.kind == kinds.CONTROLNET and net.name == name and digest in (None, net.digest)
     ]
     if not hosts:
         raise ControlNetNotFound(f"no ControlNet server hosts {name}: a profile is of use for servers only")
     message = build_message(
-        controlnet_pb2.ResidualProfile(model_hash=profile.model_hash),
+        hosted_pb2.ResidualProfile(model_hash=profile.model_hash),
         num_inference_steps=profile.num_inference_steps,
         similarity=profile.similarity,
     )

@@ -24,9 +24,9 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.rules import check_controlnets
-from bottega.v1 import controlnet_pb2, image_pb2, worker_pb2
-from bottega.v1.controlnet_pb2 import HostedControlNet, HostedState
+from bottega.v1 import hosted_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.hosted_pb2 import Hosted, HostedState
 
 # Servers that an attempt is told of for one ControlNet; more failures than that are no accident.
 _MOST_SERVERS = 8
@@ -113,7 +113,7 @@ class ControlNetAddOn(AddOn):
         for job in itertools.islice(jobs, PREFETCHED_JOBS):
             for choice in self._choices(job, None) if job.controlnets else ():
                 for server, candidate in choice.servers[:1]:
-                    if candidate.state == controlnet_pb2.HOSTED_STATE_ON_DISK:
+                    if candidate.state == hosted_pb2.HOSTED_STATE_ON_DISK:
                         self._prefetcher.request(server, choice.name)
 
     def begin_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
@@ -173,12 +173,12 @@ class ControlNetAddOn(AddOn):
             similarity = _similarity(hosted, worker, job.bare) if worker is not None else None
             yield _Choice(name=name, digest=versions[name], servers=chosen, similarity=similarity)
 
-    def _candidate(self, member: Member, net: HostedControlNet, before: Counter[str]) -> ServerCandidate:
+    def _candidate(self, member: Member, net: Hosted, before: Counter[str]) -> ServerCandidate:
         # A report may lag behind what was given out, and may tell of other gateways' jobs.
         sessions = max(self._fleet.hosting.sessions(member), self._sessions[member.name])
         state = net.state
-        if self._nets[member.name, net.name] and state == controlnet_pb2.HOSTED_STATE_ON_DISK:
-            state = controlnet_pb2.HOSTED_STATE_LOADING  # or will be in a moment
+        if self._nets[member.name, net.name] and state == hosted_pb2.HOSTED_STATE_ON_DISK:
+            state = hosted_pb2.HOSTED_STATE_LOADING  # or will be in a moment
         return ServerCandidate(
             server=member.name, digest=net.digest, state=state, sessions=sessions + before[member.name]
         )
@@ -186,14 +186,14 @@ class ControlNetAddOn(AddOn):
     def _digest_at(self, worker: Member | None, job: Job, name: str) -> str:
         return next((net.digest for member, net in self._workers(job, name) if member is worker), "")
 
-    def _servers(self, job: Job, name: str) -> Iterator[tuple[Member, HostedControlNet]]:
+    def _servers(self, job: Job, name: str) -> Iterator[tuple[Member, Hosted]]:
         """ControlNet servers that take new sessions with it."""
         now = self._clock.monotonic()
         for member, net in self._fleet.hosting.hosts(name, self._fleet.base(job.bare.model)):
             if member.kind == kinds.CONTROLNET and not member.load.draining and member.rests_until <= now:
                 yield member, net
 
-    def _workers(self, job: Job, name: str) -> Iterator[tuple[Member, HostedControlNet]]:
+    def _workers(self, job: Job, name: str) -> Iterator[tuple[Member, Hosted]]:
         """Workers of the job's model that have the ControlNet themselves."""
         for member, net in self._fleet.hosting.hosts(name, self._fleet.base(job.bare.model)):
             if member.serves(job.bare.model):
@@ -223,8 +223,8 @@ def _complete(full: GenerationSpec) -> None:
                 setattr(net, name, value)
 
 
-def _load_s(net: HostedControlNet) -> float:
-    return 0.0 if net.state == controlnet_pb2.HOSTED_STATE_LOADED else net.size_bytes / _LOADED_BYTES_PER_S
+def _load_s(net: Hosted) -> float:
+    return 0.0 if net.state == hosted_pb2.HOSTED_STATE_LOADED else net.size_bytes / _LOADED_BYTES_PER_S
 
 
 def _hosts(choice: _Choice) -> worker_pb2.ControlNetHosts:
@@ -235,7 +235,7 @@ def _hosts(choice: _Choice) -> worker_pb2.ControlNetHosts:
     return worker_pb2.ControlNetHosts(digest=choice.digest, servers=servers, similarity=choice.similarity)
 
 
-def _similarity(hosted: Sequence[HostedControlNet], worker: Member, spec: GenerationSpec) -> float | None:
+def _similarity(hosted: Sequence[Hosted], worker: Member, spec: GenerationSpec) -> float | None:
     """The least that a profile of it says for the worker's model, of those that cover so many steps."""
     model_hash = next((model.model_hash for model in worker.models if model.name == spec.model), "")
     found = [

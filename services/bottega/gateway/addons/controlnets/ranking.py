@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from bottega.v1 import controlnet_pb2
-from bottega.v1.controlnet_pb2 import HostedState
+from bottega.v1 import hosted_pb2
+from bottega.v1.hosted_pb2 import HostedState
 
-_READINESS = MappingProxyType({controlnet_pb2.HOSTED_STATE_LOADED: 0, controlnet_pb2.HOSTED_STATE_LOADING: 1})
+_READINESS = MappingProxyType({hosted_pb2.HOSTED_STATE_LOADED: 0, hosted_pb2.HOSTED_STATE_LOADING: 1})
 _NOT_READY = 2
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
+from bottega import kinds
 from bottega.gateway.fleet.members import Member
 from bottega.lora.set_key import LoraSetKey
 from bottega.v1.lora_pb2 import StoredLora
@@ -49,13 +50,14 @@ def lora_costs(loras: LoraSetKey, members: Mapping[str, Member], sizes: LoraSize
     return {
         name: seconds
         for name, member in members.items()
-        if (seconds := sizes.fetch_s(digests - member.loras) + _swap_s(loras, member))
+        if (seconds := sizes.fetch_s(digests - member.hosts(kinds.LORAS).digests) + _swap_s(loras, member))
     }
 
 
 def _swap_s(loras: LoraSetKey, member: Member) -> float:
     """Where all of its rows come to have this set, which is when sets go into the weights."""
-    if loras == member.patched:
+    hosted = member.hosts(kinds.LORAS)
+    if loras == hosted.applied:
         return 0.0
-    share = (_OUT_SHARE if member.patched else 0.0) + (_INTO_SHARE if loras else 0.0)
-    return share * member.load.lora_swap_s
+    share = (_OUT_SHARE if hosted.applied else 0.0) + (_INTO_SHARE if loras else 0.0)
+    return share * hosted.switch_s
