@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +13,7 @@ class Decisions:
 
     def or_else(self, earlier: Decisions) -> Decisions:
         """These, and the earlier ones where these decide nothing."""
-        return Decisions(loras_step=earlier.loras_step if self.loras_step is None else self.loras_step)
+        return replace(earlier, **{name: value for name, value in asdict(self).items() if value is not None})
 
 
 NO_DECISIONS = Decisions()

@@ -91,7 +91,7 @@ def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Eng
         stale_residuals=_may_be_stale(start.spec),
         latent_parallelism=_may_be_lent(start.spec),
         lora_stores=stores_of(start.lora_stores),
-        decisions=_decisions(start.decisions),
+        decisions=decisions_of(start.decisions),
         checkpoint=start.checkpoint,
         preview=start.preview,
     )
@@ -107,7 +107,7 @@ def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
             )
             return engine_pb2.EngineEvent(started=started)
         case JobDecided():
-            decisions = AttemptDecisions(**dataclasses.asdict(event.decisions))
+            decisions = decisions_message(event.decisions)
             return engine_pb2.EngineEvent(decided=engine_pb2.EngineDecided(attempt=attempt, decisions=decisions))
         case JobAdvanced():
             progress = engine_pb2.EngineProgress(
@@ -240,9 +240,14 @@ def stores_of(stores: Iterable[worker_pb2.LoraStore | fleet_pb2.ServiceAddress])
     return tuple(LoraStore(name=store.name, address=store.address) for store in stores)
 
 
-def _decisions(message: AttemptDecisions) -> Decisions:
-    """Both have the same fields."""
+def decisions_of(message: AttemptDecisions) -> Decisions:
+    """An engine's decisions. Both have the same fields."""
     return Decisions(**{field.name: value for field, value in message.ListFields()})
+
+
+def decisions_message(decisions: Decisions) -> AttemptDecisions:
+    """The same as a message."""
+    return AttemptDecisions(**dataclasses.asdict(decisions))
 
 
 def _hosts(hosts: worker_pb2.ControlNetHosts) -> ControlHosts:
