@@ -146,7 +146,7 @@ def _ended_unread(code: str, *, read_after_s: float) -> tuple[int, bytes]:
 def test_an_engine_that_ends_at_once_leaves_its_last_lines() -> None:
     """As engines do, without Python's help."""
     code = (
-        "import logging, os; from bottega.rpc import logs; logs.configure('engine', 'info')\n"
+        "import logging, os; from bottega.rpc.operation import logs; logs.configure('engine', 'info')\n"
         "for n in range(200): logging.info('line %d', n, extra={'text': 'x' * 100})\n"
         "logs.flush(); os._exit(7)"
     )
@@ -157,7 +157,7 @@ def test_an_engine_that_ends_at_once_leaves_its_last_lines() -> None:
 
 def test_a_crash_leaves_all_of_its_traceback() -> None:
     code = (
-        "from bottega.rpc import logs; logs.configure('engine', 'info')\n"
+        "from bottega.rpc.operation import logs; logs.configure('engine', 'info')\n"
         "def deep(n):\n    if n == 0:\n        raise KeyError('a\\nb')\n    deep(n - 1) if n % 2 else deep(n - 1)\n"
         "deep(400)"
     )
@@ -171,7 +171,7 @@ def test_a_crash_leaves_all_of_its_traceback() -> None:
 def test_what_writes_to_stderr_by_itself_does_not_wait_either() -> None:
     """C libraries and child processes have the descriptor, and no queue."""
     code = (
-        "import os, subprocess, warnings; from bottega.rpc import logs; logs.configure('engine', 'info')\n"
+        "import os, subprocess, warnings; from bottega.rpc.operation import logs; logs.configure('engine', 'info')\n"
         "subprocess.run(['/bin/sh', '-c', 'head -c 300000 /dev/zero >&2'], timeout=20)\n"
         "warnings.warn('one of a library')\n"
         "os.write(1, b'done')"
