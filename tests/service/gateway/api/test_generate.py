@@ -283,7 +283,7 @@ async def test_a_fault_while_doubts_are_settled_is_logged_and_health_is_told_aga
         monkeypatch.undo()  # the next look succeeds
         raise ValueError("what no store should raise")
 
-    monkeypatch.setattr(JobRepository, "settle_doubts", broken)
+    monkeypatch.setattr(JobRepository, "resolve_doubtful", broken)
     async with running_gateway() as house:
         await _within(2, lambda: any(line.exc_info for line in caplog.records))
         await house.gateway.server.set_serving(False)
