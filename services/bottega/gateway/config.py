@@ -1,4 +1,4 @@
-"""What a gateway may be told, and the defaults. It knows no file and no environment."""
+"""The configuration of a gateway, with its defaults."""
 
 from __future__ import annotations
 

@@ -1,12 +1,16 @@
 """The attempts that a worker holds: what state each is in, what its followers are told, how long it is kept.
 
-    accepted --begin--> running --complete--> completed
-        \\                  |
-         `------ fail ------+---------------> failed        (also cancelled, superseded, lost, too late)
+    state      what happens                                     next
+    accepted   the engine begins                                running
+    running    images are encoded                               completed
+    live       CancelAttempt, or a higher number of the job     dropped, in the engine too
+               its engine dies or hangs                         failed: WORKER_LOST, with what died beside it
+               its deadline passes                              failed: DEADLINE_PASSED
+    ended      RunAttempt of the same number                    told again, until the grace is over or room is needed
+               anything else                                    unchanged
 
-An attempt is told apart by job and number; a higher number of a job supersedes the lower ones. Followers
-may come and go: each is told the current state first and then what changes, of the progress only the
-newest. This module knows no engine, no codec and no gRPC.
+An attempt is told apart by job and number; a higher number of a job supersedes the lower ones. Followers may come and
+go: each is told the current state first and then what changes, of the progress only the newest.
 """
 
 from __future__ import annotations

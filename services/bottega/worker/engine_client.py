@@ -1,4 +1,8 @@
-"""The front's side of the worker's engine process, in the words of engine.proto. Does not know what an attempt is."""
+"""The front's side of the worker's engine process, in the words of engine.proto.
+
+An engine is starting, ready or dead. No word from it for hang_s, or no step for stall_s while there is work, is death;
+what it ran is lost, and another one is started.
+"""
 
 from __future__ import annotations
 

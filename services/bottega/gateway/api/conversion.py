@@ -1,4 +1,4 @@
-"""Jobs and events as the contract writes them. Knows no calls."""
+"""Jobs and events of the gateway as messages of the API."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from bottega.gateway.api.watching import Event, RunningEvent
+from bottega.gateway.api.watching import RunningEvent, WatchEvent
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import QueuePosition
 from bottega.rpc.status import to_job_error
@@ -14,8 +14,8 @@ from bottega.v1 import image_pb2
 
 # Larger results are fetched by GetImage (contract: Image.data).
 MAX_INLINE_BYTES = 2 << 20
-# At most, of the news that a job is completed without the images themselves: most of it is the provenance.
-_NEWS_BYTES = 64 << 10
+# At most, of the event that a job is completed, without the images themselves: most of it is the provenance.
+_COMPLETED_BYTES = 64 << 10
 
 
 def job_to_wire(job: Job) -> image_pb2.Job:
@@ -51,7 +51,7 @@ def image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:
     )
 
 
-def event_to_wire(job: Job, event: Event, data: Sequence[bytes] = ()) -> image_pb2.JobEvent:
+def event_to_wire(job: Job, event: WatchEvent, data: Sequence[bytes] = ()) -> image_pb2.JobEvent:
     """What happened to a job. data: bytes of its images, where they are sent along."""
     if isinstance(event, QueuePosition):
         return image_pb2.JobEvent(
@@ -67,13 +67,13 @@ def event_to_wire(job: Job, event: Event, data: Sequence[bytes] = ()) -> image_p
 
 
 def travels_inline(job: Job) -> bool:
-    """Whether the images of a completed job are sent along with the news."""
+    """Whether the images of a completed job are sent along with the event."""
     return _size_bytes(job) < MAX_INLINE_BYTES
 
 
 def inline_bytes(job: Job) -> int:
-    """Of the news with them."""
-    return _size_bytes(job) + _NEWS_BYTES
+    """Size of the event with them."""
+    return _size_bytes(job) + _COMPLETED_BYTES
 
 
 def _size_bytes(job: Job) -> int:

@@ -1,4 +1,4 @@
-"""FleetService: wire to domain and back, nothing else."""
+"""FleetService: the stream of each service that joins the fleet, and the list of members."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self._pending = PendingJoins()
 
     async def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
-        """See the contract."""
+        """The stream of a service: its registration, then its load; back comes what it has to know."""
         peer = context.peer()
         with self._pending.one(host_of(peer)) as crowded_out:
             first = await self._first(request_iterator, crowded_out)
@@ -66,7 +66,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def ListMembers(
         self, request: fleet_pb2.ListMembersRequest, context: _Context
     ) -> fleet_pb2.ListMembersResponse:
-        """See the contract."""
+        """The gateway itself first."""
         now = self._clock.monotonic()
         load = fleet_pb2.Load(memory_bytes=await asyncio.to_thread(_memory_bytes))
         this = fleet_pb2.Member(registration=self._this, load=load, joined_s=now - self._began)

@@ -14,7 +14,7 @@ from bottega.errors import BottegaError, ImageNotFound, JobNotFinished
 from bottega.gateway.api import validation
 from bottega.gateway.api.admission import Admission, GenerateCommand
 from bottega.gateway.api.conversion import event_to_wire, image_to_wire, inline_bytes, job_to_wire, travels_inline
-from bottega.gateway.api.watching import EndedEvent, Event, JobWatch
+from bottega.gateway.api.watching import EndedEvent, JobWatch, WatchEvent
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
@@ -66,7 +66,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def Generate(
         self, request: image_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[image_pb2.GenerateResponse]:
-        """See the contract. A job that continues without its caller does not end with the caller's deadline either."""
+        """Draws a request and streams its events. With a request_id the job does not end with its caller."""
         command = GenerateCommand(
             spec=request.spec,
             request_id=request.request_id,
@@ -95,7 +95,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def GetImage(
         self, request: image_pb2.GetImageRequest, context: _Context
     ) -> AsyncIterator[image_pb2.GetImageResponse]:
-        """See the contract."""
+        """Streams a finished image."""
         job = await self._job(request.job_id)
         async with await self._reader(job, request.index) as reader:
             image: image_pb2.Image | None = image_to_wire(job, request.index)
@@ -106,7 +106,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
                 image, begin = None, begin + size_bytes
 
     async def SubmitJob(self, request: image_pb2.SubmitJobRequest, context: _Context) -> image_pb2.SubmitJobResponse:
-        """See the contract. The call's own deadline bounds the call, not the job."""
+        """Accepts a request. The call's own deadline bounds the call, not the job."""
         command = GenerateCommand(
             spec=request.spec,
             request_id=request.request_id,
@@ -119,11 +119,11 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         return image_pb2.SubmitJobResponse(job=job_to_wire(job))
 
     async def GetJob(self, request: image_pb2.GetJobRequest, context: _Context) -> image_pb2.GetJobResponse:
-        """See the contract."""
+        """The job as it is now."""
         return image_pb2.GetJobResponse(job=job_to_wire(await self._job(request.job_id)))
 
     async def ListJobs(self, request: image_pb2.ListJobsRequest, context: _Context) -> image_pb2.ListJobsResponse:
-        """See the contract."""
+        """Jobs by state and time, newest first."""
         rules.refuse(list(validation.check_page(request)))
         wanted = JobFilter(
             states=frozenset(request.states),
@@ -145,7 +145,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def WatchJob(
         self, request: image_pb2.WatchJobRequest, context: _Context
     ) -> AsyncIterator[image_pb2.WatchJobResponse]:
-        """See the contract."""
+        """Streams the events of a job from now on."""
         job = await self._job(request.job_id)
         if request.preview:
             self._controller.enable_previews(job)
@@ -154,13 +154,13 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
                 yield image_pb2.WatchJobResponse(event=await self._to_wire(job, event))
 
     async def CancelJob(self, request: image_pb2.CancelJobRequest, context: _Context) -> image_pb2.CancelJobResponse:
-        """See the contract."""
+        """Cancels a job; returns when that is durable."""
         job = await self._job(request.job_id)
         await self._controller.cancel_durably(job)
         return image_pb2.CancelJobResponse(job=job_to_wire(job))
 
     async def ListModels(self, request: image_pb2.ListModelsRequest, context: _Context) -> image_pb2.ListModelsResponse:
-        """See the contract."""
+        """Models that are served now."""
         return image_pb2.ListModelsResponse(models=self._fleet.models())
 
     def _caller_s(self, context: _Context) -> float:
@@ -171,7 +171,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         _bind(job)
         return job
 
-    async def _to_wire(self, job: Job, event: Event) -> image_pb2.JobEvent:
+    async def _to_wire(self, job: Job, event: WatchEvent) -> image_pb2.JobEvent:
         """Images do not travel along where as much waits for its readers as may: these are small answers."""
         inline = isinstance(event, EndedEvent) and travels_inline(job) and response_flow.reserve(inline_bytes(job))
         data = [await self._inline(picture) for picture in job.images] if inline else []

@@ -1,7 +1,7 @@
-"""How a caller follows a job: what it should be told next, never more often than it can listen.
+"""How a caller follows a job: the next event, whenever the caller is ready for one.
 
-A watch holds no queue of events: whenever its caller is ready it looks at the job and tells what is new,
-so a slow one costs no memory and holds up nobody. Knows no wire.
+A watch has no queue of events: it looks at the job and yields what has changed since, so a slow caller costs no memory
+and holds up nobody.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class EndedEvent:
     """The job has ended; it says how."""
 
 
-Event = QueuePosition | RunningEvent | EndedEvent
+WatchEvent = QueuePosition | RunningEvent | EndedEvent
 
 
 class JobWatch:
     """Follows one job.
 
-    preview: tell previews. announce: begin with the job's first place in the queue even if it runs already.
+    preview: with previews. announce: begin with the job's first place in the queue even if it runs already.
     """
 
     def __init__(self, job: Job, *, preview: bool = False, announce: bool = False) -> None:
@@ -45,42 +45,42 @@ class JobWatch:
         self._preview = preview
         self._announce = announce
         self._wake = asyncio.Event()
-        self._told: QueuePosition | tuple[int, int] | None = None
+        self._last: QueuePosition | tuple[int, int] | None = None
         self._seen_version = 0
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    async def events(self) -> AsyncGenerator[WatchEvent, None]:
         """The current state, then what changes; ends after EndedEvent. Raises why it is followed no further."""
         self._job.listeners.add(self._wake.set)
         try:
             if self._announce and self._job.queue_position is not None:
-                self._told = self._job.queue_position
+                self._last = self._job.queue_position
                 yield self._job.queue_position
             while self._job.live:
                 if self._job.detached is not None:
                     raise self._job.detached.with_traceback(None)
                 self._wake.clear()
-                event = self._news()
+                event = self._changes()
                 if event is not None:
                     yield event
                 if isinstance(event, RunningEvent):
-                    await self._rest()
+                    await self._let_gather()
                 await self._wake.wait()
             yield EndedEvent()
         finally:
             self._job.listeners.discard(self._wake.set)
 
-    def _news(self) -> Event | None:
+    def _changes(self) -> WatchEvent | None:
         if self._job.state == image_pb2.JOB_STATE_QUEUED:
-            standing = self._job.queue_position
-            if standing is None or standing == self._told:
+            position = self._job.queue_position
+            if position is None or position == self._last:
                 return None
-            self._told = standing
-            return standing
+            self._last = position
+            return position
         steps = (self._job.steps_done, self._job.steps_total)
         previews = self._new_previews()
-        if steps == self._told and not previews:
+        if steps == self._last and not previews:
             return None
-        self._told = steps
+        self._last = steps
         return RunningEvent(steps_done=steps[0], steps_total=steps[1], previews=previews)
 
     def _new_previews(self) -> dict[int, bytes]:
@@ -90,7 +90,7 @@ class JobWatch:
         self._seen_version = max((preview.version for preview in new.values()), default=self._seen_version)
         return {i: preview.jpeg for i, preview in sorted(new.items())}
 
-    async def _rest(self) -> None:
+    async def _let_gather(self) -> None:
         """Lets progress gather; the end is not kept waiting."""
         try:
             await asyncio.wait_for(self._job.ended.wait(), _PROGRESS_INTERVAL_S)

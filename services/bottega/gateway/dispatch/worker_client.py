@@ -1,4 +1,4 @@
-"""Calls to one worker over gRPC; every failure comes out as a BottegaError. Knows no jobs."""
+"""Calls to one worker over gRPC; every failure comes out as a BottegaError."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _AttemptCall = grpc.aio.UnaryStreamCall[worker_pb2.RunAttemptRequest, worker_pb2
 
 
 class GrpcWorkerClient:
-    """See attempts.WorkerClient. Connects by itself and reconnects."""
+    """The WorkerClient of the dispatcher. Connects by itself and reconnects."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
@@ -84,17 +84,17 @@ class GrpcWorkerClient:
         await self._channel.close()
 
     async def _events(self, call: _AttemptCall, attempt: worker_pb2.AttemptId) -> AttemptEvents:
-        heard = False
+        answered = False
         try:
             async for event in call:
-                heard = True
+                answered = True
                 if event.WhichOneof("event") in _LAST_WORDS:
                     await _ended(call)
                 yield event
         except grpc.aio.AioRpcError as error:
-            if not heard and self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            if not answered and self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 raise Unavailable("the worker cannot be reached") from None
-            lost = _typed(error, heard=heard)
+            lost = _typed(error, answered=answered)
             if is_death(lost) and await self._still_has(attempt):
                 lost = WorkerLost("the connection to the worker broke, and the worker lives")
             raise lost from None
@@ -119,12 +119,12 @@ async def _ended(call: _AttemptCall) -> None:
         await asyncio.wait_for(call.code(), _END_S)
 
 
-def _typed(failure: grpc.aio.AioRpcError, *, heard: bool = False) -> BottegaError:
-    """heard: whether the worker had begun to answer."""
+def _typed(failure: grpc.aio.AioRpcError, *, answered: bool = False) -> BottegaError:
+    """answered: whether the worker had begun to answer."""
     error = from_rpc_error(failure)
     if type(error) is Unavailable:
         # A broken connection is how the death of a process shows. Before its first word it may have been dead.
-        return WorkerLost("the connection to the worker broke", metadata={"died": "worker"} if heard else None)
+        return WorkerLost("the connection to the worker broke", metadata={"died": "worker"} if answered else None)
     if isinstance(error, _OF_THE_WORKER) or not was_answered(failure):
         return WorkerLost(f"the call to the worker failed: {failure.code().name}")
     return error

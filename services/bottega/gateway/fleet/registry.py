@@ -1,7 +1,21 @@
-"""Which services have joined, how busy they are, and which models that makes.
+"""The services that have joined: how busy they are, and which models they serve.
 
-A member whose stream ends takes no new work at once; it is lost when it has not come back within the lease. What
-ControlNets they host is kept in `hosting`. Knows no jobs and no wire.
+Every report of a member renews its lease.
+
+    state      what happens                                     next
+    unknown    Join                                             here: a worker gets jobs; attempts that count no more
+                                                                are stopped when it reports them
+    here       it reports that it drains                        draining: it keeps what runs and gets nothing
+               its stream ends                                  away: it keeps what runs and gets nothing
+               silence for the lease                            lost: what ran there is cut off
+               a call of it breaks after its first answer       that attempt's worker died; or was cut off, where it
+                                                                answers that it still has the attempt
+               a call of it breaks before                       that attempt was cut off, or refused
+    away       Join with the same registration                  here
+               silence for the lease                            lost
+    lost       Join                                             here, as a new member
+
+A worker whose engine is dead is not in the fleet. What members host for jobs is in `hosting`.
 """
 
 from __future__ import annotations

@@ -8,14 +8,14 @@ import itertools
 import pytest
 
 from bottega.errors import Draining
-from bottega.gateway.api.watching import EndedEvent, Event, JobWatch, RunningEvent
+from bottega.gateway.api.watching import EndedEvent, JobWatch, RunningEvent, WatchEvent
 from bottega.gateway.jobs.values import QueuePosition
 from bottega.v1.generation_pb2 import Provenance
 from tests.samples.jobs import sample_job, tell
 
 
-async def _next(watch: object) -> Event:
-    event: Event = await asyncio.wait_for(anext(watch), 2)  # type: ignore[call-overload]
+async def _next(watch: object) -> WatchEvent:
+    event: WatchEvent = await asyncio.wait_for(anext(watch), 2)  # type: ignore[call-overload]
     return event
 
 

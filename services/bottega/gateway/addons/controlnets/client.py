@@ -1,4 +1,4 @@
-"""Calls to one ControlNet server over gRPC; every failure comes out as a BottegaError. Knows no jobs."""
+"""Calls to one ControlNet server over gRPC; every failure comes out as a BottegaError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc
 
 
 class GrpcControlNetClient:
-    """See prefetch.ControlNetClient. Connects by itself and reconnects."""
+    """The ControlNetClient of the prefetcher. Connects by itself and reconnects."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)

@@ -1,7 +1,4 @@
-"""Which of several servers runs a ControlNet for a job: a function of what they report, the same for the same facts.
-
-Knows neither fleet nor wire.
-"""
+"""Which of several servers runs a ControlNet for a job: a function of what they report, the same for the same facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls to one LoRA store over gRPC; every failure comes out as a BottegaError. Knows no jobs."""
+"""Calls to one LoRA store over gRPC; every failure comes out as a BottegaError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bottega.v1.lora_pb2 import StoredLora
 
 
 class GrpcLoraClient:
-    """See loras.LoraClient. Connects by itself and reconnects."""
+    """The LoraClient of the resolver. Connects by itself and reconnects."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)

@@ -1,7 +1,7 @@
 """What a worker lacks of a job's LoRAs, in seconds: what it has to fetch, and to change in its weights.
 
 For comparing workers, so that of two that would be done at the same time the one gets a job that has its very set in
-the weights, and else one that has its LoRAs at hand. Reads what workers report; decides nothing.
+the weights, and else one that has its LoRAs in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OUT_SHARE = 1 / 3
 
 
 class LoraSizes:
-    """Bytes of LoRAs by digest, as stores told of them when orders came."""
+    """Bytes of LoRAs by digest, as stores reported them when requests came."""
 
     def __init__(self) -> None:
         self._sizes: OrderedDict[str, int] = OrderedDict()
