@@ -40,8 +40,8 @@ ENGINE = {
     "lora_budget_bytes": 1,
 }
 HANG_S = 3.0
-# README, what is promised when what dies: a worker is out of the fleet within this time. Asking takes some more on
-# busy cores.
+# Of the promises in services/bottega/gateway/README.md: a worker is out of the fleet within this time. Asking takes
+# more on busy cores.
 NOTICED_S = 2.0
 ASKING_S = 0.5
 # Booting takes 7 s with free cores; here several boot at once beside those who draw.

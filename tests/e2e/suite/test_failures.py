@@ -36,7 +36,7 @@ OPTIONS: dict[str, Any] = {"num_inference_steps": 120, "guidance_scale": 4.0, "s
 LATE = 80
 # A checkpoint is due after a tenth of the steps at the latest, and the newest may die on its way to the gateway.
 MOST_REPEATED = 2 * OPTIONS["num_inference_steps"] // 10
-# README, what is promised when what dies: a worker is out of the fleet within this time.
+# services/bottega/gateway/README.md, what is promised: a worker is out of the fleet within this time.
 NOTICED_S = 2.0
 # What asking takes on busy cores.
 ASKING_S = 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import tomllib
 from pathlib import Path
@@ -84,3 +85,22 @@ def test_the_readme_maps_every_package_and_nothing_else() -> None:
         for path in (ROOT / root / "bottega").glob("*/__init__.py")
     }
     assert packages <= mapped
+
+
+def test_what_pages_link_to_is_there() -> None:
+    pages = [page for page in ROOT.rglob("*.md") if not {".venv", "out", "build"} & {*page.relative_to(ROOT).parts}]
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert not broken
+    assert len(pages) > 5
+
+
+def test_the_picture_of_the_services_is_what_its_script_draws() -> None:
+    drawn = runpy.run_path(str(ROOT / "deploy" / "architecture.py"))["svg"]()
+    assert (ROOT / "deploy" / "architecture.svg").read_text() == drawn, "python deploy/architecture.py draws it again"
+    for service in SERVICES:
+        assert f">{service}</text>" in drawn
