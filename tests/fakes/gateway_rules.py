@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from bottega import kinds
 from bottega.errors import BottegaError, WorkerLost
+from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
 from bottega.gateway.addons.loras.addon import LoraAddOn
 from bottega.gateway.addons.loras.resolver import LoraClient
@@ -99,13 +100,14 @@ class FakeServer:
 class Shop:
     """A job controller of the model "m" and everything that it looks at. Made in a running event loop."""
 
-    def __init__(self, *, max_attempts: int = 3, hold_s: float = 3) -> None:
+    def __init__(self, *, max_attempts: int = 3, hold_s: float = 3, addons: Sequence[AddOn] = ()) -> None:
         self.time = FakeTime()
         self.clients: dict[str, FakeClient] = {}
         self.servers: dict[str, FakeServer] = {}
         self.shelf = Shelf()
         self._max_attempts = max_attempts
         self._hold_s = hold_s
+        self._addons = addons
         self.open()
 
     def open(self) -> None:
@@ -125,7 +127,7 @@ class Shop:
             fleet=self.fleet,
             jobs=self.log,
             storage=self.storehouse,
-            addons=(LoraAddOn(fleet=self.fleet, connect=_no_store), self.controlnets),
+            addons=(LoraAddOn(fleet=self.fleet, connect=_no_store), self.controlnets, *self._addons),
             connect=self._connect,
             metrics=metrics,
             clock=clock,

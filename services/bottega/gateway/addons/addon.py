@@ -13,7 +13,7 @@ from bottega.errors import BottegaError, Violation
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import Job
 from bottega.v1 import image_pb2, worker_pb2
-from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 
 PREFETCHED_JOBS = 8
 """The first jobs of a queue, whose needs are loaded ahead: those behind them would drive these out again."""
@@ -112,6 +112,9 @@ class AddOn:
 
     def end_attempt(self, job: Job) -> None:
         """The attempt is over, however it ended."""
+
+    def pin_parameters(self, provenance: Provenance) -> None:
+        """Writes what timing decided into the parameters of a provenance: with them the same image is made again."""
 
     def is_final(self, error: BottegaError) -> bool:
         """Whether an attempt that ended so would end so at every worker."""

@@ -291,7 +291,10 @@ class Dispatcher:
         with self._storing_images():
             images = await self._storage.store_images(encoded)
         self._completed.append((job.job_id, number))
-        self._observer.attempt_completed(job, number, images, completed_provenance(job, provenance))
+        full = completed_provenance(job, provenance)
+        for addon in self._addons:
+            addon.pin_parameters(full)
+        self._observer.attempt_completed(job, number, images, full)
 
     @contextlib.contextmanager
     def _storing_images(self) -> Iterator[None]:

@@ -20,8 +20,6 @@ def completed_provenance(job: Job, reported: Provenance) -> Provenance:
     full = Provenance()
     full.CopyFrom(reported)
     full.parameters.CopyFrom(job.bare)
-    for lora, use in zip(full.parameters.loras, reported.loras, strict=False):
-        lora.from_step = use.from_step  # what timing decided: with it, they make the same picture again
     full.image_digest = job.image_digest
     full.worker = reported.worker or job.worker
     full.bottega_version = reported.bottega_version or version()

@@ -16,7 +16,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.lora.set_key import LoraSetKey
 from bottega.rules import check_lateness, check_lora_steps, check_loras
 from bottega.v1 import image_pb2, worker_pb2
-from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.lora_pb2 import StoredLora
 
 
@@ -72,6 +72,11 @@ class LoraAddOn(AddOn):
         """Says where the LoRAs are."""
         if job.loras:
             request.lora_stores.extend(store_messages(self._resolver.stores()))
+
+    def pin_parameters(self, provenance: Provenance) -> None:
+        """The step at which each went in."""
+        for lora, use in zip(provenance.parameters.loras, provenance.loras, strict=False):
+            lora.from_step = use.from_step
 
     def is_final(self, error: BottegaError) -> bool:
         """Another worker would not get them either."""

@@ -25,7 +25,7 @@ _RETRY_AFTER_S = 3.0
 # Stores that a worker is told of; a fleet has one, or a few.
 _MOST_STORES = 8
 # A store that hears nothing for its lease_s (10 s) lets LoRAs be deleted: three tries are within that.
-_KEEP_S = 3.0
+_PROTECT_S = 3.0
 # Digests of one call, by the contract.
 _MOST_DIGESTS = 256
 
@@ -54,7 +54,7 @@ class LoraResolver:
 
     def start(self, needed: Callable[[], Iterable[str]]) -> None:
         """From now on no store deletes what is needed. needed: digests of LoRAs of all jobs that have not ended."""
-        self._run(self._keep_all(needed))
+        self._run(self._protect_all(needed))
 
     async def resolve(self, loras: Sequence[Lora]) -> list[StoredLora]:
         """What the stores have of each LoRA.
@@ -125,14 +125,14 @@ class LoraResolver:
             client = self._clients[address] = self._connect(address)
         return client
 
-    async def _keep_all(self, needed: Callable[[], Iterable[str]]) -> None:
+    async def _protect_all(self, needed: Callable[[], Iterable[str]]) -> None:
         while True:
             digests = sorted(set(needed()))
             for store in self.stores() if digests else ():
-                self._run(self._keep(store, digests))
-            await asyncio.sleep(_KEEP_S)
+                self._run(self._protect(store, digests))
+            await asyncio.sleep(_PROTECT_S)
 
-    async def _keep(self, store: Member, digests: Sequence[str]) -> None:
+    async def _protect(self, store: Member, digests: Sequence[str]) -> None:
         for first in range(0, len(digests), _MOST_DIGESTS):
             if not await self._prefetch(store, digests[first : first + _MOST_DIGESTS], only_keep=True):
                 return

@@ -1,0 +1,149 @@
+"""A third kind of add-on, by its interface alone: where jobs go, what attempts carry, what is loaded ahead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+
+import pytest
+
+from bottega.errors import BottegaError, QueueFull, Unavailable
+from bottega.gateway.addons.addon import NO_COSTS, AddOn, WorkerCosts
+from bottega.gateway.fleet.members import Member
+from bottega.gateway.jobs.job import Job
+from bottega.v1 import worker_pb2
+from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.image_pb2 import JOB_STATE_QUEUED, JOB_STATE_RUNNING
+from tests.fakes.gateway_rules import Shop
+
+
+class Easels(AddOn):
+    """Where easels stand. costs: of every job. gone, final: how they are lacking. calls: what was called, in order."""
+
+    def __init__(self) -> None:
+        self.costs = NO_COSTS
+        self.gone: BottegaError | None = None
+        self.final = False
+        self.calls: list[str] = []
+
+    def cost_key(self, job: Job) -> str:
+        return "easel"
+
+    def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
+        return self.costs
+
+    def unavailable(self, job: Job) -> BottegaError | None:
+        return self.gone
+
+    def job_queued(self, job: Job) -> None:
+        self.calls.append("queued")
+
+    def prefetch(self, jobs: Sequence[Job]) -> None:
+        self.calls.append(f"prefetch {len(jobs)}")
+
+    def begin_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+        self.calls.append(f"begin at {worker.name}")
+        request.lora_stores.add(name="easel")
+
+    def end_attempt(self, job: Job) -> None:
+        self.calls.append("end")
+
+    def pin_parameters(self, provenance: Provenance) -> None:
+        provenance.parameters.prompt = "at the second easel"
+
+    def is_final(self, error: BottegaError) -> bool:
+        return self.final
+
+    def back_off(self, job: Job, error: BottegaError) -> bool:
+        self.calls.append("back off")
+        return isinstance(error, QueueFull)
+
+    def start(self, live_jobs: Callable[[], Iterable[Job]]) -> None:
+        self.calls.append("start")
+
+    def member_lost(self, member: Member) -> None:
+        self.calls.append(f"lost {member.name}")
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture
+def easels() -> Easels:
+    return Easels()
+
+
+@pytest.fixture
+async def shop(easels: Easels) -> AsyncIterator[Shop]:
+    shop = Shop(addons=[easels])
+    yield shop
+    await shop.controller.stop()
+
+
+async def test_a_job_goes_where_what_it_needs_costs_least(shop: Shop, easels: Easels) -> None:
+    for name in ("w1", "w2", "w3"):
+        shop.worker(name)
+    easels.costs = WorkerCosts(load_s={"w1": 5.0, "w3": 2.0}, eligible=frozenset({"w1", "w3"}))
+    assert shop.submit().worker == "w3"
+
+
+async def test_a_job_that_no_worker_may_have_holds_up_no_other(shop: Shop, easels: Easels) -> None:
+    easels.costs = WorkerCosts(eligible=frozenset())
+    shop.worker()
+    waits = shop.submit()
+    assert waits.state == JOB_STATE_QUEUED
+    easels.costs = NO_COSTS
+    assert shop.submit().worker == ""
+    assert waits.state == JOB_STATE_RUNNING
+
+
+async def test_an_attempt_carries_its_fields_from_its_begin_to_its_end(shop: Shop, easels: Easels) -> None:
+    shop.worker()
+    job = shop.submit()
+    (request,) = shop.client().requests
+    assert [store.name for store in request.lora_stores] == ["easel"]
+    assert easels.calls == ["queued", "begin at w1"]
+    await shop.complete(job)
+    assert easels.calls[2:] == ["end"]
+    assert job.provenance is not None
+    assert job.provenance.parameters.prompt == "at the second easel"
+
+
+async def test_whoever_caused_it_is_backed_off_and_the_worker_gets_the_job_again(shop: Shop, easels: Easels) -> None:
+    shop.worker()
+    job = shop.submit()
+    await shop.fail(job, QueueFull("no easel is free"))
+    assert "back off" in easels.calls
+    assert (job.worker, job.attempts) == ("w1", 2), "the worker rests for no moment"
+
+
+async def test_what_would_fail_at_every_worker_is_not_tried_again(shop: Shop, easels: Easels) -> None:
+    easels.final = True
+    shop.worker()
+    job = shop.submit()
+    await shop.fail(job, Unavailable("there are no easels"))
+    await asyncio.wait_for(job.ended.wait(), 2)
+    assert (job.error is not None and job.error.message, job.attempts) == ("there are no easels", 1)
+
+
+async def test_the_first_of_a_queue_are_loaded_for_and_those_that_wait_in_vain_fail(shop: Shop, easels: Easels) -> None:
+    shop.controller.start()
+    shop.time.now += 60  # the grace after the start is over
+    shop.worker()
+    shop.submit()
+    waits = shop.submit()
+    assert easels.calls[-1] == "prefetch 1"
+    easels.gone = Unavailable("all easels were sold")
+    async with asyncio.timeout(5):
+        while waits.live:
+            shop.report(shop.member("w1"))
+            await asyncio.sleep(0.02)
+    assert waits.error is easels.gone
+
+
+async def test_it_starts_and_stops_with_the_gateway_and_hears_of_losses(shop: Shop, easels: Easels) -> None:
+    shop.worker()
+    shop.controller.start()
+    shop.fleet.close()
+    await shop.controller.stop()
+    assert easels.calls == ["start", "lost w1", "close"]
