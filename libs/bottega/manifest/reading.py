@@ -11,6 +11,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bottega.errors import ConfigError
 from bottega.kinds import is_kind
@@ -35,6 +36,15 @@ def options_of(services: tuple[ServiceSpec, ...]) -> Iterator[ServiceOption]:
         if service.count:
             yield service.count
         yield from service.options
+
+
+def load_object(path: str) -> Any:
+    """What a spec names as "MODULE:NAME". Raises ConfigError."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # noqa: BLE001 - it may be anybody's module
+        raise ConfigError(f"{path}, which a service's spec names, cannot be imported: {error}") from None
 
 
 @functools.lru_cache

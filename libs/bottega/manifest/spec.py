@@ -77,7 +77,8 @@ class ServiceSpec:
     options: further ones. joins: it is ready when it has joined the fleet, else as soon as it serves.
     folders: names below the state that it uses besides its own. requires: distributions that it imports, and that a
     machine without it need not have. install: what `pip install` is given for all of them.
-    add_on: "MODULE:NAME" of what the gateway does for jobs with it; empty: nothing.
+    add_on: what the gateway does for jobs with it: "MODULE:FUNCTION", which makes an AddOn from an AddOnContext
+    (bottega.gateway.addons.addon); empty: nothing.
     """
 
     kind: str

@@ -39,6 +39,7 @@ SPEC = ServiceSpec(
     module="bottega.controlnet",
     configure=_configure,
     count=_COUNT,
+    add_on="bottega.gateway.addons.controlnets.addon:create",
     folders=("controlnets",),
     requires=("accelerate", "diffusers", "safetensors", "torch", "transformers"),
     install="bottega-services[controlnet]",

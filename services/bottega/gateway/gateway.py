@@ -27,11 +27,7 @@ from pathlib import Path
 from bottega import kinds
 from bottega.codec import CodecPool
 from bottega.errors import StorageUnavailable
-from bottega.gateway.addons.addon import AddOn
-from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
-from bottega.gateway.addons.controlnets.client import GrpcControlNetClient
-from bottega.gateway.addons.loras.addon import LoraAddOn
-from bottega.gateway.addons.loras.client import GrpcLoraClient
+from bottega.gateway.addons.addon import AddOn, AddOnContext
 from bottega.gateway.api.admission import Admission
 from bottega.gateway.api.fleet_service import FleetNotServedHere, FleetService
 from bottega.gateway.api.image_service import ImageService
@@ -46,6 +42,7 @@ from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import SqliteJobStore
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
+from bottega.manifest import load_object, read_services
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.storage import ContentStore
@@ -71,10 +68,7 @@ class Gateway:
         self._this = fleet_pb2.Registration(kind=kinds.GATEWAY, name=config.name, version=version())
         metrics = GatewayMetrics(self.server.registry)
         fleet = _fleet(config, metrics, clock)
-        addons: tuple[AddOn, ...] = (
-            LoraAddOn(fleet=fleet, connect=GrpcLoraClient),
-            ControlNetAddOn(fleet=fleet, connect=GrpcControlNetClient, metrics=metrics, clock=clock),
-        )
+        addons = _addons(AddOnContext(fleet=fleet, metrics=metrics, clock=clock))
         self._storage = _storage(config, metrics, clock)
         self._jobs = JobRepository(storage=self._storage, clock=clock)
         self._controller = JobController(
@@ -179,6 +173,11 @@ class Gateway:
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
             self._health = None
+
+
+def _addons(context: AddOnContext) -> tuple[AddOn, ...]:
+    """Those of the services in the manifest, in its order. Raises ConfigError."""
+    return tuple(load_object(service.add_on)(context) for service in read_services() if service.add_on)
 
 
 def _fleet(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Fleet:

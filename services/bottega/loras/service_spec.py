@@ -35,6 +35,7 @@ SPEC = ServiceSpec(
     title="LoRA store",
     module="bottega.loras",
     configure=_configure,
+    add_on="bottega.gateway.addons.loras.addon:create",
     requires=("numpy",),
     install="bottega-services[loras]",
     unit=UnitSettings(links=True, reads_models=True),

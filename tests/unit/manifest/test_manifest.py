@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bottega.errors import ConfigError
-from bottega.manifest import VARIABLE, options_of, read_services
+from bottega.manifest import VARIABLE, load_object, options_of, read_services
 
 OWN = ["gateway", "loras", "worker", "controlnet"]
 SPEC = """
@@ -67,6 +67,13 @@ def test_a_line_that_cannot_be_used_is_refused_with_its_number(others: Path, tex
         read_services()
     assert f"{others}, line 2" in refused.value.message
     assert said in refused.value.message
+
+
+def test_what_a_spec_names_must_be_there() -> None:
+    assert load_object("bottega.manifest:read_services") is read_services
+    for wrong in ("bottega.manifest:nothing", "bottega.nothing:create", "bottega.manifest", ""):
+        with pytest.raises(ConfigError, match="cannot be imported"):
+            load_object(wrong)
 
 
 def test_a_manifest_that_is_not_there_is_named(others: Path) -> None:

@@ -1,7 +1,8 @@
 """The interface of add-ons: what a request may have beside its model, such as ControlNets and LoRAs.
 
-Each kind is a package in this folder and one entry in the list that `gateway.py` makes. Admission (api), snapshot
-(scheduling) and dispatcher go through that list and treat all kinds alike.
+A service in the manifest names its own (`ServiceSpec.add_on`): a function that makes one from an AddOnContext.
+Admission (api), snapshot (scheduling) and dispatcher go through the list of them and treat all kinds alike. What a kind
+has no use for it inherits.
 """
 
 from __future__ import annotations
@@ -10,10 +11,23 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 
 from bottega.errors import BottegaError, Violation
+from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.members import Member
+from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
+from bottega.gateway.metrics import GatewayMetrics
 from bottega.v1 import image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddOnContext:
+    """What an add-on of a gateway may use."""
+
+    fleet: Fleet
+    metrics: GatewayMetrics
+    clock: Clock
+
 
 PREFETCHED_JOBS = 8
 """The first jobs of a queue, whose needs are loaded ahead: those behind them would drive these out again."""

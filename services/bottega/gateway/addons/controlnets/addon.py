@@ -14,7 +14,8 @@ from types import MappingProxyType
 
 from bottega import kinds
 from bottega.errors import BottegaError, NoControlNet, Violation
-from bottega.gateway.addons.addon import NO_COSTS, PREFETCHED_JOBS, AddOn, Resolution, WorkerCosts
+from bottega.gateway.addons.addon import NO_COSTS, PREFETCHED_JOBS, AddOn, AddOnContext, Resolution, WorkerCosts
+from bottega.gateway.addons.controlnets.client import GrpcControlNetClient
 from bottega.gateway.addons.controlnets.prefetch import ControlNetClient, ControlNetPrefetcher
 from bottega.gateway.addons.controlnets.ranking import ServerCandidate, best_first
 from bottega.gateway.clock import Clock
@@ -51,6 +52,13 @@ class _Choice:
     digest: str
     servers: tuple[tuple[Member, ServerCandidate], ...]
     similarity: float | None
+
+
+def create(context: AddOnContext) -> ControlNetAddOn:
+    """The add-on that the manifest names."""
+    return ControlNetAddOn(
+        fleet=context.fleet, connect=GrpcControlNetClient, metrics=context.metrics, clock=context.clock
+    )
 
 
 class ControlNetAddOn(AddOn):

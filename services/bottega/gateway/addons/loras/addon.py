@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bottega.errors import BottegaError, LoraUnusable, NoLora, Violation
-from bottega.gateway.addons.addon import AddOn, RequiredModel, Resolution, WorkerCosts
+from bottega.gateway.addons.addon import AddOn, AddOnContext, RequiredModel, Resolution, WorkerCosts
 from bottega.gateway.addons.loras import defaults
+from bottega.gateway.addons.loras.client import GrpcLoraClient
 from bottega.gateway.addons.loras.costs import LoraSizes, lora_costs
 from bottega.gateway.addons.loras.resolver import LoraClient, LoraResolver, store_messages
 from bottega.gateway.fleet.members import Member
@@ -18,6 +19,11 @@ from bottega.rules import check_lateness, check_lora_steps, check_loras
 from bottega.v1 import image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.lora_pb2 import StoredLora
+
+
+def create(context: AddOnContext) -> LoraAddOn:
+    """The add-on that the manifest names."""
+    return LoraAddOn(fleet=context.fleet, connect=GrpcLoraClient)
 
 
 class LoraAddOn(AddOn):
