@@ -79,12 +79,6 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
             await self.membership.stop()
         await self._server.stop()
 
-    async def OpenLink(
-        self, request: controlnet_pb2.OpenLinkRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> controlnet_pb2.OpenLinkResponse:
-        """There is no engine to link to."""
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "no engine")
-
     async def Prefetch(
         self, request: controlnet_pb2.PrefetchRequest, context: object
     ) -> controlnet_pb2.PrefetchResponse:

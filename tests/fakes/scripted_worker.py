@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from bottega import kinds
 from bottega.errors import BottegaError, Unavailable
 from bottega.rpc.fleet_membership import FleetMembership
+from bottega.rpc.link_service import add_link_service
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import to_job_error
 from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, worker_pb2, worker_pb2_grpc
 from bottega.v1.hosted_pb2 import Hosted
+from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 from tests.samples.hosted_loras import at_hand
 
 MODEL = image_pb2.Model(
@@ -97,6 +99,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def listen(self) -> None:
         """Listens, and joins nothing yet."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.grpc)
+        add_link_service(self._server, kinds.WORKER, self)
         await self._server.start()
         self.address = self._server.address
 
@@ -247,10 +250,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         names = [worker_pb2.AttemptId(job_id=job_id, number=number) for job_id, number in self._running | self._left_at]
         return worker_pb2.ListAttemptsResponse(attempts=[worker_pb2.AttemptSummary(attempt=name) for name in names])
 
-    async def OpenPeerLink(
-        self, request: worker_pb2.OpenPeerLinkRequest, context: object
-    ) -> worker_pb2.OpenPeerLinkResponse:
-        """See the contract."""
+    async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
+        """See LinkOpener."""
         raise Unavailable("a scripted worker has no peer")
 
     async def WatchCheckpoints(

@@ -66,7 +66,6 @@ def attempt_corpus() -> Iterator[Case]:
     for method in ("CancelAttempt", "PreviewAttempt"):
         unknown = worker_pb2.AttemptId(job_id="x" * 128, number=2**31 - 1)
         yield case_of(method, "an unknown attempt", getattr(worker_pb2, f"{method}Request")(attempt=unknown))
-    yield from _peer_links()
     yield case_of("ListAttempts", "the only one", worker_pb2.ListAttemptsRequest())
     yield case_of("WatchCheckpoints", "the only one", worker_pb2.WatchCheckpointsRequest())
 
@@ -100,22 +99,3 @@ def _ordered_switches(case: Any) -> Iterator[Case]:
             for value in (False, True):
                 switched: dict[str, Any] = {field.name: value}
                 yield case(f"{field.name} {value}", techniques=Techniques(**switched))
-
-
-def _peer_links() -> Iterator[Case]:
-    """Of another worker that would lead this one, which has no peer."""
-    for worker, model_hash, dtype, field in (
-        ("", "x", "float32", "worker"),
-        ("x" * 129, "x", "float32", "worker"),
-        ("x", "", "float32", "terms.model_hash"),
-        ("x", "x" * 129, "float32", "terms.model_hash"),
-        ("x", "x", "", "terms.dtype"),
-        ("x", "x", "x" * 129, "terms.dtype"),
-    ):
-        terms = worker_pb2.PeerTerms(model_hash=model_hash, dtype=dtype)
-        request = worker_pb2.OpenPeerLinkRequest(worker=worker, terms=terms)
-        name = f"peer {shown(worker)} {shown(model_hash)} {shown(dtype)}"
-        yield case_of("OpenPeerLink", name, request, INVALID, field)
-    terms = worker_pb2.PeerTerms(model_hash="x" * 128, dtype="x" * 128)
-    stranger = worker_pb2.OpenPeerLinkRequest(worker="x" * 128, terms=terms, link_id="no name of a link")
-    yield case_of("OpenPeerLink", "a stranger", stranger)

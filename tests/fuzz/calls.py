@@ -15,9 +15,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from bottega import kinds
 from bottega.rpc.channel import MAX_MESSAGE_MIB
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2, lora_pb2, worker_pb2
+from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2, link_pb2, lora_pb2, worker_pb2
 from bottega.v1.error_pb2 import ERROR_REASON_NO_CONTROLNET
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -39,6 +40,7 @@ SERVICES: Mapping[str, str] = MappingProxyType(
             (worker_pb2.DESCRIPTOR, "WorkerService"),
             (controlnet_pb2.DESCRIPTOR, "ControlNetService"),
             (lora_pb2.DESCRIPTOR, "LoraService"),
+            (link_pb2.DESCRIPTOR, "LinkService"),
         )
         for method in file.services_by_name[service].methods
     }
@@ -79,6 +81,7 @@ class Caller:
         self._reader = ThreadPoolExecutor(1)
         self._channels = {"ImageService": gateway, "FleetService": fleet, "WorkerService": worker}
         self._channels |= {"ControlNetService": nets, "LoraService": store}
+        self._linked = {kinds.CONTROLNET: nets, kinds.LORAS: store, kinds.WORKER: worker}
         self._special: Mapping[str, Callable[[tuple[bytes, ...]], Outcome]] = {
             "Generate": self._generate,
             "SubmitJob": self._submit,
@@ -87,7 +90,7 @@ class Caller:
             "Join": self._join,
             "RunAttempt": self._run_attempt,
             "WatchCheckpoints": self._watch_checkpoints,
-            "OpenPeerLink": self._open_peer_link,
+            "OpenLink": self._open_link,
             "UploadLora": self._upload,
         }
 
@@ -170,10 +173,11 @@ class Caller:
             call.cancel()
         return _FINE
 
-    def _open_peer_link(self, raw: tuple[bytes, ...]) -> Outcome:
+    def _open_link(self, raw: tuple[bytes, ...]) -> Outcome:
         """The worker has no peer; a request with nothing else wrong is told so."""
+        ask: Any = self._linked.get(_link_kind(raw[0]), self._linked[kinds.CONTROLNET]).unary_unary(_path("OpenLink"))
         try:
-            return self._ask("OpenPeerLink", raw)
+            ask(raw[0], timeout=ANSWER_S)
         except grpc.RpcError as error:
             lonely = error.code() is grpc.StatusCode.UNAVAILABLE and "has no peer" in (error.details() or "")
             if not lonely:
@@ -215,6 +219,14 @@ class Caller:
 
 def _path(method: str) -> str:
     return f"/{SERVICES[method]}/{method}"
+
+
+def _link_kind(raw: bytes) -> str:
+    """Of the service that these bytes are for; "" where they are for none."""
+    try:
+        return link_pb2.OpenLinkRequest.FromString(raw).kind
+    except DecodeError:
+        return ""
 
 
 def _cancel_of(raw: bytes) -> bytes | None:

@@ -16,6 +16,7 @@ from tests.fuzz.controlnets import controlnet_corpus
 from tests.fuzz.drawings import drawing_corpus
 from tests.fuzz.jobs import job_corpus, list_corpus
 from tests.fuzz.joining import joining_corpus
+from tests.fuzz.links import link_corpus
 from tests.fuzz.lora_store import lora_store_corpus
 
 # One past what a message may have.
@@ -35,6 +36,7 @@ def corpus(job_id: str, digest: str, lora_digest: str) -> Iterator[Case]:
     yield from attempt_corpus()
     yield from controlnet_corpus(digest)
     yield from lora_store_corpus(lora_digest)
+    yield from link_corpus()
     yield from _bytes()
 
 
@@ -46,7 +48,7 @@ def _bytes() -> Iterator[Case]:
         yield Case(method=method, name="a lone surrogate", raw=(surrogate,), code=INVALID)
     nets = ("Prefetch", "ListControlNets", "SetProfile")
     methods = (*texts, *nets, "ListJobs", "ListModels", "ListMembers", "Join", "RunAttempt", "CancelAttempt")
-    for method in (*methods, "ListAttempts", "WatchCheckpoints", "PreviewAttempt", "OpenPeerLink"):
+    for method in (*methods, "ListAttempts", "WatchCheckpoints", "PreviewAttempt"):
         yield Case(method=method, name="no message", raw=(b"\xff" * 9,), code=INVALID)
         yield Case(method=method, name="a length beyond the end", raw=(b"\n" + struct.pack("<B", 99),), code=INVALID)
     for method in ("SubmitJob", "RunAttempt"):

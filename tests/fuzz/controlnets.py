@@ -30,8 +30,6 @@ _BAD_NAMES = ("", "x" * 201, "a b", "../up", "\0", "ü", "/etc")
 def valid(method: str, digest: str) -> list[Message]:
     """Requests that are taken. digest: of NET."""
     match method:
-        case "OpenLink":
-            return [controlnet_pb2.OpenLinkRequest(worker="fuzz")]
         case "Prefetch":
             return [controlnet_pb2.PrefetchRequest(names=[NET, "nobody"])]
         case "AddControlNet":
@@ -45,23 +43,9 @@ def valid(method: str, digest: str) -> list[Message]:
 def controlnet_corpus(digest: str) -> Iterator[Case]:
     """digest: of NET."""
     yield case_of("ListControlNets", "the only one", controlnet_pb2.ListControlNetsRequest())
-    yield from _links()
     yield from _names()
     yield from _folders()
     yield from _profiles(digest)
-
-
-def _links() -> Iterator[Case]:
-    for worker in ("", "x" * 128):
-        request = controlnet_pb2.OpenLinkRequest(worker=worker)
-        yield case_of("OpenLink", f"worker {shown(worker)}", request)
-    request = controlnet_pb2.OpenLinkRequest(worker="x" * 129)
-    yield case_of("OpenLink", "worker of 129", request, INVALID, "worker")
-    lost = controlnet_pb2.OpenLinkRequest(worker="fuzz", link_id="0" * 32)
-    yield case_of("OpenLink", "in the place of a link", lost)
-    for link_id in ("x", "../up", "x" * (1 << 20), "\0"):
-        request = controlnet_pb2.OpenLinkRequest(worker="fuzz", link_id=link_id)
-        yield case_of("OpenLink", f"link_id {shown(link_id)}", request, INVALID, "link_id")
 
 
 def _names() -> Iterator[Case]:

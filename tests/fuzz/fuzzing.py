@@ -20,7 +20,7 @@ from bottega import kinds
 from bottega.v1 import controlnet_pb2, fleet_pb2, generation_pb2, image_pb2, lora_pb2, worker_pb2
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED
-from tests.fuzz import controlnets, lora_store
+from tests.fuzz import controlnets, links, lora_store
 from tests.fuzz.calls import SERVICES
 from tests.fuzz.house import House
 from tests.fuzz.images import good_images
@@ -141,9 +141,8 @@ def _valid(method: str, job_id: str) -> Sequence[Message]:
             return [*orders, _controlled_order()]
         case "CancelAttempt" | "PreviewAttempt":
             return [getattr(worker_pb2, f"{method}Request")(attempt=_attempt())]
-        case "OpenPeerLink":
-            terms = worker_pb2.PeerTerms(model_hash="x", dtype="float32")
-            return [worker_pb2.OpenPeerLinkRequest(worker="fuzz", terms=terms, link_id="0" * 32)]
+        case "OpenLink":
+            return links.valid()
         case _:
             return [getattr(worker_pb2, f"{method}Request")()]
 

@@ -29,9 +29,8 @@ _ALSO = {
     "RunAttempt": {_S.FAILED_PRECONDITION, _S.CANCELLED, _S.ABORTED, _S.UNIMPLEMENTED, _S.UNAVAILABLE},
     # ALREADY_EXISTS: the one that is configured.
     "AddControlNet": {_S.FAILED_PRECONDITION, _S.ALREADY_EXISTS},
-    # As many offers as may be wait to be taken up, which nobody here does.
+    # As many offers as may be wait to be taken up, which nobody here does; or the worker has no peer.
     "OpenLink": {_S.UNAVAILABLE},
-    "OpenLoraLink": {_S.UNAVAILABLE},
     # Another LoRA of that name; one that somebody has asked for a moment ago.
     "UploadLora": {_S.ALREADY_EXISTS},
     "RegisterLora": {_S.ALREADY_EXISTS},

@@ -61,8 +61,6 @@ def valid(method: str, digest: str) -> list[Message]:
             return [whole, pb.RestoreLoraRequest(id=digest)]
         case "DiscardLora":
             return [pb.DiscardLoraRequest(id=digest)]
-        case "OpenLoraLink":
-            return [pb.OpenLoraLinkRequest(worker="w"), pb.OpenLoraLinkRequest(worker="w", link_id="0" * 32)]
         case _:
             return [getattr(pb, f"{method}Request")(name="ink")]
 
@@ -76,7 +74,6 @@ def lora_store_corpus(digest: str) -> Iterator[Case]:
     yield from _named()
     yield from _digests()
     yield from _profiles(digest)
-    yield from _links()
     yield from _quarantine()
     yield case_of("DeleteLora", "one that is there", pb.DeleteLoraRequest(name="ink"))
 
@@ -219,17 +216,6 @@ def _profiles(digest: str) -> Iterator[Case]:
     yield case_of("SetLoraProfile", "a stranger", measured((9, 1), name="nobody"), NOT_FOUND)
     for name in _BAD_NAMES:
         yield case_of("SetLoraProfile", f"name {shown(name)}", measured((9, 1), name=name), INVALID, "name")
-
-
-def _links() -> Iterator[Case]:
-    for worker in ("", "x" * 128):
-        yield case_of("OpenLoraLink", f"worker {shown(worker)}", pb.OpenLoraLinkRequest(worker=worker))
-    yield case_of("OpenLoraLink", "worker of 129", pb.OpenLoraLinkRequest(worker="x" * 129), INVALID, "worker")
-    lost = pb.OpenLoraLinkRequest(worker="fuzz", link_id="0" * 32)
-    yield case_of("OpenLoraLink", "in the place of a link", lost)
-    for link_id in ("x", "../up", "x" * (1 << 20), "\0"):
-        request = pb.OpenLoraLinkRequest(worker="fuzz", link_id=link_id)
-        yield case_of("OpenLoraLink", f"link_id {shown(link_id)}", request, INVALID, "link_id")
 
 
 def _quarantine() -> Iterator[Case]:

@@ -57,7 +57,6 @@ UNBOUNDED = {
     "Join load.step_times.latent_width": "as above",
     "Join load.step_times.rows": "as above",
     "Join load.step_times.seconds": "as above",
-    "OpenPeerLink link_id": "looked at by a worker that has a peer",
 }
 # Fields with no value that the corpus could know to be taken.
 UNKNOWABLE = {"ListJobs page_token": "it is made by the page before"}

@@ -21,8 +21,18 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from bottega import kinds
 from bottega.rpc.status import from_job_error
-from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, generation_pb2, hosted_pb2, worker_pb2, worker_pb2_grpc
+from bottega.v1 import (
+    controlnet_pb2,
+    controlnet_pb2_grpc,
+    generation_pb2,
+    hosted_pb2,
+    link_pb2,
+    link_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from tests.support.services import SMALL_ENGINE, Service, Services, worker_config
 from tests.support.stock import Pixels
 
@@ -90,9 +100,11 @@ class ControlNetServer:
         """Prefetch."""
         return list(self._stub.Prefetch(controlnet_pb2.PrefetchRequest(names=names), timeout=5).accepted)
 
-    def open_link(self, worker: str, link_id: str = "") -> controlnet_pb2.OpenLinkResponse:
+    def open_link(self, worker: str, link_id: str = "") -> link_pb2.OpenLinkResponse:
         """OpenLink."""
-        return self._stub.OpenLink(controlnet_pb2.OpenLinkRequest(worker=worker, link_id=link_id), timeout=5)
+        stub: link_pb2_grpc.LinkServiceStub = link_pb2_grpc.LinkServiceStub(self._channel)
+        request = link_pb2.OpenLinkRequest(kind=kinds.CONTROLNET, worker=worker, link_id=link_id)
+        return stub.OpenLink(request, timeout=5)
 
     def kill_engine(self) -> None:
         """Ends the engine, as a crash does."""

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from google.protobuf import json_format
 
+from bottega import kinds
 from bottega.errors import BottegaError
 from bottega.lora import canonical, messages
 from bottega.loras.__main__ import build
@@ -22,9 +23,10 @@ from bottega.rpc.channel import open_channel
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_job_error
 from bottega.transport import Deadline, Limits, Link, connect, kind_of, offer_from_wire, read_number
+from bottega.v1 import link_pb2_grpc, lora_pb2_grpc
 from bottega.v1 import lora_pb2 as pb
-from bottega.v1 import lora_pb2_grpc
 from bottega.v1.error_pb2 import JobError
+from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 from tests.samples.lora_files import Part, kohya, peft, save
 
 PATIENCE_S = 20.0
@@ -39,6 +41,7 @@ class Running:
     server: Server
     store: LoraStore
     stub: lora_pb2_grpc.LoraServiceAsyncStub
+    links: link_pb2_grpc.LinkServiceAsyncStub
 
     async def upload(self, name: str, path: Path, **head: Any) -> pb.StoredLora:
         """Brings a file."""
@@ -46,10 +49,14 @@ class Running:
         response: pb.UploadLoraResponse = await self.stub.UploadLora(requests, timeout=PATIENCE_S)
         return response.lora
 
+    async def open_link(self, worker: str = "w") -> LinkOffer:
+        """An offer of a link."""
+        response = await self.links.OpenLink(OpenLinkRequest(kind=kinds.LORAS, worker=worker), timeout=PATIENCE_S)
+        return response.offer
+
     async def link(self, worker: str = "w") -> Link:
         """A worker's link."""
-        response = await self.stub.OpenLoraLink(pb.OpenLoraLinkRequest(worker=worker), timeout=PATIENCE_S)
-        offer = offer_from_wire(response.offer)
+        offer = offer_from_wire(await self.open_link(worker))
         limits = Limits(slots=2, slot_bytes=64 << 20)
         return await asyncio.to_thread(connect, offer, Deadline.after(PATIENCE_S), limits=limits)
 
@@ -69,7 +76,8 @@ async def running(folder: Path, settings: LoraConfig | None = None) -> AsyncIter
     channel = open_channel(server.address)
     try:
         await store.start()
-        yield Running(server=server, store=store, stub=lora_pb2_grpc.LoraServiceStub(channel))
+        stub = lora_pb2_grpc.LoraServiceStub(channel)
+        yield Running(server=server, store=store, stub=stub, links=link_pb2_grpc.LinkServiceStub(channel))
     finally:
         await channel.close()
         await server.stop()

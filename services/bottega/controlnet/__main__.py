@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
+from bottega import kinds
 from bottega.controlnet.catalogue import ControlNetCatalogue
 from bottega.controlnet.config import ControlNetConfig, ControlNetEngineConfig
 from bottega.controlnet.engine_client import ControlNetEngineClient
@@ -17,6 +18,7 @@ from bottega.controlnet.profiles import ProfileStore
 from bottega.controlnet.server import ControlNetServer, hold_catalogue, open_catalogue
 from bottega.controlnet.service import SERVICE_NAME, ControlNetService
 from bottega.process import EngineTimeouts
+from bottega.rpc.link_service import add_link_service
 from bottega.rpc.operation.boot import ServiceHooks, boot
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
@@ -56,6 +58,7 @@ async def _life(
         )
         controlnet_pb2_grpc.add_ControlNetServiceServicer_to_server(ControlNetService(controlnets), server.grpc)
         server.add_services([SERVICE_NAME])
+        add_link_service(server, kinds.CONTROLNET, controlnets)
         yield ServiceHooks(
             server=server, warm_up=controlnets.start, finish=controlnets.drain, shut_down=controlnets.stop
         )

@@ -15,7 +15,7 @@ from bottega.process import EngineTimeouts
 from bottega.rpc.status import from_job_error
 from bottega.v1 import controlnet_engine_pb2 as pb
 from bottega.v1.hosted_pb2 import Hosted
-from bottega.v1.link_pb2 import LinkOffer
+from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, OpenLinkRequest
 
 ENGINE_MODULE = "bottega.controlnet.engine"
 
@@ -35,7 +35,7 @@ class ControlNetEngineClient(
     ) -> None:
         super().__init__(module, "--config-json", json.dumps(dataclasses.asdict(config)), patience=patience)
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[pb.ControlNetEngineHosted | pb.ControlNetEngineOffered]] = {}
+        self._asked: dict[int, asyncio.Future[pb.ControlNetEngineHosted | LinkResult]] = {}
 
     def read(self, frame: bytes) -> pb.ControlNetEngineEvent:
         """See process.ControlNetEngineClient."""
@@ -68,23 +68,23 @@ class ControlNetEngineClient(
         assert isinstance(answer, pb.ControlNetEngineHosted)
         return answer.controlnet
 
-    async def offer(self, worker: str, link_id: str, *, caller: str) -> LinkOffer:
+    async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
         """Offers a worker a link. caller: host of whoever asks.
 
         Raises what the engine refuses it with, Unavailable when there is no engine.
         """
         number = next(self._numbers)
-        offer = pb.ControlNetEngineOffer(request=number, worker=worker, link_id=link_id, caller=caller)
-        answer = await self._ask(number, pb.ControlNetEngineCommand(offer=offer), _OFFER_S)
-        assert isinstance(answer, pb.ControlNetEngineOffered)
-        return answer.offer
+        asked = IncomingLinkRequest(request=number, open=request, caller=caller)
+        answer = await self._ask(number, pb.ControlNetEngineCommand(open_link=asked), _OFFER_S)
+        assert isinstance(answer, LinkResult)
+        return answer.opened.offer
 
     def hear(self, event: pb.ControlNetEngineEvent) -> None:
         """An event that may be an answer."""
         kind = event.WhichOneof("event")
-        if kind not in ("hosted", "offered"):
+        if kind not in ("hosted", "link_result"):
             return
-        answer = event.hosted if kind == "hosted" else event.offered
+        answer = event.hosted if kind == "hosted" else event.link_result
         asked = self._asked.pop(answer.request, None)
         if asked is None or asked.done():
             return
@@ -102,9 +102,9 @@ class ControlNetEngineClient(
 
     async def _ask(
         self, number: int, command: pb.ControlNetEngineCommand, patience_s: float
-    ) -> pb.ControlNetEngineHosted | pb.ControlNetEngineOffered:
+    ) -> pb.ControlNetEngineHosted | LinkResult:
         self.send(command)
-        answer: asyncio.Future[pb.ControlNetEngineHosted | pb.ControlNetEngineOffered]
+        answer: asyncio.Future[pb.ControlNetEngineHosted | LinkResult]
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(patience_s):

@@ -25,9 +25,9 @@ from bottega.diffusion.errors import named
 from bottega.diffusion.model.model import DTYPES, pick_device
 from bottega.errors import BottegaError, Unavailable
 from bottega.process import FramedPipe
+from bottega.rpc.link_service import answer_link_request
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.rpc.status import to_job_error
-from bottega.transport import offer_to_wire
 from bottega.v1 import controlnet_engine_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -79,8 +79,9 @@ class ControlNetEngineLoop:
                     self._disk.submit(self._host, command.host)  # hashing what a ControlNet weighs takes seconds
                 case "prefetch":
                     self._hosts.expect(list(command.prefetch.names))
-                case "offer":
-                    self._offer(command.offer)
+                case "open_link":
+                    result = answer_link_request(self._links, command.open_link)
+                    self._say(pb.ControlNetEngineEvent(link_result=result))
                 case "drain":
                     self._links.drain()
         self._links.close()  # its socket leaves no file behind
@@ -94,15 +95,6 @@ class ControlNetEngineLoop:
         except Exception as error:  # noqa: BLE001 - the boundary of a command: a wrong one is not the others'
             hosted.error.CopyFrom(to_job_error(named(error)))
         self._say(pb.ControlNetEngineEvent(hosted=hosted))
-
-    def _offer(self, command: pb.ControlNetEngineOffer) -> None:
-        offered = pb.ControlNetEngineOffered(request=command.request)
-        try:
-            offer = self._links.offer(command.worker, command.link_id, caller=command.caller)
-            offered.offer.CopyFrom(offer_to_wire(offer))
-        except BottegaError as error:
-            offered.error.CopyFrom(to_job_error(error))
-        self._say(pb.ControlNetEngineEvent(offered=offered))
 
     def _alive(self) -> None:
         self._forwards.beat()

@@ -8,7 +8,7 @@ from bottega.controlnet.batch_executor import BatchExecutor
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetWorkerLink
-from bottega.rpc.address import link_endpoints, tcp_endpoint
+from bottega.rpc.link_service import link_endpoints, tcp_endpoint
 from bottega.transport import Connection, Limits, LinkServer
 
 # Taken only as messages need it: eight control images of four megapixels are 96 MiB.

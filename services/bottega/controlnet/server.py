@@ -29,7 +29,7 @@ from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.v1 import fleet_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
 from bottega.v1.hosted_pb2 import Hosted, ResidualProfile
-from bottega.v1.link_pb2 import LinkOffer
+from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
 _log = logging.getLogger(__name__)
 
@@ -96,14 +96,14 @@ class ControlNetServer:
         self._tasks = [asyncio.create_task(self._engine.watch(self)), asyncio.create_task(self._measure())]
         await self._first_hosting
 
-    async def offer(self, worker: str, link_id: str, *, caller: str) -> LinkOffer:
+    async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
         """A link's offer for a worker. caller: host of whoever asks.
 
         Raises Draining, Unavailable, and what the engine refuses it with.
         """
         if self._draining:
             raise Draining("the ControlNet server is stopping")
-        return await self._engine.offer(worker, link_id, caller=caller)
+        return await self._engine.open_link(request, caller=caller)
 
     def prefetch(self, names: list[str]) -> list[str]:
         """Has those of the names loaded that it hosts, and says which. Raises Unavailable when there is no engine."""

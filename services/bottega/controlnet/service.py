@@ -10,14 +10,12 @@ import grpc
 from bottega import rules
 from bottega.controlnet.server import ControlNetServer
 from bottega.errors import Violation
-from bottega.rpc.peers import host_of
 from bottega.v1 import controlnet_pb2 as pb
 from bottega.v1 import controlnet_pb2_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ControlNetService"].full_name
 
 # By the contract.
-_MAX_WORKER_CHARACTERS = 128
 _MAX_NAMES = 256
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -28,14 +26,6 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
 
     def __init__(self, server: ControlNetServer) -> None:
         self._server = server
-
-    async def OpenLink(self, request: pb.OpenLinkRequest, context: _Context) -> pb.OpenLinkResponse:
-        """OpenLink."""
-        if len(request.worker) > _MAX_WORKER_CHARACTERS:
-            rule = f"must be at most {_MAX_WORKER_CHARACTERS} characters"
-            rules.refuse([Violation(field="worker", description=rule)])
-        caller = host_of(context.peer())
-        return pb.OpenLinkResponse(offer=await self._server.offer(request.worker, request.link_id, caller=caller))
 
     async def Prefetch(self, request: pb.PrefetchRequest, _context: _Context) -> pb.PrefetchResponse:
         """Prefetch."""

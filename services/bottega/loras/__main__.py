@@ -7,10 +7,12 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from bottega import kinds
 from bottega.loras.config import LoraConfig
 from bottega.loras.metrics import LoraMetrics
 from bottega.loras.service import SERVICE_NAME, LoraService
 from bottega.loras.store import LoraStore
+from bottega.rpc.link_service import add_link_service
 from bottega.rpc.operation.boot import ServiceHooks, boot
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
@@ -29,6 +31,7 @@ def build(settings: LoraConfig, folder: Path) -> tuple[Server, LoraStore]:
     store = LoraStore(settings, folder=folder, metrics=metrics, address=lambda: server.address)
     lora_pb2_grpc.add_LoraServiceServicer_to_server(LoraService(store), server.grpc)
     server.add_services([SERVICE_NAME])
+    add_link_service(server, kinds.LORAS, store)
     return server, store
 
 

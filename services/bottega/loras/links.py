@@ -7,7 +7,7 @@ from pathlib import Path
 from bottega.caching import TieredCache
 from bottega.loras.config import LinksConfig
 from bottega.loras.worker_link import LoraWorkerLink
-from bottega.rpc.address import link_endpoints, tcp_endpoint
+from bottega.rpc.link_service import link_endpoints, tcp_endpoint
 from bottega.transport import Connection, Limits, LinkServer, default_socket_path
 
 # What workers say is short; what they are sent, their own limits bound.

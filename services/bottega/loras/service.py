@@ -15,14 +15,12 @@ from bottega.loras.records import CatalogueRecord
 from bottega.loras.store import LoraStore
 from bottega.loras.upload import Upload, UploadPart
 from bottega.rpc.peers import host_of
-from bottega.transport import offer_to_wire
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["LoraService"].full_name
 
 # By the contract.
-_MAX_WORKER_CHARACTERS = 128
 _MAX_DIGESTS = 256
 _MAX_PAGE = 1000
 _DEFAULT_PAGE = 100
@@ -100,14 +98,6 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         bounds = tuple((bound.num_inference_steps, bound.max_step) for bound in request.bounds)
         record = await self._store.set_bounds(request.name, request.digest, bounds)
         return pb.SetLoraProfileResponse(lora=self._stored(record))
-
-    async def OpenLoraLink(self, request: pb.OpenLoraLinkRequest, context: _Context) -> pb.OpenLoraLinkResponse:
-        """OpenLoraLink."""
-        if len(request.worker) > _MAX_WORKER_CHARACTERS:
-            rule = f"must be at most {_MAX_WORKER_CHARACTERS} characters"
-            rules.refuse([Violation(field="worker", description=rule)])
-        offer = self._store.offer(request.worker, request.link_id, caller=host_of(context.peer()))
-        return pb.OpenLoraLinkResponse(offer=offer_to_wire(offer))
 
     async def ListQuarantine(self, request: pb.ListQuarantineRequest, _context: _Context) -> pb.ListQuarantineResponse:
         """ListQuarantine."""

@@ -42,8 +42,9 @@ from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.storage import folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
-from bottega.transport import Offer
+from bottega.transport import offer_to_wire
 from bottega.v1 import fleet_pb2
+from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
 _log = logging.getLogger(__name__)
 
@@ -212,11 +213,11 @@ class LoraStore:
             await self._pin()
         return restored
 
-    def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
+    async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
         """A link's offer for a worker. caller: host of whoever asks. Raises Draining, LinksFull, InvalidRequest."""
         if self._draining:
             raise Draining("the LoRA store is stopping")
-        return self._links.offer(worker, link_id, caller=caller)
+        return offer_to_wire(self._links.offer(request.worker, request.link_id, caller=caller))
 
     def load(self) -> fleet_pb2.Load:
         """How busy it is."""

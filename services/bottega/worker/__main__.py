@@ -8,8 +8,10 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+from bottega import kinds
 from bottega.codec import CodecPool
 from bottega.process.memory import IMAGE_AT_WORK_BYTES
+from bottega.rpc.link_service import add_link_service
 from bottega.rpc.operation.boot import ServiceHooks, boot
 from bottega.rpc.server import Server
 from bottega.transport import default_socket_path, links_group
@@ -41,6 +43,7 @@ def build(settings: WorkerConfig, engine: WorkerEngineClient, pool: CodecPool) -
     )
     WorkerService(worker).add_to(server.grpc)
     server.add_services([SERVICE_NAME])
+    add_link_service(server, kinds.WORKER, worker)
     return server, worker
 
 

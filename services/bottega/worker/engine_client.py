@@ -16,8 +16,8 @@ from bottega import process
 from bottega.errors import Unavailable, WorkerLost
 from bottega.process import EngineListener, EngineTimeouts
 from bottega.rpc.status import from_job_error
-from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EnginePeerOffer, EnginePeerOffered, EngineReady
-from bottega.v1.link_pb2 import LinkOffer
+from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EngineReady
+from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, OpenLinkRequest
 from bottega.worker.config import EngineConfig
 
 # Of an offer: the engine makes it in a thread of its own, at once.
@@ -56,14 +56,13 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         """See EngineSupervisor."""
         return event.ready if event.HasField("ready") else None
 
-    async def offer(self, worker: str, link_id: str, *, caller: str) -> LinkOffer:
-        """Offers the peer a link. caller: host of whoever asks.
+    async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
+        """Offers another worker a link. caller: host of whoever asks.
 
         Raises what the engine refuses it with, Unavailable when there is no engine.
         """
         number = next(self._numbers)
-        offer = EnginePeerOffer(request=number, worker=worker, link_id=link_id, caller=caller)
-        self.send(EngineCommand(peer_offer=offer))
+        self.send(EngineCommand(open_link=IncomingLinkRequest(request=number, open=request, caller=caller)))
         offered: asyncio.Future[LinkOffer] = asyncio.get_running_loop().create_future()
         self._requested[number] = offered
         try:
@@ -74,15 +73,15 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         finally:
             self._requested.pop(number, None)
 
-    def on_peer_offered(self, event: EnginePeerOffered) -> None:
-        """The engine's answer to `offer`."""
-        offered = self._requested.pop(event.request, None)
+    def on_link_result(self, result: LinkResult) -> None:
+        """The engine's answer to `open_link`."""
+        offered = self._requested.pop(result.request, None)
         if offered is None or offered.done():
             return
-        if event.HasField("error"):
-            offered.set_exception(from_job_error(event.error))
+        if result.HasField("error"):
+            offered.set_exception(from_job_error(result.error))
         else:
-            offered.set_result(event.offer)
+            offered.set_result(result.opened.offer)
 
     def turns(self, event: EngineEvent) -> int | None:
         """See EngineSupervisor. Whatever begins or ends an attempt counts as a turn."""

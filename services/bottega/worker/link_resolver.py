@@ -1,7 +1,4 @@
-"""Brings offers of links from ControlNet servers, LoRA stores and the peer to the engine, which speaks no gRPC.
-
-Tensors never come this way.
-"""
+"""Brings offers of links from other services to the engine, which speaks no gRPC. Tensors never come this way."""
 
 from __future__ import annotations
 
@@ -13,20 +10,12 @@ import grpc
 from bottega.errors import BottegaError, Unavailable
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error, to_job_error, was_answered
-from bottega.v1 import (
-    controlnet_pb2,
-    controlnet_pb2_grpc,
-    engine_pb2,
-    lora_pb2,
-    lora_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from bottega.v1 import link_pb2_grpc
+from bottega.v1.engine_pb2 import EngineCommand
+from bottega.v1.link_pb2 import LinkResult, OpenLinkRequest, OpenLinkResponse, OutgoingLinkRequest
 from bottega.worker.engine_client import CommandSender
 
 _log = logging.getLogger(__name__)
-
-_Response = controlnet_pb2.OpenLinkResponse | lora_pb2.OpenLoraLinkResponse | worker_pb2.OpenPeerLinkResponse
 
 # A server answers at once; the engine waits a little longer than this.
 _DEADLINE_S = 4.0
@@ -42,7 +31,7 @@ class LinkResolver:
         self._worker = worker
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def request(self, request: engine_pb2.EngineLinkRequest) -> None:
+    def request(self, request: OutgoingLinkRequest) -> None:
         """The engine needs a link; it is answered in any case."""
         if len(self._tasks) >= _MOST_AT_ONCE:
             self._answer(request.request, Unavailable("the worker asks too many servers for links at once"))
@@ -57,7 +46,7 @@ class LinkResolver:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _bring(self, request: engine_pb2.EngineLinkRequest) -> None:
+    async def _bring(self, request: OutgoingLinkRequest) -> None:
         try:
             response = await self._ask(request)
         except grpc.aio.AioRpcError as error:
@@ -66,34 +55,25 @@ class LinkResolver:
         else:
             self._answer(request.request, response)
 
-    async def _ask(self, request: engine_pb2.EngineLinkRequest) -> _Response:
+    async def _ask(self, request: OutgoingLinkRequest) -> OpenLinkResponse:
+        wanted = OpenLinkRequest()
+        wanted.CopyFrom(request.open)
+        wanted.worker = self._worker
         channel = open_channel(request.address)
         try:
-            if request.HasField("peer"):
-                peer: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
-                wanted = worker_pb2.OpenPeerLinkRequest(
-                    worker=self._worker, terms=request.peer, link_id=request.link_id
-                )
-                return await peer.OpenPeerLink(wanted, timeout=_DEADLINE_S)
-            if request.lora_store:
-                store: lora_pb2_grpc.LoraServiceAsyncStub = lora_pb2_grpc.LoraServiceStub(channel)
-                fetching = lora_pb2.OpenLoraLinkRequest(worker=self._worker, link_id=request.link_id)
-                return await store.OpenLoraLink(fetching, timeout=_DEADLINE_S)
-            server: controlnet_pb2_grpc.ControlNetServiceAsyncStub = controlnet_pb2_grpc.ControlNetServiceStub(channel)
-            asked = controlnet_pb2.OpenLinkRequest(worker=self._worker, link_id=request.link_id)
-            return await server.OpenLink(asked, timeout=_DEADLINE_S)
+            stub: link_pb2_grpc.LinkServiceAsyncStub = link_pb2_grpc.LinkServiceStub(channel)
+            return await stub.OpenLink(wanted, timeout=_DEADLINE_S)
         finally:
             await channel.close()
 
-    def _answer(self, number: int, outcome: _Response | BottegaError) -> None:
-        answer = engine_pb2.EngineLinkOffer(request=number)
+    def _answer(self, number: int, outcome: OpenLinkResponse | BottegaError) -> None:
+        result = LinkResult(request=number)
         if isinstance(outcome, BottegaError):
-            answer.error.CopyFrom(to_job_error(outcome))
+            result.error.CopyFrom(to_job_error(outcome))
         else:
-            answer.offer.CopyFrom(outcome.offer)
-            answer.worker = outcome.worker if isinstance(outcome, worker_pb2.OpenPeerLinkResponse) else ""
+            result.opened.CopyFrom(outcome)
         try:
-            self._engine.send(engine_pb2.EngineCommand(link_offer=answer))
+            self._engine.send(EngineCommand(link_result=result))
         except BottegaError:
             return  # the engine that asked is gone
 

@@ -14,9 +14,7 @@ import grpc
 
 from bottega.process import copied
 from bottega.rpc.operation import logs
-from bottega.rpc.peers import host_of
 from bottega.rpc.status import to_job_error
-from bottega.rules import refuse
 from bottega.v1 import worker_pb2
 from bottega.worker.attempts import (
     Attempt,
@@ -27,7 +25,7 @@ from bottega.worker.attempts import (
     ProgressEvent,
     StartedEvent,
 )
-from bottega.worker.validation import check_peer_link, checked_key, order_from
+from bottega.worker.validation import checked_key, order_from
 from bottega.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -63,9 +61,6 @@ class WorkerService:
                 self.watch_checkpoints,
                 pb.WatchCheckpointsRequest.FromString,
                 pb.WatchCheckpointsResponse.SerializeToString,
-            ),
-            "OpenPeerLink": cast(Any, grpc.unary_unary_rpc_method_handler)(
-                self.open_peer_link, pb.OpenPeerLinkRequest.FromString, pb.OpenPeerLinkResponse.SerializeToString
             ),
             "PreviewAttempt": cast(Any, grpc.unary_unary_rpc_method_handler)(
                 self.preview_attempt, pb.PreviewAttemptRequest.FromString, pb.PreviewAttemptResponse.SerializeToString
@@ -107,15 +102,6 @@ class WorkerService:
     ) -> worker_pb2.PreviewAttemptResponse:
         """PreviewAttempt."""
         return worker_pb2.PreviewAttemptResponse(known=self._worker.preview(checked_key(request.attempt)))
-
-    async def open_peer_link(
-        self, request: worker_pb2.OpenPeerLinkRequest, context: _Context
-    ) -> worker_pb2.OpenPeerLinkResponse:
-        """OpenPeerLink."""
-        refuse(list(check_peer_link(request)))
-        caller = host_of(context.peer())
-        offer = await self._worker.offer_peer_link(request.worker, request.terms, request.link_id, caller=caller)
-        return worker_pb2.OpenPeerLinkResponse(offer=offer, worker=self._worker.name)
 
     async def _started(self, raw: bytes) -> Attempt:
         order = await copied(len(raw), lambda: order_from(raw))

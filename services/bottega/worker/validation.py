@@ -77,15 +77,6 @@ def checked_key(attempt: worker_pb2.AttemptId) -> AttemptKey:
     return AttemptKey.of(attempt)
 
 
-def check_peer_link(request: worker_pb2.OpenPeerLinkRequest) -> Iterator[Violation]:
-    """What is wrong with a worker's wish to lead this one; of its link_id, the listener of links says it."""
-    if not 0 < len(request.worker) <= _MAX_ID_CHARACTERS:
-        yield Violation(field="worker", description=f"must be 1 to {_MAX_ID_CHARACTERS} characters")
-    for field in ("model_hash", "dtype"):
-        if not 0 < len(getattr(request.terms, field)) <= _MAX_ID_CHARACTERS:
-            yield Violation(field=f"terms.{field}", description=f"must be 1 to {_MAX_ID_CHARACTERS} characters")
-
-
 def _check_attempt(attempt: worker_pb2.AttemptId) -> Iterator[Violation]:
     if not 0 < len(attempt.job_id) <= _MAX_ID_CHARACTERS:
         yield Violation(field="attempt.job_id", description=f"must be 1 to {_MAX_ID_CHARACTERS} characters")

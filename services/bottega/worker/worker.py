@@ -12,7 +12,7 @@ import importlib.metadata
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from bottega import kinds
@@ -31,9 +31,9 @@ from bottega.errors import (
 from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.status import from_job_error
-from bottega.v1 import engine_pb2, fleet_pb2, image_pb2, worker_pb2
+from bottega.v1 import engine_pb2, fleet_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
-from bottega.v1.link_pb2 import LinkOffer
+from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 from bottega.worker.attempt_runner import AttemptOrder, AttemptRunner
 from bottega.worker.attempts import Attempt, AttemptKey, Attempts
 from bottega.worker.checkpoints import AttemptCheckpoint, CheckpointWatch
@@ -142,28 +142,28 @@ class Worker:
             runner.enable_previews()
         return self.attempts.find(key) is not None
 
-    async def offer_peer_link(
-        self, worker: str, terms: worker_pb2.PeerTerms, link_id: str, *, caller: str
-    ) -> LinkOffer:
+    async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
         """A link's offer for the other worker of the pair. caller: host of whoever asks.
 
         Raises ModelMismatch where the two have different models; Unavailable where this one has no peer, has no engine
         yet or follows another worker; LinksFull.
         """
+        worker = request.worker
         if not self._config.engine.peer or worker == self.name:
             why = "names itself as its peer" if worker == self.name else f"has no peer; engine.peer must name {worker}"
             raise Unavailable(f"worker {self.name} {why}")
         if self._model is None:
             raise Unavailable(f"worker {self.name} has not loaded its model yet")
-        ours = worker_pb2.PeerTerms(model_hash=self._model.model_hash, dtype=self._model.dtype)
-        if ours != terms:
+        ours = {"model_hash": self._model.model_hash, "dtype": self._model.dtype}
+        theirs = {term.name: term.value for term in request.terms}
+        if ours != theirs:
             raise ModelMismatch(
-                f"workers {worker} and {self.name} cannot be a pair: {worker} draws with model {terms.model_hash} in "
-                f"{terms.dtype}, {self.name} with {ours.model_hash} in {ours.dtype}; give both the same model, or take "
-                "engine.peer out of their configurations",
-                metadata={worker: terms.model_hash, self.name: ours.model_hash},
+                f"workers {worker} and {self.name} cannot be a pair: {worker} draws with {_drawn_with(theirs)}, "
+                f"{self.name} with {_drawn_with(ours)}; give both the same model, or take engine.peer out of their "
+                "configurations",
+                metadata={worker: theirs.get("model_hash", ""), self.name: ours["model_hash"]},
             )
-        return await self._engine.offer(worker, link_id, caller=caller)
+        return await self._engine.open_link(request, caller=caller)
 
     def load(self) -> fleet_pb2.Load:
         """How busy the worker is."""
@@ -233,8 +233,8 @@ class Worker:
         if kind == "link_request":
             self._link_resolver.request(event.link_request)
             return
-        if kind == "peer_offered":
-            self._engine.on_peer_offered(event.peer_offered)
+        if kind == "link_result":
+            self._engine.on_link_result(event.link_result)
             return
         if kind is None or kind == "ready":
             return
@@ -369,3 +369,7 @@ def _reported_at_once(beat: engine_pb2.EngineBeat) -> tuple[object, ...]:
 
 def _checkpoint(key: AttemptKey, event: engine_pb2.EngineCheckpoint) -> AttemptCheckpoint:
     return AttemptCheckpoint(key=key, steps_done=event.steps_done, data=event.checkpoint)
+
+
+def _drawn_with(terms: Mapping[str, str]) -> str:
+    return f"model {terms.get('model_hash', 'unknown')} in {terms.get('dtype', 'an unknown type')}"

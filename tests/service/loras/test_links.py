@@ -15,7 +15,6 @@ from bottega.errors import LinksFull
 from bottega.loras.config import LinksConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.transport.handshake.pending_offers import MAX_OFFERS_OF_ONE, SAFE_S
-from bottega.v1 import lora_pb2 as pb
 from tests.support.other_user import needs_root, run_as_another
 from tests.support.running_loras import PATIENCE_S, Running, config, lora_file, running
 
@@ -26,12 +25,12 @@ import grpc
 from bottega.errors import BottegaError
 from bottega.lora import messages
 from bottega.transport import Backend, Deadline, Limits, connect, offer_from_wire
-from bottega.v1 import lora_pb2, lora_pb2_grpc
+from bottega.v1 import link_pb2, link_pb2_grpc
 """
 _FETCH = """
 with grpc.insecure_channel(sys.argv[1]) as channel:
-    request = lora_pb2.OpenLoraLinkRequest(worker="another user")
-    offer = offer_from_wire(lora_pb2_grpc.LoraServiceStub(channel).OpenLoraLink(request, timeout=10).offer)
+    request = link_pb2.OpenLinkRequest(kind="loras", worker="another user")
+    offer = offer_from_wire(link_pb2_grpc.LinkServiceStub(channel).OpenLink(request, timeout=10).offer)
 limits = Limits(slots=2, slot_bytes=64 << 20)
 try:
     with connect(offer, Deadline.after(10), limits=limits, ways=(Backend.MEMFD,)) as link:
@@ -57,7 +56,7 @@ def folder() -> Iterator[Path]:
 async def _asked(store: Running) -> grpc.aio.AioRpcError | None:
     """Why a stranger is not offered a link; None where it is."""
     try:
-        await store.stub.OpenLoraLink(pb.OpenLoraLinkRequest(worker="stranger"), timeout=PATIENCE_S)
+        await store.open_link("stranger")
     except grpc.aio.AioRpcError as refused:
         return refused
     return None

@@ -12,14 +12,15 @@ import grpc
 import psutil
 import pytest
 
+from bottega import kinds
 from bottega.errors import TooLarge
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.files import LoraFolder
 from bottega.loras.records import CatalogueRecord
 from bottega.rpc.status import from_rpc_error
 from bottega.transport import Deadline, Limits, Link, connect, offer_from_wire
+from bottega.v1 import link_pb2, link_pb2_grpc, lora_pb2_grpc
 from bottega.v1 import lora_pb2 as pb
-from bottega.v1 import lora_pb2_grpc
 from tests.support.running_loras import PATIENCE_S, fetch
 from tests.support.services import Service, Services
 from tests.support.shared_loras import canonical_file
@@ -84,8 +85,11 @@ def stub(store: Service) -> Iterator[lora_pb2_grpc.LoraServiceStub]:
         yield lora_pb2_grpc.LoraServiceStub(channel)
 
 
-def _link(stub: lora_pb2_grpc.LoraServiceStub, worker: str) -> Link:
-    offer = stub.OpenLoraLink(pb.OpenLoraLinkRequest(worker=worker), timeout=PATIENCE_S).offer
+def _link(store: Service, worker: str) -> Link:
+    with grpc.insecure_channel(store.address) as channel:
+        links: link_pb2_grpc.LinkServiceStub = link_pb2_grpc.LinkServiceStub(channel)
+        request = link_pb2.OpenLinkRequest(kind=kinds.LORAS, worker=worker)
+        offer = links.OpenLink(request, timeout=PATIENCE_S).offer
     limits = Limits(slots=2, slot_bytes=1 << 20)
     return connect(offer_from_wire(offer), Deadline.after(PATIENCE_S), limits=limits)
 
@@ -95,10 +99,10 @@ def test_a_store_of_more_small_loras_than_it_may_have_files_open_sends_all_of_th
 ) -> None:
     process = psutil.Process(store.process.pid)
     assert process.rlimit(psutil.RLIMIT_NOFILE) == (_HARD, _HARD), "it takes what it may"
-    with _link(stub, "w") as link:
+    with _link(store, "w") as link:
         for number, digest in enumerate(digests):
             assert hashlib.sha256(fetch(link, digest, number + 1)).hexdigest() == digest
-        with _link(stub, "another") as other:
+        with _link(store, "another") as other:
             fetch(other, digests[0])
         loras = stub.ListLoras(pb.ListLorasRequest(page_size=1000), timeout=PATIENCE_S).loras
     assert len(loras) == _COUNT
@@ -115,7 +119,7 @@ def test_no_more_loras_are_pinned_than_may_be_open_and_others_come_from_the_disk
         stub.PinLora(pb.PinLoraRequest(name=_name(_MOST), pinned=True), timeout=PATIENCE_S)
     error = from_rpc_error(caught.value)
     assert (type(error), error.metadata) == (TooLarge, {"limit": "open_files"})
-    with _link(stub, "w") as link:
+    with _link(store, "w") as link:
         assert hashlib.sha256(fetch(link, digests[-1])).hexdigest() == digests[-1]
 
     def in_memory() -> set[str]:

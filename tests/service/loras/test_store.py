@@ -30,7 +30,7 @@ from bottega.loras import store as store_module
 from bottega.loras.config import ImportConfig, LinksConfig, OwnLora
 from bottega.loras.metrics import LoraMetrics
 from bottega.loras.store import LoraStore
-from bottega.transport import Backend
+from bottega.transport import Backend, Deadline, connect, offer_from_wire
 from bottega.v1 import lora_pb2 as pb
 from tests.samples.lora_files import Part, canonical_deltas, peft
 from tests.support.running_loras import (
@@ -83,10 +83,8 @@ async def test_loras_travel_over_every_backend_between_processes(tmp_path: Path,
     links = LinksConfig(socket=str(tmp_path / "s.sock") if backend is Backend.MEMFD else None)
     async with running(tmp_path / "store", config(links=links)) as store:
         lora = await store.upload("a", lora_file(tmp_path, rank=400))  # several pieces
-        response = await store.stub.OpenLoraLink(pb.OpenLoraLinkRequest(worker="w"), timeout=PATIENCE_S)
-        from bottega.transport import Deadline, connect, offer_from_wire
-
-        link = await asyncio.to_thread(connect, offer_from_wire(response.offer), Deadline.after(PATIENCE_S))
+        offer = offer_from_wire(await store.open_link())
+        link = await asyncio.to_thread(connect, offer, Deadline.after(PATIENCE_S))
         with link:
             assert link.answer.backend == backend
             data = await asyncio.to_thread(fetch, link, lora.digest)

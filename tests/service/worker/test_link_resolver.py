@@ -6,27 +6,31 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from bottega import kinds
 from bottega.v1 import engine_pb2, error_pb2
-from bottega.v1.worker_pb2 import PeerTerms
+from bottega.v1.link_pb2 import LinkResult, OpenLinkRequest, OutgoingLinkRequest
 from bottega.worker.link_resolver import LinkResolver
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.waiting import eventually
 
 NOBODY = "127.0.0.1:1"
-MODEL = PeerTerms(model_hash="ab", dtype="float32")
+
+
+def wanted(address: str, kind: str) -> OutgoingLinkRequest:
+    return OutgoingLinkRequest(request=1, address=address, open=OpenLinkRequest(kind=kind))
 
 
 class Engine:
     """Keeps what it is told."""
 
     def __init__(self) -> None:
-        self.told: list[engine_pb2.EngineLinkOffer] = []
+        self.told: list[LinkResult] = []
 
     def send(self, command: engine_pb2.EngineCommand, size_bytes: int = 0) -> None:
-        self.told.append(command.link_offer)
+        self.told.append(command.link_result)
 
 
-Ask = Callable[[engine_pb2.EngineLinkRequest], Awaitable[error_pb2.JobError]]
+Ask = Callable[[OutgoingLinkRequest], Awaitable[error_pb2.JobError]]
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ async def refused() -> AsyncIterator[Ask]:
     engine = Engine()
     broker = LinkResolver(engine, worker="w")
 
-    async def ask(request: engine_pb2.EngineLinkRequest) -> error_pb2.JobError:
+    async def ask(request: OutgoingLinkRequest) -> error_pb2.JobError:
         broker.request(request)
         await eventually(lambda: bool(engine.told))
         assert engine.told[0].WhichOneof("outcome") == "error"
@@ -45,18 +49,22 @@ async def refused() -> AsyncIterator[Ask]:
     await broker.stop()
 
 
-@pytest.mark.parametrize("wanted", [{}, {"lora_store": True}, {"peer": MODEL}])
-async def test_of_one_that_cannot_be_reached_no_address_and_no_word_of_grpc_is_told(
-    refused: Ask, wanted: dict[str, object]
-) -> None:
-    request = engine_pb2.EngineLinkRequest(request=1, address=NOBODY, **wanted)  # type: ignore[arg-type]
-    error = await refused(request)
+async def test_of_one_that_cannot_be_reached_no_address_and_no_word_of_grpc_is_told(refused: Ask) -> None:
+    error = await refused(OutgoingLinkRequest(request=1, address=NOBODY))
     assert (error.code, error.message) == (14, "the call for a link failed: UNAVAILABLE")
 
 
 async def test_what_the_other_side_refuses_with_is_told_as_it_is(refused: Ask) -> None:
     other = ScriptedWorker("other", gateway="")
     await other.listen()
-    error = await refused(engine_pb2.EngineLinkRequest(request=1, address=other.address, peer=MODEL))
+    error = await refused(wanted(other.address, kinds.WORKER))
     assert (error.code, error.message) == (14, "a scripted worker has no peer")
+    await other.die()
+
+
+async def test_a_service_of_another_kind_says_which_it_is(refused: Ask) -> None:
+    other = ScriptedWorker("other", gateway="")
+    await other.listen()
+    error = await refused(wanted(other.address, kinds.LORAS))
+    assert (error.code, error.message) == (3, "kind: this is a service of kind worker")
     await other.die()

@@ -20,8 +20,8 @@ from bottega.loras.config import LinksConfig
 from bottega.rpc.server import ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.transport import LinkCounters, ServiceOffer, offer_from_wire
+from bottega.v1 import link_pb2, link_pb2_grpc
 from bottega.v1 import lora_pb2 as pb
-from bottega.v1 import lora_pb2_grpc
 from bottega.worker.loras import LoraCache, LoraLinkSettings
 from tests.samples.lora_files import Part, delta, kohya, save
 from tests.support.running_loras import MODULE, PATIENCE_S, TEXT_MODULE, Running, config, lora_file, running
@@ -38,16 +38,16 @@ class _Offers:
         self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
     ) -> Future[ServiceOffer]:
         self.asked += 1
-        return self._pool.submit(self._ask, address, link_id)
+        return self._pool.submit(self._ask, kind, address, link_id)
 
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _ask(self, address: str, link_id: str) -> ServiceOffer:
+    def _ask(self, kind: str, address: str, link_id: str) -> ServiceOffer:
         with grpc.insecure_channel(address) as channel:
-            stub = lora_pb2_grpc.LoraServiceStub(channel)
+            stub = link_pb2_grpc.LinkServiceStub(channel)
             try:
-                answer = stub.OpenLoraLink(pb.OpenLoraLinkRequest(worker="w", link_id=link_id), timeout=2)
+                answer = stub.OpenLink(link_pb2.OpenLinkRequest(kind=kind, worker="w", link_id=link_id), timeout=2)
             except grpc.RpcError as error:
                 raise from_rpc_error(error) from None
         return ServiceOffer(offer=offer_from_wire(answer.offer), service=address)

@@ -9,8 +9,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from bottega import kinds
 from bottega.rpc.channel import channel_options
-from bottega.v1 import lora_pb2, lora_pb2_grpc, worker_pb2, worker_pb2_grpc
+from bottega.v1 import link_pb2, link_pb2_grpc, lora_pb2, lora_pb2_grpc, worker_pb2
 from bottega.v1.generation_pb2 import Lora
 from tests.chaos.peers import kill_peers
 from tests.chaos.tally import Tally
@@ -63,14 +64,19 @@ def test_two_with_requests_of_their_own_draw_alone_and_then_together_again(pair:
     assert pair.draw("a").lent_steps > 0
 
 
+def drawn_with(model_hash: str) -> list[link_pb2.LinkTerm]:
+    terms = {"model_hash": model_hash, "dtype": "float32"}
+    return [link_pb2.LinkTerm(name=name, value=value) for name, value in terms.items()]
+
+
 def test_a_pair_of_two_models_is_refused_with_both_named(pair: WorkerPair) -> None:
-    terms = worker_pb2.PeerTerms(model_hash="another", dtype="float32")
+    terms = drawn_with("another")
     with grpc.insecure_channel(pair.worker("b").address, options=channel_options()) as channel:
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        stub = link_pb2_grpc.LinkServiceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.OpenPeerLink(worker_pb2.OpenPeerLinkRequest(worker="a", terms=terms), timeout=TIMEOUT_S)
+            stub.OpenLink(link_pb2.OpenLinkRequest(kind=kinds.WORKER, worker="a", terms=terms), timeout=TIMEOUT_S)
         with pytest.raises(grpc.RpcError) as nameless:
-            stub.OpenPeerLink(worker_pb2.OpenPeerLinkRequest(terms=terms), timeout=TIMEOUT_S)
+            stub.OpenLink(link_pb2.OpenLinkRequest(kind=kinds.WORKER, terms=terms), timeout=TIMEOUT_S)
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert "workers a and b cannot be a pair" in str(caught.value.details())
     assert "model another" in str(caught.value.details())
@@ -79,11 +85,11 @@ def test_a_pair_of_two_models_is_refused_with_both_named(pair: WorkerPair) -> No
 
 def test_a_third_worker_cannot_lead_one_that_has_its_peer(pair: WorkerPair) -> None:
     model_hash = pair.draw("b").provenance.model_hash
-    terms = worker_pb2.PeerTerms(model_hash=model_hash, dtype="float32")
+    terms = drawn_with(model_hash)
     with grpc.insecure_channel(pair.worker("b").address, options=channel_options()) as channel:
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        stub = link_pb2_grpc.LinkServiceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.OpenPeerLink(worker_pb2.OpenPeerLinkRequest(worker="c", terms=terms), timeout=TIMEOUT_S)
+            stub.OpenLink(link_pb2.OpenLinkRequest(kind=kinds.WORKER, worker="c", terms=terms), timeout=TIMEOUT_S)
     assert "follows a already" in str(caught.value.details())
 
 

@@ -10,6 +10,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from bottega import kinds
 from bottega.diffusion.controlnets.messages import ControlMessageKind, ControlStep, read_refusal, step_message
 from bottega.diffusion.controlnets.provider import ControlServer
 from bottega.diffusion.tensor_messages import TensorMessage, tensor_of
@@ -88,7 +89,7 @@ class ServerLink(LinkClientHandler):
         self._client = LinkClient(
             self,
             peer=f"ControlNet server {server.name}",
-            request=lambda link_id: offers.request("controlnet", server.address, link_id),
+            request=lambda link_id: offers.request(kinds.CONTROLNET, server.address, link_id),
             settings=settings,
             counters=counters,
             link_id=link_id,

@@ -18,9 +18,10 @@ from bottega import kinds
 from bottega.diffusion.errors import named
 from bottega.errors import BottegaError, Unavailable
 from bottega.process import FramedPipe
+from bottega.rpc.link_service import answer_link_request
 from bottega.rpc.status import to_job_error
-from bottega.transport import offer_to_wire
-from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EnginePeerOffer, EnginePeerOffered
+from bottega.v1.engine_pb2 import EngineCommand, EngineEvent
+from bottega.v1.link_pb2 import IncomingLinkRequest, LinkResult
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine.messages import beat_of, event_of, failed, key_of, order_of, ready_of, stores_of
 from bottega.worker.engine.runtime import Runtime, load_runtime
@@ -80,10 +81,10 @@ class WorkerEngineLoop:
     def _listen(self) -> None:
         while (frame := self._channel.recv()) is not None:
             command = EngineCommand.FromString(frame)
-            if command.HasField("link_offer"):
-                self._link_requests.answer(command.link_offer)  # at once: the loop may be waiting for the link
-            elif command.HasField("peer_offer"):
-                self._offer_peer_link(command.peer_offer)
+            if command.HasField("link_result"):
+                self._link_requests.answer(command.link_result)  # at once: the loop may be waiting for the link
+            elif command.HasField("open_link"):
+                self._open_link(command.open_link)
             else:
                 self._commands.put(command)
         self._runtime.controlnets.stop()
@@ -115,16 +116,13 @@ class WorkerEngineLoop:
             self._follower.report(busy=self._engine.busy)
             self._follower.attend()
 
-    def _offer_peer_link(self, command: EnginePeerOffer) -> None:
-        offered = EnginePeerOffered(request=command.request)
-        try:
-            if self._follower is None:
-                raise Unavailable("the engine has no peer")
-            offer = self._follower.offer(command.worker, command.link_id, caller=command.caller)
-            offered.offer.CopyFrom(offer_to_wire(offer))
-        except BottegaError as error:
-            offered.error.CopyFrom(to_job_error(error))
-        self._send(EngineEvent(peer_offered=offered))
+    def _open_link(self, request: IncomingLinkRequest) -> None:
+        if self._follower is None:
+            error = to_job_error(Unavailable("the engine has no peer"))
+            result = LinkResult(request=request.request, error=error)
+        else:
+            result = answer_link_request(self._follower, request)
+        self._send(EngineEvent(link_result=result))
 
     def _run_command(self, command: EngineCommand | Callable[[], None]) -> None:
         if not isinstance(command, EngineCommand):

@@ -14,7 +14,7 @@ from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import DTYPES, load_model, pick_device
 from bottega.miniature import WEIGHTS
-from bottega.rpc.address import link_endpoints
+from bottega.rpc.link_service import link_endpoints
 from bottega.worker.config import EngineConfig
 from bottega.worker.controlnets import ControlLinkSettings, RemoteControlNets
 from bottega.worker.controlnets.configured import ConfiguredControlNets

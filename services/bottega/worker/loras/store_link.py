@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from bottega import kinds
 from bottega.diffusion.loras import LoraStore
 from bottega.errors import BottegaError, DataLoss, InternalError
 from bottega.lora import messages
@@ -77,7 +78,7 @@ class StoreLink(LinkClientHandler):
         self._client = LinkClient(
             self,
             peer=f"LoRA store {store.name}",
-            request=lambda link_id: offers.request("lora", store.address, link_id),
+            request=lambda link_id: offers.request(kinds.LORAS, store.address, link_id),
             settings=settings,
             counters=counters,
         )

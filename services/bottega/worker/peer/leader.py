@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from bottega import kinds
 from bottega.diffusion.parallel.messages import PairMessageKind, guest_message, read_noise, step_message
 from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
 from bottega.diffusion.rows import Row
@@ -80,7 +81,7 @@ class Leader(LinkClientHandler):
         self._client = LinkClient(
             self,
             peer="its peer",
-            request=lambda link_id: offers.request("peer", address, link_id, terms),
+            request=lambda link_id: offers.request(kinds.WORKER, address, link_id, terms),
             settings=settings or PeerLinkSettings(),
             counters=counters,
         )

@@ -1,0 +1,97 @@
+"""Links on the wire: LinkService as every service with links serves it, and the messages between front and engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from bottega.errors import BottegaError, InvalidRequest, Violation
+from bottega.rpc.address import split
+from bottega.rpc.peers import host_of
+from bottega.rpc.server import Server
+from bottega.rpc.status import to_job_error
+from bottega.transport import Endpoints, LinkServer, TcpEndpoint, offer_to_wire
+from bottega.v1 import link_pb2, link_pb2_grpc
+from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, OpenLinkRequest, OpenLinkResponse
+
+# By the contract.
+_MAX_CHARACTERS = 128
+_MAX_TERMS = 16
+
+_SERVICE_NAME = link_pb2.DESCRIPTOR.services_by_name["LinkService"].full_name
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class LinkOpener(Protocol):
+    """A service that workers have links to. name: its own, in the fleet."""
+
+    name: str
+
+    async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
+        """An offer. caller: host of whoever asks. Raises BottegaError where there is none."""
+        ...
+
+
+def add_link_service(server: Server, kind: str, opener: LinkOpener) -> None:
+    """Serves links to a service of that kind, and says so by reflection and health."""
+    link_pb2_grpc.add_LinkServiceServicer_to_server(LinkService(kind, opener), server.grpc)
+    server.add_services([_SERVICE_NAME])
+
+
+class LinkService(link_pb2_grpc.LinkServiceServicer):
+    """bottega.v1.LinkService."""
+
+    def __init__(self, kind: str, opener: LinkOpener) -> None:
+        self._kind = kind
+        self._opener = opener
+
+    async def OpenLink(self, request: OpenLinkRequest, context: _Context) -> OpenLinkResponse:
+        """OpenLink."""
+        violations = list(self._check(request))
+        if violations:
+            text = "; ".join(f"{violation.field}: {violation.description}" for violation in violations)
+            raise InvalidRequest(text, violations=violations)
+        offer = await self._opener.open_link(request, caller=host_of(context.peer()))
+        return OpenLinkResponse(offer=offer, service=self._opener.name)
+
+    def _check(self, request: OpenLinkRequest) -> Iterator[Violation]:
+        """What is wrong with a request; of its link_id, the listener of links says it."""
+        if request.kind != self._kind:
+            yield Violation(field="kind", description=f"this is a service of kind {self._kind}")
+        if not 0 < len(request.worker) <= _MAX_CHARACTERS:
+            yield Violation(field="worker", description=f"must be 1 to {_MAX_CHARACTERS} characters")
+        if len(request.terms) > _MAX_TERMS:
+            yield Violation(field="terms", description=f"must be at most {_MAX_TERMS}")
+        for index, term in enumerate(request.terms[:_MAX_TERMS]):
+            for field, text in (("name", term.name), ("value", term.value)):
+                if not 0 < len(text) <= _MAX_CHARACTERS:
+                    description = f"must be 1 to {_MAX_CHARACTERS} characters"
+                    yield Violation(field=f"terms[{index}].{field}", description=description)
+
+
+def answer_link_request(links: LinkServer[Any], request: IncomingLinkRequest) -> LinkResult:
+    """What an engine answers its front that asks for an offer."""
+    result = LinkResult(request=request.request)
+    try:
+        offer = links.offer(request.open.worker, request.open.link_id, caller=request.caller)
+        result.opened.offer.CopyFrom(offer_to_wire(offer))
+    except BottegaError as error:
+        result.error.CopyFrom(to_job_error(error))
+    return result
+
+
+def link_endpoints(listen: str | None, socket: str | Path | None) -> Endpoints:
+    """Where links listen: at host:port, and at the path of a unix socket. Raises ConfigError."""
+    return Endpoints(tcp=split(listen) if listen else None, unix_path=Path(socket) if socket else None)
+
+
+def tcp_endpoint(address: str) -> TcpEndpoint | None:
+    """What others are told of host:port; None for "". Raises ConfigError."""
+    if not address:
+        return None
+    host, port = split(address)
+    return TcpEndpoint(host=host, port=port)
