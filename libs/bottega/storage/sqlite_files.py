@@ -64,8 +64,18 @@ def version_of(
     if found != application_id:
         raise ConfigError(f"{path} is a database, but not {what}; configure another place")
     if version not in known:
-        raise ConfigError(f"{path} was written by another version of Bottega (schema {version}); run that one")
+        raise ConfigError(_unknown_version(path, version, known))
     return int(version)
+
+
+def _unknown_version(path: Path, version: int, known: Collection[int]) -> str:
+    if version > max(known):
+        return f"{path} was written by a later version of Bottega (schema {version}); run that one"
+    return (
+        f"{path} was written by an earlier version of Bottega (schema {version}), which this one does not upgrade: it "
+        f"does from schema {min(known)} on. Open it with a version in between first, or move it away: what is in it is "
+        "lost then"
+    )
 
 
 def is_whole(connection: sqlite3.Connection) -> bool:
