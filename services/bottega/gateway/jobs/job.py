@@ -62,7 +62,7 @@ _SAME_DEADLINE_S = 0.5
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A job as the API knows it (the SDK's Job is a handle on one). Only its methods change it; each returns whether it
+    """A job of the API; the SDK's handle on one has the same name. Only its methods change it; each returns whether it
     changed anything.
 
     spec: complete; its input images go when the job ends. bare: the same without input images. Once the job is
