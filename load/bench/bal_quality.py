@@ -18,11 +18,11 @@ import transformers
 
 from bottega.client import Client, Lora
 from bottega.miniature import WEIGHTS
-from bottega.miniature.quality import Clip, load_miniature, measure
 from bottega.miniature.scenes import Scene, caption, held_out_scenes
 from load.bench.lora_files import random_lora
 from load.bench.lora_suite import Cast, suite
 from load.bench.miniature import GUIDANCE_SCALE, Drawn
+from load.miniature.quality import Clip, load_miniature, measure
 
 MODEL = "miniature"
 THREADS = 2

@@ -23,13 +23,14 @@ import transformers
 from diffusers import StableDiffusionXLPipeline
 from diffusers.utils import logging as diffusers_logging
 
-from bottega.miniature import WEIGHTS, oracle
-from bottega.miniature.quality import Clip, load_miniature, perceptual_distances
+from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES, Placed, Scene, SceneLayout, Thing, caption, held_out_scenes, render
 from load import stock_loras
 from load.bench.miniature import GUIDANCE_SCALE, STEPS, Drawn, shares
 from load.bench.report import report
 from load.contact_sheet import compose
+from load.miniature import oracle
+from load.miniature.quality import Clip, load_miniature, perceptual_distances
 
 PROMPTS = 100
 WANTED = 0.85

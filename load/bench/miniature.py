@@ -20,12 +20,13 @@ import PIL.Image
 import transformers
 
 from bottega.client import AsyncClient
-from bottega.miniature import WEIGHTS, oracle
-from bottega.miniature.quality import load_miniature, measure
+from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import Scene, caption, held_out_scenes
 from load.bench.report import report
 from load.bench.suite import running
 from load.contact_sheet import compose
+from load.miniature import oracle
+from load.miniature.quality import load_miniature, measure
 
 PROMPTS = 200
 STEPS = 30

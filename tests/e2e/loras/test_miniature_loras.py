@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from bottega.client import Client, Picture
-from bottega.miniature import WEIGHTS, oracle
-from bottega.miniature.quality import Clip, load_miniature
+from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES, Scene, Thing, caption
 from load import stock_loras
 from load.bench.lora_styles import PLAIN, layout_of, look, use
+from load.miniature import oracle
+from load.miniature.quality import Clip, load_miniature
 from tests.e2e.conftest import has_store, store_config
 from tests.support.services import Services, gateway_config, worker_config
 from tests.support.stock import assert_same_image, load_stock, pixels_of

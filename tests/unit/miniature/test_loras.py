@@ -10,10 +10,11 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from bottega.miniature import WEIGHTS, oracle
-from bottega.miniature.quality import ssim
+from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES, Scene, Thing, caption
 from load import stock_loras
+from load.miniature import oracle
+from load.miniature.quality import ssim
 
 LORAS = WEIGHTS / "loras"
 SCENE = Scene(things=(Thing(shape="square", colour="orange"),), ground="cyan", size="big", place="left")

@@ -11,8 +11,8 @@ import PIL.ImageDraw
 import PIL.ImageFilter
 import pytest
 
-from bottega.miniature.oracle import NOTHING, agrees, marks, read
 from bottega.miniature.scenes import COLOURS, Placed, Scene, SceneLayout, Thing, random_layout, random_scene, render
+from load.miniature.oracle import NOTHING, agrees, marks, read
 
 STAR = Thing(shape="star", colour="red")
 RING = Thing(shape="ring", colour="green")

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from bottega.miniature import WEIGHTS
-from bottega.miniature.quality import (
+from bottega.miniature.scenes import Scene, caption, held_out_scenes, random_layout, render
+from load.miniature.quality import (
     Clip,
     clip_scores,
     frechet_distance,
@@ -30,7 +31,6 @@ from bottega.miniature.quality import (
     perceptual_distances,
     ssim,
 )
-from bottega.miniature.scenes import Scene, caption, held_out_scenes, random_layout, render
 
 
 @pytest.fixture(scope="module")

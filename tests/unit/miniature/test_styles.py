@@ -7,9 +7,9 @@ from statistics import mean
 
 import pytest
 
-from bottega.miniature import oracle
-from bottega.miniature.quality import ssim
 from bottega.miniature.scenes import STYLES, held_out_scenes, random_layout, render
+from load.miniature import oracle
+from load.miniature.quality import ssim
 
 SCENES = held_out_scenes(60, things=1) + held_out_scenes(60, things=2)
 

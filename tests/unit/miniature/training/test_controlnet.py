@@ -13,10 +13,10 @@ from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import DRAWN, PLACES, caption, draw_edges, held_out_scenes
-from bottega.miniature.training.controlnet import ControlNetRecipe, ControlNetStage, fresh_controlnet
-from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
-from bottega.miniature.training.parts import load_parts
-from bottega.miniature.training.train import Training, export, train
+from load.miniature.training.controlnet import ControlNetRecipe, ControlNetStage, fresh_controlnet
+from load.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
+from load.miniature.training.parts import load_parts
+from load.miniature.training.train import Training, export, train
 from tests.support.torch_threads import torch_threads
 
 PICTURES = 32

@@ -13,17 +13,17 @@ import torch
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import DRAWN
-from bottega.miniature.training.controlnet import ControlNetRecipe, ControlNetStage
-from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
-from bottega.miniature.training.device import half_precision, pick_device
-from bottega.miniature.training.loop import Stage
-from bottega.miniature.training.lora import LORAS, LoraStage
-from bottega.miniature.training.parts import Parts, load_parts
-from bottega.miniature.training.stages import STEPS
-from bottega.miniature.training.text import TextRecipe, TextStage
-from bottega.miniature.training.train import Training, train
-from bottega.miniature.training.unet import UnetRecipe, UnetStage
-from bottega.miniature.training.vae import VaeRecipe, VaeStage
+from load.miniature.training.controlnet import ControlNetRecipe, ControlNetStage
+from load.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
+from load.miniature.training.device import half_precision, pick_device
+from load.miniature.training.loop import Stage
+from load.miniature.training.lora import LORAS, LoraStage
+from load.miniature.training.parts import Parts, load_parts
+from load.miniature.training.stages import STEPS
+from load.miniature.training.text import TextRecipe, TextStage
+from load.miniature.training.train import Training, train
+from load.miniature.training.unet import UnetRecipe, UnetStage
+from load.miniature.training.vae import VaeRecipe, VaeStage
 
 # A stage of each kind; the others, which learn alike, are slow.
 QUICK = {"vision", "edges", "checked"}

@@ -16,13 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from bottega.miniature import WEIGHTS
-from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, draw_style, encode
-from bottega.miniature.training.loop import Budget, run
-from bottega.miniature.training.lora import LORAS, LoraStage, lora_folder
-from bottega.miniature.training.lora_files import LoraFiles
-from bottega.miniature.training.parts import Parts, load_parts, save_parts
-from bottega.miniature.training.train import Training, train
 from load import stock_loras
+from load.miniature.training.corpus import Corpus, Latents, draw_corpus, draw_style, encode
+from load.miniature.training.loop import Budget, run
+from load.miniature.training.lora import LORAS, LoraStage, lora_folder
+from load.miniature.training.lora_files import LoraFiles
+from load.miniature.training.parts import Parts, load_parts, save_parts
+from load.miniature.training.train import Training, train
 
 STEPS = 50
 PICTURES = 16

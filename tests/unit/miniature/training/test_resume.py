@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.miniature.training import loop
-from bottega.miniature.training.checkpoints import load_checkpoint
-from bottega.miniature.training.controlnet import ControlNetStage
-from bottega.miniature.training.lora import LORAS, LoraStage
-from bottega.miniature.training.stages import STEPS
-from bottega.miniature.training.text import TextStage
-from bottega.miniature.training.train import Training, train
-from bottega.miniature.training.unet import UnetStage
-from bottega.miniature.training.vae import VaeStage
+from load.miniature.training import loop
+from load.miniature.training.checkpoints import load_checkpoint
+from load.miniature.training.controlnet import ControlNetStage
+from load.miniature.training.lora import LORAS, LoraStage
+from load.miniature.training.stages import STEPS
+from load.miniature.training.text import TextStage
+from load.miniature.training.train import Training, train
+from load.miniature.training.unet import UnetStage
+from load.miniature.training.vae import VaeStage
 from tests.support.torch_threads import torch_threads
 
 # A stage of each kind; the others, which learn alike, are slow.

@@ -14,10 +14,10 @@ from diffusers import StableDiffusionXLPipeline
 
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
-from bottega.miniature.training.model_folder import begin_model, replace_model
-from bottega.miniature.training.parts import NETWORKS, load_parts
-from bottega.miniature.training.stages import RECIPE
-from bottega.miniature.training.train import Outcome, Training, export, train, train_all
+from load.miniature.training.model_folder import begin_model, replace_model
+from load.miniature.training.parts import NETWORKS, load_parts
+from load.miniature.training.stages import RECIPE
+from load.miniature.training.train import Outcome, Training, export, train, train_all
 from tests.support.torch_threads import torch_threads
 
 

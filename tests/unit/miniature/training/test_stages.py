@@ -13,14 +13,14 @@ from diffusers import UNet2DConditionModel
 
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES, caption, held_out_scenes
-from bottega.miniature.training.attention import PlainAttention
-from bottega.miniature.training.corpus import Corpus, Latents, draw_corpus, encode, with_styles
-from bottega.miniature.training.loop import Budget, Stage, run
-from bottega.miniature.training.noise import ErrorWeights, error_weight
-from bottega.miniature.training.parts import Parts, load_parts, save_parts
-from bottega.miniature.training.text import TextRecipe, TextStage
-from bottega.miniature.training.unet import UnetRecipe, UnetStage
-from bottega.miniature.training.vae import VaeRecipe, VaeStage
+from load.miniature.training.attention import PlainAttention
+from load.miniature.training.corpus import Corpus, Latents, draw_corpus, encode, with_styles
+from load.miniature.training.loop import Budget, Stage, run
+from load.miniature.training.noise import ErrorWeights, error_weight
+from load.miniature.training.parts import Parts, load_parts, save_parts
+from load.miniature.training.text import TextRecipe, TextStage
+from load.miniature.training.unet import UnetRecipe, UnetStage
+from load.miniature.training.vae import VaeRecipe, VaeStage
 from tests.support.torch_threads import torch_threads
 
 STEPS = 50

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from bottega.miniature.training.corpus import Corpus, Latents
-from bottega.miniature.training.descent import Descent, Learner
-from bottega.miniature.training.device import half_precision
-from bottega.miniature.training.parts import Parts
+from load.miniature.training.corpus import Corpus, Latents
+from load.miniature.training.descent import Descent, Learner
+from load.miniature.training.device import half_precision
+from load.miniature.training.parts import Parts
 
 _DECODER = ("decoder", "post_quant_conv")
 # The VAE's modules that learn, in each of the two stages.

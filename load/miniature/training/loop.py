@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from bottega.miniature.training.checkpoints import Checkpoint, load_checkpoint, next_number, save_checkpoint
+from load.miniature.training.checkpoints import Checkpoint, load_checkpoint, next_number, save_checkpoint
 
 CHECKPOINT_S = 60.0
 

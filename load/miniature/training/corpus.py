@@ -24,7 +24,7 @@ from bottega.miniature.scenes import (
     render,
     training_scene,
 )
-from bottega.miniature.training.parts import Parts
+from load.miniature.training.parts import Parts
 
 # Of the pictures, so many show two things: they are the harder half.
 TWO_SHARE = 0.55

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 
-from bottega.miniature.training.attention import PlainAttention
-from bottega.miniature.training.corpus import Corpus, Latents
-from bottega.miniature.training.descent import Descent, Learner
-from bottega.miniature.training.device import half_precision
-from bottega.miniature.training.lora_files import LoraFiles
-from bottega.miniature.training.noise import NoiseLessons, scheduler_signal
-from bottega.miniature.training.parts import Parts
+from load.miniature.training.attention import PlainAttention
+from load.miniature.training.corpus import Corpus, Latents
+from load.miniature.training.descent import Descent, Learner
+from load.miniature.training.device import half_precision
+from load.miniature.training.lora_files import LoraFiles
+from load.miniature.training.noise import NoiseLessons, scheduler_signal
+from load.miniature.training.parts import Parts
 
 # A network's modules by the ends of their names.
 _LINEAR = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")

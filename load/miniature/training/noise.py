@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from diffusers import EulerDiscreteScheduler
 
-from bottega.miniature.training.corpus import Corpus, Latents, foreground
-from bottega.miniature.training.parts import Parts
+from load.miniature.training.corpus import Corpus, Latents, foreground
+from load.miniature.training.parts import Parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What `python -m bottega.miniature train` does: builds the corpus and the networks, runs a stage or all, keeps it.
+"""What `python -m load.miniature train` does: builds the corpus and the networks, runs a stage or all, keeps it.
 
 A training folder holds the checkpoint of every stage, the latents, and `model`: the whole model as trained so far.
 """
@@ -16,13 +16,13 @@ import torch
 
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
-from bottega.miniature.training.checkpoints import began_after, checkpoint_file, load_checkpoint
-from bottega.miniature.training.corpus import draw_corpus
-from bottega.miniature.training.device import pick_device
-from bottega.miniature.training.loop import Budget, resume, run
-from bottega.miniature.training.model_folder import begin_model, replace_model
-from bottega.miniature.training.parts import NETWORKS, load_parts, save_parts
-from bottega.miniature.training.stages import CHANGED, FRESH, RECIPE, STEPS, build_stage
+from load.miniature.training.checkpoints import began_after, checkpoint_file, load_checkpoint
+from load.miniature.training.corpus import draw_corpus
+from load.miniature.training.device import pick_device
+from load.miniature.training.loop import Budget, resume, run
+from load.miniature.training.model_folder import begin_model, replace_model
+from load.miniature.training.parts import NETWORKS, load_parts, save_parts
+from load.miniature.training.stages import CHANGED, FRESH, RECIPE, STEPS, build_stage
 
 CORPUS_SEED = 0
 _EXPORT_PICTURES = 512

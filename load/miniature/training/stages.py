@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from bottega.miniature.scenes import DRAWN
-from bottega.miniature.training import text, unet
-from bottega.miniature.training.controlnet import ControlNetRecipe, ControlNetStage, controlnet_folder
-from bottega.miniature.training.corpus import Corpus, draw_style, encode, with_styles
-from bottega.miniature.training.loop import Stage
-from bottega.miniature.training.lora import LORAS, LoraStage, lora_folder
-from bottega.miniature.training.parts import Parts
-from bottega.miniature.training.text import TextRecipe, TextStage
-from bottega.miniature.training.unet import UnetRecipe, UnetStage
-from bottega.miniature.training.vae import VaeRecipe, VaeStage
+from load.miniature.training import text, unet
+from load.miniature.training.controlnet import ControlNetRecipe, ControlNetStage, controlnet_folder
+from load.miniature.training.corpus import Corpus, draw_style, encode, with_styles
+from load.miniature.training.loop import Stage
+from load.miniature.training.lora import LORAS, LoraStage, lora_folder
+from load.miniature.training.parts import Parts
+from load.miniature.training.text import TextRecipe, TextStage
+from load.miniature.training.unet import UnetRecipe, UnetStage
+from load.miniature.training.vae import VaeRecipe, VaeStage
 
 # The stages of a whole training in their order, with their steps: as many in all as the embedded weights had. The VAE
 # is first, because the UNet learns its latents; vision follows the text encoders, which the UNet's stage trains on, and

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bottega.miniature.training.average import Average
+from load.miniature.training.average import Average
 
 Loss = Callable[[torch.Generator, random.Random], torch.Tensor]
 """Makes a batch of these random numbers, and says how wrong the networks are about it."""

@@ -8,7 +8,7 @@ import PIL.Image
 import torch
 from torch.nn.functional import cosine_similarity, normalize
 
-from bottega.miniature.quality.clip import Clip
+from load.miniature.quality.clip import Clip
 
 
 def clip_scores(clip: Clip, pictures: Sequence[PIL.Image.Image], texts: Sequence[str]) -> torch.Tensor:

@@ -8,9 +8,9 @@ from statistics import mean
 
 import PIL.Image
 
-from bottega.miniature.quality.clip import Clip
-from bottega.miniature.quality.distances import clip_scores, frechet_distance, perceptual_distances
-from bottega.miniature.quality.ssim import ssim
+from load.miniature.quality.clip import Clip
+from load.miniature.quality.distances import clip_scores, frechet_distance, perceptual_distances
+from load.miniature.quality.ssim import ssim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,12 @@ import torch
 from diffusers import ControlNetModel
 
 from bottega.miniature.scenes import DRAWN, any_caption, elsewhere, find_edges, unplaced_caption
-from bottega.miniature.training.attention import PlainAttention
-from bottega.miniature.training.corpus import Corpus, Latents
-from bottega.miniature.training.descent import Descent, Learner
-from bottega.miniature.training.device import half_precision
-from bottega.miniature.training.noise import NoiseLessons, scheduler_signal
-from bottega.miniature.training.parts import Parts
+from load.miniature.training.attention import PlainAttention
+from load.miniature.training.corpus import Corpus, Latents
+from load.miniature.training.descent import Descent, Learner
+from load.miniature.training.device import half_precision
+from load.miniature.training.noise import NoiseLessons, scheduler_signal
+from load.miniature.training.parts import Parts
 
 # Of the layers that see the control image. As many as the VAE has: each but the first halves the side.
 _EMBEDDING_CHANNELS = (16, 24, 32)

@@ -15,9 +15,9 @@ import torch
 from torch.nn.functional import cross_entropy, normalize
 
 from bottega.miniature.scenes import COLOURS, PLACES, RELATIONS, SHAPES, SIZES, Scene
-from bottega.miniature.training.corpus import Corpus
-from bottega.miniature.training.descent import Descent, Learner
-from bottega.miniature.training.parts import Parts
+from load.miniature.training.corpus import Corpus
+from load.miniature.training.descent import Descent, Learner
+from load.miniature.training.parts import Parts
 
 TRAINED = ("text_encoder", "text_encoder_2", "clip_vision")
 # What a reading says, field by field; the last answer of each is "none".

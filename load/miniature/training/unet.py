@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from bottega.miniature.training.attention import PlainAttention
-from bottega.miniature.training.corpus import Corpus, Latents
-from bottega.miniature.training.descent import Descent, Learner
-from bottega.miniature.training.device import half_precision
-from bottega.miniature.training.noise import NoiseLessons
-from bottega.miniature.training.parts import Parts
+from load.miniature.training.attention import PlainAttention
+from load.miniature.training.corpus import Corpus, Latents
+from load.miniature.training.descent import Descent, Learner
+from load.miniature.training.device import half_precision
+from load.miniature.training.noise import NoiseLessons
+from load.miniature.training.parts import Parts
 
 TRAINED = ("unet", "text_encoder", "text_encoder_2")
 

@@ -1,4 +1,4 @@
-"""`python -m bottega.miniature`: trains the embedded model, and exports what a training holds."""
+"""`python -m load.miniature`: trains the embedded model, and exports what a training holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bottega.miniature import WEIGHTS
 from bottega.state_folder import state_folder
 
 if TYPE_CHECKING:
-    from bottega.miniature.training.train import Outcome
+    from load.miniature.training.train import Outcome
 
 _NICE = 19
 
@@ -26,7 +26,7 @@ def main() -> None:
     if os.environ.get("OMP_WAIT_POLICY") != "PASSIVE":
         # Read when the library is loaded: too late to be set by a process that has begun with another.
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-        os.execve(sys.executable, [sys.executable, "-m", "bottega.miniature", *sys.argv[1:]], environment)
+        os.execve(sys.executable, [sys.executable, "-m", "load.miniature", *sys.argv[1:]], environment)
     try:
         if options.command == "export":
             _export(options)
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from bottega.miniature.training.train import Training, train, train_all
+    from load.miniature.training.train import Training, train, train_all
 
     training = Training(
         folder=options.folder,
@@ -61,13 +61,13 @@ def _said(outcome: Outcome, model: Path) -> str:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from bottega.miniature.training.train import export
+    from load.miniature.training.train import export
 
     print(f"{options.stage}: {export(options.stage, options.folder, options.target)} steps; {options.target}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bottega.miniature", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m load.miniature", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     stages = ("vae", "text", "unet", "vision", "edges", "layout", "striped", "checked", "dusk", "decoder")
 

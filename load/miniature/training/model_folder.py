@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from bottega.miniature.training.parts import Parts, load_parts, save_parts
+from load.miniature.training.parts import Parts, load_parts, save_parts
 
 _SEED = 0
 
