@@ -138,10 +138,13 @@ class AddOn:
         """Whether an attempt was returned because of this add-on; then whoever caused it gets nothing for a moment."""
         return False
 
-    # The gateway starts and stops; services leave.
+    # The gateway starts and stops; services come and go.
 
     def start(self, live_jobs: Callable[[], Iterable[Job]]) -> None:
         """The gateway serves. live_jobs: those that have not ended."""
+
+    def member_changed(self, member: Member) -> None:
+        """A service has reported, or has left for now."""
 
     def member_lost(self, member: Member) -> None:
         """A service is lost."""

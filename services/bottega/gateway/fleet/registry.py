@@ -15,7 +15,7 @@ Every report of a member renews its lease.
                silence for the lease                            lost
     lost       Join                                             here, as a new member
 
-A worker whose engine is dead is not in the fleet. What members host for jobs is in `hosting`.
+A worker whose engine is dead is not in the fleet.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from bottega import kinds, rules
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable, Violation
 from bottega.gateway.clock import Clock
-from bottega.gateway.fleet.hosted import HostedIndex
 from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey
 from bottega.gateway.fleet.members import FleetObserver, Member, hosted_by_kind
 from bottega.gateway.fleet.validation import MAX_MODELS, check_load, check_registration
@@ -58,18 +57,18 @@ class LastSeenModel:
 class Fleet:
     """The registry.
 
-    lease_s: silence after which a member is lost. closed: set when nobody may join any more.
+    lease_s: silence after which a member is lost. model_grace_s: how long a model is expected back, and all else that
+    jobs need. closed: set when nobody may join any more.
     """
 
     def __init__(self, *, lease_s: float, model_grace_s: float, bounds: JoinBounds, clock: Clock) -> None:
         self.lease_s = lease_s
         self._limits = JoinLimits(bounds, clock)
-        self._model_grace_s = model_grace_s
+        self.model_grace_s = model_grace_s
         self._clock = clock
         self._members: dict[MemberKey, Member] = {}
         self._seen: dict[str, LastSeenModel] = {}
         self._wholes: dict[str, image_pb2.Model] = {}  # until somebody comes or goes
-        self.hosting = HostedIndex(kinds.CONTROLNET, grace_s=model_grace_s, clock=clock)
         self.closed = asyncio.Event()
         self._observers: list[FleetObserver] = []
 
@@ -128,7 +127,6 @@ class Fleet:
             },
         )
         member.hosted = hosted_by_kind(load)
-        self.hosting.take(member)
         for observer in self._observers:
             observer.member_changed(member)
 
@@ -137,7 +135,6 @@ class Fleet:
         if not member.connected or member.stream != stream:
             return
         member.connected = False
-        self.hosting.leave(member)
         self._see(member, self._clock.monotonic())
         _log.info("member left", extra={"member": member.name})
         for observer in self._observers:
@@ -214,7 +211,7 @@ class Fleet:
         seen = self._seen.get(model)
         if seen is None:
             return False
-        return bool(self.serving(model)) or seen.at > self._clock.monotonic() - self._model_grace_s
+        return bool(self.serving(model)) or seen.at > self._clock.monotonic() - self.model_grace_s
 
     def base(self, model: str) -> str:
         """What the ControlNets of a model must have been made for; empty where that is not known."""
@@ -282,7 +279,6 @@ class Fleet:
         if member.connected:
             self._see(member, member.heard_at)
         member.connected = False
-        self.hosting.leave(member)
         member.stream += 1
         member.wake.set()
         for observer in self._observers:

@@ -44,6 +44,8 @@ class MemberEvents:
 
     def member_changed(self, member: Member) -> None:
         """A worker may have room now, and a server may host what jobs wait for."""
+        for addon in self._addons:
+            addon.member_changed(member)
         self._stop_stale_attempts(member)
         for model in [model.name for model in member.models] if member.is_worker else self._queue.models():
             self._scheduler.schedule_soon(model)

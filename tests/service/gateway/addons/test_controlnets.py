@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from bottega import errors, kinds
+from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
 from bottega.v1 import fleet_pb2, generation_pb2, hosted_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet
 from tests.fakes.scripted_controlnet import ON_DISK, hosted
@@ -215,5 +216,5 @@ async def test_a_full_fleet_takes_no_newcomer_and_says_why() -> None:
 
 
 def _hosts(house: Running) -> list[tuple[object, hosted_pb2.Hosted]]:
-    fleet = house.gateway._controller._fleet
-    return list(fleet.hosting.hosts("edges", ""))
+    (controlnets,) = (a for a in house.gateway._controller._addons if isinstance(a, ControlNetAddOn))
+    return list(controlnets._hosts.hosts("edges", ""))

@@ -16,10 +16,10 @@ from bottega import kinds
 from bottega.errors import BottegaError, NoControlNet, Violation
 from bottega.gateway.addons.addon import NO_COSTS, PREFETCHED_JOBS, AddOn, AddOnContext, Resolution, WorkerCosts
 from bottega.gateway.addons.controlnets.client import GrpcControlNetClient
+from bottega.gateway.addons.controlnets.hosts import ControlNetHosts, nobody_hosts
 from bottega.gateway.addons.controlnets.prefetch import ControlNetClient, ControlNetPrefetcher
 from bottega.gateway.addons.controlnets.ranking import ServerCandidate, best_first
 from bottega.gateway.clock import Clock
-from bottega.gateway.fleet.hosted import nobody_hosts
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
@@ -69,13 +69,14 @@ class ControlNetAddOn(AddOn):
     ) -> None:
         self._fleet = fleet
         self._clock = clock
+        self._hosts = ControlNetHosts(grace_s=fleet.model_grace_s, clock=clock)
         self._prefetcher = ControlNetPrefetcher(connect=connect, metrics=metrics)
         self._given: dict[str, tuple[tuple[str, str], ...]] = {}  # server and ControlNet, by job
         self._sessions: Counter[str] = Counter()
         self._nets: Counter[tuple[str, str]] = Counter()  # by server and ControlNet
         for state, number in HostedState.items()[1:]:
             name = state.removeprefix("HOSTED_STATE_").lower()
-            metrics.watch_controlnets(name, functools.partial(fleet.hosting.count, number))
+            metrics.watch_controlnets(name, functools.partial(self._hosts.count, number))
 
     def is_named(self, spec: GenerationSpec) -> bool:
         """Whether a request names a ControlNet."""
@@ -87,7 +88,7 @@ class ControlNetAddOn(AddOn):
 
     async def resolve(self, spec: GenerationSpec) -> Resolution:
         """Whether somebody hosts them depends on the model, and is checked with it."""
-        return ResolvedControlNets(spec=spec, fleet=self._fleet)
+        return ResolvedControlNets(spec=spec, hosts=self._hosts)
 
     def complete_again(self, full: GenerationSpec, before: GenerationSpec) -> None:
         """Their defaults are always the same."""
@@ -113,7 +114,7 @@ class ControlNetAddOn(AddOn):
         """The error of a job with a ControlNet that nobody hosts, nor did within the grace."""
         model = job.bare.model
         base = self._fleet.base(model)
-        gone = [name for name in job.controlnets if not self._fleet.hosting.expected(name, model, base)]
+        gone = [name for name in job.controlnets if not self._hosts.expected(name, model, base)]
         return nobody_hosts(dict.fromkeys(gone)) if gone else None
 
     def prefetch(self, jobs: Sequence[Job]) -> None:
@@ -156,8 +157,13 @@ class ControlNetAddOn(AddOn):
             self._fleet.back_off(job.worker)
         return True
 
+    def member_changed(self, member: Member) -> None:
+        """A server or a worker may host others now."""
+        self._hosts.update(member)
+
     def member_lost(self, member: Member) -> None:
-        """Prefetches nothing from a server that is lost."""
+        """Nothing is hosted there any more, nor prefetched."""
+        self._hosts.remove(member)
         self._prefetcher.remove(member)
 
     async def close(self) -> None:
@@ -183,7 +189,7 @@ class ControlNetAddOn(AddOn):
 
     def _candidate(self, member: Member, net: Hosted, before: Counter[str]) -> ServerCandidate:
         # A report may lag behind what was given out, and may tell of other gateways' jobs.
-        sessions = max(self._fleet.hosting.sessions(member), self._sessions[member.name])
+        sessions = max(self._hosts.sessions(member), self._sessions[member.name])
         state = net.state
         if self._nets[member.name, net.name] and state == hosted_pb2.HOSTED_STATE_ON_DISK:
             state = hosted_pb2.HOSTED_STATE_LOADING  # or will be in a moment
@@ -197,13 +203,13 @@ class ControlNetAddOn(AddOn):
     def _servers(self, job: Job, name: str) -> Iterator[tuple[Member, Hosted]]:
         """ControlNet servers that take new sessions with it."""
         now = self._clock.monotonic()
-        for member, net in self._fleet.hosting.hosts(name, self._fleet.base(job.bare.model)):
+        for member, net in self._hosts.hosts(name, self._fleet.base(job.bare.model)):
             if member.kind == kinds.CONTROLNET and not member.load.draining and member.rests_until <= now:
                 yield member, net
 
     def _workers(self, job: Job, name: str) -> Iterator[tuple[Member, Hosted]]:
         """Workers of the job's model that have the ControlNet themselves."""
-        for member, net in self._fleet.hosting.hosts(name, self._fleet.base(job.bare.model)):
+        for member, net in self._hosts.hosts(name, self._fleet.base(job.bare.model)):
             if member.serves(job.bare.model):
                 yield member, net
 
@@ -213,11 +219,11 @@ class ResolvedControlNets(Resolution):
     """The ControlNets of a request."""
 
     spec: GenerationSpec
-    fleet: Fleet
+    hosts: ControlNetHosts
 
     def check_model(self, model: image_pb2.Model) -> None:
         """Raises ControlNetNotFound, ControlNetUnusable or NoControlNet."""
-        self.fleet.hosting.resolve((net.name for net in self.spec.controlnets), model)
+        self.hosts.check((net.name for net in self.spec.controlnets), model)
 
     def complete(self, full: GenerationSpec) -> None:
         """Fills in scales and spans."""

@@ -6,6 +6,7 @@ import pytest
 
 from bottega import kinds
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, FleetFull, InvalidRequest, NoControlNet
+from bottega.gateway.addons.controlnets.hosts import ControlNetHosts
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.v1 import fleet_pb2, image_pb2
@@ -17,12 +18,23 @@ MODEL = image_pb2.Model(name="m", base=BASE)
 
 
 class House:
-    """A fleet with a worker of the model "m"."""
+    """A fleet with a worker of the model "m", and who hosts ControlNets in it."""
 
     def __init__(self) -> None:
         self.time = FakeTime()
         self.fleet = Fleet(lease_s=1.5, model_grace_s=30, bounds=bounds(6), clock=self.time.clock())
+        self.nets = ControlNetHosts(grace_s=30, clock=self.time.clock())
+        self.fleet.subscribe(self)
         self.worker = self.fleet.join(worker())
+
+    def member_joined(self, member: Member) -> None:
+        """It has reported nothing yet."""
+
+    def member_changed(self, member: Member) -> None:
+        self.nets.update(member)
+
+    def member_lost(self, member: Member) -> None:
+        self.nets.remove(member)
 
     def server(self, *nets: Hosted, name: str = "s1") -> Member:
         member = self.fleet.join(server(name, port=100 + len(self.fleet.members())))
@@ -30,10 +42,10 @@ class House:
         return member
 
     def resolve(self, *names: str, model: image_pb2.Model = MODEL) -> None:
-        self.fleet.hosting.resolve(names, model)
+        self.nets.check(names, model)
 
     def hosts(self, name: str = "edges") -> list[str]:
-        return [member.name for member, _ in self.fleet.hosting.hosts(name, BASE)]
+        return [member.name for member, _ in self.nets.hosts(name, BASE)]
 
 
 @pytest.fixture
@@ -135,7 +147,7 @@ def test_controlnets_are_counted_by_state_at_servers(house: House) -> None:
     house.server(net("edges"), net("depth", state=ON_DISK))
     house.server(net("edges"), name="s2")
     house.fleet.report(house.worker, load(net("edges")))
-    assert (house.fleet.hosting.count(LOADED), house.fleet.hosting.count(ON_DISK)) == (2, 1)
+    assert (house.nets.count(LOADED), house.nets.count(ON_DISK)) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +178,7 @@ def test_names_that_were_hosted_once_are_remembered_within_a_bound(house: House)
     for number in range(6):
         member = house.server(*(net(f"net-{number}-{index}") for index in range(1024)))
         house.fleet.leave(member, member.stream)
-    assert len(house.fleet.hosting._seen) == 4096
+    assert len(house.nets._seen) == 4096
     house.resolve("net-5-0")
     with pytest.raises(ControlNetNotFound):
         house.resolve("net-0-0")
@@ -176,7 +188,7 @@ def test_a_name_is_remembered_for_a_few_bases(house: House) -> None:
     for number in range(20):
         member = house.server(net("edges", base=f"base {number}"))
         house.fleet.leave(member, member.stream)
-    assert len(house.fleet.hosting._seen["edges"]) == 8
+    assert len(house.nets._seen["edges"]) == 8
     house.resolve("edges", model=image_pb2.Model(name="m", base="base 19"))
     with pytest.raises(NoControlNet):
         house.resolve("edges", model=image_pb2.Model(name="m", base="base 0"))

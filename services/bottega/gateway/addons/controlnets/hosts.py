@@ -1,12 +1,10 @@
-"""Which ControlNets are hosted where, as servers and workers report it, and which were until a moment ago.
-
-Knows hosts, and for which base models their ControlNets were made; chooses nobody, and knows no jobs.
-"""
+"""Which ControlNets are hosted where, as servers and workers report it, and which were until a moment ago."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from bottega import kinds
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, NoControlNet
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.members import Member
@@ -22,11 +20,10 @@ _MAX_BASES = 8
 _LISTED_CHARACTERS = 2000
 
 
-class HostedIndex:
-    """The ControlNets of a fleet. grace_s: how long one is waited for that nobody hosts any more."""
+class ControlNetHosts:
+    """Who hosts which ControlNet. grace_s: how long one is waited for that nobody hosts any more."""
 
-    def __init__(self, kind: str, *, grace_s: float, clock: Clock) -> None:
-        self._kind = kind
+    def __init__(self, *, grace_s: float, clock: Clock) -> None:
         self._grace_s = grace_s
         self._clock = clock
         self._hosts: dict[str, dict[Member, Hosted]] = {}
@@ -34,21 +31,22 @@ class HostedIndex:
         self._sessions: dict[Member, int] = {}
         self._seen: dict[str, dict[str, float]] = {}
 
-    def take(self, member: Member) -> None:
-        """A member has reported what it hosts."""
-        if not (member.is_worker or member.kind == self._kind):
-            return
-        nets = member.hosts(self._kind).items
-        names = {net.name for net in nets}
-        self._drop(member, [net for net in self._of.get(member, ()) if net.name not in names])
-        for net in nets:
-            self._hosts.setdefault(net.name, {})[member] = net
-        self._of[member] = nets
-        self._sessions[member] = sum(net.sessions for net in nets)
+    def update(self, member: Member) -> None:
+        """A member has reported what it hosts, or has left for now."""
+        if not member.connected:
+            self.remove(member)
+        elif member.is_worker or member.kind == kinds.CONTROLNET:
+            nets = member.hosts(kinds.CONTROLNET).items
+            names = {net.name for net in nets}
+            self._forget_nets(member, [net for net in self._of.get(member, ()) if net.name not in names])
+            for net in nets:
+                self._hosts.setdefault(net.name, {})[member] = net
+            self._of[member] = nets
+            self._sessions[member] = sum(net.sessions for net in nets)
 
-    def leave(self, member: Member) -> None:
+    def remove(self, member: Member) -> None:
         """A member is not here any more. Harmless where it was not."""
-        self._drop(member, self._of.pop(member, ()))
+        self._forget_nets(member, self._of.pop(member, ()))
         self._sessions.pop(member, None)
 
     def hosts(self, name: str, base: str) -> Iterator[tuple[Member, Hosted]]:
@@ -68,7 +66,7 @@ class HostedIndex:
         oldest = self._clock.monotonic() - self._grace_s
         return any(at > oldest and _fits(made_for, base) for made_for, at in self._seen.get(name, {}).items())
 
-    def resolve(self, names: Iterable[str], model: image_pb2.Model) -> None:
+    def check(self, names: Iterable[str], model: image_pb2.Model) -> None:
         """Raises for ControlNets that a job of the model cannot have, nor may wait for.
 
         ControlNetNotFound, ControlNetUnusable (for another base model), NoControlNet (none now, nor within the grace).
@@ -85,7 +83,7 @@ class HostedIndex:
 
     def count(self, state: HostedState.ValueType) -> int:
         """How many ControlNets the servers have in a state; one counts for each of its servers."""
-        servers = (nets for member, nets in self._of.items() if member.kind == self._kind)
+        servers = (nets for member, nets in self._of.items() if member.kind == kinds.CONTROLNET)
         return sum(net.state == state for nets in servers for net in nets)
 
     def _known(self, name: str, model: str) -> bool:
@@ -113,7 +111,7 @@ class HostedIndex:
                     metadata={"controlnet": name, "made_for": net.base, "model": model.name, "base": model.base},
                 )
 
-    def _drop(self, member: Member, nets: Iterable[Hosted]) -> None:
+    def _forget_nets(self, member: Member, nets: Iterable[Hosted]) -> None:
         now = self._clock.monotonic()
         for net in nets:
             hosts = self._hosts[net.name]
