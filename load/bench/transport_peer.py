@@ -45,7 +45,7 @@ def say(**values: object) -> None:
 
 def _serve_link(way: Backend) -> None:
     offer = offer_from_wire(LinkOffer.FromString(base64.b64decode(sys.stdin.readline())))
-    with connect(offer, Deadline.after(30), limits=LIMITS, ways=(way,)) as link:
+    with connect(offer, Deadline.after(30), limits=LIMITS, backends=(way,)) as link:
         try:
             while True:
                 with link.recv(Deadline.after(_PATIENCE_S)) as incoming:

@@ -218,7 +218,7 @@ def _linked(listener: LinkListener, way: Backend) -> Iterator[Link]:
         peer.stdin.write(base64.b64encode(offer_to_wire(offer).SerializeToString()).decode() + "\n")
         peer.stdin.flush()
         with listener.accept(offer, Deadline.after(_PATIENCE_S)) as link:
-            assert link.answer.backend == way
+            assert link.backend_choice.backend == way
             yield link
 
 

@@ -128,7 +128,7 @@ def _life() -> Deadline:
 def _play(role: str, way: str, encoded: str) -> None:
     signal.alarm(int(_LIFE_S))
     offer = offer_from_wire(LinkOffer.FromString(base64.b64decode(encoded)))
-    with connect(offer, _life(), limits=LIMITS, ways=(Backend(way),)) as link:
+    with connect(offer, _life(), limits=LIMITS, backends=(Backend(way),)) as link:
         name, _, digest = role.partition(":")
         if digest:
             fetch(link, digest)

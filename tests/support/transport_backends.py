@@ -74,7 +74,7 @@ def opened(
     """One more link of the listener's: the connecting end, the accepting end."""
     offer = listener.offer()
     ways = (backend,)
-    near = connect(offer, patience(), limits=limits, counters=LinkCounters(), lease_s=lease_s, ways=ways)
+    near = connect(offer, patience(), limits=limits, counters=LinkCounters(), lease_s=lease_s, backends=ways)
     with near, listener.accept(offer, patience()) as far:
         yield near, far
 

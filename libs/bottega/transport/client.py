@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 # Until a new offer is asked for in the place of one that was not taken, where the service does not say when.
 _AGAIN_S = 0.5
-# For the thread to end; whoever does not hear the end notices that the link is gone.
+# For the thread to end; whoever does not hear the end frames that the link is gone.
 _END_S = 0.5
 
 

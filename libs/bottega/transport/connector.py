@@ -31,9 +31,9 @@ from bottega.transport.handshake.offer import BackendChoice, Offer
 from bottega.transport.link import LEASE_S, Link, LinkTerms
 from bottega.transport.memory.mappings import sharing_failure
 
-_WAYS = (Backend.MEMFD, Backend.TCP)
-# A listener's host answers in microseconds, another one in a round trip: more is trouble, and there may be another way.
-_WAY_S = 5.0
+_BACKENDS = (Backend.MEMFD, Backend.TCP)
+# A listener's host answers in microseconds, another one in a round trip: more is trouble, and another backend may do.
+_ATTEMPT_S = 5.0
 
 
 def connect(
@@ -43,28 +43,28 @@ def connect(
     limits: Limits | None = None,
     counters: LinkCounters | None = None,
     lease_s: float = LEASE_S,
-    ways: tuple[Backend, ...] = _WAYS,
+    backends: tuple[Backend, ...] = _BACKENDS,
 ) -> Link:
-    """Takes up an offer: on one host by shared memory, else by TCP; Link.answer says it.
+    """Takes up an offer: on one host by shared memory, else by TCP; Link.backend_choice says it.
 
-    limits: what this end takes in. ways: those that may be taken, in order.
-    Raises StaleEpoch, AuthFailed, or PeerDead naming what became of each way; DeadlineExceeded.
+    limits: what this end takes in. backends: those that may be tried, in order.
+    Raises StaleEpoch, AuthFailed, or PeerDead naming what became of each backend; DeadlineExceeded.
     """
-    visit = _ConnectionAttempt(offer, limits or Limits(), counters or LinkCounters(), lease_s)
+    attempt = _ConnectionAttempt(offer, limits or Limits(), counters or LinkCounters(), lease_s)
     failed: list[str] = []
     refused = False
-    for way in ways:
+    for backend in backends:
         try:
-            return visit.by(way, deadline.sooner(_WAY_S), failed)
+            return attempt.open(backend, deadline.sooner(_ATTEMPT_S), failed)
         except StaleEpoch:
             raise
         except LinkError as error:
-            failed.append(f"{way}: {error.message}")
+            failed.append(f"{backend}: {error.message}")
             refused = refused or isinstance(error, AuthFailed)
         if deadline.left_s() == 0:
             raise DeadlineExceeded(f"no link in time: {'; '.join(failed)}")
     kind = AuthFailed if refused else PeerDead
-    raise kind(f"no way leads to the listener: {'; '.join(failed)}")
+    raise kind(f"no backend reaches the listener: {'; '.join(failed)}")
 
 
 class _ConnectionAttempt:
@@ -76,13 +76,13 @@ class _ConnectionAttempt:
         self._counters = counters
         self._lease_s = lease_s
 
-    def by(self, way: Backend, deadline: Deadline, failed: list[str]) -> Link:
-        """The link by this way. Raises LinkError."""
-        go: dict[Backend, Callable[[Deadline, list[str]], Link]] = {
+    def open(self, backend: Backend, deadline: Deadline, failed: list[str]) -> Link:
+        """The link by this backend. Raises LinkError."""
+        opened_by: dict[Backend, Callable[[Deadline, list[str]], Link]] = {
             Backend.MEMFD: self._by_memfd,
             Backend.TCP: self._by_tcp,
         }
-        return go[way](deadline, failed)
+        return opened_by[backend](deadline, failed)
 
     def _by_memfd(self, deadline: Deadline, failed: list[str]) -> Link:
         endpoint = self._offer.memfd
@@ -133,7 +133,7 @@ class _ConnectionAttempt:
         return LinkTerms(
             link_id=self._offer.link_id,
             epoch=self._offer.epoch,
-            answer=BackendChoice(backend=backend, reason="; ".join([*failed, f"{backend}: {reason}"])),
+            backend_choice=BackendChoice(backend=backend, reason="; ".join([*failed, f"{backend}: {reason}"])),
             ours=self._limits,
             theirs=self._offer.limits,
             counters=self._counters,

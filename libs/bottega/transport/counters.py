@@ -13,7 +13,7 @@ class TransferStatistics:
     """One direction: whole messages, their bytes, and the seconds that they took altogether and at most.
 
     file_bytes: of files that messages carried; they were not moved, and are in none of the others.
-    seconds: of a sender from the credit to the last tensor handed over, of a receiver from the first notice to the
+    seconds: of a sender from the credit to the last tensor handed over, of a receiver from the first frame to the
     last tensor there; both hold what the sender computed in between.
     """
 

@@ -32,7 +32,7 @@ class LinkTerms:
 
     link_id: str
     epoch: int
-    answer: BackendChoice
+    backend_choice: BackendChoice
     ours: Limits
     theirs: Limits
     counters: LinkCounters
@@ -49,14 +49,14 @@ class Link:
     an endless loop) cannot be told from a slow one: calls end at their deadlines, and the caller may end the link.
     """
 
-    def __init__(self, terms: LinkTerms, outlet: SenderBackend, inlet: ReceiverBackend) -> None:
+    def __init__(self, terms: LinkTerms, sender_backend: SenderBackend, receiver_backend: ReceiverBackend) -> None:
         self.link_id = terms.link_id
         self.epoch = terms.epoch
-        self.answer = terms.answer
+        self.backend_choice = terms.backend_choice
         self.counters = terms.counters
-        self._life = Lifecycle((outlet, inlet), terms.counters)
-        self._sender = Sender(outlet, terms.theirs, self._life, terms.counters)
-        self._receiver = Receiver(inlet, terms.ours, self._life, terms.counters, terms.lease_s)
+        self._lifecycle = Lifecycle((sender_backend, receiver_backend), terms.counters)
+        self._sender = Sender(sender_backend, terms.theirs, self._lifecycle, terms.counters)
+        self._receiver = Receiver(receiver_backend, terms.ours, self._lifecycle, terms.counters, terms.lease_s)
 
     def __enter__(self) -> Link:
         return self
@@ -67,7 +67,7 @@ class Link:
     @property
     def cause(self) -> LinkError | None:
         """What it died of, as far as anybody has noticed; None while it lives."""
-        return self._life.cause
+        return self._lifecycle.cause
 
     def prepare(self, layout: Layout, deadline: Deadline) -> None:
         """Registers a layout and makes memory for it, so that its first message is as quick as the others.
@@ -119,13 +119,13 @@ class Link:
 
     def end(self, cause: LinkError) -> None:
         """Ends the link, from any thread, without waiting; whoever waits in a call wakes up. Close it too."""
-        self._life.end(cause)
+        self._lifecycle.end(cause)
 
     def close(self) -> None:
         """Ends the link if it lives, and gives everything back; the peer is told LinkClosed.
 
         What is under way then may arrive or not: `drain` first where it matters.
         """
-        self._life.end(LinkClosed("the link was closed here"))
+        self._lifecycle.end(LinkClosed("the link was closed here"))
         self._sender.close()
         self._receiver.close()

@@ -56,18 +56,18 @@ class LinkListener:
 
     def __init__(
         self,
-        doors: Endpoints,
+        endpoints: Endpoints,
         *,
         limits: Limits | None = None,
         counters: LinkCounters | None = None,
         token_s: float = 30.0,
         lease_s: float = LEASE_S,
     ) -> None:
-        """token_s: for how long an offer may be taken up, at the longest (waiting.py).
+        """token_s: for how long an offer may be taken up, at the longest (handshake/pending_offers.py).
 
         Raises ConfigError when an address cannot be bound, or the unix socket's folder is in others' hands.
         """
-        self._doors = doors
+        self._endpoints = endpoints
         self._limits = limits or Limits()
         self._counters = counters
         self._lease_s = lease_s
@@ -78,8 +78,8 @@ class LinkListener:
         self._closed = False
         self._memfd: MemfdEndpoint | None = None
         self._tcp: TcpEndpoint | None = None
-        self._door = Acceptor(self, self._bind(), group=links_group() if doors.unix_path else None)
-        self._door.start()
+        self._acceptor = Acceptor(self, self._bind(), group=links_group() if endpoints.unix_path else None)
+        self._acceptor.start()
 
     def __enter__(self) -> LinkListener:
         return self
@@ -138,7 +138,7 @@ class LinkListener:
                 return
             self._closed = True
             self._waiting.clear()
-        self._door.stop()
+        self._acceptor.stop()
         if self._memfd is not None:
             Path(self._memfd.path).unlink(missing_ok=True)
 
@@ -152,7 +152,7 @@ class LinkListener:
                 return Verdict.REFUSED
             return waiting.offer.token
 
-    def enter(self, hello: ClientHello, connection: socket.socket) -> bool:
+    def admit(self, hello: ClientHello, connection: socket.socket) -> bool:
         """Takes a connection whose proof was right; False when the offer is used up meanwhile."""
         with self._lock:
             waiting = self._waiting.get(hello.link_id)
@@ -190,17 +190,17 @@ class LinkListener:
     def _link(self, waiting: PendingOffer, hello: ClientHello) -> Link:
         sending = waiting.connections[Direction.LISTENER_SENDS]
         receiving = waiting.connections[Direction.CONNECTOR_SENDS]
-        answer = BackendChoice(backend=hello.backend, reason=f"the other end came by {hello.backend}")
-        terms = self._terms(waiting.offer, answer, hello.limits)
+        choice = BackendChoice(backend=hello.backend, reason=f"the other end came by {hello.backend}")
+        terms = self._terms(waiting.offer, choice, hello.limits)
         if hello.backend == Backend.MEMFD:
             return Link(terms, MemfdSender(sending), MemfdReceiver(receiving, self._limits))
         return Link(terms, TcpSender(sending), TcpReceiver(receiving))
 
-    def _terms(self, offer: Offer, answer: BackendChoice, theirs: Limits) -> LinkTerms:
+    def _terms(self, offer: Offer, choice: BackendChoice, theirs: Limits) -> LinkTerms:
         return LinkTerms(
             link_id=offer.link_id,
             epoch=offer.epoch,
-            answer=answer,
+            backend_choice=choice,
             ours=self._limits,
             theirs=theirs,
             counters=self._counters or LinkCounters(),
@@ -220,12 +220,12 @@ class LinkListener:
     def _bind(self) -> list[tuple[Backend, socket.socket]]:
         sockets: list[tuple[Backend, socket.socket]] = []
         try:
-            if self._doors.unix_path is not None and not sharing_failure():
-                sockets.append((Backend.MEMFD, bind_unix(self._doors.unix_path)))
-                self._memfd = MemfdEndpoint(path=str(self._doors.unix_path), host=host_identity())
-            if self._doors.tcp is not None:
-                sockets.append((Backend.TCP, bind_tcp(*self._doors.tcp)))
-                self._tcp = TcpEndpoint(host=self._doors.tcp[0], port=sockets[-1][1].getsockname()[1])
+            if self._endpoints.unix_path is not None and not sharing_failure():
+                sockets.append((Backend.MEMFD, bind_unix(self._endpoints.unix_path)))
+                self._memfd = MemfdEndpoint(path=str(self._endpoints.unix_path), host=host_identity())
+            if self._endpoints.tcp is not None:
+                sockets.append((Backend.TCP, bind_tcp(*self._endpoints.tcp)))
+                self._tcp = TcpEndpoint(host=self._endpoints.tcp[0], port=sockets[-1][1].getsockname()[1])
         except ConfigError:
             for _, bound in sockets:
                 bound.close()

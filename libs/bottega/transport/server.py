@@ -166,7 +166,7 @@ class LinkServer(ABC, Generic[H]):
             closed = self._closed
         if closed:
             connection.close(self._stopping())
-        _LINKED.tell({"backend": link.answer.backend}, facts)
+        _LINKED.tell({"backend": link.backend_choice.backend}, facts)
         cause = connection.serve(link, handler)
         handler.on_end(cause)
         with self._lock:

@@ -33,7 +33,7 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
     offer = offer_from_wire(link_pb2_grpc.LinkServiceStub(channel).OpenLink(request, timeout=10).offer)
 limits = Limits(slots=2, slot_bytes=64 << 20)
 try:
-    with connect(offer, Deadline.after(10), limits=limits, ways=(Backend.MEMFD,)) as link:
+    with connect(offer, Deadline.after(10), limits=limits, backends=(Backend.MEMFD,)) as link:
         asked = messages.fetch_message(1, sys.argv[2])
         link.send(asked.layout, asked.buffers, Deadline.after(10))
         with link.recv(Deadline.after(10)) as incoming:

@@ -86,7 +86,7 @@ async def test_loras_travel_over_every_backend_between_processes(tmp_path: Path,
         offer = offer_from_wire(await store.open_link())
         link = await asyncio.to_thread(connect, offer, Deadline.after(PATIENCE_S))
         with link:
-            assert link.answer.backend == backend
+            assert link.backend_choice.backend == backend
             data = await asyncio.to_thread(fetch, link, lora.digest)
             shared = link.counters.snapshot().received.file_bytes
     assert shared == (lora.size_bytes if backend is Backend.MEMFD else 0)

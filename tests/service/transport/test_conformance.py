@@ -580,7 +580,7 @@ def test_relinking_raises_the_epoch_and_ends_the_older_link(backend: Backend, tm
         for old in (near, far):
             with pytest.raises(StaleEpoch):
                 old.recv(patience())
-        with connect(newer, patience(), ways=(backend,)) as again, listener.accept(newer, patience()) as other:
+        with connect(newer, patience(), backends=(backend,)) as again, listener.accept(newer, patience()) as other:
             write(again, LAYOUT, content(LAYOUT, 2))
             assert read(other, LAYOUT) == content(LAYOUT, 2)
 
@@ -590,7 +590,7 @@ def test_an_old_epoch_is_stale(backend: Backend, tmp_path: Path) -> None:
         old = listener.offer()
         listener.offer(old.link_id)
         with pytest.raises(StaleEpoch):
-            connect(old, patience(), ways=(backend,))
+            connect(old, patience(), backends=(backend,))
         with pytest.raises(StaleEpoch):
             listener.accept(old, patience())
 
@@ -598,10 +598,10 @@ def test_an_old_epoch_is_stale(backend: Backend, tmp_path: Path) -> None:
 def test_a_token_opens_one_link_once(backend: Backend, tmp_path: Path) -> None:
     with listening(tmp_path) as listener:
         offer = listener.offer()
-        with connect(offer, patience(), ways=(backend,)) as near:
+        with connect(offer, patience(), backends=(backend,)) as near:
             for _ in range(2):  # before and after it was accepted
                 with pytest.raises(AuthFailed):
-                    connect(offer, patience(), ways=(backend,))
+                    connect(offer, patience(), backends=(backend,))
                 if near.counters.snapshot().sent.messages == 0:
                     far = listener.accept(offer, patience())
                     write(near, LAYOUT, content(LAYOUT, 1))
@@ -615,7 +615,7 @@ def test_an_offer_expires(backend: Backend, tmp_path: Path) -> None:
         with pytest.raises(AuthFailed):
             listener.accept(offer, patience())
         with pytest.raises(AuthFailed):
-            connect(offer, patience(), ways=(backend,))
+            connect(offer, patience(), backends=(backend,))
 
 
 def test_counters_tell_what_moved(ends: tuple[Link, Link]) -> None:
@@ -635,9 +635,9 @@ def test_the_choice_and_its_reason_are_recorded(backend: Backend, tmp_path: Path
     order = [way for way in Backend if list(Backend).index(way) >= list(Backend).index(backend)]
     with listening(tmp_path) as listener:
         offer = listener.offer()
-        with connect(offer, patience(), ways=tuple(order)) as near, listener.accept(offer, patience()) as far:
-            assert near.answer.backend == far.answer.backend == backend
-            assert near.answer.reason
+        with connect(offer, patience(), backends=tuple(order)) as near, listener.accept(offer, patience()) as far:
+            assert near.backend_choice.backend == far.backend_choice.backend == backend
+            assert near.backend_choice.reason
 
 
 def test_a_dead_links_error_is_that_of_its_first_cause(ends: tuple[Link, Link]) -> None:

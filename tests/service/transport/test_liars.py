@@ -81,7 +81,13 @@ def liar(request: pytest.FixtureRequest) -> Iterator[Liar]:
     inlet = MemfdReceiver(ours_in, LIMITS) if memfd else TcpReceiver(ours_in)
     answer = BackendChoice(backend=request.param, reason="a test")
     terms = LinkTerms(
-        link_id="0" * 32, epoch=1, answer=answer, ours=LIMITS, theirs=LIMITS, counters=LinkCounters(), lease_s=30.0
+        link_id="0" * 32,
+        epoch=1,
+        backend_choice=answer,
+        ours=LIMITS,
+        theirs=LIMITS,
+        counters=LinkCounters(),
+        lease_s=30.0,
     )
     with Link(terms, outlet, inlet) as link, sends, receives:
         yield Liar(link=link, sends=sends, receives=receives)
@@ -161,7 +167,7 @@ def test_a_layout_beyond_the_slots_ends_the_link(liar: Liar) -> None:
 def test_a_message_without_credit_ends_the_link(liar: Liar) -> None:
     liar.register(LAYOUT)
     _share_honestly(liar)
-    bulk = b"" if liar.link.answer.backend == Backend.MEMFD else bytes(SPAN)
+    bulk = b"" if liar.link.backend_choice.backend == Backend.MEMFD else bytes(SPAN)
     liar.say(_whole(payload=bulk))
     held = liar.link.recv(patience())
     held.wait_all(patience())
@@ -175,7 +181,7 @@ def test_a_message_in_the_middle_of_another_ends_the_link(liar: Liar) -> None:
     liar.register(LAYOUT)
     _share_honestly(liar)
     first = LAYOUT.span(0, 1)[1]
-    bulk = b"" if liar.link.answer.backend == Backend.MEMFD else bytes(first)
+    bulk = b"" if liar.link.backend_choice.backend == Backend.MEMFD else bytes(first)
     liar.say(_whole(ready=1, size=first, payload=bulk))
     incoming = liar.link.recv(patience())
     incoming.wait(1, patience())
@@ -198,7 +204,7 @@ def test_credit_for_nothing_ends_the_link(liar: Liar, frame: Frame) -> None:
 def test_a_sender_that_never_reads_its_credit_cannot_hold_up_a_release(liar: Liar) -> None:
     liar.register(LAYOUT)
     _share_honestly(liar)
-    bulk = b"" if liar.link.answer.backend == Backend.MEMFD else bytes(SPAN)
+    bulk = b"" if liar.link.backend_choice.backend == Backend.MEMFD else bytes(SPAN)
     for number in range(1, 100_000):
         liar.say(_whole(sequence=number, payload=bulk))
         began = time.monotonic()
@@ -249,7 +255,7 @@ def test_mutated_notices_end_in_a_link_error_and_never_in_a_wrong_message(liar: 
     draw = random.Random(seed)
     encoded = LAYOUT.encode()
     honest = [Frame(FrameKind.LAYOUT, size=len(encoded)).pack() + encoded]
-    bulk = b"" if liar.link.answer.backend == Backend.MEMFD else b"".join(_padded())
+    bulk = b"" if liar.link.backend_choice.backend == Backend.MEMFD else b"".join(_padded())
     _share_honestly(liar)
     honest.append(_whole().pack() + bulk)
     said = bytearray(b"".join(honest))
@@ -429,7 +435,7 @@ def test_a_file_over_a_network_ends_the_link(liar: Liar) -> None:
 
 
 def _share_honestly(liar: Liar) -> None:
-    if liar.link.answer.backend == Backend.MEMFD:
+    if liar.link.backend_choice.backend == Backend.MEMFD:
         for slot in range(LIMITS.slots):
             descriptor, mapping = shared_slot(1 << 20)
             liar.share(descriptor, slot=slot, size=len(mapping))

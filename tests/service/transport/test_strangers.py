@@ -91,7 +91,7 @@ def test_what_is_no_greeting_is_turned_away_and_a_link_goes_on(
 def test_a_wrong_token_is_refused_and_does_not_use_up_the_right_one(listener: LinkListener, way: Backend) -> None:
     offer = listener.offer()
     with pytest.raises(AuthFailed):
-        connect(replace(offer, token=bytes(32)), patience(), ways=(way,))
+        connect(replace(offer, token=bytes(32)), patience(), backends=(way,))
     with _dial(offer, way) as stranger:
         hello = greeting.client_hello(offer, way, Direction.CONNECTOR_SENDS, Limits())
         stranger.sendall(hello)
@@ -99,7 +99,7 @@ def test_a_wrong_token_is_refused_and_does_not_use_up_the_right_one(listener: Li
         stranger.sendall(bytes(32))
         assert stranger.recv(10) == bytes([Verdict.REFUSED])
         assert _hears_nothing_more(stranger)
-    with connect(offer, patience(), ways=(way,)) as near, listener.accept(offer, patience()) as far:
+    with connect(offer, patience(), backends=(way,)) as near, listener.accept(offer, patience()) as far:
         write(near, LAYOUT, content(LAYOUT, 1))
         assert read(far, LAYOUT) == content(LAYOUT, 1)
 
@@ -136,10 +136,10 @@ def test_a_crowd_of_strangers_is_a_few_lines_in_the_log_and_its_number(
                 stranger.sendall(b"\0" * CLIENT_HELLO_BYTES)
                 assert _hears_nothing_more(stranger)
         seconds = time.monotonic() - began
-    told = [line for line in caplog.records if line.message == "a stranger at a link's door was turned away"]
-    more = [line for line in caplog.records if line.message == "more strangers at a link's door were turned away"]
+    told = [line for line in caplog.records if line.message == "a connection for a link was refused"]
+    more = [line for line in caplog.records if line.message == "more connections for links were refused"]
     assert len(told) <= TOLD_PER_SECOND * (seconds + 2)
-    assert len(told) + sum(line.__dict__["strangers"] for line in more) == _STRANGERS
+    assert len(told) + sum(line.__dict__["connections"] for line in more) == _STRANGERS
     assert {line.__dict__["backend"] for line in told + more} == {way}
 
 
@@ -160,7 +160,7 @@ def test_a_listener_that_does_not_know_the_token_is_found_out(tmp_path: Path) ->
             thread = threading.Thread(target=answer)
             thread.start()
             with pytest.raises(AuthFailed, match="does not know the offer's token"):
-                connect(lured, patience(), ways=(Backend.TCP,))
+                connect(lured, patience(), backends=(Backend.TCP,))
             thread.join(5)
 
 
@@ -171,7 +171,7 @@ def test_silent_strangers_are_few_and_do_not_keep_others_out(listener: LinkListe
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(_dial(offer, way)) for _ in range(MAX_PENDING_CONNECTIONS * 2)]
         began = time.monotonic()
-        with connect(offer, patience(), ways=(way,)) as near, listener.accept(offer, patience()) as far:
+        with connect(offer, patience(), backends=(way,)) as near, listener.accept(offer, patience()) as far:
             assert time.monotonic() - began < 1
             held = open_descriptors() - before - len(silent) - 4
             assert held <= MAX_PENDING_CONNECTIONS
@@ -185,7 +185,7 @@ def test_a_crowd_that_comes_at_once_gets_in(listener: LinkListener, way: Backend
 
     def come(offer: Offer) -> Link:
         begin.wait(10)
-        return connect(offer, patience(), ways=(way,))
+        return connect(offer, patience(), backends=(way,))
 
     with ThreadPoolExecutor(_CROWD) as pool:
         for link in pool.map(come, [listener.offer() for _ in range(_CROWD)]):
@@ -206,15 +206,17 @@ def test_the_probe_tries_the_next_way_and_says_why(listener: LinkListener, tmp_p
     assert offer.memfd
     missing = replace(offer, memfd=replace(offer.memfd, path=str(tmp_path / "missing.sock")))
     with connect(missing, patience()) as near, listener.accept(offer, patience()) as far:
-        assert near.answer.backend == far.answer.backend == Backend.TCP
-        assert near.answer.reason == ("memfd: cannot be reached: No such file or directory; tcp: the address answers")
+        assert near.backend_choice.backend == far.backend_choice.backend == Backend.TCP
+        assert near.backend_choice.reason == (
+            "memfd: cannot be reached: No such file or directory; tcp: the address answers"
+        )
     offer = listener.offer()
     elsewhere = replace(offer, memfd=MemfdEndpoint(path="/x", host="another boot"))
     with connect(elsewhere, patience()) as near, listener.accept(offer, patience()):
-        assert "memfd: the listener is on another host" in near.answer.reason
+        assert "memfd: the listener is on another host" in near.backend_choice.reason
     offer = listener.offer()
     with connect(offer, patience()) as near, listener.accept(offer, patience()):
-        assert near.answer.backend == Backend.MEMFD
+        assert near.backend_choice.backend == Backend.MEMFD
 
 
 def test_a_listener_that_says_nothing_costs_the_deadline(listener: LinkListener) -> None:
@@ -222,7 +224,7 @@ def test_a_listener_that_says_nothing_costs_the_deadline(listener: LinkListener)
         tcp = TcpEndpoint(host="127.0.0.1", port=silent.getsockname()[1])
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded):
-            connect(replace(listener.offer(), tcp=tcp), Deadline.after(0.1), ways=(Backend.TCP,))
+            connect(replace(listener.offer(), tcp=tcp), Deadline.after(0.1), backends=(Backend.TCP,))
         assert time.monotonic() - began < 2
 
 
@@ -305,7 +307,7 @@ def test_those_that_nobody_takes_up_make_room_for_the_next_of_their_caller(tmp_p
         with pytest.raises(AuthFailed):  # the oldest of them is gone, at once and not after its time
             listener.accept(left[0], patience())
         for offer in (left[1], newest, patient):
-            with connect(offer, patience(), ways=(Backend.MEMFD,)), listener.accept(offer, patience()):
+            with connect(offer, patience(), backends=(Backend.MEMFD,)), listener.accept(offer, patience()):
                 pass
 
 
@@ -319,7 +321,7 @@ def test_all_callers_together_are_bounded_at_the_cost_of_whoever_has_most(tmp_pa
         listener.offer(caller="another")
         with pytest.raises(AuthFailed):
             listener.accept(many[0], patience())
-        with connect(others[0], patience(), ways=(Backend.MEMFD,)), listener.accept(others[0], patience()):
+        with connect(others[0], patience(), backends=(Backend.MEMFD,)), listener.accept(others[0], patience()):
             pass
 
 

@@ -33,7 +33,7 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 def test_the_last_byte_wakes_the_receiver(pieces: tuple[int, ...], late_s: float) -> None:
     sending, receiving = _pair()
     inlet = TcpReceiver(receiving)
-    views = inlet.open(0, LAYOUT)
+    views = inlet.open_slot(0, LAYOUT)
     data = bytes(range(250)) * (SIZE // 250)
 
     def send() -> None:
@@ -48,7 +48,7 @@ def test_the_last_byte_wakes_the_receiver(pieces: tuple[int, ...], late_s: float
     time.sleep(late_s)  # with the first piece there already, or none
     began, filled = time.monotonic(), 0
     while filled < SIZE:
-        filled += inlet.fill(0, filled, SIZE, patience())
+        filled += inlet.receive_data(0, filled, SIZE, patience())
         assert time.monotonic() - began < 2, f"it slept through the last of {filled} bytes"
     assert bytes(views[0]) == data
     thread.join(5)
@@ -59,12 +59,12 @@ def test_the_last_byte_wakes_the_receiver(pieces: tuple[int, ...], late_s: float
 def test_bytes_that_come_slowly_cost_the_deadline_and_are_kept() -> None:
     sending, receiving = _pair()
     inlet = TcpReceiver(receiving)
-    views = inlet.open(0, LAYOUT)
+    views = inlet.open_slot(0, LAYOUT)
     sending.sendall(b"x" * 1000)
-    filled = inlet.fill(0, 0, SIZE, soon())
+    filled = inlet.receive_data(0, 0, SIZE, soon())
     sending.sendall(b"x" * (SIZE - 1000))
     while filled < SIZE:
-        filled += inlet.fill(0, filled, SIZE, patience())
+        filled += inlet.receive_data(0, filled, SIZE, patience())
     assert bytes(views[0]) == b"x" * SIZE
     sending.close()
     inlet.close()

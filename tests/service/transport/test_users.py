@@ -36,7 +36,7 @@ offer = offer_from_wire(LinkOffer.FromString(bytes.fromhex(sys.argv[1])))
 """
 _CONNECT = """
 try:
-    with connect(offer, Deadline.after(5), ways=(Backend.MEMFD,)) as link:
+    with connect(offer, Deadline.after(5), backends=(Backend.MEMFD,)) as link:
         with link.recv(Deadline.after(5)) as incoming:
             incoming.wait_all(Deadline.after(5))
             print("received", sum(len(incoming.view(at)) for at in range(len(incoming.layout.specs))), "bytes")
@@ -105,11 +105,11 @@ def test_another_user_with_the_token_who_reaches_the_socket_is_turned_away(
         path.chmod(0o666)  # as if the first hurdle were not there
         offer = listener.offer()
         assert _taken_up_by_another(offer).startswith(("AuthFailed", "PeerDead"))
-        turned_away = [line.__dict__["why"] for line in caplog.records if "turned away" in line.message]
+        turned_away = [line.__dict__["why"] for line in caplog.records if "was refused" in line.message]
         assert any(f"user {USER}" in why for why in turned_away)
         ours = offer
         with connect(ours, patience()) as near, listener.accept(offer, patience()):
-            assert near.answer.backend == Backend.MEMFD, "the stranger used nothing up"
+            assert near.backend_choice.backend == Backend.MEMFD, "the stranger used nothing up"
 
 
 def test_a_socket_that_another_user_put_there_hears_nothing(folder: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_socket_that_another_user_put_there_hears_nothing(folder: Path) -> Non
         heard = pool.submit(run_as_another, _LISTEN, path, imports="import socket")
         wait_until(lambda: path.exists() and path.stat().st_mode & 0o777 == 0o666, "the other user's socket")
         with pytest.raises(AuthFailed, match=rf"not to be trusted: it is a process of user {USER}, .* for user root"):
-            connect(lured, patience(), ways=(Backend.MEMFD,))
+            connect(lured, patience(), backends=(Backend.MEMFD,))
         assert heard.result(30) == "heard 0 bytes"
 
 

@@ -20,11 +20,11 @@ def test_a_peer_is_told_why_although_a_notice_was_being_written() -> None:
     stream, peer = FrameStream(here), FrameStream(there)
     try:
         with stream._writing:  # as by a thread that has not run on since it wrote
-            ending = threading.Thread(target=stream.shut, args=(BadFrame("a lie"),))
+            ending = threading.Thread(target=stream.shut_down, args=(BadFrame("a lie"),))
             ending.start()
-            assert peer.hear(Deadline.after(0.02)) is None
+            assert peer.receive_frame(Deadline.after(0.02)) is None
         ending.join()
-        frame = peer.hear(Deadline.after(SOON))
+        frame = peer.receive_frame(Deadline.after(SOON))
         assert frame is not None
         assert frame.kind == FrameKind.BYE
         assert isinstance(cause_of_bye(frame), BadFrame)
@@ -41,7 +41,7 @@ def test_behind_half_a_message_nobody_waits_to_say_bye() -> None:
         writer.start()
         while not stream._torn:
             pass
-        stream.shut(LinkClosed("closed"))
+        stream.shut_down(LinkClosed("closed"))
         writer.join(SOON)
         assert not writer.is_alive()
     finally:

@@ -1,6 +1,6 @@
-"""Notices over a connected stream socket, with deadlines: what the memfd and TCP backends share. It knows no slots.
+"""Frames over a connected stream socket, with deadlines: what the memfd and TCP backends share. It knows no slots.
 
-The socket stays in blocking mode. Notices are read and written without waiting, with poll before where there is
+The socket stays in blocking mode. Frames are read and written without waiting, with poll before where there is
 something to wait for; bulk bytes are left to the system in one call, which ends by the socket's own time limits.
 """
 
@@ -26,7 +26,7 @@ _LONGEST_MS = 2**31 - 1
 # A reader of bulk bytes sleeps until that many are there: woken for each segment, it takes a third longer.
 _COARSE_BYTES = 256 << 10
 
-# For a thread that is writing a notice, which never waits, to get on.
+# For a thread that is writing a frame, which never waits, to get on.
 _NOTICE_S = 0.1
 
 _Rights = tuple[int, int, "array.array[int]"]
@@ -47,8 +47,8 @@ class FrameStream:
         self._writing = threading.Lock()
         self._torn = False
 
-    def hear(self, deadline: Deadline) -> Frame | None:
-        """The next notice, or None by the deadline. Raises PeerDead, BadFrame."""
+    def receive_frame(self, deadline: Deadline) -> Frame | None:
+        """The next frame, or None by the deadline. Raises PeerDead, BadFrame."""
         if self._frame is None:
             header = self._read_header(deadline)
             if header is None:
@@ -62,8 +62,8 @@ class FrameStream:
         frame, self._frame = self._frame._replace(payload=bytes(self._payload)), None
         return frame
 
-    def tell(self, frame: Frame, deadline: Deadline) -> None:
-        """Sends a notice with its payload. Raises DeadlineExceeded, PeerDead."""
+    def send_frame(self, frame: Frame, deadline: Deadline) -> None:
+        """Sends a frame with its payload. Raises DeadlineExceeded, PeerDead."""
         said = frame.pack() + frame.payload
         with self._writing:
             sent = self._send_at_once(said)
@@ -80,8 +80,8 @@ class FrameStream:
                 self._write(list(pieces[first : first + _PIECES]), deadline)
             self._torn = False
 
-    def tell_with_descriptor(self, frame: Frame, descriptor: int, deadline: Deadline) -> None:
-        """Sends a notice, and behind it one byte that carries a file descriptor. Raises as `write` does."""
+    def send_frame_with_descriptor(self, frame: Frame, descriptor: int, deadline: Deadline) -> None:
+        """Sends a frame, and behind it one byte that carries a file descriptor. Raises as `write` does."""
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
         with self._writing:
             self._torn = True
@@ -90,8 +90,8 @@ class FrameStream:
             self._write([memoryview(b"\0")], deadline, rights)
             self._torn = False
 
-    def tell_at_once(self, frame: Frame) -> None:
-        """Sends a notice without waiting. Raises PeerDead, BadFrame when the peer reads nothing.
+    def send_frame_at_once(self, frame: Frame) -> None:
+        """Sends a frame without waiting. Raises PeerDead, BadFrame when the peer reads nothing.
 
         What a peer may have unread here is bounded by its credit; only one that breaks the rules fills the pipe.
         """
@@ -119,9 +119,9 @@ class FrameStream:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         return done
 
-    def shut(self, cause: LinkError) -> None:
+    def shut_down(self, cause: LinkError) -> None:
         """Says BYE if nothing is in the way, and ends the connection both ways; waiting threads wake up."""
-        # Whoever is writing a notice has written it in a moment, on a busy machine even after the peer has answered it;
+        # Whoever is writing a frame has written it in a moment, on a busy machine even after the peer has answered it;
         # behind half of a message there is no room for a BYE.
         if self._writing.acquire(timeout=0.0 if self._torn else _NOTICE_S):
             try:

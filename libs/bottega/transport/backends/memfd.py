@@ -1,4 +1,4 @@
-"""Links between processes of one host: bytes lie in sealed shared memory, notices go over a unix socket.
+"""Links between processes of one host: bytes lie in sealed shared memory, frames go over a unix socket.
 
 The sender owns the slots and writes them in place or copies into them; the receiver looks at the same pages and cannot
 write them. A slot's memory goes over once, when it is first used or has to grow; a file with its message. Either is
@@ -37,8 +37,8 @@ class MemfdSender:
         self._slots: dict[int, Slot] = {}
         self._largest_bytes = 0
 
-    def hear(self, deadline: Deadline) -> Frame | None:
-        return self._stream.hear(deadline)
+    def receive_frame(self, deadline: Deadline) -> Frame | None:
+        return self._stream.receive_frame(deadline)
 
     def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
         found = self._slots.get(index)
@@ -54,19 +54,19 @@ class MemfdSender:
             copy(target, source)
         return []
 
-    def attach(self, index: int, file: SealedFile, deadline: Deadline) -> None:
-        notice = Frame(FrameKind.FILE, slot=index, size=file.size_bytes)
-        self._stream.tell_with_descriptor(notice, file.descriptor, deadline)
+    def attach_file(self, index: int, file: SealedFile, deadline: Deadline) -> None:
+        frame = Frame(FrameKind.FILE, slot=index, size=file.size_bytes)
+        self._stream.send_frame_with_descriptor(frame, file.descriptor, deadline)
 
-    def tell(self, frame: Frame, deadline: Deadline) -> None:
-        self._stream.tell(frame, deadline)
+    def send_frame(self, frame: Frame, deadline: Deadline) -> None:
+        self._stream.send_frame(frame, deadline)
 
-    def move(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
-        # The bytes are where they shall be. The system call orders them before the notice for other processors.
-        self._stream.tell(frame, deadline)
+    def send_data(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
+        # The bytes are where they shall be. The system call orders them before the frame for other processors.
+        self._stream.send_frame(frame, deadline)
 
-    def shut(self, cause: LinkError) -> None:
-        self._stream.shut(cause)
+    def shut_down(self, cause: LinkError) -> None:
+        self._stream.shut_down(cause)
 
     def close(self) -> None:
         self._stream.close()
@@ -79,7 +79,7 @@ class MemfdSender:
             self._largest_bytes = max((len(slot) for slot in self._slots.values()), default=0)
             raise
         try:
-            self._stream.tell_with_descriptor(
+            self._stream.send_frame_with_descriptor(
                 Frame(FrameKind.SEGMENT, slot=index, size=len(mapping)), descriptor, deadline
             )
         finally:
@@ -99,10 +99,10 @@ class MemfdReceiver:
         self._files: dict[int, memoryview] = {}
         self._expected: Frame | None = None
 
-    def hear(self, deadline: Deadline) -> Frame | None:
+    def receive_frame(self, deadline: Deadline) -> Frame | None:
         while True:
             if self._expected is None:
-                frame = self._stream.hear(deadline)
+                frame = self._stream.receive_frame(deadline)
                 if frame is None or frame.kind not in _WITH_DESCRIPTOR:
                     return frame
                 self._expected = frame
@@ -111,23 +111,23 @@ class MemfdReceiver:
             announced, self._expected = self._expected, None
             self._take_in(announced)
 
-    def open(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
+    def open_slot(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
         slot = self._slots.get(index)
         if slot is None or len(slot) < layout.size_bytes:
             raise BadFrame("the peer sent a message that is larger than the memory that it shared for it")
         return slot.views(layout)
 
-    def file(self, index: int) -> memoryview | None:
+    def take_file(self, index: int) -> memoryview | None:
         return self._files.pop(index, None)
 
-    def fill(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
+    def receive_data(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
         return stop - start  # they are there
 
-    def grant(self, frame: Frame) -> None:
-        self._stream.tell_at_once(frame)
+    def send_credit(self, frame: Frame) -> None:
+        self._stream.send_frame_at_once(frame)
 
-    def shut(self, cause: LinkError) -> None:
-        self._stream.shut(cause)
+    def shut_down(self, cause: LinkError) -> None:
+        self._stream.shut_down(cause)
 
     def close(self) -> None:
         self._stream.close()

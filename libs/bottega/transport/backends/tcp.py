@@ -1,4 +1,4 @@
-"""Links between hosts: notices and bytes share one TCP connection for each direction. Nothing is encrypted.
+"""Links between hosts: frames and bytes share one TCP connection for each direction. Nothing is encrypted.
 
 The sender gathers from its own buffers or from a slot of its own; the receiver's slots take the bytes as they come, so
 they are copied by the system alone. It knows no message.
@@ -42,8 +42,8 @@ class TcpSender:
         self._stream = FrameStream(connection)
         self._slots = PrivateSlots()
 
-    def hear(self, deadline: Deadline) -> Frame | None:
-        return self._stream.hear(deadline)
+    def receive_frame(self, deadline: Deadline) -> Frame | None:
+        return self._stream.receive_frame(deadline)
 
     def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
         return self._slots.get(index, size_bytes)
@@ -57,17 +57,17 @@ class TcpSender:
             end = offset + len(buffer)
         return pieces
 
-    def attach(self, index: int, file: SealedFile, deadline: Deadline) -> None:
+    def attach_file(self, index: int, file: SealedFile, deadline: Deadline) -> None:
         raise ValueError("a network passes no files")
 
-    def tell(self, frame: Frame, deadline: Deadline) -> None:
-        self._stream.tell(frame, deadline)
+    def send_frame(self, frame: Frame, deadline: Deadline) -> None:
+        self._stream.send_frame(frame, deadline)
 
-    def move(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
+    def send_data(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
         self._stream.write([memoryview(frame.pack()), *pieces], deadline)
 
-    def shut(self, cause: LinkError) -> None:
-        self._stream.shut(cause)
+    def shut_down(self, cause: LinkError) -> None:
+        self._stream.shut_down(cause)
 
     def close(self) -> None:
         self._stream.close()
@@ -82,24 +82,24 @@ class TcpReceiver:
         self._slots = PrivateSlots()
         self._open: dict[int, Slot] = {}
 
-    def hear(self, deadline: Deadline) -> Frame | None:
-        return self._stream.hear(deadline)
+    def receive_frame(self, deadline: Deadline) -> Frame | None:
+        return self._stream.receive_frame(deadline)
 
-    def open(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
+    def open_slot(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
         slot = self._open[index] = self._slots.get(index, layout.size_bytes)
         return slot.views(layout)
 
-    def file(self, index: int) -> memoryview | None:
+    def take_file(self, index: int) -> memoryview | None:
         return None
 
-    def fill(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
+    def receive_data(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
         return self._stream.read_bulk(self._open[index].memory[start:stop], deadline)
 
-    def grant(self, frame: Frame) -> None:
-        self._stream.tell_at_once(frame)
+    def send_credit(self, frame: Frame) -> None:
+        self._stream.send_frame_at_once(frame)
 
-    def shut(self, cause: LinkError) -> None:
-        self._stream.shut(cause)
+    def shut_down(self, cause: LinkError) -> None:
+        self._stream.shut_down(cause)
 
     def close(self) -> None:
         self._stream.close()

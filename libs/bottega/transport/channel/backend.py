@@ -5,28 +5,27 @@ A link decides what is said and when; a backend moves frames and bytes, and owns
 What a backend of devices, which will stand beside memfd.py and tcp.py, can rely on:
 
 - All that is said goes in frames over a connection of the backend's own: a device backend keeps one (unix or TCP,
-  frame_stream.py) for frames, and moves bytes beside it. One connection for each
-  direction, so a group (ProcessGroupNCCL) or slot pool (CUDA IPC) for each direction fits, and none is shared by two
-  links.
-- The core never looks at a slot's bytes: it passes what `slot`, `open` and `stage` return through, by spec. A device
-  backend's slot is a device tensor in the place of the memoryview, sliced by the same offsets (64-byte aligned, slots
-  by page), and `views` and `view` hand out slices of it.
+  frame_stream.py) for frames, and moves bytes beside it. One connection for each direction, so a group
+  (ProcessGroupNCCL) or slot pool (CUDA IPC) for each direction fits, and none is shared by two links.
+- The core never looks at a slot's bytes: it passes what `slot`, `open_slot` and `stage` return through, by spec. A
+  device backend's slot is a device tensor in the place of the memoryview, sliced by the same offsets (64-byte aligned,
+  slots by page), and `views` and `view` hand out slices of it.
 - Slots are few, long-lived, and known by index: memory is exported once for each (one cudaMalloc each, no expandable
   segments) and told with a SEGMENT; it is unmapped in `close`, which comes when the peer is known to be dead, not at
   the next handshake. `slot` is called before anything is written, with the size of the message.
-- `move` may be called when the work that fills the tensors is only enqueued: the backend owns a stream for each
+- `send_data` may be called when the work that fills the tensors is only enqueued: the backend owns a stream for each
   direction, makes it wait for the caller's current one, and says DATA when its copy is enqueued or done, whichever
   its receiver needs.
-- Readiness before a receive: `open` is called when the header has been checked and before any byte is asked for,
-  `fill` after that. A backend that must not post a receive before the sender has come (NCCL) posts it in `fill`,
-  because the DATA frame says that the sender is there; one whose sender must not start before the receive is posted
-  answers from `open`.
-- Nothing is asked of a backend without a deadline, but a stuck kernel returns by none: `shut` may come at any time
+- Readiness before a receive: `open_slot` is called when the header has been checked and before any byte is asked for,
+  `receive_data` after that. A backend that must not post a receive before the sender has come (NCCL) posts it in
+  `receive_data`, because the DATA frame says that the sender is there; one whose sender must not start before the
+  receive is posted answers from `open_slot`.
+- Nothing is asked of a backend without a deadline, but a stuck kernel returns by none: `shut_down` may come at any time
   from any thread, a liveness monitor's by Link.end, and must free whoever is stuck (ProcessGroupNCCL.abort()).
-- `grant` is called when the consumer is done with a slot; a backend whose consumers enqueue work records an event
+- `send_credit` is called when the consumer is done with a slot; a backend whose consumers enqueue work records an event
   there and lets the frame wait for it.
 - Two ends on one device, two ranks of one group, device numbers and peer access are for the backend's probe, which
-  joins `connect`'s ways before memfd, and says why when it does not pass.
+  joins those of `connect` before memfd, and says why when it does not pass.
 """
 
 from __future__ import annotations
@@ -56,26 +55,26 @@ class Backend(StrEnum):
 
 
 class BackendEnd(Protocol):
-    """What both ends of a direction can do. All but `shut` is called by one thread at a time."""
+    """What both ends of a direction can do. All but `shut_down` is called by one thread at a time."""
 
-    def hear(self, deadline: Deadline) -> Frame | None:
-        """The peer's next notice, with its payload; None when there is none by the deadline.
+    def receive_frame(self, deadline: Deadline) -> Frame | None:
+        """The peer's next frame, with its payload; None when there is none by the deadline.
 
-        It can be called again after that: what has come of a notice is kept. Raises PeerDead at the end of the
-        connection, BadFrame for what is no notice.
+        It can be called again after that: what has come of a frame is kept. Raises PeerDead at the end of the
+        connection, BadFrame for what is no frame.
         """
         ...
 
-    def shut(self, cause: LinkError) -> None:
-        """Tells the peer, if that takes no waiting to speak of, and wakes whoever waits here; then `hear` raises
-        PeerDead.
+    def shut_down(self, cause: LinkError) -> None:
+        """Tells the peer, if that takes no waiting to speak of, and wakes whoever waits here; then `receive_frame`
+        raises PeerDead.
 
         Any thread may call it, at any time: a monitor ends links whose own thread is stuck in a call.
         """
         ...
 
     def close(self) -> None:
-        """Gives descriptors and slots back, after `shut`; memory that somebody looks at stays."""
+        """Gives descriptors and slots back, after `shut_down`; memory that somebody looks at stays."""
         ...
 
 
@@ -84,7 +83,7 @@ class SenderBackend(BackendEnd, Protocol):
 
     @property
     def passes_files(self) -> bool:
-        """Whether `attach` does anything but raise."""
+        """Whether `attach_file` does anything but raise."""
         ...
 
     def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
@@ -95,42 +94,42 @@ class SenderBackend(BackendEnd, Protocol):
         ...
 
     def stage(self, index: int, layout: Layout, buffers: Sequence[memoryview], deadline: Deadline) -> list[memoryview]:
-        """Takes a whole message from the sender's own buffers; returns what `move` has to be given.
+        """Takes a whole message from the sender's own buffers; returns what `send_data` has to be given.
 
         The buffers must not change until the slot's credit is back.
         """
         ...
 
-    def attach(self, index: int, file: SealedFile, deadline: Deadline) -> None:
-        """Makes a file part of the slot's next message. Raises as `tell` does, and ValueError where none can be
+    def attach_file(self, index: int, file: SealedFile, deadline: Deadline) -> None:
+        """Makes a file part of the slot's next message. Raises as `send_frame` does, and ValueError where none can be
         passed."""
         ...
 
-    def tell(self, frame: Frame, deadline: Deadline) -> None:
-        """Sends a notice with its payload. Raises DeadlineExceeded, after which the direction cannot be used."""
+    def send_frame(self, frame: Frame, deadline: Deadline) -> None:
+        """Sends a frame with its payload. Raises DeadlineExceeded, after which the direction cannot be used."""
         ...
 
-    def move(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
-        """Sends a DATA notice and moves the bytes that are ready now. Raises as `tell` does."""
+    def send_data(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
+        """Sends a DATA frame and moves the bytes that are ready now. Raises as `send_frame` does."""
         ...
 
 
 class ReceiverBackend(BackendEnd, Protocol):
     """The receiver's end."""
 
-    def open(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
+    def open_slot(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
         """Where each tensor of the message in this slot will be. Called once a message, before any byte moves."""
         ...
 
-    def file(self, index: int) -> memoryview | None:
+    def take_file(self, index: int) -> memoryview | None:
         """The bytes of the file that is part of the message in this slot; None where there is none. Called once a
-        message, after `open`."""
+        message, after `open_slot`."""
         ...
 
-    def fill(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
+    def receive_data(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
         """Brings the slot's bytes `start` to `stop` - 1, as far as they come in time; returns how many did."""
         ...
 
-    def grant(self, frame: Frame) -> None:
+    def send_credit(self, frame: Frame) -> None:
         """Sends a CREDIT. It never waits; any thread may call it."""
         ...

@@ -1,4 +1,4 @@
-"""The notices of a link: 28 bytes each, little-endian, some followed by bytes. It knows no socket and no slot.
+"""The frames of a link: 28 bytes each, little-endian, some followed by bytes. It knows no socket and no slot.
 
 Each direction has a stream of its own. The sender says LAYOUT (a description follows), SEGMENT (a slot's memory comes
 with it), FILE (a file comes with it, and is part of the slot's next message) and DATA (tensors are there; TCP sends
@@ -27,7 +27,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class FrameKind(IntEnum):
-    """What a notice says."""
+    """What a frame says."""
 
     LAYOUT = 1
     SEGMENT = 2
@@ -38,12 +38,12 @@ class FrameKind(IntEnum):
 
 
 class Frame(NamedTuple):
-    """One notice. A plain tuple, because one is made for every message and frozen dataclasses take four times as long.
+    """One frame. A plain tuple, because one is made for every message and frozen dataclasses take four times as long.
 
     flag: of DATA 1 where the sender takes the message back; of BYE the reason.
     slot: which one, counted from 0. ready: of DATA how many tensors are there now, counted from the first.
     layout: its number on this link. sequence: of DATA and CREDIT the message's number, counted from 1.
-    size: bytes that belong to the notice.
+    size: bytes that belong to the frame.
     payload: of LAYOUT the description; never part of the header.
     """
 
@@ -62,14 +62,14 @@ class Frame(NamedTuple):
 
 
 def unpack(header: bytes | bytearray) -> Frame:
-    """The notice in a copy of 28 received bytes. Raises BadFrame when it is none.
+    """The frame in a copy of 28 received bytes. Raises BadFrame when it is none.
 
     Numbers of slots, layouts and messages are for those to check who know what there is.
     """
     fields = _HEADER.unpack(header)
     frame = Frame(*fields[1:])
     if fields[0] != _MAGIC or frame.kind not in _KINDS:
-        raise BadFrame("the peer sent bytes that are no notice of a link")
+        raise BadFrame("the peer sent bytes that are no frame of a link")
     if frame.kind == FrameKind.LAYOUT and frame.size > MAX_ENCODED_BYTES:
         raise BadFrame(f"the peer announces a layout's description of {frame.size} bytes; {MAX_ENCODED_BYTES} are read")
     return frame
@@ -89,7 +89,7 @@ _TOLD: dict[type[LinkError], str] = {
 
 
 def bye(cause: LinkError) -> Frame:
-    """The notice that tells the peer why the link ends."""
+    """The frame that tells the peer why the link ends."""
     kind = type(cause)
     return Frame(FrameKind.BYE, flag=_REASONS.index(kind) if kind in _REASONS else 0)
 

@@ -36,7 +36,7 @@ class Lifecycle:
             self.cause = cause
         self._counters.died(type(cause).__name__)
         for end in self._ends:
-            end.shut(cause)
+            end.shut_down(cause)
 
     def fail(self, error: LinkError) -> NoReturn:
         """Ends the link with this error, and raises what it died of: that may have been something else before."""

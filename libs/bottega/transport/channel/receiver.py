@@ -1,6 +1,6 @@
 """The receiver's half of a link: takes messages in, tensor by tensor, checks all that the peer says, and gives credit.
 
-What decides is read once, from a copy: shared memory stays writable by the peer. How bytes move, its inlet knows.
+What decides is read once, from a copy: shared memory stays writable by the peer. How bytes move, its backend knows.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Receiver:
     """One direction's receiver. One thread at a time; `release` and `close` may come from any."""
 
     def __init__(
-        self, inlet: ReceiverBackend, limits: Limits, life: Lifecycle, counters: LinkCounters, lease_s: float
+        self, backend: ReceiverBackend, limits: Limits, lifecycle: Lifecycle, counters: LinkCounters, lease_s: float
     ) -> None:
         self.lock = threading.RLock()
-        self._inlet = inlet
+        self._backend = backend
         self._limits = limits
-        self.life = life
+        self.lifecycle = lifecycle
         self._counters = counters
         self._lease_s = lease_s
         self._layouts: dict[int, Layout] = {}
@@ -51,12 +51,12 @@ class Receiver:
         """The next message that has begun."""
         with self.lock:
             while not self._begun:
-                self.life.check()
+                self.lifecycle.check()
                 if not self.pump(deadline):
                     raise DeadlineExceeded("no message came in time; the peer may be slow, stopped or idle")
             incoming = self._begun.popleft()
             if expected is not None and incoming.layout.digest != expected.digest:
-                self.life.fail(LayoutMismatch(_difference(expected, incoming.layout)))
+                self.lifecycle.fail(LayoutMismatch(_difference(expected, incoming.layout)))
             return incoming
 
     def wait(self, incoming: Incoming, count: int, deadline: Deadline) -> None:
@@ -65,23 +65,23 @@ class Receiver:
             while incoming.arrived < count:
                 if incoming.aborted:
                     raise MessageAborted("the sender took the message back; what was received of it is void")
-                self.life.check()
+                self.lifecycle.check()
                 if not self.pump(deadline):
                     raise DeadlineExceeded(
                         f"{incoming.arrived} of {count} tensors came in time; the peer may be slow or stopped"
                     )
 
     def pump(self, deadline: Deadline) -> bool:
-        """Takes in one notice, or some of the bytes that belong to the last; False when nothing came in time."""
+        """Takes in one frame, or some of the bytes that belong to the last; False when nothing came in time."""
         try:
             if self._current is not None and self._current.awaited:
                 return self._fill(self._current, deadline)
-            frame = self._inlet.hear(deadline)
+            frame = self._backend.receive_frame(deadline)
             if frame is None:
                 return False
             self._take_in(frame)
         except LinkError as error:
-            self.life.fail(error)
+            self.lifecycle.fail(error)
         return True
 
     def release(self, incoming: Incoming) -> None:
@@ -95,15 +95,15 @@ class Receiver:
 
     def check_lease(self) -> None:
         """Raises LeaseExpired when the link has been dead for longer than messages may be kept."""
-        if self.life.dead_for_s() > self._lease_s:
+        if self.lifecycle.dead_for_s() > self._lease_s:
             raise LeaseExpired(f"the link died more than {self._lease_s:g} s ago; what it brought is given up")
 
     def close(self) -> None:
-        """Gives memory and descriptors back, after the life's end."""
+        """Gives memory and descriptors back, after the link's end."""
         with self.lock, self._giving:
             self._begun.clear()
             self._current = None
-            self._inlet.close()
+            self._backend.close()
 
     def _take_in(self, frame: Frame) -> None:
         match frame.kind:
@@ -156,15 +156,15 @@ class Receiver:
             if frame.slot >= self._limits.slots or frame.slot in self._held or frame.sequence != self._sequence:
                 raise BadFrame("the sender sent a message without a credit for it")
             self._held.add(frame.slot)
-        views = self._inlet.open(frame.slot, layout)
+        views = self._backend.open_slot(frame.slot, layout)
         current = self._current = Incoming(self, layout, views, frame.slot, frame.sequence)
-        current.file = self._inlet.file(frame.slot)
+        current.file = self._backend.take_file(frame.slot)
         current.file_bytes = 0 if current.file is None else len(current.file)
         self._begun.append(current)
         return current
 
     def _fill(self, current: Incoming, deadline: Deadline) -> bool:
-        got = self._inlet.fill(current.index, current.filled, current.stop, deadline)
+        got = self._backend.receive_data(current.index, current.filled, current.stop, deadline)
         current.filled += got
         if current.filled == current.stop:
             current.arrived, current.awaited = current.awaited, 0
@@ -184,12 +184,12 @@ class Receiver:
 
     def _grant(self, incoming: Incoming) -> None:
         self._held.discard(incoming.index)
-        if self.life.cause is not None:
+        if self.lifecycle.cause is not None:
             return
         try:
-            self._inlet.grant(Frame(FrameKind.CREDIT, slot=incoming.index, sequence=incoming.sequence))
+            self._backend.send_credit(Frame(FrameKind.CREDIT, slot=incoming.index, sequence=incoming.sequence))
         except LinkError as error:
-            self.life.end(error)  # whoever gives back wants nothing more of the link; the next call says it
+            self.lifecycle.end(error)  # whoever gives back wants nothing more of the link; the next call says it
 
 
 class Incoming:
@@ -205,7 +205,7 @@ class Incoming:
     """
 
     __slots__ = (
-        "_life",
+        "_lifecycle",
         "_receiver",
         "_views",
         "aborted",
@@ -227,13 +227,13 @@ class Incoming:
         self, receiver: Receiver, layout: Layout, views: tuple[memoryview, ...], index: int, sequence: int
     ) -> None:
         self._receiver = receiver
-        self._life = receiver.life
+        self._lifecycle = receiver.lifecycle
         self._views = views
         self.layout = layout
         self.index = index
         self.sequence = sequence
         self.arrived = 0  # tensors
-        self.awaited = 0  # tensors that the last notice spoke of, until they are here
+        self.awaited = 0  # tensors that the last frame spoke of, until they are here
         self.filled = self.stop = 0  # bytes of the slot: where they go, and up to where
         self.ended = self.aborted = self.released = False
         self.file: memoryview | None = None
@@ -268,7 +268,7 @@ class Incoming:
         died longer ago than its lease_s.
         """
         views = self._views  # first: whoever gives the message back meanwhile says so before it drops them
-        if self._life.cause is not None:
+        if self._lifecycle.cause is not None:
             self._receiver.check_lease()
         if self.released:
             raise LeaseExpired("the message was given back; copy what is needed for longer before releasing it")

@@ -1,6 +1,6 @@
 """The sender's half of a link: credit, layouts, and one message at a time, in pieces or whole.
 
-It decides what is said and when; how bytes move, its outlet knows.
+It decides what is said and when; how bytes move, its backend knows.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _TAKEN_BACK = 1
 class Sender:
     """One direction's sender. One thread at a time; `close` may come from any."""
 
-    def __init__(self, outlet: SenderBackend, limits: Limits, life: Lifecycle, counters: LinkCounters) -> None:
+    def __init__(self, backend: SenderBackend, limits: Limits, lifecycle: Lifecycle, counters: LinkCounters) -> None:
         self.lock = threading.RLock()
-        self._outlet = outlet
+        self._backend = backend
         self._limits = limits
-        self._life = life
+        self._lifecycle = lifecycle
         self._counters = counters
         self._free = deque(range(limits.slots))
         # By slot, the number of the message that is in it.
@@ -65,7 +65,7 @@ class Sender:
     @property
     def passes_files(self) -> bool:
         """Whether a message may carry one."""
-        return self._outlet.passes_files
+        return self._backend.passes_files
 
     def send(
         self, layout: Layout, buffers: Sequence[Buffer], deadline: Deadline, file: SealedFile | None = None
@@ -78,16 +78,16 @@ class Sender:
             index, number = self._admit(layout, deadline)
             began = time.monotonic()
             try:
-                staged = self._outlet.stage(index, layout, pieces, deadline)
+                staged = self._backend.stage(index, layout, pieces, deadline)
             except NoSharedMemory:
                 self._forget(index)
                 raise
             except LinkError as error:
-                self._life.fail(error)
+                self._lifecycle.fail(error)
             if file is not None:
-                self._attach(index, file, deadline)
+                self._attach_file(index, file, deadline)
             count = len(layout.specs)
-            self._move(self._data(index, number, count, layout.span(0, count)), staged, deadline)
+            self._send_data(self._data(index, number, count, layout.span(0, count)), staged, deadline)
             file_bytes = 0 if file is None else file.size_bytes
             self._counters.sent(layout.size_bytes, time.monotonic() - began, file_bytes=file_bytes)
 
@@ -95,18 +95,18 @@ class Sender:
         """Waits until every message has been given back."""
         with self.lock:
             while self._under_way:
-                self._life.check()
-                if not self._hear(deadline):
+                self._lifecycle.check()
+                if not self._receive_frame(deadline):
                     raise DeadlineExceeded(f"the receiver still holds {len(self._under_way)} messages")
 
     def publish(self, outgoing: Outgoing, count: int) -> None:
         """Moves an open message's tensors up to `count`."""
         with self.lock:
-            self._life.check()
+            self._lifecycle.check()
             layout, index = outgoing.layout, outgoing.index
             start, stop = layout.span(outgoing.published, count)
             frame = self._data(index, outgoing.number, count, (start, stop))
-            self._move(frame, [outgoing.slot.memory[start:stop]], outgoing.deadline)
+            self._send_data(frame, [outgoing.slot.memory[start:stop]], outgoing.deadline)
             if count == len(layout.specs):
                 self._open = None
                 self._counters.sent(layout.size_bytes, time.monotonic() - outgoing.began)
@@ -118,7 +118,7 @@ class Sender:
                 return
             self._open = None
             self._counters.aborted()
-            if self._life.cause is not None:
+            if self._lifecycle.cause is not None:
                 return
             if outgoing.published == 0:
                 self._forget(outgoing.index)
@@ -126,22 +126,22 @@ class Sender:
             frame = Frame(
                 FrameKind.DATA, flag=_TAKEN_BACK, slot=outgoing.index, layout=outgoing.number, sequence=self._sequence
             )
-            self._move(frame, [], outgoing.deadline)
+            self._send_data(frame, [], outgoing.deadline)
 
     def close(self) -> None:
-        """Gives memory and descriptors back, after the life's end."""
+        """Gives memory and descriptors back, after the link's end."""
         with self.lock:
-            self._outlet.close()
+            self._backend.close()
 
-    def _attach(self, index: int, file: SealedFile, deadline: Deadline) -> None:
+    def _attach_file(self, index: int, file: SealedFile, deadline: Deadline) -> None:
         try:
-            self._outlet.attach(index, file, deadline)
+            self._backend.attach_file(index, file, deadline)
         except LinkError as error:
             self._lost(error)
 
     def _admit(self, layout: Layout, deadline: Deadline) -> tuple[int, int]:
         """A free slot for the next message, and the layout's number."""
-        self._life.check()
+        self._lifecycle.check()
         if self._open is not None:
             raise RuntimeError("one message at a time: finish or abort the last one first")
         number = self._register(layout, deadline)
@@ -158,7 +158,7 @@ class Sender:
 
     def _register(self, layout: Layout, deadline: Deadline) -> int:
         """The layout's number on this link, which the receiver knows."""
-        self._life.check()
+        self._lifecycle.check()
         number = self._layouts.get(layout.digest)
         if number is not None:
             self._layouts.move_to_end(layout.digest)
@@ -172,13 +172,13 @@ class Sender:
         full = len(self._layouts) >= self._limits.layouts
         number = self._layouts.popitem(last=False)[1] if full else len(self._layouts)
         encoded = layout.encode()
-        self._tell(Frame(FrameKind.LAYOUT, layout=number, size=len(encoded), payload=encoded), deadline)
+        self._send_frame(Frame(FrameKind.LAYOUT, layout=number, size=len(encoded), payload=encoded), deadline)
         self._layouts[layout.digest] = number
         return number
 
     def _credit(self, deadline: Deadline) -> int:
         """Takes a free slot, and hears of the peer's death if it is dead."""
-        while self._hear(_NOW):
+        while self._receive_frame(_NOW):
             pass
         if not self._free:
             self._wait_for_credit(deadline)
@@ -187,7 +187,7 @@ class Sender:
     def _wait_for_credit(self, deadline: Deadline) -> None:
         began = time.monotonic()
         while not self._free:
-            if not self._hear(deadline):
+            if not self._receive_frame(deadline):
                 waited_s = time.monotonic() - began
                 self._counters.waited(waited_s, in_vain=True)
                 raise NoCredit(
@@ -196,15 +196,15 @@ class Sender:
                 )
         self._counters.waited(time.monotonic() - began, in_vain=False)
 
-    def _hear(self, deadline: Deadline) -> bool:
-        """Takes in one notice of the receiver's, if one comes before the deadline."""
+    def _receive_frame(self, deadline: Deadline) -> bool:
+        """Takes in one frame of the receiver's, if one comes before the deadline."""
         try:
-            frame = self._outlet.hear(deadline)
+            frame = self._backend.receive_frame(deadline)
             if frame is None:
                 return False
             self._take_in(frame)
         except LinkError as error:
-            self._life.fail(error)
+            self._lifecycle.fail(error)
         return True
 
     def _take_in(self, frame: Frame) -> None:
@@ -217,34 +217,34 @@ class Sender:
 
     def _slot(self, index: int, layout: Layout, deadline: Deadline) -> Slot:
         try:
-            return self._outlet.slot(index, layout.size_bytes, deadline)
+            return self._backend.slot(index, layout.size_bytes, deadline)
         except NoSharedMemory:
             raise
         except LinkError as error:
-            self._life.fail(error)
+            self._lifecycle.fail(error)
 
     def _data(self, index: int, number: int, count: int, span: tuple[int, int]) -> Frame:
         size = span[1] - span[0]
         return Frame(FrameKind.DATA, slot=index, ready=count, layout=number, sequence=self._sequence, size=size)
 
-    def _move(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
+    def _send_data(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
         try:
-            self._outlet.move(frame, pieces, deadline)
+            self._backend.send_data(frame, pieces, deadline)
         except LinkError as error:
             self._lost(error)
 
-    def _tell(self, frame: Frame, deadline: Deadline) -> None:
+    def _send_frame(self, frame: Frame, deadline: Deadline) -> None:
         try:
-            self._outlet.tell(frame, deadline)
+            self._backend.send_frame(frame, deadline)
         except LinkError as error:
             self._lost(error)
 
     def _lost(self, error: LinkError) -> None:
         """Ends the link; if the peer said why it left before it did, that is the cause."""
         if not isinstance(error, DeadlineExceeded):
-            while self._hear(_NOW):
+            while self._receive_frame(_NOW):
                 pass
-        self._life.fail(error)
+        self._lifecycle.fail(error)
 
 
 class Outgoing:

@@ -1,7 +1,7 @@
-"""Where connections come in: strangers until they have proved that they know an offer's token.
+"""Where connections come in: pending until their peers have proved that they know an offer's token.
 
 One thread serves them all. What they may cost before that is capped: bytes by the fixed lengths of the hello, time, and
-number, the oldest stranger making room for the newest. It knows no link; it hands proven connections over.
+number, the oldest pending one making room for the newest. It knows no link; it hands proven connections over.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _log = logging.getLogger(__name__)
 
 
 class Authenticator(Protocol):
-    """Who decides about strangers. All calls come from the door's thread."""
+    """Decides about pending connections. All calls come from the acceptor's thread."""
 
     def token_for(self, hello: ClientHello) -> bytes | Verdict:
         """The token that this claim has to prove, or why it is not taken."""
         ...
 
-    def enter(self, hello: ClientHello, connection: socket.socket) -> bool:
+    def admit(self, hello: ClientHello, connection: socket.socket) -> bool:
         """Takes a connection whose proof was right; False when the offer is used up meanwhile."""
         ...
 
@@ -55,16 +55,20 @@ class Acceptor:
     """Listening sockets and the thread that serves them. group: see links_group."""
 
     def __init__(
-        self, host: Authenticator, sockets: Sequence[tuple[Backend, socket.socket]], *, group: int | None = None
+        self,
+        authenticator: Authenticator,
+        sockets: Sequence[tuple[Backend, socket.socket]],
+        *,
+        group: int | None = None,
     ) -> None:
-        self._host = host
+        self._authenticator = authenticator
         self._sockets = sockets
         self._group = group
-        self._turned_away = SampledLog(
+        self._refused = SampledLog(
             _log,
-            "a stranger at a link's door was turned away",
-            more="more strangers at a link's door were turned away",
-            counted="strangers",
+            "a connection for a link was refused",
+            more="more connections for links were refused",
+            counted="connections",
         )
         self._not_taken = SampledLog(
             _log,
@@ -74,8 +78,8 @@ class Acceptor:
             level=logging.WARNING,
         )
         self._selector = selectors.DefaultSelector()
-        self._strangers: dict[socket.socket, _PendingConnection] = {}
-        self._bell, self._rope = socket.socketpair()
+        self._pending: dict[socket.socket, _PendingConnection] = {}
+        self._wake_reader, self._wake_writer = socket.socketpair()
         self._open = True
         self._thread = threading.Thread(target=self._serve, name="links", daemon=True)
 
@@ -84,36 +88,36 @@ class Acceptor:
         for backend, listening in self._sockets:
             listening.setblocking(False)
             self._selector.register(listening, selectors.EVENT_READ, backend)
-        self._selector.register(self._bell, selectors.EVENT_READ, None)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
         self._thread.start()
 
     def stop(self) -> None:
         """Lets nobody in any more, and waits for the thread, which waits for nobody."""
         self._open = False
-        self._rope.send(b"\0")
+        self._wake_writer.send(b"\0")
         self._thread.join()
-        for stranger in list(self._strangers.values()):
-            self._forget(stranger).close()
-        for closing in (self._bell, self._rope, *(listening for _, listening in self._sockets)):
+        for pending in list(self._pending.values()):
+            self._forget(pending).close()
+        for closing in (self._wake_reader, self._wake_writer, *(listening for _, listening in self._sockets)):
             closing.close()
         self._selector.close()
-        self._turned_away.sum_up()
+        self._refused.sum_up()
         self._not_taken.sum_up()
 
     def _serve(self) -> None:
         while self._open:
-            for key, _ in self._selector.select(self._patience_s()):
+            for key, _ in self._selector.select(self._timeout_s()):
                 self._handle(key)
-            self._turn_out()
+            self._expire()
 
     def _handle(self, key: selectors.SelectorKey) -> None:
         if isinstance(key.data, Backend):
             assert isinstance(key.fileobj, socket.socket)
-            self._admit(key.data, key.fileobj)
-        elif isinstance(key.data, _PendingConnection) and key.data.connection in self._strangers:
-            self._attend(key.data)
+            self._accept(key.data, key.fileobj)
+        elif isinstance(key.data, _PendingConnection) and key.data.connection in self._pending:
+            self._advance(key.data)
 
-    def _admit(self, backend: Backend, listening: socket.socket) -> None:
+    def _accept(self, backend: Backend, listening: socket.socket) -> None:
         try:
             connection, _ = listening.accept()
         except BlockingIOError:
@@ -124,60 +128,60 @@ class Acceptor:
             return
         # Whom the folder and the socket's mode let through; what a link shares is for nobody else.
         if backend == Backend.MEMFD and (why := distrust_reason(connection, self._group)):
-            self._turned_away.tell({"backend": backend}, {"why": why})
+            self._refused.tell({"backend": backend}, {"why": why})
             connection.close()
             return
         connection.setblocking(False)
-        if len(self._strangers) >= MAX_PENDING_CONNECTIONS:
-            self._forget(next(iter(self._strangers.values()))).close()
-        stranger = self._strangers[connection] = _PendingConnection(self._host, backend, connection)
-        self._selector.register(connection, selectors.EVENT_READ, stranger)
+        if len(self._pending) >= MAX_PENDING_CONNECTIONS:
+            self._forget(next(iter(self._pending.values()))).close()
+        pending = self._pending[connection] = _PendingConnection(self._authenticator, backend, connection)
+        self._selector.register(connection, selectors.EVENT_READ, pending)
 
-    def _attend(self, stranger: _PendingConnection) -> None:
+    def _advance(self, pending: _PendingConnection) -> None:
         try:
-            proven = stranger.listen()
+            proven = pending.read()
         except (BadFrame, OSError) as error:
-            self._turned_away.tell({"backend": stranger.backend}, {"why": str(error)})
-            self._forget(stranger).close()
+            self._refused.tell({"backend": pending.backend}, {"why": str(error)})
+            self._forget(pending).close()
             return
         if proven is not None:
-            connection = self._forget(stranger)
-            if not self._host.enter(proven, connection):
+            connection = self._forget(pending)
+            if not self._authenticator.admit(proven, connection):
                 with suppress(OSError):
                     connection.send(bytes([Verdict.REFUSED]))
                 connection.close()
 
-    def _turn_out(self) -> None:
+    def _expire(self) -> None:
         now = time.monotonic()
-        for stranger in [stranger for stranger in self._strangers.values() if stranger.until <= now]:
-            self._forget(stranger).close()
+        for pending in [pending for pending in self._pending.values() if pending.until <= now]:
+            self._forget(pending).close()
 
-    def _forget(self, stranger: _PendingConnection) -> socket.socket:
-        del self._strangers[stranger.connection]
-        self._selector.unregister(stranger.connection)
-        return stranger.connection
+    def _forget(self, pending: _PendingConnection) -> socket.socket:
+        del self._pending[pending.connection]
+        self._selector.unregister(pending.connection)
+        return pending.connection
 
-    def _patience_s(self) -> float | None:
-        if not self._strangers:
+    def _timeout_s(self) -> float | None:
+        if not self._pending:
             return None
-        return max(min(stranger.until for stranger in self._strangers.values()) - time.monotonic(), 0.0)
+        return max(min(pending.until for pending in self._pending.values()) - time.monotonic(), 0.0)
 
 
 class _PendingConnection:
     """One connection before its proof: first its HELLO is read, then its proof, and never a byte more."""
 
-    def __init__(self, host: Authenticator, backend: Backend, connection: socket.socket) -> None:
+    def __init__(self, authenticator: Authenticator, backend: Backend, connection: socket.socket) -> None:
         self.connection = connection
         self.until = time.monotonic() + HANDSHAKE_S
-        self._host = host
+        self._authenticator = authenticator
         self.backend = backend
         self._bytes = b""
         self._hello: ClientHello | None = None
         self._wanted = b""
-        self._next: Callable[[bytes], ClientHello | None] = self._greeted
+        self._next: Callable[[bytes], ClientHello | None] = self._on_hello
         self._length = CLIENT_HELLO_BYTES
 
-    def listen(self) -> ClientHello | None:
+    def read(self) -> ClientHello | None:
         """Reads what has come; returns the claim when it is proven. Raises BadFrame or OSError to be rid of it."""
         got = self.connection.recv(self._length - len(self._bytes))
         if not got:
@@ -188,19 +192,19 @@ class _PendingConnection:
         whole, self._bytes = self._bytes, b""
         return self._next(whole)
 
-    def _greeted(self, encoded: bytes) -> None:
+    def _on_hello(self, encoded: bytes) -> None:
         hello = parse_client_hello(encoded)
         if hello.backend != self.backend:
             raise BadFrame("its greeting is for another kind of connection")
-        token = self._host.token_for(hello)
+        token = self._authenticator.token_for(hello)
         if isinstance(token, Verdict):
             self.connection.send(refusal(token))
             raise BadFrame(f"its offer is not taken ({token.name.lower()})")
         answer, self._wanted = challenge(token, encoded)
         self.connection.send(answer)
-        self._hello, self._next, self._length = hello, self._proven, PROOF_BYTES
+        self._hello, self._next, self._length = hello, self._on_proof, PROOF_BYTES
 
-    def _proven(self, proof: bytes) -> ClientHello | None:
+    def _on_proof(self, proof: bytes) -> ClientHello | None:
         if not hmac.compare_digest(proof, self._wanted):
             self.connection.send(bytes([Verdict.REFUSED]))
             raise BadFrame("its proof is wrong")

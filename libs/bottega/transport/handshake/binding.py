@@ -13,7 +13,7 @@ from bottega.errors import ConfigError
 from bottega.transport.handshake.credentials import links_group
 from bottega.transport.handshake.socket_folder import open_folder
 
-# Of a unix socket's callers who cannot wait: beyond it they are refused at once. See door.MAX_STRANGERS.
+# Of a unix socket's callers who cannot wait: beyond it they are refused at once. See acceptor.MAX_PENDING_CONNECTIONS.
 _BACKLOG = 256
 # sun_path of sockaddr_un, with its final zero.
 _MAX_PATH_BYTES = 107

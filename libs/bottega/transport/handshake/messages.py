@@ -74,7 +74,7 @@ def client_hello(offer: Offer, backend: Backend, direction: Direction, limits: L
 
 
 def parse_client_hello(encoded: bytes) -> ClientHello:
-    """What a stranger sent. Raises BadFrame when it is no HELLO."""
+    """What an unproven peer sent. Raises BadFrame when it is no HELLO."""
     magic, backend, direction, link_id, epoch, slots, slot_bytes, layouts, _ = _HELLO.unpack(encoded)
     if magic != _MAGIC or backend >= len(_BACKENDS) or direction not in set(Direction) or epoch > MAX_EPOCH:
         raise BadFrame("somebody connected and sent what is no greeting of a link")

@@ -167,7 +167,7 @@ class ServerLink(LinkClientHandler):
     def on_open(self, connection: Connection) -> None:
         """The server can be asked."""
         assert connection.link is not None
-        choice = connection.link.answer
+        choice = connection.link.backend_choice
         facts = {"server": self.server.name, "backend": choice.backend, "why": choice.reason}
         _log.info("linked to a ControlNet server", extra=facts)
 
@@ -242,7 +242,7 @@ class ServerLink(LinkClientHandler):
             self._news.ring()
         self._pulse_s = time.monotonic()
         self.answer_s = _smoothed(self.answer_s, self._pulse_s - reply.asked_s)
-        if connection.link is not None and not connection.link.answer.backend.within_host:
+        if connection.link is not None and not connection.link.backend_choice.backend.within_host:
             self.transfer_s = _smoothed(self.transfer_s, self._pulse_s - incoming.began)
 
     def check(self) -> None:

@@ -130,7 +130,7 @@ class StoreLink(LinkClientHandler):
             for number, arrival in self._wanted.items():
                 connection.send(messages.fetch_message(number, arrival.ref.digest))
         assert connection.link is not None
-        choice = connection.link.answer
+        choice = connection.link.backend_choice
         facts = {"store": self.store.name, "backend": choice.backend, "why": choice.reason}
         _log.info("linked to a LoRA store", extra=facts)
 

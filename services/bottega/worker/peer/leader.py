@@ -161,7 +161,7 @@ class Leader(LinkClientHandler):
     def on_open(self, connection: Connection) -> None:
         """It is told of jobs anew."""
         assert connection.link is not None
-        choice = connection.link.answer
+        choice = connection.link.backend_choice
         _log.info("linked to the peer", extra={"peer": self.name, "backend": choice.backend, "why": choice.reason})
         self._complaint = ""
         self._life = _FollowerState(connection=connection)
