@@ -1,0 +1,66 @@
+"""What the gateway does for jobs with colours in their prompt: has them loaded before the jobs run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import grpc
+
+from bottega.gateway.addons.addon import AddOn, AddOnContext
+from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.jobs.job import Job
+from bottega.rpc.channel import open_channel
+from bottega.v1.hosted_pb2 import HOSTED_STATE_ON_DISK
+from tests.added_service.calls import SERVICE, PrefetchRequest, PrefetchResponse
+from tests.added_service.service_spec import KIND
+
+_DEADLINE_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+def create(context: AddOnContext) -> ColourAddOn:
+    """The add-on that the manifest names."""
+    return ColourAddOn(context.fleet)
+
+
+class ColourAddOn(AddOn):
+    """All stores of colours of a gateway."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def job_queued(self, job: Job) -> None:
+        """A worker may be free for it at once."""
+        self.prefetch([job])
+
+    def prefetch(self, jobs: Sequence[Job]) -> None:
+        """Has the stores load the colours that these name and that are on the disk only."""
+        prompts = " ".join(job.bare.prompt for job in jobs)
+        for store in self._fleet.services(KIND):
+            cold = [item.name for item in store.hosts(KIND).items if item.state == HOSTED_STATE_ON_DISK]
+            if names := [name for name in cold if name in prompts]:
+                call = asyncio.create_task(self._call(store.registration.address, names))
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
+
+    async def close(self) -> None:
+        """Ends every call."""
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
+    async def _call(self, address: str, names: Sequence[str]) -> None:
+        async with open_channel(address) as channel:
+            prefetch = channel.unary_unary(
+                f"/{SERVICE}/Prefetch",
+                request_serializer=PrefetchRequest.SerializeToString,
+                response_deserializer=PrefetchResponse.FromString,
+            )
+            try:
+                await prefetch(PrefetchRequest(names=names), timeout=_DEADLINE_S)
+            except grpc.aio.AioRpcError as error:
+                _log.info("colours are not prefetched", extra={"text": error.details()})
