@@ -116,8 +116,8 @@ class Shop:
         self.registry = CollectorRegistry()
         metrics = GatewayMetrics(self.registry)
         self.fleet = Fleet(lease_s=1.5, model_grace_s=30, bounds=controlnet_hosts.bounds(256), clock=clock)
-        self.storehouse = memory_storage(clock, self.shelf)
-        self.log = JobRepository(storage=self.storehouse, clock=clock)
+        self.storage = memory_storage(clock, self.shelf)
+        self.log = JobRepository(storage=self.storage, clock=clock)
         self.controlnets = ControlNetAddOn(fleet=self.fleet, connect=self._connect_server, metrics=metrics, clock=clock)
         config = GatewayConfig(
             max_queued=1000, max_attempts=self._max_attempts, max_result_bytes=1 << 20, hold_s=self._hold_s
@@ -126,14 +126,14 @@ class Shop:
             config=config,
             fleet=self.fleet,
             jobs=self.log,
-            storage=self.storehouse,
+            storage=self.storage,
             addons=(LoraAddOn(fleet=self.fleet, connect=_no_store), self.controlnets, *self._addons),
             connect=self._connect,
             metrics=metrics,
             clock=clock,
         )
         self.queue, self.dispatcher = self.controller.queue, self.controller._dispatcher
-        if self.storehouse.trouble is None:
+        if self.storage.trouble is None:
             self._open_storage()
         else:
             self.log.allow_reads()
@@ -144,10 +144,10 @@ class Shop:
         self._open_storage()
 
     def _open_storage(self) -> None:
-        at_once(self.storehouse.open(restore=self._restore, on_change=self._pause))
+        at_once(self.storage.open(restore=self._restore, on_change=self._pause))
 
     def _pause(self) -> None:
-        self.controller.pause(self.storehouse.trouble is not None)
+        self.controller.pause(self.storage.trouble is not None)
 
     async def _restore(self) -> None:
         if not self.log.restored:

@@ -89,8 +89,8 @@ class Member:
         """Whether it is this very process."""
         return hmac.compare_digest(self.instance.encode(), instance.encode())
 
-    def tell_backlog(self, backlog: int) -> None:
-        """Lets its stream say how many jobs wait for it, if that is news."""
+    def report_backlog(self, backlog: int) -> None:
+        """Has its stream report how many jobs wait for it, if that has changed."""
         if backlog != self.backlog:
             self.backlog = backlog
             self.wake.set()

@@ -13,7 +13,7 @@ from tests.samples.hosted_loras import applied, at_hand
 
 _INK, _WASH = "1" * 64, "2" * 64
 _SIZES = LoraSizes()
-_SIZES.note([StoredLora(digest=_INK, size_bytes=200_000_000), StoredLora(digest=_WASH, size_bytes=1_000_000)])
+_SIZES.record([StoredLora(digest=_INK, size_bytes=200_000_000), StoredLora(digest=_WASH, size_bytes=1_000_000)])
 _BOTH = frozenset({_INK, _WASH})
 
 
@@ -57,5 +57,5 @@ def test_sizes_of_loras_asked_for_longest_ago_are_forgotten(monkeypatch: pytest.
     monkeypatch.setattr("bottega.gateway.addons.loras.costs._MOST_SIZES", 2)
     sizes = LoraSizes()
     for number in ("1", "2", "1", "3"):
-        sizes.note([StoredLora(digest=number, size_bytes=1_000_000)])
+        sizes.record([StoredLora(digest=number, size_bytes=1_000_000)])
     assert [sizes.fetch_s([number]) < 0.01 for number in ("1", "2", "3")] == [True, False, True]

@@ -274,7 +274,7 @@ async def test_a_restart_gives_no_job_more_attempts_than_there_are_numbers(lost:
     shop.worker()
     await shop.controller.stop()
     if lost:  # and the gateway died before it could write what follows from that
-        assert await shop.storehouse.jobs.update(job.job_id, queued(job.number, deaths=0))
+        assert await shop.storage.jobs.update(job.job_id, queued(job.number, deaths=0))
     shop.open()
     (again,) = shop.log.live()
     await asyncio.wait_for(again.ended.wait(), 2)

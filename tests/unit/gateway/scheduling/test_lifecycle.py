@@ -333,7 +333,7 @@ class Lifecycle(RuleBasedStateMachine):
     @property
     def writable(self) -> bool:
         """Whether the gateway has no reason to think that its disk cannot be written, and it can."""
-        return self.wire.storehouse.trouble is None and not self.wire.shelf.full
+        return self.wire.storage.trouble is None and not self.wire.shelf.full
 
     def pass_time(self, seconds: float = 0.02) -> None:
         self.wire.time.now += seconds

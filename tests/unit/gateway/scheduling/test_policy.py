@@ -22,20 +22,20 @@ def _times(fixed_s: float, per_row_s: float) -> StepTimes:
 PROPORTIONAL, GAINING = _times(0, 0.05), _times(0.02, 0.001)
 
 
-def _seat(name: str, *running: ResourceRequest, times: StepTimes = PROPORTIONAL, max_rows: int = 16) -> WorkerState:
+def _worker(name: str, *running: ResourceRequest, times: StepTimes = PROPORTIONAL, max_rows: int = 16) -> WorkerState:
     return WorkerState(worker=name, running=running, times=times, fixed_s=0.1, max_rows=max_rows)
 
 
-def _demand(steps: int = 30, rows: int = 2) -> ResourceRequest:
+def _request(steps: int = 30, rows: int = 2) -> ResourceRequest:
     return ResourceRequest(rows=rows, steps=steps, shape=SHAPE)
 
 
 def _line(count: int, **kwargs: int) -> list[PendingJob]:
-    return [PendingJob(job_id=f"j{i}", request=_demand(**kwargs)) for i in range(count)]
+    return [PendingJob(job_id=f"j{i}", request=_request(**kwargs)) for i in range(count)]
 
 
-def _pairs(waiting: list[PendingJob], seats: list[WorkerState]) -> list[tuple[str, str]]:
-    return [(a.job_id, a.worker) for a in assign(waiting, seats)]
+def _pairs(pending: list[PendingJob], workers: list[WorkerState]) -> list[tuple[str, str]]:
+    return [(a.job_id, a.worker) for a in assign(pending, workers)]
 
 
 def test_nothing_is_assigned_without_workers() -> None:
@@ -43,125 +43,128 @@ def test_nothing_is_assigned_without_workers() -> None:
 
 
 def test_an_idle_worker_takes_the_first_and_the_rest_stays_in_the_queue() -> None:
-    assert _pairs(_line(3), [_seat("w1")]) == [("j0", "w1")]
+    assert _pairs(_line(3), [_worker("w1")]) == [("j0", "w1")]
 
 
 def test_idle_workers_share_the_queue_one_job_each() -> None:
-    assert _pairs(_line(3), [_seat("w1"), _seat("w2")]) == [("j0", "w1"), ("j1", "w2")]
+    assert _pairs(_line(3), [_worker("w1"), _worker("w2")]) == [("j0", "w1"), ("j1", "w2")]
 
 
 def test_a_faster_worker_is_preferred() -> None:
-    slow, fast = _seat("slow", times=_times(0, 0.1)), _seat("fast", times=_times(0, 0.02))
+    slow, fast = _worker("slow", times=_times(0, 0.1)), _worker("fast", times=_times(0, 0.02))
     assert _pairs(_line(1), [slow, fast]) == [("j0", "fast")]
 
 
 def test_a_busy_worker_is_left_alone_where_sharing_gains_nothing() -> None:
-    assert _pairs(_line(1), [_seat("w1", _demand(20))]) == []
+    assert _pairs(_line(1), [_worker("w1", _request(20))]) == []
 
 
 def test_a_running_group_is_joined_where_sharing_gains() -> None:
-    waiting = _line(2)
-    assert _pairs(waiting, [_seat("w1", _demand(20), times=GAINING)]) == [("j0", "w1"), ("j1", "w1")]
+    pending = _line(2)
+    assert _pairs(pending, [_worker("w1", _request(20), times=GAINING)]) == [("j0", "w1"), ("j1", "w1")]
 
 
 def test_an_idle_worker_goes_before_joining_a_group() -> None:
-    seats = [_seat("busy", _demand(20), times=GAINING), _seat("idle", times=GAINING)]
-    assert _pairs(_line(1), seats) == [("j0", "idle")]
+    workers = [_worker("busy", _request(20), times=GAINING), _worker("idle", times=GAINING)]
+    assert _pairs(_line(1), workers) == [("j0", "idle")]
 
 
 def test_a_group_is_never_wider_than_the_worker_takes() -> None:
-    running = [_demand(20) for _ in range(7)]
-    assert len(assign(_line(5), [_seat("w1", *running, times=GAINING)])) == 1
-    assert len(assign(_line(5), [_seat("w1", _demand(20), times=GAINING, max_rows=4)])) == 1
+    running = [_request(20) for _ in range(7)]
+    assert len(assign(_line(5), [_worker("w1", *running, times=GAINING)])) == 1
+    assert len(assign(_line(5), [_worker("w1", _request(20), times=GAINING, max_rows=4)])) == 1
 
 
 def test_a_job_waits_for_a_fast_worker_rather_than_taking_a_slow_one() -> None:
     # Fast: 5 steps to go and 30 of its own, .1 s each = 3.5 s. Slow and idle: 30 steps of 1 s.
-    fast, slow = _seat("fast", _demand(5)), _seat("slow", times=_times(0, 0.5))
+    fast, slow = _worker("fast", _request(5)), _worker("slow", times=_times(0, 0.5))
     assert _pairs(_line(1), [fast, slow]) == []
 
 
 def test_those_behind_a_job_that_waits_for_the_fast_worker_may_take_the_slow_one() -> None:
     # Behind the first, the fast worker is free after 6.5 s and would end at 9.5 s; the slow one at 9 s.
-    fast, slow = _seat("fast", _demand(35)), _seat("slow", times=_times(0, 0.15))
+    fast, slow = _worker("fast", _request(35)), _worker("slow", times=_times(0, 0.15))
     assert _pairs(_line(2), [fast, slow]) == [("j1", "slow")]
 
 
 def test_a_job_is_bound_while_the_last_turn_of_the_one_before_runs() -> None:
-    assert _pairs(_line(2), [_seat("w1", _demand(1))]) == [("j0", "w1")]
-    assert _pairs(_line(2), [_seat("w1", _demand(1), _demand(30))]) == []
+    assert _pairs(_line(2), [_worker("w1", _request(1))]) == [("j0", "w1")]
+    assert _pairs(_line(2), [_worker("w1", _request(1), _request(30))]) == []
 
 
 def test_the_worker_that_was_lost_with_a_job_does_not_get_it() -> None:
-    job = PendingJob(job_id="j0", request=_demand(), avoid="w1")
-    assert _pairs([job], [_seat("w1"), _seat("w2", times=_times(0, 5))]) == [("j0", "w2")]
-    other = PendingJob(job_id="j1", request=_demand())
-    assert _pairs([job, other], [_seat("w1")]) == [("j1", "w1")]
+    job = PendingJob(job_id="j0", request=_request(), avoid="w1")
+    assert _pairs([job], [_worker("w1"), _worker("w2", times=_times(0, 5))]) == [("j0", "w2")]
+    other = PendingJob(job_id="j1", request=_request())
+    assert _pairs([job, other], [_worker("w1")]) == [("j1", "w1")]
 
 
 def _suspects(count: int, *, avoid: str = "") -> list[PendingJob]:
-    return [PendingJob(job_id=f"s{i}", request=_demand(), avoid=avoid, exclusive=True) for i in range(count)]
+    return [PendingJob(job_id=f"s{i}", request=_request(), avoid=avoid, exclusive=True) for i in range(count)]
 
 
 def test_a_suspect_takes_an_idle_worker_and_nobody_joins_it() -> None:
-    waiting = [*_suspects(2), *_line(2)]
-    assert _pairs(waiting, [_seat("w1", times=GAINING)]) == [("s0", "w1")]
-    assert _pairs(waiting, [replace(_seat("w1", _demand(20), times=GAINING), exclusive=True)]) == []
+    pending = [*_suspects(2), *_line(2)]
+    assert _pairs(pending, [_worker("w1", times=GAINING)]) == [("s0", "w1")]
+    assert _pairs(pending, [replace(_worker("w1", _request(20), times=GAINING), exclusive=True)]) == []
 
 
 def test_a_suspect_does_not_join_a_group_nor_one_that_is_finishing() -> None:
-    assert _pairs(_suspects(1), [_seat("w1", _demand(1), times=GAINING)]) == []
-    assert _pairs(_suspects(1), [replace(_seat("w1"), finishing=1)]) == []
+    assert _pairs(_suspects(1), [_worker("w1", _request(1), times=GAINING)]) == []
+    assert _pairs(_suspects(1), [replace(_worker("w1"), finishing=1)]) == []
 
 
 def test_one_worker_is_cleared_for_suspects_and_the_others_go_on() -> None:
-    busy = [_seat("w1", _demand(20), times=GAINING), _seat("w2", _demand(2), times=GAINING)]
+    busy = [_worker("w1", _request(20), times=GAINING), _worker("w2", _request(2), times=GAINING)]
     assert _pairs([*_suspects(2), *_line(2)], busy) == [("j0", "w1"), ("j1", "w1")]
-    alone = [_seat("w1", _demand(20), times=GAINING), replace(_seat("w2", _demand(2), times=GAINING), exclusive=True)]
+    alone = [
+        _worker("w1", _request(20), times=GAINING),
+        replace(_worker("w2", _request(2), times=GAINING), exclusive=True),
+    ]
     assert _pairs([*_suspects(2), *_line(2)], alone) == [("j0", "w1"), ("j1", "w1")]
 
 
 def test_no_worker_is_cleared_for_a_suspect_that_must_not_get_it() -> None:
-    seats = [_seat("w1", _demand(20), times=GAINING)]
-    assert _pairs([*_suspects(1, avoid="w1"), *_line(1)], seats) == [("j0", "w1")]
+    workers = [_worker("w1", _request(20), times=GAINING)]
+    assert _pairs([*_suspects(1, avoid="w1"), *_line(1)], workers) == [("j0", "w1")]
 
 
 def test_an_assignment_says_whether_it_has_the_worker_for_itself() -> None:
-    assert [a.exclusive for a in assign(_line(2), [_seat("w1", times=GAINING)])] == [True, False]
-    assert [a.exclusive for a in assign(_line(1), [replace(_seat("w1"), finishing=1)])] == [False]
+    assert [a.exclusive for a in assign(_line(2), [_worker("w1", times=GAINING)])] == [True, False]
+    assert [a.exclusive for a in assign(_line(1), [replace(_worker("w1"), finishing=1)])] == [False]
 
 
 def test_without_measurements_every_worker_gets_one_job_and_no_estimate() -> None:
-    seats = [_seat("w1", times=StepTimes()), _seat("w2", times=StepTimes())]
-    assignments = assign(_line(3), seats)
+    workers = [_worker("w1", times=StepTimes()), _worker("w2", times=StepTimes())]
+    assignments = assign(_line(3), workers)
     assert [(a.worker, a.estimate_s) for a in assignments] == [("w1", None), ("w2", None)]
-    assert forecast([_demand()] * 2, seats) == [None, None]
+    assert forecast([_request()] * 2, workers) == [None, None]
 
 
 def test_a_larger_latent_counts_as_more_rows() -> None:
     large = ResourceRequest(rows=2, steps=10, shape=(32, 32))
-    (on_top,) = forecast([_demand()], [_seat("w1", large)])
+    (on_top,) = forecast([_request()], [_worker("w1", large)])
     # 10 turns of 8 rows' worth, then 30 of 2 rows, and the fixed part.
     assert on_top == pytest.approx(10 * 0.4 + 30 * 0.1 + 0.1)
 
 
 def test_estimates_say_when_each_waiting_job_ends() -> None:
-    assert forecast([_demand()] * 2, [_seat("w1", _demand(10))]) == pytest.approx([1 + 3 + 0.1, 1 + 6 + 0.1])
-    assert forecast([_demand()] * 2, [_seat("w1"), _seat("w2")]) == pytest.approx([3.1, 3.1])
+    assert forecast([_request()] * 2, [_worker("w1", _request(10))]) == pytest.approx([1 + 3 + 0.1, 1 + 6 + 0.1])
+    assert forecast([_request()] * 2, [_worker("w1"), _worker("w2")]) == pytest.approx([3.1, 3.1])
 
 
 def test_the_estimate_of_an_assignment_is_its_completion() -> None:
-    assert assign(_line(1), [_seat("w1")])[0].estimate_s == pytest.approx(30 * 0.1 + 0.1)
+    assert assign(_line(1), [_worker("w1")])[0].estimate_s == pytest.approx(30 * 0.1 + 0.1)
 
 
 @pytest.mark.alone
 def test_a_decision_over_a_full_queue_and_busy_workers_is_quick() -> None:
-    seats = [_seat(f"w{i}", *(_demand(7 + i + k) for k in range(6)), times=GAINING) for i in range(4)]
-    waiting = _line(64)
+    workers = [_worker(f"w{i}", *(_request(7 + i + k) for k in range(6)), times=GAINING) for i in range(4)]
+    pending = _line(64)
     costs = []
     for _ in range(5):
         began = time.thread_time()
-        assign(waiting, seats)
+        assign(pending, workers)
         costs.append(time.thread_time() - began)
     assert min(costs) < 0.02
 
@@ -169,30 +172,30 @@ def test_a_decision_over_a_full_queue_and_busy_workers_is_quick() -> None:
 def test_no_more_of_the_queue_is_looked_at_than_decides() -> None:
     looked_at: list[str] = []
 
-    def waiting() -> Iterator[PendingJob]:
+    def pending() -> Iterator[PendingJob]:
         for job in _line(64):
             looked_at.append(job.job_id)
             yield job
 
-    assert assign(waiting(), [_seat("w1", _demand(20))]) == []
+    assert assign(pending(), [_worker("w1", _request(20))]) == []
     assert len(looked_at) < 10
 
 
 def test_another_look_at_workers_that_have_not_moved_costs_next_to_nothing() -> None:
     times = _times(0.02, 0.001)
-    seats = [_seat(f"w{i}", *(_demand(90 + i + k) for k in range(8)), times=times) for i in range(4)]
+    workers = [_worker(f"w{i}", *(_request(90 + i + k) for k in range(8)), times=times) for i in range(4)]
     costs = []
     for _ in range(6):
         began = time.thread_time()
-        assign(_line(8), seats)
+        assign(_line(8), workers)
         costs.append(time.thread_time() - began)
     assert min(costs[1:]) < costs[0] / 5
 
 
 def test_new_step_times_count_at_once() -> None:
-    line, running = _line(1), _demand(20)
-    assert _pairs(line, [_seat("w1", running, times=_times(0, 0.05))]) == []
-    assert _pairs(line, [_seat("w1", running, times=_times(0.02, 0.001))]) == [("j0", "w1")]
+    line, running = _line(1), _request(20)
+    assert _pairs(line, [_worker("w1", running, times=_times(0, 0.05))]) == []
+    assert _pairs(line, [_worker("w1", running, times=_times(0.02, 0.001))]) == [("j0", "w1")]
 
 
 def _outdated(times: StepTimes, *rows: int) -> StepTimes:
@@ -201,21 +204,21 @@ def _outdated(times: StepTimes, *rows: int) -> StepTimes:
 
 def test_a_worker_that_would_try_a_wider_turn_gets_one_more_and_nobody_is_promised_anything_by_it() -> None:
     times = _outdated(PROPORTIONAL, 4, 8)
-    (given,) = assign(_line(3), [_seat("w1", _demand(20), times=times)])
+    (given,) = assign(_line(3), [_worker("w1", _request(20), times=times)])
     assert given.job_id == "j0"
     assert given.estimate_s == pytest.approx(0.1 + 50 * 0.1)
-    assert forecast([_demand()], [_seat("w1", _demand(20), times=times)]) == [pytest.approx(0.1 + 50 * 0.1)]
+    assert forecast([_request()], [_worker("w1", _request(20), times=times)]) == [pytest.approx(0.1 + 50 * 0.1)]
 
 
 @pytest.mark.parametrize(
-    "seat",
+    "worker",
     [
-        _seat("w1", _demand(20), times=_outdated(PROPORTIONAL, 2, 8)),
-        _seat("w1", _demand(20), times=_outdated(PROPORTIONAL, 4, 8), max_rows=3),
-        _seat("w1", _demand(20), _demand(20), times=_outdated(PROPORTIONAL, 4, 8)),
-        _seat("w1", ResourceRequest(rows=2, steps=20, shape=(32, 32)), times=_outdated(PROPORTIONAL, 4, 8, 16)),
+        _worker("w1", _request(20), times=_outdated(PROPORTIONAL, 2, 8)),
+        _worker("w1", _request(20), times=_outdated(PROPORTIONAL, 4, 8), max_rows=3),
+        _worker("w1", _request(20), _request(20), times=_outdated(PROPORTIONAL, 4, 8)),
+        _worker("w1", ResourceRequest(rows=2, steps=20, shape=(32, 32)), times=_outdated(PROPORTIONAL, 4, 8, 16)),
     ],
     ids=["measured lately", "more rows than it takes", "twice as many as pay off are there", "of another shape"],
 )
-def test_it_gets_none_that_it_could_not_try(seat: WorkerState) -> None:
-    assert _pairs(_line(1), [seat]) == []
+def test_it_gets_none_that_it_could_not_try(worker: WorkerState) -> None:
+    assert _pairs(_line(1), [worker]) == []

@@ -53,7 +53,7 @@ class LoraAddOn(AddOn):
     async def resolve(self, spec: GenerationSpec) -> Resolution:
         """What the stores have. Raises LoraNotFound, LoraUnusable, NoLora."""
         stored = await self._resolver.resolve(spec.loras)
-        self._sizes.note(stored)
+        self._sizes.record(stored)
         return ResolvedLoras(stored=stored)
 
     def complete_again(self, full: GenerationSpec, before: GenerationSpec) -> None:

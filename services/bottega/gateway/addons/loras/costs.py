@@ -31,7 +31,7 @@ class LoraSizes:
     def __init__(self) -> None:
         self._sizes: OrderedDict[str, int] = OrderedDict()
 
-    def note(self, loras: Iterable[StoredLora]) -> None:
+    def record(self, loras: Iterable[StoredLora]) -> None:
         """These were asked for."""
         for lora in loras:
             self._sizes[lora.digest] = lora.size_bytes
