@@ -110,17 +110,17 @@ class ScriptedServer:
                 return
             match ControlMessageKind(kind):
                 case ControlMessageKind.OPEN:
-                    self._open(link, read_opening(layout, views).loan)
+                    self._open(link, read_opening(layout, views).lease)
                 case ControlMessageKind.STEP:
                     self._step(link, read_step(layout, views))
                 case ControlMessageKind.CLOSE:
                     self.closed.append(read_number(layout, views))
 
-    def _open(self, link: Link, loan: int) -> None:
+    def _open(self, link: Link, lease: int) -> None:
         if self._script.refuses_loans is not None:
-            send(link, refused_message(Refusal(loan=loan, error=_packed(self._script.refuses_loans))))
+            send(link, refused_message(Refusal(lease=lease, error=_packed(self._script.refuses_loans))))
         else:
-            send(link, number_message(ControlMessageKind.OPENED, loan))
+            send(link, number_message(ControlMessageKind.OPENED, lease))
 
     def _step(self, link: Link, step: ControlStep) -> None:
         self.steps += 1

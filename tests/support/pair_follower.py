@@ -53,7 +53,10 @@ class FollowerThread:
     def come(self) -> None:
         """Takes links."""
         self._following = Follower(
-            Endpoints(tcp=("127.0.0.1", 0)), guests=self.engine.guests, counters=LinkCounters(), post=self._posts.put
+            Endpoints(tcp=("127.0.0.1", 0)),
+            remote_jobs=self.engine.remote_jobs,
+            counters=LinkCounters(),
+            post=self._posts.put,
         )
 
     def go(self) -> None:
@@ -91,8 +94,8 @@ class FollowerThread:
                 self.forwards += 1
                 post()
             if self._following is not None:
-                self._following.report(busy=self.busy)
-                self._following.attend()
+                self._following.report_busy(busy=self.busy)
+                self._following.report_jobs()
 
 
 class WatchedPeer:
@@ -115,28 +118,28 @@ class WatchedPeer:
         return self._peer.free
 
     @property
-    def owes(self) -> bool:
+    def awaits_result(self) -> bool:
         """See Follower."""
-        return self._peer.owes
+        return self._peer.awaits_result
 
-    def knows(self, guest: RemoteJob) -> bool:
+    def accepts(self, remote_job: RemoteJob) -> bool:
         """See Follower."""
-        return self._peer.knows(guest)
+        return self._peer.accepts(remote_job)
 
-    def forget(self, guest: RemoteJob) -> None:
+    def forget(self, remote_job: RemoteJob) -> None:
         """See Follower."""
-        self._peer.forget(guest)
+        self._peer.forget(remote_job)
 
-    def lend(self, rows: Sequence[OffloadedRow]) -> bool:
+    def offload(self, rows: Sequence[OffloadedRow]) -> bool:
         """See Follower."""
-        lent = self._peer.lend(rows)
+        lent = self._peer.offload(rows)
         self.turns += 1
         self._on_lent(self.turns)
         return lent
 
-    def returned(self, timeout_s: float) -> OffloadResult | None:
+    def result(self, timeout_s: float) -> OffloadResult | None:
         """See Follower."""
-        returned = self._peer.returned(timeout_s)
+        returned = self._peer.result(timeout_s)
         if returned is not None:
             self.kept.append(returned)
         return returned

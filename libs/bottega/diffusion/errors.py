@@ -13,7 +13,7 @@ from bottega.errors import BottegaError, InternalError, NotFinite, TooLarge
 _log = logging.getLogger(__name__)
 
 
-def named(error: Exception) -> BottegaError:
+def to_job_failure(error: Exception) -> BottegaError:
     """The error as callers may see it; what they may not is logged here."""
     if isinstance(error, BottegaError):
         return error

@@ -16,6 +16,6 @@ IP-Adapter's image encoder or T2I-Adapter, finds here, and what it has to bring:
 - An answer's tensors go out in the order in which the base model needs them, each said to be ready by itself
   (answers.py). Number and shapes follow from `ControlLayout.shapes`, which worker and server compute alike; another
   kind brings its own layout, and its points to the worker's backbone (`Block.needs`), where they are added.
-- Links, loans, refusals, pings and going on elsewhere (control_messages.py, worker_link.py, the worker's side) know
+- Links, leases, refusals, pings and going on elsewhere (control_messages.py, worker_link.py, the worker's side) know
   sessions, rows and layouts by number, and nothing of what is computed.
 """

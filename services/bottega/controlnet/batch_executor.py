@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.controlnets import ControlRow, run_group
-from bottega.diffusion.errors import named
+from bottega.diffusion.errors import to_job_failure
 from bottega.errors import BottegaError
 
 _log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class BatchExecutor:
             for work in works:
                 work.alone = True
             return
-        self._end(works[0], named(error))
+        self._end(works[0], to_job_failure(error))
 
     def _end(self, work: StepRequest, outcome: Sequence[Residuals] | BottegaError) -> None:
         with self._changed:

@@ -21,7 +21,7 @@ from bottega.controlnet.batch_executor import BatchExecutor
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.links import ControlNetLinks
 from bottega.controlnet.model_registry import ModelRegistry
-from bottega.diffusion.errors import named
+from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.model.model import DTYPES, pick_device
 from bottega.errors import BottegaError, Unavailable
 from bottega.process import FramedPipe
@@ -93,7 +93,7 @@ class ControlNetEngineLoop:
             root = Path(command.root) if command.root else None
             hosted.controlnet.CopyFrom(self._hosts.add(command.name, Path(command.folder), root))
         except Exception as error:  # noqa: BLE001 - the boundary of a command: a wrong one is not the others'
-            hosted.error.CopyFrom(to_job_error(named(error)))
+            hosted.error.CopyFrom(to_job_error(to_job_failure(error)))
         self._say(pb.ControlNetEngineEvent(hosted=hosted))
 
     def _alive(self) -> None:

@@ -32,9 +32,9 @@ def send_residuals(link: Link, number: int, rows: Sequence[ControlRow], residual
             outgoing.ready(count)
 
 
-def refusal(error: BottegaError, *, loan: int | None = None, step: int | None = None) -> TensorMessage:
-    """Why a loan is not opened, or a step not computed."""
-    return refused_message(Refusal(loan=loan, step=step, error=job_error_to_json(error)))
+def refusal(error: BottegaError, *, lease: int | None = None, step: int | None = None) -> TensorMessage:
+    """Why a lease is not opened, or a step not computed."""
+    return refused_message(Refusal(lease=lease, step=step, error=job_error_to_json(error)))
 
 
 def _written(residuals: Residuals, row: ControlRow, slots: Sequence[Tensor]) -> Iterator[None]:

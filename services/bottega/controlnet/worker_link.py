@@ -23,7 +23,7 @@ from bottega.diffusion.controlnets.messages import (
     read_opening,
     read_step,
 )
-from bottega.diffusion.errors import named
+from bottega.diffusion.errors import to_job_failure
 from bottega.errors import BottegaError, Draining, NoSharedMemory, TooLarge
 from bottega.transport import (
     Connection,
@@ -69,15 +69,15 @@ class ControlNetWorkerLink(LinkHandler):
         self._hosts = hosts
         self._forwards = forwards
         self._draining = draining
-        self._loans: dict[int, _ControlLease] = {}
+        self._leases: dict[int, _ControlLease] = {}
         self._sessions: dict[int, _OpenSession] = {}
-        self._changing = threading.Lock()  # of loans and sessions, by the two threads
+        self._changing = threading.Lock()  # of leases and sessions, by the two threads
 
     @property
     def sessions(self) -> Counter[str]:
         """Sessions that are open or being opened, by ControlNet."""
-        loans = list(self._loans.values())
-        return Counter(control.name for loan in loans for control in loan.opening.controls)
+        leases = list(self._leases.values())
+        return Counter(control.name for lease in leases for control in lease.opening.controls)
 
     @property
     def progress(self) -> int:
@@ -104,11 +104,11 @@ class ControlNetWorkerLink(LinkHandler):
     def on_end(self, cause: BottegaError) -> None:
         """Whatever the worker has borrowed is given back."""
         self._forwards.drop(self)
-        for number in list(self._loans):
+        for number in list(self._leases):
             self._give_back(number)
 
     def _open(self, opening: Opening) -> None:
-        """Begins a loan. What is wrong with the message is raised; what cannot be served is answered."""
+        """Begins a lease. What is wrong with the message is raised; what cannot be served is answered."""
         self._check(opening)
         wanted = [ControlNetReference(name=session.name, digest=session.digest) for session in opening.sessions]
         try:
@@ -116,49 +116,49 @@ class ControlNetWorkerLink(LinkHandler):
                 raise Draining("the ControlNet server is stopping")
             hold = self._hosts.borrow(wanted, base=opening.base, dtype=opening.dtype)
         except BottegaError as error:
-            self._connection.send(refusal(error, loan=opening.loan))
+            self._connection.send(refusal(error, lease=opening.lease))
             return
-        self._loans[opening.loan] = _ControlLease(opening=opening, hold=hold)
+        self._leases[opening.lease] = _ControlLease(opening=opening, hold=hold)
         # Called by whoever loads, under its lock: what is to be done is done by the thread that sends.
-        hold.values.add_done_callback(lambda _: self._connection.post(lambda link: self._opened(link, opening.loan)))
+        hold.values.add_done_callback(lambda _: self._connection.post(lambda link: self._opened(link, opening.lease)))
 
     def _check(self, opening: Opening) -> None:
         numbers = {session.number for session in opening.sessions}
-        if opening.loan in self._loans or len(numbers) < len(opening.sessions) or numbers & self._sessions.keys():
-            raise ValueError("a loan or a session has the number of another one")
-        if sum(len(loan.opening.sessions) for loan in self._loans.values()) + len(numbers) > _MOST_SESSIONS:
+        if opening.lease in self._leases or len(numbers) < len(opening.sessions) or numbers & self._sessions.keys():
+            raise ValueError("a lease or a session has the number of another one")
+        if sum(len(lease.opening.sessions) for lease in self._leases.values()) + len(numbers) > _MOST_SESSIONS:
             raise ValueError(f"a worker has at most {_MOST_SESSIONS} sessions")
         for session, control in zip(opening.sessions, opening.controls, strict=True):
             if max(session.height * session.width, control.image.shape[0] * control.image.shape[1]) > _MOST_PIXELS:
                 raise ValueError(f"a picture has at most {_MOST_PIXELS} pixels")
 
     def _opened(self, link: Link, number: int) -> None:
-        """A loan's ControlNets are there, or never will be. In the thread that sends."""
-        loan = self._loans.get(number)
-        if loan is None:
+        """A lease's ControlNets are there, or never will be. In the thread that sends."""
+        lease = self._leases.get(number)
+        if lease is None:
             return  # closed meanwhile
         try:
-            nets = loan.hold.values.result(timeout=0)
-            sessions = [ControlSession(net, control) for net, control in zip(nets, loan.opening.controls, strict=True)]
-        except Exception as error:  # noqa: BLE001 - the boundary of a loan: its failure is not the others'
+            nets = lease.hold.values.result(timeout=0)
+            sessions = [ControlSession(net, control) for net, control in zip(nets, lease.opening.controls, strict=True)]
+        except Exception as error:  # noqa: BLE001 - the boundary of a lease: its failure is not the others'
             self._give_back(number)
-            self._connection.send_now(link, refusal(named(error), loan=number))
+            self._connection.send_now(link, refusal(to_job_failure(error), lease=number))
             return
         with self._changing:
-            if number not in self._loans:
+            if number not in self._leases:
                 return
-            for opened, session in zip(loan.opening.sessions, sessions, strict=True):
+            for opened, session in zip(lease.opening.sessions, sessions, strict=True):
                 self._sessions[opened.number] = _OpenSession(control=session, shape=_latent_shape(opened, session))
         self._connection.send_now(link, number_message(ControlMessageKind.OPENED, number))
 
     def _give_back(self, number: int) -> None:
-        """Ends a loan. Harmless when there is none: a refused one is closed too."""
+        """Ends a lease. Harmless when there is none: a refused one is closed too."""
         with self._changing:
-            loan = self._loans.pop(number, None)
-            for session in loan.opening.sessions if loan is not None else ():
+            lease = self._leases.pop(number, None)
+            for session in lease.opening.sessions if lease is not None else ():
                 self._sessions.pop(session.number, None)
-        if loan is not None:
-            self._hosts.shelf.give_back(loan.hold)
+        if lease is not None:
+            self._hosts.shelf.give_back(lease.hold)
 
     def _step(self, step: ControlStep, incoming: Incoming) -> None:
         """Has a step computed."""

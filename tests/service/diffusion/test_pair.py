@@ -271,7 +271,7 @@ class LosableControlNets(LocalControlNets):
             raise self.lost
         return not self.lost and super().opened(handles)
 
-    def spoilt(self, row: Row) -> bool:
+    def is_void(self, row: Row) -> bool:
         return bool(self.lost)
 
 
@@ -382,4 +382,4 @@ def test_a_job_whose_loras_do_not_come_to_the_follower_is_drawn_here(
 def test_the_follower_forgets_jobs_that_have_ended(easel: ManualEngine, follower: FollowerThread) -> None:
     drawing = easel.draw(EngineOrder(key="a", spec=PLAIN))
     assert pair_of(drawing).steps > 0, "else it had nothing to forget"
-    wait_until(lambda: follower.engine.guests.count == 0, "the job to be forgotten")
+    wait_until(lambda: follower.engine.remote_jobs.count == 0, "the job to be forgotten")

@@ -92,7 +92,7 @@ def honest(server: LinkedServer, base: ControlLayout) -> Iterator[Link]:
         yield link
 
 
-def opening(base: ControlLayout, *, loan: int = 1, sessions: int = 1, **changes: object) -> Opening:
+def opening(base: ControlLayout, *, lease: int = 1, sessions: int = 1, **changes: object) -> Opening:
     """Sessions from number 10 on, of both halves."""
     embeds = Embeds(
         prompt=torch.zeros(TOKENS, base.context_width), pooled=torch.zeros(base.pooled_width), time_ids=torch.zeros(6)
@@ -101,7 +101,7 @@ def opening(base: ControlLayout, *, loan: int = 1, sessions: int = 1, **changes:
     said = {"name": "edges", "digest": "", "height": SIDE, "width": SIDE, "scale": 1.0, "guess_mode": False}
     control = ControlInput(name="edges", image=control_image(1), height=SIDE, width=SIDE, halves=halves)
     return Opening(
-        loan=loan,
+        lease=lease,
         base=base,
         dtype=torch.float32,
         sessions=tuple(
@@ -129,7 +129,7 @@ def changed(message: TensorMessage, name: str, tensor: torch.Tensor) -> TensorMe
 
 
 def garbled(message: TensorMessage) -> TensorMessage:
-    return changed(message, "open", torch.frombuffer(bytearray(b'{"loan": 1, "sessions": 7'), dtype=torch.uint8))
+    return changed(message, "open", torch.frombuffer(bytearray(b'{"lease": 1, "sessions": 7'), dtype=torch.uint8))
 
 
 def table(*rows: list[int]) -> torch.Tensor:
@@ -141,7 +141,7 @@ LIES: dict[str, Callable[[ControlLayout], WholeMessage]] = {
         layout=Layout.of(TensorSpec(name="hello", dtype=DType.FLOAT32, shape=(1,))), tensors=(torch.zeros(1),)
     ),
     "what only servers say": lambda base: number_message(ControlMessageKind.OPENED),
-    "a refusal": lambda base: refused_message(Refusal(loan=1, error=b"{}")),
+    "a refusal": lambda base: refused_message(Refusal(lease=1, error=b"{}")),
     "no JSON": lambda base: garbled(open_message(opening(base))),
     "a name that is too long": lambda base: open_message(opening(base, name="x" * 201)),
     "a scale that is no number": lambda base: open_message(opening(base, scale=float("nan"))),
@@ -195,12 +195,12 @@ def test_a_sample_that_is_not_the_sessions_ends_the_link(
 
 def test_what_cannot_be_served_is_answered_and_the_link_lives(base: ControlLayout, link: Link) -> None:
     other = replace(base, latent_channels=16)
-    wide = replace(opening(base), base=other, loan=4)
-    for loan, message in enumerate(
-        (open_message(opening(base, loan=1, name="unknown")), open_message(opening(base, loan=2, digest="0" * 64))), 1
+    wide = replace(opening(base), base=other, lease=4)
+    for lease, message in enumerate(
+        (open_message(opening(base, lease=1, name="unknown")), open_message(opening(base, lease=2, digest="0" * 64))), 1
     ):
         send(link, message)
-        assert heard(link) == (ControlMessageKind.REFUSED, loan)
+        assert heard(link) == (ControlMessageKind.REFUSED, lease)
     send(link, open_message(wide))
     assert heard(link) == (ControlMessageKind.REFUSED, 4)
     send(link, number_message("ping"))
@@ -250,7 +250,7 @@ def test_a_draining_server_opens_no_sessions_and_goes_on_with_those_that_are_ope
         assert heard(link) == (ControlMessageKind.RESIDUALS, 5)
         send(
             link,
-            open_message(replace(opening(base, loan=2), sessions=(replace(opening(base).sessions[0], number=70),))),
+            open_message(replace(opening(base, lease=2), sessions=(replace(opening(base).sessions[0], number=70),))),
         )
         assert heard(link) == (ControlMessageKind.REFUSED, 2)
 
@@ -264,7 +264,7 @@ def heard(link: Link) -> tuple[str, int]:
         if kind != ControlMessageKind.REFUSED:
             return kind, read_number(incoming.layout, views)
         refusal = read_refusal(incoming.layout, views)
-        return kind, -1 if refusal.loan is None else refusal.loan
+        return kind, -1 if refusal.lease is None else refusal.lease
 
 
 def ended_for(caplog: pytest.LogCaptureFixture, cause: str) -> None:

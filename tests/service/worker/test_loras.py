@@ -73,7 +73,7 @@ class _Worker:
         )
 
     def know(self, *stores: Running) -> None:
-        self.source.know(_named(stores))
+        self.source.set_stores(_named(stores))
 
     def begin(self, lora: pb.StoredLora, *stores: Running) -> LoraHandle:
         return self.source.begin(LoraRef(name=lora.name, digest=lora.digest, stores=_named(stores)))

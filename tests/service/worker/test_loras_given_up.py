@@ -137,12 +137,12 @@ def test_who_asks_again_at_once_has_all_of_it_sent_anew(tmp_path: Path, worker: 
 
 def test_what_waits_for_a_store_and_is_given_up_is_never_asked_for(tmp_path: Path, worker: _Worker) -> None:
     with shelf(tmp_path) as store:
-        worker.source.know(())
+        worker.source.set_stores(())
         given_up, wanted = (store.put(canonical_file(SMALL, seed=seed)) for seed in range(2))
         worker.source.close([worker.begin(given_up)])
         handle = worker.begin(wanted)
         worker.link_to(store)
-        worker.source.know((_STORE,))
+        worker.source.set_stores((_STORE,))
         worker.wait(lambda: handle.ready)
         assert store.tiers.state(given_up) is None, "nobody had it loaded"
 

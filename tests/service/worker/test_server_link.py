@@ -58,7 +58,7 @@ def begun(offers: Slowly, *, connect_s: float = 5.0) -> ServerLink:
     link = ServerLink(
         ControlServer(name="s", address="s"),
         offers=offers,
-        news=ChangeCondition(),
+        changes=ChangeCondition(),
         settings=ControlLinkSettings(connect_s=connect_s),
         counters=LinkCounters(),
     )
@@ -74,8 +74,8 @@ def test_a_link_on_which_too_much_waits_is_lost_and_leaves_nothing(listener: Lin
     offers = Slowly()
     link = begun(offers)
     message = message_of({"open": torch.zeros(1)})
-    for loan in range(5000):
-        link.open(loan, message)
+    for lease in range(5000):
+        link.open(lease, message)
     assert isinstance(link.lost, PeerDead)
     offer = listener.offer()
     offers.offer.set_result(offer_of(offer))
@@ -141,20 +141,20 @@ def test_an_offer_that_leads_nowhere_at_all_loses_the_link(listener: LinkListene
 def test_answers_hold_slots_from_the_asking_until_they_are_refused() -> None:
     offers = Slowly()
     link = begun(offers)
-    replies = [
+    results = [
         StepResult(residuals_layout(1, ((4, 8, 8),), torch.float32), 1)
         for _ in range(ControlLinkSettings().limits.slots // 2)
     ]
     seen = []
-    for reply in replies:
+    for result in results:
         seen.append(link.has_slots_to_spare)
-        link.ask(step(link.number()), reply)
+        link.ask(step(link.number()), result)
     link.spare_slots()
     seen.append(link.has_slots_to_spare)
-    replies[0].refused = True
+    results[0].refused = True
     link.spare_slots()
     seen.append(link.has_slots_to_spare)
-    assert seen == [*[True] * len(replies), False, True]
+    assert seen == [*[True] * len(results), False, True]
     offers.offer.set_exception(Unavailable("no offers"))
     link.end()
 
@@ -166,7 +166,7 @@ def test_a_server_is_not_given_up_for_the_time_in_which_the_worker_was_stopped(m
     link = ServerLink(
         server,
         offers=Slowly(),
-        news=ChangeCondition(),
+        changes=ChangeCondition(),
         settings=ControlLinkSettings(stall_s=20.0),
         counters=LinkCounters(),
     )

@@ -28,7 +28,7 @@ def file(data: bytes) -> Iterator[memoryview]:
         yield received_file(sealed.descriptor, sealed.size_bytes)
 
 
-def _arrival(digest: str, dtype: torch.dtype = torch.float32) -> LoraDownload:
+def _download(digest: str, dtype: torch.dtype = torch.float32) -> LoraDownload:
     return LoraDownload(LoraRef(name="ink", digest=digest), device=torch.device("cpu"), dtype=dtype)
 
 
@@ -37,59 +37,59 @@ def _within(tensor: torch.Tensor, file: memoryview) -> bool:
 
 
 def test_the_text_is_there_before_the_rest_is_checked(data: bytes, file: memoryview) -> None:
-    arrival = _arrival(hashlib.sha256(data).hexdigest())
-    arrival.take_whole(file)
-    assert (arrival.text_ready, arrival.ready) == (True, False)
-    assert list(arrival.layers("text_encoder")) == ["layers.0.q_proj"]
+    download = _download(hashlib.sha256(data).hexdigest())
+    download.take_whole(file)
+    assert (download.text_ready, download.ready) == (True, False)
+    assert list(download.layers("text_encoder")) == ["layers.0.q_proj"]
     with pytest.raises(KeyError):
-        arrival.layers("unet")
-    arrival.check()
-    assert arrival.ready
-    assert len(arrival.layers("unet")) == 4
+        download.layers("unet")
+    download.check()
+    assert download.ready
+    assert len(download.layers("unet")) == 4
 
 
 def test_layers_are_views_of_the_memory() -> None:
     data = canonical_file(SMALL)
     with sealed_file(data) as sealed:
         file = received_file(sealed.descriptor, sealed.size_bytes)
-    arrival = _arrival(hashlib.sha256(data).hexdigest())
-    arrival.take_whole(file)
-    arrival.check()
-    assert all(_within(each, file) for layer in arrival.layers("unet").values() for each in (layer.down, layer.up))
+    download = _download(hashlib.sha256(data).hexdigest())
+    download.take_whole(file)
+    download.check()
+    assert all(_within(each, file) for layer in download.layers("unet").values() for each in (layer.down, layer.up))
 
 
 def test_what_does_not_begin_where_the_processor_wants_it_is_moved_and_the_rest_is_not(file: memoryview) -> None:
     """The UNet's section is behind an odd number of half-precision items here."""
-    arrival = _arrival(hashlib.sha256(file).hexdigest(), torch.float16)
-    arrival.take_whole(file)
-    (layer,) = arrival.layers("text_encoder").values()
+    download = _download(hashlib.sha256(file).hexdigest(), torch.float16)
+    download.take_whole(file)
+    (layer,) = download.layers("text_encoder").values()
     assert _within(layer.down, file)
-    arrival = _arrival(hashlib.sha256(file).hexdigest())
-    arrival.take_whole(file)
-    arrival.check()
-    for layer in arrival.layers("unet").values():
+    download = _download(hashlib.sha256(file).hexdigest())
+    download.take_whole(file)
+    download.check()
+    for layer in download.layers("unet").values():
         assert layer.down.data_ptr() % 4 == layer.up.data_ptr() % 4 == 0
         assert not _within(layer.down, file)
 
 
 def test_weights_of_another_digest_are_never_there(data: bytes, file: memoryview) -> None:
-    arrival = _arrival("0" * 64)
-    arrival.take_whole(file)
+    download = _download("0" * 64)
+    download.take_whole(file)
     with pytest.raises(DataLoss, match="ink"):
-        arrival.check()
-    assert not arrival.ready
+        download.check()
+    assert not download.ready
     with pytest.raises(KeyError):
-        arrival.layers("unet")
+        download.layers("unet")
 
 
 def test_the_memory_is_let_go_with_the_last_layer_that_looks_at_it(data: bytes) -> None:
     before = mapped_files()
     with sealed_file(data) as sealed:
-        arrival = _arrival(hashlib.sha256(data).hexdigest(), torch.float16)
-        arrival.take_whole(received_file(sealed.descriptor, sealed.size_bytes))
-        arrival.check()
-    text = arrival.layers("text_encoder")
-    arrival.begin_again()
+        download = _download(hashlib.sha256(data).hexdigest(), torch.float16)
+        download.take_whole(received_file(sealed.descriptor, sealed.size_bytes))
+        download.check()
+    text = download.layers("text_encoder")
+    download.restart()
     assert mapped_files() == before + 1
-    del arrival, text
+    del download, text
     assert mapped_files() == before

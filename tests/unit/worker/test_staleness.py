@@ -34,15 +34,15 @@ class Clock:
 def measured(*, encoder_s: float = 0.1, step_s: float = 0.5) -> StalenessPolicy:
     """After some steps of these times."""
     clock = Clock()
-    pace = StalenessPolicy(clock)
+    policy = StalenessPolicy(clock)
     for _ in range(3):
-        pace.asked()
+        policy.on_turn()
         clock.now += encoder_s
-        pace.needed()
-        pace.needed()  # asked again and again until they are there
+        policy.on_residuals_needed()
+        policy.on_residuals_needed()  # asked again and again until they are there
         clock.now += step_s - encoder_s
-    pace.asked()
-    return pace
+    policy.on_turn()
+    return policy
 
 
 @pytest.mark.parametrize(
@@ -59,30 +59,30 @@ def test_it_takes_a_profile_and_a_wait_that_is_worth_it(
     similarity: float | None, answer_s: float, expected: bool
 ) -> None:
     control = replace(CONTROL, hosts=replace(CONTROL.hosts, similarity=similarity))
-    assert measured().pipelined(control, answer_s=answer_s, transfer_s=answer_s) is expected
+    assert measured().allows(control, answer_s=answer_s, transfer_s=answer_s) is expected
 
 
 def test_a_request_that_wants_exact_steps_has_them() -> None:
-    assert not measured().pipelined(replace(CONTROL, may_be_stale=False), answer_s=0.4, transfer_s=0.4)
+    assert not measured().allows(replace(CONTROL, may_be_stale=False), answer_s=0.4, transfer_s=0.4)
 
 
 def test_waiting_for_a_server_that_is_busy_is_no_reason() -> None:
-    assert not measured().pipelined(CONTROL, answer_s=0.4, transfer_s=0.01)
+    assert not measured().allows(CONTROL, answer_s=0.4, transfer_s=0.01)
 
 
 def test_before_anything_was_measured_steps_wait() -> None:
-    assert not StalenessPolicy().pipelined(CONTROL, answer_s=0.4, transfer_s=0.4)
+    assert not StalenessPolicy().allows(CONTROL, answer_s=0.4, transfer_s=0.4)
 
 
 def test_a_rest_between_requests_is_no_long_step() -> None:
     clock = Clock()
-    pace = StalenessPolicy(clock)
+    policy = StalenessPolicy(clock)
     for _ in range(2):
-        pace.asked()
+        policy.on_turn()
         clock.now += 0.1
-        pace.needed()
+        policy.on_residuals_needed()
         clock.now += 0.4
-    pace.rests()
+    policy.on_idle()
     clock.now += 3600
-    pace.asked()
-    assert pace.pipelined(CONTROL, answer_s=0.4, transfer_s=0.4)
+    policy.on_turn()
+    assert policy.allows(CONTROL, answer_s=0.4, transfer_s=0.4)

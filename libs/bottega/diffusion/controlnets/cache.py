@@ -8,7 +8,7 @@ import torch
 
 from bottega.caching import Lease, LoadCache, Popularity
 from bottega.diffusion.controlnets.network import ControlNet, ControlNetSource, load_controlnet
-from bottega.diffusion.errors import named
+from bottega.diffusion.errors import to_job_failure
 from bottega.errors import BottegaError, ControlNetNotFound
 
 ControlNetLease = Lease[ControlNet]
@@ -55,7 +55,7 @@ class _ControlNetLoader:
         except BottegaError:
             raise
         except Exception as error:  # what torch raises
-            raise named(error) from error
+            raise to_job_failure(error) from error
 
     def _source(self, name: str) -> ControlNetSource:
         source = self._sources.get(name)

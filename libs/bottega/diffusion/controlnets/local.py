@@ -5,7 +5,7 @@ Knows sessions and rows; knows no servers.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from time import perf_counter
@@ -23,10 +23,10 @@ from bottega.diffusion.rows import Row
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _LocalSession:
-    """One control of a request: the handle. place: of its ControlNet in the request's loan."""
+    """One control of a request: the handle. place: of its ControlNet in the request's lease."""
 
     control: ControlInput
-    hold: ControlNetLease
+    lease: ControlNetLease
     place: int
     session: ControlSession | None = None
     waited_s: float = 0.0
@@ -34,30 +34,33 @@ class _LocalSession:
     @property
     def failed(self) -> bool:
         """Whether its ControlNet can never be here."""
-        return self.hold.values.done() and self.hold.values.exception() is not None
+        return self.lease.values.done() and self.lease.values.exception() is not None
 
 
 class LocalControlNets:
-    """Runs the ControlNets of a shelf in the thread that asks. A ControlNets, see there.
+    """Runs the ControlNets of a cache in the thread that asks. A ControlNets, see there.
 
-    fixed_rows: pads every forward to so many rows, for images that are equal byte for byte whatever runs beside
-    them; 0 is off.
+    digests: of its ControlNets, by name. fixed_rows: pads every forward to so many rows, for images that are equal byte
+    for byte whatever runs beside them; 0 is off.
     """
 
-    def __init__(self, shelf: ControlNetCache, *, fixed_rows: int = 0) -> None:
-        self._shelf = shelf
+    def __init__(
+        self, cache: ControlNetCache, *, digests: Mapping[str, str] | None = None, fixed_rows: int = 0
+    ) -> None:
+        self.digests = dict(digests or {})
+        self._cache = cache
         self._fixed_rows = fixed_rows
         self._rows: list[Row] = []
         self._answers: dict[tuple[Row, Hashable], list[Tensor]] = {}
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
         """See ControlNets."""
-        hold = self._shelf.borrow([control.name for control in controls])
-        return tuple(_LocalSession(control=control, hold=hold, place=place) for place, control in enumerate(controls))
+        lease = self._cache.borrow([control.name for control in controls])
+        return tuple(_LocalSession(control=control, lease=lease, place=place) for place, control in enumerate(controls))
 
     def opened(self, handles: Sequence[Hashable]) -> bool:
         """See ControlNets."""
-        return all(self._session(_seat(handle)) is not None for handle in handles)
+        return all(self._session(_local_session(handle)) is not None for handle in handles)
 
     def settle(self, handles: Sequence[Hashable], timeout_s: float) -> None:
         """See ControlNets."""
@@ -65,12 +68,12 @@ class LocalControlNets:
 
     def close(self, handles: Sequence[Hashable]) -> tuple[ControlRecord, ...]:
         """See ControlNets."""
-        seats = [_seat(handle) for handle in handles]
-        for seat in seats:
-            self._shelf.give_back(seat.hold)
-            seat.session = None
-        self._rows, self._answers = [], {}  # else they would keep a ControlNet that the shelf lets go
-        return tuple(ControlRecord(waited_s=seat.waited_s) for seat in seats)
+        sessions = [_local_session(handle) for handle in handles]
+        for local in sessions:
+            self._cache.give_back(local.lease)
+            local.session = None
+        self._rows, self._answers = [], {}  # else they would keep a ControlNet that the cache lets go
+        return tuple(ControlRecord(waited_s=local.waited_s) for local in sessions)
 
     def ask(self, rows: list[Row]) -> None:
         """Computes what can be computed now: there is nobody else to do it meanwhile."""
@@ -92,10 +95,10 @@ class LocalControlNets:
             self.opened(missing)  # raises: none of them will ever be here
         self.settle(missing, timeout_s)
         for handle in dict.fromkeys(missing):
-            _seat(handle).waited_s += perf_counter() - began_s
+            _local_session(handle).waited_s += perf_counter() - began_s
         self._compute()
 
-    def spoilt(self, row: Row) -> bool:
+    def is_void(self, row: Row) -> bool:
         """See ResidualProvider: what is here is whole."""
         return False
 
@@ -108,11 +111,11 @@ class LocalControlNets:
         groups: dict[Hashable, list[tuple[Row, _LocalSession, ControlSession]]] = {}
         for row in self._rows:
             for handle in row.controls:
-                seat = _seat(handle)
-                session = None if seat.failed else self._session(seat)
+                local = _local_session(handle)
+                session = None if local.failed else self._session(local)
                 if session is not None and (row, handle) not in self._answers:
                     key = (session.net, row.sample.shape, row.embeds.prompt.shape)
-                    groups.setdefault(key, []).append((row, seat, session))
+                    groups.setdefault(key, []).append((row, local, session))
         for group in groups.values():
             self._run(group)
 
@@ -129,26 +132,26 @@ class LocalControlNets:
             pass
         if residuals[0].device.type == "cuda":
             torch.cuda.synchronize(residuals[0].device)  # else the time would be that of the launch
-        for (row, seat, _), answer in zip(group, slots, strict=True):
-            self._answers[row, seat] = answer
+        for (row, local, _), answer in zip(group, slots, strict=True):
+            self._answers[row, local] = answer
         seconds = perf_counter() - began_s
-        for seat in {seat for _, seat, _ in group}:
-            seat.waited_s += seconds
+        for local in {local for _, local, _ in group}:
+            local.waited_s += seconds
 
-    def _session(self, seat: _LocalSession) -> ControlSession | None:
-        """The seat's session, begun once its ControlNet is here. Raises the BottegaError for which it never will."""
-        if seat.session is None and seat.hold.values.done():
-            net = seat.hold.values.result()[seat.place]
-            seat.session = ControlSession(net, seat.control)
-        return seat.session
+    def _session(self, local: _LocalSession) -> ControlSession | None:
+        """The local's session, begun once its ControlNet is here. Raises the BottegaError for which it never will."""
+        if local.session is None and local.lease.values.done():
+            net = local.lease.values.result()[local.place]
+            local.session = ControlSession(net, local.control)
+        return local.session
 
 
-def _seat(handle: Hashable) -> _LocalSession:
+def _local_session(handle: Hashable) -> _LocalSession:
     assert isinstance(handle, _LocalSession), "every handle was made here"
     return handle
 
 
 def _pending(handles: Sequence[Hashable]) -> set[Future[tuple[ControlNet, ...]]]:
-    """The loans of these handles that still wait for a load."""
-    holds = {_seat(handle).hold.values for handle in handles}
+    """The leases of these handles that still wait for a load."""
+    holds = {_local_session(handle).lease.values for handle in handles}
     return {nets for nets in holds if not nets.done()}

@@ -3,9 +3,9 @@
 The first tensor of a message has the name of its kind. Who receives one checks it here, from a copy, before anything is
 done with it; what breaks a rule raises ValueError. Knows shapes and sessions by number; knows no links.
 
-    worker -> server    open: begins the sessions of one request (a loan)    opened, or refused
+    worker -> server    open: begins the sessions of one request (a lease)    opened, or refused
                         step: latents and timesteps of rows                  residuals, or refused
-                        close: ends a loan                                   -
+                        close: ends a lease                                   -
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SessionSpec:
 class _OpeningHeader:
     """What an open message says beside its tensors. halves: of the conditions, in the tensors' order."""
 
-    loan: Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
+    lease: Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
     base: ControlLayout
     halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
     sessions: Annotated[tuple[SessionSpec, ...], Field(min_length=1, max_length=64)]
@@ -69,10 +69,10 @@ class _OpeningHeader:
 class Opening:
     """The sessions of one request with ControlNets of one server, which borrows them together.
 
-    loan: its number. base: what the ControlNets must fit. dtype: of the worker's model. controls: for each session.
+    lease: its number. base: what the ControlNets must fit. dtype: of the worker's model. controls: for each session.
     """
 
-    loan: int
+    lease: int
     base: ControlLayout
     dtype: torch.dtype
     sessions: tuple[SessionSpec, ...]
@@ -100,9 +100,9 @@ class ControlStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a loan could not be opened, or a step not be computed; the other one is None. error: a JobError as JSON."""
+    """Why a lease could not be opened, or a step not be computed; the other one is None. error: a JobError as JSON."""
 
-    loan: int | None = None
+    lease: int | None = None
     step: int | None = None
     error: bytes
 
@@ -111,7 +111,7 @@ def open_message(opening: Opening) -> TensorMessage:
     """An open message. All sessions of a request have the same conditions, or one half of them."""
     fullest = max(opening.controls, key=lambda control: len(control.halves))
     header = _OpeningHeader(
-        loan=opening.loan, base=opening.base, halves=tuple(fullest.halves), sessions=opening.sessions
+        lease=opening.lease, base=opening.base, halves=tuple(fullest.halves), sessions=opening.sessions
     )
     embeds = list(fullest.halves.values())
     parts = {
@@ -154,7 +154,7 @@ def read_opening(layout: Layout, views: Sequence[memoryview]) -> Opening:
             )
         )
     return Opening(
-        loan=header.loan,
+        lease=header.lease,
         base=header.base,
         dtype=parts["prompt"].dtype,
         sessions=header.sessions,
@@ -205,8 +205,8 @@ def residuals_layout(rows: int, shapes: tuple[tuple[int, int, int], ...], dtype:
 
 def refused_message(refusal: Refusal) -> TensorMessage:
     """A refused message."""
-    loan, step = (-1 if number is None else number for number in (refusal.loan, refusal.step))
-    return message_of({ControlMessageKind.REFUSED.value: torch.tensor([loan, step]), "error": packed(refusal.error)})
+    lease, step = (-1 if number is None else number for number in (refusal.lease, refusal.step))
+    return message_of({ControlMessageKind.REFUSED.value: torch.tensor([lease, step]), "error": packed(refusal.error)})
 
 
 def read_refusal(layout: Layout, views: Sequence[memoryview]) -> Refusal:
@@ -215,8 +215,8 @@ def read_refusal(layout: Layout, views: Sequence[memoryview]) -> Refusal:
     numbers, error = parts[ControlMessageKind.REFUSED.value], parts.get("error")
     if numbers.dtype != torch.int64 or numbers.shape != (2,) or error is None:
         raise ValueError("a refused message does not say what is refused, and why")
-    loan, step = (None if number < 0 else number for number in numbers.tolist())
-    return Refusal(loan=loan, step=step, error=unpacked(error))
+    lease, step = (None if number < 0 else number for number in numbers.tolist())
+    return Refusal(lease=lease, step=step, error=unpacked(error))
 
 
 def _conditions(header: _OpeningHeader, parts: Mapping[str, Tensor]) -> dict[Half, Embeds]:

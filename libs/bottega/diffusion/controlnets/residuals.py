@@ -39,11 +39,11 @@ class ResidualProvider(Protocol):
         ...
 
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
-        """Returns when one of the rows, none of which is ready at these points or spoilt, is one of the two, or after
+        """Returns when one of the rows, none of which is ready at these points or void, is one of the two, or after
         the timeout."""
         ...
 
-    def spoilt(self, row: Row) -> bool:
+    def is_void(self, row: Row) -> bool:
         """Whether its sender has died: what was taken for the row this turn is void, and what is missing of it comes
         from somebody else, who may have to begin first.
 

@@ -109,9 +109,9 @@ class MeasuredControlNets:
         """See ResidualProvider."""
         self._controlnets.wait(rows, points, timeout_s)
 
-    def spoilt(self, row: Row) -> bool:
+    def is_void(self, row: Row) -> bool:
         """See ResidualProvider."""
-        return self._controlnets.spoilt(row)
+        return self._controlnets.is_void(row)
 
     def take(self, row: Row, point: int) -> list[Tensor]:
         """See ResidualProvider."""

@@ -36,7 +36,7 @@ from bottega.diffusion.engine.preview import LatentPreview
 from bottega.diffusion.engine.readiness import ReadinessGate
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.step import Stepper
-from bottega.diffusion.errors import named, not_finite
+from bottega.diffusion.errors import not_finite, to_job_failure
 from bottega.diffusion.heartbeat import Heartbeat, call_after_blocks
 from bottega.diffusion.loras import LoraSource, LoraWeights
 from bottega.diffusion.loras.addon import LoraAddOn
@@ -94,7 +94,7 @@ class Engine:
     peer: the other worker of a pair, to which rows of its groups may be offloaded. heartbeat: beats while a turn runs.
 
     fixed_s: seconds that a job takes beside its steps: encoding, and decoding one image.
-    lora_weights: which LoRAs are in the weights. guests: the rows that this engine computes for its peer.
+    lora_weights: which LoRAs are in the weights. remote_jobs: the rows that this engine computes for its peer.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Engine:
         if peer is not None:
             self._pair = Pair(self._forward.predict, peer, self.step_times, heartbeat or Heartbeat())
         self._stepper = Stepper(self._forward, self._batcher, self._jobs_by_request, self._addons, self._pair)
-        self.guests = RemoteJobs(
+        self.remote_jobs = RemoteJobs(
             self._forward.predict,
             device=model.device,
             dtype=model.dtype,
@@ -268,7 +268,7 @@ class Engine:
 
     def _refuse(self, waiting: _WaitingOrder, error: Exception) -> JobFailed:
         close_parts(waiting.addons)
-        return JobFailed(key=waiting.order.key, error=named(error))
+        return JobFailed(key=waiting.order.key, error=to_job_failure(error))
 
     def _update_readiness(self) -> Iterator[Event]:
         """Lets requests go on whose add-ons are there; fails the jobs whose add-ons never will be."""
@@ -333,13 +333,13 @@ class Engine:
 
     def _fail(self, job: EngineJob, error: Exception) -> JobFailed:
         self._forget(job)
-        return JobFailed(key=job.key, error=named(error))
+        return JobFailed(key=job.key, error=to_job_failure(error))
 
     def _forget(self, job: EngineJob) -> None:
         del self._jobs[job.key]
         close_parts(job.addons)
-        if self._pair is not None and job.guest is not None:
-            self._pair.forget(job.guest)
+        if self._pair is not None and job.remote_job is not None:
+            self._pair.forget(job.remote_job)
         for request in job.runs:
             del self._jobs_by_request[request]
             self._batcher.remove(request)

@@ -131,20 +131,20 @@ class Denoiser:
     def _late(self, group: list[Row], gone: set[Hashable], points: tuple[int, ...], patience_s: float) -> set[Hashable]:
         """The owners that have a late row after `patience_s`; longer only while that would be all of them.
 
-        Those with a spoilt row are not waited for. gone: owners that were late before.
+        Those with a void row are not waited for. gone: owners that were late before.
         """
         provider = self._provider()
         owners = {row.owner for row in group if row.owner is not None} - gone
         began_s = time.monotonic()
         while True:
             controlled = [row for row in group if row.controls and row.owner not in gone]
-            spoilt = {row.owner for row in controlled if provider.spoilt(row)}
-            missing = [row for row in controlled if row.owner not in spoilt and not provider.ready(row, points)]
+            void = {row.owner for row in controlled if provider.is_void(row)}
+            missing = [row for row in controlled if row.owner not in void and not provider.ready(row, points)]
             late = {row.owner for row in missing}
             waited_s = time.monotonic() - began_s
-            left_s = (RESIDUAL_TIMEOUT_S if late == owners - spoilt else patience_s) - waited_s
-            if not late or (left_s <= 0 and late != owners - spoilt):
-                return late | spoilt
+            left_s = (RESIDUAL_TIMEOUT_S if late == owners - void else patience_s) - waited_s
+            if not late or (left_s <= 0 and late != owners - void):
+                return late | void
             if left_s <= 0:
                 raise Unavailable(f"no ControlNet answered within {RESIDUAL_TIMEOUT_S:g} s")
             with self._waiting():

@@ -71,7 +71,7 @@ class EngineJob:
 
     addons: its parts of the engine's add-ons. pinned: what earlier attempts decided; decided: what this one has decided
     and told. extra: requests that are denoised beside its images, to measure by; the images are handed out after them.
-    started: whether JobStarted was emitted. guest: what the other worker of a pair is told of it; None where
+    started: whether JobStarted was emitted. remote_job: what the other worker of a pair is told of it; None where
     none of its rows may be offloaded.
     """
 
@@ -83,7 +83,7 @@ class EngineJob:
     decided: Decisions = NO_DECISIONS
     extra: Sequence[Request] = ()
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    guest: RemoteJob | None = None
+    remote_job: RemoteJob | None = None
     pair: PairRecord | None = None
     drawn: set[int] = field(default_factory=set)
     started: bool = False
@@ -219,7 +219,7 @@ def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float) -> E
     job.checkpoint_steps = job.steps_done
     for part in addons.values():
         part.attach(job, conditions, now_s)
-    job.guest = _remote_job(job, conditions)
+    job.remote_job = _remote_job(job, conditions)
     return job
 
 

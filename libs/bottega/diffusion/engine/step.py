@@ -91,9 +91,9 @@ class Stepper:
         if self._pair is None:
             return self._forward.predict(rows)
         offloadable: dict[Hashable, Offloadable] = {
-            request: Offloadable(guest=job.guest, image=request.index)
+            request: Offloadable(remote_job=job.remote_job, image=request.index)
             for job in jobs
-            if job.guest is not None
+            if job.remote_job is not None
             for request in job.requests
         }
         prediction = self._pair.predict(rows, offloadable)

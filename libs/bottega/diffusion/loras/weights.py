@@ -47,7 +47,7 @@ class LoraWeights:
         self._told_bytes = 0
         self._networks = networks
         self._patches = patches
-        self._side_path = UnmergedLoras(networks[UNET], row_by_row=not patches)
+        self._unmerged = UnmergedLoras(networks[UNET], row_by_row=not patches)
         self._patchers = {name: Patcher(network, name, keep_on=keep_on) for name, network in networks.items()}
         self._sets: WeakValueDictionary[SetKey, LoraSet] = WeakValueDictionary()
 
@@ -132,14 +132,14 @@ class LoraWeights:
         """Row i of the forward that begins now, or goes on with fewer rows, uses sets[i]."""
         if self.patched is not None and any(each is not self.patched for each in sets):
             self.put_in_unet(None)
-        self._side_path.enter([None if each is self.patched else each for each in sets])
+        self._unmerged.enter([None if each is self.patched else each for each in sets])
 
     def leave(self) -> None:
         """The forward is over."""
-        self._side_path.leave()
+        self._unmerged.leave()
 
     def observe_forward(self, sets: Sequence[LoraSet | None], seconds: float, plain_s: float | None) -> bool:
-        """Learns from a forward what the side path costs. plain_s: what it takes without LoRAs, where that is known.
+        """Learns from a forward what unmerged LoRAs cost. plain_s: what it takes without LoRAs, where that is known.
 
         Whether the forward says how long a plain one takes.
         """

@@ -46,7 +46,7 @@ _Number = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
 class PairMessageKind(StrEnum):
     """What a message is."""
 
-    GUEST = "guest"
+    JOB = "job"
     READY = "ready"
     REFUSED = "refused"
     STEP = "step"
@@ -116,9 +116,9 @@ class RemoteNoise:
     waited_s: float = 0.0
 
 
-def guest_message(number: int, guest: RemoteJob) -> TensorMessage:
+def job_message(number: int, remote_job: RemoteJob) -> TensorMessage:
     """The message that tells the other worker of a job."""
-    embeds = list(guest.halves.values())
+    embeds = list(remote_job.halves.values())
     controls = tuple(
         _Control(
             name=control.name,
@@ -130,19 +130,19 @@ def guest_message(number: int, guest: RemoteJob) -> TensorMessage:
             digest=control.hosts.digest,
             servers=tuple((server.name, server.address) for server in control.hosts.servers[:_MOST_SERVERS]),
         )
-        for control in guest.controls
+        for control in remote_job.controls
     )
     header = _JobHeader(
         number=number,
-        halves=tuple(guest.halves),
+        halves=tuple(remote_job.halves),
         controls=controls,
-        loras=tuple(_Lora(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in guest.loras),
-        lora_stores=tuple((store.name, store.address) for store in guest.lora_stores[:_MOST_SERVERS]),
+        loras=tuple(_Lora(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in remote_job.loras),
+        lora_stores=tuple((store.name, store.address) for store in remote_job.lora_stores[:_MOST_SERVERS]),
     )
-    images = {f"image.{place}": control.image for place, control in enumerate(guest.controls)}
+    images = {f"image.{place}": control.image for place, control in enumerate(remote_job.controls)}
     return message_of(
         {
-            PairMessageKind.GUEST.value: packed(_HEADER.dump_json(header)),
+            PairMessageKind.JOB.value: packed(_HEADER.dump_json(header)),
             "prompt": torch.stack([each.prompt for each in embeds]),
             "pooled": torch.stack([each.pooled for each in embeds]),
             "time_ids": torch.stack([each.time_ids for each in embeds]),
@@ -151,13 +151,13 @@ def guest_message(number: int, guest: RemoteJob) -> TensorMessage:
     )
 
 
-def read_guest(layout: Layout, views: Sequence[memoryview]) -> tuple[int, RemoteJob]:
+def read_job(layout: Layout, views: Sequence[memoryview]) -> tuple[int, RemoteJob]:
     """A job's number, and the job; its tensors are copies."""
     parts = parts_of(layout, views)
     try:
-        header = _HEADER.validate_json(unpacked(parts[PairMessageKind.GUEST.value]))
+        header = _HEADER.validate_json(unpacked(parts[PairMessageKind.JOB.value]))
     except pydantic.ValidationError as error:
-        raise ValueError(f"a guest message's header: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from None
+        raise ValueError(f"a job message's header: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from None
     halves = _conditions(header, parts)
     return header.number, RemoteJob(
         halves=halves,
@@ -167,14 +167,14 @@ def read_guest(layout: Layout, views: Sequence[memoryview]) -> tuple[int, Remote
     )
 
 
-def step_message(number: int, rows: Sequence[OffloadedRow], guests: Mapping[RemoteJob, int]) -> TensorMessage:
-    """A step message. guests: the numbers of their jobs."""
+def step_message(number: int, rows: Sequence[OffloadedRow], remote_jobs: Mapping[RemoteJob, int]) -> TensorMessage:
+    """A step message. remote_jobs: the numbers of their jobs."""
     table = [[number, 0, 0, 0, 0, 0]]
     for each in rows:
-        active = [each.guest.handles.index(handle) for handle in each.row.controls]
+        active = [each.remote_job.handles.index(handle) for handle in each.row.controls]
         mask = sum(1 << place for place in active)
         styled = int(each.row.loras is not None)
-        table.append([guests[each.guest], each.image, each.row.half.value, each.row.step, mask, styled])
+        table.append([remote_jobs[each.remote_job], each.image, each.row.half.value, each.row.step, mask, styled])
     return message_of(
         {
             PairMessageKind.STEP.value: torch.tensor(table),
@@ -201,14 +201,14 @@ def read_step(layout: Layout, views: Sequence[memoryview]) -> RemoteStep:
         number=number,
         rows=tuple(
             RemoteRow(
-                guest=guest,
+                remote_job=remote_job,
                 image=image,
                 half=Half(half),
                 step=step,
                 controls=_places(mask),
                 loras=bool(styled),
             )
-            for guest, image, half, step, mask, styled in rows
+            for remote_job, image, half, step, mask, styled in rows
         ),
         samples=samples.clone(),
         timesteps=timesteps.clone(),
@@ -237,7 +237,7 @@ def _conditions(header: _JobHeader, parts: Mapping[str, Tensor]) -> dict[Half, E
     for name, dimensions in (("prompt", 3), ("pooled", 2), ("time_ids", 2)):
         part = parts.get(name)
         if part is None or part.dim() != dimensions or len(part) != len(header.halves) or part.dtype not in DTYPES:
-            raise ValueError(f"a guest message's {name} is not there for each half")
+            raise ValueError(f"a job message's {name} is not there for each half")
     prompt, pooled, time_ids = (parts[name].clone() for name in ("prompt", "pooled", "time_ids"))
     return {
         half: Embeds(prompt=prompt[place], pooled=pooled[place], time_ids=time_ids[place])

@@ -38,7 +38,7 @@ class OffloadedRow:
     """A row that the follower is to compute. image: its place among the job's."""
 
     row: Row
-    guest: RemoteJob
+    remote_job: RemoteJob
     image: int
 
 
@@ -67,23 +67,23 @@ class OffloadTarget(Protocol):
         """Whether it can be lent rows now: it is there, has nothing of its own to do, and owes no answer."""
         ...
 
-    def knows(self, guest: RemoteJob) -> bool:
+    def accepts(self, remote_job: RemoteJob) -> bool:
         """Whether rows of this job can be lent; it is told of the job if it was not."""
         ...
 
-    def forget(self, guest: RemoteJob) -> None:
+    def forget(self, remote_job: RemoteJob) -> None:
         """The job has ended. Harmless when it was not told of it."""
         ...
 
-    def lend(self, rows: Sequence[OffloadedRow]) -> bool:
+    def offload(self, rows: Sequence[OffloadedRow]) -> bool:
         """Sends rows of one group to be computed; whether they are on their way."""
         ...
 
-    def returned(self, timeout_s: float) -> OffloadResult | None:
+    def result(self, timeout_s: float) -> OffloadResult | None:
         """What it made of the rows that it was lent last; None where that has not come within the timeout."""
         ...
 
     @property
-    def owes(self) -> bool:
+    def awaits_result(self) -> bool:
         """Whether its answer to the rows that it was lent last may still come."""
         ...

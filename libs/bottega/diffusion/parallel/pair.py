@@ -35,7 +35,7 @@ _TRIES = 2
 class Offloadable:
     """A request whose rows may be lent. image: its place in its job."""
 
-    guest: RemoteJob
+    remote_job: RemoteJob
     image: int
 
 
@@ -80,16 +80,16 @@ class Pair:
         """Of the follower's worker."""
         return self._target.name
 
-    def forget(self, guest: RemoteJob) -> None:
+    def forget(self, remote_job: RemoteJob) -> None:
         """A job has ended."""
-        self._target.forget(guest)
+        self._target.forget(remote_job)
 
-    def predict(self, rows: Sequence[Row], lendable: Mapping[Hashable, Offloadable]) -> Prediction:
-        """One turn's noise. lendable: by owner, those whose rows the follower may compute.
+    def predict(self, rows: Sequence[Row], offloadable: Mapping[Hashable, Offloadable]) -> Prediction:
+        """One turn's noise. offloadable: by owner, those whose rows the follower may compute.
 
         Raises as `predict` does.
         """
-        lent = self._lend(rows, lendable)
+        lent = self._offload(rows, offloadable)
         if not lent:
             return self._here(rows)
         began_s = perf_counter()
@@ -113,17 +113,17 @@ class Pair:
             peer_wait_s=peer_wait_s,
         )
 
-    def _lend(self, rows: Sequence[Row], lendable: Mapping[Hashable, Offloadable]) -> list[Row]:
+    def _offload(self, rows: Sequence[Row], offloadable: Mapping[Hashable, Offloadable]) -> list[Row]:
         """Sends away what the other should compute; those rows."""
         free = self._target.free
         able = [
-            OffloadedRow(row=row, guest=known.guest, image=known.image)
+            OffloadedRow(row=row, remote_job=known.remote_job, image=known.image)
             for row in rows
-            if free and (known := lendable.get(row.owner)) and self._target.knows(known.guest)
+            if free and (known := offloadable.get(row.owner)) and self._target.accepts(known.remote_job)
         ]
         count = self._count(_shape(rows[0]), len(rows), len(able)) if able else 0
         lent = able[len(able) - count :]
-        if not lent or not self._target.lend(lent):
+        if not lent or not self._target.offload(lent):
             return []
         return [each.row for each in lent]
 
@@ -148,8 +148,8 @@ class Pair:
         expected_s = self._theirs.seconds(shape, rows) or self._times.seconds(shape, rows) or 0.0
         until_s = perf_counter() + max(_LEAST_PATIENCE_S, _PATIENCE * (expected_s + residuals_s))
         while (left_s := until_s - perf_counter()) > 0:
-            owed = self._target.owes  # asked first: what comes in between is still taken
-            returned = self._target.returned(min(left_s, _LOOK_S))
+            owed = self._target.awaits_result  # asked first: what comes in between is still taken
+            returned = self._target.result(min(left_s, _LOOK_S))
             if returned is not None:
                 self._learn(shape, rows, returned.seconds)
                 return returned

@@ -25,7 +25,7 @@ class RemoteRow:
     """One row of a step. controls: places of its job's ControlNets that are active in it. loras: whether its
     LoRAs are."""
 
-    guest: int
+    remote_job: int
     image: int
     half: Half
     step: int
@@ -50,7 +50,7 @@ class ComputedRows:
 class RemoteJobStatus:
     """Whether a job's rows can be computed, when that has changed. error: why they never will be; it is forgotten."""
 
-    guest: int
+    remote_job: int
     ready: bool
     error: BottegaError | None = None
 
@@ -59,7 +59,7 @@ class RemoteJobStatus:
 class _AdmittedJob:
     """A job of the peer. handles: of its sessions. opened: whether its rows can be computed, as the peer was told."""
 
-    guest: RemoteJob
+    remote_job: RemoteJob
     loras: JobLoras | None
     handles: tuple[Hashable, ...] = ()
     opened: bool = False
@@ -95,28 +95,28 @@ class RemoteJobs:
 
     @property
     def opening(self) -> bool:
-        """Whether `settled` has something to look at."""
+        """Whether `changed_statuses` has something to look at."""
         return any(not admitted.opened for admitted in self._admitted.values())
 
-    def admit(self, number: int, guest: RemoteJob) -> None:
+    def admit(self, number: int, remote_job: RemoteJob) -> None:
         """Takes a job in. Raises BottegaError where its ControlNets or LoRAs can never be here."""
         handles: tuple[Hashable, ...] = ()
-        if guest.controls:
+        if remote_job.controls:
             if self._controlnets is None:
                 raise Unavailable("this worker has no ControlNets")
-            handles = self._controlnets.open(guest.controls)
-        halves = {half: self._here(embeds) for half, embeds in guest.halves.items()}
+            handles = self._controlnets.open(remote_job.controls)
+        halves = {half: self._here(embeds) for half, embeds in remote_job.halves.items()}
         try:
-            loras = self._loras.ask(guest.loras, guest.lora_stores, step=0)
+            loras = self._loras.ask(remote_job.loras, remote_job.lora_stores, step=0)
         except BottegaError:
             self._close(handles)
             raise
         opened = not handles and loras is None
         self._admitted[number] = _AdmittedJob(
-            guest=RemoteJob(halves=halves), loras=loras, handles=handles, opened=opened
+            remote_job=RemoteJob(halves=halves), loras=loras, handles=handles, opened=opened
         )
 
-    def settled(self) -> list[RemoteJobStatus]:
+    def changed_statuses(self) -> list[RemoteJobStatus]:
         """What has changed since the last call: ControlNets and LoRAs have come, or never will, or a ControlNet's
         server was lost, and whoever goes on with it has to begin first.
         """
@@ -127,10 +127,10 @@ class RemoteJobs:
                 admitted.opened = (before or self._loras_here(admitted)) and self._sessions_open(admitted)
             except BottegaError as error:
                 self.dismiss(number)
-                news.append(RemoteJobStatus(guest=number, ready=False, error=error))
+                news.append(RemoteJobStatus(remote_job=number, ready=False, error=error))
                 continue
             if admitted.opened != before:
-                news.append(RemoteJobStatus(guest=number, ready=admitted.opened))
+                news.append(RemoteJobStatus(remote_job=number, ready=admitted.opened))
         return news
 
     def dismiss(self, number: int) -> None:
@@ -161,20 +161,20 @@ class RemoteJobs:
         return ComputedRows(places=tuple(noise), noise=torch.stack(list(noise.values())), waited_s=prediction.waited_s)
 
     def _row(self, row: RemoteRow, sample: Tensor, timestep: Tensor) -> Row:
-        admitted = self._admitted.get(row.guest)
-        known = admitted is not None and row.half in admitted.guest.halves
+        admitted = self._admitted.get(row.remote_job)
+        known = admitted is not None and row.half in admitted.remote_job.halves
         loras = admitted.loras.loras if admitted is not None and admitted.loras is not None and row.loras else None
         lacks = row.loras and loras is None
         if admitted is None or not known or lacks or max(row.controls, default=-1) >= len(admitted.handles):
-            raise ValueError(f"a row is of job {row.guest}, which is not here as it says")
+            raise ValueError(f"a row is of job {row.remote_job}, which is not here as it says")
         return Row(
             # Rows of one image belong together, and no other engine's do.
-            owner=(id(self), row.guest, row.image),
+            owner=(id(self), row.remote_job, row.image),
             step=row.step,
             half=row.half,
             sample=sample,
             timestep=timestep,
-            embeds=admitted.guest.halves[row.half],
+            embeds=admitted.remote_job.halves[row.half],
             controls=tuple(admitted.handles[place] for place in row.controls),
             loras=loras,
         )

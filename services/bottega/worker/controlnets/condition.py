@@ -17,7 +17,7 @@ class ChangeCondition:
         """How much has happened."""
         return self._count
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Something has happened."""
         with self._changed:
             self._count += 1

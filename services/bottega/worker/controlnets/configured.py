@@ -34,18 +34,18 @@ class ConfiguredControlNets:
         }
         self.digests = {name: controlnet_digest(folder) for name, folder in folders.items()}
         self.controlnets: LocalControlNets | None = None
-        self._shelf: ControlNetCache | None = None
+        self._cache: ControlNetCache | None = None
         if folders:
             budget_bytes = config.controlnet_budget_bytes
-            self._shelf = ControlNetCache(self._sources, budget_bytes=budget_bytes, device=model.device)
-            self.controlnets = LocalControlNets(self._shelf, fixed_rows=config.fixed_rows)
+            self._cache = ControlNetCache(self._sources, budget_bytes=budget_bytes, device=model.device)
+            self.controlnets = LocalControlNets(self._cache, digests=self.digests, fixed_rows=config.fixed_rows)
 
     def report(self) -> list[Hosted]:
         """All of them, by name."""
-        if self._shelf is None:
+        if self._cache is None:
             return []
-        popularity = self._shelf.popularity
-        states = dict.fromkeys(self._shelf.coming, LOADING) | dict.fromkeys(self._shelf.loaded, LOADED)
+        popularity = self._cache.popularity
+        states = dict.fromkeys(self._cache.coming, LOADING) | dict.fromkeys(self._cache.loaded, LOADED)
         return [
             Hosted(
                 kind=kinds.CONTROLNET,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from bottega.diffusion.controlnets import ControlLayout, LocalControlNets
 from bottega.diffusion.controlnets.messages import ControlStep, StepEntry, residuals_layout
 from bottega.diffusion.controlnets.provider import ControlInput, ControlRecord
+from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.rows import Row
 from bottega.transport import LinkCounters, OfferSource
 from bottega.worker.controlnets.server_link import ControlLinkSettings, ServerLink
@@ -34,8 +35,8 @@ _LOOK_S = 0.1
 class RemoteControlNets:
     """A ControlNets, see there.
 
-    base, dtype, device: of the model. local: those at hand in this process, with their digests by name.
-    pace: decides who may go on with residuals of the step before.
+    base, dtype, device: of the model. local: those of this process. heartbeat: beats while a forward waits.
+    staleness: decides who may go on with residuals of the step before.
     """
 
     def __init__(
@@ -46,24 +47,23 @@ class RemoteControlNets:
         device: torch.device,
         offers: OfferSource,
         local: LocalControlNets | None = None,
-        digests: Mapping[str, str] | None = None,
         settings: ControlLinkSettings | None = None,
-        pace: StalenessPolicy | None = None,
+        staleness: StalenessPolicy | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self._base = base
         self._dtype = dtype
         self._device = device
         self._local = local
-        self._placing = SessionManager(
+        self._manager = SessionManager(
             base=base,
             dtype=dtype,
             offers=offers,
             local=local,
-            digests=digests or {},
             settings=settings or ControlLinkSettings(),
         )
-        self._pace = pace or StalenessPolicy()
-        self._alive: Callable[[], None] = lambda: None
+        self._staleness = staleness or StalenessPolicy()
+        self._heartbeat = heartbeat or Heartbeat()
         self._rows: list[Row] = []
         self._local_rows: dict[Row, Row] = {}
         self._taken: dict[Row, set[StepResult]] = {}  # of this turn
@@ -71,101 +71,97 @@ class RemoteControlNets:
     @property
     def counters(self) -> LinkCounters:
         """Of all links."""
-        return self._placing.counters
+        return self._manager.counters
 
     @property
     def servers(self) -> list[str]:
         """Names of the servers that it is linked to."""
-        return [link.server.name for link in self._placing.links if link.lost is None]
-
-    def tell_alive(self, alive: Callable[[], None]) -> None:
-        """Calls `alive` often from inside a wait; it must be quick."""
-        self._alive = alive
+        return [link.server.name for link in self._manager.links if link.lost is None]
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
         """See ControlNets."""
-        seats = [PlacedSession(control=control) for control in controls]
-        self._placing.place(seats)
-        errors = [seat.error for seat in seats if seat.error is not None]
+        sessions = [PlacedSession(control=control) for control in controls]
+        self._manager.assign(sessions)
+        errors = [session.error for session in sessions if session.error is not None]
         if errors:
-            self.close(seats)
+            self.close(sessions)
             raise errors[0]
-        return tuple(seats)
+        return tuple(sessions)
 
     def opened(self, handles: Sequence[Hashable]) -> bool:
         """See ControlNets."""
-        self._placing.attend()
-        seats = [_seat(handle) for handle in handles]
-        for seat in seats:
-            if seat.error is not None:
-                raise seat.error
-        return all(self._placing.is_open(seat) for seat in seats)
+        self._manager.take_in_news()
+        sessions = [_session(handle) for handle in handles]
+        for session in sessions:
+            if session.error is not None:
+                raise session.error
+        return all(self._manager.is_open(session) for session in sessions)
 
     def settle(self, handles: Sequence[Hashable], timeout_s: float) -> None:
         """See ControlNets."""
         until = time.monotonic() + timeout_s
-        pending = [_seat(handle) for handle in handles if not self._placing.is_open(_seat(handle))]
+        pending = [_session(handle) for handle in handles if not self._manager.is_open(_session(handle))]
         while (left_s := until - time.monotonic()) > 0:
-            seen = self._placing.news.count
-            self._placing.attend()
-            if any(seat.error is not None or self._placing.is_open(seat) for seat in pending):
+            seen = self._manager.changes.count
+            self._manager.take_in_news()
+            if any(session.error is not None or self._manager.is_open(session) for session in pending):
                 return
-            self._placing.news.wait(seen, min(left_s, _LOOK_S))
+            self._manager.changes.wait(seen, min(left_s, _LOOK_S))
 
     def close(self, handles: Sequence[Hashable]) -> tuple[ControlRecord, ...]:
         """See ControlNets."""
-        seats = [_seat(handle) for handle in handles]
-        self._pace.rests()
-        self._placing.vacate(seats)
-        self._rows = [row for row in self._rows if not set(row.controls) & set(seats)]
-        return tuple(seat.record for seat in seats)
+        sessions = [_session(handle) for handle in handles]
+        self._staleness.on_idle()
+        self._manager.release(sessions)
+        self._rows = [row for row in self._rows if not set(row.controls) & set(sessions)]
+        return tuple(session.record for session in sessions)
 
     def ask(self, rows: list[Row]) -> None:
         """See ResidualProvider."""
-        self._pace.asked()
+        self._staleness.on_turn()
         self._rows, self._local_rows, self._taken = rows, {}, {}
-        for link in self._placing.links:
+        for link in self._manager.links:
             link.spare_slots()
-        self._placing.attend()
+        self._manager.take_in_news()
         self._send(rows)
         self._compute()
 
     def ask_ahead(self, rows: list[Row]) -> None:
         """See ResidualProvider. Only of servers that have slots to spare: what is asked for ahead holds one for longer,
         and a server that has none left for its answers is stuck."""
-        for link in self._placing.links:
+        for link in self._manager.links:
             link.spare_slots()
-        self._placing.attend()
+        self._manager.take_in_news()
         self._send(rows, ahead=True)
 
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
         """See ResidualProvider."""
-        self._pace.needed()
-        self._placing.attend()
+        self._staleness.on_residuals_needed()
+        self._manager.take_in_news()
         return self._ready(row, points)
 
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
         """See ResidualProvider."""
         began = time.monotonic()
-        missing = {seat for row in rows for seat in _seats(row) if not self._has(seat, row, points)}
+        missing = {session for row in rows for session in _sessions(row) if not self._has(session, row, points)}
         try:
             while (left_s := began + timeout_s - time.monotonic()) > 0:
-                seen = self._placing.news.count
-                self._placing.attend()
+                seen = self._manager.changes.count
+                self._manager.take_in_news()
                 self._send(self._rows)
                 self._compute()
-                if any(self._ready(row, points) or self._is_spoilt(row) for row in rows):
+                if any(self._ready(row, points) or self._is_void(row) for row in rows):
                     return
-                self._alive()
-                self._placing.news.wait(seen, min(left_s, _LOOK_S))
+                self._heartbeat.beat()
+                self._manager.changes.wait(seen, min(left_s, _LOOK_S))
         finally:
-            for seat in missing:
-                seat.waited_s += time.monotonic() - began
+            for session in missing:
+                session.waited_s += time.monotonic() - began
 
-    def spoilt(self, row: Row) -> bool:
+    def is_void(self, row: Row) -> bool:
         """See ResidualProvider."""
-        self._placing.attend()
-        return self._is_spoilt(row)
+        self._manager.take_in_news()
+        return self._is_void(row)
 
     def take(self, row: Row, point: int) -> list[Tensor]:
         """See ResidualProvider."""
@@ -174,44 +170,44 @@ class RemoteControlNets:
             local = self._local.take(self._local_rows[row], point)
         here = iter(local)
         addends = []
-        for seat in _seats(row):
-            if seat.local is not None:
+        for session in _sessions(row):
+            if session.local is not None:
                 addends.append(next(here))
                 continue
-            answer = seat.answer(row)
+            answer = session.answer(row)
             assert answer is not None, "it was ready"
-            reply, place = answer
-            self._taken.setdefault(row, set()).add(reply)
-            addends.append(reply.at(point, place).to(self._device, self._dtype))
+            result, place = answer
+            self._taken.setdefault(row, set()).add(result)
+            addends.append(result.at(point, place).to(self._device, self._dtype))
         return addends
 
     def stop(self) -> None:
         """Closes all links."""
-        for link in self._placing.links:
+        for link in self._manager.links:
             link.end()
 
     def _ready(self, row: Row, points: tuple[int, ...]) -> bool:
-        return all(self._has(seat, row, points) for seat in _seats(row))
+        return all(self._has(session, row, points) for session in _sessions(row))
 
-    def _has(self, seat: PlacedSession, row: Row, points: tuple[int, ...]) -> bool:
-        if seat.local is not None:
+    def _has(self, session: PlacedSession, row: Row, points: tuple[int, ...]) -> bool:
+        if session.local is not None:
             here = self._local_rows.get(row)
             return self._local is not None and here is not None and self._local.ready(here, points)
-        answer = seat.answer(row)
+        answer = session.answer(row)
         return answer is not None and answer[0].has(points)
 
-    def _is_spoilt(self, row: Row) -> bool:
-        if any(reply.void for reply in self._taken.get(row, ())):
+    def _is_void(self, row: Row) -> bool:
+        if any(result.void for result in self._taken.get(row, ())):
             return True
-        return not all(self._placing.is_open(seat) for seat in _seats(row))
+        return not all(self._manager.is_open(session) for session in _sessions(row))
 
     def _send(self, rows: Sequence[Row], *, ahead: bool = False) -> None:
         """Asks for what the rows need and was not asked for; a message a server, and group."""
         wanted: dict[ServerLink, list[tuple[Row, PlacedSession]]] = {}
         for row in rows:
-            for seat in _seats(row):
-                if seat.loan is not None and seat.loan.opened and not seat.asked(row):
-                    wanted.setdefault(seat.loan.link, []).append((row, seat))
+            for session in _sessions(row):
+                if session.lease is not None and session.lease.opened and not session.asked(row):
+                    wanted.setdefault(session.lease.link, []).append((row, session))
         for link, pairs in wanted.items():
             shape = pairs[0][0].sample.shape
             shapes = tuple(self._base.shapes(shape[1], shape[2]))
@@ -227,21 +223,22 @@ class RemoteControlNets:
     ) -> None:
         samples = {id(row.sample): row for row, _ in pairs}  # both halves of a request have one
         places = {key: place for place, key in enumerate(samples)}
-        reply = StepResult(residuals_layout(len(pairs), shapes, self._dtype), len(shapes))
-        for place, (row, seat) in enumerate(pairs):
-            seat.pipelined = seat.pipelined or self._pace.pipelined(
-                seat.control, answer_s=link.answer_s, transfer_s=link.transfer_s
+        result = StepResult(residuals_layout(len(pairs), shapes, self._dtype), len(shapes))
+        for place, (row, session) in enumerate(pairs):
+            session.pipelined = session.pipelined or self._staleness.allows(
+                session.control, answer_s=link.answer_s, transfer_s=link.transfer_s
             )
-            seat.expect(row, reply, place)
+            session.expect(row, result, place)
         step = ControlStep(
             number=link.number(),
             entries=tuple(
-                StepEntry(session=seat.number, half=row.half, sample=places[id(row.sample)]) for row, seat in pairs
+                StepEntry(session=session.number, half=row.half, sample=places[id(row.sample)])
+                for row, session in pairs
             ),
             samples=torch.stack([row.sample for row in samples.values()]),
             timesteps=torch.stack([row.timestep.float() for row in samples.values()]),
         )
-        link.ask(step, reply)
+        link.ask(step, result)
 
     def _compute(self) -> None:
         """Has this process compute what only it can."""
@@ -249,9 +246,9 @@ class RemoteControlNets:
             return
         rows = {}
         for row in self._rows:
-            here = [seat for seat in _seats(row) if seat.local is not None]
-            if here and all(self._placing.is_open(seat) for seat in here):
-                rows[row] = replace(row, controls=tuple(seat.local for seat in here))
+            here = [session for session in _sessions(row) if session.local is not None]
+            if here and all(self._manager.is_open(session) for session in here):
+                rows[row] = replace(row, controls=tuple(session.local for session in here))
         if {row: here.controls for row, here in rows.items()} != {
             row: here.controls for row, here in self._local_rows.items()
         }:
@@ -259,10 +256,10 @@ class RemoteControlNets:
             self._local.ask(list(rows.values()))
 
 
-def _seats(row: Row) -> list[PlacedSession]:
-    return [_seat(handle) for handle in row.controls]
+def _sessions(row: Row) -> list[PlacedSession]:
+    return [_session(handle) for handle in row.controls]
 
 
-def _seat(handle: Hashable) -> PlacedSession:
+def _session(handle: Hashable) -> PlacedSession:
     assert isinstance(handle, PlacedSession), "every handle was made here"
     return handle

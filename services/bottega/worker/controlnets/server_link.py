@@ -52,7 +52,7 @@ class ControlLinkSettings(LinkClientSettings):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LeaseStatus:
-    """What the server has said of a loan that it was asked for: that it is open, or why it will not be."""
+    """What the server has said of a lease that it was asked for: that it is open, or why it will not be."""
 
     opened: bool = False
     refusal: BottegaError | None = None
@@ -70,18 +70,18 @@ class ServerLink(LinkClientHandler):
         server: ControlServer,
         *,
         offers: OfferSource,
-        news: ChangeCondition,
+        changes: ChangeCondition,
         settings: ControlLinkSettings,
         counters: LinkCounters,
         link_id: str = "",
     ) -> None:
         self.server = server
         self.answer_s = self.transfer_s = 0.0
-        self._news = news
+        self._changes = changes
         self._settings = settings
         self._numbers = itertools.count(1)
-        self._loans: dict[int, LeaseStatus] = {}  # that were not answered yet
-        self._replies: dict[int, StepResult] = {}
+        self._leases: dict[int, LeaseStatus] = {}  # that were not answered yet
+        self._results: dict[int, StepResult] = {}
         self._outstanding: list[StepResult] = []
         self._pulse = 0
         self._pulse_s = self._checked_s = 0.0
@@ -119,23 +119,23 @@ class ServerLink(LinkClientHandler):
         """Opens the link in the background."""
         self._client.start()
 
-    def open(self, loan: int, message: TensorMessage) -> LeaseStatus:
-        """Asks for a loan, in the background; what it returns will say what came of it, unless the link is lost."""
-        answer = self._loans[loan] = LeaseStatus()
-        self._send(message, loan=loan)
+    def open(self, lease: int, message: TensorMessage) -> LeaseStatus:
+        """Asks for a lease, in the background; what it returns will say what came of it, unless the link is lost."""
+        answer = self._leases[lease] = LeaseStatus()
+        self._send(message, lease=lease)
         return answer
 
-    def close(self, loan: int) -> None:
-        """Ends a loan, in the background."""
-        self._loans.pop(loan, None)
-        self._send(number_message(ControlMessageKind.CLOSE, loan))
+    def close(self, lease: int) -> None:
+        """Ends a lease, in the background."""
+        self._leases.pop(lease, None)
+        self._send(number_message(ControlMessageKind.CLOSE, lease))
 
-    def ask(self, step: ControlStep, reply: StepResult) -> None:
+    def ask(self, step: ControlStep, result: StepResult) -> None:
         """Asks for a step, whose number is new, in the background; the answer goes there."""
-        if not self._replies:
+        if not self._results:
             self._pulse_s = time.monotonic()
-        self._replies[step.number] = reply
-        self._outstanding.append(reply)
+        self._results[step.number] = result
+        self._outstanding.append(result)
         self._send(step_message(step), step=step.number)
 
     def number(self) -> int:
@@ -152,12 +152,12 @@ class ServerLink(LinkClientHandler):
 
         To be called when nobody looks at what is in them.
         """
-        self._outstanding = [reply for reply in self._outstanding if reply.holds_memory]
+        self._outstanding = [result for result in self._outstanding if result.holds_memory]
         if not self.has_slots_to_spare:
-            for reply in self._outstanding:
-                if reply.whole:
-                    reply.keep_copy()
-            self._outstanding = [reply for reply in self._outstanding if reply.holds_memory]
+            for result in self._outstanding:
+                if result.whole:
+                    result.keep_copy()
+            self._outstanding = [result for result in self._outstanding if result.holds_memory]
 
     def end(self) -> None:
         """Closes the link, and tells the server."""
@@ -178,7 +178,7 @@ class ServerLink(LinkClientHandler):
             return
         with incoming:
             self._take(incoming, connection.wait_all(incoming))
-        self._news.ring()
+        self._changes.notify()
 
     def on_pong(self, progress: int) -> None:
         """The server has counted so many signs of life of its forwards."""
@@ -191,57 +191,57 @@ class ServerLink(LinkClientHandler):
             _log.warning("a ControlNet server is lost", extra={"server": self.server.name, "text": cause.message})
         self._lost = cause
         self._client.close()
-        self._news.ring()
+        self._changes.notify()
 
-    def _send(self, message: WholeMessage, *, loan: int | None = None, step: int | None = None) -> None:
+    def _send(self, message: WholeMessage, *, lease: int | None = None, step: int | None = None) -> None:
         def refuse(error: BottegaError) -> None:
-            self._refuse(error, loan=loan, step=step)
+            self._refuse(error, lease=lease, step=step)
 
         if not self._client.connection.send(message, on_failure=refuse):
-            self._news.ring()  # it is lost
+            self._changes.notify()  # it is lost
 
     def _take(self, incoming: Incoming, views: list[memoryview]) -> None:
         layout = incoming.layout
         match ControlMessageKind(kind_of(layout)):
             case ControlMessageKind.OPENED:
-                if (answer := self._loans.pop(read_number(layout, views), None)) is not None:
+                if (answer := self._leases.pop(read_number(layout, views), None)) is not None:
                     answer.opened = True
             case ControlMessageKind.REFUSED:
                 refusal = read_refusal(layout, views)
                 error = from_job_error(job_error_from_json(refusal.error))
-                self._refuse(error, loan=refusal.loan, step=refusal.step)
+                self._refuse(error, lease=refusal.lease, step=refusal.step)
             case kind:
                 raise ValueError(f"a server sends no {kind} message")
 
-    def _refuse(self, error: BottegaError, *, loan: int | None, step: int | None) -> None:
-        """A loan will not be opened, or a step not be computed."""
-        if loan is not None and (answer := self._loans.pop(loan, None)) is not None:
+    def _refuse(self, error: BottegaError, *, lease: int | None, step: int | None) -> None:
+        """A lease will not be opened, or a step not be computed."""
+        if lease is not None and (answer := self._leases.pop(lease, None)) is not None:
             answer.refusal = error
-        if step is not None and (reply := self._replies.pop(step, None)) is not None:
+        if step is not None and (result := self._results.pop(step, None)) is not None:
             _log.warning("a step was refused", extra={"server": self.server.name, "text": error.message})
-            reply.refused = True
+            result.refused = True
             self._pulse_s = time.monotonic()
-        self._news.ring()
+        self._changes.notify()
 
     def _take_residuals(self, connection: Connection, incoming: Incoming) -> None:
         connection.wait(incoming, 1)
         number = read_number(incoming.layout, [incoming.view(0)])
-        reply = self._replies.pop(number, None)
-        if reply is None:
+        result = self._results.pop(number, None)
+        if result is None:
             raise ValueError(f"the answer to step {number}, which was not asked for")
-        if reply.layout.digest != incoming.layout.digest:
+        if result.layout.digest != incoming.layout.digest:
             raise LayoutMismatch(f"the answer to step {number} has other residuals than the model takes")
-        reply.begin(incoming.release)
+        result.begin(incoming.release)
         for index in range(1, len(incoming.layout.specs)):
             connection.wait(incoming, index + 1)
             try:
                 view = incoming.view(index)
             except LeaseExpired:
                 continue  # nobody reads it any more
-            reply.put(reply.points - index, tensor_of(incoming.layout.specs[index], view))
-            self._news.ring()
+            result.put(result.points - index, tensor_of(incoming.layout.specs[index], view))
+            self._changes.notify()
         self._pulse_s = time.monotonic()
-        self.answer_s = _smoothed(self.answer_s, self._pulse_s - reply.asked_s)
+        self.answer_s = _smoothed(self.answer_s, self._pulse_s - result.asked_s)
         if connection.link is not None and not connection.link.backend_choice.backend.within_host:
             self.transfer_s = _smoothed(self.transfer_s, self._pulse_s - incoming.began)
 
@@ -252,7 +252,7 @@ class ServerLink(LinkClientHandler):
         if late:
             self._pulse_s = now_s  # this process was stopped itself, and heard nothing of what the server said
         still_s = now_s - self._pulse_s
-        if self._replies and still_s > self._settings.stall_s:
+        if self._results and still_s > self._settings.stall_s:
             raise DeadlineExceeded(
                 f"ControlNet server {self.server.name} owes an answer and has computed nothing for {still_s:.1f} s"
             )

@@ -21,17 +21,17 @@ class SessionLease:
 
     number: int
     link: ServerLink
-    seats: Sequence[PlacedSession]
+    sessions: Sequence[PlacedSession]
     answer: LeaseStatus = field(default_factory=LeaseStatus)
     opened: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Answer:
-    """Where one row's residuals of one step are, or will be. place: among the rows of the reply."""
+    """Where one row's residuals of one step are, or will be. place: among the rows of the result."""
 
     step: int
-    reply: StepResult
+    result: StepResult
     place: int
 
 
@@ -45,7 +45,7 @@ class _Answers:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PlacedSession:
-    """A handle of the engine. number: of its session with the loan's server.
+    """A handle of the engine. number: of its session with the lease's server.
 
     tried: names of the servers that were asked to run it, those that were lost included. local: the handle where it
     runs in this process. error: why nobody runs it any more. pipelined: whether steps go on with the residuals of the
@@ -55,7 +55,7 @@ class PlacedSession:
     control: ControlInput
     number: int = 0
     tried: list[str] = field(default_factory=list)
-    loan: SessionLease | None = None
+    lease: SessionLease | None = None
     local: Hashable | None = None
     error: BottegaError | None = None
     pipelined: bool = False
@@ -82,16 +82,16 @@ class PlacedSession:
     @property
     def refused(self) -> bool:
         """Whether the server has said that it cannot compute a step that was asked for."""
-        return any(answers.newest is not None and answers.newest.reply.refused for answers in self._answers.values())
+        return any(answers.newest is not None and answers.newest.result.refused for answers in self._answers.values())
 
     def asked(self, row: Row) -> bool:
         """Whether the row's step was asked for, and its answer came, or may."""
         newest = self._of(row).newest
         return newest is not None and newest.step == row.step
 
-    def expect(self, row: Row, reply: StepResult, place: int) -> None:
-        """The row's residuals will be in this reply."""
-        reply.use()
+    def expect(self, row: Row, result: StepResult, place: int) -> None:
+        """The row's residuals will be in this result."""
+        result.use()
         answers = self._of(row)
         _drop(answers.before)
         answers.before = None
@@ -99,16 +99,16 @@ class PlacedSession:
             answers.before = answers.newest
         else:
             _drop(answers.newest)
-        answers.newest = _Answer(step=row.step, reply=reply, place=place)
+        answers.newest = _Answer(step=row.step, result=result, place=place)
 
     def answer(self, row: Row) -> tuple[StepResult, int] | None:
         """Where the row's residuals are taken from: the step before in pipelined mode, where that was asked for."""
         answers = self._of(row)
         if answers.before is not None:
             self._stale.add((row.owner, row.step))
-            return answers.before.reply, answers.before.place
+            return answers.before.result, answers.before.place
         if answers.newest is not None and answers.newest.step == row.step:
-            return answers.newest.reply, answers.newest.place
+            return answers.newest.result, answers.newest.place
         return None
 
     def forget_answers(self) -> None:
@@ -124,8 +124,8 @@ class PlacedSession:
         """
         for answers in self._answers.values():
             for answer in (answers.newest, answers.before):
-                if answer is not None and not answer.reply.whole:
-                    answer.reply.void = True
+                if answer is not None and not answer.result.whole:
+                    answer.result.void = True
         self.forget_answers()
 
     def _of(self, row: Row) -> _Answers:
@@ -134,4 +134,4 @@ class PlacedSession:
 
 def _drop(answer: _Answer | None) -> None:
     if answer is not None:
-        answer.reply.drop()
+        answer.result.drop()

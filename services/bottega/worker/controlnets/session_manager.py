@@ -7,7 +7,7 @@ without any it has an error. Belongs to the engine's thread. Knows no rows and n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -27,7 +27,7 @@ _FINAL = (ControlNetUnusable, TooLarge)
 
 
 class SessionManager:
-    """base, dtype: of the model. local: those at hand in this process, with their digests by name."""
+    """base, dtype: of the model. local: the ControlNets of this process, where it has some."""
 
     def __init__(
         self,
@@ -36,21 +36,19 @@ class SessionManager:
         dtype: torch.dtype,
         offers: OfferSource,
         local: LocalControlNets | None,
-        digests: Mapping[str, str],
         settings: ControlLinkSettings,
     ) -> None:
         self.counters = LinkCounters()
-        self.news = ChangeCondition()
+        self.changes = ChangeCondition()
         self._base = base
         self._dtype = dtype
         self._offers = offers
         self._local = local
-        self._digests = dict(digests)
         self._settings = settings
         self._seen = -1
         self._links: dict[ControlServer, ServerLink] = {}
         self._before: dict[ControlServer, str] = {}  # by server, the link that was lost
-        self._loans: list[SessionLease] = []
+        self._leases: list[SessionLease] = []
         self._numbers = itertools.count(1)
 
     @property
@@ -58,108 +56,108 @@ class SessionManager:
         """To all servers that are used, or were."""
         return list(self._links.values())
 
-    def place(self, seats: Sequence[PlacedSession], why: BottegaError | None = None) -> None:
+    def assign(self, sessions: Sequence[PlacedSession], why: BottegaError | None = None) -> None:
         """Begins one request's sessions with the best servers that were not tried, else here.
 
         why: what the last ones failed of.
         """
         by_server: dict[ControlServer, list[PlacedSession]] = {}
         here: list[PlacedSession] = []
-        for seat in seats:
-            server = seat.next_server
+        for session in sessions:
+            server = session.next_server
             if server is not None:
-                seat.tried.append(server.name)
-                by_server.setdefault(server, []).append(seat)
-            elif self._at_hand(seat.control):
-                here.append(seat)
+                session.tried.append(server.name)
+                by_server.setdefault(server, []).append(session)
+            elif self._is_local(session.control):
+                here.append(session)
             else:
-                seat.error = why if isinstance(why, _FINAL) else _nobody(seat, why)
+                session.error = why if isinstance(why, _FINAL) else _nobody(session, why)
         for server, together in by_server.items():
-            self._borrow(self._linked(server), together)
+            self._open_lease(self._link_to(server), together)
         if here:
-            self._place_here(here)
+            self._assign_locally(here)
 
-    def vacate(self, seats: Sequence[PlacedSession]) -> None:
+    def release(self, sessions: Sequence[PlacedSession]) -> None:
         """They are not needed any more."""
-        for loan in dict.fromkeys(seat.loan for seat in seats if seat.loan is not None):
-            loan.link.close(loan.number)
-            self._loans.remove(loan)
-        for seat in seats:
-            self._leave(seat)
+        for lease in dict.fromkeys(session.lease for session in sessions if session.lease is not None):
+            lease.link.close(lease.number)
+            self._leases.remove(lease)
+        for session in sessions:
+            self._detach(session)
 
-    def is_open(self, seat: PlacedSession) -> bool:
-        """Raises nothing: a seat that failed in this process moves on to its error."""
-        if seat.local is not None and self._local is not None:
+    def is_open(self, session: PlacedSession) -> bool:
+        """Raises nothing: a session that failed in this process moves on to its error."""
+        if session.local is not None and self._local is not None:
             try:
-                return self._local.opened([seat.local])
+                return self._local.opened([session.local])
             except BottegaError as error:
-                self._leave(seat)
-                seat.error = error
+                self._detach(session)
+                session.error = error
                 return False
-        return seat.loan is not None and seat.loan.opened
+        return session.lease is not None and session.lease.opened
 
-    def attend(self) -> None:
+    def take_in_news(self) -> None:
         """Takes in what the links' threads have said."""
-        if self.news.count == self._seen:
+        if self.changes.count == self._seen:
             return
-        self._seen = self.news.count
-        for loan in list(self._loans):
-            link = loan.link
+        self._seen = self.changes.count
+        for lease in list(self._leases):
+            link = lease.link
             if link.lost is not None:
-                self._move(loan, link.lost)
-            elif loan.answer.refusal is not None:
-                self._move(loan, loan.answer.refusal)
-            elif not loan.opened and loan.answer.opened:
-                loan.opened = True
-                for seat in loan.seats:
-                    seat.ran.append(link.server.name)
-            elif any(seat.refused for seat in loan.seats):
-                link.close(loan.number)
-                self._move(loan, NoControlNet(f"ControlNet server {link.server.name} could not compute a step"))
+                self._reassign(lease, link.lost)
+            elif lease.answer.refusal is not None:
+                self._reassign(lease, lease.answer.refusal)
+            elif not lease.opened and lease.answer.opened:
+                lease.opened = True
+                for session in lease.sessions:
+                    session.ran.append(link.server.name)
+            elif any(session.refused for session in lease.sessions):
+                link.close(lease.number)
+                self._reassign(lease, NoControlNet(f"ControlNet server {link.server.name} could not compute a step"))
         for server, link in list(self._links.items()):
             if link.lost is not None:
                 del self._links[server]
                 self._before[server] = link.link_id
 
-    def _move(self, loan: SessionLease, why: BottegaError) -> None:
-        """A server does not serve a loan any more: its ControlNets go on elsewhere."""
-        self._loans.remove(loan)
-        for seat in loan.seats:
-            seat.give_up_answers()
-            self._leave(seat)
-        self.place(loan.seats, why)
+    def _reassign(self, lease: SessionLease, why: BottegaError) -> None:
+        """A server does not serve a lease any more: its ControlNets go on elsewhere."""
+        self._leases.remove(lease)
+        for session in lease.sessions:
+            session.give_up_answers()
+            self._detach(session)
+        self.assign(lease.sessions, why)
 
-    def _leave(self, seat: PlacedSession) -> None:
-        seat.loan = None
-        seat.forget_answers()
-        if seat.local is not None and self._local is not None:
-            self._local.close([seat.local])
-            seat.local = None
+    def _detach(self, session: PlacedSession) -> None:
+        session.lease = None
+        session.forget_answers()
+        if session.local is not None and self._local is not None:
+            self._local.close([session.local])
+            session.local = None
 
-    def _at_hand(self, control: ControlInput) -> bool:
-        digest = self._digests.get(control.name)
-        return self._local is not None and digest is not None and control.hosts.digest in {"", digest}
+    def _is_local(self, control: ControlInput) -> bool:
+        digest = self._local.digests.get(control.name) if self._local is not None else None
+        return digest is not None and control.hosts.digest in {"", digest}
 
-    def _place_here(self, seats: Sequence[PlacedSession]) -> None:
+    def _assign_locally(self, sessions: Sequence[PlacedSession]) -> None:
         """Borrows them together: one by one, a request could hold what it waits for room for."""
         assert self._local is not None, "they are at hand"
         try:
-            handles = self._local.open([seat.control for seat in seats])
+            handles = self._local.open([session.control for session in sessions])
         except BottegaError as error:
-            for seat in seats:
-                seat.error = error
+            for session in sessions:
+                session.error = error
             return
-        for seat, handle in zip(seats, handles, strict=True):
-            seat.local = handle
-            seat.ran.append("")
+        for session, handle in zip(sessions, handles, strict=True):
+            session.local = handle
+            session.ran.append("")
 
-    def _linked(self, server: ControlServer) -> ServerLink:
+    def _link_to(self, server: ControlServer) -> ServerLink:
         link = self._links.get(server)
         if link is None or link.lost is not None:
             link = self._links[server] = ServerLink(
                 server,
                 offers=self._offers,
-                news=self.news,
+                changes=self.changes,
                 settings=self._settings,
                 counters=self.counters,
                 link_id=self._before.pop(server, ""),
@@ -167,15 +165,15 @@ class SessionManager:
             link.start()
         return link
 
-    def _borrow(self, link: ServerLink, seats: list[PlacedSession]) -> None:
-        loan = SessionLease(number=next(self._numbers), link=link, seats=tuple(seats))
-        sessions = []
-        for seat in seats:
-            seat.loan, seat.number = loan, next(self._numbers)
-            control = seat.control
-            sessions.append(
+    def _open_lease(self, link: ServerLink, sessions: list[PlacedSession]) -> None:
+        lease = SessionLease(number=next(self._numbers), link=link, sessions=tuple(sessions))
+        specs = []
+        for session in sessions:
+            session.lease, session.number = lease, next(self._numbers)
+            control = session.control
+            specs.append(
                 SessionSpec(
-                    number=seat.number,
+                    number=session.number,
                     name=control.name,
                     digest=control.hosts.digest,
                     height=control.height,
@@ -186,19 +184,19 @@ class SessionManager:
                 )
             )
         opening = Opening(
-            loan=loan.number,
+            lease=lease.number,
             base=self._base,
             dtype=self._dtype,
-            sessions=tuple(sessions),
-            controls=tuple(seat.control for seat in seats),
+            sessions=tuple(specs),
+            controls=tuple(session.control for session in sessions),
         )
-        self._loans.append(loan)
-        loan.answer = link.open(loan.number, open_message(opening))
+        self._leases.append(lease)
+        lease.answer = link.open(lease.number, open_message(opening))
 
 
-def _nobody(seat: PlacedSession, why: BottegaError | None) -> NoControlNet:
-    name = seat.control.name
-    tried = ",".join(seat.tried)
+def _nobody(session: PlacedSession, why: BottegaError | None) -> NoControlNet:
+    name = session.control.name
+    tried = ",".join(session.tried)
     last = f" (the last of {tried}: {why.message})" if why is not None else ""
     return NoControlNet(
         f"no server runs ControlNet {name} any more{last}, and this worker does not have it"

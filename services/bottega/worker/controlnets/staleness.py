@@ -24,24 +24,24 @@ class StalenessPolicy:
         self._step_s = 0.0
         self._needed = True
 
-    def asked(self) -> None:
+    def on_turn(self) -> None:
         """A turn has begun."""
         now_s = self._clock()
         if self._asked_s is not None:
             self._step_s = _smoothed(self._step_s, now_s - self._asked_s)
         self._asked_s, self._needed = now_s, False
 
-    def rests(self) -> None:
+    def on_idle(self) -> None:
         """The time until the next turn is no step's."""
         self._asked_s = None
 
-    def needed(self) -> None:
+    def on_residuals_needed(self) -> None:
         """The turn could use its residuals now."""
         if not self._needed and self._asked_s is not None:
             self._needed = True
             self._encoder_s = _smoothed(self._encoder_s, self._clock() - self._asked_s)
 
-    def pipelined(self, control: ControlInput, *, answer_s: float, transfer_s: float) -> bool:
+    def allows(self, control: ControlInput, *, answer_s: float, transfer_s: float) -> bool:
         """Whether its steps go on with the residuals of the step before. answer_s, transfer_s: see ServerLink."""
         similarity = control.hosts.similarity
         if not control.may_be_stale or similarity is None:

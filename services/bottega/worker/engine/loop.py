@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from bottega import kinds
-from bottega.diffusion.errors import named
+from bottega.diffusion.errors import to_job_failure
 from bottega.errors import BottegaError, Unavailable
 from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request
@@ -67,7 +67,6 @@ class WorkerEngineLoop:
     def run(self) -> None:
         """Serves until the pipe closes, which ends the process."""
         self._runtime.heartbeat.subscribe(self._beat_if_due)
-        self._runtime.controlnets.tell_alive(self._beat_if_due)
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         if self._runtime.peer is not None:
             self._runtime.peer.start()
@@ -109,12 +108,12 @@ class WorkerEngineLoop:
     @property
     def _pause_s(self) -> float:
         """How long an engine with nothing of its own to do waits for commands."""
-        return _LOOK_S if self._engine.guests.opening else _IDLE_BEAT_S
+        return _LOOK_S if self._engine.remote_jobs.opening else _IDLE_BEAT_S
 
     def _update_leader(self) -> None:
         if self._follower is not None:
-            self._follower.report(busy=self._engine.busy)
-            self._follower.attend()
+            self._follower.report_busy(busy=self._engine.busy)
+            self._follower.report_jobs()
 
     def _open_link(self, request: IncomingLinkRequest) -> None:
         if self._follower is None:
@@ -134,7 +133,7 @@ class WorkerEngineLoop:
         except Exception as error:  # noqa: BLE001 - the boundary of a command: a wrong one is not the other attempts'
             kind = command.WhichOneof("command")
             if kind == "start":
-                self._send(failed(command.start.attempt, named(error)))
+                self._send(failed(command.start.attempt, to_job_failure(error)))
             else:
                 _log.error("a command failed", exc_info=error, extra={"command": kind})
 
@@ -151,7 +150,7 @@ class WorkerEngineLoop:
                 self._engine.enable_previews(key_of(command.preview.attempt))
             case "services":
                 stores = (service for service in command.services.services if service.kind == kinds.LORAS)
-                self._runtime.loras.know(stores_of(stores))
+                self._runtime.loras.set_stores(stores_of(stores))
 
     def _beat_if_due(self) -> None:
         if time.monotonic() - self._beaten_s >= _BEAT_S:

@@ -44,7 +44,7 @@ class Runtime:
             return None
         config = self.config
         endpoints = link_endpoints(config.links_listen, config.links_socket)
-        return Follower(endpoints, guests=self.engine.guests, counters=self.controlnets.counters, post=post)
+        return Follower(endpoints, remote_jobs=self.engine.remote_jobs, counters=self.controlnets.counters, post=post)
 
 
 def load_runtime(config: EngineConfig, link_requests: LinkRequests) -> Runtime:
@@ -67,6 +67,7 @@ def load_runtime(config: EngineConfig, link_requests: LinkRequests) -> Runtime:
         lora_timeout_s=config.lora_timeout_s,
         pristine_on_host=config.lora_pristine == "host",
     )
+    heartbeat = Heartbeat()
     local_controlnets = ConfiguredControlNets(model, config)
     controlnets = RemoteControlNets(
         base=local_controlnets.base,
@@ -74,8 +75,8 @@ def load_runtime(config: EngineConfig, link_requests: LinkRequests) -> Runtime:
         device=model.device,
         offers=link_requests,
         local=local_controlnets.controlnets,
-        digests=local_controlnets.digests,
         settings=ControlLinkSettings(silence_s=config.controlnet_silence_s),
+        heartbeat=heartbeat,
     )
     peer = None
     if config.peer:
@@ -90,7 +91,6 @@ def load_runtime(config: EngineConfig, link_requests: LinkRequests) -> Runtime:
         settings=LoraLinkSettings(silence_s=config.lora_silence_s),
         counters=controlnets.counters,
     )
-    heartbeat = Heartbeat()
     engine = Engine(model, limits, controlnets=controlnets, loras=loras, peer=peer, heartbeat=heartbeat)
     engine.warm_up()
     return Runtime(

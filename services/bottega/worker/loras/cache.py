@@ -48,63 +48,63 @@ class LoraCache:
         self._dtype = dtype
         self._settings = settings
         self._counters = counters
-        self._known: tuple[LoraStore, ...] | None = None
-        self._unasked: list[LoraDownload] = []  # for want of a store
+        self._stores: tuple[LoraStore, ...] | None = None
+        self._without_store: list[LoraDownload] = []  # for want of a store
         self._links: OrderedDict[str, StoreLink] = OrderedDict()
-        self._arrivals = LruCache[LoraDownload](
-            budget_bytes=budget_bytes, on_evict=lambda _, arrival: self._refusals.pop(arrival, None)
+        self._downloads = LruCache[LoraDownload](
+            budget_bytes=budget_bytes, on_evict=lambda _, download: self._refusals.pop(download, None)
         )
         self._refusals: dict[LoraDownload, dict[str, BottegaError]] = {}  # by address
         self._changed = threading.Condition()
-        self._news = 0
-        self._told = 0  # as the last `settle` returned
+        self._version = 0
+        self._seen_version = 0  # as the last `settle` returned
 
     @property
     def resident(self) -> list[str]:
         """Digests of what is here, the newest used last."""
-        return [digest for digest, arrival in self._arrivals.items() if arrival.ready]
+        return [digest for digest, download in self._downloads.items() if download.ready]
 
     @property
     def used_bytes(self) -> int:
         """Of what is here."""
-        return self._arrivals.used_bytes
+        return self._downloads.used_bytes
 
     @property
     def linked(self) -> int:
         """Links that are open."""
         return sum(link.linked for link in list(self._links.values()))
 
-    def know(self, stores: tuple[LoraStore, ...]) -> None:
+    def set_stores(self, stores: tuple[LoraStore, ...]) -> None:
         """The stores that there are now, the best first. What is asked for while there are none waits for the next.
 
         Who is never told takes those that are named by who asks.
         """
         with self._changed:
-            self._known = stores
-            unasked, self._unasked = self._unasked, []
-            for arrival in unasked:
-                self._ask(arrival)
+            self._stores = stores
+            waiting, self._without_store = self._without_store, []
+            for download in waiting:
+                self._ask(download)
 
     def begin(self, ref: LoraRef) -> LoraHandle:
         """See LoraSource."""
         with self._changed:
-            arrival = self._arrivals.get(ref.digest)
-            if arrival is None or arrival.error is not None:
-                arrival = LoraDownload(ref, device=self._device, dtype=self._dtype)
-                self._arrivals.add(ref.digest, arrival)
-                self._ask(arrival)
-            arrival.users += 1
-            if arrival.error is None:
-                self._arrivals.use(ref.digest)
-        return DownloadHandle(arrival)
+            download = self._downloads.get(ref.digest)
+            if download is None or download.error is not None:
+                download = LoraDownload(ref, device=self._device, dtype=self._dtype)
+                self._downloads.add(ref.digest, download)
+                self._ask(download)
+            download.users += 1
+            if download.error is None:
+                self._downloads.use(ref.digest)
+        return DownloadHandle(download)
 
     def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:
         """See LoraSource."""
         with self._changed:
             # Not when one of several is here: that was news once, and its caller waits for the others.
             if not all(_settled(handle) for handle in handles):
-                self._changed.wait_for(lambda: self._news != self._told, timeout_s)
-            self._told = self._news
+                self._changed.wait_for(lambda: self._version != self._seen_version, timeout_s)
+            self._seen_version = self._version
 
     def close(self, handles: Sequence[LoraHandle]) -> None:
         """See LoraSource."""
@@ -113,30 +113,30 @@ class LoraCache:
                 assert isinstance(handle, DownloadHandle), "every handle was made here"
                 if handle.open:
                     handle.open = False
-                    handle.arrival.users -= 1
-                    if not handle.arrival.users and not handle.arrival.ready:
-                        self._give_up(handle.arrival)
-            self._arrivals.trim_idle()
+                    handle.download.users -= 1
+                    if not handle.download.users and not handle.download.ready:
+                        self._give_up(handle.download)
+            self._downloads.trim_idle()
 
     def stop(self) -> None:
         """Ends all links."""
         for link in list(self._links.values()):
             link.close()
 
-    def _ask(self, arrival: LoraDownload) -> None:
+    def _ask(self, download: LoraDownload) -> None:
         """Asks the best store that has not refused it. Under the lock."""
-        store = self._next_store(arrival)
+        store = self._next_store(download)
         if store is not None:
-            self._link_to(store).fetch(arrival)
-        elif self._known is None:
-            self._fail(arrival, NoLora("no LoRA store is known", metadata={"loras": arrival.ref.name}))
+            self._link_to(store).fetch(download)
+        elif self._stores is None:
+            self._fail(download, NoLora("no LoRA store is known", metadata={"loras": download.ref.name}))
         else:
-            self._unasked.append(arrival)
+            self._without_store.append(download)
 
-    def _next_store(self, arrival: LoraDownload, *, but: str = "") -> LoraStore | None:
+    def _next_store(self, download: LoraDownload, *, but: str = "") -> LoraStore | None:
         """The best that has not refused it. but: the address of another one that is not meant."""
-        passed = {but, *self._refusals.get(arrival, ())}
-        stores = self._known or arrival.ref.stores
+        passed = {but, *self._refusals.get(download, ())}
+        stores = self._stores or download.ref.stores
         return next((store for store in stores if store.address not in passed), None)
 
     def _link_to(self, store: LoraStore) -> StoreLink:
@@ -147,7 +147,7 @@ class LoraCache:
                 offers=self._offers,
                 settings=self._settings,
                 counters=self._counters,
-                on_news=self._ring,
+                on_progress=self._notify,
                 on_refused=self._refused,
                 on_lost=self._lost,
             )
@@ -157,57 +157,57 @@ class LoraCache:
         self._links.move_to_end(store.address)
         return link
 
-    def _refused(self, link: StoreLink, arrival: LoraDownload, error: BottegaError) -> None:
+    def _refused(self, link: StoreLink, download: LoraDownload, error: BottegaError) -> None:
         """A store will not send it: another one may. In a thread of its link's."""
         if isinstance(error, DataLoss):  # for its operator, whether or not another one has it whole
-            facts = {"store": link.store.name, "lora": arrival.ref.name, "text": error.message}
+            facts = {"store": link.store.name, "lora": download.ref.name, "text": error.message}
             _log.warning("a LoRA is damaged in its store; bring it again", extra=facts)
         with self._changed:
-            if arrival.given_up:
+            if download.given_up:
                 return
-            refused = self._refusals.setdefault(arrival, {})
+            refused = self._refusals.setdefault(download, {})
             refused[link.store.address] = error
-            if self._next_store(arrival) is None:
+            if self._next_store(download) is None:
                 # That one has it not says nothing beside what is wrong with it elsewhere.
                 told = (each for each in refused.values() if not isinstance(each, LoraNotFound))
-                self._fail(arrival, next(told, error))
+                self._fail(download, next(told, error))
             else:
-                arrival.begin_again()
-                self._ask(arrival)
+                download.restart()
+                self._ask(download)
 
     def _lost(self, link: StoreLink, _error: BottegaError) -> None:
         """A store is lost: what it has not sent is asked for elsewhere, or there again."""
         with self._changed:
-            for arrival in link.wanted():
-                if (other := self._next_store(arrival, but=link.store.address)) is not None:
-                    link.give_up(arrival)
-                    self._link_to(other).fetch(arrival)
+            for download in link.wanted():
+                if (other := self._next_store(download, but=link.store.address)) is not None:
+                    link.give_up(download)
+                    self._link_to(other).fetch(download)
 
-    def _give_up(self, arrival: LoraDownload) -> None:
+    def _give_up(self, download: LoraDownload) -> None:
         """Nobody waits for what has not come: it is forgotten, and whoever asks next has it sent from its beginning.
 
         Were it kept until it is here, requests that come and go at once would fill the memory, and the link, too, for
         which others wait. Under the lock.
         """
-        arrival.given_up = True
-        self._refusals.pop(arrival, None)
-        self._unasked = [each for each in self._unasked if each is not arrival]
-        if self._arrivals.get(arrival.ref.digest) is arrival:
-            self._arrivals.remove(arrival.ref.digest)
+        download.given_up = True
+        self._refusals.pop(download, None)
+        self._without_store = [each for each in self._without_store if each is not download]
+        if self._downloads.get(download.ref.digest) is download:
+            self._downloads.remove(download.ref.digest)
         for link in self._links.values():
-            link.give_up(arrival)
+            link.give_up(download)
 
-    def _fail(self, arrival: LoraDownload, error: BottegaError) -> None:
-        arrival.error = error
-        self._refusals.pop(arrival, None)
-        if self._arrivals.get(arrival.ref.digest) is arrival:
-            self._arrivals.remove(arrival.ref.digest)
-        self._news += 1
+    def _fail(self, download: LoraDownload, error: BottegaError) -> None:
+        download.error = error
+        self._refusals.pop(download, None)
+        if self._downloads.get(download.ref.digest) is download:
+            self._downloads.remove(download.ref.digest)
+        self._version += 1
         self._changed.notify_all()
 
-    def _ring(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
-            self._news += 1
+            self._version += 1
             self._changed.notify_all()
 
 

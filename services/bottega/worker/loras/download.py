@@ -74,7 +74,7 @@ class LoraDownload:
         """What it does to one component."""
         return self._layers[component]
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """What has come of it is not whole, and comes anew. Layers that somebody may be reading stay until then."""
         self._lora = None
         self._unet = torch.empty(0, dtype=torch.uint8)
@@ -85,7 +85,7 @@ class LoraDownload:
 
         Raises DataLoss where they are no LoRA, or not what their header says.
         """
-        self.begin_again()
+        self.restart()
         try:
             lora = _parsed(head, len(text), unet_bytes)
         except BadLora as error:
@@ -100,7 +100,7 @@ class LoraDownload:
 
     def take_whole(self, file: memoryview) -> None:
         """All of it is here, as the store's own memory; `check` comes next. Raises DataLoss where it is no LoRA."""
-        self.begin_again()
+        self.restart()
         try:
             head = bytes(file[: header_bytes(bytes(file[:LENGTH_BYTES]))])
             lora = canonical.parse(head, file_bytes=len(file))
@@ -140,7 +140,7 @@ class LoraDownload:
 
     def _complete(self, lora: CanonicalLora) -> None:
         if self._hash.hexdigest() != self.ref.digest:
-            self.begin_again()
+            self.restart()
             raise DataLoss(
                 f"what the LoRA store sent for {self.ref.name} has another digest than was asked for",
                 metadata={"loras": self.ref.name},
@@ -182,8 +182,8 @@ class DownloadHandle:
     something else, its user has read damaged layers, and hears so.
     """
 
-    def __init__(self, arrival: LoraDownload) -> None:
-        self.arrival = arrival
+    def __init__(self, download: LoraDownload) -> None:
+        self.download = download
         self.asked_s = time.monotonic()
         self.open = True
         self._used = ""  # the beginning that layers were taken of
@@ -192,35 +192,35 @@ class DownloadHandle:
     def text_ready(self) -> bool:
         """See LoraHandle."""
         self._check()
-        return self.arrival.text_ready
+        return self.download.text_ready
 
     @property
     def ready(self) -> bool:
         """See LoraHandle."""
         self._check()
-        return self.arrival.ready
+        return self.download.ready
 
     @property
     def load_s(self) -> float:
         """See LoraHandle."""
-        here_s = self.arrival.arrived_s
+        here_s = self.download.arrived_s
         return max(0.0, (time.monotonic() if here_s is None else here_s) - self.asked_s)
 
     def layers(self, component: str) -> Layers:
         """See LoraHandle."""
         self._check()
-        self._used = self._used or self.arrival.beginning
-        return self.arrival.layers(component)
+        self._used = self._used or self.download.beginning
+        return self.download.layers(component)
 
     def _check(self) -> None:
-        if self.arrival.error is not None:
-            raise self.arrival.error
-        if self.arrival.ready and self._used not in {"", self.arrival.beginning}:
+        if self.download.error is not None:
+            raise self.download.error
+        if self.download.ready and self._used not in {"", self.download.beginning}:
             # Not the damage itself: it is not lost, and a job that begins now has it whole.
             raise NoLora(
-                f"the text encoders' part of {self.arrival.ref.name} came damaged, and was used before that was seen; "
+                f"the text encoders' part of {self.download.ref.name} came damaged, and was used before that was seen; "
                 "ask again: it is whole now",
-                metadata={"loras": self.arrival.ref.name},
+                metadata={"loras": self.download.ref.name},
                 retry_after_s=0.0,
             )
 

@@ -49,7 +49,7 @@ class LoraLinkSettings(LinkClientSettings):
 class StoreLink(LinkClientHandler):
     """`fetch` what is wanted; it is asked for as long as the link takes. Any thread may call it.
 
-    on_news: called when more of something is here. on_refused: called with what the store will not send, and why.
+    on_progress: called when more of something is here. on_refused: called with what the store will not send, and why.
     on_lost: called with all that was asked for when the store was lost, or could not be reached; what it takes out of
     the mapping is no longer wanted here.
     """
@@ -61,12 +61,12 @@ class StoreLink(LinkClientHandler):
         offers: OfferSource,
         settings: LoraLinkSettings,
         counters: LinkCounters,
-        on_news: Callable[[], None],
+        on_progress: Callable[[], None],
         on_refused: Callable[[StoreLink, LoraDownload, BottegaError], None],
         on_lost: Callable[[StoreLink, BottegaError], None],
     ) -> None:
         self.store = store
-        self._on_news = on_news
+        self._on_progress = on_progress
         self._on_refused = on_refused
         self._on_lost = on_lost
         self._numbers = itertools.count(1)
@@ -94,19 +94,19 @@ class StoreLink(LinkClientHandler):
         """As long as something is to be fetched."""
         return bool(self._wanted)
 
-    def fetch(self, arrival: LoraDownload) -> None:
+    def fetch(self, download: LoraDownload) -> None:
         """Asks for it, in the background."""
         with self._lock:
             number = next(self._numbers)
-            self._wanted[number] = arrival
+            self._wanted[number] = download
             if self._connection is not None:
-                self._connection.send(messages.fetch_message(number, arrival.ref.digest))
+                self._connection.send(messages.fetch_message(number, download.ref.digest))
         self._client.wake()
 
-    def give_up(self, arrival: LoraDownload) -> None:
+    def give_up(self, download: LoraDownload) -> None:
         """It is wanted elsewhere, or by nobody; what still comes of it is thrown away."""
         with self._lock:
-            for number in [number for number, each in self._wanted.items() if each is arrival]:
+            for number in [number for number, each in self._wanted.items() if each is download]:
                 del self._wanted[number]
                 if self._connection is not None:
                     self._connection.send(number_message(LoraMessageKind.CANCEL, number))
@@ -127,8 +127,8 @@ class StoreLink(LinkClientHandler):
         """All that is wanted is asked for, on the new link."""
         with self._lock:
             self._connection = connection
-            for number, arrival in self._wanted.items():
-                connection.send(messages.fetch_message(number, arrival.ref.digest))
+            for number, download in self._wanted.items():
+                connection.send(messages.fetch_message(number, download.ref.digest))
         assert connection.link is not None
         choice = connection.link.backend_choice
         facts = {"store": self.store.name, "backend": choice.backend, "why": choice.reason}
@@ -139,8 +139,8 @@ class StoreLink(LinkClientHandler):
         with self._lock:
             self._connection = None
         _log.warning("a LoRA store is lost", extra={"store": self.store.name, "text": cause.message})
-        for arrival in self.wanted():
-            arrival.begin_again()
+        for download in self.wanted():
+            download.restart()
         self._on_lost(self, cause)
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
@@ -151,14 +151,14 @@ class StoreLink(LinkClientHandler):
                 case LoraMessageKind.LORA:
                     messages.check_lora(layout, max_bytes=MAX_FILE_BYTES)
                     views = connection.wait_all(incoming)
-                    self._take(read_number(layout, views), lambda arrival: _take_head(arrival, views))
+                    self._take(read_number(layout, views), lambda download: _take_head(download, views))
                 case LoraMessageKind.WHOLE:
                     views = connection.wait_all(incoming)
                     self._take_whole(read_number(layout, views), incoming.file)
                 case LoraMessageKind.PIECE:
                     messages.check_piece(layout, max_bytes=MAX_FILE_BYTES)
                     views = connection.wait_all(incoming)
-                    self._take(read_number(layout, views), lambda arrival: arrival.take_piece(views[PIECE]))
+                    self._take(read_number(layout, views), lambda download: download.take_piece(views[PIECE]))
                 case LoraMessageKind.REFUSED:
                     self._take_refusal(*messages.read_refusal(layout, connection.wait_all(incoming)))
                 case kind:
@@ -166,68 +166,68 @@ class StoreLink(LinkClientHandler):
 
     def _take(self, number: int, take: Callable[[LoraDownload], None]) -> None:
         """A part of a LoRA is here. Of one that nobody wants any more it is thrown away."""
-        arrival = self._wanted.get(number)
-        if arrival is None:
+        download = self._wanted.get(number)
+        if download is None:
             return
-        knew_text = arrival.text_ready
+        knew_text = download.text_ready
         try:
-            take(arrival)
+            take(download)
         except DataLoss as error:
             self._refuse(number, error)
             return
-        if arrival.ready:
+        if download.ready:
             with self._lock:
                 self._wanted.pop(number, None)
-        if arrival.ready or not knew_text:
-            self._on_news()
+        if download.ready or not knew_text:
+            self._on_progress()
 
     def _take_whole(self, number: int, file: memoryview | None) -> None:
         """All of a LoRA is here: it does not need the link any more, and what a prompt waits for can be read."""
         if file is None:
             raise ValueError("a whole LoRA came without its file")
-        arrival = self._wanted.get(number)
-        if arrival is None:
+        download = self._wanted.get(number)
+        if download is None:
             return
         try:
-            arrival.take_whole(file)
+            download.take_whole(file)
         except DataLoss as error:
             self._refuse(number, error)
             return
         with self._lock:
             self._wanted.pop(number, None)
             if not self._closed:
-                self._checks.submit(self._check, arrival)
-        self._on_news()
+                self._checks.submit(self._check, download)
+        self._on_progress()
 
-    def _check(self, arrival: LoraDownload) -> None:
+    def _check(self, download: LoraDownload) -> None:
         """In a thread of its own."""
-        if arrival.given_up:
+        if download.given_up:
             return
         try:
-            arrival.check()
+            download.check()
         except DataLoss as error:
-            self._on_refused(self, arrival, error)
+            self._on_refused(self, download, error)
         except Exception:  # noqa: BLE001 - whoever waits must hear of a fault of ours
-            _log.exception("a LoRA could not be checked", extra={"lora": arrival.ref.name})
-            self._on_refused(self, arrival, InternalError("the worker could not check the LoRA"))
+            _log.exception("a LoRA could not be checked", extra={"lora": download.ref.name})
+            self._on_refused(self, download, InternalError("the worker could not check the LoRA"))
         else:
-            self._on_news()
+            self._on_progress()
 
     def _take_refusal(self, number: int, packed: bytes) -> None:
         refusal = job_error_from_json(packed)
-        if (arrival := self._wanted.get(number)) is not None:
+        if (download := self._wanted.get(number)) is not None:
             # A store is asked by digest; people know it by its name.
-            refusal.message = f"LoRA {arrival.ref.name}: {refusal.message}"
-            refusal.metadata["loras"] = arrival.ref.name
+            refusal.message = f"LoRA {download.ref.name}: {refusal.message}"
+            refusal.metadata["loras"] = download.ref.name
         self._refuse(number, from_job_error(refusal))
 
     def _refuse(self, number: int, error: BottegaError) -> None:
         with self._lock:
-            arrival = self._wanted.pop(number, None)
-        if arrival is not None:
-            self._on_refused(self, arrival, error)
+            download = self._wanted.pop(number, None)
+        if download is not None:
+            self._on_refused(self, download, error)
 
 
-def _take_head(arrival: LoraDownload, views: list[memoryview]) -> None:
+def _take_head(download: LoraDownload, views: list[memoryview]) -> None:
     unet_bytes = messages.read_unet_bytes(views[UNET_BYTES], max_bytes=MAX_FILE_BYTES)
-    arrival.take_head(bytes(views[HEADER]), views[TEXT], unet_bytes)
+    download.take_head(bytes(views[HEADER]), views[TEXT], unet_bytes)

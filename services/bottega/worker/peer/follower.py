@@ -15,7 +15,7 @@ from bottega.diffusion.parallel.messages import (
     RemoteNoise,
     RemoteStep,
     noise_message,
-    read_guest,
+    read_job,
     read_step,
 )
 from bottega.diffusion.parallel.offload import RemoteJob
@@ -40,7 +40,7 @@ from bottega.transport import (
 _log = logging.getLogger(__name__)
 
 # Jobs of the leader that are kept; it runs some tens.
-_MOST_GUESTS = 256
+_MAX_REMOTE_JOBS = 256
 # Taken only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=4, slot_bytes=128 << 20)
 _REFUSED = SampledLog(
@@ -59,7 +59,7 @@ class LeaderLink(LinkHandler):
         self.connection = connection
         self._follower = follower
         # Numbers of the leader's jobs, as it told of them, and whether it waits for an answer.
-        self._guests: set[int] = set()
+        self._remote_jobs: set[int] = set()
         self._stepping = False
 
     def on_open(self, connection: Connection) -> None:
@@ -78,17 +78,17 @@ class LeaderLink(LinkHandler):
             match PairMessageKind(kind_of(layout)):
                 case PairMessageKind.STEP:
                     self._step(read_step(layout, views))
-                case PairMessageKind.GUEST:
-                    number, guest = read_guest(layout, views)
-                    if number in self._guests or len(self._guests) >= _MOST_GUESTS:
-                        raise ValueError(f"job {number} is here already, or is one of more than {_MOST_GUESTS}")
-                    self._guests.add(number)
-                    self._follower.admit(self, number, guest)
+                case PairMessageKind.JOB:
+                    number, remote_job = read_job(layout, views)
+                    if number in self._remote_jobs or len(self._remote_jobs) >= _MAX_REMOTE_JOBS:
+                        raise ValueError(f"job {number} is here already, or is one of more than {_MAX_REMOTE_JOBS}")
+                    self._remote_jobs.add(number)
+                    self._follower.admit(self, number, remote_job)
                 case PairMessageKind.LEAVE:
                     left = read_number(layout, views)
-                    if left not in self._guests:
+                    if left not in self._remote_jobs:
                         raise ValueError(f"job {left} leaves, which is not here")
-                    self._guests.remove(left)
+                    self._remote_jobs.remove(left)
                     self._follower.dismiss(left)
                 case kind:
                     raise ValueError(f"a leader sends no {kind} message")
@@ -126,12 +126,12 @@ class Follower(LinkServer[LeaderLink]):
         self,
         endpoints: Endpoints,
         *,
-        guests: RemoteJobs,
+        remote_jobs: RemoteJobs,
         counters: LinkCounters,
         post: Callable[[Callable[[], None]], None],
     ) -> None:
         self.busy = False
-        self._guests = guests
+        self._remote_jobs = remote_jobs
         self._post = post
         self._leader = ""  # name of the worker that is linked, or about to be
         self._link: LeaderLink | None = None
@@ -158,20 +158,20 @@ class Follower(LinkServer[LeaderLink]):
             self._leader = worker
         return super().offer(worker, link_id, caller=caller)
 
-    def report(self, *, busy: bool) -> None:
+    def report_busy(self, *, busy: bool) -> None:
         """Whether the engine has something of its own to do. From the engine's thread."""
         with self._changing:
             if busy != self.busy:
                 self.busy = busy
                 self._send(number_message(PairMessageKind.STATE, int(busy)))
 
-    def attend(self) -> None:
+    def report_jobs(self) -> None:
         """Tells the leader of jobs whose rows can be computed now, or cannot any more. From the engine's thread."""
-        for standing in self._guests.settled():
-            if standing.error is not None:
-                _REFUSED.tell(details={"text": standing.error.message})
-            kind = PairMessageKind.READY if standing.ready else PairMessageKind.REFUSED
-            self._send(number_message(kind, standing.guest))
+        for status in self._remote_jobs.changed_statuses():
+            if status.error is not None:
+                _REFUSED.tell(details={"text": status.error.message})
+            kind = PairMessageKind.READY if status.ready else PairMessageKind.REFUSED
+            self._send(number_message(kind, status.remote_job))
 
     def begin(self, link: LeaderLink) -> None:
         """A new link has been opened."""
@@ -180,7 +180,7 @@ class Follower(LinkServer[LeaderLink]):
             link.connection.send(number_message(PairMessageKind.STATE, int(self.busy)))
         if before is not None:
             before.connection.close(PeerDead("the peer has linked anew"))
-        self._post(self._guests.clear)
+        self._post(self._remote_jobs.clear)
 
     def end(self, link: LeaderLink) -> None:
         """A link has ended."""
@@ -188,15 +188,15 @@ class Follower(LinkServer[LeaderLink]):
             if self._link is not link:
                 return
             self._link = None
-        self._post(self._guests.clear)
+        self._post(self._remote_jobs.clear)
 
-    def admit(self, link: LeaderLink, number: int, guest: RemoteJob) -> None:
+    def admit(self, link: LeaderLink, number: int, remote_job: RemoteJob) -> None:
         """Has a job of the leader begun."""
 
         def admit() -> None:
             try:
                 if link is self._link:
-                    self._guests.admit(number, guest)
+                    self._remote_jobs.admit(number, remote_job)
             except BottegaError as error:
                 _REFUSED.tell(details={"text": error.message})
                 link.connection.send(number_message(PairMessageKind.REFUSED, number))
@@ -205,7 +205,7 @@ class Follower(LinkServer[LeaderLink]):
 
     def dismiss(self, number: int) -> None:
         """Has a job of the leader ended."""
-        self._post(lambda: self._guests.dismiss(number))
+        self._post(lambda: self._remote_jobs.dismiss(number))
 
     def compute(self, link: LeaderLink, step: RemoteStep) -> None:
         """Has the rows of a step computed, and answered."""
@@ -216,10 +216,10 @@ class Follower(LinkServer[LeaderLink]):
             return  # nobody waits for it
         computed = None
         try:
-            computed = self._guests.compute(step.rows, step.samples, step.timesteps)
+            computed = self._remote_jobs.compute(step.rows, step.samples, step.timesteps)
         except Exception as error:  # noqa: BLE001 - the boundary of a step: the leader computes it itself
             _log.warning("rows of the peer could not be computed", extra={"why": f"{type(error).__name__}: {error}"})
-        self.attend()  # before the answer: rows that were late for good are not lent again
+        self.report_jobs()  # before the answer: rows that were late for good are not lent again
         if computed is None:
             link.decline(step)
         else:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from bottega import kinds
-from bottega.diffusion.parallel.messages import PairMessageKind, guest_message, read_noise, step_message
+from bottega.diffusion.parallel.messages import PairMessageKind, job_message, read_noise, step_message
 from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
 from bottega.diffusion.rows import Row
 from bottega.errors import BottegaError
@@ -46,13 +46,13 @@ class PeerLinkSettings(LinkClientSettings):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _FollowerState:
-    """One link's. guests: told of on it, by number; ready: those whose rows can be lent. step: the answer that is owed.
+    """Of one link. remote_jobs: sent on it, by number; ready: whose rows can be offloaded. step: that is not answered.
 
     busy: whether the peer has something of its own to do. outcome: of the last step, once it has come.
     """
 
     connection: Connection
-    guests: dict[RemoteJob, int] = field(default_factory=dict)
+    remote_jobs: dict[RemoteJob, int] = field(default_factory=dict)
     ready: set[int] = field(default_factory=set)
     busy: bool = True
     step: int = 0
@@ -74,8 +74,8 @@ class Leader(LinkClientHandler):
         settings: PeerLinkSettings | None = None,
     ) -> None:
         self._address = address
-        self._life: _FollowerState | None = None
-        self._changed = threading.Condition()  # of the life, by the two threads
+        self._state: _FollowerState | None = None
+        self._changed = threading.Condition()  # of the state, by the two threads
         self._numbers = itertools.count(1)
         self._complaint = ""
         self._client = LinkClient(
@@ -102,7 +102,7 @@ class Leader(LinkClientHandler):
     @property
     def linked(self) -> bool:
         """Whether there is a link."""
-        return self._life is not None
+        return self._state is not None
 
     @property
     def name(self) -> str:
@@ -112,51 +112,51 @@ class Leader(LinkClientHandler):
     @property
     def free(self) -> bool:
         """See OffloadTarget."""
-        life = self._life
-        return life is not None and not life.busy and not life.step
+        state = self._state
+        return state is not None and not state.busy and not state.step
 
     @property
-    def owes(self) -> bool:
+    def awaits_result(self) -> bool:
         """See OffloadTarget."""
-        life = self._life
-        return life is not None and life.step != 0
+        state = self._state
+        return state is not None and state.step != 0
 
-    def knows(self, guest: RemoteJob) -> bool:
+    def accepts(self, remote_job: RemoteJob) -> bool:
         """See OffloadTarget."""
-        life = self._life
-        if life is None:
+        state = self._state
+        if state is None:
             return False
-        if guest not in life.guests:
-            number = life.guests[guest] = next(self._numbers)
-            if not guest.controls and not guest.loras:
-                life.ready.add(number)  # the link keeps order: rows come after this
-            life.connection.send(guest_message(number, guest))
-        return life.guests[guest] in life.ready
+        if remote_job not in state.remote_jobs:
+            number = state.remote_jobs[remote_job] = next(self._numbers)
+            if not remote_job.controls and not remote_job.loras:
+                state.ready.add(number)  # the link keeps order: rows come after this
+            state.connection.send(job_message(number, remote_job))
+        return state.remote_jobs[remote_job] in state.ready
 
-    def forget(self, guest: RemoteJob) -> None:
+    def forget(self, remote_job: RemoteJob) -> None:
         """See OffloadTarget."""
-        life = self._life
-        number = life.guests.pop(guest, None) if life is not None else None
-        if life is not None and number is not None:
-            life.ready.discard(number)
-            life.connection.send(number_message(PairMessageKind.LEAVE, number))
+        state = self._state
+        number = state.remote_jobs.pop(remote_job, None) if state is not None else None
+        if state is not None and number is not None:
+            state.ready.discard(number)
+            state.connection.send(number_message(PairMessageKind.LEAVE, number))
 
-    def lend(self, rows: Sequence[OffloadedRow]) -> bool:
+    def offload(self, rows: Sequence[OffloadedRow]) -> bool:
         """See OffloadTarget."""
-        life = self._life
-        if life is None or any(each.guest not in life.guests for each in rows):
+        state = self._state
+        if state is None or any(each.remote_job not in state.remote_jobs for each in rows):
             return False  # lost since it was asked
         with self._changed:
-            life.step, life.outcome = next(self._numbers), None
-            life.rows, life.sent_s = [each.row for each in rows], time.monotonic()
-        return life.connection.send(step_message(life.step, rows, life.guests))
+            state.step, state.outcome = next(self._numbers), None
+            state.rows, state.sent_s = [each.row for each in rows], time.monotonic()
+        return state.connection.send(step_message(state.step, rows, state.remote_jobs))
 
-    def returned(self, timeout_s: float) -> OffloadResult | None:
+    def result(self, timeout_s: float) -> OffloadResult | None:
         """See OffloadTarget."""
         with self._changed:
-            self._changed.wait_for(lambda: not self.owes, timeout_s)
-            life = self._life
-            return life.outcome if life is not None else None
+            self._changed.wait_for(lambda: not self.awaits_result, timeout_s)
+            state = self._state
+            return state.outcome if state is not None else None
 
     def on_open(self, connection: Connection) -> None:
         """It is told of jobs anew."""
@@ -164,12 +164,12 @@ class Leader(LinkClientHandler):
         choice = connection.link.backend_choice
         _log.info("linked to the peer", extra={"peer": self.name, "backend": choice.backend, "why": choice.reason})
         self._complaint = ""
-        self._life = _FollowerState(connection=connection)
+        self._state = _FollowerState(connection=connection)
 
     def on_end(self, cause: BottegaError) -> None:
         """Says why there is no link any more; of a peer that is away, and tried every second, once."""
         with self._changed:
-            before, self._life = self._life, None
+            before, self._state = self._state, None
             self._changed.notify_all()
         facts = {"peer": self.name, "cause": type(cause).__name__, "text": cause.message}
         if before is not None:
@@ -180,8 +180,8 @@ class Leader(LinkClientHandler):
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
         """Of the newest link."""
-        life = self._life
-        assert life is not None, "it was opened"
+        state = self._state
+        assert state is not None, "it was opened"
         layout = incoming.layout
         with incoming:
             views = connection.wait_all(incoming)
@@ -189,34 +189,34 @@ class Leader(LinkClientHandler):
             if kind is PairMessageKind.NOISE:
                 answer = read_noise(layout, views)
                 noise = dict(zip(answer.places, answer.noise, strict=True))
-                self._settle(life, answer.number, noise, waited_s=answer.waited_s)
+                self._settle(state, answer.number, noise, waited_s=answer.waited_s)
                 return
             number = read_number(layout, views)
         match kind:
             case PairMessageKind.DECLINED:
-                self._settle(life, number, None)
+                self._settle(state, number, None)
             case PairMessageKind.STATE:
-                life.busy = number != 0
+                state.busy = number != 0
             case PairMessageKind.READY:
-                life.ready.add(number)
+                state.ready.add(number)
             case PairMessageKind.REFUSED:
-                life.ready.discard(number)
+                state.ready.discard(number)
             case _:
                 raise ValueError(f"a follower sends no {kind} message")
 
     def _settle(
-        self, life: _FollowerState, number: int, noise: dict[int, Tensor] | None, *, waited_s: float = 0.0
+        self, state: _FollowerState, number: int, noise: dict[int, Tensor] | None, *, waited_s: float = 0.0
     ) -> None:
         """The answer to a step has come."""
         with self._changed:
-            if number != life.step:
+            if number != state.step:
                 raise ValueError(f"step {number} is answered, which was not asked for")
             if noise is not None:
-                if any(place >= len(life.rows) for place in noise):
+                if any(place >= len(state.rows) for place in noise):
                     raise ValueError(f"step {number} had fewer rows than are answered")
-                rows = {life.rows[place]: tensor.to(life.rows[place].sample) for place, tensor in noise.items()}
+                rows = {state.rows[place]: tensor.to(state.rows[place].sample) for place, tensor in noise.items()}
                 if any(tensor.shape != row.sample.shape for row, tensor in rows.items()):
                     raise ValueError(f"step {number} had rows of another shape")
-                life.outcome = OffloadResult(noise=rows, seconds=max(0.0, time.monotonic() - life.sent_s - waited_s))
-            life.step, life.rows = 0, ()
+                state.outcome = OffloadResult(noise=rows, seconds=max(0.0, time.monotonic() - state.sent_s - waited_s))
+            state.step, state.rows = 0, ()
             self._changed.notify_all()

@@ -34,7 +34,7 @@ from tests.support.stock import assert_close
 class AlwaysPipelined(StalenessPolicy):
     """Lets everybody who may go on with old residuals do so at once."""
 
-    def pipelined(self, control: ControlInput, *, answer_s: float, transfer_s: float) -> bool:
+    def allows(self, control: ControlInput, *, answer_s: float, transfer_s: float) -> bool:
         return control.may_be_stale
 
 
@@ -81,7 +81,7 @@ def test_pipelined_steps_use_the_residuals_of_the_step_before_and_the_first_one_
     model: Model, folders: Mapping[str, Path], near: LinkedServer
 ) -> None:
     order = on(controlled((0, 0.8)), near, stale_residuals=True)
-    drawing = Desk(model, linked_servers.Offers(near), pace=AlwaysPipelined()).draw(order)
+    drawing = Desk(model, linked_servers.Offers(near), staleness=AlwaysPipelined()).draw(order)
     with shelf_of(model, folders) as shelf:
         expected = alone(model, StaleLocal(shelf), order)
     assert_close(drawing.latents[0], expected)
@@ -116,7 +116,7 @@ def test_a_job_that_ends_takes_no_answers_from_those_in_its_group(model: Model, 
         model,
         linked_servers.Offers(near),
         EngineLimits(max_rows=8, max_wait_turns=0, progress_interval_s=1e-9),
-        pace=AlwaysPipelined(),
+        staleness=AlwaysPipelined(),
     )
     order = on(controlled((0, 0.8)), near, stale_residuals=True)
     long = desk.easel.submit(replace(order, key="long", spec=replace(order.spec, seed=2, num_inference_steps=30)))
@@ -139,7 +139,7 @@ def test_who_wants_exact_pictures_waits_for_every_step(
     model: Model, local: LocalControlNets, near: LinkedServer
 ) -> None:
     order = on(controlled((0, 0.8)), near)
-    drawing = Desk(model, linked_servers.Offers(near), pace=AlwaysPipelined()).draw(order)
+    drawing = Desk(model, linked_servers.Offers(near), staleness=AlwaysPipelined()).draw(order)
     assert torch.equal(drawing.latents[0], alone(model, local, order))
     assert drawing.record.controlnets[0].stale_steps == 0
 
@@ -147,11 +147,11 @@ def test_who_wants_exact_pictures_waits_for_every_step(
 def test_after_a_resume_the_first_pipelined_step_waits(model: Model, near: LinkedServer) -> None:
     order = on(controlled((0, 0.8)), near, stale_residuals=True)
     limits = EngineLimits(max_rows=2, checkpoint_interval_s=1e-9)
-    first = Desk(model, linked_servers.Offers(near), limits, pace=AlwaysPipelined()).draw(order)
+    first = Desk(model, linked_servers.Offers(near), limits, staleness=AlwaysPipelined()).draw(order)
     checkpoint = first.all(JobCheckpointed)[1]
     assert checkpoint.steps_done == 2
     resumed = replace(order, checkpoint=checkpoint.data)
-    drawing = Desk(model, linked_servers.Offers(near), pace=AlwaysPipelined()).draw(resumed)
+    drawing = Desk(model, linked_servers.Offers(near), staleness=AlwaysPipelined()).draw(resumed)
     assert drawing.record.controlnets[0].stale_steps == PLAIN.num_inference_steps - 2 - 1
 
 
@@ -161,7 +161,7 @@ def test_a_pipelined_session_whose_server_dies_waits_for_the_first_step_elsewher
     script = Script(dies_at_step=2, dies_after_points=1)
     bad = ScriptedServer("bad", tmp_path, script, tuple(layout_of(model).shapes(16, 16)))
     order = on(controlled((0, 0.8)), bad, near, stale_residuals=True)
-    drawing = Desk(model, Pair(bad, near), pace=AlwaysPipelined()).draw(order)
+    drawing = Desk(model, Pair(bad, near), staleness=AlwaysPipelined()).draw(order)
     bad.close()
     (use,) = drawing.record.controlnets
     assert use.servers == ("bad", "near")

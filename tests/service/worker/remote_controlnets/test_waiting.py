@@ -198,7 +198,7 @@ def test_what_has_no_room_together_here_is_refused_at_once(
     one_bytes = near.hosts.report({})[0].size_bytes
     with shelf_of(model, folders, budget_bytes=one_bytes) as shelf:
         digests = dict.fromkeys(NAMES, "d")
-        desk = Desk(model, linked_servers.Offers(), local=LocalControlNets(shelf), digests=digests)
+        desk = Desk(model, linked_servers.Offers(), local=LocalControlNets(shelf, digests=digests))
         began_s = time.monotonic()
         drawing = desk.easel.submit(controlled((0, 0.8), (1, 0.5)))
         until(lambda: desk.easel.turn() is not None and drawing.ended)
@@ -214,7 +214,7 @@ def test_without_another_server_the_engine_finishes_it_or_says_that_nobody_can(
     order = controlled((0, 0.8), spec=replace(PLAIN, num_inference_steps=2))
     bad = ScriptedServer("bad", tmp_path, SCRIPTS[what], tuple(layout_of(model).shapes(16, 16)))
     with shelf_of(model, folders) as shelf:
-        desk = Desk(model, Pair(bad, None), local=LocalControlNets(shelf), digests={"edges": "d"}, silence_s=SILENCE_S)
+        desk = Desk(model, Pair(bad, None), local=LocalControlNets(shelf, digests={"edges": "d"}), silence_s=SILENCE_S)
         drawing = desk.draw(on(order, bad))
         assert torch.equal(drawing.latents[0], alone(model, local, order))
         assert drawing.record.controlnets[0].servers == ("bad", "")

@@ -55,7 +55,7 @@ class Residuals:
             left = self.late.get(owner, 0)
             self.late[owner] = left - 1 if left else left
 
-    def spoilt(self, row: Row) -> bool:
+    def is_void(self, row: Row) -> bool:
         return False
 
     def take(self, row: Row, point: int) -> list[Tensor]:

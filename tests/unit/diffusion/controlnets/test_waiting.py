@@ -73,7 +73,7 @@ def easel_of(model: Model, shelf: ControlNetCache, limits: EngineLimits = TOGETH
 
 
 def assert_all_given_back(shelf: ControlNetCache) -> None:
-    """With room for one, the other one has room only when that one is on loan no more."""
+    """With room for one, the other one has room only when that one is on lease no more."""
     for name in ("edges", "depth"):
         hold = shelf.borrow([name])
         assert hold.values.result(WAIT_S)

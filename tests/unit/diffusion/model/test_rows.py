@@ -145,7 +145,7 @@ class ResidualsByHand:
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
         raise AssertionError("others could go on: nobody should wait")
 
-    def spoilt(self, row: Row) -> bool:
+    def is_void(self, row: Row) -> bool:
         return False
 
     def take(self, row: Row, point: int) -> list[Tensor]:

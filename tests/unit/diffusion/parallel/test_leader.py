@@ -34,7 +34,7 @@ class ScriptedFollower:
     """A Follower. seconds: that its answers take, in turn; the last one for ever after. turns: that were lent."""
 
     name = "other"
-    owes = False
+    awaits_result = False
 
     def __init__(self, *seconds: float) -> None:
         self.free = True
@@ -42,18 +42,18 @@ class ScriptedFollower:
         self._seconds = list(seconds)
         self._rows: Sequence[OffloadedRow] = ()
 
-    def knows(self, guest: RemoteJob) -> bool:
+    def accepts(self, remote_job: RemoteJob) -> bool:
         return True
 
-    def forget(self, guest: RemoteJob) -> None:
+    def forget(self, remote_job: RemoteJob) -> None:
         pass
 
-    def lend(self, rows: Sequence[OffloadedRow]) -> bool:
+    def offload(self, rows: Sequence[OffloadedRow]) -> bool:
         self.turns += 1
         self._rows = rows
         return True
 
-    def returned(self, timeout_s: float) -> OffloadResult | None:
+    def result(self, timeout_s: float) -> OffloadResult | None:
         seconds = self._seconds.pop(0) if len(self._seconds) > 1 else self._seconds[0]
         return OffloadResult(noise={each.row: each.row.sample + 1 for each in self._rows}, seconds=seconds)
 
@@ -65,8 +65,8 @@ def rows_of(owner: str) -> list[Row]:
     ]
 
 
-def lendable(*owners: str) -> Mapping[Hashable, Offloadable]:
-    return {owner: Offloadable(guest=GUEST, image=0) for owner in owners}
+def offloadable(*owners: str) -> Mapping[Hashable, Offloadable]:
+    return {owner: Offloadable(remote_job=GUEST, image=0) for owner in owners}
 
 
 def pair_with(*seconds: float, one_row_s: float = OWN_S) -> tuple[Pair, ScriptedFollower]:
@@ -81,14 +81,14 @@ def pair_with(*seconds: float, one_row_s: float = OWN_S) -> tuple[Pair, Scripted
 
 def shared(pair: Pair, turns: int) -> list[bool]:
     """Of so many turns of one guided request, which were shared."""
-    predictions = [pair.predict(rows_of("a"), lendable("a")) for _ in range(turns)]
+    predictions = [pair.predict(rows_of("a"), offloadable("a")) for _ in range(turns)]
     return [isinstance(prediction, PairPrediction) for prediction in predictions]
 
 
 def test_every_row_has_the_noise_of_whoever_computed_it() -> None:
     pair, _ = pair_with(OWN_S)
     unconditional, conditional = rows = rows_of("a")
-    prediction = pair.predict(rows, lendable("a"))
+    prediction = pair.predict(rows, offloadable("a"))
     assert isinstance(prediction, PairPrediction)
     assert {row: float(noise.mean()) for row, noise in prediction.noise.items()} == {unconditional: 0, conditional: 1}
     assert prediction.offloaded == {"a"}

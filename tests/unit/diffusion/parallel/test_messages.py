@@ -13,9 +13,9 @@ from bottega.diffusion.loras import LoraSet, LoraStore
 from bottega.diffusion.parallel.messages import (
     PairMessageKind,
     RemoteNoise,
-    guest_message,
+    job_message,
     noise_message,
-    read_guest,
+    read_job,
     read_noise,
     read_step,
     step_message,
@@ -59,7 +59,7 @@ def lent(half: Half = Half.CONDITIONAL, controls: tuple[str, ...] = (), loras: L
         controls=controls,
         loras=loras,
     )
-    return OffloadedRow(row=row, guest=GUEST, image=2)
+    return OffloadedRow(row=row, remote_job=GUEST, image=2)
 
 
 def step_of(**changed: Tensor) -> TensorMessage:
@@ -73,20 +73,20 @@ def step_of(**changed: Tensor) -> TensorMessage:
 
 
 def test_a_job_comes_as_it_was_sent_but_never_with_stale_residuals() -> None:
-    message = guest_message(3, GUEST)
-    assert message.layout.specs[0].name == PairMessageKind.GUEST
-    number, guest = read_guest(message.layout, message.buffers)
+    message = job_message(3, GUEST)
+    assert message.layout.specs[0].name == PairMessageKind.JOB
+    number, remote_job = read_job(message.layout, message.buffers)
     assert number == 3
     for half in Half:
         for name in ("prompt", "pooled", "time_ids"):
-            assert torch.equal(getattr(guest.halves[half], name), getattr(EMBEDS[half], name))
-    control = guest.controls[1]
+            assert torch.equal(getattr(remote_job.halves[half], name), getattr(EMBEDS[half], name))
+    control = remote_job.controls[1]
     assert torch.equal(control.image, CONTROL.image)
     assert (control.name, control.scale, control.guess_mode) == ("edges", 0.5, True)
     assert (control.hosts, control.height, control.width) == (CONTROL.hosts, 64, 64)
     assert set(control.halves) == {Half.CONDITIONAL}
     assert not control.may_be_stale
-    assert (guest.loras, guest.lora_stores) == ((LORA,), (STORE,))
+    assert (remote_job.loras, remote_job.lora_stores) == ((LORA,), (STORE,))
 
 
 def test_rows_come_as_they_were_lent() -> None:
@@ -95,8 +95,8 @@ def test_rows_come_as_they_were_lent() -> None:
     step = read_step(message.layout, message.buffers)
     assert step.number == 5
     assert step.rows == (
-        RemoteRow(guest=3, image=2, half=Half.CONDITIONAL, step=4),
-        RemoteRow(guest=3, image=2, half=Half.UNCONDITIONAL, step=4, controls=(1,), loras=True),
+        RemoteRow(remote_job=3, image=2, half=Half.CONDITIONAL, step=4),
+        RemoteRow(remote_job=3, image=2, half=Half.UNCONDITIONAL, step=4, controls=(1,), loras=True),
     )
     assert torch.equal(step.samples, torch.stack([each.row.sample for each in rows]))
     assert step.timesteps.tolist() == [901.0, 901.0]
@@ -150,11 +150,11 @@ def test_noise_without_a_number_for_each_row_is_not_taken(table: list[int]) -> N
 
 
 def test_a_job_without_its_conditions_is_not_taken() -> None:
-    whole = guest_message(3, GUEST)
+    whole = job_message(3, GUEST)
     header = {whole.layout.specs[0].name: whole.tensors[0]}
     for name in ("prompt", "image.0"):
         parts = {spec.name: tensor for spec, tensor in zip(whole.layout.specs, whole.tensors, strict=True)}
         del parts[name]
         message = message_of(header | parts)
         with pytest.raises(ValueError, match=r"prompt|image 0"):
-            read_guest(message.layout, message.buffers)
+            read_job(message.layout, message.buffers)
