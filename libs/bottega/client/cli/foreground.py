@@ -41,13 +41,11 @@ class TerminalReporter:
         self._quiet = quiet
 
     def serving(self, name: str, address: str) -> None:
-        """See Reporter."""
         self._write("INFO", f"{name} serves", address=address)
         if not self._quiet:
             say(f"  {name:<12} serves at {address}")
 
     def died(self, name: str, how: str, wait_s: float) -> None:
-        """See Reporter."""
         self._write("WARNING", f"{name} {how}", wait_s=wait_s)
         if not self._quiet:
             note(f"  {name:<12} {how}; starting it again in {wait_s:g} s (bottega logs {name} says why)")

@@ -64,7 +64,7 @@ def confirm(question: str) -> None:
 
 
 class PlainTable:
-    """See new_table. table: for what shows it again and again."""
+    """A table in the command's one look; new_table makes it. table: for what shows it again and again."""
 
     def __init__(self, *columns: str, wraps_last: bool) -> None:
         from rich.box import SIMPLE_HEAD
@@ -125,7 +125,6 @@ def text_column(key: str) -> ProgressColumn:
 
     class _PlainColumn(ProgressColumn):
         def render(self, task: Task) -> RenderableType:
-            """See rich."""
             return Text(escaped(str(task.fields[key])), no_wrap=True, overflow="ellipsis")
 
     return _PlainColumn()

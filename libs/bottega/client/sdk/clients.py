@@ -5,11 +5,11 @@ An add-on is one module of bottega.client.addons with two classes, and one name 
 
 from __future__ import annotations
 
-from bottega.client.addons.controlnets.client import AsyncControlNets, ControlNets
-from bottega.client.addons.loras.client import AsyncLoras, Loras
+from bottega.client.addons.controlnets.client import AsyncControlNetMethods, ControlNetMethods
+from bottega.client.addons.loras.client import AsyncLoraMethods, LoraMethods
 
 
-class AsyncClient(AsyncControlNets, AsyncLoras):
+class AsyncClient(AsyncControlNetMethods, AsyncLoraMethods):
     """A connection to a gateway.
 
     address: host:port; $BOTTEGA_ADDRESS or 127.0.0.1:8470 when absent.
@@ -24,7 +24,7 @@ class AsyncClient(AsyncControlNets, AsyncLoras):
     """
 
 
-class Client(ControlNets, Loras):
+class Client(ControlNetMethods, LoraMethods):
     """A connection to a gateway, without asyncio; AsyncClient documents the arguments.
 
     Safe to share between threads. Close it (`with` does); one that is forgotten closes when it is collected.

@@ -24,7 +24,7 @@ from bottega.errors import ModelNotFound
 from bottega.v1.controlnet_pb2 import AddControlNetRequest
 
 
-class AsyncControlNets(AsyncGatewayClient):
+class AsyncControlNetMethods(AsyncGatewayClient):
     """What AsyncClient offers about ControlNets."""
 
     async def controlnets(self) -> tuple[ServedControlNet, ...]:
@@ -88,11 +88,11 @@ class AsyncControlNets(AsyncGatewayClient):
         return await store_profile(await self.fleet(), name, profile, digest=None)
 
 
-class ControlNets(GatewayClient):
+class ControlNetMethods(GatewayClient):
     """What Client offers about ControlNets."""
 
-    controlnets = blocking(AsyncControlNets.controlnets)
-    add_controlnet = blocking(AsyncControlNets.add_controlnet)
-    controlnet_root = blocking(AsyncControlNets.controlnet_root)
-    profile_controlnet = blocking(AsyncControlNets.profile_controlnet)
-    set_controlnet_profile = blocking(AsyncControlNets.set_controlnet_profile)
+    controlnets = blocking(AsyncControlNetMethods.controlnets)
+    add_controlnet = blocking(AsyncControlNetMethods.add_controlnet)
+    controlnet_root = blocking(AsyncControlNetMethods.controlnet_root)
+    profile_controlnet = blocking(AsyncControlNetMethods.profile_controlnet)
+    set_controlnet_profile = blocking(AsyncControlNetMethods.set_controlnet_profile)

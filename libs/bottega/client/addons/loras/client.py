@@ -42,7 +42,7 @@ class StoreQuarantine:
     loras: tuple[QuarantinedLora, ...]
 
 
-class AsyncLoras(AsyncGatewayClient):
+class AsyncLoraMethods(AsyncGatewayClient):
     """What AsyncClient offers about LoRAs."""
 
     async def loras(self) -> tuple[StoredLora, ...]:
@@ -182,17 +182,17 @@ class AsyncLoras(AsyncGatewayClient):
         return lora_stores(await self.fleet())
 
 
-class Loras(GatewayClient):
+class LoraMethods(GatewayClient):
     """What Client offers about LoRAs."""
 
-    loras = blocking(AsyncLoras.loras)
-    lora = blocking(AsyncLoras.lora)
-    add_lora = blocking(AsyncLoras.add_lora)
-    register_lora = blocking(AsyncLoras.register_lora)
-    remove_lora = blocking(AsyncLoras.remove_lora)
-    pin_lora = blocking(AsyncLoras.pin_lora)
-    profile_lora = blocking(AsyncLoras.profile_lora)
-    lora_quarantines = blocking(AsyncLoras.lora_quarantines)
-    loras_in_quarantine = blocking(AsyncLoras.loras_in_quarantine)
-    restore_lora = blocking(AsyncLoras.restore_lora)
-    discard_lora = blocking(AsyncLoras.discard_lora)
+    loras = blocking(AsyncLoraMethods.loras)
+    lora = blocking(AsyncLoraMethods.lora)
+    add_lora = blocking(AsyncLoraMethods.add_lora)
+    register_lora = blocking(AsyncLoraMethods.register_lora)
+    remove_lora = blocking(AsyncLoraMethods.remove_lora)
+    pin_lora = blocking(AsyncLoraMethods.pin_lora)
+    profile_lora = blocking(AsyncLoraMethods.profile_lora)
+    lora_quarantines = blocking(AsyncLoraMethods.lora_quarantines)
+    loras_in_quarantine = blocking(AsyncLoraMethods.loras_in_quarantine)
+    restore_lora = blocking(AsyncLoraMethods.restore_lora)
+    discard_lora = blocking(AsyncLoraMethods.discard_lora)

@@ -42,13 +42,14 @@ class ControlType(click.ParamType[ControlArgument]):
                 param,
                 ctx,
             )
-        file, scale = _split(rest)
+        colon = _colon_before_scale(rest)
+        file, scale = Path(rest[:colon]), rest[colon + 1 :]
         if not file.exists():
             self.fail(f"{name}: there is no file {file}", param, ctx)
         if file.is_dir():
             self.fail(f"{name}: {file} is a folder; a control image is wanted", param, ctx)
-        number = _number(scale) if scale is not None else None
-        if scale is not None and number is None:
+        number = _number(scale)
+        if colon < len(rest) and number is None:
             self.fail(f"{name}: {scale!r} is no scale; a number such as 0.8 is wanted after FILE:", param, ctx)
         return ControlArgument(name=name, file=file, scale=number)
 
@@ -87,14 +88,13 @@ def name_as_given(violation: Violation, nets: Sequence[ControlNet]) -> Violation
     return Violation(field=field, description=violation.description)
 
 
-def _split(rest: str) -> tuple[Path, str | None]:
-    """File and scale. A file that is called so, colons and all, is meant as it is."""
-    whole = Path(rest)
-    file, colon, scale = rest.rpartition(":")
-    if not colon or not file or whole.exists():
-        return whole, None
+def _colon_before_scale(rest: str) -> int:
+    """Where in FILE:SCALE the colon is; the length where there is no scale. A file called so, colons and all, counts."""
+    at = rest.rfind(":")
+    if at < 1 or Path(rest).exists():
+        return len(rest)
     # What stands behind a colon is part of a name that is not there, unless it can be meant as a number.
-    return (Path(file), scale) if Path(file).exists() or _number(scale) is not None else (whole, None)
+    return at if Path(rest[:at]).exists() or _number(rest[at + 1 :]) is not None else len(rest)
 
 
 def _number(text: str) -> float | None:
