@@ -1,7 +1,4 @@
-"""Clocks for those who judge others by time: one that nobody can set, one that stands still while this process does.
-
-Knows nobody who reads them.
-"""
+"""Clocks to judge others by: one that nobody can set, and one that stands still while this process does."""
 
 from __future__ import annotations
 

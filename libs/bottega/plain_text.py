@@ -1,4 +1,4 @@
-"""Strangers' words in our messages. Knows no message."""
+"""Text of strangers as our own messages may repeat it."""
 
 from __future__ import annotations
 

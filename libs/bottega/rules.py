@@ -1,6 +1,6 @@
 """Rules of the contract that the gateway checks for callers, and the worker for itself: ranges and lengths of a spec.
 
-Knows no model, no image and no defaults.
+Rules that depend on the model, on an image or on defaults are the gateway's own (gateway/api).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all. Knows nothing of what is in them."""
+"""Files that are written whole or not at all."""
 
 from __future__ import annotations
 

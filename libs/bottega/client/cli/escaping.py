@@ -1,6 +1,6 @@
 """Text of strangers as a terminal may show it: what could steer the terminal, hide or pretend becomes visible.
 
-Prompts, names, error messages and log lines come over the wire, and from anybody. Knows no terminal.
+Prompts, names, error messages and log lines come over the wire, and from anybody.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the command speaks: results on stdout, everything else on stderr. Knows neither services nor pictures.
+"""How the command speaks: results on stdout, everything else on stderr.
 
 Nothing else here writes to a terminal. Whatever it is given is shown as plain text, one line each, however it came: no
 markup is read, and nothing of it steers the terminal. Colours are given beside the text, by `Styled`.

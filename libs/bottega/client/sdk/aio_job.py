@@ -1,4 +1,4 @@
-"""A job in the hands of its caller, for asyncio: follow it, have its pictures, cancel it. Knows not how it began."""
+"""A job that was submitted, for asyncio: follow it, fetch its pictures, cancel it."""
 
 from __future__ import annotations
 

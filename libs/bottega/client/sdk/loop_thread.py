@@ -1,4 +1,4 @@
-"""An event loop in a thread, for callers that have none. Knows nothing of what runs on it."""
+"""An event loop in a thread, for callers that have none."""
 
 from __future__ import annotations
 

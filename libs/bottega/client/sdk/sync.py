@@ -17,7 +17,10 @@ from bottega.client.transport.retry import RetryPolicy
 
 
 class Job(OnLoop):
-    """A job by its id, which is all that has to be kept to find it again: `client.job(id)`."""
+    """A job by its id, which is all that has to be kept to find it again: `client.job(id)`.
+
+    The gateway's Job has the same name: it is what this one is a handle on.
+    """
 
     def __init__(self, job: AsyncJob, client: GatewayClient, loop: LoopThread) -> None:
         self._async = job

@@ -1,4 +1,4 @@
-"""Calls to a gateway that go on while it is UNAVAILABLE, or has its hands full. Knows gRPC, and nothing of pictures."""
+"""Calls to a gateway that are retried while it is UNAVAILABLE, or serves as many calls as it can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cancelling what a caller began and left. Knows which errors mean that there is nothing left to cancel."""
+"""Cancels jobs whose caller left, and says after which errors nothing is left to cancel."""
 
 from __future__ import annotations
 

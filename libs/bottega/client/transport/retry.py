@@ -1,4 +1,4 @@
-"""When to try again and when to give up: plain arithmetic on time. Knows no gRPC."""
+"""When to try again and when to give up: plain arithmetic on time."""
 
 from __future__ import annotations
 

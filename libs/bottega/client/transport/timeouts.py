@@ -1,7 +1,4 @@
-"""What is said when a caller's time runs out: how far the job came, and how its pictures can still be had.
-
-Knows events; neither clocks nor gRPC.
-"""
+"""What is said when a caller's time runs out: how far the job came, and how its pictures can still be had."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's stream as typed events, with the pictures complete. Knows the wire's events, not who asked for them."""
+"""A job's stream as typed events, with the pictures complete."""
 
 from __future__ import annotations
 

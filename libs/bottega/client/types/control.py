@@ -1,7 +1,4 @@
-"""The ControlNets of a request, by Diffusers' names, and how they become the contract's and come back.
-
-Knows messages, not the network.
-"""
+"""The ControlNets of a request, by Diffusers' names, and how they become the contract's messages and come back."""
 
 from __future__ import annotations
 
@@ -36,6 +33,7 @@ class ControlNet:
     control_guidance_start, control_guidance_end: the fractions of the steps at which it begins and ends, 0 to 1.
     guess_mode: only the conditional half is controlled.
     measure_similarity: measure how similar its residuals are from step to step; the provenance has it.
+    The engine's ControlNet has the same name: it is the loaded network that this one asks for.
     """
 
     name: str

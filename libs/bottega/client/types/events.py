@@ -1,4 +1,4 @@
-"""What happens to a job, as typed events. Knows neither gRPC nor how the events arrive."""
+"""What happens to a job, as typed events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How jobs stand, as the gateway tells it: one look each. Knows neither gRPC nor how to ask again."""
+"""How jobs stand, as the gateway reports it, and the request that lists them."""
 
 from __future__ import annotations
 

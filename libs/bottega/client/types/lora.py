@@ -1,4 +1,4 @@
-"""The LoRAs of a request, and how they become the contract's and come back. Knows messages, not the network."""
+"""The LoRAs of a request, and how they become the contract's messages and come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is too large for one message is refused before it is sent, with what of it is large. Knows fields, no calls."""
+"""Refuses what is too large for one message before it is sent, and says which images make it so."""
 
 from __future__ import annotations
 

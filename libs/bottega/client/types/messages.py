@@ -1,7 +1,6 @@
-"""The contract's messages, filled with a caller's arguments: what no field can hold is refused in our words.
+"""Builds the contract's messages from a caller's arguments, and refuses what no field can hold, by the argument's name.
 
-Knows how fields are typed and the rules' ranges. Knows no calls, and not what an argument means: what can be sent and
-is wrong all the same is for the services to say.
+It looks at types, and at ranges only to name them: what can be sent and is wrong all the same, the services refuse.
 """
 
 from __future__ import annotations

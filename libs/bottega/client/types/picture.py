@@ -1,4 +1,4 @@
-"""A finished picture as the SDK hands it out. Knows neither gRPC nor the network."""
+"""A finished picture as the SDK hands it out."""
 
 from __future__ import annotations
 

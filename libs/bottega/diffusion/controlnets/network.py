@@ -53,7 +53,7 @@ class ControlNetSource:
 
 
 class ControlNet:
-    """A loaded ControlNet; to be run in inference mode.
+    """A loaded ControlNet, to be run in inference mode; the SDK's class of the same name asks for one.
 
     network: Diffusers' own, but for `embedding`, that of the control image, which is the same at every step and is
     computed once, by `embed`.

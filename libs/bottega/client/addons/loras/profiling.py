@@ -1,7 +1,4 @@
-"""Measures how late a LoRA may come into a picture, with real pictures of the running suite.
-
-Draws as everybody does, on whatever workers there are. Knows no gateway's and no store's calls.
-"""
+"""Measures how late a LoRA may come into a picture, with pictures that the running suite draws."""
 
 from __future__ import annotations
 

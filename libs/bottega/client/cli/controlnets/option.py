@@ -89,7 +89,7 @@ def name_as_given(violation: Violation, nets: Sequence[ControlNet]) -> Violation
 
 
 def _colon_before_scale(rest: str) -> int:
-    """Where in FILE:SCALE the colon is; the length where there is no scale. A file called so, colons and all, counts."""
+    """Where in FILE:SCALE the colon is; the length where there is no scale. A file may have colons in its name."""
     at = rest.rfind(":")
     if at < 1 or Path(rest).exists():
         return len(rest)
