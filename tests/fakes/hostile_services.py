@@ -157,6 +157,8 @@ def _make_usable(message: Message, address: str, *, last: bool) -> None:
                 message.members[-1].registration.kind = kind
             for member in message.members:
                 member.registration.address = address
+                for hosted in member.load.hosted:
+                    hosted.kind = kinds.CONTROLNET
         case lora_pb2.ListLorasResponse():
             message.next_page_token = ""
         case image_pb2.GetImageResponse():
