@@ -134,8 +134,8 @@ class LinkClient:
         while self._wait_until_wanted():
             cause = self._serve_once()
             self._handler.on_end(cause)
-            self.connection = self._new_connection()
-            self._stopped.wait(self._settings.retry_s)
+            if not self._stopped.wait(self._settings.retry_s):
+                self.connection = self._new_connection()
 
     def _wait_until_wanted(self) -> bool:
         """False at the end."""

@@ -8,17 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import BadFrame, BottegaError, DeadlineExceeded, Draining, LinkClosed, LinksFull
+from bottega.errors import BadFrame, DeadlineExceeded, Draining, LinkClosed, LinksFull
 from bottega.transport import (
-    Connection,
     DType,
-    Endpoints,
-    Incoming,
     Layout,
-    Limits,
     Link,
-    LinkHandler,
-    LinkServer,
     TensorSpec,
     connect,
     kind_of,
@@ -27,36 +21,9 @@ from bottega.transport import (
     read_number,
 )
 from bottega.transport import server as transport_server
+from tests.support.echo_links import EchoServer
 from tests.support.transport_backends import patience
 from tests.support.waiting import wait_until
-
-
-class Echo(LinkHandler):
-    """Sends every number back. ended: why its link has."""
-
-    def __init__(self) -> None:
-        self.ended: BottegaError | None = None
-
-    @property
-    def progress(self) -> int:
-        return 7
-
-    def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        with incoming:
-            number = read_number(incoming.layout, connection.wait_all(incoming))
-        connection.send(number_message("echo", number))
-
-    def on_end(self, cause: BottegaError) -> None:
-        self.ended = cause
-
-
-class EchoServer(LinkServer[Echo]):
-    def __init__(self, folder: Path) -> None:
-        endpoints = Endpoints(unix_path=folder / "links.sock")
-        super().__init__(endpoints, service="the server", limits=Limits(), max_links=6, max_links_per_host=4)
-
-    def new_handler(self, connection: Connection) -> Echo:
-        return Echo()
 
 
 @pytest.fixture

@@ -1,0 +1,156 @@
+"""Who asks for links: opened while they are wanted, opened again when they are lost, and closed for good."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import BottegaError, LinkClosed, PeerDead, TooLarge, Unavailable
+from bottega.transport import (
+    BytesMessage,
+    Connection,
+    DType,
+    Incoming,
+    Layout,
+    Limits,
+    LinkClient,
+    LinkClientHandler,
+    LinkClientSettings,
+    LinkCounters,
+    ServiceOffer,
+    TensorSpec,
+    number_message,
+    read_number,
+)
+from tests.support.echo_links import EchoServer
+from tests.support.waiting import wait_until
+
+RETRY_S = 0.1
+
+
+class Worker(LinkClientHandler):
+    """A worker's end. away: why the service makes no offers."""
+
+    def __init__(self, server: EchoServer) -> None:
+        self.wanted = False
+        self.away: BottegaError | None = None
+        self.requested: list[str] = []
+        self.epochs: list[int] = []
+        self.heard: list[int] = []
+        self.ended: list[BottegaError] = []
+        self._server = server
+        settings = LinkClientSettings(silence_s=2.0, limits=Limits(), retry_s=RETRY_S)
+        self.client = LinkClient(
+            self, peer="the server", request=self._request, settings=settings, counters=LinkCounters()
+        )
+        self.client.start()
+
+    @property
+    def wants_link(self) -> bool:
+        return self.wanted
+
+    def want(self) -> None:
+        self.wanted = True
+        self.client.wake()
+
+    def on_open(self, connection: Connection) -> None:
+        assert connection.link is not None
+        self.epochs.append(connection.link.epoch)
+        connection.send(number_message("echo", len(self.epochs)))
+
+    def on_message(self, connection: Connection, incoming: Incoming) -> None:
+        with incoming:
+            self.heard.append(read_number(incoming.layout, connection.wait_all(incoming)))
+
+    def on_end(self, cause: BottegaError) -> None:
+        self.ended.append(cause)
+
+    def _request(self, link_id: str) -> Future[ServiceOffer]:
+        self.requested.append(link_id)
+        answer = Future[ServiceOffer]()
+        if self.away is not None:
+            answer.set_exception(self.away)
+        else:
+            answer.set_result(ServiceOffer(offer=self._server.offer("w", link_id, caller=""), service="echo"))
+        return answer
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EchoServer]:
+    server = EchoServer(tmp_path)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def worker(server: EchoServer) -> Iterator[Worker]:
+    worker = Worker(server)
+    yield worker
+    worker.client.close()
+
+
+def test_no_link_is_asked_for_until_one_is_wanted(worker: Worker) -> None:
+    time.sleep(2 * RETRY_S)
+    assert not worker.requested
+    worker.want()
+    wait_until(lambda: worker.heard == [1], "an echo")
+    assert worker.client.service == "echo"
+
+
+def test_a_link_that_is_lost_is_opened_again_with_the_next_epoch(server: EchoServer, worker: Worker) -> None:
+    worker.want()
+    wait_until(lambda: worker.heard == [1], "an echo")
+    worker.client.connection.close(PeerDead("cut off"))
+    wait_until(lambda: worker.heard == [1, 2], "an echo of the next link")
+    assert worker.epochs == [1, 2]
+    assert worker.requested == ["", worker.client.link_id]
+    assert [error.message for error in worker.ended] == ["cut off"]
+    assert len(server.open) == 1
+
+
+def test_one_that_is_not_wanted_any_more_is_not_opened_again(worker: Worker) -> None:
+    worker.want()
+    wait_until(lambda: worker.heard == [1], "an echo")
+    worker.wanted = False
+    worker.client.connection.close(PeerDead("cut off"))
+    wait_until(lambda: bool(worker.ended), "the link to end")
+    time.sleep(3 * RETRY_S)
+    assert worker.epochs == [1]
+
+
+def test_a_service_that_is_away_is_asked_again_until_it_is_there(worker: Worker) -> None:
+    worker.away = Unavailable("the service is away")
+    worker.want()
+    wait_until(lambda: len(worker.ended) >= 2, "a second attempt")
+    worker.away = None
+    wait_until(lambda: worker.heard == [1], "an echo")
+    assert {error.message for error in worker.ended} == {"the service is away"}
+
+
+def test_a_message_that_cannot_be_sent_is_told_and_the_link_lives(worker: Worker) -> None:
+    worker.want()
+    wait_until(lambda: worker.heard == [1], "an echo")
+    size = Limits().slot_bytes + 64
+    layout = Layout.of(TensorSpec(name="large", dtype=DType.UINT8, shape=(size,)))
+    failures: list[BottegaError] = []
+    connection = worker.client.connection
+    connection.send(BytesMessage(layout=layout, buffers=(bytes(size),)), on_failure=failures.append)
+    connection.send(number_message("echo", 9))
+    wait_until(lambda: worker.heard == [1, 9], "an echo behind it")
+    assert [type(error) for error in failures] == [TooLarge]
+
+
+def test_a_client_that_is_closed_ends_its_link_and_opens_none(server: EchoServer, worker: Worker) -> None:
+    worker.want()
+    wait_until(lambda: worker.heard == [1], "an echo")
+    handler = server.open[0]
+    worker.client.close()
+    worker.client.join()
+    wait_until(lambda: isinstance(handler.ended, LinkClosed), "the service to hear of it")
+    time.sleep(2 * RETRY_S)
+    assert len(worker.requested) == 1
+    assert not worker.client.connection.send(number_message("echo", 3))

@@ -1,0 +1,45 @@
+"""A service whose links send every number back. It is no test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bottega.errors import BottegaError
+from bottega.transport import (
+    Connection,
+    Endpoints,
+    Incoming,
+    Limits,
+    LinkHandler,
+    LinkServer,
+    number_message,
+    read_number,
+)
+
+
+class Echo(LinkHandler):
+    """Sends every number back. ended: why its link has."""
+
+    def __init__(self) -> None:
+        self.ended: BottegaError | None = None
+
+    @property
+    def progress(self) -> int:
+        return 7
+
+    def on_message(self, connection: Connection, incoming: Incoming) -> None:
+        with incoming:
+            number = read_number(incoming.layout, connection.wait_all(incoming))
+        connection.send(number_message("echo", number))
+
+    def on_end(self, cause: BottegaError) -> None:
+        self.ended = cause
+
+
+class EchoServer(LinkServer[Echo]):
+    def __init__(self, folder: Path) -> None:
+        endpoints = Endpoints(unix_path=folder / "links.sock")
+        super().__init__(endpoints, service="the server", limits=Limits(), max_links=6, max_links_per_host=4)
+
+    def new_handler(self, connection: Connection) -> Echo:
+        return Echo()
