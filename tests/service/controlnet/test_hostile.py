@@ -17,9 +17,6 @@ from tests.samples.hostile_controlnets import CONFIG, HOSTILE, NO_JSON, REAL, ho
 from tests.support.running_controlnets import SERVER, ControlNetServer
 from tests.support.services import Service, Services
 
-# It measures memory.
-pytestmark = pytest.mark.alone
-
 # Of front and engine, over all that is brought; what is read is kilobytes.
 _MOST_GROWTH_BYTES = 32 << 20
 

@@ -98,6 +98,7 @@ def reference(order: EngineOrder, index: int, nets: Mapping[str, ControlNetModel
     return latent_of(pipeline, spec, width=spec.width, height=spec.height, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.alone  # a peer is used only where the cores are free for both
 def test_a_mixed_batch_with_controlnets_ends_as_stock_does_with_a_peer_that_dies_and_comes_back(
     model: Model, server: LinkedServer, nets: Mapping[str, ControlNetModel]

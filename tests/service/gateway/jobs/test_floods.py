@@ -7,8 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import pytest
-
 from bottega.rpc.channel import open_channel
 from bottega.v1 import image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -16,9 +14,10 @@ from bottega.v1.image_pb2 import JOB_STATE_CANCELLED, JOB_STATE_COMPLETED
 from tests.support.cut_cable import laid
 from tests.support.running_gateway import Running, running_gateway
 
-# Four texts of the largest size: 64 KiB of each job, so that 2,100 jobs are more than jobs_bytes.
+# Four texts of the largest size: 64 KiB of each job, so that 130 jobs are more than JOBS_BYTES.
 LONG = 16 << 10
-FLOOD = 2500
+FLOOD = 160
+JOBS_BYTES = 8 << 20
 AT_ONCE = 16
 # Nobody counts on less than two sweeps, which are a second apart.
 SWEPT_S = 2.5
@@ -52,9 +51,8 @@ async def _expect_remembered(gateway: Running, job_id: str, request_id: str) -> 
     assert b"".join(parts) == b"picture 0"
 
 
-@pytest.mark.alone
 async def test_submitting_and_cancelling_pushes_out_nobodys_finished_job() -> None:
-    async with running_gateway() as gateway:
+    async with running_gateway(jobs_bytes=JOBS_BYTES) as gateway:
         worker = await gateway.worker()
         theirs = await _complete(gateway, gateway.images, "theirs")
         worker.script.hold_at = 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -88,31 +87,6 @@ async def test_a_worker_brings_what_it_runs_to_the_gateway_that_comes_back(house
     assert len(house.worker.begun) == 2
     assert len(house.worker.requests) == 3, "it was attached to once"
     assert await house.submit("order-1") == job_id
-
-
-async def test_nothing_acknowledged_is_lost_around_kills(house: House) -> None:
-    acknowledged: dict[str, str] = {}
-
-    async def submit(request_id: str) -> None:
-        acknowledged[request_id] = await house.submit(request_id)
-
-    for life in range(LIVES):
-        assert house.worker.membership is not None
-        await asyncio.wait_for(house.worker.membership.joined.wait(), 5)
-        before = len(acknowledged)
-        burst = [asyncio.create_task(submit(f"order-{life}-{number}")) for number in range(BURST)]
-        async with asyncio.timeout(10):
-            while len(acknowledged) == before:  # noqa: ASYNC110 - the very first acknowledgement is what counts
-                await asyncio.sleep(0)
-        await house.kill()
-        await asyncio.gather(*burst, return_exceptions=True)
-        await house.start()
-    for request_id, job_id in acknowledged.items():
-        ended = await house.ended(job_id)
-        assert ended.state == image_pb2.JOB_STATE_COMPLETED, ended
-        assert await house.submit(request_id) == job_id
-    # Every attempt has a number of its own, whatever was not written of the one before.
-    assert max(Counter(house.worker.begun).values()) == 1
 
 
 @pytest.mark.alone
