@@ -104,7 +104,7 @@ class ColourStore:
         """Loads these colours."""
         self._loaded |= COLOURS.keys() & set(request.names)
         if self._membership:
-            self._membership.changed()
+            self._membership.report_soon()
         return PrefetchResponse(accepted=request.names)
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:

@@ -102,7 +102,7 @@ def test_it_starts_with_the_suite_and_joins(suite: Suite) -> None:
     assert KIND in listed
     assert "blue (not loaded)" in listed
     assert "joined the fleet" in suite.bottega("logs", KIND)
-    assert "no store of colours can run here" not in suite.bottega("doctor")
+    assert "1 store of colours joined" in suite.bottega("doctor")
 
 
 def test_what_a_job_names_is_loaded_before_it_runs(suite: Suite) -> None:

@@ -89,7 +89,7 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         for name in accepted:
             self.nets[name].state = LOADED
         if self.membership is not None:
-            self.membership.changed()
+            self.membership.report_soon()
         return controlnet_pb2.PrefetchResponse(accepted=accepted)
 
     async def ListControlNets(
@@ -108,7 +108,7 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         self.added.append((request.name, request.folder))
         net = self.nets[request.name] = hosted(request.name, state=ON_DISK)
         if self.membership is not None:
-            self.membership.changed()
+            self.membership.report_soon()
         return controlnet_pb2.AddControlNetResponse(controlnet=net)
 
     async def SetProfile(
@@ -120,5 +120,5 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         net = self.nets[request.name]
         net.profiles.append(request.profile)
         if self.membership is not None:
-            self.membership.changed()
+            self.membership.report_soon()
         return controlnet_pb2.SetProfileResponse(controlnet=net)

@@ -42,7 +42,7 @@ def _with_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registrati
 
 
 def _ignore(_: object) -> None:
-    """For services that do not care."""
+    """For services that have no use for it."""
 
 
 class FleetMembership:
@@ -72,7 +72,7 @@ class FleetMembership:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._refusal: str | None = None
-        self._told: dict[str, float] = {}  # refusals that were logged, and when
+        self._logged: dict[str, float] = {}  # refusals that were logged, and when
         self._retry_after_s: float | None = None
         self.joined = asyncio.Event()
         self.backlog = 0
@@ -80,10 +80,10 @@ class FleetMembership:
     def start(self) -> None:
         """Joins in the background; `joined` is set while the gateway knows this service."""
         if self._task is None:
-            self._task = asyncio.create_task(self._stay(), name="fleet-membership")
+            self._task = asyncio.create_task(self._run(), name="fleet-membership")
 
-    def changed(self) -> None:
-        """Says that the load has changed, so that it is reported at once."""
+    def report_soon(self) -> None:
+        """Reports the load, which has changed, without waiting for the next regular report."""
         self._changed.set()
 
     async def stop(self) -> None:
@@ -94,7 +94,7 @@ class FleetMembership:
         await asyncio.gather(self._task, return_exceptions=True)
         self._task = None
 
-    async def _stay(self) -> None:
+    async def _run(self) -> None:
         back_off_s = _FIRST_BACK_OFF_S
         channel = open_channel(self._gateway)
         try:
@@ -115,16 +115,16 @@ class FleetMembership:
         call = fleet.Join(self._reports())
         try:
             async for response in call:
-                self._heard(response)
+                self._on_response(response)
         except grpc.aio.AioRpcError as error:
-            self._failed(from_rpc_error(error))
+            self._on_failure(from_rpc_error(error))
         finally:
             call.cancel()
             was_joined = self.joined.is_set()
             self.joined.clear()
         return was_joined
 
-    def _failed(self, error: BottegaError) -> None:
+    def _on_failure(self, error: BottegaError) -> None:
         self._retry_after_s = error.retry_after_s
         text = self._not_the_fleet() if isinstance(error, MethodNotServed) else error.message
         facts = {"gateway": self._gateway, "reason": error.reason_name, "text": text}
@@ -133,10 +133,10 @@ class FleetMembership:
             _log.log(logging.WARNING if self.joined.is_set() else logging.DEBUG, "fleet cannot be reached", extra=facts)
             return
         now = time.monotonic()
-        self._told = {said: at for said, at in self._told.items() if at > now - _REPEAT_LOG_S}
-        if text not in self._told:
+        self._logged = {said: at for said, at in self._logged.items() if at > now - _REPEAT_LOG_S}
+        if text not in self._logged:
             _log.warning("the fleet refuses this service", extra=facts)
-            self._told[text] = now
+            self._logged[text] = now
         self._refusal = text
 
     def _not_the_fleet(self) -> str:
@@ -145,7 +145,7 @@ class FleetMembership:
             " in this service's configuration to the address of the gateway's fleet.listen, 127.0.0.1:8472 by default"
         )
 
-    def _heard(self, response: fleet_pb2.JoinResponse) -> None:
+    def _on_response(self, response: fleet_pb2.JoinResponse) -> None:
         if not self.joined.is_set():
             _log.info("joined the fleet", extra={"gateway": self._gateway})
             self._refusal = None

@@ -260,7 +260,7 @@ class ControlNetServer:
 
     def _report(self) -> None:
         if self._membership:
-            self._membership.changed()
+            self._membership.report_soon()
 
     async def _measure(self) -> None:
         while True:

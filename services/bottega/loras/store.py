@@ -228,7 +228,7 @@ class LoraStore:
         self._draining = True
         self._links.drain()
         if self._membership:
-            self._membership.changed()
+            self._membership.report_soon()
         await asyncio.to_thread(self._tiers.wait_idle, self._config.server.drain_grace_s)
 
     async def stop(self) -> None:

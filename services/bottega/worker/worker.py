@@ -328,7 +328,7 @@ class Worker:
 
     def _report_load(self) -> None:
         if self._membership:
-            self._membership.changed()
+            self._membership.report_soon()
 
     def _pass_backlog(self, requests: int) -> None:
         if requests == self._backlog:

@@ -71,7 +71,7 @@ async def test_a_member_registers_reports_and_rejoins_after_the_gateway_came_bac
         await asyncio.wait_for(member.joined.wait(), 1)
         assert member.backlog == 3
         drawn = 7
-        member.changed()
+        member.report_soon()
         assert (await asyncio.wait_for(fleet.reports.get(), 0.3)).load.memory_bytes == 7
         await asyncio.wait_for(fleet.reports.get(), 1.0)  # twice a second without any change
 

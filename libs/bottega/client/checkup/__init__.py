@@ -1,1 +1,1 @@
-"""What `bottega doctor` looks at: the machine, the model, the gateway. Changes nothing and starts nothing."""
+"""The checks of `bottega doctor`: of the machine, of the model, of the gateway. They change and start nothing."""

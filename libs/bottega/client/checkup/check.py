@@ -1,4 +1,4 @@
-"""What a check found, and what to do about it."""
+"""The result of a check, and what to do about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a gateway answers, who has joined it and, where none answers, who has its ports."""
+"""Checks whether a gateway answers and who has joined it, or else who has its ports."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from bottega.client.checkup.check import CheckResult, fail, ok, warn
 from bottega.client.sdk.clients import AsyncClient
 from bottega.client.transport.retry import RetryPolicy
 from bottega.errors import BottegaError
+from bottega.manifest import read_services
 from bottega.rpc.channel import channel_options
 from bottega.v1 import fleet_pb2
 
@@ -69,6 +70,7 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
     else:
         yield fail("no worker has joined", "A worker takes seconds to load its model; bottega logs worker-0 says more.")
     yield from _check_controlnets(fleet)
+    yield from _check_others(fleet)
     versions = sorted({member.registration.version for member in fleet.members} - {""})
     if len(versions) > 1:
         yield warn(f"the fleet runs versions {', '.join(versions)}", "Bring every service to one version.")
@@ -88,6 +90,15 @@ def _check_controlnets(fleet: fleet_pb2.ListMembersResponse) -> Iterator[CheckRe
         yield warn(
             f"ControlNet {name} is served in more than one version", f"Keep one: bottega controlnets where {name}"
         )
+
+
+def _check_others(fleet: fleet_pb2.ListMembersResponse) -> Iterator[CheckResult]:
+    """Services of all other kinds, whether or not this machine's manifest has them."""
+    titles = {service.kind: service.title for service in read_services()}
+    told = (kinds.GATEWAY, kinds.WORKER, kinds.CONTROLNET)
+    counts = Counter(member.registration.kind for member in fleet.members if member.registration.kind not in told)
+    for kind, count in sorted(counts.items()):
+        yield ok(f"{count} {titles.get(kind, kind)}{'' if count == 1 else 's'} joined")
 
 
 def _more(names: Sequence[str]) -> str:

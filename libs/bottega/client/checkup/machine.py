@@ -1,4 +1,4 @@
-"""Whether this machine can run the suite: Python, packages, cores, disk. Knows neither model nor gateway."""
+"""Checks whether this machine can run the suite: Python, packages, cores, limits, disk."""
 
 from __future__ import annotations
 

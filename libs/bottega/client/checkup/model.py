@@ -1,4 +1,4 @@
-"""Whether a model folder can be opened: its parts and the headers of their weights. Needs no torch."""
+"""Checks whether a model folder can be opened: its parts, and the headers of their weights."""
 
 from __future__ import annotations
 

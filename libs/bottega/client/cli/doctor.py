@@ -33,11 +33,11 @@ def command(*, model: str, state: StateFolder, address: str) -> None:
     from bottega.client.checkup.check import Level
 
     levels = set()
-    for finding in _findings(model, state, address, _fleet_address(address)):
-        levels.add(finding.level)
-        say(Styled(text=f"{finding.level:<4}", colour=_COLOURS[finding.level]), f"  {finding.what}")
-        if finding.todo:
-            say(f"      {finding.todo}")
+    for result in _results(model, state, address, _fleet_address(address)):
+        levels.add(result.level)
+        say(Styled(text=f"{result.level:<4}", colour=_COLOURS[result.level]), f"  {result.what}")
+        if result.todo:
+            say(f"      {result.todo}")
     raise SystemExit(1 if Level.FAIL in levels else 0)
 
 
@@ -47,7 +47,7 @@ def _fleet_address(address: str) -> str:
     return asked_fleet_address(click.get_current_context()) or default_fleet_address(address)
 
 
-def _findings(model: str, state: StateFolder, address: str, fleet_address: str) -> Iterator[CheckResult]:
+def _results(model: str, state: StateFolder, address: str, fleet_address: str) -> Iterator[CheckResult]:
     from bottega.client.checkup import gateway, machine
     from bottega.client.checkup.model import check_model
 

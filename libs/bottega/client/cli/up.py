@@ -102,9 +102,9 @@ def _check_model(model: str) -> None:
     from bottega.client.checkup.check import Level
     from bottega.client.checkup.model import check_model
 
-    for finding in check_model(model):
-        if finding.level is Level.FAIL:
-            fail(finding.what, "Give miniature, or a folder in Diffusers' layout: bottega up --model FOLDER")
+    for result in check_model(model):
+        if result.level is Level.FAIL:
+            fail(result.what, "Give miniature, or a folder in Diffusers' layout: bottega up --model FOLDER")
 
 
 def _foreground(options: SuiteOptions, state: StateFolder, *, in_background: bool) -> None:

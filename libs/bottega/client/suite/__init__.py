@@ -1,1 +1,1 @@
-"""The whole suite on one machine: what `bottega up` plans, starts, watches and stops. Knows no terminal."""
+"""The whole suite on one machine: what `bottega up` plans, starts, watches and stops."""

@@ -1,4 +1,4 @@
-"""Starting an instance in the background, and stopping one. Knows processes and the record, not services."""
+"""Starts a suite in the background, and stops one."""
 
 from __future__ import annotations
 

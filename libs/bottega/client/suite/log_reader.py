@@ -1,4 +1,4 @@
-"""Reads the services' logs: their last lines, merged by time, and what comes after them. Starts nothing."""
+"""Reads the services' logs: their last lines, merged by time, and what comes after them."""
 
 from __future__ import annotations
 

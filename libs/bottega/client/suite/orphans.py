@@ -1,4 +1,4 @@
-"""Ends what an instance left running when it was killed itself. Knows the record, not the services."""
+"""Ends the processes of a suite whose supervisor was killed."""
 
 from __future__ import annotations
 

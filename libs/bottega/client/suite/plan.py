@@ -1,4 +1,4 @@
-"""Which processes make a suite on this machine, and how each is configured. Plans only; starts nothing."""
+"""Plans a suite on this machine by the manifest: its processes and their configurations."""
 
 from __future__ import annotations
 

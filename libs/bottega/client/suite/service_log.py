@@ -1,4 +1,4 @@
-"""What a service writes, line by line, into a log of bounded size. Knows the log's shape, not what runs."""
+"""What a service writes, line by line, into a log of bounded size."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Keeps one service running: starts it, reads what it says, starts it again when it dies, stops it.
-
-Knows processes; not which services there are.
-"""
+"""One service of a suite as a process: started, read, started again by a restart policy when it dies, stopped."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class DoesNotStart(BottegaError):
 
 
 class ServiceListener(Protocol):
-    """Who wants to know how the services do."""
+    """Is told when a service serves, and when it has died."""
 
     def serving(self, name: str, address: str) -> None:
         """A service serves, for the first time or again."""
@@ -102,7 +99,7 @@ class ServiceProcess:
             _end_group(self.pid)
 
     async def _run_once(self) -> str:
-        with OutputPipe() as pipe, _lifeline() as stdin:
+        with OutputPipe() as pipe, _stdin_of_supervisor() as stdin:
             process = await self._start(stdin, pipe.write_end)
             self.pid = process.pid
             reading = asyncio.create_task(self._read(await pipe.reader()))
@@ -148,7 +145,7 @@ class ServiceProcess:
 
 
 @contextmanager
-def _lifeline() -> Iterator[int]:
+def _stdin_of_supervisor() -> Iterator[int]:
     """A stdin that says nothing and ends with this process, even if that is killed: nobody else has its other end."""
     read_end, write_end = os.pipe()
     try:

@@ -1,4 +1,4 @@
-"""The state folder of a suite on this machine, and who holds it. Knows paths, not services."""
+"""The state folder of a suite on this machine: its lock, its record and what lies below it."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def Join(self, request_iterator: _Requests, context: _Context) -> AsyncIterator[fleet_pb2.JoinResponse]:
         """The stream of a service: its registration, then its load; back comes what it has to know."""
         peer = context.peer()
-        with self._pending.one(host_of(peer)) as crowded_out:
+        with self._pending.slot(host_of(peer)) as crowded_out:
             first = await self._first(request_iterator, crowded_out)
         member = self._fleet.join(_registration(first), peer=peer)
         del first

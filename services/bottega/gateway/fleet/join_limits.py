@@ -1,7 +1,7 @@
-"""How often services may join, and how many of one host: so that a stranger's joins leave room for others'.
+"""How often services may join, and how many of one host, so that a stranger's joins leave room for others'.
 
-Knows names and hosts, no members and no wire. An instance that was a member is known for a while: it may join as often
-as it likes, also where the fleet is full, and beyond what one host may have while a part of the fleet is free.
+An instance that was a member is known for a while: it may join as often as it likes, also where the fleet is full, and
+beyond what one host may have while a part of the fleet is free.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MemberKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinBounds:
-    """See FleetConfig and GatewayConfig."""
+    """The bounds of FleetConfig and GatewayConfig on who joins."""
 
     max_members: int
     max_members_per_peer: int
@@ -105,10 +105,10 @@ class PendingJoins:
         self._waiting: dict[asyncio.Future[None], str] = {}
 
     @contextlib.contextmanager
-    def one(self, host: str) -> Iterator[asyncio.Future[None]]:
+    def slot(self, host: str) -> Iterator[asyncio.Future[None]]:
         """One of them, in the block. What it gives is done when it must make room: the oldest of the busiest host."""
         if len(self._waiting) >= MAX_NAMELESS:
-            self._send_one_away()
+            self._evict_one()
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[place] = host
         try:
@@ -116,7 +116,7 @@ class PendingJoins:
         finally:
             self._waiting.pop(place, None)
 
-    def _send_one_away(self) -> None:
+    def _evict_one(self) -> None:
         host = Counter(self._waiting.values()).most_common(1)[0][0]
         oldest = next(place for place, whose in self._waiting.items() if whose == host)
         del self._waiting[oldest]

@@ -1,7 +1,4 @@
-"""A service that has joined the fleet, as it last spoke of itself, and who wants to know of its coming and going.
-
-Knows no other member, no jobs and no calls.
-"""
+"""A service that has joined the fleet, with what it last reported, and the interface of those who follow the fleet."""
 
 from __future__ import annotations
 
@@ -120,7 +117,7 @@ def _hosted(reported: Iterable[Hosted], switch_s: float) -> HostedKind:
 
 
 class FleetObserver(Protocol):
-    """Who wants to know. Called in the event loop; must not block."""
+    """Is told when members come, change and go. Called in the event loop; must not block."""
 
     def member_joined(self, member: Member) -> None:
         """A member has joined, or is back within its lease."""

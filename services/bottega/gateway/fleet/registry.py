@@ -1,21 +1,6 @@
-"""The services that have joined: how busy they are, and which models they serve.
+"""The services that have joined, how busy they are, and which models are served because of them.
 
-Every report of a member renews its lease.
-
-    state      what happens                                     next
-    unknown    Join                                             here: a worker gets jobs; attempts that count no more
-                                                                are stopped when it reports them
-    here       it reports that it drains                        draining: it keeps what runs and gets nothing
-               its stream ends                                  away: it keeps what runs and gets nothing
-               silence for the lease                            lost: what ran there is cut off
-               a call of it breaks after its first answer       that attempt's worker died; or was cut off, where it
-                                                                answers that it still has the attempt
-               a call of it breaks before                       that attempt was cut off, or refused
-    away       Join with the same registration                  here
-               silence for the lease                            lost
-    lost       Join                                             here, as a new member
-
-A worker whose engine is dead is not in the fleet.
+A member whose stream ends gets no new work at once; it is lost when it has not come back within the lease.
 """
 
 from __future__ import annotations
@@ -68,7 +53,7 @@ class Fleet:
         self._clock = clock
         self._members: dict[MemberKey, Member] = {}
         self._seen: dict[str, LastSeenModel] = {}
-        self._wholes: dict[str, image_pb2.Model] = {}  # until somebody comes or goes
+        self._merged_models: dict[str, image_pb2.Model] = {}  # until somebody comes or goes
         self.closed = asyncio.Event()
         self._observers: list[FleetObserver] = []
 
@@ -100,11 +85,11 @@ class Fleet:
             self._limits.check_room(host, (other.host for other in others), known=known)
             self._check_models(said, others)
             if member is not None:
-                self._lose(member)
+                self._remove(member)
             member = self._members[key] = Member(
                 registration=said, joined_at=now, heard_at=now, instance=instance, host=host
             )
-        self._see(member, now)
+        self._note_presence(member, now)
         _log.info("member joined", extra={"member": member.name, "address": said.address})
         for observer in self._observers:
             observer.member_joined(member)
@@ -135,7 +120,7 @@ class Fleet:
         if not member.connected or member.stream != stream:
             return
         member.connected = False
-        self._see(member, self._clock.monotonic())
+        self._note_presence(member, self._clock.monotonic())
         _log.info("member left", extra={"member": member.name})
         for observer in self._observers:
             observer.member_changed(member)
@@ -145,7 +130,7 @@ class Fleet:
         oldest = self._clock.monotonic() - self.lease_s
         for member in [member for member in self._members.values() if member.heard_at <= oldest]:
             _log.warning("member lost", extra={"member": member.name})
-            self._lose(member)
+            self._remove(member)
 
     def renew_leases(self) -> None:
         """Renews every lease: for when this process itself was late to listen."""
@@ -156,7 +141,7 @@ class Fleet:
         """Ends every member's stream, and lets nobody in again."""
         self.closed.set()
         for member in list(self._members.values()):
-            self._lose(member)
+            self._remove(member)
 
     def members(self) -> list[Member]:
         """Who is here, by kind and name."""
@@ -186,7 +171,7 @@ class Fleet:
     def models(self) -> list[image_pb2.Model]:
         """Models that are served now, by name, with the number of their workers."""
         names = {model.name for member in self.members() for model in member.models}
-        return [self._whole(name) for name in sorted(names)]
+        return [self._merged_model(name) for name in sorted(names)]
 
     def resolve(self, name: str | None) -> image_pb2.Model:
         """The model of that name; without a name the only one served. Not to be changed.
@@ -200,7 +185,7 @@ class Fleet:
                 raise InvalidRequest(f"model: {rule}", violations=[Violation(field="spec.model", description=rule)])
             name = served[0] if served else None
         if name in served:
-            return self._whole(name)
+            return self._merged_model(name)
         if name is None or name in self._seen or not self._seen:
             raise NoWorker("no worker serves the model now", retry_after_s=_RETRY_AFTER_S)
         listed = ", ".join(served) or "none"
@@ -264,29 +249,29 @@ class Fleet:
                     metadata={"model": model.name, "member": by.name},
                 )
 
-    def _whole(self, name: str) -> image_pb2.Model:
+    def _merged_model(self, name: str) -> image_pb2.Model:
         """The model of all its workers that are here, or as it was when the last one was."""
-        whole = self._wholes.get(name)
+        whole = self._merged_models.get(name)
         if whole is None:
             served = [model for member in self.members() for model in member.models if model.name == name]
-            whole = self._wholes[name] = _merge_workers(served or [self._seen[name].model])
+            whole = self._merged_models[name] = _merge_workers(served or [self._seen[name].model])
         return whole
 
-    def _lose(self, member: Member) -> None:
+    def _remove(self, member: Member) -> None:
         key = (member.registration.kind, member.name)
         del self._members[key]
         self._limits.remember(key, member.instance, stayed_s=member.heard_at - member.joined_at)
         if member.connected:
-            self._see(member, member.heard_at)
+            self._note_presence(member, member.heard_at)
         member.connected = False
         member.stream += 1
         member.wake.set()
         for observer in self._observers:
             observer.member_lost(member)
 
-    def _see(self, member: Member, now: float) -> None:
+    def _note_presence(self, member: Member, now: float) -> None:
         """A member comes or goes."""
-        self._wholes.clear()
+        self._merged_models.clear()
         for model in member.models:
             self._seen[model.name] = LastSeenModel(model=model, at=now)
         while len(self._seen) > MAX_MODELS:

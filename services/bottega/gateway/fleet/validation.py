@@ -1,7 +1,4 @@
-"""What a service may say of itself when it joins, and later of its load: every bound of the contract.
-
-Knows no fleet. All violations are found at once.
-"""
+"""The bounds on what a service says when it joins and when it reports its load. All violations are found at once."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ async def test_a_worker_that_has_the_lora_is_preferred(house: House) -> None:
     other = await house.gateway.worker("w2")
     other.loras = [house.ink.digest]
     assert other.membership is not None
-    other.membership.changed()
+    other.membership.report_soon()
     await asyncio.sleep(0.2)
     for _ in range(3):
         completed = await house.gateway.draw(loras=[Lora(name="ink")])
@@ -174,7 +174,7 @@ async def test_of_workers_that_have_the_lora_that_with_this_very_set_in_its_weig
     other.applied_loras = [applied(house.wash.digest, 0.5)]
     for worker in (other, untouched, patched):
         assert worker.membership is not None
-        worker.membership.changed()
+        worker.membership.report_soon()
     await asyncio.sleep(0.2)
     for _ in range(3):
         completed = await house.gateway.draw(loras=loras)

@@ -240,7 +240,7 @@ async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new(house
     await asyncio.wait_for(draining.arrived.wait(), 2)
     draining.draining = True
     assert draining.membership is not None
-    draining.membership.changed()
+    draining.membership.report_soon()
     await asyncio.sleep(0.1)
     waits = await house.submit(prompt="another")
     await asyncio.sleep(0.3)

@@ -151,13 +151,13 @@ async def test_joins_that_do_not_say_who_joins_make_room_for_those_that_do() -> 
     entered: list[asyncio.Future[None]] = []
 
     async def wait(host: str) -> None:
-        with pending.one(host) as crowded_out:
+        with pending.slot(host) as crowded_out:
             entered.append(crowded_out)
             await crowded_out
 
     waiting = [asyncio.create_task(wait("stranger")) for _ in range(MAX_NAMELESS)]
     await asyncio.sleep(0)
-    with pending.one("w1") as place:
+    with pending.slot("w1") as place:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert waiting[0].done(), "the oldest of those of whom there are most"
