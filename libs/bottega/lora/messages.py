@@ -1,12 +1,12 @@
 """What a worker's engine and a LoRA store say to each other over a link: each message as tensors.
 
 The first tensor of a message has the name of its kind, and is a number. Who receives one checks it here, from a copy,
-before anything is done with it; what breaks a rule raises ValueError. Knows no links and no torch.
+before anything is done with it; what breaks a rule raises ValueError.
 
     worker -> store    fetch: the LoRA of a digest          whole, or lora and its pieces in order, or refused
                        cancel: of a fetch's number          nothing; what is on its way already may still come
 
-A whole message carries the canonical file as the store has it in memory (bottega.transport, files): within a host no
+A whole message carries the canonical file as the store has it in memory, sealed: within a host no
 byte of it is copied. Between the pieces of one LoRA may be any other messages: what a prompt waits for waits for no
 other LoRA. A LoRA that is refused after its head, or some of its pieces, comes to nothing.
 """

@@ -1,4 +1,4 @@
-"""What links have moved, waited and died of, for a service to export. It knows no Prometheus."""
+"""What links have moved, waited and died of, for a service to export."""
 
 from __future__ import annotations
 

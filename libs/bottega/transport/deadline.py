@@ -1,4 +1,4 @@
-"""Until when a call may wait. It knows no link."""
+"""Until when a call may wait."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What one message consists of: named tensors, and where each of them lies in a slot.
 
 A layout is registered once for a link and reused for every message. Offsets are computed, never transmitted, so that
-they cannot lie. It knows no torch: an element type is a name and a number of bytes.
+they cannot lie. An element type is a name and a number of bytes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The listening side of links: makes offers, and turns those who come with one into links.
 
-It binds only the address and the path that it is given. It knows no gRPC: somebody else carries the offers.
+It binds only the address and the path that it is given. Somebody else carries the offers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server's answers on a link: residuals written straight into its slots, refusals, and numbers. Knows no sessions."""
+"""A server's answers on a link: residuals written straight into its slots, refusals, and numbers."""
 
 from __future__ import annotations
 

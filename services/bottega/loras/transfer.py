@@ -1,5 +1,5 @@
 """One LoRA on its way to a worker in bytes: first what a prompt waits for, then the rest in pieces, between which
-others may speak. Reads the file straight into the link's slots. Knows no queue, and not what else is sent.
+others may speak. Reads the file straight into the link's slots.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class RateLimiter:
 
 
 class LoraTransfer:
-    """A loan that is being sent as `number`. Raises DataLoss where the file is no LoRA.
+    """A lease that is being sent as `number`. Raises DataLoss where the file is no LoRA.
 
     Its calls raise InternalError where the file has become shorter, and what sending does.
     """
 
-    def __init__(self, number: int, loan: CacheLease) -> None:
+    def __init__(self, number: int, lease: CacheLease) -> None:
         self.number = number
-        self.loan = loan
-        self._lora = _header(loan)
+        self.lease = lease
+        self._lora = _header(lease)
         self._sent_bytes = 0
         self._piece_bytes = _FIRST_BYTES
         self._pieces = 0
@@ -111,15 +111,15 @@ class LoraTransfer:
             view[:] = bytes(len(view))
         done = 0
         while done < size_bytes:
-            got = os.preadv(self.loan.descriptor, [view[done:size_bytes]], place + done)
+            got = os.preadv(self.lease.descriptor, [view[done:size_bytes]], place + done)
             if not got:
                 raise InternalError("the LoRA's file has become shorter while it was sent")
             done += got
 
 
-def _header(loan: CacheLease) -> CanonicalLora:
+def _header(lease: CacheLease) -> CanonicalLora:
     try:
-        size = header_bytes(os.pread(loan.descriptor, LENGTH_BYTES, 0))
-        return parse(os.pread(loan.descriptor, size, 0), file_bytes=loan.size_bytes)
+        size = header_bytes(os.pread(lease.descriptor, LENGTH_BYTES, 0))
+        return parse(os.pread(lease.descriptor, size, 0), file_bytes=lease.size_bytes)
     except BottegaError as error:
         raise DataLoss(f"the LoRA's file is damaged: {error.message}") from error

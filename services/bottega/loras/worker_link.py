@@ -96,34 +96,34 @@ class LoraWorkerLink(LinkHandler):
             wanted = number in self._waiting
             self._waiting.discard(number)
         try:
-            loan = asked.result(timeout=0)
+            lease = asked.result(timeout=0)
         except BottegaError as error:
             if wanted:
                 self._refuse(link, number, error)
             return
         if not wanted:
-            self._tiers.give_back(loan)
+            self._tiers.give_back(lease)
             return
-        if self._shares and link.passes_files and loan.resident and loan.size_bytes >= _LEAST_SHARED_BYTES:
-            self._share(link, number, loan)
+        if self._shares and link.passes_files and lease.resident and lease.size_bytes >= _LEAST_SHARED_BYTES:
+            self._share(link, number, lease)
         else:
-            self._send(link, number, loan)
+            self._send(link, number, lease)
 
-    def _share(self, link: Link, number: int, loan: CacheLease) -> None:
-        """Gives the worker the memory itself: it needs no loan to keep it."""
-        file = SealedFile(descriptor=loan.descriptor, size_bytes=loan.size_bytes)
+    def _share(self, link: Link, number: int, lease: CacheLease) -> None:
+        """Gives the worker the memory itself: it needs no lease to keep it."""
+        file = SealedFile(descriptor=lease.descriptor, size_bytes=lease.size_bytes)
         try:
             self._connection.send_now(link, number_message(LoraMessageKind.WHOLE, number), file=file)
         except (NoSharedMemory, TooLarge) as error:  # the link lives
             self._refuse(link, number, error)
         finally:
-            self._tiers.give_back(loan)
+            self._tiers.give_back(lease)
 
-    def _send(self, link: Link, number: int, loan: CacheLease) -> None:
+    def _send(self, link: Link, number: int, lease: CacheLease) -> None:
         try:
-            sending = LoraTransfer(number, loan)
+            sending = LoraTransfer(number, lease)
         except BottegaError as error:
-            self._tiers.give_back(loan)
+            self._tiers.give_back(lease)
             self._refuse(link, number, error)
             return
         self._sendings.append(sending)
@@ -142,7 +142,7 @@ class LoraWorkerLink(LinkHandler):
 
     def _drop(self, sending: LoraTransfer) -> None:
         self._sendings.remove(sending)
-        self._tiers.give_back(sending.loan)
+        self._tiers.give_back(sending.lease)
 
     def _refuse(self, link: Link, number: int, error: BottegaError) -> None:
         self._connection.send_now(link, messages.refused_message(number, job_error_to_json(error)))

@@ -1,4 +1,4 @@
-"""Frames over a connected stream socket, with deadlines: what the memfd and TCP backends share. It knows no slots.
+"""Frames over a connected stream socket, with deadlines: what the memfd and TCP backends share.
 
 The socket stays in blocking mode. Frames are read and written without waiting, with poll before where there is
 something to wait for; bulk bytes are left to the system in one call, which ends by the socket's own time limits.

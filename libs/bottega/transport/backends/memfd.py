@@ -2,7 +2,7 @@
 
 The sender owns the slots and writes them in place or copies into them; the receiver looks at the same pages and cannot
 write them. A slot's memory goes over once, when it is first used or has to grow; a file with its message. Either is
-mapped as it comes, and its descriptor closed: none is kept here. It knows no message.
+mapped as it comes, and its descriptor closed: none is kept here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Links between hosts: frames and bytes share one TCP connection for each direction. Nothing is encrypted.
 
 The sender gathers from its own buffers or from a slot of its own; the receiver's slots take the bytes as they come, so
-they are copied by the system alone. It knows no message.
+they are copied by the system alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The frames of a link: 28 bytes each, little-endian, some followed by bytes. It knows no socket and no slot.
+"""The frames of a link: 28 bytes each, little-endian, some followed by bytes.
 
 Each direction has a stream of its own. The sender says LAYOUT (a description follows), SEGMENT (a slot's memory comes
 with it), FILE (a file comes with it, and is part of the slot's next message) and DATA (tensors are there; TCP sends

@@ -1,4 +1,4 @@
-"""The life of a link: it ends once, for one cause, at both ends of both directions together. It knows no message."""
+"""The life of a link: it ends once, for one cause, at both ends of both directions together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an end of a link takes in at most. It knows no link."""
+"""What an end of a link takes in at most."""
 
 from __future__ import annotations
 

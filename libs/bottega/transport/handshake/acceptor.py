@@ -1,7 +1,7 @@
 """Where connections come in: pending until their peers have proved that they know an offer's token.
 
 One thread serves them all. What they may cost before that is capped: bytes by the fixed lengths of the hello, time, and
-number, the oldest pending one making room for the newest. It knows no link; it hands proven connections over.
+number, the oldest pending one making room for the newest. It hands proven connections over.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where links listen: the addresses and paths of the configuration, bound and nothing else. It knows no link."""
+"""Where links listen: the addresses and paths of the configuration, bound and nothing else."""
 
 from __future__ import annotations
 

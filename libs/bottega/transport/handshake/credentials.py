@@ -1,4 +1,4 @@
-"""Who is at the other end of a unix socket, as the kernel says, and whether links are for them. It knows no link.
+"""Who is at the other end of a unix socket, as the kernel says, and whether links are for them.
 
 Links of one machine are for processes of one user, and for root. Services that run as several users, such as systemd's
 units, may share them by a group, which BOTTEGA_LINKS_GROUP names to each of them.

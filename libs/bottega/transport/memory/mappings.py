@@ -1,7 +1,7 @@
 """Memory that messages lie in: slots of this process, and sealed slots that two processes share.
 
 A mapping is never closed, only dropped: closing it under a tensor that still looks into it would end the process. The
-system unmaps it when nobody refers to it any more. It knows no link.
+system unmaps it when nobody refers to it any more.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Only sealed memory is taken in, and all of it sealed: nobody who has it, its sender included, can write, shorten or
 punch it any more. So what was checked once stays as it was checked, with no copy of it, and reading it never faults; a
-plain file's reader ends by SIGBUS when somebody shortens the file. It knows no link.
+plain file's reader ends by SIGBUS when somebody shortens the file.
 """
 
 from __future__ import annotations

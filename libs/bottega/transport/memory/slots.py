@@ -1,4 +1,4 @@
-"""Slots: memory that one message after the other lies in, and where its tensors are. It knows no message."""
+"""Slots: memory that one message after the other lies in, and where its tensors are."""
 
 from __future__ import annotations
 
