@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from bottega.errors import QueueFull
@@ -34,22 +36,36 @@ class BackgroundTasks:
         task.add_done_callback(self._log_failure)
         return task
 
-    async def run_shielded(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    async def run_shielded(
+        self, work: Coroutine[Any, Any, ResultT], *, on_abandoned: Callable[[ResultT], None] | None = None
+    ) -> ResultT:
         """What `work` returns or raises. A caller that is cancelled meanwhile leaves it to run to its end.
 
-        Raises QueueFull where as many run as may.
+        on_abandoned: is given what it returns in that case. Raises QueueFull where as many run as may.
         """
-        return await asyncio.shield(self._run(work))
+        task = self._run(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if on_abandoned is not None:
+                task.add_done_callback(functools.partial(_hand_over, on_abandoned))
+            raise
 
     async def join(self, timeout_s: float | None = None) -> None:
-        """Returns when all have ended, or the time is over."""
-        if others := self._others():
-            await asyncio.wait(others, timeout=timeout_s)
+        """Returns when all have ended, those that start meanwhile too, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while others := self._others():
+                    await asyncio.wait(others)
+
+    def cancel_soon(self) -> None:
+        """Cancels all, and does not wait until they have ended."""
+        for task in self._others():
+            task.cancel()
 
     async def cancel(self) -> None:
         """Cancels all, and returns when they have ended."""
-        for task in self._others():
-            task.cancel()
+        self.cancel_soon()
         await self.join()
 
     def _others(self) -> set[asyncio.Task[Any]]:
@@ -69,3 +85,8 @@ class BackgroundTasks:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             _log.error("a background task failed", extra={"task": self._name}, exc_info=error)
+
+
+def _hand_over(receiver: Callable[[ResultT], None], task: asyncio.Task[ResultT]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        receiver(task.result())

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 
+from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, TooLarge
 from bottega.planning import steps_to_run
 from bottega.process import MAX_FRAME_BYTES
@@ -99,7 +100,7 @@ class AttemptRunner:
         self._digest = ""
         self._done: Provenance | None = None
         self._encodes_preview = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks("work of an attempt")
         self._expiry: asyncio.TimerHandle | None = None
         self._in_engine = False
 
@@ -278,8 +279,7 @@ class AttemptRunner:
     def _end(self) -> None:
         if self._expiry:
             self._expiry.cancel()
-        for task in self._tasks - {asyncio.current_task()}:
-            task.cancel()
+        self._tasks.cancel_soon()
         outcome = self.attempt.outcome
         error = outcome.error if isinstance(outcome, FailedEvent) else None
         self._metrics.attempt_ended(error.reason_name.lower() if error else "completed")
@@ -297,9 +297,7 @@ class AttemptRunner:
         if self.attempt.ended:
             work.close()
             return
-        task = asyncio.create_task(self._guarded(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._guarded(work))
 
     async def _guarded(self, work: Coroutine[None, None, None]) -> None:
         try:

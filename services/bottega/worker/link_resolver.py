@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import grpc
 
-from bottega.errors import BottegaError, Unavailable
+from bottega.background_tasks import BackgroundTasks
+from bottega.errors import BottegaError, QueueFull, Unavailable
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error, to_job_error, was_answered
 from bottega.v1 import link_pb2_grpc
@@ -29,22 +29,18 @@ class LinkResolver:
     def __init__(self, engine: CommandSender, *, worker: str) -> None:
         self._engine = engine
         self._worker = worker
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks("asking for links", max_tasks=_MOST_AT_ONCE)
 
     def request(self, request: OutgoingLinkRequest) -> None:
         """The engine needs a link; it is answered in any case."""
-        if len(self._tasks) >= _MOST_AT_ONCE:
+        try:
+            self._tasks.start(self._bring(request))
+        except QueueFull:
             self._answer(request.request, Unavailable("the worker asks too many servers for links at once"))
-            return
-        task = asyncio.create_task(self._bring(request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def stop(self) -> None:
         """Asks no more."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     async def _bring(self, request: OutgoingLinkRequest) -> None:
         try:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING
 
 import grpc
 
+from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DeadlinePassed, NoWorker, Unavailable, WorkerLost
 from bottega.v1.image_pb2 import CancelJobRequest, GenerateRequest
 
@@ -25,7 +25,7 @@ class CancelOnExit:
 
     def __init__(self, images: ImageServiceAsyncStub) -> None:
         self._images = images
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks("cancelling of jobs whose caller left")
         self._over = False
 
     def cancel_soon(self, request: GenerateRequest, job_id: str) -> None:
@@ -36,14 +36,11 @@ class CancelOnExit:
         if self._over:
             _log.warning("a request was left unfinished when its client was closed; it may still run")
             return
-        task = asyncio.get_running_loop().create_task(self._cancel(request, job_id))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._cancel(request, job_id))
 
     async def finish(self) -> None:
         """Waits until all of them are cancelled, each within its own deadline; takes no more of them afterwards."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.join()
         self._over = True
 
     async def _cancel(self, request: GenerateRequest, job_id: str) -> None:

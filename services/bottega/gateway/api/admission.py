@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bottega import rules
+from bottega.background_tasks import BackgroundTasks
 from bottega.errors import (
     BottegaError,
     DeadlinePassed,
@@ -109,7 +110,7 @@ class Admission:
         self._addons = addons
         self._inspector = inspector
         self._metrics = metrics
-        self._storing: set[asyncio.Task[bool]] = set()
+        self._storing = BackgroundTasks("storing of jobs")
 
     async def admit(self, command: GenerateCommand) -> Admitted:
         """The job of a request. A new one is durable.
@@ -185,14 +186,12 @@ class Admission:
 
     async def _store_though_cancelled(self, job: Job, *, replaces: str) -> bool:
         """A caller that goes stops nothing half way: a job that nobody else can ask for is abandoned afterwards."""
-        storing = asyncio.create_task(self._store(job, replaces))
-        self._storing.add(storing)
-        storing.add_done_callback(self._storing.discard)
-        try:
-            return await asyncio.shield(storing)
-        except asyncio.CancelledError:
-            storing.add_done_callback(lambda done: self._abandon(job, done))
-            raise
+
+        def abandon(stored: bool) -> None:
+            if stored and not job.request_id:
+                self._controller.abandon(job)
+
+        return await self._storing.run_shielded(self._store(job, replaces), on_abandoned=abandon)
 
     async def _store(self, job: Job, replaces: str) -> bool:
         """Makes a job durable and submits it. False where another one with its request_id was stored before it."""
@@ -208,11 +207,6 @@ class Admission:
         finally:
             if job.sequence == 0:
                 self._controller.queue.remove(job)  # only the room that was reserved
-
-    def _abandon(self, job: Job, storing: asyncio.Task[bool]) -> None:
-        stored = not storing.cancelled() and storing.exception() is None and storing.result()
-        if stored and not job.request_id:
-            self._controller.abandon(job)
 
     async def _check(self, received: _Received, before: Job | None) -> _Checked:
         """Every rule, with all violations at once. The model is that of the job before, where there was one."""

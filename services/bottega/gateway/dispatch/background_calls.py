@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
+from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError
 from bottega.gateway.dispatch.attempts import WorkerClient
 from bottega.gateway.jobs import log_lines
@@ -30,30 +30,30 @@ class BackgroundCalls:
     """The calls that are under way. Close it after the last client was given to `close_client`."""
 
     def __init__(self) -> None:
-        self._running: set[asyncio.Task[None]] = set()
+        self._calls = BackgroundTasks("calls of workers")
         self._stale: Counter[WorkerClient] = Counter()
 
     def stop_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
         """Has a worker stop an attempt that nobody waits for."""
-        self._run(_stop_attempt(client, attempt))
+        self._calls.start(_stop_attempt(client, attempt))
 
     def stop_stale_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
         """The same for one that the worker reports; more than MOST_STALE wait until it reports them again."""
         if self._stale[client] < MOST_STALE:
             self._stale[client] += 1
-            self._run(self._stop_stale_attempt(client, attempt))
+            self._calls.start(self._stop_stale_attempt(client, attempt))
 
     def preview_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId, job: Job) -> None:
         """Has a worker send previews."""
-        self._run(_preview_attempt(client, attempt, job))
+        self._calls.start(_preview_attempt(client, attempt, job))
 
     def close_client(self, client: WorkerClient) -> None:
         """Ends every call of it."""
-        self._run(client.close())
+        self._calls.start(client.close())
 
     async def close(self) -> None:
         """Returns when all of them are over."""
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._calls.join()
 
     async def _stop_stale_attempt(self, client: WorkerClient, attempt: worker_pb2.AttemptId) -> None:
         try:
@@ -62,11 +62,6 @@ class BackgroundCalls:
             self._stale[client] -= 1
             if not self._stale[client]:
                 del self._stale[client]
-
-    def _run(self, call: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(call)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
 
 
 async def watch_checkpoints(

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError
 from bottega.gateway.jobs.storage import Storage
 
@@ -37,7 +38,7 @@ class WriteQueue:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._queues: dict[str, deque[_PendingWrite]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks("writing of jobs")
 
     def enqueue(self, job_id: str, write: Callable[[], Awaitable[object]]) -> None:
         """Queues a write that nobody waits for. It replaces the last one that waits, if nobody waits for that either.
@@ -60,11 +61,8 @@ class WriteQueue:
 
     async def close(self) -> None:
         """Finishes the writes that wait, as far as there is time; the next life of the gateway repeats the rest."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.join(_CLOSE_S)
+        await self._tasks.cancel()
 
     def _append(self, job_id: str, pending: _PendingWrite) -> None:
         queue = self._queues.get(job_id)
@@ -72,9 +70,7 @@ class WriteQueue:
             queue.append(pending)
             return
         self._queues[job_id] = deque([pending])
-        task = asyncio.create_task(self._drain(job_id))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._drain(job_id))
 
     async def _drain(self, job_id: str) -> None:
         queue = self._queues[job_id]

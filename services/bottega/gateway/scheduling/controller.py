@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DeadlinePassed, Draining
 from bottega.gateway.addons.addon import PREFETCHED_JOBS, AddOn
 from bottega.gateway.clock import Clock
@@ -62,7 +63,7 @@ class JobController:
         self.clock = clock
         self._max_attempts = config.max_attempts
         self._deadlines = Deadlines(clock)
-        self._finishing: set[asyncio.Task[None]] = set()
+        self._finishing = BackgroundTasks("writing of how jobs ended")
         self._dispatcher = Dispatcher(
             connect=connect,
             addons=addons,
@@ -184,7 +185,7 @@ class JobController:
             await addon.close()
         await self._dispatcher.close()
         await self._jobs.close()
-        await asyncio.gather(*self._finishing, return_exceptions=True)
+        await self._finishing.join()
 
     # What callers want.
 
@@ -322,9 +323,7 @@ class JobController:
         self.queue.remove(job)
         self._recovery.release(job)
         self._deadlines.unwatch(job)
-        task = asyncio.create_task(self._write_end(job))
-        self._finishing.add(task)
-        task.add_done_callback(self._finishing.discard)
+        self._finishing.start(self._write_end(job))
         self._scheduler.schedule(job.bare.model)
 
     async def _write_end(self, job: Job) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError
 from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.fleet.members import Member
@@ -49,7 +50,7 @@ class AttemptRecovery:
         self._held: dict[str, Job] = {}
         self._unclaimed: dict[Job, int] = {}  # queued again, by the attempt that nobody had claimed
         self._expiry: asyncio.TimerHandle | None = None
-        self._asking: set[asyncio.Task[None]] = set()
+        self._asking = BackgroundTasks("asking workers for their attempts")
 
     def hold(self, jobs: Sequence[Job]) -> None:
         """Jobs that were running when the gateway ended, the oldest first."""
@@ -73,9 +74,7 @@ class AttemptRecovery:
             self._scheduler.hold_back(member)
         else:
             self._scheduler.add_worker(member)
-        task = asyncio.create_task(self._ask(member, held_back=hold_back))
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
+        self._asking.start(self._ask(member, held_back=hold_back))
 
     async def close(self) -> None:
         """Holds and asks no more."""
@@ -83,9 +82,7 @@ class AttemptRecovery:
         self._unclaimed.clear()
         if self._expiry is not None:
             self._expiry.cancel()
-        for task in self._asking:
-            task.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
+        await self._asking.cancel()
 
     async def _ask(self, member: Member, *, held_back: bool) -> None:
         if not self._jobs.restored:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.metrics import GatewayMetrics
@@ -51,7 +52,7 @@ class ControlNetPrefetcher:
         self._connect = connect
         self._metrics = metrics
         self._queues: dict[Member, _ServerQueue] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = BackgroundTasks("closing of ControlNet clients")
 
     def request(self, server: Member, name: str) -> None:
         """Has a server load a ControlNet. Returns at once."""
@@ -67,15 +68,13 @@ class ControlNetPrefetcher:
         """The server is lost."""
         queue = self._queues.pop(server, None)
         if queue is not None:
-            closing = asyncio.create_task(self._close(queue))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._closing.start(self._close(queue))
 
     async def close(self) -> None:
         """Requests nothing more."""
         for server in list(self._queues):
             self.remove(server)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._closing.join()
 
     async def _send(self, server: Member, queue: _ServerQueue) -> None:
         while queue.names:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from bottega import kinds
+from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, LoraNotFound, LoraUnusable, NoLora
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
@@ -50,11 +51,11 @@ class LoraResolver:
         self._connect = connect
         self._fleet = fleet
         self._clients: dict[str, LoraClient] = {}
-        self._calls: set[asyncio.Task[object]] = set()
+        self._calls = BackgroundTasks("calls of LoRA stores")
 
     def start(self, needed: Callable[[], Iterable[str]]) -> None:
         """From now on no store deletes what is needed. needed: digests of LoRAs of all jobs that have not ended."""
-        self._run(self._protect_all(needed))
+        self._calls.start(self._protect_all(needed))
 
     async def resolve(self, loras: Sequence[Lora]) -> list[StoredLora]:
         """What the stores have of each LoRA.
@@ -81,7 +82,7 @@ class LoraResolver:
         """These will be fetched soon. Returns at once; a store that is slow or gone holds up nobody."""
         wanted = list(dict.fromkeys(digests))
         for store in self.stores() if wanted else ():
-            self._run(self._prefetch(store, wanted, only_keep=False))
+            self._calls.start(self._prefetch(store, wanted, only_keep=False))
 
     def stores(self) -> list[Member]:
         """Those that are here, one that is about to stop last."""
@@ -89,9 +90,7 @@ class LoraResolver:
 
     async def close(self) -> None:
         """Ends every call."""
-        for call in self._calls:
-            call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await self._calls.cancel()
         for client in self._clients.values():
             await client.close()
         self._clients.clear()
@@ -121,7 +120,7 @@ class LoraResolver:
             here = {member.registration.address for member in self.stores()}
             for gone in self._clients.keys() - here:
                 # Whoever still asks it hears its answer, or that there was none.
-                self._run(self._clients.pop(gone).close(grace_s=max(_GET_S, _PREFETCH_S)))
+                self._calls.start(self._clients.pop(gone).close(grace_s=max(_GET_S, _PREFETCH_S)))
             client = self._clients[address] = self._connect(address)
         return client
 
@@ -129,7 +128,7 @@ class LoraResolver:
         while True:
             digests = sorted(set(needed()))
             for store in self.stores() if digests else ():
-                self._run(self._protect(store, digests))
+                self._calls.start(self._protect(store, digests))
             await asyncio.sleep(_PROTECT_S)
 
     async def _protect(self, store: Member, digests: Sequence[str]) -> None:
@@ -147,11 +146,6 @@ class LoraResolver:
             _log.info("LoRAs are not prefetched", extra=facts)
             return False
         return True
-
-    def _run(self, call: Coroutine[Any, Any, object]) -> None:
-        task = asyncio.create_task(call)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
 
 
 def store_messages(stores: Sequence[Member]) -> list[worker_pb2.LoraStore]:
