@@ -20,7 +20,7 @@ from pydantic import ConfigDict
 from bottega.config import STRICT
 from bottega.errors import ConfigError, Unavailable
 from bottega.process import memory
-from bottega.rpc.operation.boot import ServiceHooks, boot
+from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.server import Server, ServerConfig
 
 KEPT_VARIABLE = "KEPT_MIB"

@@ -44,15 +44,15 @@ class LinkedServer:
         config = ControlNetEngineConfig(budget_bytes=budget_bytes, max_rows=max_rows, links_socket=socket)
         self.beats = 0
         self.block_s = 0.0
-        self.hosts = ModelRegistry(
+        self.registry = ModelRegistry(
             budget_bytes=budget_bytes,
             device=torch.device("cpu"),
             dtype=torch.float32,
             alive=self._beat,
         )
-        self.forwards = BatchExecutor(max_rows=max_rows)
-        self.links = ControlNetLinks(config, hosts=self.hosts, forwards=self.forwards)
-        self.digests = {each: self.hosts.add(each, path).digest for each, path in folders.items()}
+        self.executor = BatchExecutor(max_rows=max_rows)
+        self.links = ControlNetLinks(config, registry=self.registry, executor=self.executor)
+        self.digests = {each: self.registry.add(each, path).digest for each, path in folders.items()}
         self.computes = threading.Event()
         self.computes.set()
         self._stopped = threading.Event()
@@ -73,17 +73,17 @@ class LinkedServer:
         self.computes.set()
         self._thread.join(10)
         self.links.close()
-        self.hosts.shelf.close()
+        self.registry.cache.close()
 
     def _beat(self) -> None:
         time.sleep(self.block_s)
         self.beats += 1
-        self.forwards.beat()
+        self.executor.report_progress()
 
     def _compute(self) -> None:
         while not self._stopped.is_set():
             self.computes.wait()
-            self.forwards.turn(0.02)
+            self.executor.run_batch(0.02)
 
 
 class Offers:

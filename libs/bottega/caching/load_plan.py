@@ -1,7 +1,7 @@
 """What to load and what to let go within a byte budget: adapters on a shelf, from which requests borrow.
 
 A state machine that loads nothing itself: whoever owns the memory asks `next_load`, obeys, and says what came of
-it. Knows names and sizes; knows no torch, no threads and no clock.
+it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which of several things to let go first: by popularity over a sliding window, least recently used as the tie-break.
 
-Knows names and uses; knows no sizes and no clock: its window is so many uses long.
+The window is so many uses long; there is no clock.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Popularity:
         return dict(self._counts.most_common())
 
     def used(self, name: str) -> None:
-        """See EvictionOrder."""
+        """Counts a use, and forgets the oldest one that is remembered."""
         if len(self._recent) == self._recent.maxlen:
             self._forget(self._recent[0])
         self._recent.append(name)
@@ -59,11 +59,11 @@ class Popularity:
         self._last_use[name] = self._uses
 
     def value(self, name: str) -> tuple[int, int]:
-        """See EvictionOrder."""
+        """Uses in the window, then the time of the last one."""
         return self._counts[name], self._last_use.get(name, 0)
 
     def worth_replacing(self, absent: str, residents: Sequence[str]) -> bool:
-        """See EvictionOrder."""
+        """Whether it is used twice as often as all residents together."""
         return self._counts[absent] >= _WORTH_REPLACING * max(1, sum(self._counts[name] for name in residents))
 
     def _forget(self, name: str) -> None:

@@ -84,7 +84,7 @@ class CacheEntry:
 
     @property
     def is_idle(self) -> bool:
-        """See LruEntry."""
+        """Whether it is loaded, and has no lease."""
         return self.loaded.done() and not self.leases
 
 

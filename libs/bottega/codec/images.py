@@ -1,7 +1,7 @@
 """Decode and encode images, as Diffusers would, with Pillow.
 
 Pure functions of bytes, meant to run in a codec process. They never repeat what a library said: a refusal
-is in our own words. This module knows no process and no message.
+is in our own words.
 """
 
 from __future__ import annotations

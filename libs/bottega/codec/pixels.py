@@ -1,4 +1,4 @@
-"""Images as they are before and after: their size and their pixels. Knows no file format, and reads none."""
+"""Images as they are before and after: their size and their pixels."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ they are.
                   prompt is encoded; in each the scales first, then what has the larger items, then by name; no gaps
 
 Within a host it is passed as it lies in memory. Over a network the header and the text encoders' section (one zero byte
-where it is empty) come first, then the UNet's in pieces: see messages.py. Knows no base model: whether the modules
-exist, the importer has seen to.
+where it is empty) come first, then the UNet's in pieces: see messages.py.
 """
 
 from __future__ import annotations

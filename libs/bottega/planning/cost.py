@@ -1,4 +1,4 @@
-"""Measured seconds of one turn by latent shape and rows. Knows no model and no clock."""
+"""Measured seconds of one turn by latent shape and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many rows of a turn the other worker of a pair should compute. Knows no rows themselves, and no clock."""
+"""How many rows of a turn the other worker of a pair should compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many requests should run together, from what a turn costs. Knows no shapes and no clock."""
+"""How many requests should run together, from what a turn costs."""
 
 from __future__ import annotations
 

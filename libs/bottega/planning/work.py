@@ -1,7 +1,4 @@
-"""How much a request asks for: the one place that counts what guidance, image-to-image and ControlNets run.
-
-Knows no wire.
-"""
+"""How much a request asks for: the one place that counts what guidance, image-to-image and ControlNets run."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every service shares: its boot, and on the wire server, channels, statuses, logs, metrics, fleet membership."""
+"""What every service shares: its start and end, and on the wire server, channels, statuses and fleet membership."""

@@ -1,7 +1,4 @@
-"""Channels to Bottega's services: message limits, keepalive, quick reconnecting.
-
-It knows no service.
-"""
+"""Channels to Bottega's services: message limits, keepalive, quick reconnecting."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The connections to a server's port: how many there may be, and whose go first where one host has too many.
 
 gRPC takes so many connections and no more, whoever has them: one host could have all, and do nothing with them. So
-those that carry no call are ended where their host has more than its share. Knows no calls, only who has any.
+those that carry no call are ended where their host has more than its share.
 """
 
 from __future__ import annotations

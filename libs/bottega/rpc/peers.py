@@ -1,4 +1,4 @@
-"""Who is at the other end of a call, as far as gRPC and the system say it. Knows no calls."""
+"""Who is at the other end of a call, as far as gRPC and the system say it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The server of every service: gRPC with health, reflection, metrics and a graceful end.
 
-It knows no service: they register their servicers on `Server.grpc`.
+Services register their servicers on `Server.grpc`.
 """
 
 from __future__ import annotations

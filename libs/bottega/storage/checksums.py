@@ -1,4 +1,4 @@
-"""Checksums of values, for what is stored where nothing else notices a flipped bit. Knows no file and no table."""
+"""Checksums of values, for what is stored where nothing else notices a flipped bit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Files that callers name, and that may only lie below a folder that an operator allows, links followed.
 
 A path is checked before it is used, for a clear refusal; a file is opened by `open_below`, which checks what it has
-opened, so that nobody can put a link in its place between the two. Knows nothing of what is in a file. Raises OSError
+opened, so that nobody can put a link in its place between the two. Raises OSError
 with EXDEV for what leads out of the root, as Linux's openat2 does.
 """
 

@@ -1,4 +1,4 @@
-"""Finished images by content hash, on the disk, within a budget of bytes and time. Knows no jobs.
+"""Finished images by content hash, on the disk, within a budget of bytes and time.
 
 All that changes files runs in one thread, all that reads them in another, so that a write never waits for the
 event loop, nor a reader for a write.

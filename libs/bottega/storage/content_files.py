@@ -3,7 +3,7 @@
     folder/incoming/<digest>    being written; whatever is there at the start was interrupted, and counts for nothing
     folder/ab/ab<62 digits>     complete, and on the disk
 
-Its methods block and raise OSError. It knows no budget, no time to live and no thread.
+Its methods block and raise OSError.
 """
 
 from __future__ import annotations

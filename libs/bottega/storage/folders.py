@@ -1,4 +1,4 @@
-"""Folders that are still there after a power cut. Knows nothing of what is in them. Raises OSError."""
+"""Folders that are still there after a power cut. Raises OSError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operating system's refusal means to a caller: one typed error, without paths. Knows no file."""
+"""What an operating system's refusal means to a caller: one typed error, without paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work of an event loop that is done to its end, whoever is cancelled meanwhile. Knows nothing of the work."""
+"""Work of an event loop that is done to its end, whoever is cancelled meanwhile."""
 
 from __future__ import annotations
 

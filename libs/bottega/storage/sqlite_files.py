@@ -1,5 +1,5 @@
 """SQLite files as every store of ours has them: made for their owner alone, opened without trust, looked over, and kept
-aside where they are damaged. Knows no table.
+aside where they are damaged.
 """
 
 from __future__ import annotations

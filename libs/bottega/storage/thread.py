@@ -1,6 +1,6 @@
 """One thread that does blocking work in the order in which it came, for an event loop that only awaits.
 
-What only such a thread touches needs no lock. It knows nothing of the work.
+What only such a thread touches needs no lock.
 """
 
 from __future__ import annotations

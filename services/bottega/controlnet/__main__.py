@@ -19,7 +19,7 @@ from bottega.controlnet.server import ControlNetServer, hold_catalogue, open_cat
 from bottega.controlnet.service import SERVICE_NAME, ControlNetService
 from bottega.process import EngineTimeouts
 from bottega.rpc.link_service import add_link_service
-from bottega.rpc.operation.boot import ServiceHooks, boot
+from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.storage.process_lock import ProcessLock

@@ -1,6 +1,6 @@
 """The engine's one compute thread: steps of all links, in the order in which they came, in as few forwards as possible.
 
-Rows of one ControlNet and one shape share a forward, whoever they belong to. Knows rows; knows no links.
+Rows of one ControlNet and one shape share a forward, whoever they belong to.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ class StepRequest:
     rows: Sequence[ControlRow]
     done: Callable[[Sequence[Residuals] | BottegaError], None]
     residuals: dict[int, Residuals] = field(default_factory=dict)
-    alone: bool = False
+    exclusive: bool = False
 
     def key(self, index: int) -> Hashable:
         """What a row must have in common with the others of its forward."""
         row = self.rows[index]
         tokens = row.session.halves[row.half].prompt.shape
-        return row.session.net, row.sample.shape, tokens, self if self.alone else None
+        return row.session.net, row.sample.shape, tokens, self if self.exclusive else None
 
 
 class BatchExecutor:
-    """`put` may come from any thread; one thread calls `turn` for ever.
+    """`submit` may come from any thread; one thread calls `run_batch` for ever.
 
     max_rows: of one forward. fixed_rows: pads every one to so many; 0 is off.
-    turns, rows, seconds: what it has done so far. pulse: counts its signs of life, forwards and whatever else is
-    counted by `beat`.
+    batches, rows, seconds: what it has done so far. progress: counts its signs of life, forwards and whatever else is
+    counted by `report_progress`.
     """
 
     def __init__(self, *, max_rows: int, fixed_rows: int = 0) -> None:
-        self.turns = 0
-        self.pulse = 0
+        self.batches = 0
+        self.progress = 0
         self.rows = 0
         self.seconds = 0.0
         self._max_rows = fixed_rows or max_rows
@@ -73,22 +73,22 @@ class BatchExecutor:
         """Whether steps wait."""
         return bool(self._waiting)
 
-    def put(self, work: StepRequest) -> None:
+    def submit(self, work: StepRequest) -> None:
         """A step to compute."""
         with self._changed:
             self._waiting.append(work)
             self._changed.notify()
 
-    def beat(self) -> None:
+    def report_progress(self) -> None:
         """A forward that runs has got on."""
-        self.pulse += 1
+        self.progress += 1
 
-    def drop(self, owner: object) -> None:
+    def drop_owner(self, owner: object) -> None:
         """Forgets what waits of an owner. What is being computed is finished."""
         with self._changed:
             self._waiting = deque(work for work in self._waiting if work.owner is not owner)
 
-    def turn(self, timeout_s: float) -> None:
+    def run_batch(self, timeout_s: float) -> None:
         """One forward, or a wait of at most so long for a step that wants one."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._waiting, timeout_s):
@@ -97,7 +97,7 @@ class BatchExecutor:
         try:
             self._run(group)
         except Exception as error:  # noqa: BLE001 - the boundary of a forward: the next one may go well
-            self._blame(group, error)
+            self._retry_exclusively(group, error)
 
     def _group(self) -> list[tuple[StepRequest, int]]:
         """The first row that waits, and what can go with it. Under the lock."""
@@ -118,8 +118,8 @@ class BatchExecutor:
         by_point = run_group([work.rows[index] for work, index in group], fixed_rows=self._fixed_rows)
         if by_point[0].device.type == "cuda":
             torch.cuda.synchronize(by_point[0].device)  # else it would be said to be done at its launch
-        self.turns += 1
-        self.beat()
+        self.batches += 1
+        self.report_progress()
         self.rows += len(group)
         self.seconds += perf_counter() - began_s
         for place, (work, index) in enumerate(group):
@@ -128,13 +128,13 @@ class BatchExecutor:
             if len(work.residuals) == len(work.rows):
                 self._end(work, [work.residuals[index] for index in range(len(work.rows))])
 
-    def _blame(self, group: Sequence[tuple[StepRequest, int]], error: Exception) -> None:
+    def _retry_exclusively(self, group: Sequence[tuple[StepRequest, int]], error: Exception) -> None:
         """A forward failed. Of several steps each is tried alone; one that was alone has failed."""
         works = list(dict.fromkeys(work for work, _ in group))
         if len(works) > 1:
             _log.warning("a forward failed; its steps are tried one by one", extra={"why": type(error).__name__})
             for work in works:
-                work.alone = True
+                work.exclusive = True
             return
         self._end(works[0], to_job_failure(error))
 

@@ -1,4 +1,4 @@
-"""What a ControlNet server and its engine may be told. It knows no torch: the front reads it too."""
+"""What a ControlNet server and its engine may be told."""
 
 from __future__ import annotations
 

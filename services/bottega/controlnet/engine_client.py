@@ -38,15 +38,15 @@ class ControlNetEngineClient(
         self._asked: dict[int, asyncio.Future[pb.ControlNetEngineHosted | LinkResult]] = {}
 
     def read(self, frame: bytes) -> pb.ControlNetEngineEvent:
-        """See process.ControlNetEngineClient."""
+        """The event in a frame. Raises DecodeError."""
         return pb.ControlNetEngineEvent.FromString(frame)
 
     def ready(self, event: pb.ControlNetEngineEvent) -> pb.ControlNetEngineReady | None:
-        """See process.ControlNetEngineClient."""
+        """What the engine says of itself when it is ready; None for other events."""
         return event.ready if event.HasField("ready") else None
 
     def turns(self, event: pb.ControlNetEngineEvent) -> int | None:
-        """See process.ControlNetEngineClient."""
+        """Forwards so far, in the heartbeat of an engine that has work; None for other events."""
         return event.beat.turns if event.HasField("beat") and event.beat.busy else None
 
     def prefetch(self, names: list[str]) -> None:

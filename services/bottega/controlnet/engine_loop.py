@@ -57,9 +57,9 @@ class ControlNetEngineLoop:
         self._channel = channel
         dtype = DTYPES[config.dtype]
         self._beaten_s = 0.0
-        self._forwards = BatchExecutor(max_rows=config.max_rows, fixed_rows=config.fixed_rows)
-        self._hosts = ModelRegistry(budget_bytes=config.budget_bytes, device=device, dtype=dtype, alive=self._alive)
-        self._links = ControlNetLinks(config, hosts=self._hosts, forwards=self._forwards)
+        self._executor = BatchExecutor(max_rows=config.max_rows, fixed_rows=config.fixed_rows)
+        self._registry = ModelRegistry(budget_bytes=config.budget_bytes, device=device, dtype=dtype, alive=self._alive)
+        self._links = ControlNetLinks(config, registry=self._registry, executor=self._executor)
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
         ready = pb.ControlNetEngineReady(device=str(device), dtype=config.dtype)
         self._say(pb.ControlNetEngineEvent(ready=ready))
@@ -68,7 +68,7 @@ class ControlNetEngineLoop:
         """Serves until the pipe closes, which ends the process."""
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         while True:
-            self._forwards.turn(_BEAT_S)
+            self._executor.run_batch(_BEAT_S)
             self._beat_if_due()
 
     def _listen(self) -> None:
@@ -78,7 +78,7 @@ class ControlNetEngineLoop:
                 case "host":
                     self._disk.submit(self._host, command.host)  # hashing what a ControlNet weighs takes seconds
                 case "prefetch":
-                    self._hosts.expect(list(command.prefetch.names))
+                    self._registry.expect(list(command.prefetch.names))
                 case "open_link":
                     result = answer_link_request(self._links, command.open_link)
                     self._say(pb.ControlNetEngineEvent(link_result=result))
@@ -91,13 +91,13 @@ class ControlNetEngineLoop:
         hosted = pb.ControlNetEngineHosted(request=command.request)
         try:
             root = Path(command.root) if command.root else None
-            hosted.controlnet.CopyFrom(self._hosts.add(command.name, Path(command.folder), root))
+            hosted.controlnet.CopyFrom(self._registry.add(command.name, Path(command.folder), root))
         except Exception as error:  # noqa: BLE001 - the boundary of a command: a wrong one is not the others'
             hosted.error.CopyFrom(to_job_error(to_job_failure(error)))
         self._say(pb.ControlNetEngineEvent(hosted=hosted))
 
     def _alive(self) -> None:
-        self._forwards.beat()
+        self._executor.report_progress()
         self._beat_if_due()
 
     def _beat_if_due(self) -> None:
@@ -106,20 +106,20 @@ class ControlNetEngineLoop:
             self._say(pb.ControlNetEngineEvent(beat=self._beat()))
 
     def _beat(self) -> pb.ControlNetEngineBeat:
-        counts = self._hosts.shelf.counts
+        counts = self._registry.cache.counts
         draining = self._links.draining  # before the sessions are looked for
         return pb.ControlNetEngineBeat(
-            turns=self._forwards.turns,
-            busy=self._forwards.busy,
-            controlnets=self._hosts.report(self._links.sessions),
-            used_bytes=self._hosts.shelf.used_bytes,
+            turns=self._executor.batches,
+            busy=self._executor.busy,
+            controlnets=self._registry.report(self._links.sessions),
+            used_bytes=self._registry.cache.used_bytes,
             hits=counts.hits,
             misses=counts.misses,
             loads=counts.loads,
             failures=counts.failures,
             evictions=counts.evictions,
-            rows=self._forwards.rows,
-            forward_s=self._forwards.seconds,
+            rows=self._executor.rows,
+            forward_s=self._executor.seconds,
             links=link_counts(self._links.counters, open_links=len(self._links.open)),
             draining=draining,
         )

@@ -18,9 +18,9 @@ _LIMITS = Limits(slots=8, slot_bytes=128 << 20)
 class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
     """Raises ConfigError when an address cannot be bound."""
 
-    def __init__(self, config: ControlNetEngineConfig, *, hosts: ModelRegistry, forwards: BatchExecutor) -> None:
-        self._hosts = hosts
-        self._forwards = forwards
+    def __init__(self, config: ControlNetEngineConfig, *, registry: ModelRegistry, executor: BatchExecutor) -> None:
+        self._registry = registry
+        self._executor = executor
         super().__init__(
             link_endpoints(config.links_listen, config.links_socket),
             service="the ControlNet server",
@@ -31,7 +31,7 @@ class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
     def new_handler(self, connection: Connection) -> ControlNetWorkerLink:
         """What serves one worker."""
         return ControlNetWorkerLink(
-            connection, hosts=self._hosts, forwards=self._forwards, draining=lambda: self.draining
+            connection, registry=self._registry, executor=self._executor, draining=lambda: self.draining
         )
 
     @property

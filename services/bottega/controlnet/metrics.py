@@ -34,7 +34,7 @@ class ControlNetMetrics(Collector):
         self.heard(ControlNetEngineBeat())
 
     def collect(self) -> Iterator[Metric]:
-        """See prometheus_client."""
+        """The counters and states that the engine has last reported."""
         beat = self._beat
         for name, text, value in (
             ("hits", "Sessions that found their ControlNet loaded.", beat.hits),

@@ -1,7 +1,4 @@
-"""The ControlNets that the engine hosts: found in their folders, told apart by digest, loaded when they are borrowed.
-
-Knows folders and the shelf; knows no sessions and no links.
-"""
+"""The ControlNets that the engine hosts: found in their folders, told apart by digest, loaded when they are leased."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from bottega.process import open_files
 from bottega.v1 import hosted_pb2
 from bottega.v1.hosted_pb2 import Hosted, HostedState
 
-# Characters of a digest that tell two versions of a name apart on the shelf.
+# Characters of a digest that tell two versions of a name apart in the cache.
 _VERSION_CHARACTERS = 12
 
 
@@ -42,7 +39,7 @@ class ControlNetReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RegisteredModel:
-    """source: its name is that of the shelf: one version of one name."""
+    """source: its name is that in the cache: one version of one name."""
 
     source: ControlNetSource
     digest: str
@@ -60,9 +57,9 @@ class ModelRegistry:
         self._dtype = dtype
         self._alive = alive
         self._sources: dict[str, ControlNetSource] = {}
-        self._hosts: dict[str, _RegisteredModel] = {}
+        self._models: dict[str, _RegisteredModel] = {}
         self._lock = threading.Lock()
-        self.shelf = ControlNetCache(self._sources, budget_bytes=budget_bytes, device=device, load=self._load)
+        self.cache = ControlNetCache(self._sources, budget_bytes=budget_bytes, device=device, load=self._load)
 
     def add(self, name: str, folder: Path, root: Path | None = None) -> Hosted:
         """Hosts what is in the folder under that name, from now on. root: outside of which no file of it may be.
@@ -79,12 +76,12 @@ class ModelRegistry:
         version = f"{name}@{found_digest[:_VERSION_CHARACTERS]}"
         source = replace(found, name=version)
         with self._lock:
-            before = self._hosts.get(name)
+            before = self._models.get(name)
             if before is not None and before.source.name != version:
                 del self._sources[before.source.name]
             self._sources[version] = source
-            host = self._hosts[name] = _RegisteredModel(source=source, digest=found_digest)
-        return self._reported(name, host, {}, {})
+            model = self._models[name] = _RegisteredModel(source=source, digest=found_digest)
+        return self._reported(name, model, {}, {})
 
     def borrow(
         self, wanted: Sequence[ControlNetReference], *, base: ControlLayout, dtype: torch.dtype
@@ -101,28 +98,28 @@ class ModelRegistry:
             )
         versions = []
         for each in wanted:
-            host = self._hosts.get(each.name)
-            if host is None or each.digest not in ("", host.digest):
-                served = ", ".join(sorted(self._hosts))
-                which = f" with the digest {each.digest[:_VERSION_CHARACTERS]}" if host is not None else ""
+            model = self._models.get(each.name)
+            if model is None or each.digest not in ("", model.digest):
+                served = ", ".join(sorted(self._models))
+                which = f" with the digest {each.digest[:_VERSION_CHARACTERS]}" if model is not None else ""
                 raise ControlNetNotFound(f"{each.name}{which} is not hosted here", metadata={"served": served})
-            if misfits := list(host.source.layout.misfits(base)):
+            if misfits := list(model.source.layout.misfits(base)):
                 raise ControlNetUnusable(f"ControlNet {each.name} does not fit the model: {'; '.join(misfits)}")
-            versions.append(host.source.name)
-        return self.shelf.borrow(versions)
+            versions.append(model.source.name)
+        return self.cache.borrow(versions)
 
     def expect(self, names: Sequence[str]) -> None:
         """Sessions with these will come."""
-        self.shelf.expect([host.source.name for name in names if (host := self._hosts.get(name))])
+        self.cache.expect([model.source.name for name in names if (model := self._models.get(name))])
 
     def report(self, sessions: dict[str, int]) -> list[Hosted]:
         """All of them, by name. sessions: that are open, by name."""
-        states = dict.fromkeys(self.shelf.coming, hosted_pb2.HOSTED_STATE_LOADING)
-        states |= dict.fromkeys(self.shelf.loaded, hosted_pb2.HOSTED_STATE_LOADED)
-        popularity = self.shelf.popularity
+        states = dict.fromkeys(self.cache.coming, hosted_pb2.HOSTED_STATE_LOADING)
+        states |= dict.fromkeys(self.cache.loaded, hosted_pb2.HOSTED_STATE_LOADED)
+        popularity = self.cache.popularity
         with self._lock:
-            hosts = sorted(self._hosts.items())
-        reports = [self._reported(name, host, popularity, states) for name, host in hosts]
+            models = sorted(self._models.items())
+        reports = [self._reported(name, model, popularity, states) for name, model in models]
         for report in reports:
             report.sessions = sessions.get(report.name, 0)
         return reports
@@ -135,18 +132,18 @@ class ModelRegistry:
     def _reported(
         self,
         name: str,
-        host: _RegisteredModel,
+        model: _RegisteredModel,
         popularity: Mapping[str, int],
         states: Mapping[str, HostedState.ValueType],
     ) -> Hosted:
         return Hosted(
             kind=kinds.CONTROLNET,
             name=name,
-            digest=host.digest,
-            base=host.source.layout.base,
-            size_bytes=host.source.size_bytes,
-            state=states.get(host.source.name, hosted_pb2.HOSTED_STATE_ON_DISK),
-            popularity=popularity.get(host.source.name, 0),
+            digest=model.digest,
+            base=model.source.layout.base,
+            size_bytes=model.source.size_bytes,
+            state=states.get(model.source.name, hosted_pb2.HOSTED_STATE_ON_DISK),
+            popularity=popularity.get(model.source.name, 0),
         )
 
 

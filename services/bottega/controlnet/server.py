@@ -1,6 +1,6 @@
 """The ControlNet server itself: hosts what its catalogue says, offers links, reports what it hosts.
 
-It owns the engine process and the place in the fleet. This module knows no gRPC server: `service.py` translates for it.
+It owns the engine process and the place in the fleet. `service.py` translates between it and gRPC.
 """
 
 from __future__ import annotations
@@ -169,13 +169,13 @@ class ControlNetServer:
         await self._catalogue.close()
 
     async def engine_ready(self, ready: ControlNetEngineReady) -> None:
-        """See Listener."""
+        """Has a new engine host what the catalogue says."""
         _log.info("engine ready", extra={"device": ready.device, "pid": self._engine.pid})
         self._device = ready.device
         self._hosting = asyncio.create_task(self._host_all())
 
     async def engine_said(self, event: ControlNetEngineEvent) -> None:
-        """See Listener."""
+        """Takes an answer of the engine, or its heartbeat."""
         if not event.HasField("beat"):
             self._engine.hear(event)
             return
@@ -189,7 +189,7 @@ class ControlNetServer:
             self._report()
 
     async def engine_lost(self, why: str) -> None:
-        """See Listener."""
+        """Serves nothing, and is not in the fleet, until there is another engine."""
         self._metrics.engine_lost()
         self._drained.set()
         if self._hosting is not None:

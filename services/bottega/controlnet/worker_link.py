@@ -63,11 +63,11 @@ class ControlNetWorkerLink(LinkHandler):
     """draining: whether no sessions are begun any more."""
 
     def __init__(
-        self, connection: Connection, *, hosts: ModelRegistry, forwards: BatchExecutor, draining: Callable[[], bool]
+        self, connection: Connection, *, registry: ModelRegistry, executor: BatchExecutor, draining: Callable[[], bool]
     ) -> None:
         self._connection = connection
-        self._hosts = hosts
-        self._forwards = forwards
+        self._registry = registry
+        self._executor = executor
         self._draining = draining
         self._leases: dict[int, _ControlLease] = {}
         self._sessions: dict[int, _OpenSession] = {}
@@ -82,7 +82,7 @@ class ControlNetWorkerLink(LinkHandler):
     @property
     def progress(self) -> int:
         """Of the forwards."""
-        return self._forwards.pulse
+        return self._executor.progress
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
         """A step is given back with its answer, so that its slots bound what is held here."""
@@ -103,7 +103,7 @@ class ControlNetWorkerLink(LinkHandler):
 
     def on_end(self, cause: BottegaError) -> None:
         """Whatever the worker has borrowed is given back."""
-        self._forwards.drop(self)
+        self._executor.drop_owner(self)
         for number in list(self._leases):
             self._give_back(number)
 
@@ -114,7 +114,7 @@ class ControlNetWorkerLink(LinkHandler):
         try:
             if self._draining():
                 raise Draining("the ControlNet server is stopping")
-            hold = self._hosts.borrow(wanted, base=opening.base, dtype=opening.dtype)
+            hold = self._registry.borrow(wanted, base=opening.base, dtype=opening.dtype)
         except BottegaError as error:
             self._connection.send(refusal(error, lease=opening.lease))
             return
@@ -158,7 +158,7 @@ class ControlNetWorkerLink(LinkHandler):
             for session in lease.opening.sessions if lease is not None else ():
                 self._sessions.pop(session.number, None)
         if lease is not None:
-            self._hosts.shelf.give_back(lease.hold)
+            self._registry.cache.give_back(lease.hold)
 
     def _step(self, step: ControlStep, incoming: Incoming) -> None:
         """Has a step computed."""
@@ -177,7 +177,7 @@ class ControlNetWorkerLink(LinkHandler):
         def done(outcome: Sequence[Residuals] | BottegaError) -> None:
             self._connection.post(lambda link: self._hand_out(link, step.number, rows, outcome, incoming))
 
-        self._forwards.put(StepRequest(owner=self, rows=rows, done=done))
+        self._executor.submit(StepRequest(owner=self, rows=rows, done=done))
 
     def _hand_out(
         self,

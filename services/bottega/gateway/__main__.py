@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.gateway import Gateway
-from bottega.rpc.operation.boot import ServiceHooks, boot
+from bottega.rpc.boot import ServiceHooks, boot
 
 # Later than any start whose disk can be used: until then, whoever waits for the gateway waits for one that serves.
 _ANSWERS_AFTER_S = 5.0

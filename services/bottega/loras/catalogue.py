@@ -1,4 +1,4 @@
-"""The catalogue of LoRAs in one SQLite file: name, base, digest and the rest. Knows nothing of their weights.
+"""The catalogue of LoRAs in one SQLite file: name, base, digest and the rest.
 
 One thread does all of it, on a connection of its own; a change is on the disk when its call returns. A row that is not
 what was written is left out, told of in the log, and stays until its LoRA is brought again or back.

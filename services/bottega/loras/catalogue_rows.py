@@ -1,6 +1,6 @@
 """What is known of a LoRA as a row with a checksum of itself, so that damage is seen and never answered with.
 
-The same values stand in the catalogue and in the description beside a LoRA's file. Knows no statement and no file.
+The same values stand in the catalogue and in the description beside a LoRA's file.
 """
 
 from __future__ import annotations

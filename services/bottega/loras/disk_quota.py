@@ -1,6 +1,6 @@
 """What may still be written to the store's disk: within its own budget, and beside what stays free for others.
 
-Whoever is going to write takes the room first. Knows sizes; knows no LoRA. Any thread may call it.
+Whoever is going to write takes the room first. Any thread may call it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How LoRAs come in: uploaded bytes or a path below the root, imported, checked and kept. Knows no wire.
+"""How LoRAs come in: uploaded bytes or a path below the root, imported, checked and kept.
 
 What was brought in vain leaves nothing behind.
 """

@@ -45,7 +45,7 @@ class LoraMetrics(Collector):
         self._imports.labels(outcome).inc()
 
     def collect(self) -> Iterator[Metric]:
-        """See prometheus_client."""
+        """The store's figures of this moment."""
         if self._figures is None:
             return
         figures = self._figures()

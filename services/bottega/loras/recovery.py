@@ -1,6 +1,6 @@
 """What the catalogue does not know is put into quarantine, and an operator brings it back from there or deletes it.
 
-Nothing else deletes from quarantine. Knows catalogue, files and base models; knows no wire.
+Nothing else deletes from quarantine.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     <digest>.<first 16 digits of the name's SHA-256>.json    one for each name of the digest
 
 Not in the weights' own header: their SHA-256 is their name, also for other stores and names that have the same weights.
-Its calls may wait for the disk and raise OSError. Knows no folder.
+Its calls may wait for the disk and raise OSError.
 """
 
 from __future__ import annotations

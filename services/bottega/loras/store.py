@@ -1,6 +1,6 @@
 """The LoRA store itself: catalogue, files, tiers and links in one, and its place in the fleet.
 
-This module knows no gRPC server: `service.py` translates for it.
+`service.py` translates between it and gRPC.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class LoraStore:
         return await self._catalogue.get(name)
 
     async def page(self, *, size: int, after: str, base: str) -> list[CatalogueRecord]:
-        """See LoraCatalogue."""
+        """Up to `size` LoRAs whose names come after that one, by name. base: empty is any."""
         return await self._catalogue.page(size=size, after=after, base=base)
 
     async def remove(self, name: str) -> None:
@@ -207,7 +207,7 @@ class LoraStore:
         return record
 
     async def restore(self, id: str, *, name: str, base: str) -> RestoredLora:
-        """See LoraRecovery; what was pinned is loaded again."""
+        """Brings a LoRA back from quarantine, see LoraRecovery.restore; what was pinned is loaded again."""
         restored = await self.recovery.restore(id, name=name, base=base)
         if restored.record.pinned:
             await self._pin()

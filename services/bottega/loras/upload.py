@@ -1,4 +1,4 @@
-"""An upload's bytes: what is announced is checked, and written to files as it comes. Knows no wire and no catalogue."""
+"""An upload's bytes: what is announced is checked, and written to files as it comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many uploads may be unfinished at once, and of how many bytes: in all, and by one host. Knows no files."""
+"""How many uploads may be unfinished at once, and of how many bytes: in all, and by one host."""
 
 from __future__ import annotations
 

@@ -224,9 +224,9 @@ def test_what_a_link_had_is_given_back_when_it_ends(server: LinkedServer, base: 
         assert server.links.sessions == {"edges": 3}
         server.computes.clear()
         send(link, step_message(step()))
-        until(lambda: server.forwards.busy)
+        until(lambda: server.executor.busy)
     until(lambda: server.links.sessions == {"edges": 1})
-    assert not server.forwards.busy
+    assert not server.executor.busy
     server.computes.set()
 
 

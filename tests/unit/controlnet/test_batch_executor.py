@@ -36,12 +36,14 @@ def shelf(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Co
 class Outcomes:
     """What came of the works that were put."""
 
-    def __init__(self, forwards: BatchExecutor) -> None:
-        self.forwards = forwards
+    def __init__(self, executor: BatchExecutor) -> None:
+        self.executor = executor
         self.ended: dict[str, Sequence[Residuals] | BottegaError] = {}
 
-    def put(self, name: str, rows: Sequence[ControlRow], owner: object = "worker") -> None:
-        self.forwards.put(StepRequest(owner=owner, rows=rows, done=lambda outcome: self.ended.update({name: outcome})))
+    def submit(self, name: str, rows: Sequence[ControlRow], owner: object = "worker") -> None:
+        self.executor.submit(
+            StepRequest(owner=owner, rows=rows, done=lambda outcome: self.ended.update({name: outcome}))
+        )
 
 
 def session(shelf: ControlNetCache, net: str = "edges", side: int = 64, scale: float = 1.0) -> ControlSession:
@@ -65,13 +67,13 @@ def test_steps_of_several_workers_share_a_forward_and_each_gets_its_own_rows(she
     outcomes = Outcomes(BatchExecutor(max_rows=16))
     asked = {name: rows(session(shelf)) for name in ("one", "two", "three")}
     for name, mine in asked.items():
-        outcomes.put(name, mine, owner=name)
-    outcomes.forwards.turn(0.0)
-    assert (outcomes.forwards.turns, outcomes.forwards.rows) == (1, 6)
+        outcomes.submit(name, mine, owner=name)
+    outcomes.executor.run_batch(0.0)
+    assert (outcomes.executor.batches, outcomes.executor.rows) == (1, 6)
     for name, mine in asked.items():
         alone = Outcomes(BatchExecutor(max_rows=16))
-        alone.put(name, mine)
-        alone.forwards.turn(0.0)
+        alone.submit(name, mine)
+        alone.executor.run_batch(0.0)
         for together, apart in zip(residuals(outcomes, name), residuals(alone, name), strict=True):
             for one, other in zip(together.by_point, apart.by_point, strict=True):
                 torch.testing.assert_close(one[together.place], other[apart.place], atol=1e-4, rtol=1e-4)
@@ -81,35 +83,35 @@ def test_another_controlnet_and_another_size_take_forwards_of_their_own_and_the_
     shelf: ControlNetCache,
 ) -> None:
     outcomes = Outcomes(BatchExecutor(max_rows=16))
-    outcomes.put("edges", rows(session(shelf)))
-    outcomes.put("depth", rows(session(shelf, "depth")))
-    outcomes.put("large", rows(session(shelf, side=128), side=32))
-    outcomes.put("edges too", rows(session(shelf)))
+    outcomes.submit("edges", rows(session(shelf)))
+    outcomes.submit("depth", rows(session(shelf, "depth")))
+    outcomes.submit("large", rows(session(shelf, side=128), side=32))
+    outcomes.submit("edges too", rows(session(shelf)))
     order: list[set[str]] = []
     for _ in range(3):
-        outcomes.forwards.turn(0.0)
+        outcomes.executor.run_batch(0.0)
         order.append(set(outcomes.ended) - set().union(*order))
     assert order == [{"edges", "edges too"}, {"depth"}, {"large"}]
-    assert not outcomes.forwards.busy
+    assert not outcomes.executor.busy
 
 
 def test_a_step_with_two_controlnets_is_answered_when_both_are_done(shelf: ControlNetCache) -> None:
     outcomes = Outcomes(BatchExecutor(max_rows=16))
-    outcomes.put("both", rows(session(shelf), session(shelf, "depth")))
-    outcomes.forwards.turn(0.0)
+    outcomes.submit("both", rows(session(shelf), session(shelf, "depth")))
+    outcomes.executor.run_batch(0.0)
     assert not outcomes.ended
-    outcomes.forwards.turn(0.0)
+    outcomes.executor.run_batch(0.0)
     assert len(residuals(outcomes, "both")) == 4
 
 
 def test_a_forward_has_no_more_rows_than_it_may(shelf: ControlNetCache) -> None:
     outcomes = Outcomes(BatchExecutor(max_rows=3))
-    outcomes.put("one", rows(session(shelf)))
-    outcomes.put("two", rows(session(shelf)))
-    outcomes.forwards.turn(0.0)
+    outcomes.submit("one", rows(session(shelf)))
+    outcomes.submit("two", rows(session(shelf)))
+    outcomes.executor.run_batch(0.0)
     assert set(outcomes.ended) == {"one"}
-    outcomes.forwards.turn(0.0)
-    assert outcomes.forwards.rows == 4
+    outcomes.executor.run_batch(0.0)
+    assert outcomes.executor.rows == 4
     assert set(outcomes.ended) == {"one", "two"}
 
 
@@ -119,22 +121,22 @@ def test_a_forward_that_fails_costs_only_the_step_that_makes_it_fail(shelf: Cont
     bad[0].session.halves[Half.UNCONDITIONAL] = Embeds(
         prompt=torch.randn(77, 128), pooled=torch.randn(7), time_ids=torch.zeros(6)
     )
-    outcomes.put("bad", bad)
-    outcomes.put("good", rows(session(shelf)))
+    outcomes.submit("bad", bad)
+    outcomes.submit("good", rows(session(shelf)))
     for _ in range(3):
-        outcomes.forwards.turn(0.0)
+        outcomes.executor.run_batch(0.0)
     assert isinstance(outcomes.ended["bad"], InternalError)
     assert len(residuals(outcomes, "good")) == 2
 
 
 def test_what_waits_of_a_worker_that_has_gone_is_forgotten(shelf: ControlNetCache) -> None:
     outcomes = Outcomes(BatchExecutor(max_rows=16))
-    outcomes.put("gone", rows(session(shelf)), owner="gone")
-    outcomes.put("here", rows(session(shelf)), owner="here")
-    outcomes.forwards.drop("gone")
-    outcomes.forwards.turn(0.0)
+    outcomes.submit("gone", rows(session(shelf)), owner="gone")
+    outcomes.submit("here", rows(session(shelf)), owner="here")
+    outcomes.executor.drop_owner("gone")
+    outcomes.executor.run_batch(0.0)
     assert set(outcomes.ended) == {"here"}
-    assert outcomes.forwards.rows == 2
+    assert outcomes.executor.rows == 2
 
 
 def residuals(outcomes: Outcomes, name: str) -> Sequence[Residuals]:

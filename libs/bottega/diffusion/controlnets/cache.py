@@ -35,7 +35,7 @@ class ControlNetCache(LoadCache[ControlNet]):
 
 
 class _ControlNetLoader:
-    """See Loader."""
+    """Sizes and weights of ControlNets by name."""
 
     what = "ControlNet"
 
@@ -45,11 +45,11 @@ class _ControlNetLoader:
         self._load = load
 
     def size_bytes(self, name: str) -> int:
-        """See Loader."""
+        """Of its weights. Raises ControlNetNotFound."""
         return self._source(name).size_bytes
 
     def load(self, name: str) -> ControlNet:
-        """See Loader."""
+        """Its weights, on the device. Raises BottegaError."""
         try:
             return self._load(self._source(name), self._device)
         except BottegaError:

@@ -1,7 +1,4 @@
-"""Refused calls in the log: the first of a kind one by one, the rest of a second as a number. See sampled_log.
-
-It knows no calls, and a kind is a method and a reason, of which there are only so many.
-"""
+"""Refused calls in the log: the first of a kind one by one, the rest of a second as a number. See sampled_log."""
 
 from __future__ import annotations
 

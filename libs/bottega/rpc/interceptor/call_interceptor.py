@@ -4,7 +4,6 @@ Turns a BottegaError into its status and anything unexpected into a plain INTERN
 of a library reaches a caller; logs failures once; counts; gives unary calls a deadline. Requests are received and
 parsed in here as well: not before there is room for them, and bytes that are none end like any other wrong request.
 Responses are packed and streamed in here, so that no caller that does not read them is waited for without end.
-It knows no service.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
-        """See grpc.aio.ServerInterceptor."""
+        """The handler of a method, wrapped; each method is wrapped once."""
         method = handler_call_details.method
         wrapped = self._wrapped.get(method)  # methods are never added to a server that has started
         if wrapped is not None:

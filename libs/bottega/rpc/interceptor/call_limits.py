@@ -1,7 +1,7 @@
 """Limits of calls: how many of a kind a service has in its hands at once, and how many of them one caller may have.
 
 Nobody who asks for many takes the room of those who ask for few: the more places are taken, the fewer one host may
-have, so that there are always some for another host. Knows no gRPC, and no method.
+have, so that there are always some for another host.
 """
 
 from __future__ import annotations

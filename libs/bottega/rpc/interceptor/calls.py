@@ -1,7 +1,4 @@
-"""The calls that a server has in its hands: how many there are, and what turns the errors of each into a status.
-
-Knows no methods, nor what is asked or answered.
-"""
+"""The calls that a server has in its hands: how many there are, and what turns the errors of each into a status."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Who waits for room, in fair turns: one host after the other, and of each one connection after the other.
 
-So whoever has a thousand calls waiting holds up nobody else by more than one of them. Knows not what is waited for.
+So whoever has a thousand calls waiting holds up nobody else by more than one of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Responses that their callers have not read yet: how many bytes of them a service holds, and for how long.
 
 gRPC takes an answer when there is room on the way to its caller. Where the caller does not read, there is none, and the
-answer stays in memory: for every call there is room for a small one, large ones share a budget. Knows no gRPC.
+answer stays in memory: for every call there is room for a small one, large ones share a budget.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What links have moved, as a message between processes and as metrics. Knows no link itself."""
+"""What links have moved, as a message between processes and as metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LinkMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """See prometheus_client."""
+        """The counters that the engine has last reported."""
         counts = self.counts
         yield GaugeMetricFamily("bottega_links", "Tensor links that are open.", value=counts.open)
         for name, text, sent, received in (

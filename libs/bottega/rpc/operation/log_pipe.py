@@ -2,7 +2,7 @@
 
 A line is written at once while there is room: it costs what a blocking write costs, and a crash right after it loses
 nothing. While the reader does not read (`bottega up` after Ctrl-Z, a terminal after Ctrl-S), lines wait in a bounded
-queue that a thread writes out; beyond its bound they are dropped and counted. Knows nothing of what the lines say.
+queue that a thread writes out; beyond its bound they are dropped and counted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prometheus metrics of one process, served over HTTP on loopback.
 
-A registry of its own for every server, so that several may live in one process. It knows no service.
+A registry of its own for every server, so that several may live in one process.
 """
 
 from __future__ import annotations
@@ -84,6 +84,6 @@ class _DroppedLines(Collector):
     """Read when somebody scrapes: whoever drops lines has no time for more than a sum."""
 
     def collect(self) -> Iterable[Metric]:
-        """See prometheus_client."""
+        """The number of this moment."""
         said = "Log lines that this process dropped because nobody read its stderr."
         yield CounterMetricFamily("bottega_log_lines_dropped", said, value=logs.dropped_lines())

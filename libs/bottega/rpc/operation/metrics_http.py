@@ -1,8 +1,7 @@
 """A small HTTP server for those who scrape metrics: nobody who asks slowly, or never, is in another's way.
 
 One thread serves all. A request is handed to the WSGI application only when it is whole; until then it is a connection
-that may be open for so long, and of which there may be so many, the oldest making room for the newest. It knows no
-metrics, and what is sent beside the head of a request is not read.
+that may be open for so long, and of which there may be so many, the oldest making room for the newest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What systemd is told of a service that it started with Type=notify: ready, stopping, alive.
 
-The protocol is sd_notify(3): lines in a datagram. Silent where none listens. Knows no service.
+The protocol is sd_notify(3): lines in a datagram. Silent where none listens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How strongly a module's product counts, where a file's trainer wrote it beside the tensors: alpha over rank.
 
-PEFT writes its configuration into adapter_config.json, Diffusers the same fields into the file's metadata. Knows no
-tensors. Source of the rules: PEFT's LoraConfig. Of its fields that may be regular expressions (target_modules,
+PEFT writes its configuration into adapter_config.json, Diffusers the same fields into the file's metadata. Source of
+the rules: PEFT's LoraConfig. Of its fields that may be regular expressions (target_modules,
 exclude_modules, layers_pattern, rank_pattern, alpha_pattern) only the last is read, by patterns.py: what there is, and
 of what rank, the tensors themselves say.
 """

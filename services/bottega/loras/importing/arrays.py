@@ -1,4 +1,4 @@
-"""Tensors of a LoRA's file as arrays: read, checked for what is not finite, reshaped, folded. Knows no names.
+"""Tensors of a LoRA's file as arrays: read, checked for what is not finite, reshaped, folded.
 
 numpy has no bfloat16: such tensors stay as they are, 16-bit words, unless they have to be computed with.
 """

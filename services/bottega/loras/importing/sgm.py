@@ -1,7 +1,7 @@
 """Names of SDXL's UNet in Stability's own code, by which kohya's trainer calls its modules.
 
 Source: sgm's OpenAIModel (input_blocks, middle_block, output_blocks) beside Diffusers' UNet2DConditionModel; the places
-follow from the configuration alone. Knows no weights.
+follow from the configuration alone.
 """
 
 from __future__ import annotations

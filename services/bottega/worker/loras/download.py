@@ -67,7 +67,7 @@ class LoraDownload:
 
     @property
     def is_idle(self) -> bool:
-        """See LruEntry."""
+        """Whether it is complete, and nobody uses it."""
         return self.ready and not self.users
 
     def layers(self, component: str) -> Layers:

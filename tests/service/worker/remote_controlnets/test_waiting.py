@@ -71,22 +71,22 @@ def test_jobs_in_company_end_as_alone_and_give_everything_back(
     for order in orders:
         assert_close(drawings[order.key].latents[0], alone(model, local, order))
     until(lambda: not near.links.sessions)
-    assert near.beats > near.forwards.turns  # from between the blocks of each
-    assert near.hosts.shelf.used_bytes > 0  # they stay loaded
+    assert near.beats > near.executor.batches  # from between the blocks of each
+    assert near.registry.cache.used_bytes > 0  # they stay loaded
     assert desk.controlnets.servers == ["near"]
 
 
 def test_the_next_step_is_computed_while_the_engine_tells_of_the_last_one(model: Model, near: LinkedServer) -> None:
     desk = Desk(model, linked_servers.Offers(near), EngineLimits(max_rows=2, progress_interval_s=1e-9))
-    computed = near.forwards.turns
+    computed = near.executor.batches
     drawing = desk.easel.submit(on(controlled((0, 0.8)), near))
     while not steps_done(drawing):
         for event in desk.easel.engine.turn():
             drawing.events.append(event)
             if isinstance(event, JobAdvanced):
-                until(lambda: near.forwards.turns == computed + 2, 5.0)
+                until(lambda: near.executor.batches == computed + 2, 5.0)
     desk.easel.run()
-    assert near.forwards.turns == computed + PLAIN.num_inference_steps, "no step is computed twice"
+    assert near.executor.batches == computed + PLAIN.num_inference_steps, "no step is computed twice"
 
 
 def test_a_job_whose_controlnets_nobody_has_fails_at_once(model: Model) -> None:
@@ -181,7 +181,7 @@ def test_a_job_that_moves_to_a_server_that_still_loads_holds_up_nobody(
         until(lambda: desk.easel.turn() is not None and other.ended)
         assert gate.waiting.is_set()
         assert not moving.ended
-        states = {net.name: net.state for net in slow.hosts.report({})}
+        states = {net.name: net.state for net in slow.registry.report({})}
         assert states == dict.fromkeys(NAMES, HOSTED_STATE_ON_DISK) | {"edges": HOSTED_STATE_LOADING}
         gate.open()
         desk.easel.run()
@@ -195,7 +195,7 @@ def test_a_job_that_moves_to_a_server_that_still_loads_holds_up_nobody(
 def test_what_has_no_room_together_here_is_refused_at_once(
     model: Model, folders: Mapping[str, Path], near: LinkedServer
 ) -> None:
-    one_bytes = near.hosts.report({})[0].size_bytes
+    one_bytes = near.registry.report({})[0].size_bytes
     with shelf_of(model, folders, budget_bytes=one_bytes) as shelf:
         digests = dict.fromkeys(NAMES, "d")
         desk = Desk(model, linked_servers.Offers(), local=LocalControlNets(shelf, digests=digests))

@@ -1,7 +1,4 @@
-"""A service as a process: its command line, its memory, its life from the start to the end, its exit status.
-
-It knows no service: each says in its `__main__` what it is made of and what it does at the turns of its life.
-"""
+"""A service as a process: its command line, its memory, its life from the start to the end, its exit status."""
 
 from __future__ import annotations
 
