@@ -47,13 +47,13 @@ Event_contra = TypeVar("Event_contra", contravariant=True)
 class EngineListener(Protocol[Ready_contra, Event_contra]):
     """Who is told what the engine says."""
 
-    async def engine_ready(self, ready: Ready_contra) -> None:
+    async def on_engine_ready(self, ready: Ready_contra) -> None:
         """The engine takes commands from now on."""
 
-    async def engine_said(self, event: Event_contra) -> None:
+    async def on_engine_event(self, event: Event_contra) -> None:
         """Something happened. Must be quick: what the engine says next waits for it."""
 
-    async def engine_lost(self, why: str) -> None:
+    async def on_engine_lost(self, why: str) -> None:
         """The engine is gone, with everything that it held."""
 
 
@@ -74,11 +74,11 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
 
     lost: ClassVar[type[Unavailable]] = Unavailable
 
-    def __init__(self, module: str, *arguments: str, patience: EngineTimeouts) -> None:
+    def __init__(self, module: str, *arguments: str, timeouts: EngineTimeouts) -> None:
         self._module = module
         self._arguments = arguments
-        self._patience = patience
-        self._awake = AwakeClock(min(_LOOK_S, patience.hang_s / _LEAST_LOOKS))
+        self._timeouts = timeouts
+        self._awake = AwakeClock(min(_LOOK_S, timeouts.hang_s / _LEAST_LOOKS))
         self._child: ChildProcess | None = None
         self._commands: asyncio.Queue[_Command] | None = None
 
@@ -107,10 +107,10 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         """Serves the listener until cancelled, with one engine process after the other."""
         pause_s = _FIRST_PAUSE_S
         while True:
-            was_ready, why = await self._life(listener)
+            was_ready, why = await self._run_once(listener)
             exit_code = await self.stop()
             _log.error("engine lost", extra={"why": why, "was_ready": was_ready, "exit_code": exit_code})
-            await _told(listener.engine_lost(why))
+            await _deliver(listener.on_engine_lost(why))
             pause_s = _FIRST_PAUSE_S if was_ready else min(2 * pause_s, _MAX_PAUSE_S)
             await asyncio.sleep(pause_s)
 
@@ -134,7 +134,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         child, self._child = self._child, None
         return await child.stop(_STOP_GRACE_S)
 
-    async def _life(self, listener: EngineListener[ReadyT, EventT]) -> tuple[bool, str]:
+    async def _run_once(self, listener: EngineListener[ReadyT, EventT]) -> tuple[bool, str]:
         """Serves one process until it is gone. Whether it had been ready, and why it is gone."""
         try:
             if self._child is None:
@@ -145,7 +145,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
             return False, f"it cannot be started: {error.message}"
         child = self._child
         assert child is not None  # spawn made it
-        event = await self._hear(child, self._patience.start_s)
+        event = await self._receive_event(child, self._timeouts.start_s)
         if isinstance(event, str):
             return False, event
         ready = self.ready(event)
@@ -153,36 +153,36 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
             return False, "its first word was not that it is ready"
         commands: asyncio.Queue[_Command] = asyncio.Queue(_MAX_COMMANDS)
         self._commands = commands
-        sending = asyncio.create_task(_send_all(child, commands))
+        sending = asyncio.create_task(_send_commands(child, commands))
         try:
-            await listener.engine_ready(ready)
-            return True, await self._listen(child, listener)
+            await listener.on_engine_ready(ready)
+            return True, await self._forward_events(child, listener)
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
 
-    async def _listen(self, child: ChildProcess, listener: EngineListener[ReadyT, EventT]) -> str:
+    async def _forward_events(self, child: ChildProcess, listener: EngineListener[ReadyT, EventT]) -> str:
         """Passes on what the engine says until it is gone; why it is."""
         turns, moved_s = -1, self._awake()
-        while not isinstance(event := await self._hear(child, self._patience.hang_s), str):
+        while not isinstance(event := await self._receive_event(child, self._timeouts.hang_s), str):
             now = self.turns(event)
             if now is None or now != turns:
                 turns, moved_s = -1 if now is None else now, self._awake()
-            if self._awake() - moved_s > self._patience.stall_s:
+            if self._awake() - moved_s > self._timeouts.stall_s:
                 child.kill()
-                return f"it made no step for {self._patience.stall_s:g} s"
-            await _told(listener.engine_said(event))
+                return f"it made no step for {self._timeouts.stall_s:g} s"
+            await _deliver(listener.on_engine_event(event))
         return event
 
-    async def _hear(self, child: ChildProcess, patience_s: float) -> EventT | str:
+    async def _receive_event(self, child: ChildProcess, timeout_s: float) -> EventT | str:
         """The next event, or why there is none."""
         try:
             async with asyncio.timeout(None) as limit:
-                with self._watched(limit, patience_s):
+                with self._limit_awake_time(limit, timeout_s):
                     frame = await child.channel.recv()
         except TimeoutError:
             child.kill()
-            return f"it said nothing for {patience_s:g} s"
+            return f"it said nothing for {timeout_s:g} s"
         except InternalError as error:
             return error.message
         if frame is None:
@@ -193,12 +193,12 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
             return "it said what is no event"
 
     @contextlib.contextmanager
-    def _watched(self, limit: asyncio.Timeout, patience_s: float) -> Iterator[None]:
+    def _limit_awake_time(self, limit: asyncio.Timeout, timeout_s: float) -> Iterator[None]:
         """Lets `limit` pass after so many seconds of the block in which this process was awake.
 
         A timer alone is due as soon as a front goes on that was stopped, before it has read what the engine has said.
         """
-        loop, until_s = asyncio.get_running_loop(), self._awake() + patience_s
+        loop, until_s = asyncio.get_running_loop(), self._awake() + timeout_s
         looking: asyncio.TimerHandle
 
         def look() -> None:
@@ -209,7 +209,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
             else:
                 limit.reschedule(loop.time())
 
-        looking = loop.call_later(min(patience_s, self._awake.every_s), look)
+        looking = loop.call_later(min(timeout_s, self._awake.every_s), look)
         try:
             yield
         finally:
@@ -224,8 +224,8 @@ class _Command:
     size_bytes: int
 
 
-async def _send_all(child: ChildProcess, commands: asyncio.Queue[_Command]) -> None:
-    """Sends until cancelled, or until the pipe is closed, which `_hear` notices as well."""
+async def _send_commands(child: ChildProcess, commands: asyncio.Queue[_Command]) -> None:
+    """Sends until cancelled, or until the pipe is closed, which `_receive_event` notices as well."""
     while True:
         command = await commands.get()
         frame = await copied(command.size_bytes, command.pack)
@@ -235,7 +235,7 @@ async def _send_all(child: ChildProcess, commands: asyncio.Queue[_Command]) -> N
             return
 
 
-async def _told(telling: Awaitable[None]) -> None:
+async def _deliver(telling: Awaitable[None]) -> None:
     """One event that cannot be served must not end the service of the others."""
     try:
         await telling

@@ -55,7 +55,7 @@ def keep_freed_memory(*, at_once_bytes: int = 0) -> None:
     del touched
 
 
-def spare_the_collector() -> None:
+def tune_garbage_collector() -> None:
     """Lets it look seldom, never at what was imported: a full look costs 5 ms and more. Call it after imports."""
     gc.collect()
     gc.freeze()
@@ -63,23 +63,23 @@ def spare_the_collector() -> None:
 
 
 @contextlib.asynccontextmanager
-async def given_back_at_rest() -> AsyncIterator[None]:
+async def trimmed_at_rest() -> AsyncIterator[None]:
     """In the block, memory that was freed is given back whenever this process comes to rest.
 
     Else it is what the largest requests so far have taken at once. Of its own accord only protobuf gives some back, at
     every 10,000th block that it frees, whatever goes on then.
     """
-    giving = asyncio.create_task(_give_back_at_rest(_Rest()))
+    trimming = asyncio.create_task(_trim_while_at_rest(_RestDetector()))
     try:
         yield
     finally:
-        giving.cancel()
-        await asyncio.gather(giving, return_exceptions=True)
+        trimming.cancel()
+        await asyncio.gather(trimming, return_exceptions=True)
 
 
-def give_back_at_rest() -> None:
+def trim_at_rest() -> None:
     """The same from now on up to the end of a process without an event loop, by a thread of its own."""
-    threading.Thread(target=_give_back_always, args=(_Rest(),), name="giving back", daemon=True).start()
+    threading.Thread(target=_trim_always, args=(_RestDetector(),), name="giving back", daemon=True).start()
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
@@ -93,7 +93,7 @@ def resident_bytes(pids: Iterable[int]) -> int:
     return total
 
 
-class _Rest:
+class _RestDetector:
     """Looked at every _REST_S, it knows whether the process was at rest for so long, and what there may be to give."""
 
     def __init__(self) -> None:
@@ -101,31 +101,31 @@ class _Rest:
         self._used_s = time.process_time()
         self._kept_bytes = 0
 
-    def has_come(self) -> bool:
+    def is_at_rest(self) -> bool:
         """Since it was asked the last time; and the process is larger than it was left."""
         before_s, self._used_s = self._used_s, time.process_time()
         if self._trim is None or self._used_s - before_s >= _AT_REST * _REST_S:
             return False
         return resident_bytes([os.getpid()]) > self._kept_bytes + _WORTH_BYTES
 
-    def give_back(self) -> None:
+    def trim(self) -> None:
         """Takes some milliseconds."""
         assert self._trim is not None
         self._trim(0)
         self._kept_bytes = resident_bytes([os.getpid()])
 
 
-async def _give_back_at_rest(rest: _Rest) -> None:
+async def _trim_while_at_rest(rest: _RestDetector) -> None:
     while True:
         await asyncio.sleep(_REST_S)
-        if rest.has_come():
+        if rest.is_at_rest():
             gc.collect()  # of what a collector that looks seldom has not seen yet
-            await asyncio.to_thread(rest.give_back)
+            await asyncio.to_thread(rest.trim)
 
 
-def _give_back_always(rest: _Rest) -> None:
+def _trim_always(rest: _RestDetector) -> None:
     """Leaves the collector alone: that of an engine is Python's own, which looks often."""
     while True:
         time.sleep(_REST_S)
-        if rest.has_come():
-            rest.give_back()
+        if rest.is_at_rest():
+            rest.trim()

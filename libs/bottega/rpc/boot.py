@@ -16,7 +16,7 @@ from pathlib import Path
 from bottega.config import ConfigT, load
 from bottega.errors import BottegaError, ConfigError
 from bottega.process import open_files
-from bottega.process.memory import given_back_at_rest, keep_freed_memory, spare_the_collector
+from bottega.process.memory import keep_freed_memory, trimmed_at_rest, tune_garbage_collector
 from bottega.rpc.operation import logs
 from bottega.rpc.operation.sd_notify import SystemdNotifier
 from bottega.rpc.server import Server, Step
@@ -86,8 +86,8 @@ def _arguments(name: str, kind: type[object], description: str) -> argparse.Name
 
 async def _live(entered: AbstractAsyncContextManager[ServiceHooks], *, kept_bytes: int, stop_with_stdin: bool) -> None:
     keep_freed_memory(at_once_bytes=kept_bytes)
-    spare_the_collector()
-    async with contextlib.nullcontext() if kept_bytes else given_back_at_rest(), entered as life:
+    tune_garbage_collector()
+    async with contextlib.nullcontext() if kept_bytes else trimmed_at_rest(), entered as life:
         await _run(life, stop_with_stdin=stop_with_stdin)
 
 
@@ -98,10 +98,10 @@ async def _run(life: ServiceHooks, *, stop_with_stdin: bool) -> None:
     open_files.warn_if_low()
     stopping = _stop_signal(stop_with_stdin)
     manager = SystemdNotifier(os.environ)
-    async with manager.told_alive():
+    async with manager.watchdog():
         try:
             await server.start()
-            with manager.told_if_late(life.answers_after_s):
+            with manager.ready_if_late(life.answers_after_s):
                 is_warm = await _unless(stopping, life.warm_up())
             if is_warm:
                 await server.set_serving(True)

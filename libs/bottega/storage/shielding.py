@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 ResultT = TypeVar("ResultT")
 
 
-async def finished(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+async def run_to_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """What `work` returns or raises. A caller that is cancelled, even more than once, is so when the work has ended.
 
     For what must be neither half done nor forgotten, such as a file that is made or removed: a caller may go at any
@@ -31,15 +31,15 @@ async def finished(work: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 
 @asynccontextmanager
-async def made(make: Callable[[], ResultT], unmake: Callable[[ResultT], object]) -> AsyncIterator[ResultT]:
+async def acquired(make: Callable[[], ResultT], unmake: Callable[[ResultT], object]) -> AsyncIterator[ResultT]:
     """In the block, what `make` returns; afterwards it is unmade, whenever the caller is cancelled.
 
     Both run in threads. Raises what they raise.
     """
     there: list[ResultT] = []
     try:
-        await finished(asyncio.to_thread(lambda: there.append(make())))
+        await run_to_end(asyncio.to_thread(lambda: there.append(make())))
         yield there[0]
     finally:
         for each in there:
-            await finished(asyncio.to_thread(unmake, each))
+            await run_to_end(asyncio.to_thread(unmake, each))

@@ -18,8 +18,8 @@ from bottega.controlnet.profiles import ProfileStore
 from bottega.controlnet.server import ControlNetServer, hold_catalogue, open_catalogue
 from bottega.controlnet.service import SERVICE_NAME, ControlNetService
 from bottega.process import EngineTimeouts
-from bottega.rpc.link_service import add_link_service
 from bottega.rpc.boot import ServiceHooks, boot
+from bottega.rpc.link_service import add_link_service
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.storage.process_lock import ProcessLock
@@ -41,8 +41,8 @@ def _life_of(settings: ControlNetConfig) -> AbstractAsyncContextManager[ServiceH
 async def _life(
     settings: ControlNetConfig, lock: ProcessLock, catalogue: ControlNetCatalogue, profiles: ProfileStore
 ) -> AsyncIterator[ServiceHooks]:
-    patience = EngineTimeouts(start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
-    engine = ControlNetEngineClient(_with_socket(settings.engine), patience=patience)
+    timeouts = EngineTimeouts(start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
+    engine = ControlNetEngineClient(_with_socket(settings.engine), timeouts=timeouts)
     try:
         await engine.spawn()
         server = Server("controlnet", settings.server)

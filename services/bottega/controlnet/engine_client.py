@@ -31,9 +31,9 @@ class ControlNetEngineClient(
     """Keeps the engine process of a ControlNet server. Give it every event: `hear` knows which are answers."""
 
     def __init__(
-        self, config: ControlNetEngineConfig, *, patience: EngineTimeouts, module: str = ENGINE_MODULE
+        self, config: ControlNetEngineConfig, *, timeouts: EngineTimeouts, module: str = ENGINE_MODULE
     ) -> None:
-        super().__init__(module, "--config-json", json.dumps(dataclasses.asdict(config)), patience=patience)
+        super().__init__(module, "--config-json", json.dumps(dataclasses.asdict(config)), timeouts=timeouts)
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[pb.ControlNetEngineHosted | LinkResult]] = {}
 

@@ -28,7 +28,7 @@ class ControlNetMetrics(Collector):
         self._beat = beat
         self._links.counts = beat.links
 
-    def engine_lost(self) -> None:
+    def on_engine_lost(self) -> None:
         """The engine died, hung or did not start."""
         self._restarts.inc()
         self.heard(ControlNetEngineBeat())

@@ -168,13 +168,13 @@ class ControlNetServer:
         await self._engine.stop()
         await self._catalogue.close()
 
-    async def engine_ready(self, ready: ControlNetEngineReady) -> None:
+    async def on_engine_ready(self, ready: ControlNetEngineReady) -> None:
         """Has a new engine host what the catalogue says."""
         _log.info("engine ready", extra={"device": ready.device, "pid": self._engine.pid})
         self._device = ready.device
         self._hosting = asyncio.create_task(self._host_all())
 
-    async def engine_said(self, event: ControlNetEngineEvent) -> None:
+    async def on_engine_event(self, event: ControlNetEngineEvent) -> None:
         """Takes an answer of the engine, or its heartbeat."""
         if not event.HasField("beat"):
             self._engine.hear(event)
@@ -188,9 +188,9 @@ class ControlNetServer:
         if before.controlnets != event.beat.controlnets:
             self._report()
 
-    async def engine_lost(self, why: str) -> None:
+    async def on_engine_lost(self, why: str) -> None:
         """Serves nothing, and is not in the fleet, until there is another engine."""
-        self._metrics.engine_lost()
+        self._metrics.on_engine_lost()
         self._drained.set()
         if self._hosting is not None:
             self._hosting.cancel()  # else it would say that an engine serves which is gone

@@ -12,8 +12,8 @@ from bottega.loras.config import LoraConfig
 from bottega.loras.metrics import LoraMetrics
 from bottega.loras.service import SERVICE_NAME, LoraService
 from bottega.loras.store import LoraStore
-from bottega.rpc.link_service import add_link_service
 from bottega.rpc.boot import ServiceHooks, boot
+from bottega.rpc.link_service import add_link_service
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
 from bottega.v1 import lora_pb2_grpc

@@ -29,7 +29,7 @@ from bottega.loras.upload import Upload, check_upload, receive
 from bottega.loras.upload_limits import UploadLimits
 from bottega.process import open_files
 from bottega.storage.contained_paths import check_below, resolved_below
-from bottega.storage.shielding import finished, made
+from bottega.storage.shielding import acquired, run_to_end
 
 _log = logging.getLogger(__name__)
 
@@ -78,16 +78,16 @@ class LoraImporter:
         self._metrics = metrics
         self._uploads = UploadLimits(most=config.uploads, most_bytes=config.upload_bytes, max_bytes=config.max_bytes)
         # Of a digest's file and its row: between them nobody else may think that the file is nobody's.
-        self.keeping = asyncio.Lock()
+        self.write_lock = asyncio.Lock()
 
     async def upload(
-        self, brought: ImportRequest, upload: Upload, chunks: AsyncIterator[bytes], *, host: str = ""
+        self, request: ImportRequest, upload: Upload, chunks: AsyncIterator[bytes], *, host: str = ""
     ) -> CatalogueRecord:
         """Takes in what is sent. host: that it comes from.
 
         Raises InvalidRequest, BadLora, TooLarge, LoraExists, QueueFull, StorageUnavailable.
         """
-        rules.refuse([*self._check(brought), *check_upload(upload, max_bytes=self._max_bytes)])
+        rules.refuse([*self._check(request), *check_upload(upload, max_bytes=self._max_bytes)])
         with self._counted(), self._uploads.admitted(host, upload.size_bytes):
             async with contextlib.AsyncExitStack() as stack:
                 # As it comes and, beside that, as it is kept.
@@ -106,30 +106,30 @@ class LoraImporter:
                     ImportSource(path=spool, adapter_config=part.adapter_config, component=part.component)
                     for spool, part in zip(spools, upload.files, strict=True)
                 ]
-                return await self._import(brought, sources, upload.size_bytes, room)
+                return await self._import(request, sources, upload.size_bytes, room)
 
-    async def register(self, brought: ImportRequest, path: str) -> CatalogueRecord:
+    async def register(self, request: ImportRequest, path: str) -> CatalogueRecord:
         """Takes in what is at a path below the root. Raises as `upload` does."""
-        violations = list(self._check(brought))
+        violations = list(self._check(request))
         if not 0 < len(path) <= _MAX_PATH_CHARACTERS or "\0" in path:
             violations.append(Violation(field="path", description="must be the path of a file or a folder"))
         rules.refuse(violations)
         with self._counted():
             source, size_bytes = await asyncio.to_thread(self._below_root, path)
             async with self._room(_kept_bytes(size_bytes)) as room:
-                return await self._import(brought, [ImportSource(path=source, root=self._root)], size_bytes, room)
+                return await self._import(request, [ImportSource(path=source, root=self._root)], size_bytes, room)
 
-    async def bring(self, brought: ImportRequest, path: Path) -> CatalogueRecord:
+    async def import_own(self, request: ImportRequest, path: Path) -> CatalogueRecord:
         """Takes in what the store's own configuration names, wherever it is. Raises as `upload` does."""
-        rules.refuse(self._check(brought))
+        rules.refuse(self._check(request))
         with self._counted():
             source = await asyncio.to_thread(path.resolve)
             size_bytes = await asyncio.to_thread(self._measured, source)
             async with self._room(_kept_bytes(size_bytes)) as room:
-                return await self._import(brought, [ImportSource(path=source)], size_bytes, room)
+                return await self._import(request, [ImportSource(path=source)], size_bytes, room)
 
     async def _import(
-        self, brought: ImportRequest, sources: Sequence[ImportSource], size_bytes: int, room: Reservation
+        self, request: ImportRequest, sources: Sequence[ImportSource], size_bytes: int, room: Reservation
     ) -> CatalogueRecord:
         async with self._spool() as output:
             room.files.append(output)
@@ -140,12 +140,12 @@ class LoraImporter:
                 return room.size_bytes - beside_bytes
 
             job = ImportJob(
-                sources=tuple(sources), size_bytes=size_bytes, base=self._bases[brought.base], output=output
+                sources=tuple(sources), size_bytes=size_bytes, base=self._bases[request.base], output=output
             )
             answer = await self._importer.run(job, take_room=take_room)
-            async with self.keeping:
+            async with self.write_lock:
                 # A caller that goes meanwhile leaves no file without its row: that would be put into quarantine.
-                return await finished(self._keep(brought, output, answer.format, answer.trigger_phrase))
+                return await run_to_end(self._keep(request, output, answer.format, answer.trigger_phrase))
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -158,28 +158,28 @@ class LoraImporter:
 
     def _spool(self) -> AbstractAsyncContextManager[Path]:
         """A file of its own, which is gone afterwards, or has become a LoRA. Raises StorageUnavailable."""
-        return made(self._files.spool, lambda spool: spool.unlink(missing_ok=True))
+        return acquired(self._files.spool, lambda spool: spool.unlink(missing_ok=True))
 
     def _room(self, size_bytes: int) -> AbstractAsyncContextManager[Reservation]:
         """Room on the disk for what is written in the block. Raises TooLarge, QueueFull, StorageUnavailable."""
-        return made(lambda: self._files.room.take(size_bytes), self._files.room.give_back)
+        return acquired(lambda: self._files.room.take(size_bytes), self._files.room.give_back)
 
-    async def _keep(self, brought: ImportRequest, output: Path, kind: str, trigger: str) -> CatalogueRecord:
+    async def _keep(self, request: ImportRequest, output: Path, kind: str, trigger: str) -> CatalogueRecord:
         digest, lora = await asyncio.to_thread(self._files.adopt, output)
         record = CatalogueRecord(
-            name=brought.name,
+            name=request.name,
             digest=digest,
-            base=brought.base,
+            base=request.base,
             rank=lora.rank,
             modules=len(lora.modules),
             size_bytes=lora.file_bytes,
             text_bytes=lora.text_bytes,
-            trigger_words=brought.trigger_words or ((trigger,) if trigger else ()),
+            trigger_words=request.trigger_words or ((trigger,) if trigger else ()),
             format=kind,
             added_s=time.time(),
         )
         try:
-            kept = await self._catalogue.add(record, rewords=bool(brought.trigger_words))
+            kept = await self._catalogue.add(record, rewords=bool(request.trigger_words))
         except BottegaError:
             if not await self._catalogue.names(digest):
                 await asyncio.to_thread(self._files.remove, digest)
@@ -190,14 +190,14 @@ class LoraImporter:
         _log.info("a LoRA is kept", extra=facts)
         return kept
 
-    def _check(self, brought: ImportRequest) -> list[Violation]:
+    def _check(self, request: ImportRequest) -> list[Violation]:
         violations = []
-        if not rules.is_adapter_name(brought.name):
+        if not rules.is_adapter_name(request.name):
             violations.append(Violation(field="name", description=f"must be {rules.ADAPTER_NAMES}"))
-        if brought.base not in self._bases:
+        if request.base not in self._bases:
             listed = ", ".join(sorted(self._bases)) or "none"
             violations.append(Violation(field="base", description=f"the store has these base models: {listed}"))
-        words = brought.trigger_words
+        words = request.trigger_words
         if len(words) > _MOST_WORDS or not all(0 < len(w) <= _MAX_WORD_CHARACTERS and w.isprintable() for w in words):
             rule = f"at most {_MOST_WORDS}, each of 1 to {_MAX_WORD_CHARACTERS} printable characters"
             violations.append(Violation(field="trigger_words", description=rule))

@@ -22,7 +22,7 @@ from bottega.loras.importing.base import Base, read_base
 from bottega.loras.quarantine import QuarantinedLora, QuarantineFolder, is_id, is_intact
 from bottega.loras.records import CatalogueRecord
 from bottega.storage import os_errors
-from bottega.storage.shielding import finished
+from bottega.storage.shielding import run_to_end
 
 _log = logging.getLogger(__name__)
 
@@ -41,15 +41,15 @@ class RestoredLora:
 
 
 class LoraRecovery:
-    """bases: by name, the folders of base models. keeping: held by whoever changes files and catalogue together."""
+    """bases: by name, the folders of base models. write_lock: held by whoever changes files and catalogue together."""
 
     def __init__(
-        self, *, bases: Mapping[str, Path], catalogue: LoraCatalogue, files: LoraFolder, keeping: asyncio.Lock
+        self, *, bases: Mapping[str, Path], catalogue: LoraCatalogue, files: LoraFolder, write_lock: asyncio.Lock
     ) -> None:
         self._bases = bases
         self._catalogue = catalogue
         self._files = files
-        self._keeping = keeping
+        self._write_lock = write_lock
         # Of what reads whole files, one at a time: whoever asks a hundred times does not take the store's threads.
         self._restoring = asyncio.Lock()
         self._look_again_at = 0.0
@@ -63,9 +63,9 @@ class LoraRecovery:
         """Puts into quarantine what the catalogue does not know, says so in the log, and what is lost. Raises
         StorageUnavailable, DataLoss."""
         began = time.monotonic()
-        async with self._keeping:
+        async with self._write_lock:
             records = await self._catalogue.all()
-            found = await finished(asyncio.to_thread(self._files.sort_out, records))
+            found = await run_to_end(asyncio.to_thread(self._files.sort_out, records))
         ended = time.monotonic()
         self._look_again_at = ended + _REST * (ended - began)
         quarantine = self.quarantine
@@ -100,9 +100,9 @@ class LoraRecovery:
                 base = await asyncio.to_thread(self._only_base, lora)
             elif base and (found.record is None or base != found.record.base):
                 await asyncio.to_thread(self._check_fits, lora, base)
-            async with self._keeping:
+            async with self._write_lock:
                 # A caller that goes meanwhile leaves nothing half done.
-                record = await finished(self._bring(found, _record(found, lora, name=name, base=base)))
+                record = await run_to_end(self._bring(found, _record(found, lora, name=name, base=base)))
         facts = {"lora": record.name, "digest": record.digest, "base": record.base}
         _log.info("a LoRA is back from quarantine", extra=facts)
         return RestoredLora(record=record, unknown=tuple(_unknown(found, name)))
@@ -110,9 +110,9 @@ class LoraRecovery:
     async def discard(self, id: str) -> int:
         """Deletes it for good; how many bytes became free. Raises InvalidRequest, LoraNotFound, StorageUnavailable."""
         rules.refuse(list(self._check(id, "", "")))
-        async with self._restoring, self._keeping:
+        async with self._restoring, self._write_lock:
             with os_errors.translated():
-                freed_bytes = await finished(asyncio.to_thread(self._files.quarantine.discard, id))
+                freed_bytes = await run_to_end(asyncio.to_thread(self._files.quarantine.discard, id))
         _log.warning("a LoRA in quarantine is deleted", extra={"id": id, "bytes": freed_bytes})
         return freed_bytes
 

@@ -45,15 +45,17 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         if not first.HasField("head"):
             rules.refuse([Violation(field="head", description="must be the first message")])
         head = first.head
-        brought = ImportRequest(name=head.name, base=head.base, trigger_words=tuple(head.trigger_words))
+        import_request = ImportRequest(name=head.name, base=head.base, trigger_words=tuple(head.trigger_words))
         host = host_of(context.peer())
-        record = await self._store.intake.upload(brought, _upload(head), _chunks(requests), host=host)
+        record = await self._store.importer.upload(import_request, _upload(head), _chunks(requests), host=host)
         return pb.UploadLoraResponse(lora=self._stored(record))
 
     async def RegisterLora(self, request: pb.RegisterLoraRequest, _context: _Context) -> pb.RegisterLoraResponse:
         """RegisterLora."""
-        brought = ImportRequest(name=request.name, base=request.base, trigger_words=tuple(request.trigger_words))
-        return pb.RegisterLoraResponse(lora=self._stored(await self._store.intake.register(brought, request.path)))
+        import_request = ImportRequest(name=request.name, base=request.base, trigger_words=tuple(request.trigger_words))
+        return pb.RegisterLoraResponse(
+            lora=self._stored(await self._store.importer.register(import_request, request.path))
+        )
 
     async def ListLoras(self, request: pb.ListLorasRequest, _context: _Context) -> pb.ListLorasResponse:
         """ListLoras."""

@@ -82,7 +82,7 @@ class LoraStore:
             min_free_bytes=config.min_free_bytes,
         )
         self._most_in_memory = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
-        self._tiers = TieredCache(
+        self._cache = TieredCache(
             self._files.path,
             what="LoRA",
             missing=missing_lora,
@@ -90,12 +90,12 @@ class LoraStore:
             max_entries=self._most_in_memory,
             max_loads=config.loads_at_once,
         )
-        self._links = LoraLinks(config.links, tiers=self._tiers)
+        self._links = LoraLinks(config.links, tiers=self._cache)
         imports = config.imports
         self._import_processes = ImportProcesses(
             at_once=imports.at_once, deadline_s=imports.deadline_s, cpu_s=imports.cpu_s
         )
-        self.intake = LoraImporter(
+        self.importer = LoraImporter(
             bases=self.bases,
             config=imports,
             files=self._files,
@@ -104,7 +104,7 @@ class LoraStore:
             metrics=metrics,
         )
         self.recovery = LoraRecovery(
-            bases=self.bases, catalogue=self._catalogue, files=self._files, keeping=self.intake.keeping
+            bases=self.bases, catalogue=self._catalogue, files=self._files, write_lock=self.importer.write_lock
         )
         self._leases: dict[str, float] = {}
         self._membership: FleetMembership | None = None
@@ -122,8 +122,8 @@ class LoraStore:
         await self._catalogue.open()
         await asyncio.to_thread(self._files.open)
         lost = (await self.recovery.sort_out()).lost
-        await self._bring_own(lost)
-        await self._pin()
+        await self._import_all_own(lost)
+        await self._apply_pins()
         self._measuring = asyncio.create_task(self._measure())
         if self._config.gateway:
             self._membership = self._join()
@@ -131,7 +131,7 @@ class LoraStore:
 
     def state(self, record: CatalogueRecord) -> bool | None:
         """Whether it is in memory; False while it is on its way there, None where it is not."""
-        return self._tiers.state(record.digest)
+        return self._cache.state(record.digest)
 
     async def get(self, name: str) -> CatalogueRecord:
         """Raises LoraNotFound."""
@@ -143,10 +143,10 @@ class LoraStore:
 
     async def remove(self, name: str) -> None:
         """Forgets a LoRA. Raises LoraNotFound, LoraInUse while it is being sent, or may be at any moment."""
-        async with self.intake.keeping:
+        async with self.importer.write_lock:
             record = await self._catalogue.get(name)
             left_s = max(0.0, self._leases.get(record.digest, 0.0) - time.monotonic())
-            if self._tiers.leases(record.digest) or left_s:
+            if self._cache.leases(record.digest) or left_s:
                 wait_s = max(1.0, left_s)
                 raise LoraInUse(
                     f"{name} is in use: it is being sent to workers, or a job needs it or did a moment ago; "
@@ -158,12 +158,12 @@ class LoraStore:
             # First: a name that is forgotten must not come back from its description.
             await asyncio.to_thread(self._files.undescribe, record.digest, name)
             if only_name:
-                self._tiers.forget(record.digest)
+                self._cache.forget(record.digest)
                 # Before the row: on a full disk that makes the room which forgetting the name needs.
                 await asyncio.to_thread(self._files.remove, record.digest)
             await self._catalogue.remove(name)
             if not only_name and record.pinned:
-                await self._pin()  # for the names that are left it need not stay in memory
+                await self._apply_pins()  # for the names that are left it need not stay in memory
         _log.info("a LoRA is removed", extra={"lora": name, "digest": record.digest})
 
     async def prefetch(self, digests: Sequence[str], *, only_keep: bool = False) -> list[str]:
@@ -176,20 +176,20 @@ class LoraStore:
             self._leases = {digest: until for digest, until in self._leases.items() if until > now}
         self._leases.update(dict.fromkeys(wanted, now + self._config.lease_s))
         if only_keep:
-            return [digest for digest in wanted if self._tiers.state(digest) is not None]
-        return [digest for digest in wanted if self._tiers.prefetch(digest)]
+            return [digest for digest in wanted if self._cache.state(digest) is not None]
+        return [digest for digest in wanted if self._cache.prefetch(digest)]
 
     async def pin(self, name: str, pinned: bool) -> CatalogueRecord:
         """Keeps it in memory, as soon as that has room, or no longer.
 
         Raises LoraNotFound, TooLarge where it would not fit beside others that are pinned, DataLoss without its file.
         """
-        async with self.intake.keeping:  # of two at once, the second one sees the first
+        async with self.importer.write_lock:  # of two at once, the second one sees the first
             if pinned:
                 await self._check_pinnable(await self._catalogue.get(name))
             record = await self._catalogue.change(name, lambda there: replace(there, pinned=pinned))
             await asyncio.to_thread(self._files.describe, record)
-            await self._pin()  # last, so that the answer says that it is being loaded
+            await self._apply_pins()  # last, so that the answer says that it is being loaded
         return record
 
     async def set_bounds(self, name: str, digest: str, bounds: tuple[tuple[int, int], ...]) -> CatalogueRecord:
@@ -201,7 +201,7 @@ class LoraStore:
                 raise LoraNotFound(said, metadata={"loras": name})
             return replace(there, bounds=tuple(sorted(bounds)))
 
-        async with self.intake.keeping:
+        async with self.importer.write_lock:
             record = await self._catalogue.change(name, measured)
             await asyncio.to_thread(self._files.describe, record)
         return record
@@ -210,7 +210,7 @@ class LoraStore:
         """Brings a LoRA back from quarantine, see LoraRecovery.restore; what was pinned is loaded again."""
         restored = await self.recovery.restore(id, name=name, base=base)
         if restored.record.pinned:
-            await self._pin()
+            await self._apply_pins()
         return restored
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
@@ -229,7 +229,7 @@ class LoraStore:
         self._links.drain()
         if self._membership:
             self._membership.report_soon()
-        await asyncio.to_thread(self._tiers.wait_idle, self._config.server.drain_grace_s)
+        await asyncio.to_thread(self._cache.wait_idle, self._config.server.drain_grace_s)
 
     async def stop(self) -> None:
         """Leaves the fleet and ends every link."""
@@ -240,7 +240,7 @@ class LoraStore:
             await asyncio.gather(self._measuring, return_exceptions=True)
         await self._import_processes.stop()
         await asyncio.to_thread(self._links.close)
-        await asyncio.to_thread(self._tiers.close)
+        await asyncio.to_thread(self._cache.close)
         await self._catalogue.close()
         self._lock.release()
 
@@ -252,23 +252,23 @@ class LoraStore:
             except HeldElsewhere as held:
                 raise Unavailable(f"{held} (key folder)") from None
 
-    async def _bring_own(self, lost: Collection[str]) -> None:
+    async def _import_all_own(self, lost: Collection[str]) -> None:
         """Takes in the LoRAs of its own that it does not have. lost: digests without a file."""
         # More than are imported at once would wait, and of those only so many may.
         room = asyncio.Semaphore(self._config.imports.at_once)
 
-        async def bring(name: str, own: OwnLora) -> None:
+        async def import_missing(name: str, own: OwnLora) -> None:
             async with room:
                 if not await self._has(name, lost):
-                    await self._bring(name, own)
+                    await self._import_one_own(name, own)
 
-        await asyncio.gather(*(bring(name, own) for name, own in self._config.loras.items()))
+        await asyncio.gather(*(import_missing(name, own) for name, own in self._config.loras.items()))
 
-    async def _bring(self, name: str, own: OwnLora) -> None:
+    async def _import_one_own(self, name: str, own: OwnLora) -> None:
         """Takes in one of its own. One that is refused keeps nobody from the others."""
-        brought = ImportRequest(name=name, base=own.base, trigger_words=())
+        request = ImportRequest(name=name, base=own.base, trigger_words=())
         try:
-            await self.intake.bring(brought, _EMBEDDED.get(own.path, Path(own.path)))
+            await self.importer.import_own(request, _EMBEDDED.get(own.path, Path(own.path)))
         except BottegaError as error:
             facts = {"lora": name, "path": own.path, "error": error.message}
             _log.error("a LoRA of the configuration is not taken in", extra=facts)
@@ -279,9 +279,9 @@ class LoraStore:
         except LoraNotFound:
             return False
 
-    async def _pin(self) -> None:
+    async def _apply_pins(self) -> None:
         pinned = await self._catalogue.pinned()
-        self._tiers.pin(pinned)
+        self._cache.pin(pinned)
         # There was more room when they were pinned.
         if sum(pinned.values()) > self._config.budget_bytes or len(pinned) > self._most_in_memory:
             facts = {"pinned_bytes": sum(pinned.values()), "budget_bytes": self._config.budget_bytes}
@@ -319,8 +319,8 @@ class LoraStore:
 
     def _figures(self) -> StoreStatistics:
         return StoreStatistics(
-            counts=self._tiers.counts,
-            memory_bytes=self._tiers.used_bytes,
+            counts=self._cache.counts,
+            memory_bytes=self._cache.used_bytes,
             disk_bytes=self._files.used_bytes,
             quarantined_bytes=self._files.quarantine.used_bytes,
             reserved_bytes=self._files.room.reserved_bytes,
@@ -332,7 +332,7 @@ class LoraStore:
             try:
                 # What lies in memory without a name is no resident memory of this process; a worker that shares some of
                 # it has that in its own figure, too.
-                self._memory_bytes = resident_bytes([os.getpid()]) + self._tiers.used_bytes
+                self._memory_bytes = resident_bytes([os.getpid()]) + self._cache.used_bytes
             except Exception:  # noqa: BLE001 - the boundary of the task: without it the figure stays as it is for ever
                 _log.exception("memory could not be measured")
             await asyncio.sleep(_MEMORY_INTERVAL_S)

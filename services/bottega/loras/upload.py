@@ -14,7 +14,7 @@ from typing import BinaryIO
 from bottega.errors import BadLora, InvalidRequest, StorageUnavailable, Violation
 from bottega.lora.canonical import COMPONENTS
 from bottega.storage import os_errors
-from bottega.storage.shielding import finished
+from bottega.storage.shielding import run_to_end
 
 _MAX_CONFIG_BYTES = 1 << 20
 _SHA256_CHARACTERS = 64
@@ -164,14 +164,14 @@ async def _opened(path: Path) -> AsyncIterator[BinaryIO]:
     """A file to write; the disk has taken all of it once this ends well. Raises StorageUnavailable."""
     opened: list[BinaryIO] = []
     try:
-        await finished(asyncio.to_thread(lambda: opened.append(_open(path))))
+        await run_to_end(asyncio.to_thread(lambda: opened.append(_open(path))))
         yield opened[0]
     except BaseException:
         for file in opened:
             with contextlib.suppress(StorageUnavailable):  # what came first is what is said
-                await finished(asyncio.to_thread(_close, file))
+                await run_to_end(asyncio.to_thread(_close, file))
         raise
-    await finished(asyncio.to_thread(_close, opened[0]))
+    await run_to_end(asyncio.to_thread(_close, opened[0]))
 
 
 def _open(path: Path) -> BinaryIO:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from bottega import kinds
 from bottega.codec import CodecPool
 from bottega.process.memory import IMAGE_AT_WORK_BYTES
-from bottega.rpc.link_service import add_link_service
 from bottega.rpc.boot import ServiceHooks, boot
+from bottega.rpc.link_service import add_link_service
 from bottega.rpc.server import Server
 from bottega.transport import default_socket_path, links_group
 from bottega.worker.config import EngineConfig, WorkerConfig

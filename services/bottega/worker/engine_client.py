@@ -46,7 +46,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         arguments = ("--config-json", json.dumps(dataclasses.asdict(config)))
         self._numbers = itertools.count(1)
         self._requested: dict[int, asyncio.Future[LinkOffer]] = {}
-        super().__init__(module, *arguments, patience=EngineTimeouts(start_s=start_s, hang_s=hang_s, stall_s=stall_s))
+        super().__init__(module, *arguments, timeouts=EngineTimeouts(start_s=start_s, hang_s=hang_s, stall_s=stall_s))
 
     def read(self, frame: bytes) -> EngineEvent:
         """See EngineSupervisor."""

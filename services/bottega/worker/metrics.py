@@ -117,6 +117,6 @@ class WorkerMetrics:
         self._links.counts = beat.links
         self._engine.beat = beat
 
-    def engine_lost(self) -> None:
+    def on_engine_lost(self) -> None:
         """The engine died, hung or did not start."""
         self._restarts.inc()

@@ -208,7 +208,7 @@ class Worker:
         self._hand_over()
         await asyncio.gather(self._engine.stop(), self._pool.stop(), self._link_resolver.stop())
 
-    async def engine_ready(self, ready: engine_pb2.EngineReady) -> None:
+    async def on_engine_ready(self, ready: engine_pb2.EngineReady) -> None:
         """See EngineListener."""
         _log.info("engine ready", extra={"model": ready.model.name, "device": ready.device, "pid": self._engine.pid})
         self._backlog, self._services = -1, []
@@ -221,7 +221,7 @@ class Worker:
         else:
             self._first_ready.set_result(None)
 
-    async def engine_said(self, event: engine_pb2.EngineEvent) -> None:
+    async def on_engine_event(self, event: engine_pb2.EngineEvent) -> None:
         """See EngineListener."""
         kind = event.WhichOneof("event")
         if kind == "beat":
@@ -249,9 +249,9 @@ class Worker:
         else:
             runner.on_engine_event(event)
 
-    async def engine_lost(self, why: str) -> None:
+    async def on_engine_lost(self, why: str) -> None:
         """See EngineListener."""
-        self._metrics.engine_lost()
+        self._metrics.on_engine_lost()
         if not self._first_ready.done():
             self._first_ready.set_exception(InternalError(f"the engine could not be started: {why}"))
             return

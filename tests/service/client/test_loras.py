@@ -130,7 +130,7 @@ async def test_the_command_says_of_a_pin_whether_memory_has_room_for_it_now(
     async with lora_store(house.gateway, tmp_path / "small", name="small", budget_bytes=3000) as small:
         used = await small.upload("used", lora_file(tmp_path, seed=2))
         await small.upload("kept", lora_file(tmp_path, seed=3))
-        tiers = small.store._tiers
+        tiers = small.store._cache
         loan = await asyncio.wrap_future(tiers.borrow(used.digest))
         said = "kept is pinned, and comes into its store's memory when others there, now in use, leave it room\n"
         assert (await _run(house, "pin", "kept")).stdout == said

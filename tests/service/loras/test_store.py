@@ -345,7 +345,7 @@ async def test_a_lora_that_is_being_sent_is_not_removed(tmp_path: Path) -> None:
         lora = await store.upload("a", lora_file(tmp_path, rank=8))
         with await store.link() as link:
             fetching = asyncio.create_task(asyncio.to_thread(fetch, link, lora.digest))
-            while not store.store._tiers.leases(lora.digest):  # noqa: ASYNC110 - the moment at which it begins
+            while not store.store._cache.leases(lora.digest):  # noqa: ASYNC110 - the moment at which it begins
                 await asyncio.sleep(0.005)
             error = await refused(store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S))
             assert isinstance(error, LoraInUse)

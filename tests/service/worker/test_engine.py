@@ -50,19 +50,19 @@ class RunningEngine:
             await self._watching
         return await self.front.stop()
 
-    async def engine_ready(self, ready: EngineReady) -> None:
+    async def on_engine_ready(self, ready: EngineReady) -> None:
         """See EngineListener."""
         async with self._news:
             self.ready = ready
             self._news.notify_all()
 
-    async def engine_said(self, event: EngineEvent) -> None:
+    async def on_engine_event(self, event: EngineEvent) -> None:
         """See EngineListener."""
         async with self._news:
             self.heard.append((time.monotonic(), event))
             self._news.notify_all()
 
-    async def engine_lost(self, why: str) -> None:
+    async def on_engine_lost(self, why: str) -> None:
         """See EngineListener."""
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = ANSWER_S) -> None:

@@ -30,7 +30,7 @@ class Engine(ControlNetEngineClient):
     """Hosts while `lives`; there is no process. asked: for what was to be hosted."""
 
     def __init__(self) -> None:
-        super().__init__(ControlNetEngineConfig(), patience=EngineTimeouts(start_s=1, hang_s=1, stall_s=1))
+        super().__init__(ControlNetEngineConfig(), timeouts=EngineTimeouts(start_s=1, hang_s=1, stall_s=1))
         self.lives = asyncio.Event()
         self.asked: list[str] = []
         self.drains = 0
@@ -74,21 +74,21 @@ async def test_an_engine_that_dies_while_it_is_told_what_to_host_is_not_said_to_
     engine = Engine()
     server = _server(engine, tmp_path, set_serving)
     engine.lives.set()
-    await server.engine_ready(ControlNetEngineReady())
+    await server.on_engine_ready(ControlNetEngineReady())
     await asyncio.sleep(0.05)
     assert engine.asked == ["edges", "depth"]
     engine.lives.clear()
-    await server.engine_lost("killed")
+    await server.on_engine_lost("killed")
     for _ in range(2):
         engine.renew()
-        await server.engine_ready(ControlNetEngineReady())
+        await server.on_engine_ready(ControlNetEngineReady())
         await asyncio.sleep(0.05)
-        await server.engine_lost("killed again, while it was told")
+        await server.on_engine_lost("killed again, while it was told")
         await asyncio.sleep(0.05)
     assert said == [False, False, False]
     engine.lives.set()
     engine.renew()
-    await server.engine_ready(ControlNetEngineReady())
+    await server.on_engine_ready(ControlNetEngineReady())
     await asyncio.sleep(0.05)
     assert said[-1]
 
@@ -123,21 +123,21 @@ async def test_it_has_drained_when_a_beat_from_after_that_has_no_sessions(tmp_pa
     engine = Engine()
     server = _server(engine, tmp_path, set_serving)
     engine.lives.set()
-    await server.engine_ready(ControlNetEngineReady())
+    await server.on_engine_ready(ControlNetEngineReady())
     await asyncio.sleep(0.05)
-    await server.engine_lost("killed before")  # which drains nothing of the next one
+    await server.on_engine_lost("killed before")  # which drains nothing of the next one
     engine.renew()
-    await server.engine_ready(ControlNetEngineReady())
+    await server.on_engine_ready(ControlNetEngineReady())
     await asyncio.sleep(0.05)
-    await server.engine_said(_beat(sessions=0))
+    await server.on_engine_event(_beat(sessions=0))
     draining = asyncio.create_task(server.drain())
     await asyncio.sleep(0.01)
     for beat in (_beat(sessions=0), _beat(sessions=1), _beat(sessions=1, draining=True)):
-        await server.engine_said(beat)
+        await server.on_engine_event(beat)
         await asyncio.sleep(0.01)
         assert not draining.done()
     assert engine.drains == 1
-    await server.engine_said(_beat(sessions=0, draining=True))
+    await server.on_engine_event(_beat(sessions=0, draining=True))
     async with asyncio.timeout(5):
         await draining
 
@@ -150,12 +150,12 @@ async def test_an_engine_that_dies_or_hosts_nothing_has_drained(tmp_path: Path) 
     server = _server(engine, tmp_path, set_serving)
     await server.drain()  # nothing is hosted yet
     engine.lives.set()
-    await server.engine_ready(ControlNetEngineReady())
+    await server.on_engine_ready(ControlNetEngineReady())
     await asyncio.sleep(0.05)
     draining = asyncio.create_task(server.drain())
     await asyncio.sleep(0.01)
     assert not draining.done()
-    await server.engine_lost("killed")
+    await server.on_engine_lost("killed")
     async with asyncio.timeout(5):
         await draining
 

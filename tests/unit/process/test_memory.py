@@ -9,7 +9,7 @@ import pytest
 
 FREED_MIB = 96
 # With an event loop, as a service, or without one, as an engine.
-GIVEN_BACK = ("async with memory.given_back_at_rest():", "if memory.give_back_at_rest() is None:")
+GIVEN_BACK = ("async with memory.trimmed_at_rest():", "if memory.trim_at_rest() is None:")
 PROGRAM = f"""
 import asyncio
 import os

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.storage.shielding import finished, made
+from bottega.storage.shielding import acquired, run_to_end
 
 _PATIENCE_S = 20.0
 
@@ -32,14 +32,14 @@ async def test_a_caller_that_is_cancelled_twice_is_so_when_the_work_has_ended() 
         gate.wait(_PATIENCE_S)
         ended.set()
 
-    await _cancelled_twice(asyncio.ensure_future(finished(asyncio.to_thread(work))), gate)
+    await _cancelled_twice(asyncio.ensure_future(run_to_end(asyncio.to_thread(work))), gate)
     assert ended.is_set()
 
 
 async def test_what_work_returns_and_raises_is_its_callers() -> None:
-    assert await finished(asyncio.sleep(0, "done")) == "done"
+    assert await run_to_end(asyncio.sleep(0, "done")) == "done"
     with pytest.raises(ValueError, match="invalid literal"):
-        await finished(asyncio.to_thread(int, "x"))
+        await run_to_end(asyncio.to_thread(int, "x"))
 
 
 async def test_what_is_made_is_unmade_though_its_caller_goes_while_it_is_made(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ async def test_what_is_made_is_unmade_though_its_caller_goes_while_it_is_made(tm
         return tmp_path / "made"
 
     async def use() -> None:
-        async with made(make, Path.unlink):
+        async with acquired(make, Path.unlink):
             raise AssertionError("the caller has gone")
 
     await _cancelled_twice(asyncio.ensure_future(use()), gate)
@@ -70,7 +70,7 @@ async def test_what_is_made_is_unmade_though_its_caller_goes_while_it_is_unmade(
         return tmp_path / "made"
 
     async def use() -> None:
-        async with made(make, unmake) as path:
+        async with acquired(make, unmake) as path:
             assert path.exists()
 
     await _cancelled_twice(asyncio.ensure_future(use()), gate)

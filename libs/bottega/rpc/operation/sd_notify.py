@@ -31,10 +31,10 @@ class SystemdNotifier:
 
     def ready(self) -> None:
         """The service is warm and serves."""
-        self._say("READY=1", "STATUS=serving")
+        self._notify("READY=1", "STATUS=serving")
 
     @contextlib.contextmanager
-    def told_if_late(self, after_s: float | None) -> Iterator[None]:
+    def ready_if_late(self, after_s: float | None) -> Iterator[None]:
         """In the block the service gets warm. If that takes longer than `after_s`, it counts as started all the same.
 
         For one that answers meanwhile: systemd would end it when its time to start is over, again and again.
@@ -43,7 +43,7 @@ class SystemdNotifier:
             yield
             return
         late = asyncio.get_running_loop().call_later(
-            after_s, self._say, "READY=1", "STATUS=answers, but does not serve yet; its log says why"
+            after_s, self._notify, "READY=1", "STATUS=answers, but does not serve yet; its log says why"
         )
         try:
             yield
@@ -52,10 +52,10 @@ class SystemdNotifier:
 
     def stopping(self) -> None:
         """The service takes no new work, and will end."""
-        self._say("STOPPING=1", "STATUS=draining")
+        self._notify("STOPPING=1", "STATUS=draining")
 
     @contextlib.asynccontextmanager
-    async def told_alive(self) -> AsyncIterator[None]:
+    async def watchdog(self) -> AsyncIterator[None]:
         """Tells it for as long as the context lasts, where it asked.
 
         An event loop that hangs tells nothing, and the service is started anew.
@@ -63,19 +63,19 @@ class SystemdNotifier:
         if self._watchdog_s is None:
             yield
             return
-        telling = asyncio.create_task(self._tell_alive(self._watchdog_s * _SHARE_OF_WATCHDOG))
+        pinging = asyncio.create_task(self._ping_watchdog(self._watchdog_s * _SHARE_OF_WATCHDOG))
         try:
             yield
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            pinging.cancel()
+            await asyncio.gather(pinging, return_exceptions=True)
 
-    async def _tell_alive(self, every_s: float) -> None:
+    async def _ping_watchdog(self, every_s: float) -> None:
         while True:
-            self._say("WATCHDOG=1")
+            self._notify("WATCHDOG=1")
             await asyncio.sleep(every_s)
 
-    def _say(self, *lines: str) -> None:
+    def _notify(self, *lines: str) -> None:
         if not self._address:
             return
         address = self._address.replace(_ABSTRACT, "\0", 1) if self._address.startswith(_ABSTRACT) else self._address

@@ -11,7 +11,7 @@ import os
 
 from bottega.diffusion.lean_imports import lean_imports
 from bottega.process import FramedPipe
-from bottega.process.memory import give_back_at_rest, keep_freed_memory
+from bottega.process.memory import keep_freed_memory, trim_at_rest
 from bottega.rpc.operation import logs
 from bottega.worker.config import EngineConfig
 
@@ -26,7 +26,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logs.configure("engine", "info")
     keep_freed_memory()
-    give_back_at_rest()
+    trim_at_rest()
     with lean_imports():
         from bottega.worker.engine.loop import run
     return run(FramedPipe.from_fd(arguments.fd), EngineConfig(**arguments.config_json))
