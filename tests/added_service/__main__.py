@@ -14,9 +14,9 @@ from pydantic import ConfigDict
 
 from bottega.config import STRICT
 from bottega.errors import BottegaError
+from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.link_service import add_link_service, link_endpoints
-from bottega.rpc.operation.boot import ServiceHooks, boot
 from bottega.rpc.server import Server, ServerConfig
 from bottega.transport import (
     Connection,
