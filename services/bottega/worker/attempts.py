@@ -88,8 +88,6 @@ Event = StartedEvent | AttemptDecisions | ProgressEvent | PictureEvent | Complet
 
 
 class AttemptState(Enum):
-    """See the head of this file."""
-
     ACCEPTED = "accepted"
     RUNNING = "running"
     COMPLETED = "completed"

@@ -49,11 +49,9 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         super().__init__(module, *arguments, timeouts=EngineTimeouts(start_s=start_s, hang_s=hang_s, stall_s=stall_s))
 
     def read(self, frame: bytes) -> EngineEvent:
-        """See EngineSupervisor."""
         return EngineEvent.FromString(frame)
 
     def ready(self, event: EngineEvent) -> EngineReady | None:
-        """See EngineSupervisor."""
         return event.ready if event.HasField("ready") else None
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
@@ -84,5 +82,5 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
             offered.set_result(result.opened.offer)
 
     def turns(self, event: EngineEvent) -> int | None:
-        """See EngineSupervisor. Whatever begins or ends an attempt counts as a turn."""
+        """Whatever begins or ends an attempt counts as a turn."""
         return event.beat.turns if event.HasField("beat") and event.beat.running else None

@@ -23,7 +23,6 @@ class LinkRequests:
     def request(
         self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
     ) -> Future[ServiceOffer]:
-        """See OfferSource."""
         named = [LinkTerm(name=name, value=value) for name, value in (terms or {}).items()]
         request = OutgoingLinkRequest(
             request=next(self._numbers),

@@ -27,7 +27,6 @@ class _Engine(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """See prometheus_client."""
         yield CounterMetricFamily(
             "bottega_worker_lora_swaps",
             "Times that LoRAs went into the UNet's weights, or out of them.",

@@ -209,7 +209,6 @@ class Worker:
         await asyncio.gather(self._engine.stop(), self._pool.stop(), self._link_resolver.stop())
 
     async def on_engine_ready(self, ready: engine_pb2.EngineReady) -> None:
-        """See EngineListener."""
         _log.info("engine ready", extra={"model": ready.model.name, "device": ready.device, "pid": self._engine.pid})
         self._backlog, self._services = -1, []
         self._model, self._model_name = ready.model, ready.model.name
@@ -222,7 +221,6 @@ class Worker:
             self._first_ready.set_result(None)
 
     async def on_engine_event(self, event: engine_pb2.EngineEvent) -> None:
-        """See EngineListener."""
         kind = event.WhichOneof("event")
         if kind == "beat":
             before, self._beat = self._beat, event.beat
@@ -250,7 +248,6 @@ class Worker:
             runner.on_engine_event(event)
 
     async def on_engine_lost(self, why: str) -> None:
-        """See EngineListener."""
         self._metrics.on_engine_lost()
         if not self._first_ready.done():
             self._first_ready.set_exception(InternalError(f"the engine could not be started: {why}"))

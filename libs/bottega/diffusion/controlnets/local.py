@@ -54,20 +54,16 @@ class LocalControlNets:
         self._answers: dict[tuple[Row, Hashable], list[Tensor]] = {}
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
-        """See ControlNets."""
         lease = self._cache.borrow([control.name for control in controls])
         return tuple(_LocalSession(control=control, lease=lease, place=place) for place, control in enumerate(controls))
 
     def opened(self, handles: Sequence[Hashable]) -> bool:
-        """See ControlNets."""
         return all(self._session(_local_session(handle)) is not None for handle in handles)
 
     def settle(self, handles: Sequence[Hashable], timeout_s: float) -> None:
-        """See ControlNets."""
         wait(_pending(handles), timeout_s, FIRST_COMPLETED)
 
     def close(self, handles: Sequence[Hashable]) -> tuple[ControlRecord, ...]:
-        """See ControlNets."""
         sessions = [_local_session(handle) for handle in handles]
         for local in sessions:
             self._cache.give_back(local.lease)
@@ -81,14 +77,12 @@ class LocalControlNets:
         self._compute()
 
     def ask_ahead(self, rows: list[Row]) -> None:
-        """See ResidualProvider: nobody else would compute it meanwhile."""
+        """Does nothing: nobody else would compute it meanwhile."""
 
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
-        """See ResidualProvider."""
         return all((row, handle) in self._answers for handle in row.controls)
 
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
-        """See ResidualProvider; what it waits for are loads."""
         began_s = perf_counter()
         missing = [handle for row in rows for handle in row.controls if (row, handle) not in self._answers]
         if not _pending(missing):
@@ -99,11 +93,9 @@ class LocalControlNets:
         self._compute()
 
     def is_void(self, row: Row) -> bool:
-        """See ResidualProvider: what is here is whole."""
         return False
 
     def take(self, row: Row, point: int) -> list[Tensor]:
-        """See ResidualProvider."""
         return [self._answers[row, handle][point] for handle in row.controls]
 
     def _compute(self) -> None:

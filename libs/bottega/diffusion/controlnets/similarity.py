@@ -69,7 +69,6 @@ class MeasuredControlNets:
         self._meters: dict[Hashable, SimilarityMeter] = {}
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
-        """See ControlNets."""
         handles = self._controlnets.open(controls)
         for handle, control in zip(handles, controls, strict=True):
             if control.measured:
@@ -77,15 +76,12 @@ class MeasuredControlNets:
         return handles
 
     def opened(self, handles: Sequence[Hashable]) -> bool:
-        """See ControlNets."""
         return self._controlnets.opened(handles)
 
     def settle(self, handles: Sequence[Hashable], timeout_s: float) -> None:
-        """See ControlNets."""
         self._controlnets.settle(handles, timeout_s)
 
     def close(self, handles: Sequence[Hashable]) -> tuple[ControlRecord, ...]:
-        """See ControlNets."""
         records = self._controlnets.close(handles)
         meters = [self._meters.pop(handle, None) for handle in handles]
         return tuple(
@@ -94,27 +90,21 @@ class MeasuredControlNets:
         )
 
     def ask(self, rows: list[Row]) -> None:
-        """See ResidualProvider."""
         self._controlnets.ask(rows)
 
     def ask_ahead(self, rows: list[Row]) -> None:
-        """See ResidualProvider."""
         self._controlnets.ask_ahead(rows)
 
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
-        """See ResidualProvider."""
         return self._controlnets.ready(row, points)
 
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
-        """See ResidualProvider."""
         self._controlnets.wait(rows, points, timeout_s)
 
     def is_void(self, row: Row) -> bool:
-        """See ResidualProvider."""
         return self._controlnets.is_void(row)
 
     def take(self, row: Row, point: int) -> list[Tensor]:
-        """See ResidualProvider."""
         addends = self._controlnets.take(row, point)
         if self._meters:
             for handle, addend in zip(row.controls, addends, strict=True):

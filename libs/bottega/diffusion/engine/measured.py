@@ -34,7 +34,6 @@ class MeasuredForward:
         return prediction
 
     def ask_ahead(self, rows: Sequence[Row]) -> None:
-        """See Denoiser.ask_ahead."""
         self._denoiser.ask_ahead(rows)
 
     def warm_up(self, row: Row, max_rows: int) -> None:

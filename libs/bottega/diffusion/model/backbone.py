@@ -102,7 +102,6 @@ class UNetBackbone:
         self.blocks: Sequence[Block] = blocks
 
     def begin(self, inputs: Inputs) -> Activations:
-        """See Backbone."""
         unet = self.unet
         sample = 2 * inputs.sample - 1.0 if unet.config.center_input_sample else inputs.sample
         embedding = unet.time_embedding(unet.get_time_embed(sample=sample, timestep=inputs.timestep))
@@ -119,7 +118,6 @@ class UNetBackbone:
         return Activations(hidden=hidden, embedding=embedding, context=inputs.prompt_embeds, points={0: hidden})
 
     def finish(self, activations: Activations) -> Tensor:
-        """See Backbone."""
         unet = self.unet
         hidden = activations.hidden
         if unet.conv_norm_out:

@@ -79,7 +79,6 @@ class RemoteControlNets:
         return [link.server.name for link in self._manager.links if link.lost is None]
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
-        """See ControlNets."""
         sessions = [PlacedSession(control=control) for control in controls]
         self._manager.assign(sessions)
         errors = [session.error for session in sessions if session.error is not None]
@@ -89,7 +88,6 @@ class RemoteControlNets:
         return tuple(sessions)
 
     def opened(self, handles: Sequence[Hashable]) -> bool:
-        """See ControlNets."""
         self._manager.take_in_news()
         sessions = [_session(handle) for handle in handles]
         for session in sessions:
@@ -98,7 +96,6 @@ class RemoteControlNets:
         return all(self._manager.is_open(session) for session in sessions)
 
     def settle(self, handles: Sequence[Hashable], timeout_s: float) -> None:
-        """See ControlNets."""
         until = time.monotonic() + timeout_s
         pending = [_session(handle) for handle in handles if not self._manager.is_open(_session(handle))]
         while (left_s := until - time.monotonic()) > 0:
@@ -109,7 +106,6 @@ class RemoteControlNets:
             self._manager.changes.wait(seen, min(left_s, _LOOK_S))
 
     def close(self, handles: Sequence[Hashable]) -> tuple[ControlRecord, ...]:
-        """See ControlNets."""
         sessions = [_session(handle) for handle in handles]
         self._staleness.on_idle()
         self._manager.release(sessions)
@@ -117,7 +113,6 @@ class RemoteControlNets:
         return tuple(session.record for session in sessions)
 
     def ask(self, rows: list[Row]) -> None:
-        """See ResidualProvider."""
         self._staleness.on_turn()
         self._rows, self._local_rows, self._taken = rows, {}, {}
         for link in self._manager.links:
@@ -127,7 +122,7 @@ class RemoteControlNets:
         self._compute()
 
     def ask_ahead(self, rows: list[Row]) -> None:
-        """See ResidualProvider. Only of servers that have slots to spare: what is asked for ahead holds one for longer,
+        """Only of servers that have slots to spare: what is asked for ahead holds one for longer,
         and a server that has none left for its answers is stuck."""
         for link in self._manager.links:
             link.spare_slots()
@@ -135,13 +130,11 @@ class RemoteControlNets:
         self._send(rows, ahead=True)
 
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
-        """See ResidualProvider."""
         self._staleness.on_residuals_needed()
         self._manager.take_in_news()
         return self._ready(row, points)
 
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
-        """See ResidualProvider."""
         began = time.monotonic()
         missing = {session for row in rows for session in _sessions(row) if not self._has(session, row, points)}
         try:
@@ -159,12 +152,10 @@ class RemoteControlNets:
                 session.waited_s += time.monotonic() - began
 
     def is_void(self, row: Row) -> bool:
-        """See ResidualProvider."""
         self._manager.take_in_news()
         return self._is_void(row)
 
     def take(self, row: Row, point: int) -> list[Tensor]:
-        """See ResidualProvider."""
         local: list[Tensor] = []
         if self._local is not None and row in self._local_rows:
             local = self._local.take(self._local_rows[row], point)

@@ -86,7 +86,6 @@ class LoraCache:
                 self._ask(download)
 
     def begin(self, ref: LoraRef) -> LoraHandle:
-        """See LoraSource."""
         with self._changed:
             download = self._downloads.get(ref.digest)
             if download is None or download.error is not None:
@@ -99,7 +98,6 @@ class LoraCache:
         return DownloadHandle(download)
 
     def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:
-        """See LoraSource."""
         with self._changed:
             # Not when one of several is here: that was news once, and its caller waits for the others.
             if not all(_settled(handle) for handle in handles):
@@ -107,7 +105,6 @@ class LoraCache:
             self._seen_version = self._version
 
     def close(self, handles: Sequence[LoraHandle]) -> None:
-        """See LoraSource."""
         with self._changed:
             for handle in handles:
                 assert isinstance(handle, DownloadHandle), "every handle was made here"

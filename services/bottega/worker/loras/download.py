@@ -176,7 +176,7 @@ class LoraDownload:
 
 
 class DownloadHandle:
-    """See LoraHandle. One for each who asked. open: until it is closed.
+    """One for each who asked. open: until it is closed.
 
     What a prompt is read with comes before the whole can be checked. Where another store had to send it, and sent
     something else, its user has read damaged layers, and hears so.
@@ -190,24 +190,20 @@ class DownloadHandle:
 
     @property
     def text_ready(self) -> bool:
-        """See LoraHandle."""
         self._check()
         return self.download.text_ready
 
     @property
     def ready(self) -> bool:
-        """See LoraHandle."""
         self._check()
         return self.download.ready
 
     @property
     def load_s(self) -> float:
-        """See LoraHandle."""
         here_s = self.download.arrived_s
         return max(0.0, (time.monotonic() if here_s is None else here_s) - self.asked_s)
 
     def layers(self, component: str) -> Layers:
-        """See LoraHandle."""
         self._check()
         self._used = self._used or self.download.beginning
         return self.download.layers(component)

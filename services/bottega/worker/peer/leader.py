@@ -106,23 +106,19 @@ class Leader(LinkClientHandler):
 
     @property
     def name(self) -> str:
-        """See OffloadTarget."""
         return self._client.service or self._address
 
     @property
     def free(self) -> bool:
-        """See OffloadTarget."""
         state = self._state
         return state is not None and not state.busy and not state.step
 
     @property
     def awaits_result(self) -> bool:
-        """See OffloadTarget."""
         state = self._state
         return state is not None and state.step != 0
 
     def accepts(self, remote_job: RemoteJob) -> bool:
-        """See OffloadTarget."""
         state = self._state
         if state is None:
             return False
@@ -134,7 +130,6 @@ class Leader(LinkClientHandler):
         return state.remote_jobs[remote_job] in state.ready
 
     def forget(self, remote_job: RemoteJob) -> None:
-        """See OffloadTarget."""
         state = self._state
         number = state.remote_jobs.pop(remote_job, None) if state is not None else None
         if state is not None and number is not None:
@@ -142,7 +137,6 @@ class Leader(LinkClientHandler):
             state.connection.send(number_message(PairMessageKind.LEAVE, number))
 
     def offload(self, rows: Sequence[OffloadedRow]) -> bool:
-        """See OffloadTarget."""
         state = self._state
         if state is None or any(each.remote_job not in state.remote_jobs for each in rows):
             return False  # lost since it was asked
@@ -152,7 +146,6 @@ class Leader(LinkClientHandler):
         return state.connection.send(step_message(state.step, rows, state.remote_jobs))
 
     def result(self, timeout_s: float) -> OffloadResult | None:
-        """See OffloadTarget."""
         with self._changed:
             self._changed.wait_for(lambda: not self.awaits_result, timeout_s)
             state = self._state
