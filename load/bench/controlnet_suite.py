@@ -34,12 +34,12 @@ def suite(cast: Cast, name: str, server: Mapping[str, object], engine: Mapping[s
     folder = cast.folder / name
     folder.mkdir()
     with Services(folder) as services:
-        gateway = services.start("bottega.gateway", gateway_config())
+        gateway = services.start("gateway", gateway_config())
         with pinned(1):
             remote = _start_server(cast, services, gateway, server)
         with pinned(0):
             said = {"model": cast.model, "threads": 1, **engine}
-            worker = services.start("bottega.worker", worker_config(gateway.fleet, name="worker", engine=said))
+            worker = services.start("worker", worker_config(gateway.fleet, name="worker", engine=said))
         check_apart(worker, remote)
         with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=600) as client:
             wait_until(lambda: bool(client.models()) and bool(client.controlnets()), "all to join", within_s=JOIN_S)
@@ -83,4 +83,4 @@ def _start_server(cast: Cast, services: Services, gateway: Service, engine: Mapp
         "engine": {"threads": 1, **engine},
         "controlnets": {"edges": str(cast.net)},
     }
-    return services.start("bottega.controlnet", config)
+    return services.start("controlnet", config)

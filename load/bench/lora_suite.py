@@ -81,7 +81,7 @@ class LoraSuite:
         """Starts a worker and returns when it can be given work; stop it, or it ends with all."""
         engine = {"model": self.cast.model, "model_name": self.cast.base, **self.cast.engine}
         config = worker_config(self.gateway.fleet, name="worker", engine=engine)
-        worker = self.services.start("bottega.worker", config)
+        worker = self.services.start("worker", config)
         wait_until(lambda: bool(self.client.models()), "the worker to join", within_s=JOIN_S)
         return worker
 
@@ -103,7 +103,7 @@ def suite(cast: Cast) -> Iterator[LoraSuite]:
     """All of it, stopped in the end."""
     cast.folder.mkdir(parents=True, exist_ok=True)
     with Services(cast.folder) as services:
-        gateway = services.start("bottega.gateway", gateway_config())
+        gateway = services.start("gateway", gateway_config())
         store = _start_store(cast, services, gateway, cast.store)
         if cast.controlnets:
             _start_server(cast, services, gateway)
@@ -145,7 +145,7 @@ def _start_store(cast: Cast, services: Services, gateway: Service, settings: Map
         "bases": {cast.base: cast.model},
         **settings,
     }
-    return services.start("bottega.loras", config)
+    return services.start("loras", config)
 
 
 def _start_server(cast: Cast, services: Services, gateway: Service) -> Service:
@@ -156,7 +156,7 @@ def _start_server(cast: Cast, services: Services, gateway: Service) -> Service:
         "engine": {"threads": cast.server_threads},
         "controlnets": dict(cast.controlnets),
     }
-    return services.start("bottega.controlnet", config)
+    return services.start("controlnet", config)
 
 
 def _has_store(client: Client) -> bool:

@@ -41,9 +41,9 @@ def main() -> None:
     options = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     with tempfile.TemporaryDirectory(prefix="bottega-bench-") as folder, Services(Path(folder)) as services:
-        gateway = services.start("bottega.gateway", gateway_config())
+        gateway = services.start("gateway", gateway_config())
         engine = {"model": "miniature", "threads": options.threads}
-        worker = services.start("bottega.worker", worker_config(gateway.fleet, name="worker", engine=engine))
+        worker = services.start("worker", worker_config(gateway.fleet, name="worker", engine=engine))
         with Client(gateway.address) as client:
             wait_until(lambda: bool(client.models()), "the worker to join", within_s=JOIN_TIMEOUT_S)
         rounds, per_s = asyncio.run(_measure(gateway, worker, options))

@@ -28,9 +28,9 @@ def running_gateway(model: str, threads: int, folder: Path) -> Iterator[Service]
     """That gateway."""
     folder.mkdir(parents=True)
     with Services(folder) as services:
-        gateway = services.start("bottega.gateway", gateway_config())
+        gateway = services.start("gateway", gateway_config())
         engine = {"model": model, "threads": threads}
-        services.start("bottega.worker", worker_config(gateway.fleet, name="worker", engine=engine))
+        services.start("worker", worker_config(gateway.fleet, name="worker", engine=engine))
         with Client(gateway.address) as client:
             wait_until(lambda: bool(client.models()), "the worker to join", within_s=JOIN_TIMEOUT_S)
         yield gateway

@@ -161,14 +161,14 @@ class Scene:
         server = {"listen": self.address, "metrics_listen": "127.0.0.1:0"}
         fleet = {"listen": self.fleet_address}
         config = gateway_config(server=server, fleet=fleet, state=str(self.folder / "state"))
-        service = self._services.start("bottega.gateway", config, name=self._name("gateway"))
+        service = self._services.start("gateway", config, name=self._name("gateway"))
         self._gateways.append(service)
         return service
 
     def start_worker(self, name: str) -> Service:
         """Starts a worker; returns when it has joined."""
         config = worker_config(self.fleet_address, name=name, engine=ENGINE, hang_s=HANG_S)
-        service = self._services.start("bottega.worker", config, name=self._name(name))
+        service = self._services.start("worker", config, name=self._name(name))
         self._workers[name] = service
         wait_until(lambda: name in self.joined(), f"{name} to join")
         return service
@@ -182,7 +182,7 @@ class Scene:
             "controlnets": {net: str(folder) for net, folder in nets.items()},
             "catalogue": str(self.folder / f"{name}.db"),
         }
-        service = self._services.start("bottega.controlnet", config, name=self._name(name))
+        service = self._services.start("controlnet", config, name=self._name(name))
         self._workers[name] = service
         wait_until(lambda: name in self.hosting(), f"{name} to join")
         return service
@@ -195,7 +195,7 @@ class Scene:
             "folder": str(self.folder / "loras"),
             "links": {"bytes_per_s": bytes_per_s},
         }
-        service = self._workers["loras"] = self._services.start("bottega.loras", config, name=self._name("loras"))
+        service = self._workers["loras"] = self._services.start("loras", config, name=self._name("loras"))
         kind = kinds.LORAS
         wait_until(
             lambda: service.address in {member.registration.address for member in self.members(kind)},

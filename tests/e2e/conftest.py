@@ -31,9 +31,9 @@ class Suite:
 @pytest.fixture(scope="session")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     with Services(tmp_path_factory.mktemp("suite")) as services:
-        gateway = services.start("bottega.gateway", gateway_config())
-        worker = services.start("bottega.worker", worker_config(gateway.fleet, name="w1", engine=ENGINE))
-        store = services.start("bottega.loras", store_config(gateway.fleet))
+        gateway = services.start("gateway", gateway_config())
+        worker = services.start("worker", worker_config(gateway.fleet, name="w1", engine=ENGINE))
+        store = services.start("loras", store_config(gateway.fleet))
         with Client(gateway.address, fleet_address=gateway.fleet) as client:
             wait_until(lambda: bool(client.models()), "the worker to join")
             wait_until(lambda: has_store(client), "the store to join")

@@ -137,12 +137,10 @@ def running_house(services: Services) -> Iterator[House]:
 
 @contextmanager
 def _house(services: Services, root: Path) -> Iterator[House]:
-    gateway = services.start("bottega.gateway", gateway_config(**_GATEWAY), name="gateway")
-    worker = services.start(
-        "bottega.worker", worker_config(gateway.fleet, name="fuzzed", engine=_ENGINE), name="worker"
-    )
-    nets = services.start("bottega.controlnet", {**_NETS, "root": str(root)}, name="nets")
-    store = services.start("bottega.loras", _STORE, name="store")
+    gateway = services.start("gateway", gateway_config(**_GATEWAY), name="gateway")
+    worker = services.start("worker", worker_config(gateway.fleet, name="fuzzed", engine=_ENGINE), name="worker")
+    nets = services.start("controlnet", {**_NETS, "root": str(root)}, name="nets")
+    store = services.start("loras", _STORE, name="store")
     options = channel_options(MESSAGE_MIB)
     with (
         Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client,

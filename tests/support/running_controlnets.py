@@ -198,12 +198,12 @@ class House:
             "catalogue": str(self._folder / f"{name}.db"),
             **overrides,
         }
-        return ControlNetServer(self._services.start("bottega.controlnet", config, name=name), name)
+        return ControlNetServer(self._services.start("controlnet", config, name=name), name)
 
     def worker(self, name: str, **engine: object) -> Worker:
         """A worker that serves."""
         config = worker_config("", name=name, engine={**SMALL_ENGINE, "controlnet_silence_s": 1.5, **engine})
-        return Worker(self._services.start("bottega.worker", config, name=name), name)
+        return Worker(self._services.start("worker", config, name=name), name)
 
 
 def controlled(*controls: tuple[str, Tensor, float], **options: object) -> generation_pb2.GenerationSpec:

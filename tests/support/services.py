@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from bottega.manifest import read_services
+
 # A worker of the miniature is warm in 7 s with free cores; tests share theirs.
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
@@ -75,22 +77,21 @@ class Services:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
-    def start(
-        self, module: str, config: Mapping[str, object], *, name: str = "", run_by: Sequence[str] = ()
-    ) -> Service:
-        """Starts `python -m MODULE --config FILE` and returns when it serves.
+    def start(self, kind: str, config: Mapping[str, object], *, name: str = "", run_by: Sequence[str] = ()) -> Service:
+        """Starts a service with this configuration and returns when it serves.
 
-        name: of its files; one of the same name, started later, has the same state. run_by: a command that becomes it,
-        such as prlimit.
+        kind: of a service in the manifest, or a module that is none of them. name: of its files; one of the same name,
+        started later, has the same state. run_by: a command that becomes it, such as prlimit.
         """
         self._started += 1
-        name = name or f"{module.rpartition('.')[2]}-{self._started}"
+        name = name or f"{kind}-{self._started}"
+        modules = {service.kind: service.module for service in read_services()}
         path = self._folder / f"{name}.yaml"
         path.write_text(json.dumps(config), encoding="utf-8")  # every JSON text is YAML
         log = self._folder / f"{name}.log"
         with log.open("wb") as stderr:
             process = subprocess.Popen(
-                [*run_by, sys.executable, "-m", module, "--config", str(path)],
+                [*run_by, sys.executable, "-m", modules.get(kind, kind), "--config", str(path)],
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,

@@ -101,7 +101,7 @@ class WorkerPair:
         engine = {**self._engine, "peer": f"127.0.0.1:{self._ports[other]}"}
         config = worker_config("", name=name, engine=engine)
         config["server"] = {"listen": f"127.0.0.1:{self._ports[name]}", "metrics_listen": "127.0.0.1:0"}
-        service = self._services.start("bottega.worker", config, name=f"{name}-{next(self._lives)}")
+        service = self._services.start("worker", config, name=f"{name}-{next(self._lives)}")
         self._running[name] = service
         if name in self._cores:
             for process in (worker := psutil.Process(service.process.pid), *worker.children(recursive=True)):

@@ -59,13 +59,13 @@ class Suite:
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     folder = tmp_path_factory.mktemp("late")
     with Services(folder) as services:
-        gateway = services.start("bottega.gateway", gateway_config(), name="gateway")
-        worker = services.start("bottega.worker", worker_config(gateway.fleet, name="w", engine=_ENGINE), name="worker")
+        gateway = services.start("gateway", gateway_config(), name="gateway")
+        worker = services.start("worker", worker_config(gateway.fleet, name="w", engine=_ENGINE), name="worker")
         store = store_config(gateway.fleet, links={"bytes_per_s": _BYTES_PER_S})
         with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
             made = Suite(
                 client=client,
-                store=services.start("bottega.loras", store, name="store"),
+                store=services.start("loras", store, name="store"),
                 worker=worker,
                 folder=folder,
             )

@@ -41,11 +41,11 @@ _GUIDANCE = 4.0
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """Of a suite whose store was brought all three."""
     with Services(tmp_path_factory.mktemp("styles")) as services:
-        gateway = services.start("bottega.gateway", gateway_config(), name="gateway")
+        gateway = services.start("gateway", gateway_config(), name="gateway")
         # Padded turns: what runs beside a picture changes none of its bits.
         engine = {"model": "miniature", "threads": 1, "fixed_rows": 4}
-        services.start("bottega.worker", worker_config(gateway.fleet, name="w", engine=engine), name="worker")
-        services.start("bottega.loras", store_config(gateway.fleet), name="store")
+        services.start("worker", worker_config(gateway.fleet, name="w", engine=engine), name="worker")
+        services.start("loras", store_config(gateway.fleet), name="store")
         with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
             wait_until(lambda: bool(client.models()), "the worker to join")
             wait_until(lambda: has_store(client), "the store to join")

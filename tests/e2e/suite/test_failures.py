@@ -60,7 +60,7 @@ class Pair:
 
     def _start(self, name: str, life: str) -> Service:
         config = worker_config(self.gateway.fleet, name=name, engine=ENGINE)
-        worker = self.services.start("bottega.worker", config, name=life)
+        worker = self.services.start("worker", config, name=life)
         wait_until(lambda: name in self.joined(), f"{name} to join", within_s=NOTICED_S + ASKING_S)
         return worker
 
@@ -77,7 +77,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with Services(tmp_path_factory.mktemp("pair")) as services:
-        gateway = services.start("bottega.gateway", gateway_config())
+        gateway = services.start("gateway", gateway_config())
         with (
             Client(gateway.address, fleet_address=gateway.fleet, timeout_s=90.0) as client,
             ThreadPoolExecutor(2) as booting,

@@ -109,8 +109,8 @@ def test_a_service_refuses_to_start_with_an_unknown_key_and_names_it(module: str
 def test_a_gateway_that_is_told_to_stop_finishes_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
     drawn: list[Picture] = []
     with Services(tmp_path) as services:
-        gateway = services.start("bottega.gateway", gateway_config())
-        worker = services.start("bottega.worker", worker_config(gateway.fleet, name="w", engine=ENGINE))
+        gateway = services.start("gateway", gateway_config())
+        worker = services.start("worker", worker_config(gateway.fleet, name="w", engine=ENGINE))
         with Client(gateway.address) as client:
             wait_until(lambda: bool(client.models()), "the worker to join")
             drawing = threading.Thread(

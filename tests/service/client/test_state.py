@@ -245,7 +245,7 @@ def test_a_service_keeps_its_files_for_its_owner_whoever_starts_it(tmp_path: Pat
     earlier = tmp_path / "gateway.state" / "gateway"
     earlier.mkdir(mode=0o755, parents=True)
     with Services(tmp_path) as services:
-        services.start("bottega.gateway", gateway_config(), name="gateway")
+        services.start("gateway", gateway_config(), name="gateway")
         kept = [earlier, *earlier.rglob("*")]
         assert {"jobs.sqlite", "images"} <= {path.name for path in kept}
         assert {mode(path) for path in kept if path.is_dir()} == {0o700}

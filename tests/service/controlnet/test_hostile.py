@@ -44,7 +44,7 @@ def _started(services: Services, root: Path, **controlnets: str) -> Service:
         "controlnets": {"edges": "miniature/edges", **controlnets},
         "root": str(root),
     }
-    return services.start("bottega.controlnet", config, name="server")
+    return services.start("controlnet", config, name="server")
 
 
 def _refused(server: ControlNetServer, name: str, folder: str) -> BottegaError:

@@ -20,7 +20,7 @@ from tests.support.services import Service, Services, gateway_config
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with Services(tmp_path_factory.mktemp("gateway")) as services:
-        yield services.start("bottega.gateway", gateway_config())
+        yield services.start("gateway", gateway_config())
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ async def test_a_large_image_is_handled_in_memory_that_the_one_before_left(tmp_p
     image, faults = _large_png(), []
     spec = GenerationSpec(prompt="a star", num_inference_steps=4, image=image, strength=1.0)
     with Services(tmp_path) as services:
-        gateway = services.start("bottega.gateway", gateway_config())
+        gateway = services.start("gateway", gateway_config())
         worker = await ScriptedWorker("w1", gateway.fleet).start()
         async with open_channel(gateway.address) as channel:
             images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
@@ -115,7 +115,7 @@ async def test_many_large_requests_take_bounded_memory_which_is_given_back_and_t
 
     memory: list[int] = []
     with Services(tmp_path) as services:
-        gateway = services.start("bottega.gateway", gateway_config())
+        gateway = services.start("gateway", gateway_config())
         async with AsyncExitStack() as stack:  # gRPC keeps some MiB for a connection that has carried much
             channels = [await stack.enter_async_context(open_channel(gateway.address)) for _ in range(CALLERS)]
             async with _most_memory(gateway.process.pid, memory):
@@ -139,7 +139,7 @@ async def test_many_callers_that_do_not_read_take_bounded_memory_and_who_reads_g
     config = gateway_config()
     config["server"] = {**config["server"], "max_answers_mib": ANSWERS_MIB}  # type: ignore[dict-item]
     with Services(tmp_path) as services:
-        gateway = services.start("bottega.gateway", config)
+        gateway = services.start("gateway", config)
         worker = await ScriptedWorker("w1", gateway.fleet).start()
         worker.script.picture = pictures.__getitem__
         async with AsyncExitStack() as stack:
@@ -175,7 +175,7 @@ async def test_many_strangers_that_would_join_with_large_messages_take_bounded_m
 
     memory: list[int] = []
     with Services(tmp_path) as services:
-        gateway = services.start("bottega.gateway", gateway_config())
+        gateway = services.start("gateway", gateway_config())
         async with AsyncExitStack() as stack:
             channels = [await stack.enter_async_context(open_channel(gateway.fleet)) for _ in range(STRANGERS)]
             async with _most_memory(gateway.process.pid, memory):

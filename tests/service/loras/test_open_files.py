@@ -76,7 +76,7 @@ def store(digests: list[str], tmp_path: Path) -> Iterator[Service]:
     settings = {"gateway": "", "server": _SERVER, "folder": str(tmp_path / "loras"), "links": {"socket": None}}
     limited = ["prlimit", f"--nofile={_SOFT}:{_HARD}"]
     with Services(tmp_path) as services:
-        yield services.start("bottega.loras", settings, run_by=limited)
+        yield services.start("loras", settings, run_by=limited)
 
 
 @pytest.fixture

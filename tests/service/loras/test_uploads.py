@@ -204,7 +204,7 @@ def test_what_a_killed_store_had_of_uploads_goes_at_its_next_start(tmp_path: Pat
         said.put(request)
     messages: Iterator[pb.UploadLoraRequest] = iter(said.get, None)
     with Services(tmp_path) as services:
-        store = services.start("bottega.loras", settings, name="store")
+        store = services.start("loras", settings, name="store")
         with grpc.insecure_channel(store.address) as channel:
             call = lora_pb2_grpc.LoraServiceStub(channel).UploadLora.future(messages, timeout=PATIENCE_S)
             incoming = folder / "files" / "incoming"
@@ -213,5 +213,5 @@ def test_what_a_killed_store_had_of_uploads_goes_at_its_next_start(tmp_path: Pat
             assert isinstance(call.exception(PATIENCE_S), grpc.RpcError)
             said.put(None)
         assert any(incoming.iterdir())
-        services.start("bottega.loras", settings, name="store")
+        services.start("loras", settings, name="store")
         assert list(incoming.iterdir()) == []

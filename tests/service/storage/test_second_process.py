@@ -72,14 +72,14 @@ def test_a_second_lora_store_refuses_to_start_and_leaves_uploads_under_way_alone
 ) -> None:
     folder = tmp_path / "store"
     config = {"gateway": "", "server": _SERVER, "folder": str(folder)}
-    store = services.start("bottega.loras", config, name="store")
+    store = services.start("loras", config, name="store")
     with _uploading(store, lora_file(tmp_path, rank=32).read_bytes(), folder):
         ended = _second(tmp_path, "bottega.loras", config)
         held = f"{folder} is in use by process {store.process.pid}"
         todo = "stop that one first, or configure another place (key folder)"
         assert (ended.returncode, _last_line(ended)) == (1, f"bottega.loras: {held}: {todo}")
     store.kill()
-    services.start("bottega.loras", config, name="next")
+    services.start("loras", config, name="next")
 
 
 @pytest.mark.parametrize("other", ["another", "the same"])
@@ -88,9 +88,9 @@ def test_a_second_controlnet_server_refuses_to_start_on_the_file_of_another_one(
 ) -> None:
     """Servers in one folder, with a file each, are what `bottega up` starts."""
     config = {"gateway": "", "server": _SERVER, "engine": {"threads": 1}, "catalogue": str(tmp_path / "nets.db")}
-    first = services.start("bottega.controlnet", config, name="first")
+    first = services.start("controlnet", config, name="first")
     if other == "another":
-        services.start("bottega.controlnet", {**config, "catalogue": str(tmp_path / "others.db")}, name="second")
+        services.start("controlnet", {**config, "catalogue": str(tmp_path / "others.db")}, name="second")
         return
     ended = _second(tmp_path, "bottega.controlnet", config)
     held = f"{tmp_path / 'nets.db'} is in use by process {first.process.pid}"

@@ -108,7 +108,7 @@ def test_rows_with_a_lora_are_lent_too_though_the_other_has_drawn_nothing_with_o
 ) -> None:
     server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
     with Services(tmp_path) as services:
-        store = services.start("bottega.loras", {"name": "loras", "gateway": "", "server": server})
+        store = services.start("loras", {"name": "loras", "gateway": "", "server": server})
         where = [worker_pb2.LoraStore(name="loras", address=store.address)]
         lora = Lora(name="ink", scale=1.0, max_step=0, digest=_brought(store.address, tmp_path))
         options = {"loras": [lora], "num_inference_steps": LONG}

@@ -52,7 +52,7 @@ async def working(gateway: Service) -> AsyncIterator[ScriptedWorker]:
 
 
 def start(services: Services, *, soft: int, hard: int) -> Service:
-    return services.start("bottega.gateway", gateway_config(), run_by=["prlimit", f"--nofile={soft}:{hard}"])
+    return services.start("gateway", gateway_config(), run_by=["prlimit", f"--nofile={soft}:{hard}"])
 
 
 def stub(channel: grpc.aio.Channel) -> image_pb2_grpc.ImageServiceAsyncStub:
@@ -149,7 +149,7 @@ async def test_no_descriptor_left_is_told_as_what_it_is_and_passes(services: Ser
 async def test_callers_that_watch_by_the_thousand_keep_nobody_from_short_calls_nor_other_hosts_from_drawing(
     services: Services,
 ) -> None:
-    gateway = services.start("bottega.gateway", gateway_config())
+    gateway = services.start("gateway", gateway_config())
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(working(gateway))
         worker.script.hold_at = 1

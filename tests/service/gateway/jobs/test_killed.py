@@ -43,7 +43,7 @@ class House:
         config = gateway_config(
             server=server, fleet={"listen": self.fleet}, state=str(self.state), codec_processes=1, max_queued=2000
         )
-        self.gateway = await asyncio.to_thread(self._services.start, "bottega.gateway", config, name="gateway")
+        self.gateway = await asyncio.to_thread(self._services.start, "gateway", config, name="gateway")
 
     async def kill(self) -> None:
         assert self.gateway is not None
