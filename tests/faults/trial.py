@@ -80,7 +80,7 @@ def _try(tree: _Tree, waiting: queue.SimpleQueue[tuple[Fault, Place]], outcomes:
 
 
 class _Tree:
-    """A copy of the tree; files that nobody changes are shared with it where the disk can."""
+    """A copy of the tree; weights, which are large and never written in place, are shared where the disk can."""
 
     _times = count(1_600_000_000)
 
@@ -91,9 +91,9 @@ class _Tree:
             source = ROOT / name
             if source.is_dir():
                 ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-                shutil.copytree(source, path / name, ignore=ignored, copy_function=_link)
+                shutil.copytree(source, path / name, ignore=ignored, copy_function=_copy)
             else:
-                _link(str(source), str(path / name))
+                _copy(str(source), str(path / name))
 
     def read(self, file: str) -> str:
         return (self._path / file).read_text(encoding="utf-8")
@@ -127,9 +127,12 @@ class _Tree:
         return Outcome(status=status, seconds=time.monotonic() - began, said="\n".join(said.splitlines()[-12:]))
 
 
-def _link(source: str, target: str) -> str:
-    try:
-        os.link(source, target)
-    except OSError:  # another disk
-        shutil.copy2(source, target)
-    return target
+def _copy(source: str, target: str) -> str:
+    if Path(source).suffix == ".safetensors":
+        try:
+            os.link(source, target)
+        except OSError:  # another disk
+            pass
+        else:
+            return target
+    return shutil.copy2(source, target)
