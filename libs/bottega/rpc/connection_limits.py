@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import psutil
 
 from bottega.process import open_files
-from bottega.rpc.interceptor.call_limits import room
+from bottega.rpc.interceptor.call_limits import fair_room
 from bottega.rpc.peers import endpoint, host_of_address
 
 # Of the descriptors: a service may listen on two ports, and the rest is for files, links and child processes.
@@ -48,7 +48,7 @@ def most_connections(wanted: int) -> int:
 
 
 class ConnectionGuard:
-    """Looks after the connections to a port. most: that gRPC takes. share: see places.room, of one host.
+    """Looks after the connections to a port. most: that gRPC takes. share: see call_limits.fair_room, of one host.
 
     busy: the other ends (peers.endpoint) of connections that carry calls now; those are left alone.
     """
@@ -99,7 +99,7 @@ class ConnectionGuard:
             idle = [connection for connection in held if connection.peer not in busy]
             random.shuffle(idle)
             left = len(held)
-            while idle and room(free=free, held=left, share=self._share) < 0:
+            while idle and fair_room(free=free, held=left, share=self._share) < 0:
                 yield idle.pop()
                 left, free = left - 1, free + 1
 

@@ -6,16 +6,16 @@ owns the device. Links of workers end in the engine, so that no tensor passes th
 ControlNets are the one kind of adapter that it hosts now. What another kind that runs beside the base model, such as
 IP-Adapter's image encoder or T2I-Adapter, finds here, and what it has to bring:
 
-- Hosting, loading, eviction, prefetching, digests and metrics (hosts.py, the shelf, the catalogue) know an adapter's
-  name, folder, bytes and digest, and a function that loads it. `find_controlnet` looks at a folder's `_class_name`:
-  another kind is found beside it.
+- Hosting, loading, eviction, prefetching, digests and metrics (model_registry.py, ControlNetCache, the catalogue) need
+  an adapter's name, folder, bytes and digest, and a function that loads it. `find_controlnet` looks at a folder's
+  `_class_name`: another kind is found beside it.
 - A session begins with a picture and the conditions of both halves, and computes once what stays the same from step to
   step: `ControlSession.embedded`. A kind that depends on no latent does all of its work there.
-- A step is rows for `Forwards`: what rows share in one forward is `Work.key`, the forward is `run_group`. It returns
-  tensors by point and row at scale 1; a row's own scales are applied on their way into the link's slot.
+- A step is rows for `BatchExecutor`: what rows share in one forward is `StepRequest.key`, the forward is `run_group`.
+  It returns tensors by point and row at scale 1; a row's own scales are applied on their way into the link's slot.
 - An answer's tensors go out in the order in which the base model needs them, each said to be ready by itself
-  (answers.py). Number and shapes follow from `ControlLayout.shapes`, which worker and server compute alike; another
-  kind brings its own layout, and its points to the worker's backbone (`Block.needs`), where they are added.
-- Links, leases, refusals, pings and going on elsewhere (control_messages.py, worker_link.py, the worker's side) know
-  sessions, rows and layouts by number, and nothing of what is computed.
+  (link_responses.py). Number and shapes follow from `ControlLayout.shapes`, which worker and server compute alike;
+  another kind brings its own layout, and its points to the worker's backbone (`Block.needs`), where they are added.
+- Links, leases, refusals, pings and going on elsewhere (worker_link.py, the worker's side) carry sessions, rows and
+  layouts by number, whatever is computed.
 """

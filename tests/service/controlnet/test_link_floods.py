@@ -107,7 +107,7 @@ def test_workers_link_and_draw_while_a_stranger_asks_for_links_that_it_does_not_
     assert told.answers.total() > FLOOD_S * PER_S / 2, "the machine was too slow for this to be a flood"
 
 
-def test_places_that_nobody_took_are_free_again_and_the_log_is_short(cast: Cast) -> None:
+def test_call_limits_that_nobody_took_are_free_again_and_the_log_is_short(cast: Cast) -> None:
     lines = [event["event"] for event in cast.server.service.events()]
     told, more = "an offer of a link was not taken up", "more offers of links were not taken up"
     wait_until(lambda: _not_taken_up(cast.server, told, more) > FLOOD_S * PER_S / 2, "the offers to be given up")

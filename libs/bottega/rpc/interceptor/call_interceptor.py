@@ -50,7 +50,7 @@ class _RequestLimits:
     each: they all come by the budget, and not the first alone.
     """
 
-    budget: MemoryQuota
+    quota: MemoryQuota
     most_bytes: int
     each: bool = False
 
@@ -77,13 +77,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         self._default_deadline_s = default_deadline_s
         self._requests = requests
-        self._answers = answers
+        self._responses = answers
         self._wrapped: dict[str, _Handler] = {}
         self.calls = CallTracker(metrics, answers, kinds)
         self._kinds = kinds
-        self._conversations = _RequestLimits(budget=streamed, most_bytes=_CONVERSATION_BYTES)
-        self._uploads = _RequestLimits(budget=streamed, most_bytes=_UPLOAD_BYTES)
-        self._grpcs = _RequestLimits(budget=_small(), most_bytes=_OF_GRPC_BYTES, each=True)
+        self._conversations = _RequestLimits(quota=streamed, most_bytes=_CONVERSATION_BYTES)
+        self._uploads = _RequestLimits(quota=streamed, most_bytes=_UPLOAD_BYTES)
+        self._grpcs = _RequestLimits(quota=_small(), most_bytes=_OF_GRPC_BYTES, each=True)
         self._unknown = self._refusing()
 
     async def intercept_service(
@@ -136,7 +136,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         async def call(_: _Raw, context: Context) -> bytes | None:
             async with self._guard(self._kinds.streamed, method, context) as guard, self._deadline(context):
-                guard.take_place()
+                guard.acquire_slot()
                 requests = self._said(context, parse, self._uploads)
                 return guard.answers.admit(_packed(await handler.stream_unary(requests, context), pack))
             return None
@@ -148,7 +148,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         async def call(_: _Raw, context: Context) -> None:
             async with self._guard(self._kinds.streamed, method, context) as guard:
-                guard.take_place()
+                guard.acquire_slot()
                 requests = self._said(context, parse, self._conversations)
                 await _send_all(handler.stream_stream(requests, context), pack, guard.answers, context.write)
 
@@ -169,18 +169,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         async def unary(_: _Raw, context: Context) -> object:
             async with self._guard(self._kinds.of_grpc, method, context) as guard:
-                guard.take_place()
+                guard.acquire_slot()
                 return await handler.unary_unary(await self._only(context, parse), context)
             return None
 
         async def watch(_: _Raw, context: Context) -> None:
             async with self._guard(self._kinds.of_grpc_streams, method, context) as guard:
-                guard.take_place()
+                guard.acquire_slot()
                 await handler.unary_stream(await self._only(context, parse), context)
 
         async def conversation(_: _Raw, context: Context) -> None:
             async with self._guard(self._kinds.of_grpc_streams, method, context) as guard:
-                guard.take_place()
+                guard.acquire_slot()
                 async for response in handler.stream_stream(self._said(context, parse, self._grpcs), context):
                     await context.write(response)
 
@@ -194,14 +194,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     async def _share(self, guard: CallGuard) -> QuotaShare:
         try:
-            guard.take_place()
-            return await self._requests.share(guard.peer)
+            guard.acquire_slot()
+            return await self._requests.reserve(guard.peer)
         except QueueFull:
-            self._answers.hurry()
+            self._responses.shorten_waits()
             raise
 
     async def _received(self, context: Context, parse: _Parse, share: QuotaShare) -> object:
-        raw = _within(self._requests.message_bytes, await self._requests.received(context.read))
+        raw = _within(self._requests.message_bytes, await self._requests.receive(context.read))
         if raw is grpc.aio.EOF:
             raise InvalidRequest("the call carries no request")
         share.shrink(len(raw))
@@ -213,17 +213,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 return request
         raise InvalidRequest("the call carries no request")
 
-    async def _said(self, context: Context, parse: _Parse, intake: _RequestLimits) -> AsyncGenerator[object, None]:
+    async def _said(self, context: Context, parse: _Parse, limits: _RequestLimits) -> AsyncGenerator[object, None]:
         """All messages of a caller. Of one that nobody knows yet the first may be large, before it is refused.
 
         Reads by the context: gRPC's stream of requests, once begun, is a cycle of its own where it is not read out.
         """
         peer = peer_of(context.peer())
-        raw = _within(intake.most_bytes, await _by_budget(intake, context, peer))
+        raw = _within(limits.most_bytes, await _by_budget(limits, context, peer))
         while raw is not grpc.aio.EOF:
             yield await _parsed(raw, parse)
-            reading = _by_budget(intake, context, peer) if intake.each else context.read()
-            raw = _within(intake.most_bytes, await reading)
+            reading = _by_budget(limits, context, peer) if limits.each else context.read()
+            raw = _within(limits.most_bytes, await reading)
 
     def _deadline(self, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
         # gRPC itself ends a call whose caller set a deadline.
@@ -247,9 +247,9 @@ def _small() -> MemoryQuota:
     return MemoryQuota(max_bytes=most_bytes, message_bytes=_OF_GRPC_BYTES)
 
 
-async def _by_budget(intake: _RequestLimits, context: Context, peer: Peer) -> Any:
-    with await intake.budget.share(peer):
-        return await intake.budget.received(context.read)
+async def _by_budget(limits: _RequestLimits, context: Context, peer: Peer) -> Any:
+    with await limits.quota.reserve(peer):
+        return await limits.quota.receive(context.read)
 
 
 def _taking_streams(make: Any, call: Callable[[_Raw, Context], object], pack: _Pack = None) -> _Handler:

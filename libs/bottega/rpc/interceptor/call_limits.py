@@ -17,7 +17,7 @@ from bottega.rpc.peers import Peer
 _RETRY_S = (0.5, 1.5)
 
 
-def room(*, free: float, held: int, share: float) -> float:
+def fair_room(*, free: float, held: int, share: float) -> float:
     """How many more places a peer may take that holds `held`, while `free` are free; not more than 0 when none.
 
     share: in (0, 1]; alone a peer may have that part of all. The room of each falls with what is free, so that whoever
@@ -41,7 +41,7 @@ class CallCounter:
 
 
 class CallLimit:
-    """Those of one kind of call. most: of all callers. share: see `room`, of a host, and of a host's connection.
+    """Those of one kind of call. most: of all callers. share: see `fair_room`, of a host, and of a host's connection.
 
     limit: of ServerConfig, which says how many there are.
     """
@@ -53,16 +53,16 @@ class CallLimit:
         self._all = CallCounter()
         self._held: dict[Peer | str, CallCounter] = {}  # by connections and hosts that have any
 
-    def take(self, peer: Peer) -> CallSlot:
+    def acquire(self, peer: Peer) -> CallSlot:
         """A place for one call. Raises QueueFull, with the time after which to ask again, when there is none."""
         host, connection = self._held.get(peer.host, _NONE), self._held.get(peer, _NONE)
         free = self._most - self._all.count
         if free <= 0:
             raise full("as many calls are served as can be", limit=self._limit)
-        host_room = room(free=free, held=host.count, share=self._share)
+        host_room = fair_room(free=free, held=host.count, share=self._share)
         if host_room <= 0:
             raise full("your host has as many calls open as it may have now", limit=self._limit)
-        if room(free=host_room, held=connection.count, share=self._share) <= 0:
+        if fair_room(free=host_room, held=connection.count, share=self._share) <= 0:
             raise full("your connection has as many calls open as it may have now", limit=self._limit)
         return CallSlot(
             [self._all, *(self._held.setdefault(key, CallCounter()) for key in (peer.host, peer))], self._tidy(peer)
@@ -91,12 +91,12 @@ class CallSlot:
             tally.active += 1
             tally.opened += 1
 
-    def leave(self) -> None:
+    def end_serving(self) -> None:
         """The call has ended, but for what its caller has not read."""
         for tally in self._tallies:
             tally.active -= 1
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Nothing is left of the call, which has ended."""
         for tally in self._tallies:
             tally.opened -= 1

@@ -47,7 +47,7 @@ class CallLimits:
     def connections(self) -> frozenset[str]:
         """Those that have calls, as places.Peer.connection."""
         kinds = (self.short, self.streams, self.streamed, self.of_grpc, self.of_grpc_streams)
-        return frozenset(connection for places in kinds for connection in places.connections())
+        return frozenset(connection for limit in kinds for connection in limit.connections())
 
 
 class CallTracker:
@@ -67,11 +67,11 @@ class CallTracker:
         """Returns when no call is being served, gRPC's own aside."""
         await self._idle.wait()
 
-    def guard(self, places: CallLimit, method: str, context: Context) -> CallGuard:
+    def guard(self, limit: CallLimit, method: str, context: Context) -> CallGuard:
         """Around the serving of one call."""
-        return CallGuard(self, places, method, context)
+        return CallGuard(self, limit, method, context)
 
-    def enter(self, places: CallLimit, context: Context) -> CallResponses:
+    def enter(self, limit: CallLimit, context: Context) -> CallResponses:
         """A call begins."""
         # Every call runs in a task of its own, so what is bound here is bound for this call only. It ends when gRPC has
         # sent all that was answered, or the caller has gone.
@@ -79,22 +79,22 @@ class CallTracker:
         at_end(answers.release)
         answers.bind()
         logs.bind(**_request_id(context))
-        if not self._is_of_grpc(places):
+        if not self._is_of_grpc(limit):
             self._active += 1
             self._idle.clear()
         return answers
 
-    def leave(self, places: CallLimit, method: str, code: Code | None, seconds: float) -> None:
+    def leave(self, limit: CallLimit, method: str, code: Code | None, seconds: float) -> None:
         """It has ended, but for what its caller has not read. code: None is OK."""
-        if self._is_of_grpc(places):
+        if self._is_of_grpc(limit):
             return
         self._active -= 1
         if not self._active:
             self._idle.set()
         self._metrics.observe(method, code.name if code else "OK", seconds)
 
-    def _is_of_grpc(self, places: CallLimit) -> bool:
-        return places in (self.kinds.of_grpc, self.kinds.of_grpc_streams)
+    def _is_of_grpc(self, limit: CallLimit) -> bool:
+        return limit in (self.kinds.of_grpc, self.kinds.of_grpc_streams)
 
 
 class CallGuard:
@@ -105,23 +105,23 @@ class CallGuard:
     collector comes by: so it ends here, without a traceback.
     """
 
-    def __init__(self, calls: CallTracker, places: CallLimit, method: str, context: Context) -> None:
+    def __init__(self, calls: CallTracker, limit: CallLimit, method: str, context: Context) -> None:
         self._calls = calls
-        self._places = places
-        self._place: CallSlot | None = None
+        self._limit = limit
+        self._slot: CallSlot | None = None
         self._method = method
         self._context = context
         self._began = time.perf_counter()
 
     async def __aenter__(self) -> CallGuard:
         self.peer = peer_of(self._context.peer())
-        self.answers = self._calls.enter(self._places, self._context)
+        self.answers = self._calls.enter(self._limit, self._context)
         return self
 
-    def take_place(self) -> None:
+    def acquire_slot(self) -> None:
         """In the block, before anything is taken in. Raises QueueFull."""
-        self._place = self._places.take(self.peer)
-        at_end(self._place.close)
+        self._slot = self._limit.acquire(self.peer)
+        at_end(self._slot.release)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -130,14 +130,14 @@ class CallGuard:
         refused = error if isinstance(error, Exception) and not isinstance(error, _OF_GRPC) else None
         # Before the caller hears: one that does not read, does not hear either.
         seconds = time.perf_counter() - self._began
-        if self._place is not None:
-            self._place.leave()
+        if self._slot is not None:
+            self._slot.end_serving()
         ours = None
         try:
             ours = _told(self._method, refused, self._calls.refusals) if refused else None
         finally:
             code = Code.CANCELLED if error is not None else None
-            self._calls.leave(self._places, self._method, ours.code if ours else code, seconds)
+            self._calls.leave(self._limit, self._method, ours.code if ours else code, seconds)
         if ours is None:
             return False
         try:

@@ -26,8 +26,8 @@ _WAIT_S = 3.0
 class QuotaShare:
     """What the request of one call takes of the budget, until the block ends or it is released."""
 
-    def __init__(self, budget: MemoryQuota, size_bytes: int) -> None:
-        self._budget = budget
+    def __init__(self, quota: MemoryQuota, size_bytes: int) -> None:
+        self._quota = quota
         self._size_bytes = size_bytes
 
     def __enter__(self) -> Self:
@@ -40,7 +40,7 @@ class QuotaShare:
 
     def shrink(self, size_bytes: int) -> None:
         """The message is here, and only so large."""
-        self._budget.give_back(max(0, self._size_bytes - size_bytes))
+        self._quota.release(max(0, self._size_bytes - size_bytes))
         self._size_bytes = min(self._size_bytes, size_bytes)
 
     def release(self) -> None:
@@ -58,18 +58,18 @@ class MemoryQuota:
         self._waiting = FairQueue()
         self._coming: dict[asyncio.Timeout, float] = {}
 
-    async def share(self, peer: Peer) -> QuotaShare:
+    async def reserve(self, peer: Peer) -> QuotaShare:
         """Room for one message of a caller; those who wait for it have it in fair turns.
 
         Raises QueueFull, with the time after which to ask again, when there is none soon.
         """
         if self._waiting or self._free_bytes < self.message_bytes:
-            await self._turn(peer)
+            await self._wait_for_turn(peer)
         else:
             self._free_bytes -= self.message_bytes
         return QuotaShare(self, self.message_bytes)
 
-    async def received(self, read: Callable[[], Awaitable[ReadT]]) -> ReadT:
+    async def receive(self, read: Callable[[], Awaitable[ReadT]]) -> ReadT:
         """The message that `read` waits for. Raises QueueFull when it takes long while others wait for the room."""
         scope = asyncio.timeout(_CONTENDED_S if self._waiting else _COMING_S)
         self._coming[scope] = asyncio.get_running_loop().time()
@@ -83,21 +83,21 @@ class MemoryQuota:
         finally:
             del self._coming[scope]
 
-    def give_back(self, size_bytes: int) -> None:
+    def release(self, size_bytes: int) -> None:
         """So much is free again."""
         self._free_bytes += size_bytes
         while self._waiting and self._free_bytes >= self.message_bytes:
             self._free_bytes -= self.message_bytes
             self._waiting.pop().set_result(None)
 
-    async def _turn(self, peer: Peer) -> None:
+    async def _wait_for_turn(self, peer: Peer) -> None:
         turn = self._waiting.add(peer)
-        self._hurry()
+        self._shorten_waits()
         try:
             await asyncio.wait([turn], timeout=_WAIT_S)
         except asyncio.CancelledError:
             if turn.done():
-                self.give_back(self.message_bytes)
+                self.release(self.message_bytes)
             else:
                 self._waiting.remove(peer, turn)
             raise
@@ -105,7 +105,7 @@ class MemoryQuota:
             self._waiting.remove(peer, turn)
             raise full("as many requests are taken in as there is memory for", limit="max_requests_mib")
 
-    def _hurry(self) -> None:
+    def _shorten_waits(self) -> None:
         """Somebody waits: whoever sends slowly is not waited for any longer."""
         now = asyncio.get_running_loop().time()
         for scope, began in self._coming.items():

@@ -35,17 +35,17 @@ class ResponseFlowControl:
         self._max_bytes = max_bytes
         self._wait_s = wait_s
         self._held_bytes = 0
-        self._untaken: dict[asyncio.Timeout, float] = {}
+        self._unread: dict[asyncio.Timeout, float] = {}
 
-    def hurry(self) -> None:
+    def shorten_waits(self) -> None:
         """Somebody is refused: whoever does not read is not waited for much longer."""
         now = asyncio.get_running_loop().time()
-        for scope, began in self._untaken.items():
+        for scope, began in self._unread.items():
             ends = scope.when()
             if ends is not None and not scope.expired() and ends > began + _CONTENDED_S:
                 scope.reschedule(max(now, began + _CONTENDED_S))
 
-    def hold(self, size_bytes: int, own_bytes: int) -> bool:
+    def try_hold(self, size_bytes: int, own_bytes: int) -> bool:
         """Holds so much more for a call that has `own_bytes`, if there is room. An only one is never too large."""
         if self._held_bytes + size_bytes > self._max_bytes and self._held_bytes > own_bytes:
             return False
@@ -56,10 +56,10 @@ class ResponseFlowControl:
         """So much is free again."""
         self._held_bytes -= size_bytes
 
-    async def taken(self, writing: Awaitable[object]) -> None:
+    async def wait_until_read(self, writing: Awaitable[object]) -> None:
         """Waits until the caller has taken an answer. Raises ReaderStalled when that takes too long."""
         scope = asyncio.timeout(self._wait_s)
-        self._untaken[scope] = asyncio.get_running_loop().time()
+        self._unread[scope] = asyncio.get_running_loop().time()
         try:
             async with scope:
                 await writing
@@ -68,14 +68,14 @@ class ResponseFlowControl:
                 raise
             raise ReaderStalled("an answer was not read in time; ask again") from None
         finally:
-            del self._untaken[scope]
+            del self._unread[scope]
 
 
 class CallResponses:
     """Those of one call."""
 
-    def __init__(self, budget: ResponseFlowControl) -> None:
-        self._budget = budget
+    def __init__(self, flow: ResponseFlowControl) -> None:
+        self._flow = flow
         self._held_bytes = 0
 
     def bind(self) -> None:
@@ -87,7 +87,7 @@ class CallResponses:
         more_bytes = size_bytes - self._held_bytes
         if size_bytes <= SMALL_BYTES or more_bytes <= 0:
             return True
-        if not self._budget.hold(more_bytes, self._held_bytes):
+        if not self._flow.try_hold(more_bytes, self._held_bytes):
             return False
         self._held_bytes = size_bytes
         return True
@@ -95,16 +95,16 @@ class CallResponses:
     def admit(self, raw: bytes) -> bytes:
         """An answer for which there is room. Raises QueueFull when there is none."""
         if not self.reserve(len(raw)):
-            self._budget.hurry()
+            self._flow.shorten_waits()
             raise full("as many answers wait to be read as there is memory for", limit="max_answers_mib")
         return raw
 
     async def send(self, raw: bytes, write: Callable[[bytes], Awaitable[object]]) -> None:
         """Writes one answer. Raises QueueFull, ReaderStalled; after that what gRPC has of it is still held."""
-        await self._budget.taken(write(self.admit(raw)))
+        await self._flow.wait_until_read(write(self.admit(raw)))
         self.release()
 
     def release(self) -> None:
         """All is taken, or the call is over. Harmless when done before."""
-        self._budget.give_back(self._held_bytes)
+        self._flow.give_back(self._held_bytes)
         self._held_bytes = 0

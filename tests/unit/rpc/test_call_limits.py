@@ -19,7 +19,7 @@ def taken(places: CallLimit, who: Peer) -> list[CallSlot]:
     got: list[CallSlot] = []
     while True:
         try:
-            got.append(places.take(who))
+            got.append(places.acquire(who))
         except QueueFull:
             return got
 
@@ -50,8 +50,8 @@ def test_a_host_has_more_again_when_others_have_gone() -> None:
     alone = len(first)
     others = taken(places, peer("b"))
     for place in (*first, *others):
-        place.leave()
-        place.close()
+        place.end_serving()
+        place.release()
     assert len(taken(places, peer("a"))) == alone
     assert set(places.connections()) == {"a 1"}, "who has gone is forgotten"
 
@@ -69,7 +69,7 @@ def test_who_finds_no_place_hears_which_limit_it_is_and_when_to_ask_again() -> N
     places = streams(4)
     taken(places, peer("a"))
     with pytest.raises(QueueFull) as caught:
-        places.take(peer("a"))
+        places.acquire(peer("a"))
     assert caught.value.metadata == {"limit": "max_streams"}
     assert caught.value.retry_after_s
 
@@ -80,10 +80,10 @@ def test_as_many_as_are_served_may_have_ended_and_be_unread() -> None:
         unread = taken(places, peer("a"))
         assert len(unread) == 8
         for place in unread:
-            place.leave()
+            place.end_serving()
     assert not taken(places, peer("a"))
     for place in unread:
-        place.close()
+        place.release()
     assert len(taken(places, peer("a"))) == 8
 
 
