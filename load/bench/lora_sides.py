@@ -118,7 +118,7 @@ def suite_side(model: Path) -> Answers:
     from bottega.diffusion.engine.engine import Engine, EngineLimits
     from bottega.diffusion.engine.events import JobFailed
     from bottega.diffusion.engine.job import EngineOrder
-    from bottega.diffusion.loras import LoraRef, LoraWeights, ScaledLora
+    from bottega.diffusion.loras import LoraAtScale, LoraRef, LoraWeights
     from bottega.diffusion.model.model import load_model
     from bottega.diffusion.spec import LoraSpec, ResolvedSpec
     from load.bench.local_loras import LocalLoras
@@ -139,7 +139,7 @@ def suite_side(model: Path) -> Answers:
             while not handle.ready:
                 source.settle([handle], 1.0)
             layers = {name: handle.layers(name) for name in ("text_encoder", "text_encoder_2", "unet")}
-            uses = [ScaledLora(digest=said["digest"], scale=1.0, layers=layers)]
+            uses = [LoraAtScale(digest=said["digest"], scale=1.0, layers=layers)]
             weights.put_in_text(weights.text_set(uses))
             weights.put_in_unet(weights.unet_set(uses))
             source.close([handle])

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from bottega.diffusion.controlnets import (
     ControlLayout,
-    ControlNet,
     ControlNetCache,
     ControlNetSource,
+    LoadedControlNet,
     base_layout,
     find_controlnet,
     load_controlnet,
@@ -87,7 +87,7 @@ class Gate:
         """From now on."""
         self._open.set()
 
-    def __call__(self, source: ControlNetSource, device: torch.device) -> ControlNet:
+    def __call__(self, source: ControlNetSource, device: torch.device) -> LoadedControlNet:
         """Loads as a shelf does."""
         self.waiting.set()
         if not self._open.wait(GATE_S):

@@ -173,7 +173,7 @@ class QueuedOffers:
 def _serve() -> None:
     import torch
 
-    from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
+    from bottega.diffusion.loras import LoraHandle, LoraRef, StoreAddress
     from bottega.transport import LinkCounters
     from bottega.worker.loras import LoraCache, LoraLinkSettings
 
@@ -196,7 +196,9 @@ def _serve() -> None:
         if order["offer"]:
             offers.brought.put(offer_from_wire(LinkOffer.FromString(base64.b64decode(order["offer"]))))
         if order["fetch"]:
-            handles[digest] = source.begin(LoraRef(name="a", digest=digest, stores=(LoraStore(name="s", address="s"),)))
+            handles[digest] = source.begin(
+                LoraRef(name="a", digest=digest, stores=(StoreAddress(name="s", address="s"),))
+            )
             until_s = time.monotonic() + PATIENCE_S
             while not handles[digest].ready and time.monotonic() < until_s:
                 source.settle([handles[digest]], 0.1)

@@ -12,10 +12,10 @@ import torch
 from bottega import kinds
 from bottega.diffusion.controlnets import (
     ControlLayout,
-    ControlNet,
     ControlNetCache,
     ControlNetLease,
     ControlNetSource,
+    LoadedControlNet,
     controlnet_digest,
     find_controlnet,
     load_controlnet,
@@ -124,7 +124,7 @@ class ModelRegistry:
             report.sessions = sessions.get(report.name, 0)
         return reports
 
-    def _load(self, source: ControlNetSource, device: torch.device) -> ControlNet:
+    def _load(self, source: ControlNetSource, device: torch.device) -> LoadedControlNet:
         net = load_controlnet(source, device)
         net.tell_alive(self._alive)
         return net

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import torch
 
-from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
+from bottega.diffusion.loras import LoraHandle, LoraRef, StoreAddress
 from bottega.errors import BottegaError, DataLoss, InternalError, LoraNotFound, NoLora
 from bottega.lora import canonical
 from bottega.loras.config import LinksConfig
@@ -53,8 +53,8 @@ class _Offers:
         return ServiceOffer(offer=offer_from_wire(answer.offer), service=address)
 
 
-def _named(stores: Iterable[Running]) -> tuple[LoraStore, ...]:
-    return tuple(LoraStore(name=store.store.name, address=store.server.address) for store in stores)
+def _named(stores: Iterable[Running]) -> tuple[StoreAddress, ...]:
+    return tuple(StoreAddress(name=store.store.name, address=store.server.address) for store in stores)
 
 
 class _Worker:

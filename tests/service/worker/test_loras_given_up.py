@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
+from bottega.diffusion.loras import LoraHandle, LoraRef, StoreAddress
 from bottega.transport import LinkCounters
 from bottega.worker.loras import LoraCache, LoraLinkSettings
 from tests.support.shared_loras import LARGE, PATIENCE_S, SMALL, QueuedOffers, Shelf, canonical_file, shelf
 
-_STORE = LoraStore(name="s", address="s")
+_STORE = StoreAddress(name="s", address="s")
 _MIDDLE = (64, 4096)  # some 4 MiB
 _SLOW_BYTES_PER_S = 4 << 20
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
+from bottega.diffusion.loras import LoraHandle, LoraRef, StoreAddress
 from bottega.errors import BadFrame, DataLoss
 from bottega.lora.messages import LoraMessageKind
 from bottega.transport import (
@@ -141,7 +141,7 @@ class _Scripted:
         """Has a LoRA fetched; the store's end of the link, with that fetch taken in."""
         offer = self.listener.offer()
         self.offers.brought.put(offer)
-        handle = self.source.begin(LoraRef(name="ink", digest=digest, stores=(LoraStore(name="s", address="s"),)))
+        handle = self.source.begin(LoraRef(name="ink", digest=digest, stores=(StoreAddress(name="s", address="s"),)))
         link = self.listener.accept(offer, patience())
         with link.recv(patience()) as incoming:
             incoming.wait_all(patience())

@@ -9,8 +9,8 @@ from bottega.diffusion.controlnets.group import ControlRow, run_group, write_res
 from bottega.diffusion.controlnets.layout import ControlLayout, base_layout, read_base_layout
 from bottega.diffusion.controlnets.local import LocalControlNets
 from bottega.diffusion.controlnets.network import (
-    ControlNet,
     ControlNetSource,
+    LoadedControlNet,
     check_weights,
     find_controlnet,
     load_controlnet,
@@ -19,7 +19,7 @@ from bottega.diffusion.controlnets.session import ControlSession, process_image
 
 __all__ = [
     "ControlLayout",
-    "ControlNet",
+    "LoadedControlNet",
     "ControlNetCache",
     "ControlNetSource",
     "ControlRow",

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlNets, ControlRecord
-from bottega.diffusion.engine.addon import AddOn, JobAddOn
+from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlNetProvider, ControlRecord
+from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import ControlUse, EngineRecord
 from bottega.diffusion.engine.forward import Prediction
@@ -27,10 +27,10 @@ CONTROLNETS = "controlnets"
 OPENING_TIMEOUT_S = 120.0
 
 
-class ControlNetAddOn(AddOn):
+class EngineControlNets(EngineAddOn):
     """provider: holds the sessions; None where this worker has no ControlNets."""
 
-    def __init__(self, provider: ControlNets | None) -> None:
+    def __init__(self, provider: ControlNetProvider | None) -> None:
         self._provider = provider
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
@@ -51,7 +51,7 @@ class JobControlNets(JobAddOn):
     spec. One whose ControlNet is not needed any more when the job is resumed has none.
     """
 
-    def __init__(self, provider: ControlNets | None, order: EngineOrder) -> None:
+    def __init__(self, provider: ControlNetProvider | None, order: EngineOrder) -> None:
         self.active: tuple[ActiveControl, ...] = ()
         self.begun: tuple[ControlInput, ...] = ()
         self._provider = provider

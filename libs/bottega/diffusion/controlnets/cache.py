@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 import torch
 
 from bottega.caching import Lease, LoadCache, Popularity
-from bottega.diffusion.controlnets.network import ControlNet, ControlNetSource, load_controlnet
+from bottega.diffusion.controlnets.network import ControlNetSource, LoadedControlNet, load_controlnet
 from bottega.diffusion.errors import to_job_failure
 from bottega.errors import BottegaError, ControlNetNotFound
 
-ControlNetLease = Lease[ControlNet]
-_Load = Callable[[ControlNetSource, torch.device], ControlNet]
+ControlNetLease = Lease[LoadedControlNet]
+_Load = Callable[[ControlNetSource, torch.device], LoadedControlNet]
 
 
-class ControlNetCache(LoadCache[ControlNet]):
+class ControlNetCache(LoadCache[LoadedControlNet]):
     """Loads ControlNets within `budget_bytes` and lets them go.
 
     sources: by name; may grow while the cache is open. popularity: in what order they are let go.
@@ -48,7 +48,7 @@ class _ControlNetLoader:
         """Of its weights. Raises ControlNetNotFound."""
         return self._source(name).size_bytes
 
-    def load(self, name: str) -> ControlNet:
+    def load(self, name: str) -> LoadedControlNet:
         """Its weights, on the device. Raises BottegaError."""
         try:
             return self._load(self._source(name), self._device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bottega.diffusion.controlnets.cache import ControlNetCache, ControlNetLease
 from bottega.diffusion.controlnets.group import ControlRow, run_group, write_residuals
-from bottega.diffusion.controlnets.network import ControlNet
+from bottega.diffusion.controlnets.network import LoadedControlNet
 from bottega.diffusion.controlnets.provider import ControlInput, ControlRecord
 from bottega.diffusion.controlnets.session import ControlSession
 from bottega.diffusion.rows import Row
@@ -38,7 +38,7 @@ class _LocalSession:
 
 
 class LocalControlNets:
-    """Runs the ControlNets of a cache in the thread that asks. A ControlNets, see there.
+    """Runs the ControlNets of a cache in the thread that asks. A ControlNetProvider, see there.
 
     digests: of its ControlNets, by name. fixed_rows: pads every forward to so many rows, for images that are equal byte
     for byte whatever runs beside them; 0 is off.
@@ -143,7 +143,7 @@ def _local_session(handle: Hashable) -> _LocalSession:
     return handle
 
 
-def _pending(handles: Sequence[Hashable]) -> set[Future[tuple[ControlNet, ...]]]:
+def _pending(handles: Sequence[Hashable]) -> set[Future[tuple[LoadedControlNet, ...]]]:
     """The leases of these handles that still wait for a load."""
     holds = {_local_session(handle).lease.values for handle in handles}
     return {nets for nets in holds if not nets.done()}

@@ -52,7 +52,7 @@ class ControlNetSource:
     layout: ControlLayout
 
 
-class ControlNet:
+class LoadedControlNet:
     """A loaded ControlNet, to be run in inference mode; the SDK's class of the same name asks for one.
 
     network: Diffusers' own, but for `embedding`, that of the control image, which is the same at every step and is
@@ -133,7 +133,7 @@ def check_weights(source: ControlNetSource) -> None:
         _check_same(_built(_config(source.name, source.folder, source.root)), files)
 
 
-def load_controlnet(source: ControlNetSource, device: torch.device) -> ControlNet:
+def load_controlnet(source: ControlNetSource, device: torch.device) -> LoadedControlNet:
     """Loads the weights. May run in any thread beside forwards of other networks.
 
     Raises ControlNetUnusable where the files are not what they were, or not whole.
@@ -155,7 +155,7 @@ def load_controlnet(source: ControlNetSource, device: torch.device) -> ControlNe
             network.load_state_dict(state, strict=True, assign=True)
     except InvalidRequest as error:
         raise ControlNetUnusable(error.message) from None
-    return ControlNet(source, network.eval())
+    return LoadedControlNet(source, network.eval())
 
 
 def _config(name: str, folder: Path, root: Path | None) -> NetworkConfig:

@@ -73,7 +73,7 @@ class ControlRecord:
     similarity: float | None = None
 
 
-class ControlNets(ResidualProvider, Protocol):
+class ControlNetProvider(ResidualProvider, Protocol):
     """Holds the sessions of requests with their ControlNets. All calls come from the engine's thread."""
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:

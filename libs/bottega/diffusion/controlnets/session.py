@@ -10,7 +10,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from bottega.diffusion.controlnets.network import ControlNet
+from bottega.diffusion.controlnets.network import LoadedControlNet
 from bottega.diffusion.controlnets.provider import ControlInput
 from bottega.diffusion.rows import Embeds
 
@@ -21,7 +21,7 @@ class ControlSession:
     scales: by residual point, what its residuals are multiplied by. halves: those that it controls.
     """
 
-    def __init__(self, net: ControlNet, control: ControlInput) -> None:
+    def __init__(self, net: LoadedControlNet, control: ControlInput) -> None:
         self.net = net
         self.halves = {half: _on(net, embeds) for half, embeds in control.halves.items()}
         self.scales = _scales(net, control)
@@ -47,7 +47,7 @@ def process_image(pixels: Tensor, height: int, width: int, latent_scale: int) ->
     return processed.to(torch.float32)
 
 
-def _scales(net: ControlNet, control: ControlInput) -> list[float | Tensor]:
+def _scales(net: LoadedControlNet, control: ControlInput) -> list[float | Tensor]:
     points = len(net.layout.points)
     if not control.guess_mode:
         return [control.scale] * points
@@ -55,7 +55,7 @@ def _scales(net: ControlNet, control: ControlInput) -> list[float | Tensor]:
     return list(torch.logspace(-1, 0, points, device=net.device) * control.scale)
 
 
-def _on(net: ControlNet, embeds: Embeds) -> Embeds:
+def _on(net: LoadedControlNet, embeds: Embeds) -> Embeds:
     return Embeds(
         prompt=embeds.prompt.to(net.device, net.dtype),
         pooled=embeds.pooled.to(net.device, net.dtype),

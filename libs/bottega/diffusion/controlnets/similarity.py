@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from bottega.diffusion.controlnets.provider import ControlInput, ControlNets, ControlRecord
+from bottega.diffusion.controlnets.provider import ControlInput, ControlNetProvider, ControlRecord
 from bottega.diffusion.rows import Half, Row
 
 # An image and one of its halves.
@@ -62,9 +62,9 @@ class SimilarityMeter:
 
 
 class MeasuredControlNets:
-    """A ControlNets, see there: another one, whose records say how similar the residuals of measured controls are."""
+    """Another ControlNetProvider, whose records say how similar the residuals of measured controls are."""
 
-    def __init__(self, controlnets: ControlNets) -> None:
+    def __init__(self, controlnets: ControlNetProvider) -> None:
         self._controlnets = controlnets
         self._meters: dict[Hashable, SimilarityMeter] = {}
 

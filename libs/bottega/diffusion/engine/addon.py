@@ -2,14 +2,14 @@
 
 The engine has a list of add-ons and names none of them. Each gives a job its own part, when the job needs any:
 
-    submitted      AddOn.open              asks for what takes time; refuses what can never be had
-    encoding       JobAddOn.prompt_ready   whether the prompt can be read
-                   AddOn.before_prompt     makes the text encoders ready for this job
-    encoded        JobAddOn.attach         the job's requests exist: gives them what they need
-    before a turn  JobAddOn.update         takes in what has come
-                   JobAddOn.blocks         which requests cannot make their next step
-                   JobAddOn.decide         what a later attempt has to repeat
-    each turn      AddOn.before_group, after_forward
+    submitted      EngineAddOn.open            asks for what takes time; refuses what can never be had
+    encoding       JobAddOn.prompt_ready       whether the prompt can be read
+                   EngineAddOn.before_prompt   makes the text encoders ready for this job
+    encoded        JobAddOn.attach             the job's requests exist: gives them what they need
+    before a turn  JobAddOn.update             takes in what has come
+                   JobAddOn.blocks             which requests cannot make their next step
+                   JobAddOn.decide             what a later attempt has to repeat
+    each turn      EngineAddOn.before_group, after_forward
                    JobAddOn.after_forward, after_step
     ended          JobAddOn.report, close
 
@@ -86,7 +86,7 @@ class JobAddOn:
         """The job is over, or was never begun. Harmless the second time."""
 
 
-class AddOn:
+class EngineAddOn:
     """One kind of thing that jobs may need beside the model. What is not overridden does nothing."""
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
@@ -117,13 +117,13 @@ class AddOn:
         """The engine is about to serve. row: of the model's usual size. predict: runs a forward of such rows."""
 
 
-Parts = Mapping[AddOn, JobAddOn]
+Parts = Mapping[EngineAddOn, JobAddOn]
 """A job's parts, by add-on; of those that it needs."""
 
 
-def open_parts(addons: Sequence[AddOn], order: EngineOrder) -> Parts:
+def open_parts(addons: Sequence[EngineAddOn], order: EngineOrder) -> Parts:
     """The parts of a job that is submitted. Raises the BottegaError of the first add-on that cannot serve it."""
-    parts: dict[AddOn, JobAddOn] = {}
+    parts: dict[EngineAddOn, JobAddOn] = {}
     try:
         for addon in addons:
             part = addon.open(order)

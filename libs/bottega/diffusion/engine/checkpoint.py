@@ -29,7 +29,7 @@ _DIGEST = "digest"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class JobState:
+class SavedJob:
     """All that another engine needs to go on with a job, beside its spec. images: in their order."""
 
     images: Sequence[RequestState]
@@ -40,7 +40,7 @@ class CheckpointMismatch(ValueError):
     """The checkpoint is of another model, another job or another version, or it is damaged."""
 
 
-def write_checkpoint(model: Model, spec: ResolvedSpec, job: JobState) -> bytes:
+def write_checkpoint(model: Model, spec: ResolvedSpec, job: SavedJob) -> bytes:
     """The state of a job as bytes."""
     tensors: dict[str, Tensor] = {}
     images: list[dict[str, object]] = []
@@ -57,7 +57,7 @@ def write_checkpoint(model: Model, spec: ResolvedSpec, job: JobState) -> bytes:
     return safetensors.torch.save(whole, metadata={_HEADER: json.dumps(header)})
 
 
-def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> JobState:
+def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> SavedJob:
     """The state that was written, its tensors on the CPU.
 
     Raises CheckpointMismatch when they are not of this model, element type and spec, or not as they were written.
@@ -78,7 +78,7 @@ def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> JobState:
         _check(state, model, spec)
     if len(states) != spec.num_images:
         raise CheckpointMismatch(f"it has {len(states)} images, not {spec.num_images}")
-    return JobState(images=states, decisions=decisions)
+    return SavedJob(images=states, decisions=decisions)
 
 
 def _identity(model: Model, spec: ResolvedSpec) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from types import MappingProxyType
 import torch
 
 from bottega import rules
-from bottega.diffusion.controlnets.addon import ControlNetAddOn
-from bottega.diffusion.controlnets.provider import ControlNets
+from bottega.diffusion.controlnets.addon import EngineControlNets
+from bottega.diffusion.controlnets.provider import ControlNetProvider
 from bottega.diffusion.controlnets.similarity import MeasuredControlNets
-from bottega.diffusion.engine.addon import AddOn, Parts, close_parts, open_parts
+from bottega.diffusion.engine.addon import EngineAddOn, Parts, close_parts, open_parts
 from bottega.diffusion.engine.batcher import Batcher
 from bottega.diffusion.engine.checkpoint import write_checkpoint
 from bottega.diffusion.engine.events import (
@@ -39,7 +39,7 @@ from bottega.diffusion.engine.step import Stepper
 from bottega.diffusion.errors import not_finite, to_job_failure
 from bottega.diffusion.heartbeat import Heartbeat, call_after_blocks
 from bottega.diffusion.loras import LoraSource, LoraWeights
-from bottega.diffusion.loras.addon import LoraAddOn
+from bottega.diffusion.loras.addon import EngineLoras
 from bottega.diffusion.model.decode import decode_latent
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import OffloadTarget
@@ -102,9 +102,9 @@ class Engine:
         model: Model,
         limits: EngineLimits,
         *,
-        controlnets: ControlNets | None = None,
+        controlnets: ControlNetProvider | None = None,
         loras: LoraSource | None = None,
-        addons: Sequence[AddOn] = (),
+        addons: Sequence[EngineAddOn] = (),
         peer: OffloadTarget | None = None,
         heartbeat: Heartbeat | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -122,8 +122,8 @@ class Engine:
 
         provider = MeasuredControlNets(controlnets) if controlnets is not None else None
         self.lora_weights = LoraWeights(model, patches=not limits.fixed_rows, pristine_on_host=limits.pristine_on_host)
-        lora_addon = LoraAddOn(model, loras, self.lora_weights, timeout_s=limits.lora_timeout_s, clock=clock)
-        self._addons = (lora_addon, ControlNetAddOn(provider), *addons)
+        lora_addon = EngineLoras(model, loras, self.lora_weights, timeout_s=limits.lora_timeout_s, clock=clock)
+        self._addons = (lora_addon, EngineControlNets(provider), *addons)
 
         self._batcher: Batcher[Request] = Batcher(
             self.step_times, max_rows=limits.fixed_rows or limits.max_rows, max_wait_turns=limits.max_wait_turns

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from bottega.diffusion.controlnets.provider import ControlHosts
 from bottega.diffusion.engine.addon import Parts
-from bottega.diffusion.engine.checkpoint import JobState, read_checkpoint
+from bottega.diffusion.engine.checkpoint import SavedJob, read_checkpoint
 from bottega.diffusion.engine.decisions import NO_DECISIONS, Decisions
 from bottega.diffusion.engine.encode import Conditions, encode_image, encode_prompts
 from bottega.diffusion.engine.events import EngineRecord, PairRecord
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.request import Request
-from bottega.diffusion.loras import LoraStore
+from bottega.diffusion.loras import StoreAddress
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import RemoteJob
 from bottega.diffusion.parallel.pair import PairPrediction
@@ -58,7 +58,7 @@ class EngineOrder:
     control_images: tuple[Tensor, ...] = ()
     control_hosts: tuple[ControlHosts, ...] = ()
     stale_residuals: bool = False
-    lora_stores: tuple[LoraStore, ...] = ()
+    lora_stores: tuple[StoreAddress, ...] = ()
     decisions: Decisions = NO_DECISIONS
     latent_parallelism: bool = True
     checkpoint: bytes = b""
@@ -135,9 +135,9 @@ class EngineJob:
         share = max(1, math.ceil(_CHECKPOINT_SHARE * self.steps_total))
         return steps > 0 and (steps >= share or now_s - self.checkpoint_s >= interval_s)
 
-    def state(self) -> JobState:
+    def state(self) -> SavedJob:
         """All that another engine needs to go on with it, beside its spec."""
-        return JobState(
+        return SavedJob(
             images=[request.state() for request in self.requests], decisions=self.decided.or_else(self.pinned)
         )
 
@@ -232,7 +232,7 @@ def new_requests(model: Model, order: EngineOrder, conditions: Conditions) -> li
     return [Request(model, spec, conditions, index=index, image=image) for index in range(spec.num_images)]
 
 
-def _resumed_state(model: Model, order: EngineOrder) -> JobState | None:
+def _resumed_state(model: Model, order: EngineOrder) -> SavedJob | None:
     """What the order's checkpoint holds; None where it has none that fits."""
     if not order.checkpoint:
         return None

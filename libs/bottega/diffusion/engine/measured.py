@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bottega.diffusion.engine.addon import AddOn
+from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.forward import Denoiser, Prediction
 from bottega.diffusion.rows import Row
 from bottega.planning import StepTimes
@@ -17,7 +17,7 @@ _WARM_UP_TURN_S = 1.0
 class MeasuredForward:
     """Runs forwards and observes their times. addons: learn from them what their part of a forward takes."""
 
-    def __init__(self, denoiser: Denoiser, step_times: StepTimes, addons: Sequence[AddOn]) -> None:
+    def __init__(self, denoiser: Denoiser, step_times: StepTimes, addons: Sequence[EngineAddOn]) -> None:
         self.step_times = step_times
         self._denoiser = denoiser
         self._addons = addons

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from bottega.diffusion.engine.addon import AddOn, Parts
+from bottega.diffusion.engine.addon import EngineAddOn, Parts
 from bottega.diffusion.engine.batcher import Batcher
 from bottega.diffusion.engine.events import Event, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineJob
@@ -17,7 +17,7 @@ _PAUSE_S = 0.05
 class ReadinessGate:
     """Knows what a job waits for by the interface of its add-ons' parts."""
 
-    def __init__(self, batcher: Batcher[Request], addons: Sequence[AddOn]) -> None:
+    def __init__(self, batcher: Batcher[Request], addons: Sequence[EngineAddOn]) -> None:
         self._batcher = batcher
         self._addons = addons
 

@@ -12,7 +12,7 @@ from time import perf_counter
 
 from torch import Tensor
 
-from bottega.diffusion.engine.addon import AddOn
+from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.batcher import Batcher
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.job import EngineJob
@@ -43,7 +43,7 @@ class Stepper:
         forward: MeasuredForward,
         batcher: Batcher[Request],
         jobs: Mapping[Request, EngineJob],
-        addons: Sequence[AddOn],
+        addons: Sequence[EngineAddOn],
         pair: Pair | None,
     ) -> None:
         self._forward = forward

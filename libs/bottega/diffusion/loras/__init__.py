@@ -4,10 +4,10 @@ Knows modules and rows' places; knows no requests, no wire and no files.
 """
 
 from bottega.diffusion.loras.costs import SwapCosts
-from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, Layers, LoraLayer, ScaledLora
+from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, Layers, LoraAtScale, LoraLayer
 from bottega.diffusion.loras.lora_set import Factors, LoraSet, SetKey, make_set, set_key
 from bottega.diffusion.loras.patching import Patcher
-from bottega.diffusion.loras.source import LoraHandle, LoraRef, LoraSource, LoraStore
+from bottega.diffusion.loras.source import LoraHandle, LoraRef, LoraSource, StoreAddress
 from bottega.diffusion.loras.unmerged import UnmergedLoras
 from bottega.diffusion.loras.weights import LoraWeights
 
@@ -21,8 +21,8 @@ __all__ = [
     "LoraRef",
     "LoraSet",
     "LoraSource",
-    "LoraStore",
-    "ScaledLora",
+    "StoreAddress",
+    "LoraAtScale",
     "LoraWeights",
     "Patcher",
     "SetKey",

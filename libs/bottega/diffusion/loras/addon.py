@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from bottega.diffusion.engine.addon import AddOn, JobAddOn
+from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.decisions import Decisions
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import EngineRecord, LoraRecord
@@ -17,13 +17,13 @@ from bottega.diffusion.engine.request import Request
 from bottega.diffusion.loras import (
     TEXT_ENCODERS,
     UNET,
+    LoraAtScale,
     LoraHandle,
     LoraRef,
     LoraSet,
     LoraSource,
-    LoraStore,
     LoraWeights,
-    ScaledLora,
+    StoreAddress,
 )
 from bottega.diffusion.loras.similarity import LatentMeter
 from bottega.diffusion.model.model import Model
@@ -36,7 +36,7 @@ from bottega.errors import NoLora, Unavailable
 LORAS = "loras"
 
 
-class LoraAddOn(AddOn):
+class EngineLoras(EngineAddOn):
     """source: brings LoRAs, where somebody does. weights: what they go into. timeout_s: how long a job's may take."""
 
     def __init__(
@@ -61,7 +61,12 @@ class LoraAddOn(AddOn):
         return self.ask(spec.loras, order.lora_stores, bound=spec.lora_bound, step=spec.lora_step)
 
     def ask(
-        self, specs: Sequence[LoraSpec], stores: tuple[LoraStore, ...], *, bound: int = 0, step: int | None = None
+        self,
+        specs: Sequence[LoraSpec],
+        stores: tuple[StoreAddress, ...],
+        *,
+        bound: int = 0,
+        step: int | None = None,
     ) -> JobLoras | None:
         """Asks these stores for LoRAs; None for none. bound, step: see JobLoras. Raises as `open` does."""
         if not specs:
@@ -145,10 +150,10 @@ class JobLoras(JobAddOn):
     wait_s, patch_s: see LoraRecord.
     """
 
-    addon: LoraAddOn
+    addon: EngineLoras
     source: LoraSource
     specs: tuple[LoraSpec, ...]
-    stores: tuple[LoraStore, ...]
+    stores: tuple[StoreAddress, ...]
     handles: tuple[LoraHandle, ...]
     since_s: float
     timeout_s: float
@@ -261,9 +266,9 @@ class JobLoras(JobAddOn):
             self.source.close(self.handles)
             self.handles = ()
 
-    def _scaled(self, components: Sequence[str]) -> list[ScaledLora]:
+    def _scaled(self, components: Sequence[str]) -> list[LoraAtScale]:
         return [
-            ScaledLora(digest=spec.digest, scale=spec.scale, layers={name: handle.layers(name) for name in components})
+            LoraAtScale(digest=spec.digest, scale=spec.scale, layers={name: handle.layers(name) for name in components})
             for spec, handle in zip(self.specs, self.handles, strict=True)
         ]
 

@@ -30,7 +30,7 @@ Layers = Mapping[str, LoraLayer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ScaledLora:
+class LoraAtScale:
     """A LoRA at a strength. digest: SHA-256 of its canonical file, hex. layers: by component."""
 
     digest: str

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from bottega.diffusion.loras.lora import LoraLayer, ScaledLora
+from bottega.diffusion.loras.lora import LoraAtScale, LoraLayer
 from bottega.errors import LoraUnusable
 
 SetKey = tuple[tuple[str, float], ...]
@@ -44,7 +44,7 @@ class LoraSet:
         return self.components.get(component, {})
 
 
-def make_set(uses: Sequence[ScaledLora], networks: Mapping[str, nn.Module], components: Sequence[str]) -> LoraSet:
+def make_set(uses: Sequence[LoraAtScale], networks: Mapping[str, nn.Module], components: Sequence[str]) -> LoraSet:
     """The factors of these components. networks: by component; their weights are not touched.
 
     Raises LoraUnusable when a layer has no module that it fits.
@@ -59,7 +59,7 @@ def set_key(uses: Sequence[tuple[str, float]]) -> SetKey:
     return tuple(sorted(uses))
 
 
-def _factors(uses: Sequence[ScaledLora], component: str, network: nn.Module) -> dict[str, Factors]:
+def _factors(uses: Sequence[LoraAtScale], component: str, network: nn.Module) -> dict[str, Factors]:
     terms: dict[str, list[tuple[LoraLayer, float]]] = {}
     for use in uses:
         for path, layer in use.layers.get(component, {}).items():

@@ -10,7 +10,7 @@ from bottega.diffusion.loras.lora import Layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraStore:
+class StoreAddress:
     """A LoRA store. name: in the fleet; address: host:port."""
 
     name: str
@@ -26,7 +26,7 @@ class LoraRef:
 
     name: str
     digest: str
-    stores: tuple[LoraStore, ...] = ()
+    stores: tuple[StoreAddress, ...] = ()
 
 
 class LoraHandle(Protocol):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from bottega.diffusion.loras.costs import SwapCosts
-from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, LoraLayer, ScaledLora
+from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, LoraAtScale, LoraLayer
 from bottega.diffusion.loras.lora_set import LoraSet, SetKey, make_set, set_key
 from bottega.diffusion.loras.patching import Patcher
 from bottega.diffusion.loras.unmerged import UnmergedLoras
@@ -72,11 +72,11 @@ class LoraWeights:
         """Seconds that a set like the last one takes to go into the UNet's weights and out again; 0 if none goes in."""
         return self.costs.last_swap_s if self._patches else 0.0
 
-    def text_set(self, uses: Sequence[ScaledLora]) -> LoraSet:
+    def text_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
         """What LoRAs do to the text encoders. Raises LoraUnusable."""
         return make_set(uses, self._networks, TEXT_ENCODERS)
 
-    def unet_set(self, uses: Sequence[ScaledLora]) -> LoraSet:
+    def unet_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
         """What LoRAs do to the UNet; the same object for the same set while somebody uses it. Raises LoraUnusable."""
         key = set_key([(use.digest, use.scale) for use in uses])
         known = self._sets.get(key)
@@ -155,7 +155,7 @@ class LoraWeights:
             if isinstance(module, nn.Linear) and path.endswith(_PROBE_LAYERS):
                 down = torch.zeros(_PROBE_RANK, module.in_features)
                 layers[path] = LoraLayer(down=down, up=torch.zeros(module.out_features, _PROBE_RANK), scale=1.0)
-        return self.unet_set([ScaledLora(digest="", scale=0.0, layers={UNET: layers})])
+        return self.unet_set([LoraAtScale(digest="", scale=0.0, layers={UNET: layers})])
 
     def measure_swap(self, loras: LoraSet) -> None:
         """Puts a set into the UNet's weights and takes it out again: once to have the copies made, once to measure."""

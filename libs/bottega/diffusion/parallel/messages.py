@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlServer
-from bottega.diffusion.loras import LoraStore
+from bottega.diffusion.loras import StoreAddress
 from bottega.diffusion.parallel.offload import OffloadedRow, RemoteJob
 from bottega.diffusion.parallel.remote_rows import RemoteRow
 from bottega.diffusion.rows import Embeds, Half
@@ -163,7 +163,7 @@ def read_job(layout: Layout, views: Sequence[memoryview]) -> tuple[int, RemoteJo
         halves=halves,
         controls=tuple(_control(control, parts, place, halves) for place, control in enumerate(header.controls)),
         loras=tuple(LoraSpec(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in header.loras),
-        lora_stores=tuple(LoraStore(name=name, address=address) for name, address in header.lora_stores),
+        lora_stores=tuple(StoreAddress(name=name, address=address) for name, address in header.lora_stores),
     )
 
 

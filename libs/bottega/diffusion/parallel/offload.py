@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from bottega.diffusion.controlnets.provider import ControlInput
-from bottega.diffusion.loras import LoraStore
+from bottega.diffusion.loras import StoreAddress
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.diffusion.spec import LoraSpec
 
@@ -30,7 +30,7 @@ class RemoteJob:
     controls: tuple[ControlInput, ...] = ()
     handles: tuple[Hashable, ...] = ()
     loras: tuple[LoraSpec, ...] = ()
-    lora_stores: tuple[LoraStore, ...] = ()
+    lora_stores: tuple[StoreAddress, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

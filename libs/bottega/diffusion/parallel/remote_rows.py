@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bottega.diffusion.controlnets.provider import ControlNets
+from bottega.diffusion.controlnets.provider import ControlNetProvider
 from bottega.diffusion.engine.forward import Prediction
-from bottega.diffusion.loras.addon import JobLoras, LoraAddOn
+from bottega.diffusion.loras.addon import EngineLoras, JobLoras
 from bottega.diffusion.parallel.offload import RemoteJob
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.errors import BottegaError, Unavailable
@@ -76,8 +76,8 @@ class RemoteJobs:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        controlnets: ControlNets | None,
-        loras: LoraAddOn,
+        controlnets: ControlNetProvider | None,
+        loras: EngineLoras,
         clock: Callable[[], float],
     ) -> None:
         self._predict = predict

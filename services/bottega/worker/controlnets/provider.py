@@ -33,7 +33,7 @@ _LOOK_S = 0.1
 
 
 class RemoteControlNets:
-    """A ControlNets, see there.
+    """A ControlNetProvider, see there.
 
     base, dtype, device: of the model. local: those of this process. heartbeat: beats while a forward waits.
     staleness: decides who may go on with residuals of the step before.

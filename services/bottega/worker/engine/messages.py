@@ -28,7 +28,7 @@ from bottega.diffusion.engine.events import (
     PairRecord,
 )
 from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.loras import LoraStore
+from bottega.diffusion.loras import StoreAddress
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ControlSpec, LoraSpec, ResolvedSpec
 from bottega.errors import BottegaError
@@ -235,9 +235,9 @@ def _lora(lora: generation_pb2.Lora) -> LoraSpec:
     )
 
 
-def stores_of(stores: Iterable[worker_pb2.LoraStore | fleet_pb2.ServiceAddress]) -> tuple[LoraStore, ...]:
+def stores_of(stores: Iterable[worker_pb2.LoraStore | fleet_pb2.ServiceAddress]) -> tuple[StoreAddress, ...]:
     """LoRA stores as the engine knows them."""
-    return tuple(LoraStore(name=store.name, address=store.address) for store in stores)
+    return tuple(StoreAddress(name=store.name, address=store.address) for store in stores)
 
 
 def decisions_of(message: AttemptDecisions) -> Decisions:

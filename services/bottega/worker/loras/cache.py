@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from bottega.caching import LruCache
-from bottega.diffusion.loras import LoraHandle, LoraRef, LoraStore
+from bottega.diffusion.loras import LoraHandle, LoraRef, StoreAddress
 from bottega.errors import BottegaError, DataLoss, LoraNotFound, NoLora
 from bottega.transport import LinkCounters, OfferSource
 from bottega.worker.loras.download import DownloadHandle, LoraDownload
@@ -48,7 +48,7 @@ class LoraCache:
         self._dtype = dtype
         self._settings = settings
         self._counters = counters
-        self._stores: tuple[LoraStore, ...] | None = None
+        self._stores: tuple[StoreAddress, ...] | None = None
         self._without_store: list[LoraDownload] = []  # for want of a store
         self._links: OrderedDict[str, StoreLink] = OrderedDict()
         self._downloads = LruCache[LoraDownload](
@@ -74,7 +74,7 @@ class LoraCache:
         """Links that are open."""
         return sum(link.linked for link in list(self._links.values()))
 
-    def set_stores(self, stores: tuple[LoraStore, ...]) -> None:
+    def set_stores(self, stores: tuple[StoreAddress, ...]) -> None:
         """The stores that there are now, the best first. What is asked for while there are none waits for the next.
 
         Who is never told takes those that are named by who asks.
@@ -130,13 +130,13 @@ class LoraCache:
         else:
             self._without_store.append(download)
 
-    def _next_store(self, download: LoraDownload, *, but: str = "") -> LoraStore | None:
+    def _next_store(self, download: LoraDownload, *, but: str = "") -> StoreAddress | None:
         """The best that has not refused it. but: the address of another one that is not meant."""
         passed = {but, *self._refusals.get(download, ())}
         stores = self._stores or download.ref.stores
         return next((store for store in stores if store.address not in passed), None)
 
-    def _link_to(self, store: LoraStore) -> StoreLink:
+    def _link_to(self, store: StoreAddress) -> StoreLink:
         link = self._links.get(store.address)
         if link is None:
             link = self._links[store.address] = StoreLink(

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from bottega import kinds
-from bottega.diffusion.loras import LoraStore
+from bottega.diffusion.loras import StoreAddress
 from bottega.errors import BottegaError, DataLoss, InternalError
 from bottega.lora import messages
 from bottega.lora.canonical import MAX_FILE_BYTES
@@ -56,7 +56,7 @@ class StoreLink(LinkClientHandler):
 
     def __init__(
         self,
-        store: LoraStore,
+        store: StoreAddress,
         *,
         offers: OfferSource,
         settings: LoraLinkSettings,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.diffusion.controlnets import ControlNet, ControlNetCache, ControlNetLease
+from bottega.diffusion.controlnets import ControlNetCache, ControlNetLease, LoadedControlNet
 from bottega.diffusion.model.model import Model
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, Draining, TooLarge
 from tests.samples.controlnets import Gate, random_controlnet, save, shelf_of, sources
@@ -51,7 +51,7 @@ def shelves(model: Model, folders: dict[str, Path]) -> Shelves:
     return partial(shelf_of, model, folders)
 
 
-def nets(hold: ControlNetLease) -> tuple[ControlNet, ...]:
+def nets(hold: ControlNetLease) -> tuple[LoadedControlNet, ...]:
     return hold.values.result(WAIT_S)
 
 
@@ -87,7 +87,7 @@ def test_while_one_is_loaded_the_others_are_there_at_once(shelves: Shelves) -> N
         assert nets(slow)[0].name == "depth"
 
 
-def gated(gate: Gate, source: Any, device: torch.device) -> ControlNet:
+def gated(gate: Gate, source: Any, device: torch.device) -> LoadedControlNet:
     """Only depth waits for the gate."""
     if source.name != "depth":
         gate = Gate()

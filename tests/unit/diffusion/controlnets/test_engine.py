@@ -18,7 +18,7 @@ from diffusers import (
 from torch import Tensor
 
 from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
-from bottega.diffusion.engine.checkpoint import CheckpointMismatch, JobState, read_checkpoint, write_checkpoint
+from bottega.diffusion.engine.checkpoint import CheckpointMismatch, SavedJob, read_checkpoint, write_checkpoint
 from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.engine.events import JobCheckpointed
@@ -230,7 +230,7 @@ def test_resumed_it_ends_as_an_unbroken_one(
 def test_a_checkpoint_fits_no_other_controls(model: Model, other: EngineOrder) -> None:
     one = controlled((0, 1.0)).spec
     states = [Request(model, one, encode_prompts(model, one)).state()]
-    data = write_checkpoint(model, one, JobState(images=states))
+    data = write_checkpoint(model, one, SavedJob(images=states))
     assert read_checkpoint(data, model, one).images
     with pytest.raises(CheckpointMismatch, match="its spec"):
         read_checkpoint(data, model, other.spec)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from bottega.diffusion.controlnets import (
     ControlLayout,
-    ControlNet,
     ControlRow,
     ControlSession,
+    LoadedControlNet,
     find_controlnet,
     load_controlnet,
     process_image,
@@ -69,7 +69,7 @@ def base(model: Model) -> ControlLayout:
 
 
 @pytest.fixture(scope="module")
-def net(model: Model, folder: Path) -> ControlNet:
+def net(model: Model, folder: Path) -> LoadedControlNet:
     return load_controlnet(sources(model, {"edges": folder})["edges"], CPU)
 
 
@@ -147,7 +147,7 @@ def test_a_control_image_is_what_diffusers_processor_makes_of_it(size: tuple[int
 
 @pytest.mark.parametrize("sessions", [1, 2, 3])
 def test_residuals_of_a_group_are_those_of_the_unmodified_forward(
-    net: ControlNet, network: ControlNetModel, sessions: int
+    net: LoadedControlNet, network: ControlNetModel, sessions: int
 ) -> None:
     controls = [control(net.layout, seed) for seed in range(1, sessions + 1)]
     rows = [row for seed, each in enumerate(controls, 1) for row in rows_of(ControlSession(net, each), seed)]
@@ -155,7 +155,7 @@ def test_residuals_of_a_group_are_those_of_the_unmodified_forward(
 
 
 def test_a_row_that_is_alone_has_the_residuals_of_a_forward_of_one_row(
-    net: ControlNet, network: ControlNetModel
+    net: LoadedControlNet, network: ControlNetModel
 ) -> None:
     one = control(net.layout, 1)
     one = replace(one, halves={Half.CONDITIONAL: one.halves[Half.CONDITIONAL]})
@@ -166,7 +166,7 @@ def test_a_row_that_is_alone_has_the_residuals_of_a_forward_of_one_row(
         session.embedded(2)
 
 
-def test_the_control_image_is_embedded_once(net: ControlNet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_control_image_is_embedded_once(net: LoadedControlNet, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     embed = net.embed
 
@@ -181,7 +181,7 @@ def test_the_control_image_is_embedded_once(net: ControlNet, monkeypatch: pytest
     assert calls == [2]
 
 
-def test_each_row_has_its_own_scale(net: ControlNet, network: ControlNetModel) -> None:
+def test_each_row_has_its_own_scale(net: LoadedControlNet, network: ControlNetModel) -> None:
     controls = [control(net.layout, 1, scale=0.3), control(net.layout, 2, scale=1.7), control(net.layout, 3)]
     rows = [row for seed, each in enumerate(controls, 1) for row in rows_of(ControlSession(net, each), seed)]
     theirs = stock_residuals(network, controls, rows)
@@ -190,14 +190,16 @@ def test_each_row_has_its_own_scale(net: ControlNet, network: ControlNetModel) -
             assert torch.equal(ours, residual[row] * scale)
 
 
-def test_in_guess_mode_deeper_residuals_are_stronger_as_in_diffusers(net: ControlNet, network: ControlNetModel) -> None:
+def test_in_guess_mode_deeper_residuals_are_stronger_as_in_diffusers(
+    net: LoadedControlNet, network: ControlNetModel
+) -> None:
     guessing = control(net.layout, 1, scale=0.9, guess_mode=True)
     rows = rows_of(ControlSession(net, guessing), 1)
     theirs = stock_residuals(network, [guessing], rows, guess_mode=True, conditioning_scale=0.9)
     assert_equal(written(rows, run_group(rows)), theirs)
 
 
-def test_residuals_are_written_deepest_first_each_before_it_is_told(net: ControlNet) -> None:
+def test_residuals_are_written_deepest_first_each_before_it_is_told(net: LoadedControlNet) -> None:
     rows = rows_of(ControlSession(net, control(net.layout, 1)), 1)
     residuals = run_group(rows)
     slots = [[torch.full_like(residual[0], torch.nan) for residual in residuals] for _ in rows]
@@ -209,7 +211,7 @@ def test_residuals_are_written_deepest_first_each_before_it_is_told(net: Control
     assert told == list(reversed(range(len(net.layout.points))))
 
 
-def test_a_layout_says_the_shapes_of_the_residuals(net: ControlNet) -> None:
+def test_a_layout_says_the_shapes_of_the_residuals(net: LoadedControlNet) -> None:
     session = ControlSession(net, control(net.layout, 1, height=72, width=40))
     sample = torch.zeros(4, 18, 10)
     row = ControlRow(session=session, half=Half.CONDITIONAL, sample=sample, timestep=torch.tensor(1.0))
@@ -221,7 +223,7 @@ def test_the_base_models_layout_is_read_without_loading_it(base: ControlLayout) 
     assert read_base_layout(WEIGHTS) == base
 
 
-def test_with_fixed_rows_company_changes_no_bit(net: ControlNet) -> None:
+def test_with_fixed_rows_company_changes_no_bit(net: LoadedControlNet) -> None:
     sessions = [ControlSession(net, control(net.layout, seed)) for seed in (1, 2, 3)]
     rows = [rows_of(session, seed) for seed, session in enumerate(sessions, 1)]
     alone = run_group(rows[1], fixed_rows=8)
@@ -241,7 +243,7 @@ def test_images_of_a_network_that_wants_them_reversed_are_reversed_once(
 
 
 def test_its_size_is_known_before_it_is_loaded(
-    model: Model, base: ControlLayout, folder: Path, net: ControlNet
+    model: Model, base: ControlLayout, folder: Path, net: LoadedControlNet
 ) -> None:
     parameters = sum(parameter.numel() for parameter in net.network.parameters()) + sum(
         parameter.numel() for parameter in net.embedding.parameters()
@@ -266,7 +268,7 @@ def test_loading_changes_nothing_for_other_threads(
 
 
 def test_weights_in_parts_are_loaded(
-    network: ControlNetModel, base: ControlLayout, net: ControlNet, tmp_path: Path
+    network: ControlNetModel, base: ControlLayout, net: LoadedControlNet, tmp_path: Path
 ) -> None:
     network.save_pretrained(tmp_path, max_shard_size="2MB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -362,7 +364,7 @@ def test_a_folder_that_changes_after_it_was_found_is_an_error_of_that_controlnet
         load_controlnet(source, CPU)
 
 
-def test_inputs_of_other_types_are_taken_as_the_network_needs_them(net: ControlNet) -> None:
+def test_inputs_of_other_types_are_taken_as_the_network_needs_them(net: LoadedControlNet) -> None:
     session = ControlSession(net, control(net.layout, 1))
     (_, row) = rows_of(session, 1)
     half = replace(row, sample=row.sample.half().double(), timestep=torch.tensor(100))

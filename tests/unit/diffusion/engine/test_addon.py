@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bottega.diffusion.engine.addon import AddOn, JobAddOn
+from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.decisions import Decisions
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.engine.events import EngineRecord, ImageDrawn, JobDecided, JobStarted
@@ -70,7 +70,7 @@ class Held(JobAddOn):
 
 
 @dataclass(eq=False)
-class Hold(AddOn):
+class Hold(EngineAddOn):
     """An add-on of jobs whose key says so."""
 
     prompts: bool = True

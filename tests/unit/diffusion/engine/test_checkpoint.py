@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bottega.diffusion.engine import checkpoint
-from bottega.diffusion.engine.checkpoint import CheckpointMismatch, JobState, read_checkpoint, write_checkpoint
+from bottega.diffusion.engine.checkpoint import CheckpointMismatch, SavedJob, read_checkpoint, write_checkpoint
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.engine.events import JobCheckpointed
 from bottega.diffusion.engine.job import EngineOrder
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_a_large_picture_is_under_a_mebibyte(model: Model) -> No
     state = RequestState(step=5, latent=latent, generator=torch.Generator().get_state(), sampler=sampler.state())
     assert latent.dtype == torch.float16
     assert len(state.sampler.tensors) == 1
-    assert 2 * latent.numel() * 2 < len(write_checkpoint(model, spec, JobState(images=[state]))) < 2**20
+    assert 2 * latent.numel() * 2 < len(write_checkpoint(model, spec, SavedJob(images=[state]))) < 2**20
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def with_state(**changes: Any) -> Callable[[Model, bytes], bytes]:
     return lambda model, data: write_checkpoint(
         model,
         SHORT,
-        JobState(images=[replace(state, **changes) for state in read_checkpoint(data, model, SHORT).images]),
+        SavedJob(images=[replace(state, **changes) for state in read_checkpoint(data, model, SHORT).images]),
     )
 
 
@@ -180,7 +180,7 @@ def of_another(**changes: Any) -> Callable[[Model, bytes], bytes]:
         its_model = replace(model, **{name: value for name, value in changes.items() if hasattr(model, name)})
         its_spec = replace(SHORT, **{name: value for name, value in changes.items() if hasattr(SHORT, name)})
         states = [read_checkpoint(data, model, SHORT).images[0] for _ in range(its_spec.num_images)]
-        return write_checkpoint(its_model, its_spec, JobState(images=states))
+        return write_checkpoint(its_model, its_spec, SavedJob(images=states))
 
     return write
 

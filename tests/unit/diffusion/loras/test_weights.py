@@ -18,11 +18,11 @@ from bottega.diffusion.loras import (
     UNET,
     Factors,
     Layers,
+    LoraAtScale,
     LoraLayer,
     LoraSet,
     LoraWeights,
     Patcher,
-    ScaledLora,
     SetKey,
     SwapCosts,
     UnmergedLoras,
@@ -74,17 +74,17 @@ def net() -> Net:
         return Net().eval()
 
 
-def use(net: nn.Module, seed: int, *, targets: Sequence[str] = ALL, scale: float = 0.7, rank: int = 4) -> ScaledLora:
-    return ScaledLora(
+def use(net: nn.Module, seed: int, *, targets: Sequence[str] = ALL, scale: float = 0.7, rank: int = 4) -> LoraAtScale:
+    return LoraAtScale(
         digest=str(seed), scale=scale, layers={UNET: random_layers(net, seed, rank=rank, targets=targets)}
     )
 
 
-def set_of(net: nn.Module, *uses: ScaledLora) -> LoraSet:
+def set_of(net: nn.Module, *uses: LoraAtScale) -> LoraSet:
     return make_set(uses, {UNET: net}, [UNET])
 
 
-def merged(net: nn.Module, uses: Sequence[ScaledLora]) -> Net:
+def merged(net: nn.Module, uses: Sequence[LoraAtScale]) -> Net:
     """A copy of the network with the LoRAs in it, by the definition, in double precision."""
     copy = Net().double().eval()
     copy.load_state_dict(net.state_dict())
@@ -101,7 +101,7 @@ def merged(net: nn.Module, uses: Sequence[ScaledLora]) -> Net:
 def test_rows_of_unlike_sets_get_what_networks_with_these_loras_in_them_give(net: Net) -> None:
     """Two rows, one row, several LoRAs, ranks that differ, layers that others do not touch, and none."""
     a, b, c = use(net, 1), use(net, 2, rank=7, scale=-1.5), use(net, 3, rank=2, targets=["0", "4.linear"])
-    sets: list[list[ScaledLora]] = [[a], [a], [b], [b], [a, b, c], [a, b, c], [c], [], [b, a], []]
+    sets: list[list[LoraAtScale]] = [[a], [a], [b], [b], [a, b, c], [a, b, c], [c], [], [b, a], []]
     made = {len(uses) and str([each.digest for each in uses]): set_of(net, *uses) for uses in sets}
     rows = [made[str([each.digest for each in uses])] if uses else None for uses in sets]
     x = torch.randn(len(sets), 3, 8, 8)
@@ -162,7 +162,7 @@ def test_after_a_thousand_random_swaps_every_weight_is_equal_bit_for_bit_and_whe
     assert {name: parameter.data_ptr() for name, parameter in net.named_parameters()} == addresses
 
 
-def merged_from(before: Mapping[str, Tensor], uses: Sequence[ScaledLora], dtype: torch.dtype) -> dict[str, Tensor]:
+def merged_from(before: Mapping[str, Tensor], uses: Sequence[LoraAtScale], dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights with the LoRAs in them, in double precision, from factors in the element type of the weights."""
     whole = Net().to(dtype)
     whole.load_state_dict(dict(before))
@@ -170,7 +170,7 @@ def merged_from(before: Mapping[str, Tensor], uses: Sequence[ScaledLora], dtype:
     return dict(merged(whole, rounded).state_dict())
 
 
-def _rounded(each: ScaledLora, dtype: torch.dtype) -> Layers:
+def _rounded(each: LoraAtScale, dtype: torch.dtype) -> Layers:
     factor = {path: each.scale * layer.scale for path, layer in each.layers[UNET].items()}
     return {
         path: LoraLayer(
@@ -281,7 +281,7 @@ def test_a_layer_without_a_module_that_it_fits_is_refused_by_name(net: Net, path
     layers = dict(random_layers(net, 1, targets=ALL))
     layers[path] = replace(layers.get(path, layers["layers.0"]), **change)
     with pytest.raises(LoraUnusable, match=path):
-        set_of(net, ScaledLora(digest="1", scale=1.0, layers={UNET: layers}))
+        set_of(net, LoraAtScale(digest="1", scale=1.0, layers={UNET: layers}))
 
 
 def test_a_patch_pays_when_enough_steps_are_left_for_what_was_measured() -> None:
@@ -336,9 +336,9 @@ def test_weights_are_patched_while_all_rows_share_a_set_and_put_back_before_anyb
     weights.costs = Cheap()
     unet = model.backbone.unet
     before = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
-    mine = [ScaledLora(digest="a", scale=1.0, layers={UNET: random_layers(unet, 1)})]
+    mine = [LoraAtScale(digest="a", scale=1.0, layers={UNET: random_layers(unet, 1)})]
     a, same = weights.unet_set(mine), weights.unet_set(mine)
-    b = weights.unet_set([ScaledLora(digest="b", scale=1.0, layers={UNET: random_layers(unet, 2)})])
+    b = weights.unet_set([LoraAtScale(digest="b", scale=1.0, layers={UNET: random_layers(unet, 2)})])
     assert a is same
     weights.choose([a, b], steps=9, step_s=1.0)
     assert patched(weights) is None
@@ -369,14 +369,14 @@ def test_what_the_copies_take_is_logged_in_mib_whenever_it_is_more_than_ever(
     few = random_layers(unet, 1, targets=["to_q"])
     more = random_layers(unet, 2, targets=["to_q", "to_k", "ff.net.2"])
     sets = [
-        weights.unet_set([ScaledLora(digest=name, scale=1.0, layers={UNET: of})])
+        weights.unet_set([LoraAtScale(digest=name, scale=1.0, layers={UNET: of})])
         for name, of in zip("ab", (few, more), strict=True)
     ]
     for wanted in (sets[0], None, sets[0], sets[1], sets[0], sets[1]):
         weights.choose([wanted], steps=9, step_s=1.0)
     touched = [sum(unet.get_submodule(path).weight.nbytes for path in layers) for layers in (few, more)]
     reading = random_layers(text, 3, targets=["q_proj"])
-    weights.put_in_text(weights.text_set([ScaledLora(digest="c", scale=1.0, layers={TEXT_ENCODERS[0]: reading})]))
+    weights.put_in_text(weights.text_set([LoraAtScale(digest="c", scale=1.0, layers={TEXT_ENCODERS[0]: reading})]))
     touched.append(touched[1] + sum(text.get_submodule(path).weight.nbytes for path in reading))
     told = [vars(record) for record in caplog.records]
     assert [each["pristine_mib"] for each in told] == [round(size / 2**20, 1) for size in touched]
@@ -391,7 +391,7 @@ def test_without_memory_for_the_copies_loras_go_beside_the_weights(
     weights.costs = Cheap()
     unet = model.backbone.unet
     before = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
-    a = weights.unet_set([ScaledLora(digest="a", scale=1.0, layers={UNET: random_layers(unet, 1)})])
+    a = weights.unet_set([LoraAtScale(digest="a", scale=1.0, layers={UNET: random_layers(unet, 1)})])
     weights.measure_swap(a)
     assert weights.swap_s > 0
     left = iter(range(5))

@@ -23,11 +23,11 @@ from diffusers import (
 from peft import LoraConfig
 from torch import Tensor
 
-from bottega.diffusion.engine.checkpoint import JobState, read_checkpoint, write_checkpoint
+from bottega.diffusion.engine.checkpoint import SavedJob, read_checkpoint, write_checkpoint
 from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.forward import Denoiser
 from bottega.diffusion.engine.request import ActiveControl, Request
-from bottega.diffusion.loras import UNET, LoraLayer, LoraSet, LoraWeights, ScaledLora
+from bottega.diffusion.loras import UNET, LoraAtScale, LoraLayer, LoraSet, LoraWeights
 from bottega.diffusion.model.model import Model, load_model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.rows import Half, Row
@@ -177,7 +177,7 @@ def lora_of(model: Model, unet: UNet2DConditionModel) -> LoraSet:
             down, up = module.lora_A["default"].weight.detach(), module.lora_B["default"].weight.detach()
             layers[path] = LoraLayer(down=down, up=up, scale=module.scaling["default"])
     assert len(layers) > 20
-    return LoraWeights(model).unet_set([ScaledLora(digest="style", scale=1.0, layers={UNET: layers})])
+    return LoraWeights(model).unet_set([LoraAtScale(digest="style", scale=1.0, layers={UNET: layers})])
 
 
 def resumed_request(model: Model, denoiser: Denoiser) -> Request:
@@ -185,7 +185,7 @@ def resumed_request(model: Model, denoiser: Denoiser) -> Request:
     first = request(model, RESUMED)
     for _ in range(6):
         step(denoiser, [first])
-    data = write_checkpoint(model, RESUMED, JobState(images=[first.state()]))
+    data = write_checkpoint(model, RESUMED, SavedJob(images=[first.state()]))
     step(denoiser, [first])  # what happens later is not in the checkpoint
     return request(model, RESUMED, resume=read_checkpoint(data, model, RESUMED).images[0])
 

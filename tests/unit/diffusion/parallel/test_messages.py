@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlServer
-from bottega.diffusion.loras import LoraSet, LoraStore
+from bottega.diffusion.loras import LoraSet, StoreAddress
 from bottega.diffusion.parallel.messages import (
     PairMessageKind,
     RemoteNoise,
@@ -41,7 +41,7 @@ CONTROL = ControlInput(
     may_be_stale=True,
 )
 LORA = LoraSpec(name="outline", digest="abc", scale=-0.5)
-STORE = LoraStore(name="s", address="h:2")
+STORE = StoreAddress(name="s", address="h:2")
 GUEST = RemoteJob(
     halves=EMBEDS, controls=(CONTROL, CONTROL), handles=("first", "second"), loras=(LORA,), lora_stores=(STORE,)
 )
