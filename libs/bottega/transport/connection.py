@@ -58,6 +58,9 @@ class LinkHandler(ABC):
         Raises ValueError for one that breaks the rules, which ends the link.
         """
 
+    def on_disconnect(self) -> None:  # noqa: B027 - a hook
+        """The link has just died; `on_end` follows when nothing is being sent any more. By the thread that receives."""
+
     @abstractmethod
     def on_end(self, cause: BottegaError) -> None:
         """The link has ended, or could not be opened; nothing is sent any more."""
@@ -172,6 +175,7 @@ class Connection:
             with self._boundary(link):
                 handler.on_open(self)
                 self._receive(link, handler)
+            handler.on_disconnect()
             with self._lock:
                 self._ended = True
                 self._outbox.put(None)

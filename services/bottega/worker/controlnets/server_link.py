@@ -185,8 +185,12 @@ class ServerLink(LinkClientHandler):
         if progress != self._pulse:
             self._pulse, self._pulse_s = progress, time.monotonic()
 
+    def on_disconnect(self) -> None:
+        """Whoever waits for an answer goes elsewhere at once."""
+        self._changes.notify()
+
     def on_end(self, cause: BottegaError) -> None:
-        """Whoever uses it goes elsewhere."""
+        """Nobody uses it any more."""
         if not isinstance(cause, LinkClosed):
             _log.warning("a ControlNet server is lost", extra={"server": self.server.name, "text": cause.message})
         self._lost = cause

@@ -99,6 +99,7 @@ class PlacedSession:
             answers.before = answers.newest
         else:
             _drop(answers.newest)
+            self._stale.discard((row.owner, row.step))  # it was to be, before its server was lost
         answers.newest = _Answer(step=row.step, result=result, place=place)
 
     def answer(self, row: Row) -> tuple[StepResult, int] | None:
