@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from bottega.errors import QueueFull
@@ -85,6 +85,17 @@ class BackgroundTasks:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             _log.error("a background task failed", extra={"task": self._name}, exc_info=error)
+
+
+@contextlib.asynccontextmanager
+async def running(work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """Runs `work` beside the block, and ends it with the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _hand_over(receiver: Callable[[ResultT], None], task: asyncio.Task[ResultT]) -> None:

@@ -18,6 +18,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from bottega.background_tasks import running
 from bottega.clocks import AwakeClock
 from bottega.errors import BottegaError, InternalError, TooManyOpenFiles, Unavailable
 from bottega.process.child import ChildProcess
@@ -153,13 +154,9 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
             return False, "its first word was not that it is ready"
         commands: asyncio.Queue[_Command] = asyncio.Queue(_MAX_COMMANDS)
         self._commands = commands
-        sending = asyncio.create_task(_send_commands(child, commands))
-        try:
+        async with running(_send_commands(child, commands)):
             await listener.on_engine_ready(ready)
             return True, await self._forward_events(child, listener)
-        finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
 
     async def _forward_events(self, child: ChildProcess, listener: EngineListener[ReadyT, EventT]) -> str:
         """Passes on what the engine says until it is gone; why it is."""

@@ -20,6 +20,8 @@ from collections.abc import AsyncIterator, Iterable
 
 import psutil
 
+from bottega.background_tasks import running
+
 # <malloc.h>
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -69,12 +71,8 @@ async def trimmed_at_rest() -> AsyncIterator[None]:
     Else it is what the largest requests so far have taken at once. Of its own accord only protobuf gives some back, at
     every 10,000th block that it frees, whatever goes on then.
     """
-    trimming = asyncio.create_task(_trim_while_at_rest(_RestDetector()))
-    try:
+    async with running(_trim_while_at_rest(_RestDetector())):
         yield
-    finally:
-        trimming.cancel()
-        await asyncio.gather(trimming, return_exceptions=True)
 
 
 def trim_at_rest() -> None:

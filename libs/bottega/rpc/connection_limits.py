@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from bottega.background_tasks import running
 from bottega.process import open_files
 from bottega.rpc.interceptor.call_limits import fair_room
 from bottega.rpc.peers import endpoint, host_of_address
@@ -63,12 +64,8 @@ class ConnectionGuard:
     @contextlib.asynccontextmanager
     async def looking(self, port: int) -> AsyncIterator[None]:
         """Looks, again and again, in the block."""
-        task = asyncio.create_task(self._look_on(port))
-        try:
+        async with running(self._look_on(port)):
             yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     async def _look_on(self, port: int) -> None:
         while True:

@@ -12,6 +12,8 @@ import os
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 
+from bottega.background_tasks import running
+
 _log = logging.getLogger(__name__)
 
 _ABSTRACT = "@"
@@ -63,12 +65,8 @@ class SystemdNotifier:
         if self._watchdog_s is None:
             yield
             return
-        pinging = asyncio.create_task(self._ping_watchdog(self._watchdog_s * _SHARE_OF_WATCHDOG))
-        try:
+        async with running(self._ping_watchdog(self._watchdog_s * _SHARE_OF_WATCHDOG)):
             yield
-        finally:
-            pinging.cancel()
-            await asyncio.gather(pinging, return_exceptions=True)
 
     async def _ping_watchdog(self, every_s: float) -> None:
         while True:
