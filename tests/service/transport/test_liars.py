@@ -201,6 +201,15 @@ def test_credit_for_nothing_ends_the_link(liar: Liar, frame: Frame) -> None:
 
 
 @_both
+def test_credit_for_another_message_than_the_one_in_the_slot_ends_the_link(liar: Liar) -> None:
+    with liar.link.begin(LAYOUT, patience()) as outgoing:
+        liar.receives.sendall(Frame(FrameKind.CREDIT, slot=outgoing.index, sequence=7).pack())
+        outgoing.finish()
+    with pytest.raises(BadFrame, match="not under way"):
+        liar.link.begin(LAYOUT, patience())
+
+
+@_both
 def test_a_sender_that_never_reads_its_credit_cannot_hold_up_a_release(liar: Liar) -> None:
     liar.register(LAYOUT)
     _share_honestly(liar)

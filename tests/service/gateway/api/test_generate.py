@@ -18,7 +18,6 @@ from PIL import Image
 from bottega import errors
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, image_pb2_grpc
-from bottega.v1.generation_pb2 import Techniques
 from tests.fakes.scripted_worker import MODEL
 from tests.support.running_gateway import Running, refusal, running_gateway, told
 
@@ -87,21 +86,6 @@ async def test_an_order_with_a_request_id_outlives_the_deadline_of_its_caller(ho
     assert [image.data for image in completed.images] == [b"picture 0"]
     (request,) = worker.requests
     assert (request.request_id, request.HasField("deadline_s")) == ("order-1", False)
-
-
-async def test_what_is_not_served_yet_is_unimplemented_and_named(house: Running) -> None:
-    await house.worker()
-    techniques = Techniques(masked_blocks=True)
-    error = await refusal(lambda: house.generate(techniques=techniques, model="no-such"))
-    assert isinstance(error, errors.FieldNotServed)
-    assert error.metadata == {"field": "spec.techniques"}
-
-
-async def test_an_unknown_model_is_not_found_with_those_served(house: Running) -> None:
-    await house.worker()
-    error = await refusal(lambda: house.generate(model="sdxl"))
-    assert isinstance(error, errors.ModelNotFound)
-    assert error.metadata == {"served": "miniature"}
 
 
 async def test_without_any_worker_the_caller_is_asked_to_come_back(house: Running) -> None:

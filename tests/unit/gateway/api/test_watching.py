@@ -44,6 +44,8 @@ async def test_a_slow_watcher_gets_the_newest_state_and_none_of_what_it_missed()
         job.set_steps_done(1, step)
         job.set_preview(1, 0, b"preview %d" % step)
     assert await _next(watch) == RunningEvent(steps_done=9, steps_total=10, previews={0: b"preview 9"})
+    job.set_steps_done(1, 10)
+    assert await _next(watch) == RunningEvent(steps_done=10, steps_total=10, previews={}), "a preview is told once"
     await watch.aclose()
 
 
