@@ -108,7 +108,7 @@ def test_a_command_that_cannot_be_given_more_time_does_not_advise_it() -> None:
         "not done within 30 s",
         "Try again when less is waiting: bottega fleet shows what is.",
     )
-    assert explain(late, "127.0.0.1:1", when_late="Allow more.")[1] == "Allow more."
+    assert explain(late, "127.0.0.1:1", timeout_advice="Allow more.")[1] == "Allow more."
 
 
 def test_values_that_are_no_numbers_are_put_down_to_loras_where_there_are_some() -> None:

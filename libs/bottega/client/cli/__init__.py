@@ -37,7 +37,7 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         from bottega.client.cli.error_help import exit_status, explain
-        from bottega.client.cli.gateway_options import advice_when_late, asked_address
+        from bottega.client.cli.gateway_options import chosen_address, timeout_advice
         from bottega.client.cli.terminal import fail
         from bottega.client.cli.unexpected_errors import report_unexpected_error, show_logged_warnings
         from bottega.errors import BottegaError
@@ -47,7 +47,7 @@ class _Commands(click.Group):
             with _plain_usage():
                 return super().invoke(ctx)
         except BottegaError as error:
-            told = explain(error, asked_address(ctx), when_late=advice_when_late(ctx))
+            told = explain(error, chosen_address(ctx), timeout_advice=timeout_advice(ctx))
             fail(*told, status=exit_status(error))
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
             raise  # click knows what to do

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.gateway_options import address_option, asked_fleet_address, fleet_option
+from bottega.client.cli.gateway_options import address_option, chosen_fleet_address, fleet_option
 from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import Styled, say
 
@@ -44,7 +44,7 @@ def command(*, model: str, state: StateFolder, address: str) -> None:
 def _fleet_address(address: str) -> str:
     from bottega.client.transport.address import default_fleet_address
 
-    return asked_fleet_address(click.get_current_context()) or default_fleet_address(address)
+    return chosen_fleet_address(click.get_current_context()) or default_fleet_address(address)
 
 
 def _results(model: str, state: StateFolder, address: str, fleet_address: str) -> Iterator[CheckResult]:

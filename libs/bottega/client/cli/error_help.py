@@ -53,14 +53,14 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
 )
 
 
-def explain(error: BottegaError, address: str, *, when_late: str = "") -> tuple[str, str]:
+def explain(error: BottegaError, address: str, *, timeout_advice: str = "") -> tuple[str, str]:
     """What happened, and what to do (perhaps nothing).
 
-    address: of the gateway that was asked. when_late: what the command advises where its own time was too short; empty
+    address: of the gateway that was asked. timeout_advice: of the command, where its own time was too short; empty
     where nobody can give it more.
     """
     if isinstance(error, errors.DeadlineUnmeetable | CallTimeout):
-        return error.message, when_late or _TOO_BUSY
+        return error.message, timeout_advice or _TOO_BUSY
     if error.metadata.get("listener") == "fleet":
         return error.message, _ABOUT_THE_FLEET
     if (advice := advice_for(error)) is not None:

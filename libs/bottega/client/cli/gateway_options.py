@@ -18,7 +18,7 @@ DEFAULT_TIMEOUT_S = 600.0
 
 _KEY = "bottega.address"
 _FLEET_KEY = "bottega.fleet_address"
-_LATE_KEY = "bottega.when_late"
+_ADVICE_KEY = "bottega.timeout_advice"
 
 
 def address_option(command: CommandT) -> CommandT:
@@ -28,7 +28,7 @@ def address_option(command: CommandT) -> CommandT:
         envvar="BOTTEGA_ADDRESS",
         show_envvar=True,
         metavar="HOST:PORT",
-        callback=_chosen,
+        callback=_choose_address,
         help="Gateway to ask; default: the suite that runs here, else 127.0.0.1:8470.",
     )(command)
 
@@ -41,7 +41,7 @@ def fleet_option(command: CommandT) -> CommandT:
         show_envvar=True,
         metavar="HOST:PORT",
         expose_value=False,
-        callback=_noted_fleet,
+        callback=_note_fleet_address,
         help="Where the gateway lists its services; default: the suite that runs here, else port 8472 of --address.",
     )(command)
 
@@ -54,7 +54,7 @@ def timeout_option(command: CommandT) -> CommandT:
         type=click.FloatRange(min=0.0, min_open=True),
         default=DEFAULT_TIMEOUT_S,
         show_default=True,
-        callback=_noted,
+        callback=_note_timeout,
         help="Seconds to wait in all.",
     )(command)
 
@@ -64,41 +64,41 @@ def connect(address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Client:
     from bottega.client.sdk.clients import Client
     from bottega.client.transport.retry import RetryPolicy
 
-    fleet_address = asked_fleet_address(click.get_current_context())
+    fleet_address = chosen_fleet_address(click.get_current_context())
     return Client(address, fleet_address=fleet_address, timeout_s=timeout_s, retry=RetryPolicy(reach_s=_REACH_S))
 
 
-def asked_address(ctx: click.Context) -> str:
-    """The address that the command was given, for what is said about its errors."""
+def chosen_address(ctx: click.Context) -> str:
+    """The gateway's address that the command was given or found, for what is said about its errors."""
     return str(ctx.meta.get(_KEY, ""))
 
 
-def asked_fleet_address(ctx: click.Context) -> str | None:
-    """Where the command was told to ask for the fleet, if it was."""
+def chosen_fleet_address(ctx: click.Context) -> str | None:
+    """Where the fleet is listed, if the command was told."""
     said: str | None = ctx.meta.get(_FLEET_KEY)
     return said
 
 
-def advise_when_late(ctx: click.Context, advice: str) -> None:
-    """What the command says to do where its time was too short."""
-    ctx.meta[_LATE_KEY] = advice
+def set_timeout_advice(ctx: click.Context, advice: str) -> None:
+    """Sets what to advise where the command's time was too short."""
+    ctx.meta[_ADVICE_KEY] = advice
 
 
-def advice_when_late(ctx: click.Context) -> str:
-    """What it said; empty where it has no say in its time."""
-    return str(ctx.meta.get(_LATE_KEY, ""))
+def timeout_advice(ctx: click.Context) -> str:
+    """What was set; empty where the command takes no time-out."""
+    return str(ctx.meta.get(_ADVICE_KEY, ""))
 
 
-def _noted(ctx: click.Context, _: click.Parameter, value: float) -> float:
-    advise_when_late(ctx, "Allow more time with --timeout SECONDS.")
+def _note_timeout(ctx: click.Context, _: click.Parameter, value: float) -> float:
+    set_timeout_advice(ctx, "Allow more time with --timeout SECONDS.")
     return value
 
 
-def _noted_fleet(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
+def _note_fleet_address(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
     ctx.meta[_FLEET_KEY] = value or None
 
 
-def _chosen(ctx: click.Context, _: click.Parameter, value: str | None) -> str:
+def _choose_address(ctx: click.Context, _: click.Parameter, value: str | None) -> str:
     from bottega.client.suite.state import StateFolder
     from bottega.client.transport.address import default_address
     from bottega.state_folder import state_folder

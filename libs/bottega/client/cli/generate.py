@@ -13,7 +13,7 @@ import click
 
 from bottega.client.cli.addons import generation_parts
 from bottega.client.cli.escaping import escaped_and_cut
-from bottega.client.cli.gateway_options import DEFAULT_TIMEOUT_S, address_option, advise_when_late, connect
+from bottega.client.cli.gateway_options import DEFAULT_TIMEOUT_S, address_option, connect, set_timeout_advice
 from bottega.client.cli.generation_options import generation_options
 from bottega.client.cli.terminal import fail, note, say
 
@@ -33,8 +33,8 @@ _SHORTEST_S = 0.0005
 # Of a prompt that was cut: enough to see where.
 _CUT_COLUMNS = 100
 
-_WHEN_LATE = "Allow more time with --timeout SECONDS, ask for fewer steps, or wait for nothing with --detach."
-_WHEN_LATE_DETACHED = "Allow more time with --timeout SECONDS, or all that it takes: leave --timeout out."
+_TIMEOUT_ADVICE = "Allow more time with --timeout SECONDS, ask for fewer steps, or wait for nothing with --detach."
+_DETACHED_TIMEOUT_ADVICE = "Allow more time with --timeout SECONDS, or all that it takes: leave --timeout out."
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -87,7 +87,7 @@ def command(
     target = choose_output(output, options.get("format"), prompt)
     options["format"] = target.format
     _check_preview(preview, detach=detach)
-    advise_when_late(click.get_current_context(), _WHEN_LATE_DETACHED if detach else _WHEN_LATE)
+    set_timeout_advice(click.get_current_context(), _DETACHED_TIMEOUT_ADVICE if detach else _TIMEOUT_ADVICE)
     began_s = time.monotonic()
     with connect(address, timeout_s=timeout_s or DEFAULT_TIMEOUT_S) as client, _as_given(options):
         if detach:
