@@ -13,7 +13,7 @@ import pytest
 
 from bottega import errors
 from bottega.gateway.addons.loras.client import GrpcLoraClient
-from bottega.v1 import generation_pb2, image_pb2
+from bottega.v1 import fleet_pb2, generation_pb2, image_pb2
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.generation_pb2 import Lora, Techniques
 from tests.fakes.scripted_worker import MODEL
@@ -153,10 +153,20 @@ async def test_a_worker_that_has_the_lora_is_preferred(house: House) -> None:
     other.loras = [house.ink.digest]
     assert other.membership is not None
     other.membership.report_soon()
-    await asyncio.sleep(0.2)
+    await _until_hosted(house, 1)
     for _ in range(3):
         completed = await house.gateway.draw(loras=[Lora(name="ink")])
         assert completed.provenance.worker == "w2"
+
+
+async def _until_hosted(house: House, count: int) -> None:
+    """Returns when the gateway has read reports of so much that workers host."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            listed = await house.gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)
+            if sum(len(member.load.hosted) for member in listed.members) == count:
+                return
+            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +185,7 @@ async def test_of_workers_that_have_the_lora_that_with_this_very_set_in_its_weig
     for worker in (other, untouched, patched):
         assert worker.membership is not None
         worker.membership.report_soon()
-    await asyncio.sleep(0.2)
+    await _until_hosted(house, 8)
     for _ in range(3):
         completed = await house.gateway.draw(loras=loras)
         assert completed.provenance.worker == taker
