@@ -104,7 +104,7 @@ def control_loads(case: Any) -> Iterator[Case]:
         "too long a base": [net(base="x" * 129)],
         **{f"called {shown(name)}": [net(name)] for name in ("", "x" * 201, "a b", "../up", "\0", "ü")},
         **{f"of negative {field}": [net(**{field: -1})] for field in ("size_bytes", "popularity", "sessions")},
-        **{f"in state {state}": [net(state=state)] for state in (4, 99, -1)},
+        **{f"in state {state}": [net(state=state)] for state in (5, 99, -1)},
         "with a profile of nothing": [net(profiles=[ResidualProfile()])],
         "of similarity 2": [net(profiles=[ResidualProfile(model_hash="m", num_inference_steps=1, similarity=2)])],
         "with 17 profiles": [net(profiles=[_profile(f"m{number}") for number in range(17)])],
