@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import grpc
@@ -54,17 +55,17 @@ def from_rpc_error(error: grpc.RpcError) -> BottegaError:
     code = Code(failure.code().value[0])
     status = _status_of(failure)
     try:
-        unpacked = _unpacked(status) if status is not None else None
+        details = _unpack_details(status) if status is not None else None
     except message.DecodeError:  # what claims to be our details, and is not
-        unpacked = None
-    if status is None or unpacked is None:
+        details = None
+    if status is None or details is None:
         return _of_grpc(code, failure.details() or "")
-    info, bad_request, retry = unpacked
+    info = details.info
     return _class_for(info.reason if info.domain == errors.DOMAIN else "", code)(
         status.message,
         metadata=dict(info.metadata),
-        retry_after_s=_wait_s(retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9) if retry else None,
-        violations=[Violation(field=v.field, description=v.description) for v in bad_request.field_violations],
+        retry_after_s=details.retry_after_s,
+        violations=[Violation(field=v.field, description=v.description) for v in details.bad_request.field_violations],
     )
 
 
@@ -175,17 +176,25 @@ def _wait_s(seconds: float) -> float | None:
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
-def _unpacked(
-    status: status_pb2.Status,
-) -> tuple[error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo | None]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Details:
+    """The details of a status. retry_after_s: None where it says nothing of trying again."""
+
+    info: error_details_pb2.ErrorInfo
+    bad_request: error_details_pb2.BadRequest
+    retry_after_s: float | None
+
+
+def _unpack_details(status: status_pb2.Status) -> _Details:
     info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
-    has_retry = False
+    retry_after_s = None
     for detail in status.details:
         detail.Unpack(info)
         detail.Unpack(bad_request)
-        has_retry = detail.Unpack(retry) or has_retry
-    return info, bad_request, retry if has_retry else None
+        if detail.Unpack(retry):
+            retry_after_s = _wait_s(retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9)
+    return _Details(info=info, bad_request=bad_request, retry_after_s=retry_after_s)
 
 
 def _class_for(reason: str, code: Code) -> type[BottegaError]:

@@ -6,7 +6,7 @@ any step and leaves it when done; it knows what a group must share, and nothing 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,8 +51,8 @@ class Request:
     step: the next step to run; done when it equals `end`. begin: the first one; image-to-image starts later
     than 0, from `image`. resume: goes on from there instead. resumed_from: where it went on; without, `begin`.
     latent: [1, channels, height, width]. estimate: of the finished latent, as the last step saw it.
-    controls: its ControlNets, in the order in which their residuals are summed.
-    loras: in force from step `loras_from` on; None while they are not here, or where it has none.
+    Its add-ons set: controls: its ControlNets, in the order in which their residuals are summed. loras: in force from
+    step `loras_from` on; None while they are not here, or where it has none.
     """
 
     def __init__(
@@ -63,17 +63,14 @@ class Request:
         *,
         index: int = 0,
         image: LatentDistribution | None = None,
-        controls: Sequence[ActiveControl] = (),
-        loras: LoraSet | None = None,
-        loras_from: int | None = None,
         resume: RequestState | None = None,
     ) -> None:
         self.index = index
         self.spec = spec
         self.begin = spec.begin_step
-        self.controls = tuple(controls)
-        self.loras = loras
-        self.loras_from = loras_from
+        self.controls: tuple[ActiveControl, ...] = ()
+        self.loras: LoraSet | None = None
+        self.loras_from: int | None = None
         self._conditions = conditions
         self._sampler = Sampler(
             spec.sampler,

@@ -64,12 +64,10 @@ class Residuals:
 
 def request(model: Model, seed: int, *, controlled: bool) -> Request:
     spec = ResolvedSpec(prompt="a star", num_inference_steps=4, width=64, height=64, seed=seed)
-    return Request(
-        model,
-        spec,
-        encode_prompts(model, spec),
-        controls=[ActiveControl(handle="net", first=0, last=4)] if controlled else (),
-    )
+    made = Request(model, spec, encode_prompts(model, spec))
+    if controlled:
+        made.controls = (ActiveControl(handle="net", first=0, last=4),)
+    return made
 
 
 def rows_of(*requests: Request) -> list[Row]:

@@ -212,7 +212,9 @@ def opened(model: Model, controlnets: LocalControlNets, order: EngineOrder) -> R
     conditions = encode_prompts(model, order.spec)
     sessions = JobControlNets(controlnets, order)
     sessions.begin(conditions, from_step=0)
-    return Request(model, order.spec, conditions, controls=sessions.active)
+    request = Request(model, order.spec, conditions)
+    request.controls = sessions.active
+    return request
 
 
 def test_asked_before_it_is_loaded_a_row_is_late_and_alone_it_is_waited_for(model: Model, shelves: Shelves) -> None:

@@ -166,7 +166,10 @@ class ResidualsByHand:
 
 
 def request(model: Model, spec: ResolvedSpec, **options: Any) -> Request:
-    return Request(model, spec, encode_prompts(model, spec), **options)
+    made = Request(model, spec, encode_prompts(model, spec))
+    for name, value in options.items():
+        setattr(made, name, value)
+    return made
 
 
 def lora_of(model: Model, unet: UNet2DConditionModel) -> LoraSet:
