@@ -1,6 +1,6 @@
 """One way to read configuration: a YAML file into a service's one frozen dataclass.
 
-An unknown key or a bad value refuses to start and names itself. This module knows no service.
+An unknown key or a bad value refuses to start and names itself.
 """
 
 from __future__ import annotations

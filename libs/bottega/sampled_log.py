@@ -1,7 +1,7 @@
 """Log lines that others can cause at will: the first of a kind in a second one by one, the rest as a number.
 
 A crowd would else write so many lines that journald drops some of the service's, errors among them: it takes 10,000 in
-30 s. It knows neither calls nor links, and any thread may use it.
+30 s. Any thread may use it.
 """
 
 from __future__ import annotations

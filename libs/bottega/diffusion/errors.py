@@ -1,4 +1,4 @@
-"""What a failure of one job is called outside the engine. Knows no job."""
+"""What a failure of one job is called outside the engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What shares a forward: rows, and the key that the rows of one group have in common.
 
 A row is one request's conditional or unconditional half at its current step. This file fixes what
-a turn sees of a request; it knows no sampler and no network.
+a turn sees of a request.
 """
 
 from __future__ import annotations

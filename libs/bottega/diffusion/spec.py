@@ -1,4 +1,4 @@
-"""What to draw, as the engine takes it: every default filled in. Plain values; knows no wire and no tensors."""
+"""What to draw, as the engine takes it: every default filled in. Plain values."""
 
 from __future__ import annotations
 

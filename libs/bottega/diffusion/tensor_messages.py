@@ -1,4 +1,4 @@
-"""Messages of links as tensors by name: how they are made, and looked at where they came. Knows no kind of message."""
+"""Messages of links as tensors by name: how they are made, and looked at where they came."""
 
 from __future__ import annotations
 

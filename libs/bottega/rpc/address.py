@@ -1,4 +1,4 @@
-"""Addresses as the configuration writes them: host:port. It knows no socket."""
+"""Addresses as the configuration writes them: host:port."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     quarantine/<digest>.safetensors           weights
     quarantine/<digest>.<16 digits>.json      a description of them; they may also be in their place among the files
 
-Its calls may wait for the disk and raise OSError. It knows no catalogue; one thread at a time may call it.
+Its calls may wait for the disk and raise OSError; one thread at a time may make them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Runs one attempt in the front: the input images, the engine, the finished images, the provenance.
-
-This module knows neither gRPC nor other attempts; the engine is a place to send commands to.
-"""
+"""Runs one attempt in the front: the input images, the engine, the finished images, the provenance."""
 
 from __future__ import annotations
 

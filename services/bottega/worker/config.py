@@ -1,4 +1,4 @@
-"""What a worker and its engine may be told. It knows no torch: the front reads it too."""
+"""What a worker and its engine may be told. It imports no torch: the front reads it too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Images on their way in and out of the engine: decoded, encoded and inscribed, in the codec processes.
-
-This module knows no engine and no attempt; it knows what text a picture carries.
-"""
+"""Images on their way in and out of the engine: decoded, encoded and inscribed, in the codec processes."""
 
 from __future__ import annotations
 

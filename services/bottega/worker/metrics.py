@@ -1,4 +1,4 @@
-"""What a worker counts. It knows no attempt and no engine."""
+"""What a worker counts."""
 
 from __future__ import annotations
 

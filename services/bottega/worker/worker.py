@@ -1,7 +1,7 @@
 """The worker itself: starts attempts, passes on what the engine says of them, reports its load to the fleet.
 
-It owns what runs beside the event loop (engine, codec processes) and the place in the fleet. This module
-knows no gRPC server: `service.py` translates for it.
+It owns what runs beside the event loop (engine, codec processes) and the place in the fleet; `service.py`
+translates between it and gRPC.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _spec(path: str | os.PathLike[str]) -> GenerationSpec:
 
 
 def _check(spec: GenerationSpec) -> Iterator[Violation]:
-    """What breaks a rule that knows no model; each names its value where it is not too long to be repeated."""
+    """What breaks a rule that holds for every model; each names its value where it is not too long to be repeated."""
     for name, (low, high) in rules.RANGES.items():
         if spec.HasField(name) and not low <= getattr(spec, name) <= high:  # type: ignore[arg-type]
             yield Violation(field=name, description=f"must be {low} to {high}; got {describe(getattr(spec, name))}")

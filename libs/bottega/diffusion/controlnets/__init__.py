@@ -1,6 +1,6 @@
 """ControlNets: finding, loading and keeping them, and what a session with one computes.
 
-What a server's engine and a worker on its own both use. Knows rows and conditions; knows no wire and no links.
+What a server's engine and a worker on its own both use.
 """
 
 from bottega.diffusion.controlnets.cache import ControlNetCache, ControlNetLease

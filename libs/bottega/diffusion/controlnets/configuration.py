@@ -1,7 +1,4 @@
-"""A ControlNet's config.json as a stranger may have written it: every number bounded before anything is made of it.
-
-Knows the fields of Diffusers' ControlNetModel that are served; knows no weights and no torch.
-"""
+"""A ControlNet's config.json as a stranger may have written it: every number bounded before anything is made of it."""
 
 from __future__ import annotations
 

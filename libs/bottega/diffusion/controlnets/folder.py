@@ -1,7 +1,7 @@
 """The files of a ControlNet's folder in Diffusers' layout: found, bounded, opened, read. A stranger may have written
 them, and may change them at any time.
 
-root: where there is one, no file is read that lies outside of it, links followed. Knows no network. Raises OSError, and
+root: where there is one, no file is read that lies outside of it, links followed. Raises OSError, and
 ValueError saying what is wrong with a file.
 """
 

@@ -1,7 +1,4 @@
-"""One forward of a ControlNet over rows of any of its sessions, and the way of its residuals into their places.
-
-Knows rows and tensors to write to; knows nothing of who reads them.
-"""
+"""One forward of a ControlNet over rows of any of its sessions, and the way of its residuals into their places."""
 
 from __future__ import annotations
 

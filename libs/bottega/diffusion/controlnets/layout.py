@@ -1,7 +1,4 @@
-"""What a ControlNet and a base model must have in common: the shapes that they exchange, read from configurations.
-
-Knows configurations as plain values; knows no weights and no torch.
-"""
+"""What a ControlNet and a base model must have in common: the shapes that they exchange, read from configurations."""
 
 from __future__ import annotations
 

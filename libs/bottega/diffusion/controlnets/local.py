@@ -1,7 +1,4 @@
-"""ControlNets in the engine's own process: what a worker falls back on, and all there is without a server.
-
-Knows sessions and rows; knows no servers.
-"""
+"""ControlNets in the engine's own process: what a worker falls back on, and all there is without a server."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A ControlNet: found in a folder in Diffusers' layout, checked, measured before it is loaded, loaded, run.
 
 Only safetensors are opened. A stranger may have written the folder: nothing is built from its configuration before its
-numbers have been checked, and no weights are read before they are those that it builds. Knows no sessions and nobody's
-budget.
+numbers have been checked, and no weights are read before they are those that it builds.
 """
 
 from __future__ import annotations

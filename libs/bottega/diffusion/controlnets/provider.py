@@ -1,7 +1,4 @@
-"""A request's ControlNets as the engine sees them: what a session takes, who holds sessions, and what came of one.
-
-Knows rows and conditions; knows neither ControlNets nor where they run.
-"""
+"""A request's ControlNets as the engine sees them: what a session takes, who holds sessions, and what came of one."""
 
 from __future__ import annotations
 

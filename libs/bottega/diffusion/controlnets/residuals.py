@@ -1,7 +1,4 @@
-"""Where ControlNet residuals come from, as a forward sees it.
-
-Knows rows; knows neither ControlNets nor how to reach them.
-"""
+"""Where ControlNet residuals come from, as a forward sees it."""
 
 from __future__ import annotations
 

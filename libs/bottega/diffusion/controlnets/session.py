@@ -1,7 +1,4 @@
-"""One request's session with one ControlNet: what stays the same from step to step, computed once.
-
-Knows one ControlNet and one ControlInput; knows no other sessions and no steps.
-"""
+"""One request's session with one ControlNet: what stays the same from step to step, computed once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """How much the residuals of ControlNets change from step to step, measured where forwards take them.
 
-Wraps whoever holds sessions; those of controls that ask for nothing pass through untouched. Knows rows and residuals;
-knows neither ControlNets nor what is decided by the measurement.
+Wraps whoever holds sessions; those of controls that ask for nothing pass through untouched.
 """
 
 from __future__ import annotations

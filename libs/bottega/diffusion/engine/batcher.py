@@ -1,8 +1,7 @@
 """Which requests share the next turn, and how long one may be passed over.
 
 Oldest first, as wide as pays off by the measured step times, and nobody waits longer than a bound. Where those times
-are outdated, one turn is made wider, to measure it again. Knows rows only by their number and their group key; knows no
-model and no clock: it counts turns.
+are outdated, one turn is made wider, to measure it again. Time is counted in turns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The first stage: prompts to conditions, pixels to a latent distribution.
 
-What it returns are plain tensors that could travel on a link; it knows no samplers and no engine.
+What it returns are plain tensors that could travel on a link.
 Follows StableDiffusionXLPipeline.encode_prompt, one prompt at a time.
 """
 

@@ -1,6 +1,6 @@
 """The engine's loop: every turn encodes at most one prompt, runs one group for one step, decodes at most one latent.
 
-Jobs join and leave between any two turns. It knows models, jobs and groups; it knows no processes and no wire.
+Jobs join and leave between any two turns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engine says about its jobs. Knows no wire."""
+"""What the engine says about its jobs."""
 
 from __future__ import annotations
 

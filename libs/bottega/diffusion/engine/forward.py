@@ -1,7 +1,6 @@
 """One forward over a group of rows: blocks in order, residuals where they are due.
 
-Rows whose residuals are late at the first barrier leave the forward; the others go on. Knows no
-samplers and no queues.
+Rows whose residuals are late at the first barrier leave the forward; the others go on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One job in the engine: from its order to its images' requests, and the record of what happened to it.
-
-It knows its own add-ons' parts by their interface; it knows no groups and no other jobs.
-"""
+"""One job in the engine: from its order to its images' requests, and the record of what happened to it."""
 
 from __future__ import annotations
 

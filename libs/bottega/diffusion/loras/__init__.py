@@ -1,7 +1,4 @@
-"""LoRAs in the engine: what one is, where it comes from, and its two ways in, beside the weights and inside them.
-
-Knows modules and rows' places; knows no requests, no wire and no files.
-"""
+"""LoRAs in the engine: what one is, where it comes from, and its two ways in, beside the weights and inside them."""
 
 from bottega.diffusion.loras.costs import SwapCosts
 from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, Layers, LoraAtScale, LoraLayer

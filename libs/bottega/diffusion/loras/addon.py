@@ -1,7 +1,4 @@
-"""LoRAs as an add-on of the engine: asked for when a job comes, in force from one step of all its images on.
-
-It knows the job's spec, whoever brings LoRAs, and the weights that they go into; it knows no groups.
-"""
+"""LoRAs as an add-on of the engine: asked for when a job comes, in force from one step of all its images on."""
 
 from __future__ import annotations
 

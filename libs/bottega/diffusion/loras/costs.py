@@ -1,6 +1,6 @@
 """Whether a set should go into the weights: what the side path costs by the step, against a swap, both as measured.
 
-Plain numbers; knows no tensors and no clock.
+Plain numbers.
 """
 
 from __future__ import annotations

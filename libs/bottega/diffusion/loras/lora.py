@@ -1,4 +1,4 @@
-"""A LoRA as the engine takes it: its layers in their canonical form. Knows no files, no network and no request."""
+"""A LoRA as the engine takes it: its layers in their canonical form."""
 
 from __future__ import annotations
 

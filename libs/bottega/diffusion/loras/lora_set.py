@@ -1,7 +1,7 @@
 """The LoRAs of one request as one: by module, their factors side by side with every scale folded in.
 
 The sum of B A over several LoRAs is one product of wider factors, so a request costs the same however its rank is
-divided. Side path and patching both start from here. Knows modules' shapes; knows no rows.
+divided. Side path and patching both start from here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Putting back copies the pristine weights, so that they are equal bit for bit after any number of swaps, in every element
 type. The copies stay for the next set: making them costs more than the sums.
-Parameters stay where they are in memory. Knows one network; knows no rows and no turns.
+Parameters stay where they are in memory.
 """
 
 from __future__ import annotations

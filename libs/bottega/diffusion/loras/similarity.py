@@ -1,7 +1,7 @@
 """How much a job's LoRAs change its latents, step by step: its images run once more beside themselves without them.
 
 Such a shadow has the same prompt, read with the same text encoders, the same seed and sampler; only the UNet's LoRAs
-are not there: what a late LoRA leaves out. Knows requests and latents; knows no groups, and not what is decided by it.
+are not there: what a late LoRA leaves out.
 """
 
 from __future__ import annotations

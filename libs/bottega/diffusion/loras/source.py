@@ -1,4 +1,4 @@
-"""Where LoRAs come from, as the engine sees it. Knows no requests, and not how LoRAs are reached."""
+"""Where LoRAs come from, as the engine sees it."""
 
 from __future__ import annotations
 

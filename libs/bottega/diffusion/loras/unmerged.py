@@ -1,8 +1,7 @@
 """LoRAs by the side path: per-row low-rank products beside untouched weights.
 
 The base mechanism by which rows with different LoRAs, or none, share one forward (after S-LoRA). Rows of one set that
-stand side by side are one product; sets that have equally many such rows are one batched product. Knows modules and
-rows' places; knows no requests.
+stand side by side are one product; sets that have equally many such rows are one batched product.
 """
 
 from __future__ import annotations

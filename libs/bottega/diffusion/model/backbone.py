@@ -2,7 +2,7 @@
 
 A residual point is a place where a ControlNet adds its output. A block names the points that must
 have been added before it runs, so that a turn waits for residuals only where they are needed, and
-the blocks before the first such place run while the ControlNets do. This file knows no requests.
+the blocks before the first such place run while the ControlNets do.
 """
 
 from __future__ import annotations

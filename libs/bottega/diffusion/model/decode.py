@@ -1,4 +1,4 @@
-"""The last stage: a finished latent to pixels. Knows no requests."""
+"""The last stage: a finished latent to pixels."""
 
 from __future__ import annotations
 

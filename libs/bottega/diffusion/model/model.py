@@ -1,6 +1,6 @@
 """A model on a device: the parts of an SDXL-shaped folder, its sizes and its hash.
 
-Only safetensors are opened. Knows no requests.
+Only safetensors are opened.
 """
 
 from __future__ import annotations

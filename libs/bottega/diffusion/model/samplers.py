@@ -1,7 +1,4 @@
-"""One request's sampler: a Diffusers scheduler of its own, with state that can travel.
-
-Knows latents and steps; knows no model and no request.
-"""
+"""One request's sampler: a Diffusers scheduler of its own, with state that can travel."""
 
 from __future__ import annotations
 

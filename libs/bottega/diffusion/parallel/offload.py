@@ -1,7 +1,4 @@
-"""The other worker of a pair, as the engine that leads sees it: what it is told of a job, and of a row.
-
-Knows rows and conditions; knows neither links nor the other engine.
-"""
+"""The other worker of a pair, as the engine that leads sees it: what it is told of a job, and of a row."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Latent parallelism: one forward of a group, with some of its rows computed by the other worker of the pair.
 
 The leader decides, keeps latents, samplers and generators, and has the last word: rows that do not come back it
-computes itself in the same turn, so that the follower's death costs time and nothing else. Knows no links.
+computes itself in the same turn, so that the follower's death costs time and nothing else.
 """
 
 from __future__ import annotations

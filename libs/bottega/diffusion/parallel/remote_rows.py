@@ -1,7 +1,7 @@
 """What this engine computes for the other worker of its pair: rows of jobs that are not its own.
 
 It keeps their conditions, sessions with their ControlNets, and LoRAs; latents, samplers and steps are the other's. All
-calls come from the engine's thread. Knows no links.
+calls come from the engine's thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How scenes are said: one full sentence for prompts, and phrasings, some of which leave things out, for training.
 
-Nearly every word is one token of the miniature's tokenizers, and every sentence fits their 24. It knows no pixels.
+Nearly every word is one token of the miniature's tokenizers, and every sentence fits their 24.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the miniature can be told to draw: shapes, colours, sizes, places, grounds, relations; what is held out.
-
-It knows neither words beyond these names nor pixels.
-"""
+"""What the miniature can be told to draw: shapes, colours, sizes, places, grounds, relations; what is held out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where exactly the things of a scene stand and how large they are: what a caption leaves open.
 
-All lengths are in sides of the picture; (0, 0) is its top left corner. It knows no pixels.
+All lengths are in sides of the picture; (0, 0) is its top left corner.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The outlines of the shapes, as polygons around the origin that fit a circle of radius 1; y goes down.
-
-It knows neither colours nor pixels.
-"""
+"""The outlines of the shapes, as polygons around the origin that fit a circle of radius 1; y goes down."""
 
 from __future__ import annotations
 

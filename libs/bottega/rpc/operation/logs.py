@@ -1,6 +1,6 @@
 """JSON logs on stderr; every line carries the request_id and job_id of the call it was written in.
 
-It knows no service; fields are bound by whoever knows them. Whoever logs never waits for the reader of stderr, see
+Whoever logs never waits for the reader of stderr, see
 `log_pipe`: lines are dropped, and counted, before that.
 """
 

@@ -1,4 +1,4 @@
-"""How the threads of links wake the engine's. Knows no link."""
+"""How the threads of links wake the engine's."""
 
 from __future__ import annotations
 

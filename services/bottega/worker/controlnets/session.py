@@ -1,6 +1,6 @@
 """One request's use of one ControlNet, wherever it runs: which servers were tried, and what they have answered.
 
-Belongs to the engine's thread. Knows no link's threads.
+Belongs to the engine's thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who runs the ControlNets of requests: sessions begun with servers, moved when one is lost, or held in this process.
 
 A ControlNet whose server is lost goes on with the next one of its list, then here where the weights are at hand;
-without any it has an error. Belongs to the engine's thread. Knows no rows and no residuals.
+without any it has an error. Belongs to the engine's thread.
 """
 
 from __future__ import annotations

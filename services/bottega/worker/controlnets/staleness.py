@@ -1,6 +1,6 @@
 """Whether a request waits for each step's residuals, or goes on with those of the step before.
 
-Measures how long a step's encoder half takes, and the step; decides by planning.pipelines. Knows no links.
+Measures how long a step's encoder half takes, and the step; decides by planning.pipelines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server's answer to one step, as it arrives: residuals by point, deepest first. Knows no link and no rows."""
+"""A server's answer to one step, as it arrives: residuals by point, deepest first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine says and is told, as messages of the pipe. Translates, and knows nothing else."""
+"""What the engine says and is told, as messages of the pipe."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """All that draws in a worker's engine process: the model on its device, warm, and what ControlNets, LoRAs and a peer
-need. Knows no pipe.
+need.
 """
 
 from __future__ import annotations

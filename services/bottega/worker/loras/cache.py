@@ -1,7 +1,7 @@
 """Brings LoRAs to the engine: from its cache, or from the stores that there are. See LoraSource.
 
 What is on its way is shared by all who asked. A store that is lost is asked again, where it is now, or another one, for
-as long as the engine waits; when that is over the engine gives up, and says so. Knows no requests.
+as long as the engine waits; when that is over the engine gives up, and says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One LoRA that is here or on its way: its layers as tensors, and why it will never come. Knows no links.
+"""One LoRA that is here or on its way: its layers as tensors, and why it will never come.
 
 The thread that receives fills it, and one that checks may end it; the engine's reads it: what is there is never changed
 again. Within a host the layers are views of the store's own memory, sealed (bottega.transport, files), wherever the

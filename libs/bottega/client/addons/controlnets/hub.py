@@ -1,7 +1,4 @@
-"""Brings a ControlNet's folder from the hub, when a person asks for it; nothing else here downloads.
-
-Knows the hub's client, which comes with Diffusers; knows no servers.
-"""
+"""Brings a ControlNet's folder from the hub, when a person asks for it; nothing else here downloads."""
 
 from __future__ import annotations
 
