@@ -1,4 +1,4 @@
-"""What to load and what to let go within a byte budget: adapters on a shelf, from which requests borrow.
+"""Within a byte budget: which adapters to load and evict for the leases that requests hold.
 
 A state machine that loads nothing itself: whoever owns the memory asks `next_load`, obeys, and says what came of
 it.

@@ -61,7 +61,7 @@ class LruCache(Generic[EntryT]):
         return iter(list(self._entries.items()))
 
     def get(self, key: str) -> EntryT | None:
-        """It does not count as used by that."""
+        """Returns the entry without marking it as used."""
         return self._entries.get(key)
 
     def use(self, key: str) -> EntryT | None:
@@ -81,7 +81,10 @@ class LruCache(Generic[EntryT]):
         return self._entries.pop(key, None)
 
     def make_room(self, size_bytes: int) -> int | None:
-        """Evicts as many as one more of that size needs. How many; None, and then none, where that does not suffice."""
+        """Evicts idle entries until one of that size fits. Returns how many.
+
+        Evicts none and returns None where it cannot fit.
+        """
         lack_bytes = self.used_bytes + size_bytes - self._budget_bytes
         lack = len(self._entries) + 1 - self._max_entries if self._max_entries is not None else 0
         victims = []

@@ -31,6 +31,6 @@ def not_finite(loras: Sequence[LoraSpec]) -> NotFinite:
         return NotFinite(f"{what}; another seed or more steps may help")
     listed = ", ".join(f"{lora.name} at scale {lora.scale:g}" for lora in loras)
     return NotFinite(
-        f"{what}, most likely for its LoRAs, {listed}; scales nearer to 0 may help, and where they do not, other files",
+        f"{what}, most likely because of its LoRAs ({listed}); try scales nearer to 0, or other LoRA files",
         metadata={"loras": ",".join(lora.name for lora in loras)},
     )

@@ -8,7 +8,7 @@ from bottega.v1 import error_pb2
 
 
 class LinkError(BottegaError, code=Code.UNAVAILABLE):
-    """A tensor link failed; it alone. Subclasses say how."""
+    """One tensor link failed; others are not affected. Subclasses say how."""
 
 
 class LinksFull(Unavailable, reason=error_pb2.ERROR_REASON_LINKS_FULL):

@@ -13,7 +13,7 @@ class BadLora(InvalidRequest, reason=error_pb2.ERROR_REASON_BAD_LORA):
 
 
 class LoraNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_LORA_NOT_FOUND):
-    """No LoRA of that name; metadata["loras"] names those that lack."""
+    """No LoRA of that name; metadata["loras"] names the missing ones."""
 
 
 class LoraExists(BottegaError, code=Code.ALREADY_EXISTS, reason=error_pb2.ERROR_REASON_LORA_EXISTS):

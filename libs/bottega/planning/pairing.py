@@ -14,7 +14,7 @@ Seconds = Callable[[int], float | None]
 def rows_to_lend(rows: int, lendable: int, *, own: Seconds, theirs: Seconds, backlog: int) -> int:
     """Of `rows` rows, those to be computed by the other worker meanwhile: those with which the turn ends first.
 
-    lendable: how many may be. own: seconds of a forward here; theirs: of one there, with the way there and back.
+    lendable: how many may be. own: seconds of a local forward; theirs: of one at the peer, with transfer.
     backlog: requests that wait for a worker. Two workers that halve one request between them do less in all than two
     that have one each, because a forward of half the rows takes more than half the time; so nothing is lent while
     somebody waits.

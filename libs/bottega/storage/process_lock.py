@@ -57,7 +57,7 @@ class ProcessLock:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Lets another process have it. Harmless for whoever has it not."""
+        """Lets another process have it. Does nothing if this process does not hold it."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)

@@ -39,7 +39,7 @@ class ControlNetReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RegisteredModel:
-    """source: its name is that in the cache: one version of one name."""
+    """source: its name, unique per version, is the key in the cache."""
 
     source: ControlNetSource
     digest: str

@@ -111,7 +111,8 @@ class Gateway:
     async def warm_up(self) -> None:
         """Starts what the gateway needs; its health says SERVING afterwards, whether or not workers are here.
 
-        While its disk cannot be used it is not over, and what can be read is: whoever asks for more hears why.
+        Does not return while the disk is unusable; reads are served as far as possible, other calls are
+        refused with the reason.
         """
         self._this.address = self.server.address
         starting = asyncio.create_task(self._codec.start())

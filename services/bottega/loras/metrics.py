@@ -33,7 +33,9 @@ class LoraMetrics(Collector):
     def __init__(self, registry: CollectorRegistry) -> None:
         self._figures: Callable[[], StoreStatistics] | None = None
         self._links = LinkMetrics(registry)
-        self._imports = Counter("bottega_lora_imports", "LoRAs that were request.", ("outcome",), registry=registry)
+        self._imports = Counter(
+            "bottega_lora_imports", "Imports of LoRAs, by outcome.", ("outcome",), registry=registry
+        )
         registry.register(self)
 
     def watch(self, figures: Callable[[], StoreStatistics]) -> None:
@@ -41,7 +43,7 @@ class LoraMetrics(Collector):
         self._figures = figures
 
     def imported(self, outcome: str) -> None:
-        """A LoRA was request. outcome: "added", or the name of an error's reason."""
+        """Counts an import. outcome: "added", or the reason of its error."""
         self._imports.labels(outcome).inc()
 
     def collect(self) -> Iterator[Metric]:

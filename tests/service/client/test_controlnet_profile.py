@@ -90,7 +90,7 @@ async def test_below_the_bound_it_is_said_that_steps_go_on_waiting(house: Runnin
     await house.controlnets("s1", hosted("depth"))
     result = await _profile(house, "depth", image)
     assert result.exit_code == 0, result.output
-    assert "Below 0.99: every step goes on waiting for its own residuals." in result.stderr
+    assert "Below 0.99: every step still waits for its own residuals." in result.stderr
 
 
 async def test_the_miniatures_own_controlnets_need_no_images_and_others_do(house: Running) -> None:

@@ -1,4 +1,4 @@
-"""A suite in the foreground: signals in, lines out. Knows the supervisor's seams, not its processes."""
+"""A suite in the foreground: handles signals and prints what happens."""
 
 from __future__ import annotations
 

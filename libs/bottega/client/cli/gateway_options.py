@@ -1,4 +1,4 @@
-"""The gateway that a command talks to. Knows its options, and how patient a person is."""
+"""Options that say which gateway a command calls, and the time-outs of such calls."""
 
 from __future__ import annotations
 

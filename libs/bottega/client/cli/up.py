@@ -140,7 +140,7 @@ def _detached(options: SuiteOptions, state: StateFolder) -> None:
 
 
 def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:
-    """holders: of the lock. Who can open it, can hold it, and need not be a suite."""
+    """holders: processes that hold the lock; any process that can open the file may, not only a suite."""
     import psutil
 
     record = state.read()

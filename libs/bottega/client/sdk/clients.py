@@ -1,6 +1,6 @@
 """The two clients that users make: what is asked of the gateway, and the methods of every add-on service.
 
-An add-on is one module of bottega.client.addons with two classes, and one name in each of the two lists of bases here.
+Each add-on is a package of bottega.client.addons; its client module has two classes of methods, which are bases here.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class ControlNetSource:
 
 
 class LoadedControlNet:
-    """A loaded ControlNet, to be run in inference mode; the SDK's class of the same name asks for one.
+    """A loaded ControlNet, to be run in inference mode.
 
     network: Diffusers' own, but for `embedding`, that of the control image, which is the same at every step and is
     computed once, by `embed`.

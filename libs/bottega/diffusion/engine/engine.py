@@ -153,7 +153,7 @@ class Engine:
 
     @property
     def turns(self) -> int:
-        """That ran a group, so far."""
+        """Number of turns so far in which a group ran."""
         return self._stepper.turns
 
     @property

@@ -92,7 +92,7 @@ class EngineJob:
 
     @property
     def key(self) -> Hashable:
-        """The order's."""
+        """The key of the order."""
         return self.order.key
 
     @property
@@ -112,7 +112,7 @@ class EngineJob:
 
     @property
     def steps_resumed(self) -> int:
-        """That a checkpoint brought."""
+        """Steps that the checkpoint had already done."""
         return sum(request.resumed_from - request.begin for request in self.requests)
 
     def undrawn(self) -> Request | None:

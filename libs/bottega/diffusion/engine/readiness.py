@@ -15,7 +15,7 @@ _PAUSE_S = 0.05
 
 
 class ReadinessGate:
-    """Knows what a job waits for by the interface of its add-ons' parts."""
+    """Adds requests to the batcher when their add-ons are ready, and removes them when they are not."""
 
     def __init__(self, batcher: Batcher[Request], addons: Sequence[EngineAddOn]) -> None:
         self._batcher = batcher

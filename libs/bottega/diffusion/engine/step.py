@@ -1,6 +1,6 @@
 """One denoising step: `Stepper.step` is a turn of the engine, from choosing a group to its new latents.
 
-It knows requests, rows and the jobs that they are of; it tells nobody, and does not know when jobs come and go.
+The engine's loop adds and removes jobs, and reports what a step returns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a set should go into the weights: what the side path costs by the step, against a swap, both as measured.
+"""Whether a set should go into the weights: compares the measured cost per step of unmerged LoRAs with that of a swap.
 
 Plain numbers.
 """

@@ -1,4 +1,4 @@
-"""LoRAs by the side path: per-row low-rank products beside untouched weights.
+"""Unmerged LoRAs: low-rank products per row, added to the output of untouched weights.
 
 The base mechanism by which rows with different LoRAs, or none, share one forward (after S-LoRA). Rows of one set that
 stand side by side are one product; sets that have equally many such rows are one batched product.

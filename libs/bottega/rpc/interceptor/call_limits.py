@@ -82,7 +82,7 @@ class CallLimit:
 
 
 class CallSlot:
-    """One call's. tallies: where it counts. when_closed: called when nothing is left of it."""
+    """The place of one call. tallies: those that count it. when_closed: called when its last resources are freed."""
 
     def __init__(self, tallies: Sequence[CallCounter], when_closed: Callable[[], None]) -> None:
         self._tallies = tallies

@@ -45,7 +45,7 @@ class CallLimits:
     of_grpc_streams: CallLimit
 
     def connections(self) -> frozenset[str]:
-        """Those that have calls, as places.Peer.connection."""
+        """Connections that have calls, as in Peer.connection."""
         kinds = (self.short, self.streams, self.streamed, self.of_grpc, self.of_grpc_streams)
         return frozenset(connection for limit in kinds for connection in limit.connections())
 

@@ -1,1 +1,1 @@
-"""How a service runs as a process: its start and end, logs, metrics, and what systemd is told."""
+"""How a service runs as a process: logs, metrics, and what systemd is told."""

@@ -92,7 +92,7 @@ class Acceptor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Lets nobody in any more, and waits for the thread, which waits for nobody."""
+        """Stops accepting connections, and waits until the thread has ended."""
         self._open = False
         self._wake_writer.send(b"\0")
         self._thread.join()

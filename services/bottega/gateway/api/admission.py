@@ -185,7 +185,7 @@ class Admission:
         )
 
     async def _store_though_cancelled(self, job: Job, *, replaces: str) -> bool:
-        """A caller that goes stops nothing half way: a job that nobody else can ask for is abandoned afterwards."""
+        """Stores the job even if the caller leaves; then abandons it if it has no request_id."""
 
         def abandon(stored: bool) -> None:
             if stored and not job.request_id:

@@ -298,7 +298,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _storing_images(self) -> Iterator[None]:
-        """In the block, the attempt whose task this is runs with no worker, and is ended with us at the latest."""
+        """Tracks the current task while it stores images, so that `close` can end it."""
         task: asyncio.Task[None] | None = asyncio.current_task()
         assert task is not None
         self._storing.add(task)
@@ -318,7 +318,7 @@ class Dispatcher:
             attempt.job.set_checkpoint(news.attempt.number, checkpoint)
 
     def _request_previews(self, attempt: _Attempt) -> None:
-        """Where they are wanted, and the worker has not been asked. Not before it surely knows the attempt."""
+        """Asks the worker for previews once, if they are wanted and the attempt has started."""
         if attempt.job.preview and attempt.started and not attempt.previewed:
             attempt.previewed = True
             client = self._connections[attempt.member].client

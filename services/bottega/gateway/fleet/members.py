@@ -40,7 +40,7 @@ class Member:
     name: unique among those of its kind. is_worker: it draws pictures.
     instance: what its process alone knows, and the gateway never shows. host: where its newest stream comes from.
     stream: counts its Join streams; only the newest one speaks for it.
-    rests_until: on the monotonic clock; until then it gets nothing new, of jobs or of ControlNets' sessions.
+    backed_off_until: on the monotonic clock; until then it gets nothing new, of jobs or of ControlNets' sessions.
     wake: set when that stream has something to say or shall end; every stream has one of its own.
     """
 
@@ -56,7 +56,7 @@ class Member:
     connected: bool = True
     stream: int = 1
     backlog: int = 0
-    rests_until: float = 0.0
+    backed_off_until: float = 0.0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     # Asked for of every member at every look of the scheduler, where a message would be too slow to ask.
     name: str = field(init=False)

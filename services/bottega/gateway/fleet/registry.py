@@ -24,7 +24,7 @@ from bottega.v1 import fleet_pb2, image_pb2
 # A worker of the miniature restarts in about 7 s where cores are busy, as measured; half of that is a fair guess.
 _RETRY_AFTER_S = 3.0
 # Between two jobs, or sessions, that a service does not take: one report of its load.
-_REST_S = 0.5
+_BACK_OFF_S = 0.5
 # After a lease, when whoever waits for its name should come again.
 _AFTER_LEASE_S = 0.05
 
@@ -160,13 +160,13 @@ class Fleet:
     def workers(self, model: str) -> list[Member]:
         """Workers that take new jobs of a model."""
         now = self._clock.monotonic()
-        return [m for m in self.serving(model) if not m.load.draining and m.rests_until <= now]
+        return [m for m in self.serving(model) if not m.load.draining and m.backed_off_until <= now]
 
     def back_off(self, name: str, *, kind: str = kinds.WORKER) -> None:
         """A service has just not taken what it was given, whatever it reports: it is given nothing for a moment."""
         member = self._members.get((kind, name))
         if member is not None:
-            member.rests_until = self._clock.monotonic() + _REST_S
+            member.backed_off_until = self._clock.monotonic() + _BACK_OFF_S
 
     def models(self) -> list[image_pb2.Model]:
         """Models that are served now, by name, with the number of their workers."""

@@ -37,7 +37,7 @@ class MemberEvents:
         self._jobs = jobs
 
     def member_joined(self, member: Member) -> None:
-        """A worker gets jobs, when it was asked for the attempts that it still has."""
+        """A joined worker is asked for attempts that it still runs; then it gets jobs."""
         if member.is_worker:
             self._dispatcher.add_worker(member)
             self._recovery.add_worker(member)

@@ -1,6 +1,6 @@
 """What is checked by the clock: leases of the fleet ten times a second, the queue every second.
 
-Silence ends leases, and waiting in vain ends jobs.
+Ends the leases of silent members, and fails jobs that no worker or add-on can serve.
 """
 
 from __future__ import annotations

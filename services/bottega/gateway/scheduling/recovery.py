@@ -67,7 +67,10 @@ class AttemptRecovery:
         self._held.pop(job.job_id, None)
 
     def add_worker(self, member: Member) -> None:
-        """A worker has joined: asks it for its attempts, and has it get jobs; after that where it may matter."""
+        """A worker has joined: asks it for its attempts.
+
+        It gets jobs at once, or after its answer while held jobs may still be there.
+        """
         self._unclaimed = {job: number for job, number in self._unclaimed.items() if self._is_unclaimed(job)}
         hold_back = bool(self._held or self._unclaimed)
         if hold_back:
@@ -114,7 +117,7 @@ class AttemptRecovery:
             self._dispatcher.stop_attempt(member, attempt)
 
     def _counts(self, job: Job, number: int) -> bool:
-        """A later number than is known is an attempt that began when that could not be written any more."""
+        """Whether an attempt is current. A higher number than ours began before that could be stored."""
         if self.is_held(job):
             return True
         return job.state == JOB_STATE_QUEUED and (number > job.number or self._is_unclaimed(job))

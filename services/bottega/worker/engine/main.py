@@ -1,6 +1,6 @@
 """The engine process: `python -m bottega.worker.engine.main --fd N --config-json JSON`, started by the worker's front.
 
-It reads what it is told and decides what is imported; `engine_loop` is what it then does.
+It reads what it is told and decides what is imported; `loop` then runs the engine.
 """
 
 from __future__ import annotations

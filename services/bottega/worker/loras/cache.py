@@ -77,7 +77,7 @@ class LoraCache:
     def set_stores(self, stores: tuple[StoreAddress, ...]) -> None:
         """The stores that there are now, the best first. What is asked for while there are none waits for the next.
 
-        Who is never told takes those that are named by who asks.
+        Until this is called, each request's own list of stores is used.
         """
         with self._changed:
             self._stores = stores
@@ -99,7 +99,7 @@ class LoraCache:
 
     def settle(self, handles: Sequence[LoraHandle], timeout_s: float) -> None:
         with self._changed:
-            # Not when one of several is here: that was news once, and its caller waits for the others.
+            # Not when one of several is here: its caller was told of it once, and waits for the others.
             if not all(_settled(handle) for handle in handles):
                 self._changed.wait_for(lambda: self._version != self._seen_version, timeout_s)
             self._seen_version = self._version

@@ -34,7 +34,7 @@ async def measure_residuals(
             case.prompt, seed=seed, model=model, num_inference_steps=num_inference_steps, controlnets=[net]
         )
         if len(picture.provenance.controlnets) != 1:
-            raise InternalError(f"the picture's provenance does not say what became of {name} alone")
+            raise InternalError(f"the picture's provenance has no entry for {name} by itself")
         use = picture.provenance.controlnets[0]
         if not use.HasField("similarity"):
             raise _broken("num_inference_steps", "two steps are needed, to compare them")

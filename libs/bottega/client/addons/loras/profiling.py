@@ -82,7 +82,7 @@ def _check_prompts(prompts: object) -> Iterator[Violation]:
 def _use(picture: Picture, name: str) -> LoraUse:
     """Raises LoraUnusable where nothing was measured, InternalError where it is not the one that was asked for."""
     if len(picture.provenance.loras) != 1:
-        raise InternalError(f"the picture's provenance does not say what became of {name} alone")
+        raise InternalError(f"the picture's provenance has no entry for {name} by itself")
     use = picture.provenance.loras[0]
     if not use.similarities:
         raise LoraUnusable(

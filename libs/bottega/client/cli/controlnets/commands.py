@@ -79,7 +79,7 @@ def where(*, name: str, address: str) -> None:
 @click.argument("name")
 @click.argument("folder", metavar="FOLDER|hub:OWNER/NAME")
 @click.option("--server", metavar="NAME", help="Only this server, as bottega fleet lists it; default: all of them.")
-@click.option("--revision", metavar="NAME", help="Of what comes from the hub; default: its newest.")
+@click.option("--revision", metavar="NAME", help="Revision to download from the hub; default: the newest.")
 @address_option
 @fleet_option
 def add(*, name: str, folder: str, server: str | None, revision: str | None, address: str) -> None:

@@ -80,4 +80,4 @@ def _report(name: str, measured: MeasuredProfile) -> None:
         note(f"Requests of {steps} steps and more that allow approximations (no seed, or --fidelity balanced) may use")
         note("residuals one step old, where they would have to wait for them. Their provenance says when they did.")
     else:
-        note(f"Below {LEAST_SIMILARITY:g}: every step goes on waiting for its own residuals.")
+        note(f"Below {LEAST_SIMILARITY:g}: every step still waits for its own residuals.")

@@ -82,7 +82,13 @@ def show(*, name: str, address: str) -> None:
 @click.argument("name")
 @click.argument("path")
 @click.option("--base", metavar="MODEL", help="The model that it was made for; default: the store's only one.")
-@click.option("--trigger", "trigger_words", multiple=True, metavar="WORDS", help="That call its style; repeatable.")
+@click.option(
+    "--trigger",
+    "trigger_words",
+    multiple=True,
+    metavar="WORDS",
+    help="Trigger word that calls up its style; repeatable.",
+)
 @address_option
 @fleet_option
 def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...], address: str) -> None:

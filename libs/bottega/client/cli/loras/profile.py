@@ -54,7 +54,7 @@ def command(
             )
             say(f"{name}: may be late until step {measured.max_step} of {measured.num_inference_steps}")
             if not measured.max_step:
-                note("From the first step on it leads elsewhere: every request goes on waiting for it.")
+                note("It changes the picture from the first step on, so every request waits until it is loaded.")
 
 
 def _captions(client: Client, lora: StoredLora) -> tuple[str, ...]:

@@ -62,8 +62,12 @@ def quarantine_command(*, address: str) -> None:
 
 @click.command("rebuild")
 @click.argument("which", nargs=-1)
-@click.option("--name", help="Call it so from now on; for one WHICH.")
-@click.option("--base", metavar="MODEL", help="The model that it was made for; default: what is known, or fits alone.")
+@click.option("--name", help="New name; only with a single WHICH.")
+@click.option(
+    "--base",
+    metavar="MODEL",
+    help="The model that it was made for; default: the recorded one, or the only one that fits.",
+)
 @address_option
 @fleet_option
 def rebuild_command(*, which: tuple[str, ...], name: str | None, base: str | None, address: str) -> None:

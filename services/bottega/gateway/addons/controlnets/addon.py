@@ -204,7 +204,7 @@ class ControlNetAddOn(AddOn):
         """ControlNet servers that take new sessions with it."""
         now = self._clock.monotonic()
         for member, net in self._hosts.hosts(name, self._fleet.base(job.bare.model)):
-            if member.kind == kinds.CONTROLNET and not member.load.draining and member.rests_until <= now:
+            if member.kind == kinds.CONTROLNET and not member.load.draining and member.backed_off_until <= now:
                 yield member, net
 
     def _workers(self, job: Job, name: str) -> Iterator[tuple[Member, Hosted]]:
