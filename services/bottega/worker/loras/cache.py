@@ -51,10 +51,10 @@ class LoraCache:
         self._stores: tuple[StoreAddress, ...] | None = None
         self._without_store: list[LoraDownload] = []  # for want of a store
         self._links: OrderedDict[str, StoreLink] = OrderedDict()
+        self._refusals: dict[LoraDownload, dict[str, BottegaError]] = {}  # by address
         self._downloads = LruCache[LoraDownload](
             budget_bytes=budget_bytes, on_evict=lambda _, download: self._refusals.pop(download, None)
         )
-        self._refusals: dict[LoraDownload, dict[str, BottegaError]] = {}  # by address
         self._changed = threading.Condition()
         self._version = 0
         self._seen_version = 0  # as the last `settle` returned
