@@ -257,6 +257,7 @@ class Dispatcher:
             case "progress":
                 self._apply_progress(attempt, event.progress)
             case "decided":
+                event.decided.DiscardUnknownFields()  # it is stored with the job: what we do not know has no bound
                 if job.set_decisions(number, event.decided):
                     self._observer.attempt_decided(job)
             case "image":

@@ -96,11 +96,10 @@ class Member:
 def hosted_by_kind(load: fleet_pb2.Load) -> Mapping[str, HostedKind]:
     """What a report says of what is hosted."""
     switch_s = {time.kind: time.seconds for time in load.switch_times}
-    kinds_here = {item.kind for item in load.hosted} | switch_s.keys()
-    return {
-        kind: _hosted([item for item in load.hosted if item.kind == kind], switch_s.get(kind, 0.0))
-        for kind in kinds_here
-    }
+    items: dict[str, list[Hosted]] = {kind: [] for kind in switch_s}
+    for item in load.hosted:
+        items.setdefault(item.kind, []).append(item)
+    return {kind: _hosted(reported, switch_s.get(kind, 0.0)) for kind, reported in items.items()}
 
 
 def _hosted(reported: Iterable[Hosted], switch_s: float) -> HostedKind:

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from bottega import rules
+from bottega import kinds, rules
 from bottega.errors import ConfigError, Violation
 from bottega.kinds import is_kind
 from bottega.rpc.address import split
@@ -23,6 +23,9 @@ MAX_USED_KINDS = 16
 
 MAX_HOSTED = 1024
 """Of a kind, by one service."""
+
+# By one service, of all kinds: a report is looked through at once.
+_MAX_HOSTED_IN_ALL = 4 * MAX_HOSTED
 
 _MAX_CHARACTERS = 128
 _MAX_ADDRESS_CHARACTERS = 256
@@ -78,6 +81,10 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
 
 
 def _hosted(load: fleet_pb2.Load) -> Iterator[Violation]:
+    if len(load.hosted) > _MAX_HOSTED_IN_ALL or len({item.kind for item in load.hosted}) > MAX_USED_KINDS:
+        rule = f"at most {_MAX_HOSTED_IN_ALL}, of at most {MAX_USED_KINDS} kinds"
+        yield Violation(field="load.hosted", description=rule)
+        return
     counts = Counter(item.kind for item in load.hosted)
     applied = Counter(item.kind for item in load.hosted if item.state == HOSTED_STATE_APPLIED)
     at_hand = [(item.kind, item.name or item.digest) for item in load.hosted if item.state != HOSTED_STATE_APPLIED]
@@ -100,7 +107,12 @@ def _can_be_switched(time: tuple[str, float]) -> bool:
 def _can_be_hosted(item: Hosted) -> bool:
     return (
         is_kind(item.kind)
-        and (rules.is_adapter_name(item.name) if item.name else rules.is_digest(item.digest))
+        # LoRAs are told apart by their digests alone; ControlNets are asked for by name.
+        and (
+            rules.is_adapter_name(item.name)
+            if item.name or item.kind == kinds.CONTROLNET
+            else rules.is_digest(item.digest)
+        )
         and math.isfinite(item.scale)
         and max(len(item.digest), len(item.base)) <= _MAX_CHARACTERS
         and min(item.size_bytes, item.popularity, item.sessions) >= 0

@@ -226,5 +226,6 @@ class Follower(LinkServer[LeaderLink]):
             link.answer(step, computed)
 
     def _send(self, message: WholeMessage) -> None:
-        if self._link is not None:
-            self._link.connection.send(message)
+        link = self._link  # its own thread may end it meanwhile
+        if link is not None:
+            link.connection.send(message)

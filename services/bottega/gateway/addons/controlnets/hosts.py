@@ -114,10 +114,10 @@ class ControlNetHosts:
     def _forget_nets(self, member: Member, nets: Iterable[Hosted]) -> None:
         now = self._clock.monotonic()
         for net in nets:
-            hosts = self._hosts[net.name]
-            del hosts[member]
+            hosts = self._hosts.get(net.name, {})
+            hosts.pop(member, None)
             if not hosts:
-                del self._hosts[net.name]
+                self._hosts.pop(net.name, None)
             bases = self._seen[net.name] = self._seen.pop(net.name, {})  # the newest last
             bases.pop(net.base, None)
             bases[net.base] = now
