@@ -446,12 +446,15 @@ def test_help_is_quick_and_brings_no_torch() -> None:
         "main(['--help'], standalone_mode=False)\n"
         "heavy = {'torch', 'numpy', 'PIL', 'rich'} & set(sys.modules)\nassert not heavy, heavy"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "generate" in done.stdout
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    seconds = []
+    for _ in range(3):  # what else runs on the machine makes some of them slower
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "generate" in done.stdout
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 0.5
 
 
 def test_the_version_is_said() -> None:
