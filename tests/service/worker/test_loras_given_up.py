@@ -61,7 +61,8 @@ def worker() -> Iterator[_Worker]:
 
 @pytest.mark.parametrize("unix", [True, False], ids=["in its memory", "in bytes"])
 def test_what_was_closed_before_it_came_never_stays(tmp_path: Path, worker: _Worker, unix: bool) -> None:
-    with shelf(tmp_path, unix=unix) as store:
+    # Slowly, in bytes, so that what is given up is heard of before it has been sent, however busy the machine is.
+    with shelf(tmp_path, unix=unix, bytes_per_s=0 if unix else 1 << 20) as store:
         worker.link_to(store)
         linked, *digests = (store.put(canonical_file(SMALL, seed=seed)) for seed in range(14))
         first = worker.begin(linked)
