@@ -55,11 +55,6 @@ def queued(attempt: int, *, deaths: int = 0) -> Change:
     return lambda job: job.progressed(replace(_progress(job), state=JOB_STATE_QUEUED, attempt=attempt, deaths=deaths))
 
 
-def extended(deadline_wall: float | None) -> Change:
-    """It has until then."""
-    return lambda job: job.progressed(replace(_progress(job), deadline_wall=deadline_wall))
-
-
 def completed(
     attempt: int, *, ended_wall: float, images: tuple[StoredImage, ...] = (), provenance: bytes = b"how"
 ) -> Change:

@@ -7,22 +7,20 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import pytest
 
 from bottega.errors import StorageUnavailable
-from bottega.gateway.jobs.store import Change, EndTime, JobFilter, JobRecord, JobStore
+from bottega.gateway.jobs.store import EndTime, JobRecord, JobStore
 from bottega.gateway.jobs.values import StoredImage
-from bottega.v1 import image_pb2
 from bottega.v1.image_pb2 import (
     JOB_STATE_CANCELLED,
     JOB_STATE_COMPLETED,
     JOB_STATE_FAILED,
-    JOB_STATE_QUEUED,
     JobState,
 )
-from tests.support.job_store_backends import BACKENDS, cancelled, completed, extended, failed, queued, record, running
+from tests.support.job_store_backends import BACKENDS, cancelled, completed, failed, queued, record, running
 
 IMAGES = (StoredImage(digest="a" * 64, size_bytes=10), StoredImage(digest="b" * 64, size_bytes=20))
 
@@ -87,47 +85,11 @@ async def test_bytes_and_absent_times_survive(store: JobStore, another: Opener) 
     assert await (await another()).get("j1") == added == replace(odd, sequence=added.sequence)
 
 
-async def test_a_known_request_gives_its_job_and_takes_nothing(store: JobStore) -> None:
-    first = await store.add(record("j1", request_id="r"))
-    assert await store.add(record("j2", request_id="r"), inputs=b"x") == first
-    assert await store.get("j2") is None
-    assert await store.add(record("j1", request_id="other")) == first, "nor does a known job"
-    assert await store.of_request("other") is None
-    await _end(store, "j1")
-    again = await store.add(record("j2", request_id="r"))
-    assert (again.job_id, again.state, again.fingerprint) == ("j1", JOB_STATE_FAILED, first.fingerprint)
-
-
 async def test_of_the_same_request_at_once_one_is_taken(store: JobStore, another: Opener) -> None:
     stores = [store, await another()]
     added = await asyncio.gather(*(stores[i % 2].add(record(f"j{i}", request_id="r")) for i in range(20)))
     assert len({found.job_id for found in added}) == 1
     assert len(await store.page(size=100)) == 1
-
-
-async def test_a_retry_takes_the_request_id_of_the_failed_job_that_it_names(store: JobStore) -> None:
-    await store.add(record("j1", request_id="r"))
-    assert (await store.add(record("j2", request_id="r"), replaces="j1")).job_id == "j1", "it has not failed"
-    await _end(store, "j1", ended_wall=110)
-    assert (await store.add(record("j2", request_id="r"), replaces="j0")).job_id == "j1", "another one is named"
-    second = await store.add(record("j2", request_id="r"), replaces="j1")
-    assert second.job_id == "j2"
-    assert (await store.add(record("j3", request_id="r"), replaces="j1")).job_id == "j2", "the retry came first"
-    assert await store.of_request("r") == second
-    first = await store.get("j1")
-    assert first is not None
-    assert first.request_id == "r"
-    assert await store.forget(ended_before=111, max_jobs=9, max_bytes=1 << 30, limit=9) == 1
-    assert await store.of_request("r") == second, "the forgotten one does not take the newer one's request along"
-
-
-async def test_a_request_whose_images_have_gone_is_drawn_again_and_a_cancelled_one_is_not(store: JobStore) -> None:
-    await _running(store, "j1", request_id="r")
-    await _complete(store, "j1", 1)
-    assert (await store.add(record("j2", request_id="r"))).job_id == "j1"
-    assert (await store.add(record("j2", request_id="r"), replaces="j1")).job_id == "j2"
-    assert await store.update("j2", cancelled(error=b"", ended_wall=130.0))
-    assert (await store.add(record("j3", request_id="r"), replaces="j2")).job_id == "j2"
 
 
 async def test_a_probe_writes_and_changes_nothing(store: JobStore) -> None:
@@ -156,53 +118,6 @@ async def test_only_the_newest_attempt_counts(store: JobStore) -> None:
     assert await _complete(store, "j1", 3)
 
 
-async def test_what_attempts_decide_stays_for_the_next_ones(store: JobStore) -> None:
-    await _running(store)
-    assert await store.update("j1", running(1, decisions=b"decided"))
-    assert await store.update("j1", queued(1))
-    assert await store.update("j1", running(2))
-    assert not await store.update("j1", running(1, decisions=b"late"))
-    (found,) = await store.live()
-    assert found.decisions == b"decided"
-
-
-async def test_an_attempt_that_was_given_up_goes_on_where_its_worker_has_it_all_the_same(store: JobStore) -> None:
-    await _running(store)
-    await store.update("j1", queued(1))
-    assert await store.update("j1", running(1, started_wall=102.0))
-    assert await _complete(store, "j1", 1)
-
-
-async def test_a_completed_job_keeps_what_came_of_it_and_changes_no_more(store: JobStore) -> None:
-    added = await _running(store)
-    assert await _complete(store, "j1", 1)
-    assert not await _complete(store, "j1", 1)
-    assert not await store.update("j1", cancelled(error=b"late", ended_wall=130.0))
-    assert not await store.update("j1", running(2, started_wall=130.0))
-    assert not await store.update("j1", queued(1, deaths=1))
-    assert not await store.update("j1", extended(500.0))
-    assert await store.get("j1") == replace(
-        added,
-        state=JOB_STATE_COMPLETED,
-        attempt=1,
-        started_wall=101.0,
-        ended_wall=120.0,
-        ended_steady=120.0,
-        images=IMAGES,
-        provenance=b"how",
-    )
-
-
-@pytest.mark.parametrize(("state", "end"), [(JOB_STATE_FAILED, failed), (JOB_STATE_CANCELLED, cancelled)])
-async def test_a_job_that_failed_says_why(
-    store: JobStore, state: JobState.ValueType, end: Callable[..., Change]
-) -> None:
-    added = await store.add(record())
-    assert await store.update("j1", end(error=b"why", ended_wall=130.0))
-    assert await store.get("j1") == replace(added, state=state, error=b"why", ended_wall=130.0, ended_steady=130.0)
-    assert not await store.update("j1", end(error=b"again", ended_wall=140.0))
-
-
 async def test_of_racing_ends_one_wins(store: JobStore, another: Opener) -> None:
     stores = [store, await another(), await another()]
     for number in range(10):
@@ -217,25 +132,6 @@ async def test_of_racing_ends_one_wins(store: JobStore, another: Opener) -> None
         assert (found.state == JOB_STATE_COMPLETED) == any(won[:6]) == bool(found.images)
 
 
-async def test_a_deadline_can_be_moved_while_the_job_lives(store: JobStore) -> None:
-    await store.add(record())
-    for deadline in (500.0, None, 200.0):
-        assert await store.update("j1", extended(deadline))
-        found = await store.get("j1")
-        assert found is not None
-        assert found.deadline_wall == deadline
-
-
-async def test_nothing_happens_to_an_unknown_job(store: JobStore) -> None:
-    assert not await store.update("no", running(1, started_wall=1.0))
-    assert not await store.update("no", queued(1, deaths=1))
-    assert not await store.update("no", extended(None))
-    assert not await _complete(store, "no", 1)
-    assert not await store.update("no", failed(error=b"", ended_wall=1.0))
-    assert await store.inputs("no") == b""
-    assert await store.page(size=5) == []
-
-
 async def test_inputs_are_there_while_the_job_lives(store: JobStore, another: Opener) -> None:
     image = bytes(range(256)) * 10_000
     await store.add(record("j1"), inputs=image)
@@ -247,73 +143,6 @@ async def test_inputs_are_there_while_the_job_lives(store: JobStore, another: Op
     await _complete(store, "j1", 1)
     await _end(store, "j2")
     assert [await later.inputs(job_id) for job_id in ("j1", "j2")] == [b"", b""]
-
-
-async def test_live_jobs_come_in_their_order_also_in_a_later_life(store: JobStore, another: Opener) -> None:
-    for number in range(6):
-        await store.add(record(f"j{number}"))
-    await store.update("j4", running(1, started_wall=1.0))
-    await _end(store, "j1")
-    await store.update("j0", running(1, started_wall=1.0))
-    await _complete(store, "j0", 1)
-    assert [found.job_id for found in await store.live()] == ["j2", "j3", "j4", "j5"]
-    await store.close()
-    later = await another()
-    assert [found.job_id for found in await later.live()] == ["j2", "j3", "j4", "j5"]
-    assert [found.state for found in await later.live()][2] == image_pb2.JOB_STATE_RUNNING
-    assert await _complete(later, "j4", 1), "a worker brings what it drew while there was no gateway"
-
-
-async def test_pages_are_newest_first_even_while_jobs_come_in(store: JobStore) -> None:
-    for number in range(5):
-        await store.add(record(f"j{number}"))
-    first = await store.page(size=2)
-    await store.add(record("newer"))
-    second = await store.page(size=2, before_sequence=first[-1].sequence)
-    third = await store.page(size=2, before_sequence=second[-1].sequence)
-    assert [found.job_id for found in (*first, *second, *third)] == ["j4", "j3", "j2", "j1", "j0"]
-    assert await store.page(size=2, before_sequence=third[-1].sequence) == []
-
-
-async def test_pages_are_filtered_by_state_and_time(store: JobStore) -> None:
-    for number in range(4):
-        await store.add(record(f"j{number}", created_wall=100.0 + number))
-    await _end(store, "j1")
-    await store.update("j3", running(1, started_wall=1.0))
-
-    async def found(**filters: Any) -> list[str]:
-        return [each.job_id for each in await store.page(JobFilter(**filters), size=9)]
-
-    assert await found(states=[JOB_STATE_QUEUED]) == ["j2", "j0"]
-    assert await found(states={JOB_STATE_FAILED, image_pb2.JOB_STATE_RUNNING}) == ["j3", "j1"]
-    assert await found(states=[JOB_STATE_CANCELLED]) == []
-    assert await found(created_after=102.0) == ["j3", "j2"]
-    assert await found(created_before=102.0) == ["j1", "j0"]
-    assert await found(created_after=101.0, created_before=103.0, states=[JOB_STATE_QUEUED]) == ["j2"]
-
-
-async def test_ended_jobs_are_forgotten_after_their_time_oldest_end_first_and_live_ones_never(store: JobStore) -> None:
-    for number in range(6):
-        await store.add(record(f"j{number}", request_id=f"r{number}"))
-    for number, ended_wall in ((4, 10.0), (1, 20.0), (3, 30.0)):
-        await _end(store, f"j{number}", ended_wall=ended_wall)
-
-    async def forget(ended_before: float, limit: int) -> int:
-        return await store.forget(ended_before=ended_before, max_jobs=100, max_bytes=1 << 30, limit=limit)
-
-    assert await forget(10.0, 9) == 0
-    assert await forget(31.0, 1) == 1
-    assert await store.get("j4") is None
-    assert await store.of_request("r4") is None
-    assert await store.get("j1") is not None
-    assert await forget(31.0, 9) == 2
-    assert [found.job_id for found in await store.page(size=9)] == ["j5", "j2", "j0"]
-    assert await forget(1e12, 9) == 0
-    again = await store.add(record("j6", request_id="r4"))
-    assert again.job_id == "j6", "the window of its request_id is over"
-    await _end(store, "j6", ended_wall=5.0)
-    assert await forget(6.0, 9) == 1
-    assert (await store.add(record("j7"))).sequence > again.sequence, "places are not given twice"
 
 
 async def test_what_is_remembered_is_bounded_in_number_and_bytes(store: JobStore) -> None:
@@ -391,16 +220,6 @@ async def test_the_peer_that_has_the_most_bytes_loses_its_own_where_these_are_to
         await _add_ended(store, f"small{number}", "small", float(number), how=JOB_STATE_FAILED)
     small = [f"small{number}" for number in range(10)]
     assert await _left(store, max_bytes=50_000) == ["large3", "large4", *small]
-
-
-async def test_a_later_store_knows_what_each_peer_has(store: JobStore, another: Opener) -> None:
-    for number in range(6):
-        await _add_ended(store, f"j{number}", "ab"[number > 1], float(number), how=JOB_STATE_COMPLETED)
-    found = await store.get("j5")
-    assert found is not None
-    assert found.peer == "b"
-    await store.close()
-    assert await _left(await another(), max_jobs=4) == ["j0", "j1", "j4", "j5"]
 
 
 async def test_what_is_kept_of_the_spec_of_a_cancelled_job_is_said_with_its_end(store: JobStore) -> None:

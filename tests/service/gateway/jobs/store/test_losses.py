@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
+from bottega.errors import ConfigError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.store import EndTime, JobRecord, SqliteJobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
@@ -34,9 +34,16 @@ EARLIER = Path(__file__).with_name("jobs_version_4.sqlite.gz")
 
 @contextlib.asynccontextmanager
 async def _open(path: Path) -> AsyncIterator[SqliteJobStore]:
+    async with _closed_at_the_end(path) as store:
+        await store.open()
+        yield store
+
+
+@contextlib.asynccontextmanager
+async def _closed_at_the_end(path: Path) -> AsyncIterator[SqliteJobStore]:
+    """A store that the block opens, as far as it can."""
     store = SqliteJobStore(path)
     try:
-        await store.open()
         yield store
     finally:
         await store.close()
@@ -109,8 +116,7 @@ async def test_a_start_on_a_full_disk_reads_and_heals(tmp_path: Path) -> None:
         # written, one can write without any space.
         said = await asyncio.to_thread(_killed_writer, path, "earlier", jobs=20)
         ballast = full_disk.fill(disk)
-        store = SqliteJobStore(path)
-        try:
+        async with _closed_at_the_end(path) as store:
             with pytest.raises(StorageUnavailable):
                 await store.open()
             assert await store.get(said[0][1]) is not None
@@ -120,15 +126,12 @@ async def test_a_start_on_a_full_disk_reads_and_heals(tmp_path: Path) -> None:
             await store.open()
             assert store.generation == 2
             await store.add(record("j1"))
-        finally:
-            await store.close()
 
 
 async def test_a_start_on_a_full_disk_after_a_clean_end_reads_and_heals(tmp_path: Path) -> None:
     path = tmp_path / "jobs.sqlite"
     jobs = await _filled(path)
-    store = SqliteJobStore(path)
-    try:
+    async with _closed_at_the_end(path) as store:
         with full_disk.files_at_most(0):  # no room even for what the readers of a file share
             for _ in range(2):
                 with pytest.raises(StorageUnavailable, match="full"):
@@ -140,8 +143,6 @@ async def test_a_start_on_a_full_disk_after_a_clean_end_reads_and_heals(tmp_path
         await store.open()
         added = await store.add(record("new"))
         assert await store.live() == [*jobs, added], "what was read while it was full is not what is read now"
-    finally:
-        await store.close()
 
 
 async def test_a_full_disk_shows_no_file_without_the_log_that_belongs_to_it(tmp_path: Path) -> None:
@@ -225,8 +226,7 @@ async def test_a_damaged_file_says_what_to_do_is_not_written_and_is_read_as_far_
     page = data.index(b"spec\x00" + b"j30") // 4096 * 4096
     data[page : page + 4096] = bytes(4096)
     path.write_bytes(data)
-    store = SqliteJobStore(path)
-    try:
+    async with _closed_at_the_end(path) as store:
         with pytest.raises(DataLoss, match=r"jobs\.sqlite is damaged.*Restore"):
             await store.open()
         for refused in (store.add(record("new")), store.update("j0", running(1, started_wall=1.0))):
@@ -238,8 +238,6 @@ async def test_a_damaged_file_says_what_to_do_is_not_written_and_is_read_as_far_
             assert str(tmp_path) not in raised.value.message
         good = [job for job in jobs if await _answer(store, job) == [job, job]]
         assert 0 < len(good) < len(jobs)
-    finally:
-        await store.close()
     assert path.read_bytes() == data
 
 
@@ -254,15 +252,12 @@ async def test_every_kind_of_damage_is_noticed_at_the_start(tmp_path: Path, kind
         "empty page": data[:8192] + bytes(4096) + data[12288:],
     }
     path.write_bytes(damaged[kind])
-    store = SqliteJobStore(path)
-    try:
+    async with _closed_at_the_end(path) as store:
         with pytest.raises(DataLoss, match="damaged"):
             await store.open()
         path.write_bytes(data)  # the operator restored it
         await store.open()
         assert len(await store.live()) == 60
-    finally:
-        await store.close()
 
 
 async def test_a_file_without_one_of_its_parts_is_damaged(tmp_path: Path) -> None:
@@ -270,10 +265,9 @@ async def test_a_file_without_one_of_its_parts_is_damaged(tmp_path: Path) -> Non
     await _filled(path)
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("DROP TRIGGER jobs_forgotten")
-    store = SqliteJobStore(path)
     with pytest.raises(DataLoss, match="damaged"):
-        await store.open()
-    await store.close()
+        async with _open(path):
+            pass
 
 
 async def test_no_flipped_bits_make_a_wrong_answer(tmp_path: Path) -> None:
@@ -395,8 +389,7 @@ async def test_an_upgrade_that_a_full_disk_stops_leaves_the_file_as_it_was(tmp_p
                 f"INSERT INTO jobs (job_id, spec, {names}) SELECT ?, zeroblob(2000), {names} FROM jobs WHERE job_id = ?"
             )
             connection.execute(copy, (f"copy{number}", "completed"))
-    store = SqliteJobStore(path)
-    try:
+    async with _closed_at_the_end(path) as store:
         # Enough for what readers share, 32 KiB, and not for all that is written.
         with full_disk.files_at_most(64_000), pytest.raises(StorageUnavailable):
             await store.open()
@@ -406,8 +399,6 @@ async def test_an_upgrade_that_a_full_disk_stops_leaves_the_file_as_it_was(tmp_p
             assert connection.execute("PRAGMA user_version").fetchall() == [(4,)]
         await store.open()
         assert await store.get("completed") is not None
-    finally:
-        await store.close()
 
 
 async def test_the_file_of_a_later_version_or_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
@@ -417,39 +408,10 @@ async def test_the_file_of_a_later_version_or_of_somebody_else_is_left_alone(tmp
         with contextlib.closing(sqlite3.connect(path)) as connection:
             connection.execute(statement)
         before = path.read_bytes()
-        store = SqliteJobStore(path)
         with pytest.raises(ConfigError, match=path.name):
-            await store.open()
-        await store.close()
+            async with _open(path):
+                pass
         assert path.read_bytes() == before
-
-
-async def test_an_add_is_not_acknowledged_before_it_could_be_committed(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.sqlite"
-    async with _open(path) as store:
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
-            adding = asyncio.create_task(store.add(record("j1")))
-            await asyncio.sleep(0.05)
-            assert not adding.done()
-            assert await store.get("j1") is None
-            other.execute("ROLLBACK")
-        added = await asyncio.wait_for(adding, 10)
-        assert await store.get("j1") == added
-
-
-async def test_a_caller_that_is_cancelled_leaves_the_store_in_order(tmp_path: Path) -> None:
-    async with _open(tmp_path / "jobs.sqlite") as store:
-        tasks = [asyncio.create_task(store.add(record(f"j{number}"))) for number in range(50)]
-        await asyncio.sleep(0)
-        for task in tasks[::2]:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert not [result for result in results if isinstance(result, BottegaError)]
-        kept = {found.job_id for found in await store.live()}
-        assert {result.job_id for result in results if isinstance(result, JobRecord)} <= kept
-        again = [await store.add(replace(record(f"j{number}"), fingerprint="x")) for number in range(50)]
-        assert {added.job_id for added in again} == {f"j{number}" for number in range(50)}
 
 
 async def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
