@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bottega import errors
-from bottega.client import AsyncClient
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.support.running_gateway import Running, refusal, running_gateway, told
@@ -32,22 +30,6 @@ async def _generate_until_refused(
 ) -> errors.BottegaError:
     request = image_pb2.GenerateRequest(request_id=request_id, spec=GenerationSpec(**spec), deadline_s=deadline_s)
     return await refusal(lambda: house.images.Generate(request, timeout=20))
-
-
-async def test_a_caller_of_the_sdk_is_refused_at_the_door_what_cannot_be_done_in_its_time() -> None:
-    async with running_gateway() as house, AsyncClient(house.address, fleet_address=house.fleet_address) as client:
-        worker = await house.worker(step_s=_STEP_S)
-        began = time.monotonic()
-        with pytest.raises(errors.DeadlineUnmeetable) as refused:
-            await client.generate("a star", timeout_s=2.0)
-        assert time.monotonic() - began < 1.0
-        assert float(refused.value.metadata["estimate_s"]) == pytest.approx(3.0)
-        with pytest.raises(errors.DeadlineUnmeetable):
-            await client.submit("a star", deadline_s=2.0)
-        with pytest.raises(errors.DeadlineUnmeetable):
-            await client.generate("a star", request_id="mine", deadline_s=2.0)
-        assert worker.requests == []
-        assert (await client.generate("a star", timeout_s=5.0)).data == b"picture 0"
 
 
 async def test_every_call_that_draws_can_say_until_when() -> None:

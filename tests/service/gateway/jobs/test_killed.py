@@ -18,9 +18,6 @@ from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.services import Service, Services, gateway_config
 
 READY_S = 3.0
-LIVES = 4
-# Submissions at once: with the first acknowledgement the gateway dies, and with it those on their way.
-BURST = 24
 
 
 class House:

@@ -28,6 +28,7 @@ from tests.samples.jobs import sample_job
 from tests.support import full_disk
 from tests.support.running_front import png
 from tests.support.running_gateway import Running, refusal, running_gateway, told
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 
@@ -54,12 +55,6 @@ async def _serves(channel: grpc.aio.Channel, serving: bool) -> None:
             await asyncio.sleep(0.05)
 
 
-async def _in_state(house: Running, job_id: str, state: image_pb2.JobState.ValueType) -> None:
-    async with asyncio.timeout(5):
-        while (await house.job(job_id)).state != state:  # noqa: ASYNC110 - GetJob is what is asked here
-            await asyncio.sleep(0.02)
-
-
 async def _image(house: Running, job_id: str) -> bytes:
     chunks = [answer.chunk async for answer in house.images.GetImage(image_pb2.GetImageRequest(job_id=job_id))]
     return b"".join(chunks)
@@ -81,15 +76,6 @@ async def test_the_same_request_gives_the_same_bytes_after_a_restart_and_another
         (job,) = (await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs
         assert (job.state, job.request_id) == (image_pb2.JOB_STATE_COMPLETED, "order-1")
         assert await _image(house, job.job_id) == b"picture 0"
-
-
-async def test_a_request_id_is_remembered_for_as_long_as_its_job(tmp_path: Path) -> None:
-    async with running_gateway(state=str(tmp_path), jobs_ttl_s=0.5) as house:
-        worker = await house.worker()
-        await house.draw("order-1", prompt="a star")
-        await asyncio.sleep(2.2)
-        await house.draw("order-1", prompt="another")
-        assert len(worker.begun) == 2
 
 
 async def test_a_stopping_gateway_leaves_what_it_cannot_finish_to_a_later_life(tmp_path: Path) -> None:
@@ -130,9 +116,7 @@ async def test_an_adopted_attempt_brings_its_checkpoint_along(tmp_path: Path) ->
         house.workers.clear()
         await house.gateway.server.drain(house.gateway.finish)
     async with running_gateway(state=str(tmp_path), fleet={"listen": address}) as house:
-        async with asyncio.timeout(5):
-            while len(worker.requests) < 2:  # noqa: ASYNC110 - until it is adopted
-                await asyncio.sleep(0.01)
+        await eventually(lambda: len(worker.requests) == 2, "the attempt to be adopted")
         await asyncio.sleep(0.2)
         other = await house.worker("w2")
         await worker.die()
@@ -157,28 +141,6 @@ async def test_what_nobody_claims_after_a_restart_lines_up_again_before_the_othe
         assert (ended.state, ended.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 2)
         assert [job_id for job_id, _ in other.begun] == [runs.job_id, waits.job_id]
         assert time.monotonic() - began < 5
-
-
-async def test_a_worker_that_is_back_after_the_hold_goes_on_with_what_it_has(tmp_path: Path) -> None:
-    address = _address()
-    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, drain_grace_s=0.2) as house:
-        worker = await house.worker()
-        worker.script.hold_at = 20
-        job = await house.submit(prompt="a star")
-        await asyncio.wait_for(worker.arrived.wait(), 2)
-        await worker.leave()
-        house.workers.clear()
-        await house.gateway.server.drain(house.gateway.finish)
-    async with running_gateway(state=str(tmp_path), fleet={"listen": address}, hold_s=0.2) as house:
-        house.workers.append(worker)
-        await _in_state(house, job.job_id, image_pb2.JOB_STATE_QUEUED)
-        assert worker.membership is not None
-        worker.membership.start()
-        await _in_state(house, job.job_id, image_pb2.JOB_STATE_RUNNING)
-        worker.script.release.set()
-        ended = await house.ended(job.job_id)
-        assert (ended.state, ended.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 1)
-        assert worker.begun == [(job.job_id, 1)]
 
 
 async def test_who_watches_a_job_that_waits_hears_at_once_after_a_restart_where_it_stands(tmp_path: Path) -> None:
@@ -282,24 +244,6 @@ async def test_a_full_disk_refuses_jobs_keeps_what_was_drawn_and_heals(tmp_path:
             await house.draw("order-2", prompt="a square")
 
 
-async def test_a_disk_that_cannot_be_written_at_the_start_is_waited_for(tmp_path: Path) -> None:
-    with full_disk.small_disk(tmp_path / "disk", size_bytes=4 * MIB) as disk:
-        async with running_gateway(state=str(disk / "state")) as house:
-            await house.worker()
-            done = await house.submit(prompt="done")
-            await house.ended(done.job_id)
-        with full_disk.read_only(disk):
-            starting = asyncio.create_task(_started_there(str(disk / "state"), done.job_id))
-            await asyncio.sleep(1.0)
-            assert not starting.done()
-        await asyncio.wait_for(starting, 5)
-
-
-async def _started_there(state: str, job_id: str) -> None:
-    async with running_gateway(state=state) as house:
-        assert (await house.job(job_id)).state == image_pb2.JOB_STATE_COMPLETED
-
-
 async def test_a_disk_that_comes_back_read_only_after_a_crash_is_read(tmp_path: Path) -> None:
     with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
         state = disk / "state"
@@ -360,21 +304,6 @@ def _generation(state: Path) -> int:
     with contextlib.closing(sqlite3.connect(state / "jobs.sqlite")) as store:
         ((number,),) = store.execute("SELECT number FROM generation")
     return int(number)
-
-
-async def test_a_full_disk_at_the_start_after_a_clean_end_is_told_and_what_is_there_can_be_read(tmp_path: Path) -> None:
-    async with running_gateway(state=str(tmp_path)) as house:
-        await house.worker()
-        done = await house.submit(prompt="done")
-        await house.ended(done.job_id)
-    with full_disk.files_at_most(0):
-        async with _starting(tmp_path, _address()) as starting:
-            found = await starting.images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=10)
-            assert found.job.state == image_pb2.JOB_STATE_COMPLETED
-            image = starting.images.GetImage(image_pb2.GetImageRequest(job_id=done.job_id), timeout=10)
-            assert b"".join([answer.chunk async for answer in image]) == b"picture 0"
-            cancel = image_pb2.CancelJobRequest(job_id="another")
-            assert isinstance(await refusal(lambda: starting.images.CancelJob(cancel, timeout=10)), errors.JobNotFound)
 
 
 async def test_who_asks_before_a_store_could_be_opened_hears_why(tmp_path: Path) -> None:
