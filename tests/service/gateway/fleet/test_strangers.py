@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator
+import functools
 from typing import Any
 
 import grpc
@@ -15,53 +13,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from bottega import errors, kinds
 from bottega.client import AsyncClient
 from bottega.rpc.channel import open_channel
-from bottega.rpc.fleet_membership import FleetMembership
-from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.running_gateway import Running, refusal, running_gateway
-
-LEASE_S = 1.5
-
-
-@pytest.fixture
-async def house() -> AsyncIterator[Running]:
-    async with running_gateway() as running:
-        yield running
-
-
-def _stranger(name: str, number: int = 0, **facts: object) -> fleet_pb2.Registration:
-    """Of a store, which is given nothing to do."""
-    whole: dict[str, object] = {
-        "kind": kinds.LORAS,
-        "name": name,
-        "address": "127.0.0.1:9",
-        "instance": f"stranger {number:020}",
-        **facts,
-    }
-    return fleet_pb2.Registration(**whole)  # type: ignore[arg-type]
-
-
-@contextlib.asynccontextmanager
-async def _fleet(house: Running) -> AsyncIterator[fleet_pb2_grpc.FleetServiceAsyncStub]:
-    """Over a connection of its own."""
-    async with open_channel(house.fleet_address) as channel:
-        yield fleet_pb2_grpc.FleetServiceStub(channel)
-
-
-async def _join(
-    fleet: fleet_pb2_grpc.FleetServiceAsyncStub, registration: fleet_pb2.Registration
-) -> errors.BottegaError | None:
-    """A join that reports once and stays open; why it was refused."""
-    call = fleet.Join()
-    await call.write(fleet_pb2.JoinRequest(registration=registration))
-    try:
-        await call.read()
-    except grpc.aio.AioRpcError as error:
-        return from_rpc_error(error)
-    finally:
-        call.cancel()
-    return None
 
 
 async def _names(house: Running) -> set[str]:
@@ -78,11 +32,12 @@ async def _services(address: str) -> set[str]:
 
 
 async def test_the_public_port_serves_no_fleet(house: Running) -> None:
+    stranger = fleet_pb2.Registration(kind=kinds.LORAS, name="s", address="127.0.0.1:9", instance="x" * 16)
     async with open_channel(house.address) as channel:
         fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
         for call in (
             lambda: fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5),
-            lambda: fleet.Join(iter([fleet_pb2.JoinRequest(registration=_stranger("s"))]), timeout=5),
+            lambda: fleet.Join(iter([fleet_pb2.JoinRequest(registration=stranger)]), timeout=5),
             lambda: fleet.Join(timeout=5),
         ):
             error = await refusal(call)
@@ -94,12 +49,6 @@ async def test_every_port_says_by_reflection_what_it_serves(house: Running) -> N
     beside = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
     assert await _services(house.address) == {"bottega.v1.ImageService", *beside}
     assert await _services(house.fleet_address) == {"bottega.v1.FleetService", *beside}
-
-
-async def test_the_fleets_port_draws_nothing(house: Running) -> None:
-    async with AsyncClient(house.fleet_address) as client:
-        with pytest.raises(errors.MethodNotServed):
-            await client.generate("a star")
 
 
 async def test_a_service_that_looks_for_the_fleet_at_the_public_port_says_what_to_do(
@@ -132,26 +81,6 @@ async def test_pictures_are_drawn_for_those_who_cannot_reach_the_fleets_port(hou
         assert await client.models()
 
 
-async def test_joins_under_a_workers_name_fail_none_of_its_jobs(house: Running) -> None:
-    worker = await house.worker("w1")
-    worker.script.pace_s = 0.05
-    jobs = [await house.submit(prompt="a star", num_inference_steps=40) for _ in range(3)]
-    await asyncio.wait_for(worker.arrived.wait(), 2)
-    worker_kind, model = kinds.WORKER, worker.registration().models
-    refused = 0
-    async with _fleet(house) as fleet:
-        for number in range(60):
-            address = worker.address if number % 2 else "127.0.0.1:9"
-            registration = _stranger("w1", number, kind=worker_kind, address=address, models=model)
-            refused += await _join(fleet, registration) is not None
-            await asyncio.sleep(0.02)
-    assert refused == 60
-    for job in jobs:
-        ended = await house.ended(job.job_id)
-        assert (ended.state, ended.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 1)
-    assert len(worker.begun) == 3
-
-
 async def test_joins_while_a_worker_is_cut_off_for_a_moment_cost_it_nothing(house: Running) -> None:
     worker = await house.worker("w1")
     worker.script.hold_at = 5
@@ -159,68 +88,18 @@ async def test_joins_while_a_worker_is_cut_off_for_a_moment_cost_it_nothing(hous
     await asyncio.wait_for(worker.arrived.wait(), 2)
     assert worker.membership is not None
     await worker.membership.stop()
-    async with _fleet(house) as fleet:
-        for number in range(5):
-            registration = worker.registration()
-            registration.instance = f"stranger {number:020}"
-            error = await _join(fleet, registration)
-            assert isinstance(error, errors.Unavailable)
-            assert error.retry_after_s
+    for number in range(5):
+        stranger = worker.registration()
+        stranger.instance = f"stranger {number:020}"
+        request = fleet_pb2.JoinRequest(registration=stranger)
+        error = await refusal(functools.partial(house.fleet.Join, iter([request])))
+        assert isinstance(error, errors.Unavailable)
+        assert error.retry_after_s
     worker.membership.start()
     await asyncio.wait_for(worker.membership.joined.wait(), 2)
     worker.script.release.set()
     ended = await house.ended(job.job_id)
     assert (ended.state, ended.provenance.attempts) == (image_pb2.JOB_STATE_COMPLETED, 1)
-
-
-async def test_a_flood_of_joins_keeps_no_known_worker_from_coming_back() -> None:
-    fleet_config = {"max_members_per_peer": 300, "joins_per_s": 1000.0, "joins_per_s_by_name": 1000.0}
-    async with running_gateway(fleet=fleet_config) as house, contextlib.AsyncExitStack() as stack:
-        worker = await house.worker("w1")
-        fleet = await stack.enter_async_context(_fleet(house))
-        members = []
-        for number in range(300):  # of 256 that the fleet has room for
-            registration = _stranger(f"s{number}", number)
-            membership = FleetMembership(house.fleet_address, registration, load=fleet_pb2.Load)
-            if number < 255:
-                members.append(membership)
-                membership.start()
-                stack.push_async_callback(membership.stop)
-            else:
-                await asyncio.gather(*(asyncio.wait_for(member.joined.wait(), 20) for member in members))
-                assert isinstance(await _join(fleet, registration), errors.FleetFull)
-        assert worker.membership is not None
-        await worker.membership.stop()
-        await asyncio.sleep(LEASE_S + 0.5)
-        assert not isinstance(await _join(fleet, _stranger("late", 999)), errors.FleetFull), "there is room for one"
-        filling = FleetMembership(house.fleet_address, _stranger("late", 999), load=fleet_pb2.Load)
-        filling.start()
-        stack.push_async_callback(filling.stop)
-        await asyncio.wait_for(filling.joined.wait(), 5)
-        worker.membership.start()
-        await asyncio.wait_for(worker.membership.joined.wait(), 5)
-        assert (await house.draw("after", prompt="a star")).images
-
-
-async def test_joins_that_say_nothing_keep_no_worker_out(house: Running) -> None:
-    silent: set[asyncio.Task[None]] = set()
-
-    async def stay_silent(fleet: fleet_pb2_grpc.FleetServiceAsyncStub) -> None:
-        while True:
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                await fleet.Join().read()
-
-    async with contextlib.AsyncExitStack() as stack:
-        for _ in range(4):
-            fleet = await stack.enter_async_context(_fleet(house))
-            silent.update(asyncio.create_task(stay_silent(fleet)) for _ in range(75))
-        await asyncio.sleep(0.5)
-        worker = await house.worker("w1")
-        assert (await house.draw("meanwhile", prompt="a star")).images
-        assert worker.membership is not None
-        for task in silent:
-            task.cancel()
-        await asyncio.gather(*silent, return_exceptions=True)
 
 
 async def test_calls_that_fill_the_public_port_keep_no_worker_out() -> None:
@@ -246,17 +125,6 @@ async def _refused_at_once(call: Any) -> grpc.StatusCode | None:
     except grpc.aio.AioRpcError as error:
         return error.code()
     return None
-
-
-async def test_a_worker_that_was_started_again_is_back_soon_after_the_lease(house: Running) -> None:
-    first = await house.worker("w1")
-    await first.die()
-    began = time.monotonic()
-    second = await house.worker("w1")
-    assert time.monotonic() - began < LEASE_S + 1.0
-    assert await _names(house) == {"w1"}
-    assert (await house.draw("after", prompt="a star")).images
-    assert second.requests
 
 
 async def test_the_instance_of_a_member_is_told_to_nobody(house: Running, caplog: pytest.LogCaptureFixture) -> None:
