@@ -7,15 +7,14 @@ import functools
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bottega import errors
 from bottega.gateway.addons.loras.client import GrpcLoraClient
-from bottega.v1 import fleet_pb2, generation_pb2, image_pb2
+from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1 import lora_pb2 as pb
-from bottega.v1.generation_pb2 import Lora, Techniques
+from bottega.v1.generation_pb2 import Lora
 from tests.fakes.scripted_worker import MODEL
 from tests.samples.hosted_loras import applied
 from tests.support import running_loras
@@ -23,8 +22,6 @@ from tests.support.gateway_with_loras import House, lora_house, lora_store
 from tests.support.running_gateway import refusal, running_gateway
 from tests.support.running_loras import PATIENCE_S
 from tests.support.waiting import eventually
-
-_EXACT, _BALANCED = generation_pb2.FIDELITY_EXACT, generation_pb2.FIDELITY_BALANCED
 
 
 def _model(name: str) -> image_pb2.Model:
@@ -99,35 +96,20 @@ async def test_other_weights_than_those_that_were_pinned_are_refused(house: Hous
     assert isinstance(error, errors.LoraUnusable)
 
 
-@pytest.mark.parametrize(
-    ("spec", "most"),
-    [
-        ({"seed": 1}, 0),
-        ({"fidelity": _EXACT}, 0),
-        ({"fidelity": _BALANCED}, 12),
-        ({}, 12),
-        ({"num_inference_steps": 60}, 24),
-        ({"techniques": Techniques(bounded_lora_loading=False)}, 0),
-        ({"seed": 1, "techniques": Techniques(bounded_lora_loading=True)}, 12),
-    ],
-)
-async def test_how_late_a_lora_may_be_is_its_profiles_matter_and_the_fidelitys(
-    house: House, spec: dict[str, Any], most: int
-) -> None:
+async def test_a_lora_may_be_as_late_as_its_profile_says(house: House) -> None:
     bounds = [pb.LoraBound(num_inference_steps=30, max_step=12)]
     profile = pb.SetLoraProfileRequest(name="ink", digest=house.ink.digest, bounds=bounds)
     await house.store.stub.SetLoraProfile(profile, timeout=PATIENCE_S)
     worker = await house.gateway.worker()
-    await house.gateway.draw(loras=[Lora(name="ink")], **spec)
-    assert worker.requests[0].spec.loras[0].max_step == most
+    await house.gateway.draw(loras=[Lora(name="ink")])
+    assert worker.requests[0].spec.loras[0].max_step == 12
 
 
 async def test_what_a_job_waits_for_is_prefetched_and_leased(house: House) -> None:
     await house.gateway.worker()
     await house.gateway.draw(loras=[Lora(name="ink")])
-    async with asyncio.timeout(PATIENCE_S):
-        while house.store.store.state(await house.store.store.get("ink")) is not True:  # noqa: ASYNC110 - no event
-            await asyncio.sleep(0.02)
+    ink = await house.store.store.get("ink")
+    await eventually(lambda: house.store.store.state(ink) is True)
     error = await running_loras.refused(house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=5))
     assert isinstance(error, errors.LoraInUse)
 
@@ -147,37 +129,8 @@ async def test_a_lora_is_not_removed_as_long_as_a_job_needs_it(tmp_path: Path, m
         await house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=5)
 
 
-async def test_a_worker_that_has_the_lora_is_preferred(house: House) -> None:
-    await house.gateway.worker("w1")
-    other = await house.gateway.worker("w2")
-    other.loras = [house.ink.digest]
-    assert other.membership is not None
-    other.membership.report_soon()
-    await _until_hosted(house, 1)
-    for _ in range(3):
-        completed = await house.gateway.draw(loras=[Lora(name="ink")])
-        assert completed.provenance.worker == "w2"
-
-
-async def _until_hosted(house: House, count: int) -> None:
-    """Returns when the gateway has read reports of so much that workers host."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            listed = await house.gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)
-            if sum(len(member.load.hosted) for member in listed.members) == count:
-                return
-            await asyncio.sleep(0.02)
-
-
-@pytest.mark.parametrize(
-    ("loras", "taker"),
-    [([Lora(name="ink", scale=0.5)], "patched"), ([Lora(name="ink")], "untouched"), ([], "untouched")],
-    ids=["this set", "another scale", "no LoRA"],
-)
-async def test_of_workers_that_have_the_lora_that_with_this_very_set_in_its_weights_is_preferred(
-    house: House, loras: list[Lora], taker: str
-) -> None:
-    other, untouched, patched = [await house.gateway.worker(name) for name in ("other", "untouched", "patched")]
+async def test_of_workers_that_have_the_lora_that_with_this_very_set_in_its_weights_is_preferred(house: House) -> None:
+    bare, other, untouched, patched = [await house.gateway.worker(name) for name in ("b", "o", "untouched", "patched")]
     for worker in (other, untouched, patched):
         worker.loras = [house.ink.digest, house.wash.digest]
     patched.applied_loras = [applied(house.ink.digest, 0.5)]
@@ -185,10 +138,18 @@ async def test_of_workers_that_have_the_lora_that_with_this_very_set_in_its_weig
     for worker in (other, untouched, patched):
         assert worker.membership is not None
         worker.membership.report_soon()
-    await _until_hosted(house, 8)
-    for _ in range(3):
-        completed = await house.gateway.draw(loras=loras)
-        assert completed.provenance.worker == taker
+    await eventually(lambda: _are_hosted(house, 8))
+    for scale, taker in ((0.5, "patched"), (1.0, "untouched")):
+        for _ in range(3):
+            completed = await house.gateway.draw(loras=[Lora(name="ink", scale=scale)])
+            assert completed.provenance.worker == taker
+    assert bare.requests == []
+
+
+async def _are_hosted(house: House, count: int) -> bool:
+    """Whether the gateway has read reports of so much that workers host."""
+    listed = await house.gateway.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)
+    return sum(len(member.load.hosted) for member in listed.members) == count
 
 
 async def test_workers_are_told_where_stores_are_as_soon_as_that_changes(house: House, tmp_path: Path) -> None:
@@ -199,21 +160,6 @@ async def test_workers_are_told_where_stores_are_as_soon_as_that_changes(house: 
     await eventually(lambda: worker.lora_stores == [first])
 
 
-async def test_a_later_attempt_is_told_the_step_at_which_the_loras_went_in(house: House) -> None:
-    first = await house.gateway.worker("w1")
-    first.script.loras_step, first.script.hold_at = 4, 10
-    job = await house.gateway.submit(loras=[Lora(name="ink")])
-    await asyncio.wait_for(first.arrived.wait(), PATIENCE_S)
-    async with asyncio.timeout(PATIENCE_S):
-        while (await house.gateway.job(job.job_id)).steps_done < 10:  # noqa: ASYNC110 - it has no event here
-            await asyncio.sleep(0.02)
-    second = await house.gateway.worker("w2")
-    await first.die()
-    assert (await house.gateway.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
-    assert not first.requests[0].decisions.HasField("loras_step")
-    assert second.requests[0].decisions.loras_step == 4
-
-
 async def test_the_step_is_kept_though_the_gateway_and_its_workers_die_together(tmp_path: Path) -> None:
     state = str(tmp_path / "state")
     async with lora_house(tmp_path, state=state) as house:
@@ -221,9 +167,7 @@ async def test_the_step_is_kept_though_the_gateway_and_its_workers_die_together(
         first.script.loras_step, first.script.hold_at = 4, 10
         job = await house.gateway.submit(loras=[Lora(name="ink")])
         await asyncio.wait_for(first.arrived.wait(), PATIENCE_S)
-        async with asyncio.timeout(PATIENCE_S):
-            while (await house.gateway.job(job.job_id)).steps_done < 10:  # noqa: ASYNC110 - it has no event here
-                await asyncio.sleep(0.02)
+        await eventually(lambda: _has_made(house, job, steps=10))
     async with running_gateway(state=state, hold_s=0.2) as later:
         second = await later.worker("w2")
         assert (await later.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
@@ -231,30 +175,8 @@ async def test_the_step_is_kept_though_the_gateway_and_its_workers_die_together(
     assert not second.requests[0].checkpoint
 
 
-async def test_a_store_that_sends_nothing_fails_the_job_once_with_its_reason(house: House) -> None:
-    worker = await house.gateway.worker()
-    await house.gateway.worker("w2")
-    worker.script.failure = errors.NoLora("ink did not come within 60 s", metadata={"loras": "ink"})
-    house.gateway.workers[1].script.failure = worker.script.failure
-    error = await refusal(lambda: house.gateway.generate(loras=[Lora(name="ink")]))
-    assert isinstance(error, errors.NoLora)
-    assert sum(len(each.requests) for each in house.gateway.workers) == 1
-
-
-async def test_bad_fields_of_loras_are_refused_with_all_other_violations(house: House) -> None:
-    await house.gateway.worker()
-    loras = [Lora(name="ink", from_step=3), Lora(name="../x", scale=float("nan"), digest="A" * 64, max_step=-1)]
-    error = await refusal(lambda: house.gateway.generate(loras=loras, width=63))
-    assert {violation.field for violation in error.violations} == {
-        "spec.loras[1].name",
-        "spec.loras[1].scale",
-        "spec.loras[1].digest",
-        "spec.loras[1].max_step",
-        "spec.loras[1].from_step",
-        "spec.width",
-    }
-    error = await refusal(lambda: house.gateway.generate(loras=[Lora(name="ink", from_step=30)]))
-    assert [violation.field for violation in error.violations] == ["spec.loras[0].from_step"]
+async def _has_made(house: House, job: image_pb2.Job, *, steps: int) -> bool:
+    return (await house.gateway.job(job.job_id)).steps_done >= steps
 
 
 async def test_who_asks_a_store_that_is_gone_hears_so_and_is_not_cut_off() -> None:
