@@ -15,6 +15,7 @@ from bottega.v1 import image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.services import Service, Services, gateway_config
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +56,8 @@ def _lines(gateway: Service, request_id: str) -> dict[str, dict[str, Any]]:
 
 
 async def _until_logged(gateway: Service, event: str, request_id: str) -> dict[str, Any]:
-    async with asyncio.timeout(5):
-        while event not in (lines := _lines(gateway, request_id)):  # noqa: ASYNC110 - another process writes it
-            await asyncio.sleep(0.02)
-    return lines[event]
+    await eventually(lambda: event in _lines(gateway, request_id))
+    return _lines(gateway, request_id)[event]
 
 
 async def test_a_job_is_logged_when_it_is_accepted_and_completed(
@@ -112,24 +111,17 @@ async def test_a_lost_attempt_is_logged_under_the_request_id_of_its_job(
     await other.die()
 
 
-async def test_an_order_without_a_request_id_is_logged_by_its_job_id_here_and_at_the_worker(
+async def test_an_order_without_a_request_id_has_that_of_the_calls_metadata_or_else_its_job_id(
     gateway: Service, worker: ScriptedWorker, images: image_pb2_grpc.ImageServiceAsyncStub
 ) -> None:
     job_id = await _draw(images, "")
-    await _until_logged(gateway, "job completed", job_id)
-    assert "job accepted" in _lines(gateway, job_id)
-    assert [request.request_id for request in worker.requests] == [job_id]
-
-
-async def test_the_id_of_the_calls_metadata_serves_where_the_request_gives_none(
-    gateway: Service, worker: ScriptedWorker, images: image_pb2_grpc.ImageServiceAsyncStub
-) -> None:
     await _draw(images, "", trace="trace-1")
-    await _until_logged(gateway, "job completed", "trace-1")
     await _draw(images, "log-named", trace="trace-2")
-    await _until_logged(gateway, "job completed", "log-named")
-    assert [request.request_id for request in worker.requests] == ["trace-1", "log-named"]
-    assert not any(line["event"] == "job accepted" for line in _lines(gateway, "trace-2").values())
+    named = [job_id, "trace-1", "log-named"]
+    for name in named:
+        await _until_logged(gateway, "job completed", name)
+    assert [request.request_id for request in worker.requests] == named, "at the worker too"
+    assert "job accepted" not in _lines(gateway, "trace-2")
 
 
 async def test_a_request_id_that_is_refused_does_not_flood_the_log(
@@ -155,13 +147,12 @@ async def test_a_request_id_that_breaks_the_rules_is_in_no_line(
     seen = len(gateway.events())
     with pytest.raises(grpc.aio.AioRpcError):
         await images.SubmitJob(image_pb2.SubmitJobRequest(request_id=request_id), timeout=5)
-    refusals: list[dict[str, Any]] = []
-    async with asyncio.timeout(5):
-        while not refusals:
-            await asyncio.sleep(0.02)
-            # Beyond some in a second, they are told as a number.
-            refusals = [line for line in gateway.events()[seen:] if "refused" in line["event"]]
-    assert not any("request_id" in line for line in refusals)
+
+    def refusals() -> list[dict[str, Any]]:  # beyond some in a second, they are told as a number
+        return [line for line in gateway.events()[seen:] if "refused" in line["event"]]
+
+    await eventually(lambda: bool(refusals()))
+    assert not any("request_id" in line for line in refusals())
     whole = gateway.log.read_bytes()
     assert not {byte for byte in whole if byte < 0x20 or byte > 0x7E} - {0x0A}, "every line is JSON of ASCII"
 

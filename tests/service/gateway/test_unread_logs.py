@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +58,6 @@ class Unread:
         return int(float(found[1]))
 
 
-@pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[Unread]:
-    unread = Unread(tmp_path)
-    yield unread
-    unread.process.kill()
-    unread.process.wait(10)
-    unread.stderr.close()
-
-
 async def _say_much(address: str) -> None:
     """Makes the gateway log more than anything has room for; every call is answered."""
     async with open_channel(address) as channel:
@@ -83,6 +74,22 @@ async def _say_much(address: str) -> None:
             await asyncio.gather(*(turn(number) for number in range(first, first + 30)))
 
 
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[Unread]:
+    """It has said much."""
+    unread = Unread(tmp_path)
+    try:
+        worker = await ScriptedWorker("w1", unread.fleet).start()
+        worker.script.hold_at = 1
+        await _say_much(unread.address)
+        yield unread
+        await worker.die()
+    finally:
+        unread.process.kill()
+        unread.process.wait(10)
+        unread.stderr.close()
+
+
 def _lines(gateway: Unread, until: str) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     while not lines or lines[-1]["event"] != until:
@@ -91,45 +98,18 @@ def _lines(gateway: Unread, until: str) -> list[dict[str, Any]]:
 
 
 async def test_a_gateway_whose_log_nobody_reads_goes_on_and_says_what_it_dropped(gateway: Unread) -> None:
-    worker = await ScriptedWorker("w1", gateway.fleet).start()
-    worker.script.hold_at = 1
-    try:
-        await _say_much(gateway.address)
-        dropped = await asyncio.to_thread(gateway.dropped)
-        assert 0 < dropped < 2 * JOBS
-        lines = await asyncio.wait_for(
-            asyncio.to_thread(_lines, gateway, "log lines were dropped, as nobody read them"), ANSWER_S
-        )
-    finally:
-        await worker.die()
+    dropped = await asyncio.to_thread(gateway.dropped)
+    assert 0 < dropped < 2 * JOBS
+    reading = asyncio.to_thread(_lines, gateway, "log lines were dropped, as nobody read them")
+    lines = await asyncio.wait_for(reading, ANSWER_S)
     assert lines[-1]["lines"] >= dropped
     assert (lines[-1]["level"], lines[-1]["service"]) == ("WARNING", "gateway")
     assert {"job accepted", "job cancelled"} <= {line["event"] for line in lines}
 
 
 async def test_a_gateway_whose_log_nobody_reads_ends_when_it_is_told_to(gateway: Unread) -> None:
-    worker = await ScriptedWorker("w1", gateway.fleet).start()
-    worker.script.hold_at = 1
-    try:
-        await _say_much(gateway.address)
-    finally:
-        await worker.die()
     gateway.process.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(gateway.process.wait, 30) == 0
-
-
-def test_the_last_words_of_a_service_that_fails_are_there(tmp_path: Path) -> None:
-    config = tmp_path / "gateway.yaml"
-    config.write_text(json.dumps(gateway_config(server={"listen": "nowhere.invalid:1"})), encoding="utf-8")
-    ended = subprocess.run(
-        [sys.executable, "-m", "bottega.gateway", "--config", str(config)],
-        capture_output=True,
-        env={**os.environ, "BOTTEGA_STATE": str(tmp_path / "state")},
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 1
-    assert b"bottega.gateway: listen nowhere.invalid:1 cannot be used" in ended.stderr.splitlines()[-1]
 
 
 def _ended_unread(code: str, *, read_after_s: float) -> tuple[int, bytes]:
