@@ -61,7 +61,3 @@ def test_servers_of_another_version_never_stand_in() -> None:
     assert _names(old, new) == ["new"]
     assert _names(old, new, digest="1") == ["old"]
     assert _names(new, digest="1") == ["new"], "nobody has the old one any more"
-
-
-def test_nobody_is_chosen_of_nobody() -> None:
-    assert _names() == []

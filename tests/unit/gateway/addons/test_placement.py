@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bottega.errors import NoControlNet, NoWorker, QueueFull, Unavailable, WorkerLost
+from bottega.errors import NoControlNet, NoWorker, Unavailable, WorkerLost
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobCheckpoint
@@ -348,14 +348,6 @@ async def test_only_the_first_of_a_long_queue_have_their_controlnets_loaded_ahea
     await asyncio.sleep(0.5)
     (server,) = shop.servers.values()
     assert [name for names in server.prefetched for name in names] == [f"net-{number}" for number in range(8)]
-
-
-async def test_a_worker_that_is_full_rests_as_ever(shop: Shop) -> None:
-    shop.worker()
-    _server(shop, net("edges"))
-    job = shop.take(_job(shop, "edges"))
-    await shop.fail(job, QueueFull("full"))
-    assert (job.state, shop.submit().state) == (QUEUED, QUEUED)
 
 
 def _prefetches(shop: Shop, outcome: str) -> float | None:

@@ -168,26 +168,6 @@ def test_a_draining_worker_gets_no_new_jobs_but_is_still_listed() -> None:
     assert fleet.expected("m")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"kind": ""},
-        {"name": ""},
-        {"name": "x" * 129},
-        {"address": ""},
-        {"models": [image_pb2.Model()]},
-        {"models": [image_pb2.Model(name="m"), image_pb2.Model(name="m")]},
-    ],
-)
-def test_a_registration_that_says_nothing_usable_is_refused(change: dict[str, object]) -> None:
-    registration = _worker()
-    for name in change:
-        registration.ClearField(name)  # type: ignore[arg-type]
-    registration.MergeFrom(fleet_pb2.Registration(**change))  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest):
-        _fleet()[0].join(registration)
-
-
 def test_models_are_listed_by_name_with_their_workers() -> None:
     fleet, _ = _fleet()
     for name, model, port in (("w1", "b", 1), ("w2", "a", 2), ("w3", "a", 3)):
