@@ -12,7 +12,7 @@ import pytest
 from load.bench.addon_reference import Answer
 from load.bench.addons import Drawn, Row
 from load.bench.bal_quality import Quality, Seen
-from load.bench.lora_trace import Replayed, calls_by_tier
+from load.bench.lora_trace import calls_by_tier
 from load.bench.trace_shape import LORAS_A, LORAS_B, LoraCalls
 
 _COUNT = 500
@@ -51,12 +51,6 @@ def test_what_was_loaded_for_a_request_came_from_the_disk_and_what_was_not_fetch
     assert calls_by_tier(before, figures(6, 3), 2) == {"worker": 1, "memory": 1}
     assert calls_by_tier(before, figures(6, 4), 2) == {"memory": 1, "disk": 1}
     assert calls_by_tier(before, figures(5, 4, disk=1), 2) == {"disk": 2}
-
-
-def test_hit_rates_are_of_the_calls_that_came_there() -> None:
-    replayed = Replayed(calls=Counter(worker=5, memory=3, disk=2))
-    assert replayed.store_hits == 0.6
-    assert replayed.share("worker", "memory") == 0.8
 
 
 def test_the_ideal_is_diffusers_time_with_our_loras_instead_of_its_own() -> None:

@@ -38,14 +38,6 @@ def test_a_turn_without_rows_takes_no_time() -> None:
     assert _times((SMALL, 2, 0.1)).seconds(SMALL, 0) == 0
 
 
-def test_what_was_measured_is_expected() -> None:
-    times = StepTimes()
-    times.observe(SMALL, 2, 0.02)
-    times.observe(SMALL, 4, 0.03)
-
-    assert (times.seconds(SMALL, 2), times.seconds(SMALL, 4)) == (0.02, 0.03)
-
-
 @pytest.mark.parametrize(
     ("rows", "seconds"),
     [(3, 0.025), (6, 0.04), (8, 0.05), (16, 0.09)],
@@ -238,10 +230,6 @@ def test_once_it_ran_with_two_a_shape_borrows_nothing() -> None:
     assert times.seconds(LARGE, 8) == pytest.approx(0.4)
 
 
-def test_an_unknown_shape_borrows_times_as_they_are() -> None:
-    assert _times((SMALL, 2, 0.02)).seconds((0, 0), 2) == pytest.approx(0.02)
-
-
 @given(entries=_entries, shape=_shapes, rows=st.integers(1, 48))
 def test_a_table_is_the_same_on_the_other_side_of_a_wire(
     entries: list[tuple[Shape, int, float]], shape: Shape, rows: int
@@ -280,11 +268,12 @@ def test_what_is_outdated_is_so_on_the_other_side_of_a_wire(
     assert [there.outdated(*each) for each in asked] == [here.outdated(*each) for each in asked]
 
 
-def test_entries_without_rows_or_time_are_left_out() -> None:
-    times = _times((SMALL, 0, 0.1), (SMALL, -2, 0.1), (SMALL, 4, 0.0))
+def test_entries_without_rows_time_or_area_are_left_out() -> None:
+    good = (SMALL, 2, 0.5)
+    times = _times((SMALL, 0, 0.1), (SMALL, -2, 0.1), (SMALL, 4, 0.0), ((0, 16), 2, 0.02), ((-4, -4), 2, 0.02), good)
 
-    assert list(times.entries()) == []
-    assert times.seconds(SMALL, 2) is None
+    assert list(times.entries()) == [good]
+    assert times.seconds((0, 0), 2) == 0.5, "an unknown shape borrows times as they are"
 
 
 def test_of_many_shapes_those_that_ran_last_are_remembered() -> None:
@@ -303,8 +292,3 @@ def test_a_table_from_a_wire_has_no_more_shapes_than_one_that_was_measured() -> 
     times = _times(*(((8, width), rows, 0.01 * rows) for width in range(1, 100) for rows in (1, 2)))
     assert len({shape for shape, _, _ in times.entries()}) == MAX_SHAPES
     assert times.seconds((8, 1), 2) == 0.02
-
-
-def test_turns_of_no_picture_are_left_out_of_what_came_over_a_wire() -> None:
-    entries = [((-1, 2**31 - 1), 2, 0.02), ((0, 16), 2, 0.02), ((-4, -4), 2, 0.02), ((16, 16), 2, 0.5)]
-    assert list(StepTimes.from_entries(entries).entries()) == [((16, 16), 2, 0.5)]

@@ -133,13 +133,6 @@ def run(worker: Worker, turns: int, *, clients: int) -> Sequence[int]:
     return worker.widths[-turns:]
 
 
-def test_an_engine_that_was_measured_beside_a_download_soon_runs_all_together() -> None:
-    worker = Worker(beside_a_download(small), small)
-    assert set(run(worker, 50, clients=8)) == {1}
-    run(worker, OUTDATED_TURNS + 3 * TRIAL_PAUSE_TURNS, clients=8)
-    assert set(run(worker, 500, clients=8)) == {8}
-
-
 def test_a_gateway_gives_such_a_worker_what_it_needs_to_find_out() -> None:
     """Where turns are long, no two jobs are at a worker at once but for a moment, unless they are given for this."""
     worker = Worker(beside_a_download(slow), slow)

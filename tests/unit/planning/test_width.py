@@ -21,10 +21,6 @@ _costs = st.builds(
 Cost = Callable[[int], float]
 
 
-def _proportional(rows: int) -> float:
-    return 0.05 * rows
-
-
 def _gaining(rows: int) -> float:
     return 0.02 + 0.001 * rows
 
@@ -59,22 +55,6 @@ def test_completion_times_are_those_of_every_turn_run(works: list[RemainingWork]
     assert completion_times(works, seconds, width) == pytest.approx(_turn_by_turn(works, seconds, width))
 
 
-def test_nothing_completes_where_nothing_runs() -> None:
-    assert completion_times([], _proportional, 4) == []
-
-
-def test_one_at_a_time_each_waits_for_those_before_it() -> None:
-    works = [RemainingWork(rows=2, steps=10), RemainingWork(rows=1, steps=20), RemainingWork(rows=2, steps=5)]
-
-    assert completion_times(works, _proportional, 1) == pytest.approx([1.0, 2.0, 2.5])
-
-
-def test_together_turns_get_cheaper_when_the_shorter_ones_have_left() -> None:
-    works = [RemainingWork(rows=2, steps=10), RemainingWork(rows=2, steps=20)]
-
-    assert completion_times(works, _proportional, 2) == pytest.approx([2.0, 3.0])
-
-
 def test_a_width_beyond_the_works_changes_nothing() -> None:
     assert completion_times(_line(3), _gaining, 1 << 30) == completion_times(_line(3), _gaining, 3)
 
@@ -100,11 +80,6 @@ def test_the_width_is_the_widest_whose_mean_is_near_the_best(
     assert all(total * slack >= bound for wider, total in sums.items() if wider > width)
 
 
-@pytest.mark.parametrize("count", [2, 3, 8, 40])
-def test_where_doubling_the_rows_doubles_the_turn_one_runs_alone(count: int) -> None:
-    assert best_width(_line(count), _proportional, max_rows=64) == 1
-
-
 @pytest.mark.parametrize(("count", "width"), [(1, 1), (2, 2), (5, 5), (8, 8), (20, 8)])
 def test_where_a_turn_is_mostly_fixed_cost_as_many_run_as_fit(count: int, width: int) -> None:
     assert best_width(_line(count), _gaining, max_rows=16) == width
@@ -115,27 +90,6 @@ def test_a_gain_that_ends_at_some_width_is_used_up_to_it() -> None:
         return 0.02 if rows <= 8 else 0.02 * (rows - 7)
 
     assert best_width(_line(16), until_eight_rows, max_rows=64) == 4
-
-
-def test_a_short_work_does_not_wait_for_a_long_one() -> None:
-    works = [RemainingWork(rows=2, steps=50), RemainingWork(rows=2, steps=2)]
-
-    assert best_width(works, _proportional, max_rows=16) == 2
-
-
-def test_a_work_beyond_the_bound_runs_alone() -> None:
-    assert best_width(_line(3, rows=20), _gaining, max_rows=16) == 1
-
-
-def test_rows_count_towards_the_bound_not_works() -> None:
-    works = [RemainingWork(rows=1, steps=30), RemainingWork(rows=8, steps=30), RemainingWork(rows=8, steps=30)]
-
-    assert best_width(works, _gaining, max_rows=16) == 2
-    assert best_width(works, _gaining, max_rows=17) == 3
-
-
-def test_there_is_no_width_without_works() -> None:
-    assert best_width([], _gaining, max_rows=16) == 0
 
 
 def test_a_queue_of_any_length_is_looked_at_no_further_than_32() -> None:
