@@ -84,19 +84,11 @@ def test_the_services_may_do_little(installed: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("unit", SERVICES)
-def test_a_drain_is_given_the_time_that_it_may_take(unit: str) -> None:
+def test_a_service_has_the_time_to_drain_the_files_that_it_needs_and_outlives_its_children(unit: str) -> None:
     assert setting(unit, "Type") == "notify"
     assert float(setting(unit, "TimeoutStopSec")) >= ServerConfig().drain_grace_s + 10
     assert setting(unit, "KillMode") == "mixed", "else systemd ends engines and codecs under a service that drains"
-
-
-@pytest.mark.parametrize("unit", SERVICES)
-def test_a_service_whose_child_takes_too_much_memory_goes_on(unit: str) -> None:
     assert setting(unit, "OOMPolicy") == "continue", "else systemd ends the service with its engine or codec process"
-
-
-@pytest.mark.parametrize("unit", SERVICES)
-def test_a_service_may_have_as_many_files_and_sockets_open_as_it_asks_for(unit: str) -> None:
     assert int(setting(unit, "LimitNOFILE")) >= open_files.ENOUGH
 
 

@@ -13,7 +13,6 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import Job
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
-from bottega.v1.image_pb2 import JOB_STATE_QUEUED, JOB_STATE_RUNNING
 from tests.fakes.gateway_rules import Shop
 
 
@@ -85,16 +84,6 @@ async def test_a_job_goes_where_what_it_needs_costs_least(shop: Shop, easels: Ea
         shop.worker(name)
     easels.costs = WorkerCosts(load_s={"w1": 5.0, "w3": 2.0}, eligible=frozenset({"w1", "w3"}))
     assert shop.submit().worker == "w3"
-
-
-async def test_a_job_that_no_worker_may_have_holds_up_no_other(shop: Shop, easels: Easels) -> None:
-    easels.costs = WorkerCosts(eligible=frozenset())
-    shop.worker()
-    waits = shop.submit()
-    assert waits.state == JOB_STATE_QUEUED
-    easels.costs = NO_COSTS
-    assert shop.submit().worker == ""
-    assert waits.state == JOB_STATE_RUNNING
 
 
 async def test_an_attempt_carries_its_fields_from_its_begin_to_its_end(shop: Shop, easels: Easels) -> None:

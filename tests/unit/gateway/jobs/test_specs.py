@@ -55,16 +55,10 @@ def test_a_spec_without_images_does_not_keep_their_memory() -> None:
     assert all(bare == GenerationSpec(prompt="a star") for bare in kept)
 
 
-def test_a_guided_request_puts_two_rows_an_image_into_each_turn() -> None:
+def test_a_guided_request_puts_two_rows_an_image_into_each_turn_and_image_to_image_skips_the_first_steps() -> None:
     spec = GenerationSpec(num_images=3, num_inference_steps=30, guidance_scale=4.5)
     assert (specs.rows(spec), specs.steps_to_run(spec)) == (6, 30)
-
-
-def test_an_unguided_image_has_one_row() -> None:
     assert specs.rows(GenerationSpec(num_images=1, guidance_scale=1)) == 1
-
-
-def test_image_to_image_skips_the_first_steps() -> None:
     assert specs.steps_to_run(GenerationSpec(num_inference_steps=30, strength=0.5)) == 15
 
 

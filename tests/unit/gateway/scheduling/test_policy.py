@@ -38,53 +38,43 @@ def _pairs(pending: list[PendingJob], workers: list[WorkerState]) -> list[tuple[
     return [(a.job_id, a.worker) for a in assign(pending, workers)]
 
 
-def test_nothing_is_assigned_without_workers() -> None:
-    assert assign(_line(3), []) == []
+# Fast: 5 steps to go and 30 of its own, .1 s each = 3.5 s. Slow and idle: 30 steps of 1 s.
+_WAITED_FOR = [_worker("fast", _request(5)), _worker("slow", times=_times(0, 0.5))]
+# Behind the first, the fast worker is free after 6.5 s and would end at 9.5 s; the slow one at 9 s.
+_FOR_THE_SECOND = [_worker("fast", _request(35)), _worker("slow", times=_times(0, 0.15))]
 
 
-def test_an_idle_worker_takes_the_first_and_the_rest_stays_in_the_queue() -> None:
-    assert _pairs(_line(3), [_worker("w1")]) == [("j0", "w1")]
-
-
-def test_idle_workers_share_the_queue_one_job_each() -> None:
-    assert _pairs(_line(3), [_worker("w1"), _worker("w2")]) == [("j0", "w1"), ("j1", "w2")]
-
-
-def test_a_faster_worker_is_preferred() -> None:
-    slow, fast = _worker("slow", times=_times(0, 0.1)), _worker("fast", times=_times(0, 0.02))
-    assert _pairs(_line(1), [slow, fast]) == [("j0", "fast")]
-
-
-def test_a_busy_worker_is_left_alone_where_sharing_gains_nothing() -> None:
-    assert _pairs(_line(1), [_worker("w1", _request(20))]) == []
-
-
-def test_a_running_group_is_joined_where_sharing_gains() -> None:
-    pending = _line(2)
-    assert _pairs(pending, [_worker("w1", _request(20), times=GAINING)]) == [("j0", "w1"), ("j1", "w1")]
-
-
-def test_an_idle_worker_goes_before_joining_a_group() -> None:
-    workers = [_worker("busy", _request(20), times=GAINING), _worker("idle", times=GAINING)]
-    assert _pairs(_line(1), workers) == [("j0", "idle")]
+@pytest.mark.parametrize(
+    ("pending", "workers", "pairs"),
+    [
+        pytest.param(3, [], [], id="nothing without workers"),
+        pytest.param(3, [_worker("w1")], [("j0", "w1")], id="the first to an idle worker, the rest waits"),
+        pytest.param(3, [_worker("w1"), _worker("w2")], [("j0", "w1"), ("j1", "w2")], id="one to each idle worker"),
+        pytest.param(
+            1, [_worker("w1", times=_times(0, 0.1)), _worker("w2", times=_times(0, 0.02))], [("j0", "w2")], id="faster"
+        ),
+        pytest.param(1, [_worker("w1", _request(20))], [], id="none to a busy worker where sharing gains nothing"),
+        pytest.param(
+            2, [_worker("w1", _request(20), times=GAINING)], [("j0", "w1"), ("j1", "w1")], id="to a group that gains"
+        ),
+        pytest.param(
+            1,
+            [_worker("busy", _request(20), times=GAINING), _worker("idle", times=GAINING)],
+            [("j0", "idle")],
+            id="to an idle worker before joining a group",
+        ),
+        pytest.param(1, _WAITED_FOR, [], id="waits for a fast worker rather than taking a slow one"),
+        pytest.param(2, _FOR_THE_SECOND, [("j1", "slow")], id="those behind one that waits may take the slow one"),
+    ],
+)
+def test_jobs_go_where_they_end_first(pending: int, workers: list[WorkerState], pairs: list[tuple[str, str]]) -> None:
+    assert _pairs(_line(pending), workers) == pairs
 
 
 def test_a_group_is_never_wider_than_the_worker_takes() -> None:
     running = [_request(20) for _ in range(7)]
     assert len(assign(_line(5), [_worker("w1", *running, times=GAINING)])) == 1
     assert len(assign(_line(5), [_worker("w1", _request(20), times=GAINING, max_rows=4)])) == 1
-
-
-def test_a_job_waits_for_a_fast_worker_rather_than_taking_a_slow_one() -> None:
-    # Fast: 5 steps to go and 30 of its own, .1 s each = 3.5 s. Slow and idle: 30 steps of 1 s.
-    fast, slow = _worker("fast", _request(5)), _worker("slow", times=_times(0, 0.5))
-    assert _pairs(_line(1), [fast, slow]) == []
-
-
-def test_those_behind_a_job_that_waits_for_the_fast_worker_may_take_the_slow_one() -> None:
-    # Behind the first, the fast worker is free after 6.5 s and would end at 9.5 s; the slow one at 9 s.
-    fast, slow = _worker("fast", _request(35)), _worker("slow", times=_times(0, 0.15))
-    assert _pairs(_line(2), [fast, slow]) == [("j1", "slow")]
 
 
 def test_a_job_is_bound_while_the_last_turn_of_the_one_before_runs() -> None:

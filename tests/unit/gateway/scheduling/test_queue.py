@@ -36,14 +36,8 @@ def test_a_lost_job_goes_before_the_others() -> None:
 
 
 def test_retry_after_follows_the_measured_rate() -> None:
-    time = FakeTime()
-    queue = JobQueue(max_jobs=100, budget_bytes=1 << 20, clock=time.clock())
-    for _ in range(100):
-        queue.add(sample_job(time, size_bytes=30))
-    for _ in range(10):
-        queue.count_completed()
-        time.now += 2.0
     # One job in two seconds, and a tenth of the queue is ten jobs. Not everybody shall come back at once.
+    _, queue = _drawn(100, every_s=2, pictures=10)
     told = [queue.retry_after_s() for _ in range(100)]
     assert min(told) == pytest.approx(20, rel=0.1)
     assert max(told) == pytest.approx(30, rel=0.1)
